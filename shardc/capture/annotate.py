@@ -1,4 +1,4 @@
-"""What the nodes of a traced graph are: names from module scope, sources, phases, roles."""
+"""Annotates the nodes of a traced graph: names from module paths, source lines, phases, roles."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from shardc.ir.returned import AGAIN
 from shardc.ir.rewriter import GraphRewriter
 from shardc.ir.told import calling_line
 
-PREFIX = "model."  # of what the traced module holds
-OUTPUT = ""  # name of the tag that keeps outputs apart
-SAME = "="  # the same where an output is the very tensor that an earlier one is
+PREFIX = "model."  # of the names of the model's parameters and buffers in `_Root`
+OUTPUT = ""  # name of the tag that gives each output a node of its own
+SAME = "="  # name of the tag of an output that is the same tensor object as an earlier one
 _WITH_EFFECTS = torch.ops.higher_order.with_effects
-# Kinds of what must not change -> (how to call it, what to do instead).
+# Role kinds that forward must not change in place -> (their word in the error, the fix).
 _UNCHANGED = {"param": ("parameter", "or register it as a buffer"), "input": ("input", "and return it")}
 
 
@@ -38,8 +38,8 @@ def annotate(
 
     Args:
         inputs: the name of each tensor input.
-        first: every name of a parameter or buffer of what was traced -> the first of its names.
-        stored: dtype of each parameter and buffer by its first name; it may have been traced in another.
+        first: every name of a parameter or buffer of the traced module -> the first name of that tensor.
+        stored: dtype of each parameter and buffer by its first name; the trace may use another dtype.
     """
     _merge_names(gm.graph, first)
     duplicates = _drop_output_tags(gm.graph)
@@ -76,7 +76,7 @@ def annotate(
 
 
 def _cast_stored(graph: fx.Graph, stored: Mapping[str, torch.dtype]) -> None:
-    """Casts what is stored in another dtype than it was traced in at its first use, and what becomes of it back."""
+    """Casts parameters and buffers from their stored dtype to the traced one, and their gradients and updates back."""
     output, rewriter = ir.output_node(graph), GraphRewriter(graph)
     order = {node: at for at, node in enumerate(graph.nodes)}
     for node in [*ir.placeholders(graph, "param"), *ir.placeholders(graph, "buffer")]:
@@ -104,7 +104,7 @@ def _cast_stored(graph: fx.Graph, stored: Mapping[str, torch.dtype]) -> None:
 
 
 def _merge_names(graph: fx.Graph, first: Mapping[str, str]) -> None:
-    """One placeholder and one gradient for what the model holds under several names, called by the first of them."""
+    """Merges the placeholders and gradients of a tensor that has several names; the first name stays."""
     output = ir.output_node(graph)
     placed: dict[Any, fx.Node] = {}
     for node in ir.placeholders(graph):
@@ -134,7 +134,7 @@ def _by_first_name(desc: Any, first: Mapping[str, str]) -> Any:
 
 
 def _drop_output_tags(graph: fx.Graph) -> set[Any]:
-    """Drops the tags of outputs; of those that are the very tensor of an earlier output, the descriptors."""
+    """Drops the tags of outputs; returns the descriptors of outputs that are the same tensor as an earlier one."""
     output = ir.output_node(graph)
     duplicates: set[Any] = set()
     for node in list(graph.nodes):
@@ -147,7 +147,7 @@ def _drop_output_tags(graph: fx.Graph) -> set[Any]:
 
 
 def _needed_forward(graph: fx.Graph) -> set[fx.Node]:
-    """What forward outputs are made of, gradients that the model itself takes among it."""
+    """Return the nodes that the forward outputs depend on, including gradients that the model itself computes."""
     needed = {node for role, node in ir.outputs(graph) if role.kind != "grad" and isinstance(node, fx.Node)}
     for node in reversed(graph.nodes):
         if node in needed:
@@ -156,7 +156,7 @@ def _needed_forward(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _forward_first(graph: fx.Graph, backward_from: fx.Node | None, needed: set[fx.Node]) -> None:
-    """Moves what forward outputs need before the backward: AOTAutograd makes views of changed tensors at the end."""
+    """Moves nodes that forward outputs need before the backward: AOTAutograd puts views of mutated tensors last."""
     if backward_from is None:
         return
     output = ir.output_node(graph)
@@ -167,13 +167,13 @@ def _forward_first(graph: fx.Graph, backward_from: fx.Node | None, needed: set[f
 
 
 def _name_outputs(output: fx.Node, inputs: Sequence[str], duplicates: Container[Any]) -> None:
-    """Gives the output node its roles and drops what has none.
+    """Gives the output node its roles; drops the results that have no role.
 
     Args:
-        again: the descriptors of outputs that are the very tensor of an earlier one.
+        duplicates: the descriptors of outputs that are the same tensor as an earlier output.
 
     Raises:
-        CaptureError: the model changes an input or a parameter; of what it holds only buffers may change.
+        CaptureError: the model changes an input or a parameter in place; only buffers may be changed.
     """
     results: Any = output.args[0]
     roles = [_output_role(desc, inputs) for desc in output.meta["desc"]]
@@ -192,7 +192,7 @@ def _name_outputs(output: fx.Node, inputs: Sequence[str], duplicates: Container[
 
 
 def _drop_effects(graph: fx.Graph) -> None:
-    """Drops what ops do besides making results (checks, prints), and the tokens that keep it in order."""
+    """Drops ops that have effects only (checks, prints), and the effect tokens that order them."""
     for node in reversed(list(graph.nodes)):
         token = isinstance(node.meta.get("desc"), aot.ForwardTokenAOTInput | aot.BackwardTokenAOTInput)
         picked = node.target is getitem and node.args[0].target is _WITH_EFFECTS
@@ -201,7 +201,7 @@ def _drop_effects(graph: fx.Graph) -> None:
 
 
 def _first_backward(graph: fx.Graph, needed: set[fx.Node]) -> fx.Node | None:
-    """The first node that depends on a tangent, or that autograd made, and that no forward output needs."""
+    """Return the first node of the backward: it depends on a tangent or comes from autograd, and no output needs it."""
     dependent: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -230,7 +230,7 @@ def _input_role(desc: Any, inputs: Sequence[str]) -> Role:
 
 
 def _output_role(desc: Any, inputs: Sequence[str]) -> Role | None:
-    """The role of an output; None for the gradient of what has none."""
+    """Return the role of an output; None if the program does not return it."""
     if isinstance(desc, aot.GradAOTOutput):
         target = _input_role(desc.grad_of, inputs)
         return Role("grad", target.name, target.index)
@@ -245,7 +245,7 @@ def _output_role(desc: Any, inputs: Sequence[str]) -> Role | None:
 
 
 def _inner_output_role(desc: Any, inputs: Sequence[str]) -> Role | None:
-    """Raises CaptureError for an output of the model that is of a wrapper subclass."""
+    """Return the role of an inner tensor; raises CaptureError if it is of an output of the model."""
     outer = _output_role(desc.base, inputs)
     if outer is not None and outer.kind == "output":
         raise CaptureError(
@@ -274,7 +274,7 @@ def _module_path(node: fx.Node) -> str:
 
 
 def _region(node: fx.Node) -> int:
-    """The checkpoint region that ``node`` is in: autograd numbers them from 1 on, in the order of the calls."""
+    """Return the checkpoint region of ``node``, numbered from 1 in the order of the calls; 0 outside of all regions."""
     policy = node.meta.get("recompute")
     recomputed = policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     return node.meta.get("ac_graph_id", 0) + 1 if recomputed else 0

@@ -1,4 +1,4 @@
-"""What a model's forward sets on its modules and in globals; what it reads too is refused: a program sets nothing."""
+"""Attributes and globals that forward sets. One that it also reads is refused: a program sets none of them."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ from shardc.ir.reads import Constant, Lookup, Reads, parse
 MODEL = "L['self']._modules['model']"
 _CHANGES = frozenset({"append", "extend", "insert", "add", "update", "clear", "appendleft"})
 _CONSTANTS = (bool, int, float, str, type(None))
-_TORCHS = frozenset(vars(nn.Module()))  # what torch keeps on a module; hooks and tensors are looked after elsewhere
-_THERE: Any = object()  # the value of an attribute of which code is to ask no more than whether it is there
+# Attributes that torch itself keeps on a module; hooks and tensors have their own checks.
+_TORCHS = frozenset(vars(nn.Module()))
+_THERE: Any = object()  # value of an attribute that code may only test for presence (hasattr)
 _MISSING = (AttributeError, KeyError, IndexError, TypeError)
 
 
 @dataclass(frozen=True)
 class Change:
-    """An attribute or a global that forward sets, or a list or dict there that it changes.
+    """An attribute or a global that forward sets, or a list or dict in one that it changes.
 
     Args:
-        expression: as in `Read`; of a global, as Dynamo has it.
-        name: of the attribute.
-        value: Dynamo's variable for what it is afterwards.
+        expression: as in `Read`; for a global, Dynamo's name of its source.
+        name: the attribute.
+        value: Dynamo's variable of the new value.
         line: the user's line.
-        owner: the expression of what is changed: the module, or the list or dict.
+        owner: the expression of the changed object: the module, list or dict.
     """
 
     expression: str
@@ -59,19 +60,19 @@ class Change:
 
     @property
     def constant(self) -> Any:
-        """The new value where it is a constant; else what is none."""
+        """The new value if it is a constant; else Dynamo's variable of it."""
         variable = _traced(self.value)
         return variable.as_python_constant() if type(variable).__name__ == "ConstantVariable" else variable
 
 
 def _traced(variable: Any) -> Any:
-    """What Dynamo's ``variable`` is; itself where the trace has not looked at it."""
+    """Return the variable that a lazy ``variable`` stands for; itself if the trace did not use it."""
     return variable.realize() if getattr(variable, "is_realized", bool)() is not False else variable
 
 
 @contextmanager
 def changes_recorded() -> Iterator[list[Change]]:
-    """What the trace in the block sets on the model's modules and in globals."""
+    """Records what a trace in the block sets on the model's modules and in globals."""
     changes: list[Change] = []
     store, mutation, set_cell = SideEffects.store_attr, SideEffects.mutation, SideEffects.store_cell
 
@@ -114,17 +115,17 @@ def changed_reads(
     code: Iterable[CodeType],
     settles: Callable[[dict[str, Constant]], Reads | None],
 ) -> Reads:
-    """What a trace reads, where it may change what it reads: one device has another value in the next call.
+    """Return ``reads`` if each call reads the same values although forward changes some of them; else raises.
 
-    A table that is filled at the first call, and does not depend on what comes in, is the same in each call. So is a
-    constant with which the model does the same, and which it leaves as it is.
+    A table that the first call fills, from no input, has the same value in each call. So has a constant that forward
+    sets to the same value, if the graph traced with that value is the same.
 
     Args:
-        changes: each named as ``reads`` names things.
-        settles: what a trace reads of the model with such constants; None where it does something else.
+        changes: what the trace set, with expressions in the terms of ``reads`` (see `expressed`).
+        settles: traces the model with these constants set; returns its reads, or None if the graph differs.
 
     Raises:
-        CaptureError: an attribute or a global that may have another value in each call.
+        CaptureError: forward reads and changes an attribute or a global whose value may differ from call to call.
     """
     changes = list(changes)
     after = {change.expression: change.constant for change in changes if parse(change.expression)[0] == "attribute"}
@@ -135,7 +136,7 @@ def changed_reads(
     presence_checks = {f"{read.expression}.{read.key}" for read in reads.entries if read.what in ("has", "own")}
     for change in changes:
         if change.expression not in seen | presence_checks:
-            continue  # what is read is what this call has set
+            continue  # it is not read, or only after this call has set it
         try:
             before, absent = at(parse(change.expression)), False
         except _MISSING:
@@ -176,7 +177,7 @@ def changed_reads(
 
 
 def _variable(change: Change, at: Lookup) -> str:
-    """The name by which code has what is changed."""
+    """Return the name that code uses for the changed attribute, global or closure variable."""
     function, cell, place = change.expression.removesuffix(".cell_contents").rpartition(".__closure__[")
     if not cell or not change.expression.endswith(".cell_contents"):
         return change.name
@@ -203,7 +204,7 @@ def _fix(change: Change) -> str:
 
 @contextmanager
 def assigned(model: nn.Module, values: dict[str, Constant]) -> Iterator[None]:
-    """Has attributes of a model and globals, by the expressions for them, be ``values`` in the block."""
+    """Sets attributes of a model and globals to ``values`` in the block; the keys are expressions as in `Read`."""
     at = Lookup(model)
     places = [(at(parse(name)[1]), parse(name)[2], value) for name, value in values.items()]
     before = [getattr(owner, "__dict__", {"cell_contents": value}).get(name, places) for owner, name, value in places]
@@ -217,7 +218,7 @@ def assigned(model: nn.Module, values: dict[str, Constant]) -> Iterator[None]:
 
 
 def _of_inputs(node: Any) -> bool:
-    """Whether a node is computed of something that comes into the graph."""
+    """Whether a node depends on a placeholder of the graph."""
     todo, seen = [node], set()
     while todo:
         current = todo.pop()
@@ -230,7 +231,7 @@ def _of_inputs(node: Any) -> bool:
 
 
 def _loaded(code: Iterable[CodeType]) -> set[str]:
-    """The attributes and globals that ``code`` loads, but to change them or to compute their own next value."""
+    """Return the attributes and globals that ``code`` loads, except those loaded only to change or increment them."""
     names: set[str] = set()
     for code_object in code:
         try:
@@ -246,16 +247,16 @@ def _loaded(code: Iterable[CodeType]) -> set[str]:
 
 
 def _loaded_by_bytecode(code: CodeType) -> set[str]:
-    """As `_loaded`, where there is no source, or no more than a part of a line, as of a lambda."""
+    """Return the same as `_loaded`, from bytecode: for code without source, or a lambda within a line."""
     steps = pairwise([*dis.get_instructions(code), None])
-    loads = [
-        (step.argval, next_step) for step, next_step in steps if step is not None and step.opname.startswith("LOAD_")
-    ]
+    loads = [(step.argval, after) for step, after in steps if step is not None and step.opname.startswith("LOAD_")]
     named = {name for name, after in loads if isinstance(name, str) and getattr(after, "argval", None) not in _CHANGES}
     return named & {*code.co_names, *code.co_freevars}
 
 
 class _Loads(ast.NodeVisitor):
+    """Collects the attributes (in ``names``) and the variables that code loads."""
+
     def __init__(self, names: set[str]) -> None:
         self._names = names
         self._targets: list[str] = []
@@ -308,7 +309,7 @@ class _Loads(ast.NodeVisitor):
 
 
 def _name(node: ast.expr) -> str:
-    """The attribute or the variable that ``node`` is, or is an item of; empty of anything else."""
+    """Return the attribute or variable that ``node`` is, or is an item of; empty if it is neither."""
     while isinstance(node, ast.Subscript):
         node = node.value
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

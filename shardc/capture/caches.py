@@ -1,6 +1,6 @@
-"""The caches of keys and values of ``transformers`` as trees: their tensors are inputs and outputs like others.
+"""Registers the key-value caches of ``transformers`` as pytrees: their tensors are inputs and outputs like others.
 
-A cache that a program is given is not changed. The one that it returns holds what the model added.
+A program does not change a cache that is passed in. The cache that it returns has the added keys and values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _registered: dict[str, type] = {}
 
 
 def register_caches() -> None:
-    """Registers every class of caches, and of layers of them, that is imported by now; none is imported here."""
+    """Registers every class of caches and cache layers that is already imported; imports none."""
     module = sys.modules.get("transformers.cache_utils")
     for base in (getattr(module, name) for name in _BASES if hasattr(module, name)):
         for kind in (base, *_below(base)):
@@ -37,7 +37,7 @@ def _below(kind: type) -> Iterator[type]:
 
 
 def _flatten(cache: Any) -> tuple[list[Any], Any]:
-    """The attributes that may hold tensors, then the names of these and the values of the others."""
+    """Return the attributes that may hold tensors; as context, their names and the values of the others."""
     attributes = {name: value for name, value in vars(cache).items() if _may_hold(value)}
     others = {name: _written(value) for name, value in vars(cache).items() if name not in attributes}
     return list(attributes.values()), [list(attributes), others]
@@ -67,7 +67,7 @@ def _may_hold(value: Any) -> bool:
 
 
 def _written(value: Any) -> Any:
-    """``value`` as what a saved program can say (see `shardc.precompiled.tree_spec`), where there is a form for it."""
+    """Return ``value`` in the form that a saved program stores (see `shardc.precompiled.tree_spec`), if it has one."""
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):

@@ -1,4 +1,4 @@
-"""What a model calls: a run on fake tensors, without tracing, with every torch function written down."""
+"""Records the torch functions that a model calls, by a run on fake tensors without tracing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LEAF = pytree.tree_structure(0)
 
 @dataclass
 class Block:
-    """One call of a block: its place among the events, the tensors that it takes and gives."""
+    """One call of a block: its range of events, its arguments and its results."""
 
     enter: int
     exit: int
@@ -46,16 +46,17 @@ class Block:
 
 @dataclass
 class Record:
-    """What a run of a model called.
+    """The torch functions that a run of a model called, and the tensors they used.
 
     Args:
         events: (function, frozen arguments, frozen results) in order.
-        made: the event that made each tensor first, by its token.
+        producers: the index of the event that first returned each tensor, by its token.
         inputs: the tokens of the inputs.
-        held: the names of the parameters and buffers by token.
+        names: the names of the parameters and buffers, by token.
         blocks: the calls of each numbered child.
-        alike: what must be equal of the tensors that each numbered child holds; None for one that cannot repeat.
-        result: what the model returned.
+        signatures: modules and tensor metadata of each numbered child; equal for blocks that may repeat, None for a
+            child that cannot.
+        result: the frozen results of the model.
         changed: the buffers that the model changes.
     """
 
@@ -71,17 +72,17 @@ class Record:
 
 @dataclass(frozen=True)
 class Token:
-    """A tensor, by the order in which it was met."""
+    """A tensor's number, in the order of first appearance."""
 
     at: int
 
 
 class Writer(TorchFunctionMode):
-    """Writes down the torch functions that are called.
+    """Records the torch functions that are called.
 
     Args:
-        again: what a function made of such arguments before it makes again, without being called: tensors of the same
-            shapes, which share no memory with what they were made of.
+        reuse: whether a second call with arguments of the same metadata skips the function, and returns new fake
+            tensors with the metadata of the first results. Only for results that share no memory with arguments.
     """
 
     def __init__(self, record: Record, reuse: bool) -> None:
@@ -103,7 +104,7 @@ class Writer(TorchFunctionMode):
         return self._frozen(leaves), spec
 
     def freeze_arguments(self, tree: Any) -> list[Any]:
-        """What a block takes; a cache is one thing, however much of it the blocks before have filled."""
+        """Return the frozen arguments of a block; a cache is one leaf, so that its fill level does not matter."""
         return self._frozen(pytree.tree_flatten(tree, is_leaf=is_cache)[0])
 
     def _frozen(self, leaves: list[Any]) -> list[Any]:
@@ -144,7 +145,7 @@ def _described(x: Any) -> Any:
 
 
 class _Example(NamedTuple):
-    """A fake tensor, and one on meta that others like it can be made of."""
+    """A fake tensor and its meta tensor, from which `_copy_of` makes new fake tensors."""
 
     like: FakeTensor
     meta: Tensor
@@ -168,9 +169,9 @@ def record_calls(
     dtypes: Dtypes,
     reuse: bool,
 ) -> Record:
-    """Runs ``model`` and its loss on fake tensors; with ``again``, each function on arguments like others but once.
+    """Runs ``model`` and its loss on fake tensors and returns the calls; ``reuse`` is that of `Writer`.
 
-    A buffer that is changed through what shares its memory is then seen to be changed once, not every time.
+    With ``reuse``, a buffer that is changed through a view is seen to change in the first of several equal calls only.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -214,7 +215,7 @@ def record_calls(
 
 
 def _holds(block: nn.Module | None, name: str, places: dict[int, list[str]]) -> Any:
-    """The modules and tensors of a block, as far as they must be alike; None where others hold its tensors too."""
+    """Return the signature of a block: modules and tensor metadata; None if a module outside shares its tensors."""
     if block is None:
         return None
     modules = [(path, type(module), module.training) for path, module in block.named_modules()]
@@ -227,7 +228,7 @@ def _holds(block: nn.Module | None, name: str, places: dict[int, list[str]]) -> 
 
 
 def _hooked(block: nn.Module | None, calls: list[Block], writer: Writer) -> list[Any]:
-    """Hooks that write down when ``block`` is called, with what, and what it returns."""
+    """Installs hooks that record the calls of ``block``; returns their handles."""
     if block is None:
         return []
 
@@ -244,7 +245,7 @@ def _hooked(block: nn.Module | None, calls: list[Block], writer: Writer) -> list
 
 
 def numbered_containers(model: nn.Module) -> list[tuple[str, int]]:
-    """The modules whose children are numbered, with how many they have, outermost first."""
+    """Return (path, number of children) of the modules with children "0", "1", ..., outermost first."""
     containers = []
     for path, module in model.named_modules():
         children = list(module._modules)

@@ -1,4 +1,4 @@
-"""Texts of torch's classes that a model reads: peft's DoRA asks for the module of a weight's class."""
+"""Traces string attributes of torch's classes: peft's DoRA reads ``__module__`` of a weight's class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _call_method = GetAttrVariable.call_method
 
 
 def _on_texts(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """A method of an attribute; Dynamo knows those of texts, but not that an attribute of such a class is one."""
+    """Calls a method of a class's attribute; Dynamo does not know that the attribute may be a string."""
     text = getattr(self.obj.value, self.name, None) if isinstance(self.obj, TorchInGraphFunctionVariable) else None
     if isinstance(text, str):
         return ConstantVariable.create(text).call_method(tx, name, args, kwargs)

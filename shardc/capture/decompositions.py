@@ -81,7 +81,7 @@ def _chunk(x: Tensor, chunks: int, dim: int = 0) -> Any:
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Any:
-    """The bias apart: a product whose sum is pending must not have it added once a rank."""
+    """Adds the bias separately: a partial product would add it once per rank."""
     if bias is None:
         return NotImplemented
     product = aten.convolution.default(x, weight, None, *geometry)
@@ -106,7 +106,7 @@ def _convolution_backward(
 def _nll_loss_backward(
     grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, total: Tensor
 ) -> Tensor:
-    """By comparing class numbers, which splits over classes; scattering would not."""
+    """Computes the gradient by comparing class numbers, which shards over classes; a scatter does not."""
     at = 0 if x.ndim < 2 else 1
     shape = [-1] + [1] * (x.ndim - at - 1)
     classes = aten.view.default(aten.arange.default(x.shape[at], device=x.device, dtype=torch.int64), shape)
@@ -124,7 +124,7 @@ def _nll_loss_backward(
 def _slice_backward(grad: Tensor, sizes: Any, dim: int, start: int, end: int, step: int) -> Tensor:
     dim %= grad.ndim
     before = min(max(start + sizes[dim] if start < 0 else start, 0), sizes[dim])
-    if step != 1:  # each element among the zeros that were stepped over
+    if step != 1:  # put zeros in the places that the step skipped
         if before < step and grad.shape[dim] * step == sizes[dim]:
             spread = _pad_dim(aten.unsqueeze.default(grad, dim + 1), dim + 1, before, step - 1 - before)
             return aten.view.default(spread, sizes)
@@ -146,7 +146,7 @@ def _pad_dim(x: Tensor, dim: int, before: int, after: int) -> Tensor:
 
 
 def _constant_pad_nd(x: Tensor, pad: Sequence[int], value: Any = 0) -> Any:
-    """What is cut off as slices; torch's kernel takes sizes that are symbols only where it adds."""
+    """Replaces negative padding by slices: torch's kernel takes symbolic sizes for positive padding only."""
     if all(width >= 0 for width in pad):
         return NotImplemented
     for at, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
@@ -158,7 +158,7 @@ def _constant_pad_nd(x: Tensor, pad: Sequence[int], value: Any = 0) -> Any:
 
 
 def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
-    """One value written where a mask holds is a choice; how many places there are need not be known."""
+    """Writes one value under a boolean mask by ``where``, whose shapes do not depend on the mask's values."""
     indexed = [(at, index) for at, index in enumerate(indices) if index is not None]
     if len(indexed) != 1 or indexed[0][1].dtype != torch.bool or values.numel() != 1 or accumulate:
         return NotImplemented
@@ -168,7 +168,7 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
 
 
 def _zeros(size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-    """A gradient of zeros without memory, views of which have no device of their own."""
+    """Replaces autograd's zero gradient without memory by ``full``: its views would have no device."""
     return aten.full.default(size, 0, dtype=dtype or torch.get_default_dtype(), device=device or torch.device("cpu"))
 
 
@@ -177,7 +177,7 @@ def _full_like(x: Tensor, value: Any, *, dtype: torch.dtype | None = None, devic
 
 
 def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The gradients of ``v`` and ``g``, where the weight is ``v g / norms`` and norms are over all dims but ``dim``."""
+    """Return the gradients of ``v`` and ``g`` for the weight ``v g / norms``; norms are over all dims but ``dim``."""
     over = [d for d in range(v.ndim) if d != dim % v.ndim]
     along = aten.div.Tensor(aten.sum.dim_IntList(aten.mul.Tensor(grad, v), over, True), norms)
     across = aten.sub.Tensor(grad, aten.mul.Tensor(v, aten.div.Tensor(along, norms)))
@@ -185,13 +185,13 @@ def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim
 
 
 def _factors(a: Tensor) -> tuple[Tensor, Tensor]:
-    """LU and pivots, of the transpose where ``a`` lies by rows in the trace: the formulas of backward count on it."""
+    """Return LU and pivots; of the transpose if ``a`` is row-major in the trace, as the backward formulas expect."""
     lu, pivots, _ = aten.linalg_lu_factor_ex.default(a.mT if a.is_contiguous() and not a.is_complex() else a)
     return lu, pivots
 
 
 def _turns(pivots: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sign of the permutation that ``pivots`` (counted from 1) stand for."""
+    """Return the sign of the permutation that ``pivots`` (1-based row swaps) describe."""
     rows = aten.arange.start(1, pivots.shape[-1] + 1, dtype=pivots.dtype, device=pivots.device)
     swaps = aten.sum.dim_IntList(aten.ne.Tensor(rows, pivots), [-1])
     return aten._to_copy.default(aten.sub.Tensor(1, aten.mul.Tensor(aten.remainder.Scalar(swaps, 2), 2)), dtype=dtype)
@@ -241,7 +241,7 @@ def _dropout(x: Tensor, p: float, train: bool | None) -> Tensor:
 
 @contextmanager
 def as_on_a_device() -> Iterator[None]:
-    """Dropout that drops nothing returns its input, as kernels do; torch's form for traces returns a copy of it."""
+    """Lets dropout that drops nothing return its input, as eager kernels do; torch's traced form returns a copy."""
     op = aten.dropout.default
     kernels = dict.fromkeys((torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd), _dropout)
     try:

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from shardc.ir.inner import InnerTensors
 from shardc.ir.repeat import Repeat, short_name
 
-# Their children are layers, which people shard one by one.
+# Modules whose children are layers, the units that FSDP2 wraps one by one.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True)
 class ModuleDtypes:
-    """Floating-point dtypes of one module; None leaves what it is.
+    """Floating-point dtypes of one module; None leaves a dtype unchanged.
 
     Args:
-        param, buffers: of the parameters and buffers that it holds itself.
-        takes, gives: of what it is called with, and of what it returns.
+        param, buffers: of its direct parameters and buffers.
+        takes, gives: of its arguments, and of its results.
     """
 
     param: torch.dtype | None = None
@@ -34,23 +34,23 @@ class ModuleDtypes:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtypes of a model's modules, by path; what is not listed stays as it is."""
+    """The dtypes of a model's modules, by path; other modules are unchanged."""
 
     modules: tuple[tuple[str, ModuleDtypes], ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, policy: Callable[[str], Any]) -> Dtypes:
-        """Those that a plan gives ``model``.
+        """Return the dtypes that a plan gives the modules of ``model``.
 
-        What a module is called with is cast where its policy says so: at the outermost modules of the policy, and at
-        its layers, the children of containers. What it returns is cast at the outermost modules.
+        Arguments are cast if the policy says so: at the outermost modules of the policy, and at its layers (children
+        of containers). Results are cast at the outermost modules.
 
         Args:
             policy: the `shardc.plan.entries.Precision` of a module, by its path.
         """
         module_dtypes: dict[str, ModuleDtypes] = {}
         for path, module in model.named_modules():
-            if isinstance(module, InnerTensors):  # which the tensor's class converts
+            if isinstance(module, InnerTensors):  # its wrapper subclass casts it
                 continue
             mine, outer, holder = policy(path), path.rpartition(".")[0], None
             outermost = not path or policy(outer) != mine
@@ -63,19 +63,19 @@ class Dtypes:
         return cls(tuple((path, dtypes) for path, dtypes in module_dtypes.items() if dtypes != ModuleDtypes()))
 
     def shortened(self, repeats: Sequence[Repeat], keep: int) -> Dtypes:
-        """Those of the model that is left of a run of ``repeats`` if each keeps its first ``keep`` blocks."""
+        """Return the dtypes of the shortened model, in which each of ``repeats`` has its first ``keep`` blocks only."""
         named = [(short_name(path, repeats, keep), dtypes) for path, dtypes in self.modules]
         return Dtypes(tuple((path, dtypes) for path, dtypes in named if path is not None))
 
     def within(self, block: str) -> dict[str, ModuleDtypes]:
-        """Those in ``block``, by the path in it."""
+        """Return the dtypes of the modules in ``block``, by their path in it."""
         inside = f"{block}."
         return {
             path.removeprefix(block): dtypes for path, dtypes in self.modules if f"{path}.".startswith(inside)
         }  # fmt: skip
 
     def uncast(self, model: nn.Module) -> tuple[str, str]:
-        """Which buffers keep another dtype than parameters are cast to, and what to do; ("", "") if there are none."""
+        """Return a text on buffers with another dtype than cast parameters, and the fix; ("", "") if none have."""
         by_path = dict(self.modules)
         params = [dtypes.param for dtypes in by_path.values() if dtypes.param is not None]
         buffers = [
@@ -95,7 +95,7 @@ class Dtypes:
 
     @contextlib.contextmanager
     def cast(self, model: nn.Module) -> Iterator[None]:
-        """Lets modules cast what they are called with, and what they return."""
+        """Casts the arguments and results of modules by hooks; removes the hooks on exit."""
         with contextlib.ExitStack() as stack:
             for path, dtypes in self.modules:
                 module = model.get_submodule(path)
@@ -119,7 +119,7 @@ def _gives(dtype: torch.dtype) -> Any:
 
 
 def _floats_to(dtype: torch.dtype, tree: Any) -> Any:
-    """``tree`` with its floating-point tensors in ``dtype``; a container of others stays the object that it is."""
+    """Return ``tree`` with floating-point tensors in ``dtype``; a container in which nothing changes is not copied."""
     if isinstance(tree, Tensor):
         return tree.to(dtype) if tree.is_floating_point() and tree.dtype != dtype else tree
     if isinstance(tree, dict):

@@ -1,4 +1,4 @@
-"""What Dynamo and AOTAutograd say, as a `CaptureError` with the user's line and what to do."""
+"""Translates errors of Dynamo and AOTAutograd to a `CaptureError` with the user's line and a fix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardc.errors import CaptureError
 from shardc.ir.graph import info, placeholders, role
 from shardc.ir.told import calling_line
 
-# What Dynamo says of an op that does not take its operands: (op, why).
+# Dynamo's messages for an op that refuses its operands; groups: (op, reason).
 _FAILED = (
     r"fake tensors: .*?<[^>]*?(?:function|method) '?(\w+).*?got \w+\(['\"](.*?)['\"]\)",
     r"Error <[^>]*?(?:function|method) '?(\w+)[^>]*>: ([^\n]*)",
@@ -42,10 +42,10 @@ def capture_error(
     inputs: Sequence[tuple[str, Tensor]] = (),
     uncast: tuple[str, str] = ("", ""),
 ) -> CaptureError:
-    """``error``, raised while ``model`` was traced for such inputs, in terms of the model.
+    """Return the `CaptureError` for ``error``, which the trace of ``model`` on these inputs raised.
 
     Args:
-        uncast: what `Dtypes.uncast` says of the model.
+        uncast: the result of `Dtypes.uncast`.
     """
     text = str(error)
     if gave := re.search(rf"{LOSS_GAVE}([^'\"\\]*)", text):
@@ -118,7 +118,7 @@ def capture_error(
 
 _RAISES = "mend what raises there; if it does not raise uncompiled, write that line in another way"
 _ELSEWHERE = "take this out of forward: do it before the call and pass the result, or write it with operations of torch"
-# Hints of Dynamo's that are for its authors, or for a model that may run in parts.
+# Dynamo's hints for its own developers, or for models in which graph breaks are allowed.
 _VAGUE = (
     "write Dynamo tracing rules|file an issue|graph break is fundamental|set_stance|backtrace further above|"
     "custom operator|[Rr]eport an issue"
@@ -128,7 +128,7 @@ _ROWS = "; if rows go to experts here, write one expert as a function under @sha
 
 
 def line_with(text: str, model: nn.Module) -> str | None:
-    """The first line with ``text`` in the forward of one of the modules, as ``file:line``."""
+    """Return the first line with ``text`` in the forward of one of the modules, as ``file:line``, or None."""
     for module in model.modules():
         with suppress(OSError, TypeError):  # no source
             lines, first = inspect.getsourcelines(type(module).forward)
@@ -139,7 +139,7 @@ def line_with(text: str, model: nn.Module) -> str | None:
 
 
 def _layer_drops(model: nn.Module) -> list[str]:
-    """The names of the rates at which ``model`` skips layers."""
+    """Return the names of the nonzero LayerDrop rates in the config of ``model``."""
     config = vars(model.config) if hasattr(model, "config") and model.training else {}
     return [name for name, rate in config.items() if "layerdrop" in name and rate]
 
@@ -150,13 +150,13 @@ def _shown(inputs: Sequence[tuple[str, Tensor]]) -> str:
 
 
 def check_result(out: Any, is_loss: bool) -> None:
-    """Raises what `capture_error` reads where a loss is no number, or a model gives no tensor; it is traced too."""
+    """Raises ValueError, for `capture_error`, if a loss is no number or a model returns no tensor; is traced too."""
     if is_loss and not (isinstance(out, Tensor) and out.numel() == 1 and not out.is_complex()):
         kind = f"a tensor of {out.dtype}, {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
         raise ValueError(f"{LOSS_GAVE}{kind}")
     leaves = pytree.tree_leaves(out)
     tensors = any(isinstance(x, Tensor) for x in leaves)
-    for x in leaves:  # classes that AOTAutograd lets pass, or all where nothing else is found
+    for x in leaves:  # classes that AOTAutograd lets pass; all classes if there is no tensor
         if isinstance(x, Enum | np.ndarray) or not (tensors or isinstance(x, int | float | str | None)):
             raise ValueError(f"Found <class '{type(x).__name__}'> in output")
     if not tensors:
@@ -164,7 +164,7 @@ def check_result(out: Any, is_loss: bool) -> None:
 
 
 def check_dtypes(graph: fx.Graph, uncast: tuple[str, str]) -> None:
-    """Raises CaptureError for a product of several dtypes, which fake tensors let pass and no kernel takes."""
+    """Raises CaptureError for a product of mixed dtypes: fake tensors let it pass, but no kernel takes it."""
     for node in graph.nodes:
         if node.target in _PRODUCTS:
             dtypes = dict.fromkeys(x.meta["val"].dtype for x in node.all_input_nodes)
@@ -206,9 +206,7 @@ _IN_PLACE_OF = {
 
 
 def refuse_higher_order(graph: fx.Graph) -> None:
-    """Refuses a traced graph with an op that takes functions, or stands for one that writes to its arguments.
-
-    A collective is refused too.
+    """Refuses a traced graph with a higher-order op, an op that writes to its arguments, or a collective.
 
     Raises:
         CaptureError: with the op and its line.

@@ -1,4 +1,4 @@
-"""The experts of libraries, as functions of one expert that are traced between marks (`shardc.ir.experts`)."""
+"""Traces the experts of libraries as functions of one expert, between markers (`shardc.ir.expert_markers`)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardc.ir import expert_markers
 
 
 def of_transformers(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts of a model of ``transformers``, whatever its config says they are computed by."""
+    """Computes the experts of a ``transformers`` model, for every ``experts_implementation`` of its config."""
     gate, bias, turned = self.has_gate, self.has_bias, self.is_transposed
     params = [self.gate_up_proj if gate else self.up_proj, self.down_proj]
     if bias:
         params += [self.gate_up_proj_bias if gate else self.up_proj_bias, self.down_proj_bias]
 
     norm = dict(self.post_expert_norm.named_parameters()) if self.has_post_expert_norm else {}
-    params += [weight.expand(params[0].shape[0], *weight.shape) for weight in norm.values()]  # the same for all
+    params += [weight.expand(params[0].shape[0], *weight.shape) for weight in norm.values()]  # shared by all experts
 
     def expert(rows: Tensor, scale: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
         first = F.linear(rows, up.t() if turned else up, biases[0] if bias else None)
@@ -43,7 +43,7 @@ def _interface(self: Any, experts_implementation: str, default: Any) -> Any:
 
 
 def other_forms() -> tuple[tuple[Any, str, Any], ...]:
-    """Where the experts of libraries that are loaded are looked up, by which name, and what stands there meanwhile."""
+    """Return the patches for the experts of imported libraries: (owner, attribute name, replacement)."""
     library = sys.modules.get("transformers.integrations.moe")
     interfaces = () if library is None else ((library.ExpertsInterface, "get_interface", _interface),)
     return ((expert_markers, "apply", expert_markers.marked), *interfaces)
@@ -51,7 +51,7 @@ def other_forms() -> tuple[tuple[Any, str, Any], ...]:
 
 @contextmanager
 def in_their_place(forms: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Puts each of ``forms``, (where it is looked up, by which name, what stands there meanwhile), in its place."""
+    """Applies the patches ``forms``, (owner, attribute name, replacement); undoes them on exit."""
     replacements = tuple(forms)
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replacements]
     try:
@@ -60,6 +60,4 @@ def in_their_place(forms: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
         yield
     finally:
         for owner, name, original in before:
-            delattr(owner, name) if original is None else setattr(
-                owner, name, original
-            )  # inherited methods come back by it
+            delattr(owner, name) if original is None else setattr(owner, name, original)  # inherited methods reappear

@@ -1,4 +1,4 @@
-"""A function of tensors, as a module."""
+"""Wraps a function of tensors as a module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def as_module(function: Callable[..., Any]) -> nn.Module:
-    """``function`` as a module of its name and signature."""
+    """Return a module that calls ``function``, with its name and signature."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Functions of torch that are traced in another form than their own, which could not be sharded or not be traced.
+"""Replaces functions of torch, for a trace, whose own form cannot be sharded or traced.
 
-A bag of embeddings is a kernel over all bags at once; some functions look at values to check them, or are decomposed
-wrongly by torch. What stands here gives the same results and gradients.
+An embedding bag is one kernel over all bags; some functions check values; torch decomposes some wrongly. The functions
+here have the same results and gradients.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Bags of one size, a row of ``input`` each, as lookups that are added up; they split over bags and over rows."""
+    """Computes bags of equal size (rows of ``input``) as lookups and a sum, which shard over bags and table rows."""
     even = input.dim() == 2 and not input.is_nested and input.shape[1] > 0
     plain = offsets is None and max_norm is None and not sparse and not scale_grad_by_freq
     if not even or not plain or mode not in _MODES:
@@ -76,7 +76,7 @@ def bags(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Bags of any sizes, each from its offset on: lookups that are added up where the offsets say."""
+    """Computes bags of any sizes, which start at ``offsets``, as lookups and an ``index_add``."""
     if sparse or scale_grad_by_freq or indices.dim() != 1:
         return _bags(
             weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset,
@@ -108,7 +108,7 @@ def bags(
 def cov(
     input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Tensor:
-    """Without the look at how much the weights are worth; what the divisor may not be below is a clamp."""
+    """Computes `torch.cov` without its check of the sum of weights; a clamp keeps the divisor from being negative."""
     rows = input.view(1, -1) if input.dim() < 2 else input
     weights = aweights if fweights is None else fweights if aweights is None else fweights * aweights
     total: Any = rows.shape[1] if weights is None else weights.sum()
@@ -120,7 +120,7 @@ def cov(
 
 
 def corrcoef(input: Tensor) -> Tensor:
-    """Of `cov` above."""
+    """Computes `torch.corrcoef` from the `cov` of this file."""
     c = cov(input)
     if c.dim() == 0:
         return c / c
@@ -130,10 +130,10 @@ def corrcoef(input: Tensor) -> Tensor:
 
 
 def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
-    """By places, of which there are as many whatever the values."""
+    """Computes `torch.combinations` by an index, whose shape does not depend on values."""
     if input.dim() != 1 or r < 1:
         return _combinations(input, r, with_replacement)
-    repeats = r - 1 if with_replacement else 0  # of places that may repeat: those of more places, drawn together again
+    repeats = r - 1 if with_replacement else 0  # with replacement: choose among r - 1 more places, then shift
     every = list(chosen(range(input.shape[0] + repeats), r))
     places = torch.tensor(every, device=input.device, dtype=torch.int64).view(-1, r)
     return input[places - torch.arange(r, device=input.device) if repeats else places]
@@ -143,7 +143,7 @@ def chunked_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
     reduction: str, ignore_index: int, label_smoothing: float, *_: Any,
 ) -> tuple[Tensor, None, None, None]:  # fmt: skip
-    """All rows at once: the kernel over chunks of rows is one op, which could not be sharded."""
+    """Computes the loss of all rows at once: torch's kernel over chunks of rows has no sharding rule."""
     logits = F.linear(input, linear_weight, linear_bias)
     loss = F.cross_entropy(
         logits, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
@@ -155,7 +155,7 @@ def chunked_cross_entropies(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
     ignore_index: int, *_: Any,
 ) -> Tensor:  # fmt: skip
-    """`chunked_cross_entropy` row by row."""
+    """Computes `chunked_cross_entropy` without reduction: one loss a row."""
     logits = F.linear(input, linear_weight, linear_bias)
     return F.cross_entropy(logits, target, weight, ignore_index=ignore_index, reduction="none")
 
@@ -163,7 +163,7 @@ def chunked_cross_entropies(
 def gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:
-    """Without the look at the variances, which are to be positive."""
+    """Computes the loss without torch's check that variances are not negative."""
     if isinstance(var, float):
         var = torch.full_like(input, var)
     if var.shape != input.shape and var.shape == input.shape[:-1]:
@@ -180,7 +180,7 @@ def gaussian_nll_loss(
 def multilabel_margin_loss(
     input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
 ) -> Tensor:
-    """The classes before the first -1 of a row are its labels; torch's decomposition adds margins of the others too."""
+    """Computes the loss with the labels before the first -1 of a row; torch's decomposition adds the later ones too."""
     if size_average is not None or reduce is not None:
         reduction = _Reduction.legacy_get_string(size_average, reduce)
     if target.shape != input.shape:
@@ -210,13 +210,13 @@ def get_cached(self: Any, instance: Any, owner: Any = None) -> Any:
     return instance.__dict__[self.attrname]
 
 
-# Where it is looked up, by which name, what stands there meanwhile.
+# (owner, attribute name, replacement)
 _OTHER_FORMS: tuple[tuple[Any, str, Any], ...] = (
     (F, "embedding_bag", embedding_bag),
     (torch, "embedding_bag", bags),
     *((owner, f.__name__, f) for owner in (torch, Tensor) for f in (cov, corrcoef)),
     (torch, "combinations", combinations),
-    (torch._C, "_infer_size", torch.broadcast_shapes),  # which takes shapes of the trace
+    (torch._C, "_infer_size", torch.broadcast_shapes),  # takes symbolic shapes
     (F, "gaussian_nll_loss", gaussian_nll_loss),
     (F, "multilabel_margin_loss", multilabel_margin_loss),
     *recurrent.OTHER_FORMS,
@@ -234,7 +234,7 @@ if linear_cross_entropy is not None:  # from torch 2.13 on
 
 @contextmanager
 def other_forms() -> Iterator[None]:
-    """Puts the functions of this file in the place of torch's."""
+    """Replaces torch's functions by those of this file; undoes it on exit."""
     raises.find_divergences()
     get_torch_obj_rule_map(), get_tensor_method()  # Dynamo looks functions up by name, once: to find torch's own
     with experts.in_their_place((*_OTHER_FORMS, *experts.other_forms())):

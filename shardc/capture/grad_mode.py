@@ -1,4 +1,4 @@
-"""Whether gradients are recorded, where traced code asks: of the mode itself, or of a tensor that it computes."""
+"""Answers traced code that reads the grad mode: from torch, or from a tensor that it computes."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from shardc.ir.reads import Read
 from shardc.ir.states import GRAD_MODE, INFERENCE_MODE, in_inference_mode
 from shardc.ir.told import is_told
 
-# Of a tensor that is computed where gradients are recorded; in inference mode it is the other value.
+# Attributes of a computed tensor if gradients are recorded; in inference mode the value is the opposite.
 _RECORDED = {"requires_grad": True, "is_leaf": False}
-# Of whose argument Dynamo does not take the name.
+# Context managers whose ``mode`` Dynamo takes by position only.
 _BY_MODE = (torch.set_grad_enabled, torch.inference_mode)
 
 
 class GradMode:
-    """Notes in ``asked`` what a trace asks for.
+    """Adds to ``reads`` the grad and inference modes that a trace reads.
 
-    A computed tensor requires no gradient in inference mode, also where `torch.enable_grad` is entered. A capture runs
-    outside of that mode, so the answer is given here. What has two answers on one device is refused: code in a
-    reentrant checkpoint, which runs without gradients and in backward with.
+    A computed tensor requires no gradient in inference mode, also under `torch.enable_grad`. A capture runs outside of
+    that mode, so the answer is computed here. A read in a reentrant checkpoint is refused: one device runs its code
+    twice, without gradients in forward and with them in backward.
     """
 
     def __init__(self, reads: set[Read]) -> None:
         self._reads = reads
         self._reentrant = 0
-        self._inference: list[bool] = []  # the blocks of forward that the trace is in
+        self._inference: list[bool] = []  # modes of the inference_mode blocks that the trace is in
         self._left = False  # whether forward entered inference_mode(False)
 
     def note(self, tx: Any) -> bool:
-        """Notes a question, and returns whether it counts: torch's own code computes the same in both modes.
+        """Notes a read of the grad mode; returns False for torch's own code, which computes the same in both modes.
 
         Raises:
-            Unsupported: it is asked in a reentrant checkpoint.
+            Unsupported: the code is in a reentrant checkpoint.
         """
         if is_told(tx.f_code) and "polyfills" not in tx.f_code.co_filename:
             return False
@@ -57,7 +57,7 @@ class GradMode:
 
     @contextmanager
     def asked_of_tensors(self) -> Iterator[None]:
-        """Answers the questions that a trace in the block asks of tensors and of contexts of autograd functions."""
+        """Patches Dynamo to note and answer reads of the grad mode through tensors and autograd contexts."""
         attribute, grad_of = TensorVariable.var_getattr, TensorVariable.method_attr_grad
         of_context, sets = AutogradFunctionContextVariable.var_getattr, GradModeVariable._call_func
         register, store = TensorVariable._method_register_hook, SideEffects.store_attr
@@ -142,7 +142,7 @@ class GradMode:
             yield
 
     def _in_inference(self, name: str, answer: Any, view: bool) -> Any:
-        """``answer``, or what it is in inference mode; there a view of a parameter requires a gradient as it does."""
+        """Return ``answer``, or its value in inference mode; a view of a parameter requires a gradient there too."""
         recorded = answer.as_python_constant() is _RECORDED[name]
         if not (recorded or view):
             return answer
@@ -166,7 +166,7 @@ def _memory(node: fx.Node) -> int | None:
 
 
 def _require_grad(values: Sequence[Any]) -> bool:
-    """Whether one of these values is a tensor that requires a gradient; autograd sees none within a list."""
+    """Whether one of these values is a tensor that requires a gradient; autograd does not look into lists."""
     nodes = [x.as_proxy().node for x in values if isinstance(x, TensorVariable)]
     return any(node.meta["example_value"].requires_grad for node in nodes)
 

@@ -1,4 +1,4 @@
-"""Hooks that a trace would leave out, or run twice."""
+"""Refuses hooks that a trace would leave out, or run twice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BACKWARD_FIX = (
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Forward hooks of modules are traced with them.
+    """Refuses backward hooks and global hooks; forward hooks of modules are traced.
 
     Raises:
         CaptureError: a module has a backward hook, or there is a hook of all modules.

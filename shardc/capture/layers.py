@@ -1,4 +1,4 @@
-"""Layers of ``torch.nn`` that are traced in another form than their own."""
+"""Replaces layers, for a trace, that cannot be traced in their own form."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @contextmanager
 def other_layers(root: nn.Module) -> Iterator[None]:
-    """Lets layers of ``root`` be traced that could not be.
+    """Patches layers of ``root`` that cannot be traced; undoes it on exit.
 
-    - Cumulative averages of a batch norm (``momentum=None``) weigh a batch by the value of a counter: as a tensor, not
-      as a number.
-    - `nn.SyncBatchNorm` would talk to the ranks of the process group: in one program for all of them the batch is the
-      whole one anyway.
-    - A recurrent layer holds its parameters in a list beside them: those that it is traced with.
+    - Cumulative averages of a batch norm (``momentum=None``) weigh a batch by a counter, used as a tensor, not as a
+      number.
+    - `nn.SyncBatchNorm` would call collectives: a program computes on the global batch, so it becomes a batch norm.
+    - A recurrent layer has a second list of its parameters: it is rebuilt from the traced ones.
     - Models of ``transformers`` record hidden states and attentions by hooks, which the first call that asks for some
       installs, under a lock that cannot be traced. A hook does nothing in a call that asks for none. Speech models mark
       a tensor inside as requiring a gradient, for the library's own checkpoints.

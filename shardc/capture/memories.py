@@ -1,4 +1,4 @@
-"""Whose memory the outputs of a model are in on one device, by what Dynamo traced."""
+"""Finds which storage each output of a model has on one device, from Dynamo's graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from shardc.ir.returned import Memory
 def memories_of(
     traced: Any, root: nn.Module, places: dict[str, str], fakes: Sequence[Tensor], inputs: Sequence[str]
 ) -> tuple[tuple[Memory, ...], dict[int, str]]:
-    """As `returned` takes them, of what Dynamo ran: each op of the model by its name, as one device runs it."""
+    """Return the storages of the outputs, and the names of storage owners, as `returned` takes them.
+
+    Dynamo's graph has the ops that one device runs: AOTAutograd's graph is functionalized."""
     plain = [(f"{path}.{key}", x) for path, module in root.named_modules() for key, x in vars(module).items()]
     tensors = (*plain, *root.named_parameters(), *root.named_buffers())
     names = {id(x): places.get(name, name).removeprefix(PREFIX) for name, x in tensors}
@@ -29,9 +31,9 @@ def memories_of(
 
 
 def _as_view(node: fx.Node) -> tuple[bool, bool]:
-    """Whether one device has ``node`` for a view by its strides, and for one that it lets nobody change in place.
+    """Return whether ``node`` is a view through ``as_strided``, and whether one device refuses in-place changes of it.
 
-    That is a view that a custom autograd function makes. One whose elements share memory counts too.
+    It refuses them for a view that a custom autograd function returns, and for one whose elements share memory.
     """
     strided = fixed = False
     memory = _memory(node)
@@ -52,7 +54,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _overlaps_itself(x: Tensor) -> bool:
-    """Whether elements of ``x`` may share memory: a dim that steps over less than those of smaller steps span."""
+    """Whether elements of ``x`` may share memory: a stride is within the span of the dims with smaller strides."""
     span = 0
     for step, size in sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1):
         if step <= span:

@@ -1,4 +1,4 @@
-"""One capture for several plans and meshes."""
+"""Caches captures, so that several plans and meshes share one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from shardc.ir.reads import Values
 
 
 class CaptureOnce:
-    """Called as `capture`; what was captured before alike is copied instead of being captured again.
+    """Callable like `capture`; an equal call returns a copy of the cached capture.
 
-    For one model and loss, in one state of torch (autocast, default dtype). What the capture read of the model must be
-    what it was, values of tensors aside. A plan that names activations, or traces in another precision, is captured by
-    itself.
+    For one model and loss, in one state of torch (autocast, default dtype). The values that the capture read of the
+    model must be unchanged, those of tensors excepted. Tags and dtypes of a plan are part of the key.
 
     Attributes:
         count: how often a model was captured.
@@ -43,7 +42,7 @@ class CaptureOnce:
         tags: Sequence[Tag] = (),
         dtypes: Dtypes,
     ) -> Captured:
-        """As `capture`."""
+        """Return the capture; arguments are those of `capture`."""
         leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
         tensors = (*model.named_parameters(), *model.named_buffers())
         inputs = [_described(x) if isinstance(x, Tensor) else repr(x) for x in leaves]
@@ -67,5 +66,5 @@ def _described(x: Tensor) -> tuple[Any, ...]:
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """Its nodes have meta of their own; example values are shared."""
+    """Return a copy whose nodes have their own meta dicts; example values are shared."""
     return fx.GraphModule(gm, ir.copied(gm.graph))

@@ -1,4 +1,4 @@
-"""Checks of values that raise: a program looks at no values and goes on, and a warning says so."""
+"""Leaves out checks of values that raise: a program reads no values and continues, and a warning says so."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _JUMPS = ("POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE", "
 
 @contextmanager
 def without_raising() -> Iterator[None]:
-    """Dynamo takes ``if <a tensor>: raise ...`` as it takes ``assert``: what follows is traced."""
+    """Lets Dynamo trace past ``if <tensor>: raise ...``, as it does past ``assert``."""
     kinds = list(_below(InstructionTranslatorBase))
     before = [(kind, kind.dispatch_table) for kind in kinds]
     try:
@@ -69,7 +69,7 @@ def _left_out(tx: Any) -> str:
 
 
 def _raises(instructions: list[Any], at: int) -> bool:
-    """Whether what stands at ``at`` raises, with no jump before."""
+    """Whether the instructions from ``at`` on raise before any jump or return."""
     for instruction in instructions[at:]:
         if instruction.opname == "RAISE_VARARGS":
             return True
@@ -78,7 +78,7 @@ def _raises(instructions: list[Any], at: int) -> bool:
     return False
 
 
-# torch's functions that check, as what `without_raising` leaves out where they look at values.
+# torch's checking functions, in a form that `without_raising` leaves out if they read values.
 
 
 def _assert(condition: Any, message: Any = None) -> None:
@@ -109,7 +109,7 @@ def _is_positive_definite(self: Any, value: Tensor) -> Tensor:
 
 
 def find_divergences() -> None:
-    """Looks up which function computes each divergence; torch does so at its first use, which cannot be traced."""
+    """Fills torch's cache of KL divergence functions; torch does so at first use, which cannot be traced."""
     pairs = {*kl._KL_REGISTRY, *((kind, kind) for kind in _below(torch.distributions.Distribution))}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -118,10 +118,10 @@ def find_divergences() -> None:
 
 
 OTHER_FORMS = (
-    # Those of torch branch on values.
+    # torch's own forms branch on values.
     (constraints._Symmetric, "check", _is_symmetric),
     (constraints._PositiveDefinite, "check", _is_positive_definite),
-    (constraints, "is_dependent", _is_dependent),  # which Dynamo has on a list of functions that it does not trace
+    (constraints, "is_dependent", _is_dependent),  # on Dynamo's list of functions that it does not trace
     (torch, "_assert", _assert),
     (torch, "_assert_async", _assert),
     (torch, "_check_tensor_all", _check_tensor_all),

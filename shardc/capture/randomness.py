@@ -1,6 +1,6 @@
-"""Random ops as draws that do not depend on the mesh (`shardc.ir.random`) and what is made of them.
+"""Decomposes random ops to draws that do not depend on the mesh (`shardc.ir.random`).
 
-An op that is not here and draws would do so on each rank by itself: `refuse_draws`.
+Any other random op would draw on each rank separately, and is refused: `refuse_draws`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Shape = Sequence[int]
 
 @contextmanager
 def without_random_numbers() -> Iterator[None]:
-    """Dynamo refuses random numbers of Python's, which a program would keep as constants."""
+    """Lets Dynamo refuse random numbers of Python's ``random``, which a program would keep as constants."""
 
     def refuse(tx: Any, fn: Any, *_: Any) -> Any:
         raise Unsupported(f"a random number of Python's, {getattr(fn, '__name__', fn)}")
@@ -39,7 +39,7 @@ def without_random_numbers() -> Iterator[None]:
 
 
 def random_decompositions() -> dict[Any, Callable[..., Any]]:
-    """op overload -> decomposition, for one trace: each draw of it has a stream of its own."""
+    """Return op overload -> decomposition, for one trace; each draw in it has its own stream."""
     draws = _Draws()
     return {
         aten.native_dropout.default: draws.native_dropout,
@@ -72,7 +72,7 @@ def random_decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _factory(how: dict[str, Any], like: Tensor | None = None) -> dict[str, Any]:
-    """The dtype and device that a factory was asked for."""
+    """Return the dtype and device arguments of a factory function, with torch's defaults."""
     dtype = how.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
     device = how.get("device") or (torch.device("cpu") if like is None else like.device)
     return {"dtype": dtype, "device": device}
@@ -83,7 +83,7 @@ def _fine(dtype: torch.dtype) -> torch.dtype:
 
 
 def refuse_draws(graph: fx.Graph) -> None:
-    """Refuses ops of a traced graph that draw from a generator of the process, which each rank has its own of.
+    """Refuses ops of a traced graph that draw from torch's generators, which differ from rank to rank.
 
     Raises:
         CaptureError: with the op and its line.
@@ -123,7 +123,7 @@ class _Draws:
         return torch.ops.shardc_random.uniform.default(key, next(self._streams), list(size), dtype=dtype, device=device)
 
     def _exact(self, x: Tensor) -> Tensor:
-        """Uniform numbers shaped like ``x``, fine enough for a comparison or a logarithm whatever its dtype."""
+        """Return uniform numbers shaped like ``x``, in at least float32 for comparisons and logarithms."""
         return self.uniform(x.shape, dtype=_fine(x.dtype), device=x.device)
 
     def between(self, x: Tensor, low: float, high: float) -> Tensor:
@@ -131,7 +131,7 @@ class _Draws:
         return aten.add.Scalar(aten.mul.Scalar(unit, high - low), low)
 
     def bernoulli(self, x: Tensor, p: Tensor | float) -> Tensor:
-        """1 with probability ``p``, else 0, in the dtype of ``x``."""
+        """Return 1 with probability ``p``, else 0, in the dtype of ``x``."""
         less = aten.lt.Tensor if isinstance(p, Tensor) else aten.lt.Scalar
         return aten._to_copy.default(less(self._exact(x), p), dtype=x.dtype)
 
@@ -144,7 +144,7 @@ class _Draws:
         return aten.where.self(mask, aten.mul.Tensor(x, scale), zero), mask
 
     def normal(self, size: Shape, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The cosine branch of Box and Muller."""
+        """Draws normal numbers by the cosine branch of the Box-Muller transform."""
         fine = _fine(dtype)
         radius, angle = (self.uniform(size, dtype=fine, device=device) for _ in range(2))
         length = aten.sqrt.default(aten.mul.Scalar(aten.log1p.default(aten.neg.default(radius)), -2))
@@ -159,7 +159,7 @@ class _Draws:
         return aten.add.Tensor(aten.mul.Tensor(self.normal(size, **how), std), mean)
 
     def multinomial(self, weights: Tensor, count: int, replacement: bool = False) -> Tensor:
-        """With replacement, where a number falls among the sums of the weights; else the first of races."""
+        """Draws indices: by exponential races; with replacement, several by inverting the cumulative weights."""
         if not replacement or count == 1:
             fine = aten._to_copy.default(weights, dtype=_fine(weights.dtype))
             races = aten.div.Tensor(fine, self.exponential(fine))
@@ -174,7 +174,7 @@ class _Draws:
     def rrelu(
         self, x: Tensor, noise: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """The slope of each negative element is drawn; in evaluation it is the mean."""
+        """Draws the slope of each negative element; in evaluation it is the mean of the bounds."""
         if not training:
             slopes = aten.where.self(aten.gt.Scalar(x, 0), x, aten.mul.Tensor(x, (lower + upper) / 2))
             return slopes, aten.clone.default(noise)
@@ -183,7 +183,7 @@ class _Draws:
         return aten.mul.Tensor(x, drawn), drawn
 
     def integers(self, low: int, high: int, size: Shape, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-        """From float64, whose 53 bits leave no number out of a range that is shorter."""
+        """Draws integers from float64 uniforms: their 53 bits reach every number of a range below 2**53."""
         unit = self.uniform(size, dtype=torch.float64, device=device or torch.device("cpu"))
         drawn = aten.add.Scalar(aten.floor.default(aten.mul.Scalar(unit, high - low)), low)
         return aten._to_copy.default(drawn, dtype=dtype or torch.int64)
@@ -198,7 +198,7 @@ class _Draws:
         return aten._to_copy.default(drawn, dtype=x.dtype)
 
     def geometric(self, x: Tensor, p: float) -> Tensor:
-        """How many trials until the first success."""
+        """Draws the number of trials up to the first success."""
         trials = aten.div.Scalar(aten.log1p.default(aten.neg.default(self._exact(x))), log1p(-p))
         return aten._to_copy.default(aten.add.Scalar(aten.floor.default(trials), 1), dtype=x.dtype)
 

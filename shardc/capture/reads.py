@@ -1,4 +1,4 @@
-"""What Dynamo read while it traced a model, from the guards that it would check before using the trace again."""
+"""Collects what a trace read (attributes, globals, lengths, types), from Dynamo's guards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardc.ir.reads import Lookup, Read, Reads, parse
 from shardc.ir.told import is_told, is_told_module
 from shardc.ir.value_text import MAIN, module_name
 
-# By the name of a guard, what it looks at; guards that are not here look at a value.
+# Guard kind -> the property that it checks; other guards check a value.
 _WHAT: dict[str, Any] = {
     "TYPE_MATCH": "type",
     "SEQUENCE_LENGTH": "length", "TUPLE_ITERATOR_LEN": "length", "DICT_LENGTH": "length",
@@ -38,23 +38,23 @@ _WHAT: dict[str, Any] = {
     "DICT_CONTAINS": "has", "DICT_NOT_CONTAINS": "has", "SET_CONTAINS": "has", "SET_NOT_CONTAINS": "has",
     "HASATTR": "has", "NOT_PRESENT_IN_GENERIC_DICT": "own",
 }  # fmt: skip
-# What others look after: the arguments, the modules' own tensors, the surroundings of the call.
+# Guards checked elsewhere: arguments, the modules' tensors, torch's global state.
 _NOT_READS = {
     "DUPLICATE_INPUT", "OBJECT_ALIASING", "EMPTY_NN_MODULE_HOOKS_DICT", "SHAPE_ENV", "WEAKREF_ALIVE", "DATA_PTR_MATCH",
 }  # fmt: skip
 _HELD = re.compile(r"\._(parameters|buffers|modules|\w*hooks\w*)$")
-# Modules that trace, register and convert; what they hold grows with every import, and no model is computed from it.
+# Modules of the tracing machinery; their registries grow with every import and no model is computed from them.
 _MACHINERY = re.compile(r"module\('(shardc|torch\._\w+|torch(\.\w+)*\._pytree)\b")
-# Of a module: what torch calls in place of its forward. It computes the same, and a compiled module puts it there.
+# The attribute in which nn.Module.compile keeps a compiled forward; it computes the same as forward.
 _COMPILED_CALL = "_compiled_call_impl"
 _MODEL, _LOSS = "L['self']._modules['model']", "L['self']._loss[0]"
 
 
 @contextmanager
 def recorded() -> Iterator[list[Any]]:
-    """What Dynamo returns to its export, for each trace in the block.
+    """Collects Dynamo's capture output for each trace in the block.
 
-    Dynamo also notes keys that code looks up in a dict, and attributes, that are not there.
+    Also adds guards for absent dict keys and absent attributes that code looks up.
     """
     traces: list[Any] = []
     attribute = UserDefinedObjectVariable.var_getattr
@@ -86,7 +86,7 @@ def recorded() -> Iterator[list[Any]]:
 
 
 def _wrapper_code(model: nn.Module) -> set[CodeType]:
-    """The code of the methods of wrapper subclasses, which Dynamo does not go through: their ``__torch_dispatch__``."""
+    """Return the code of the methods of wrapper subclasses (``__torch_dispatch__``), which Dynamo does not trace."""
     tensors = (*model.parameters(), *model.buffers())
     classes = {type(inner) for x in tensors if is_wrapper(x) for inner in with_inner(x) if is_wrapper(inner)}
     members = [value for cls in classes for base in cls.__mro__ for value in vars(base).values()]
@@ -95,11 +95,11 @@ def _wrapper_code(model: nn.Module) -> set[CodeType]:
 
 
 def reads_of(trace: Any, model: nn.Module, loss: Any, states: Iterable[Read] = ()) -> Reads:
-    """What a trace of ``loss(model(...))`` read, ``states`` of torch among it.
+    """Return what a trace of ``loss(model(...))`` read, including ``states`` of torch.
 
     Raises:
-        CaptureError: it asked for a tensor's class, or read a tensor that is neither a parameter or buffer of the
-            model nor an input, and needs a gradient or is more than a dense tensor of values.
+        CaptureError: the code asks for the class of a tensor; or it reads a tensor that is no parameter, buffer or
+            input of the model and that requires a gradient or is not a plain dense tensor.
     """
     output = trace.graph_capture_output.output_graph
     imported = dict(trace.graph_capture_output.import_sources)
@@ -117,7 +117,7 @@ def reads_of(trace: Any, model: nn.Module, loss: Any, states: Iterable[Read] = (
         if text is None or kind in _NOT_READS or _MACHINERY.search(text):
             continue
         what, key = _WHAT.get(kind, "value"), keywords.get("attr", keywords.get("key"))
-        if what == "has" and isinstance(key, bytes):  # a variable of the environment, which is there or not
+        if what == "has" and isinstance(key, bytes):  # the presence of an environment variable
             reads.add(Read(f"{text}[{key!r}]"))
             continue
         read = Read(text, what, key) if isinstance(key, (bool, int, float, str, type(None))) else Read(text, "keys")
@@ -129,7 +129,7 @@ def reads_of(trace: Any, model: nn.Module, loss: Any, states: Iterable[Read] = (
             if path[0] == "attribute" and path[2] == "training" and lookup(path[1]) in modules:
                 continue
         except (AttributeError, KeyError, IndexError, TypeError):
-            continue  # such as what the trace put there for itself
+            continue  # such as objects that the trace itself put there
         if isinstance(value, Tensor):
             if id(value) in tensor_ids:
                 continue
@@ -152,7 +152,7 @@ def reads_of(trace: Any, model: nn.Module, loss: Any, states: Iterable[Read] = (
 
 
 def expressed(trace: Any, changes: Iterable[Change], reads: Reads) -> list[Change]:
-    """``changes`` of a trace, named as ``reads`` names things, without those in globals of torch and of libraries."""
+    """Return ``changes`` with expressions in the terms of ``reads``, without globals of torch and of libraries."""
     capture = trace.graph_capture_output
     scope, imported = capture.output_graph.global_scope, dict(capture.import_sources)
     renamed = []
@@ -170,7 +170,7 @@ def _of_library(module: str) -> bool:
 
 
 def _expression(text: str, imported: dict[str, str], scope: Any, scopes: Any) -> str | None:
-    """The source of a guard in terms of ``model`` and ``loss``; None where it is neither theirs nor a global."""
+    """Return a guard's source in terms of ``model``, ``loss`` and globals; None if it is none of these."""
     text = text.replace(_MODEL, "model").replace(_LOSS, "loss")
 
     def name(match: re.Match[str]) -> str:
@@ -178,14 +178,12 @@ def _expression(text: str, imported: dict[str, str], scope: Any, scopes: Any) ->
             return f"module({module_name(imported[match[1]])!r})"
         if not match[1].startswith("___unnamed_scope"):
             return match[0]
-        if str(scope[match[1]].get("__name__")).startswith(
-            "namedtuple_"
-        ):  # which `namedtuple` made, and nobody changes
+        module_globals = scope[match[1]]
+        if str(module_globals.get("__name__")).startswith("namedtuple_"):  # of a class from `namedtuple`: constant
             return "G[0]"
-        scope_name = (
-            f"globals{list(scopes.values()).index(scope[match[1]])}" if scope[match[1]] in scopes.values() else ""
-        )
-        scopes.setdefault(scope_name := scope_name or f"globals{len(scopes)}", scope[match[1]])
+        values = list(scopes.values())
+        scope_name = f"globals{values.index(module_globals) if module_globals in values else len(values)}"
+        scopes.setdefault(scope_name, module_globals)
         return f"scope({scope_name!r})"
 
     text = re.sub(r"G\['(\w+)'\]", name, text)
@@ -209,7 +207,7 @@ def _line(guard: Any) -> str | None:
 
 
 def _refuse_questions(model: nn.Module, codes: Iterable[Any]) -> None:
-    """Raises CaptureError where traced code asks for a class of a parameter or buffer that the copy here has lost."""
+    """Raises CaptureError if traced code asks for the class of a parameter or buffer that the compiled copy lacks."""
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         cls, lost = lost_names(x)
         for code in codes if cls is not type(x) else ():

@@ -1,4 +1,4 @@
-"""The layers of nn.LSTM, nn.GRU and nn.RNN as products and one op for all steps (`shardc.ir.recurrent`)."""
+"""Decomposes nn.LSTM, nn.GRU and nn.RNN layers to matmuls and one op for all steps (`shardc.ir.recurrent`)."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from torch._decomp import decompositions
 
 from shardc.ir.recurrent import STEPS
 
-Hidden = Any  # of an LSTM, hidden and cell
+Hidden = Any  # a tensor; for an LSTM (hidden, cell)
 
 
 def _layer(
     input: Tensor, hidden: Hidden, params: Sequence[Tensor], has_biases: bool, hidden_fn: str, reverse: bool = False
 ) -> tuple[Tensor, Hidden]:
-    """One direction of one layer: [time, batch, features] to the same, and the last hidden state."""
+    """Computes one direction of one layer: [time, batch, features] to the same, and the last hidden state."""
     h, c = hidden if hidden_fn == "lstm" else (hidden, None)
     w_input, w_state, *rest = params
     gates = F.linear(input, w_input, rest[0] if has_biases else None)
     of_state: Tensor | None = rest[1] if has_biases else None
     size = w_state.shape[0] // (4 if c is not None else 3 if hidden_fn == "gru" else 1)
-    if hidden_fn == "gru":  # new of the state has a gate of its own
+    if hidden_fn == "gru":  # the state's part of the new gate is kept separate
         gates = F.pad(gates, (0, size))
         if of_state is not None:
             of_state = torch.cat([of_state[: 2 * size], torch.zeros_like(of_state[:size]), of_state[2 * size :]])
     gates = gates.flip(0) if reverse else gates
     gates = gates if of_state is None else gates + of_state
     projection = rest[-1] if len(rest) in (1, 3) else None
-    if projection is not None and c is not None:  # of what a step makes: the next one takes both products as one
+    # Fold the projection into the state's weight; step 0 uses the projected state.
+    if projection is not None and c is not None:
         gates = torch.cat([gates[:1] + F.linear(h, w_state), gates[1:]])
         h, w_state = torch.zeros_like(c), w_state @ projection
     state = h if c is None else torch.cat([h, c], -1)
@@ -47,7 +48,7 @@ def _layers(
     input: Tensor, hidden: Sequence[Hidden], params: Sequence[Any], has_biases: bool, num_layers: int, dropout: float,
     train: bool, bidirectional: bool, batch_first: bool, layer_fn: Callable[..., tuple[Tensor, Hidden]],
 ) -> tuple[Tensor, list[Hidden]]:  # fmt: skip
-    """All layers; torch's own form leaves the dropout between them out."""
+    """Computes all layers, with the dropout between them, which torch's decomposition leaves out."""
     input, ways, last = input.transpose(0, 1) if batch_first else input, 1 + bidirectional, []
     for at in range(0, num_layers * ways, ways):
         directions = [layer_fn(input, hidden[at + n], params[at + n], has_biases, reverse=bool(n)) for n in range(ways)]
@@ -58,7 +59,7 @@ def _layers(
     return input.transpose(0, 1) if batch_first else input, last
 
 
-# What stands in torch's decompositions meanwhile; a cell is its name.
+# (owner, attribute name, replacement) in torch's decompositions; a cell function becomes its name.
 OTHER_FORMS: tuple[tuple[Any, str, Any], ...] = (
     (decompositions, "select_one_layer_lstm_function", lambda *_: partial(_layer, hidden_fn="lstm")),
     (decompositions, "one_layer_rnn", _layer),

@@ -1,8 +1,8 @@
-"""What models do that cannot be in a program, by what Dynamo says of it, and what to do instead."""
+"""Table of Dynamo's messages for code that cannot be captured, with the reason and the fix."""
 
 from __future__ import annotations
 
-# (what stands in an error, what the model does, what to do)
+# (pattern in Dynamo's message, what the model does, fix)
 KNOWN = (
     (
         r"source-less requires_grad_\(\)|returning intermediate with requires_grad_",

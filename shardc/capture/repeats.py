@@ -1,8 +1,8 @@
-"""Repeated blocks: which children of a container do the same on the same shapes, one after the other.
+"""Finds repeated blocks: children of a container that compute the same on the same shapes, in sequence.
 
-Found by running the model on fake tensors, without tracing it, and writing down every torch function that it calls:
-two blocks are alike when they hold alike tensors, call the same functions on the same things of their own, and are
-reached in the same way from the block before. Names of classes and of models play no part.
+Runs the model on fake tensors, without tracing it, and records every torch function that it calls. Two blocks are
+equal if they have equal tensor metadata, call the same functions on corresponding tensors, and get their arguments in
+the same way from the block before. Names of classes and models play no part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DRAW = {
 
 @contextlib.contextmanager
 def shortened(model: nn.Module, repeats: Sequence[Repeat], keep: int) -> Iterator[None]:
-    """``model`` with the first ``keep`` blocks of each run alone; the children after them are numbered anew."""
+    """Shortens each run of ``model`` to its first ``keep`` blocks, on entry; later children are renumbered."""
     containers = [(model.get_submodule(repeat.path), repeat) for repeat in repeats]
     saved = [dict(container._modules) for container, _ in containers]
     try:
@@ -54,11 +54,11 @@ def find_repeats(
     loss: Loss | None = None,
     dtypes: Dtypes,
 ) -> list[Repeat]:
-    """The runs of more than ``keep`` alike blocks, one a container, where the rest does not depend on their number.
+    """Return the runs of more than ``keep`` equal blocks, one a container, on whose length nothing else depends.
 
     Args:
         model, args, kwargs, device, loss, dtypes: as `capture`'s.
-        keep: the least number of blocks that stand for all.
+        keep: the number of blocks that represent a run.
     """
 
     def record(dtypes: Dtypes) -> Record:
@@ -82,15 +82,15 @@ def find_repeats(
         mine = [Repeat(repeat.path, repeat.first, keep) for repeat in repeats]
         if _outside(whole, repeats) == _outside(short, mine):
             break
-        if not settled:  # a first call may leave things behind that later ones find
+        if not settled:  # a first call may leave state behind that later calls read
             whole, settled = record(dtypes), True
             continue
-        repeats.pop()  # what comes of fewer blocks is another program: without the innermost, and the last
+        repeats.pop()  # fewer blocks change the rest of the model: give up the last run
     return repeats
 
 
 def _longest(record: Record, path: str, size: int) -> Repeat | None:
-    """The longest run of alike blocks in a container, the first of the longest; None where there are none."""
+    """Return the longest run of equal blocks in a container (the first of several); None if there is none."""
     prefix = f"{path}." if path else ""
     names = [f"{prefix}{at}" for at in range(size)]
     if any(len(record.blocks[name]) != 1 for name in names):
@@ -114,7 +114,7 @@ def _longest(record: Record, path: str, size: int) -> Repeat | None:
 
 
 def _draws(event: Any) -> bool:
-    """Whether a function draws random numbers, which are others in each block."""
+    """Whether a function draws random numbers, which differ from block to block."""
     func, (args, _), _ = event
     name = getattr(func, "__name__", "").strip("_")
     share = any(isinstance(x, float) and x > 0 for x in args)
@@ -122,7 +122,12 @@ def _draws(event: Any) -> bool:
 
 
 def _canonical(events: Sequence[Any], name_of: Callable[[int, dict[int, int]], Any], extra: Sequence[Any] = ()) -> Any:
-    """Events with each tensor replaced by what it is to them: one of their own results, or what ``name_of`` says."""
+    """Return the events with each tensor replaced by its role, as ``name_of`` names it.
+
+    Args:
+        name_of: takes a token and the numbers of the events' own results.
+        extra: more leaves to name, after the events.
+    """
     local: dict[int, int] = {}
 
     def frozen(leaves: list[Any]) -> list[Any]:
@@ -139,7 +144,7 @@ def _canonical(events: Sequence[Any], name_of: Callable[[int, dict[int, int]], A
 
 
 def _body(record: Record, call: Block, name: str) -> Any:
-    """What a block does, in terms of what it takes and holds."""
+    """Return the events of a block, in terms of its arguments, parameters and buffers."""
     takes = {x.at: at for at, x in enumerate(call.takes) if isinstance(x, Token)}
 
     def name_of(token: int, local: dict[int, int]) -> Any:
@@ -153,7 +158,7 @@ def _body(record: Record, call: Block, name: str) -> Any:
 
 
 def _link(record: Record, before: Block, after: Block) -> Any:
-    """How a block comes by what it takes, in terms of what the block before it took and gave."""
+    """Return how a block's arguments are computed from the arguments and results of the block before it."""
     gives = {x.at: at for at, x in enumerate(before.gives) if isinstance(x, Token)}
     takes = {x.at: at for at, x in enumerate(before.takes) if isinstance(x, Token)}
 
@@ -168,7 +173,7 @@ def _link(record: Record, before: Block, after: Block) -> Any:
 
 
 def _escapes(record: Record, calls: Sequence[Block], run: Repeat) -> bool:
-    """Whether what blocks of a run but the last make is used behind the run."""
+    """Whether tensors of a run, other than the last block's results, are used after the run."""
     start, last = calls[run.first].enter, calls[run.first + run.count - 1]
     tail = [x for _, (args, _), _ in record.events[last.exit :] for x in args]
     gives = {x.at for x in last.gives if isinstance(x, Token)}
@@ -177,7 +182,7 @@ def _escapes(record: Record, calls: Sequence[Block], run: Repeat) -> bool:
 
 
 def _outside(record: Record, repeats: Sequence[Repeat]) -> Any:
-    """What a model does but for its repeated blocks."""
+    """Return the events of a model outside of its repeated blocks."""
     spans = []
     gives: dict[int, Any] = {}
     for number, repeat in enumerate(repeats):
@@ -199,7 +204,7 @@ def _outside(record: Record, repeats: Sequence[Repeat]) -> Any:
 
 
 def _behind(name: str, shifts: dict[str, Repeat]) -> str:
-    """A held tensor's name, its child counted from the end of the run where it is behind it."""
+    """Return a parameter's name; a child after the run is numbered from the end of the run."""
     for prefix, repeat in shifts.items():
         number, dot, rest = name.removeprefix(prefix).partition(".")
         if name.startswith(prefix) and number.isdecimal() and int(number) >= repeat.first + repeat.count:

@@ -1,4 +1,4 @@
-"""What a model's forward changes besides tensors in place, which a compiled program does not."""
+"""Warns of side effects of forward, other than in-place changes of tensors, that a program does not have."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from shardc.ir.told import calling_line
 def side_effects(
     messages: Iterable[str], model: nn.Module, run: Callable[[], Any], sets: Iterable[Change] = ()
 ) -> list[ShardcWarning]:
-    """From Dynamo's warnings, and where they leave it open from running the model.
+    """Return a warning for each side effect that Dynamo reports; runs the model to find replaced buffers.
 
     Args:
         messages: the warnings.
-        model: the model, with parameters and buffers that may be lost.
-        run: runs it once on fake tensors.
-        sets: what it sets on its modules.
+        model: a copy of the model, whose parameters and buffers may be overwritten.
+        run: calls the model once on fake tensors.
+        sets: the attributes that forward sets on its modules.
 
     Returns:
         A warning for each module that changes its attributes or fills an empty buffer that it does not save, and for
         globals and variables around hooks.
 
     Raises:
-        CaptureError: it puts another tensor in the place of a buffer.
+        CaptureError: forward replaces a buffer by another tensor.
     """
     changed = [ref for text in messages if "side effects" in text for ref in re.findall(r'"([^"]+)"', text)]
     whose: list[str | None] = []
@@ -49,7 +49,7 @@ def side_effects(
                     fix=f"change it in place, as by self.{name}.copy_(new)",
                 )
             whose.append(f"{_module(path)} fills its empty buffer {name!r}")
-    # Numbers and the like that a module counts, or notes for others, are nothing to a program.
+    # Numbers and other non-tensors that a module sets on itself need no warning.
     model_changes = [change for change in sets if change.owner.startswith("model")]
     silent = {change.owner for change in model_changes} - {change.owner for change in model_changes if change.tensors}
     changed = [ref for ref in changed if ref.replace(MODEL, "model") not in silent]
@@ -59,12 +59,13 @@ def side_effects(
 
 
 def changed_arguments(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> list[ShardcWarning]:
-    """A warning for each list or dict among the arguments that the model changes; it runs once more, on fakes."""
+    """Return a warning for each list or dict argument that the model changes; runs it once more, on fake tensors."""
     bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     containers = [(name, x, _contents(x)) for root, arg in bound.items() for name, x in _containers(arg, root)]
     if not containers:
         return []
-    with _put_back(model), torch.no_grad(), contextlib.suppress(Exception):  # it was captured: what fails is this look
+    # The capture succeeded: an error here is of this run only.
+    with _put_back(model), torch.no_grad(), contextlib.suppress(Exception):
         model(*args, **kwargs)
     changed = [name for name, x, before in containers if _contents(x) != before]
     text = "in forward; the compiled program does not: return the new value instead"
@@ -72,7 +73,7 @@ def changed_arguments(model: nn.Module, args: Sequence[Any], kwargs: dict[str, A
 
 
 def _containers(value: Any, name: str) -> Iterator[tuple[str, list[Any] | dict[Any, Any]]]:
-    """The lists and dicts in ``value``, itself among them, each with the expression for it."""
+    """Yields (expression, container) for ``value`` and the lists and dicts in it."""
     if isinstance(value, list | dict):
         yield name, value
     if isinstance(value, list | tuple | dict):
@@ -81,14 +82,14 @@ def _containers(value: Any, name: str) -> Iterator[tuple[str, list[Any] | dict[A
 
 
 def _contents(value: list[Any] | dict[Any, Any]) -> list[tuple[Any, int]]:
-    """The keys, in order, and the identity of what is there."""
+    """Return the keys, in order, and the ids of the values."""
     return [(key, id(x)) for key, x in (value.items() if isinstance(value, dict) else enumerate(value))]
 
 
 def _replaced(model: nn.Module, run: Callable[[], Any]) -> Iterator[tuple[str, str, bool]]:
-    """The buffers in whose place ``run`` puts other tensors; attributes are put back.
+    """Yields (module path, name, is a cache) of the buffers that ``run`` replaces; restores attributes.
 
-    Each comes with its module, its name there, and whether it was empty and is not saved, as a cache is.
+    A cache is a buffer that was None and is not saved.
     """
     with _put_back(model) as before:
         with torch.no_grad():
@@ -101,7 +102,7 @@ def _replaced(model: nn.Module, run: Callable[[], Any]) -> Iterator[tuple[str, s
 
 @contextlib.contextmanager
 def _put_back(model: nn.Module) -> Iterator[dict[str, tuple[nn.Module, dict[str, Any], dict[str, Any]]]]:
-    """Puts the attributes and buffers back that ``model`` has on entry; gives them by module path."""
+    """Restores the attributes and buffers of ``model`` on exit; yields those on entry by module path."""
     before = {path: (module, dict(module.__dict__), dict(module._buffers)) for path, module in model.named_modules()}
     try:
         yield before
@@ -114,9 +115,9 @@ def _put_back(model: nn.Module) -> Iterator[dict[str, tuple[nn.Module, dict[str,
 
 
 def _whose(ref: str) -> str | None:
-    """What ``ref`` is an expression for, as ``L['self']._modules['model']._modules['sub'].count``, and what changes.
+    """Return a text for the changed ``ref``, such as ``L['self']._modules['model']._modules['sub'].count``.
 
-    None for globals of an installed library, which may keep a context there for the time of a call.
+    None for globals of an installed library, which may keep a context there during a call.
     """
     if ref.startswith("G["):
         scope, _, name = ref.removeprefix("G['").partition("']")
@@ -135,7 +136,7 @@ def _module(path: str) -> str:
 
 
 def print_nothing(*values: Any, **how: Any) -> None:
-    """What a trace takes for ``print``; whoever is not traced prints."""
+    """Replaces ``print``: does nothing in a trace, prints otherwise."""
     if not torch.compiler.is_compiling():
         _print(*values, **how)
 
@@ -145,7 +146,7 @@ OTHER_FORMS = ((builtins, "print", print_nothing),)
 
 
 def prints(codes: Iterable[Any]) -> list[ShardcWarning]:
-    """A warning for each traced function of the user's that prints."""
+    """Return a warning for each traced function of the user's that prints."""
     lines = [f"{code.co_filename}:{code.co_firstlineno}" for code in codes if "print" in code.co_names]
     return [
         ShardcWarning(f"{line} prints in forward; the compiled program does not")

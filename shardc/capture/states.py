@@ -1,4 +1,4 @@
-"""States that traced code asks for by a call: Dynamo answers with what they are, and keeps that as a constant."""
+"""Records states of torch that traced code reads by a call, such as the default dtype: Dynamo makes them constants."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from shardc.ir.told import is_told
 
 _NAMES = {function: name for name, function in STATES.items()}
 _LITERALS = (bool, int, float, str, type(None))
-# What Dynamo computes while it traces, and that depends on its arguments, the machine and the process alone.
-# By where they are in torch; not every version has each.
+# Functions that Dynamo evaluates in a trace and that depend on arguments, machine and process only, by their path in
+# torch; not every version has all of them.
 _PURE = {
     "_assert", "_utils._get_device_index", "accelerator.is_available", "cuda.is_available", "xpu.is_available",
     "distributed.is_available", "cuda.get_device_properties", "xpu.get_device_properties", "is_complex",
@@ -34,14 +34,14 @@ _PURE = {
     "cuda.is_initialized", "xpu.is_initialized", "distributed.is_initialized", "distributed.get_rank",
     "distributed.get_world_size",
 }  # fmt: skip
-_INTERPRETERS = torch._C._functorch.peek_interpreter_stack  # Dynamo says of no transform that it is one
+_INTERPRETERS = torch._C._functorch.peek_interpreter_stack  # Dynamo answers as if no transform were active
 
 
 @contextmanager
 def states_asked() -> Iterator[set[Read]]:
-    """The states of torch and of the process that a trace in the block asks for.
+    """Collects the states of torch and of the process that a trace in the block reads.
 
-    Whether gradients are recorded counts where code asks that is not torch's: torch's own computes the same.
+    The grad mode counts if code outside of torch reads it: torch's own code computes the same in both modes.
     """
     reads = set() if torch.is_grad_enabled() else {Read(GRAD_MODE)}
     call, grad_mode = TorchInGraphFunctionVariable.call_function, GradMode(reads)
@@ -102,12 +102,12 @@ def _of_torch(path: str) -> Any:
     return x
 
 
-# Functions, and not their names, which a user's own may have, too.
+# By function, not by name: a user's function may have the same name.
 _PURE_FUNCTIONS = {*filter(callable, vars(math).values()), *filter(callable, map(_of_torch, _PURE))}
 
 
 def _is_number_of_numpy(function: Any) -> bool:
-    """Whether a function of NumPy makes a number of numbers, as ``np.prod(x.shape)`` and ``np.sqrt(4)``."""
+    """Whether a NumPy function maps numbers to a number, as ``np.prod(x.shape)`` and ``np.sqrt(4)``."""
     return np is not None and (isinstance(function, np.ufunc) or function in (np.prod, np.sum, np.min, np.max, np.mean))
 
 
@@ -116,11 +116,11 @@ def _is_pure(function: Any) -> bool:
 
 
 def computes(gm: fx.GraphModule, numbers: dict[Any, int], with_gradients: bool = True) -> list[Any]:
-    """A number for each output of a joint graph: the same where it is computed by the same ops of the same things.
+    """Return a value number for each output of a joint graph: equal if the same ops compute it from equal operands.
 
     Args:
-        numbers: of what was met, in this graph and in those that it is compared with.
-        with_gradients: otherwise those of the forward.
+        numbers: value numbers so far, shared by the graphs that are compared.
+        with_gradients: whether gradient outputs are included.
     """
     node_numbers: dict[fx.Node, int] = {}
 

@@ -1,8 +1,8 @@
-"""Ops that speak of strides, written by what they mean: which elements they read and write.
+"""Replaces ``as_strided`` and its forms by ops on elements: permutations, views and indexing.
 
-``as_strided`` reads memory, in which a tensor lies as it did in the trace: a view of something else, perhaps. A shard
-lies otherwise. So such an op becomes a choice of elements of the tensor whose memory it reads: a permutation where it
-goes through all of them once, else an index.
+``as_strided`` reads the storage of a tensor by the strides that it had in the trace; a shard has other strides. So the
+op becomes a selection of elements of the tensor that owns the storage: a permutation if it reads each element once,
+else an index.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WRITES = (aten.as_strided_scatter.default,)
 
 
 def fake_like(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """In the fake mode that is on: ``x`` on ``device``, as it lies in memory; ``dtype`` is that of floats."""
+    """Return, in the active fake mode, ``x`` on ``device`` with its strides and offset; floats in ``dtype``."""
     dtype = dtype if dtype is not None and x.is_floating_point() else x.dtype
     fake = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device)
     if x.storage_offset():
@@ -38,10 +38,10 @@ def fake_like(x: Tensor, device: torch.device, dtype: torch.dtype | None = None)
 
 
 def without_strides(graph: fx.Graph, mode: Any) -> None:
-    """Replaces ``as_strided`` and its forms in a traced graph, whose nodes have fake values of ``mode``.
+    """Replaces ``as_strided``, its copy and its scatter in a traced graph whose nodes have fake values of ``mode``.
 
     Raises:
-        CaptureError: one that reads memory in which its tensor has no element.
+        CaptureError: an op reads memory outside of the tensor's elements.
     """
     nodes = [node for node in graph.nodes if node.op == "call_function" and node.target in (*_READS, *_WRITES)]
     if not nodes:
@@ -58,12 +58,12 @@ def without_strides(graph: fx.Graph, mode: Any) -> None:
 
 
 class _Elements:
-    """The elements that one op speaks of.
+    """The elements that one ``as_strided`` op reads or writes.
 
     Args:
         node: the op.
-        traced, base: the value whose memory it reads, as it was traced and as it is now.
-        offset: where the op's tensor starts there, counted from the value's first element.
+        traced, base: the owner of the storage that it reads, as traced and after earlier writes.
+        offset: storage offset of the op's tensor, relative to the owner's first element.
     """
 
     def __init__(self, graph: fx.Graph, node: fx.Node, traced: fx.Node, base: fx.Node, offset: int) -> None:
@@ -74,7 +74,7 @@ class _Elements:
         self.stride: list[int] = [int(n) for n in arguments["stride"]]
         val, storage_offset = traced.meta["val"], arguments.get("storage_offset")
         self.offset = offset if storage_offset is None else int(storage_offset) - val.storage_offset()
-        # The base's dims as they lay in memory, the slowest first.
+        # The base's dims by stride, the largest first.
         self.order = sorted(range(val.ndim), key=lambda dim: (-val.stride(dim), dim))
         last = self.offset + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
         dense = val.permute(self.order).is_contiguous()
@@ -97,7 +97,7 @@ class _Elements:
         return self._permuted(flat, _inverse(order))
 
     def written(self) -> fx.Node:
-        """The base with ``src`` in the place of what would be read."""
+        """Return the base with ``src`` written to the elements of the op."""
         assert self.source is not None
         if not prod(self.size):
             return self.tensor
@@ -112,7 +112,7 @@ class _Elements:
         return result
 
     def _through_all(self) -> list[int] | None:
-        """The dims as they lie in memory, if each element of the base is there once; else None."""
+        """Return the op's dims by stride if it reads each element of the base once; else None."""
         order = sorted(range(len(self.size)), key=lambda dim: (self.size[dim] == 1, -self.stride[dim], dim))
         steps = [(self.size[dim], self.stride[dim]) for dim in order if self.size[dim] != 1]
         wanted = [prod(n for n, _ in steps[at + 1 :]) for at in range(len(steps))]
@@ -120,7 +120,7 @@ class _Elements:
         return order if whole and [step for _, step in steps] == wanted else None
 
     def _positions(self) -> fx.Node:
-        """int64, of the sizes asked for: where each element stands in the base's memory."""
+        """Return an int64 index of the op's sizes: the position of each element in the base's storage."""
         device, positions = self.base.meta["val"].device, None
         for dim, (n, step) in enumerate(zip(self.size, self.stride, strict=True)):
             if n == 1:
@@ -148,7 +148,7 @@ class _Elements:
 
 
 def _memory(node: fx.Node) -> tuple[fx.Node, int]:
-    """The value in whose memory ``node`` lies, and where ``node`` starts there, counted from its first element."""
+    """Return the owner of the storage of ``node``, and the offset of ``node`` from the owner's first element."""
     chain = [node]
     while _is_view(chain[-1]):
         chain.append(chain[-1].args[0])
@@ -161,7 +161,7 @@ def _memory(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether ``node`` is made of the memory of its first argument."""
+    """Whether ``node`` is a view of its first argument."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     return _is_view(node.args[0]) if node.target is getitem else aliases(node.target)

@@ -1,8 +1,8 @@
-"""Capture at symbolic sizes: one trace of a model, from which the graph at any sizes is read off.
+"""Captures a model at symbolic sizes: one trace, from which the graph at concrete sizes is derived.
 
-Dynamo and AOTAutograd trace with symbols in the place of some sizes of the inputs, and note every condition on them
-that the model's code, or a decomposition, looked at. At sizes that meet these conditions the graph is the trace
-with numbers in the place of symbols.
+Dynamo and AOTAutograd trace with symbols for some sizes of the inputs, and record a guard for every condition on them
+that the model's code or a decomposition evaluates. At sizes that meet the guards, the graph is the trace with numbers
+substituted for symbols.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _SYMBOLIC = (SymInt, SymFloat, SymBool)
 
 @dataclass(frozen=True)
 class Condition:
-    """Something that must hold of the sizes.
+    """A condition on the sizes.
 
     Args:
         text: in terms of the names of the sizes: ``"t <= 128"``.
-        source: the line that asked, as far as it is known.
+        source: the line that evaluated it, or empty.
     """
 
     text: str
@@ -48,8 +48,8 @@ class SymbolicCapture:
 
     Args:
         traced: the joint graph, with nodes that compute sizes.
-        symbols: the symbol of each name; several names that must be equal have the same one.
-        conditions: what must hold of the sizes.
+        symbols: the symbol of each name; names of sizes that must be equal share one.
+        conditions: the conditions on the sizes.
     """
 
     traced: Traced
@@ -57,7 +57,7 @@ class SymbolicCapture:
     conditions: tuple[Condition, ...]
 
     def broken(self, sizes: Sizes) -> Condition | None:
-        """The first condition that ``sizes`` do not meet, or None; names of one symbol must be of one size."""
+        """Return the first condition that ``sizes`` do not meet, or None; names of one symbol must have one size."""
         values = {symbol: sympy.Integer(sizes[name]) for name, symbol in self.symbols.items()}
         for name, symbol in self.symbols.items():
             if values[symbol] != sizes[name]:
@@ -66,7 +66,7 @@ class SymbolicCapture:
         return next((c for c in self.conditions if c.relation.xreplace(values) != sympy.true), None)
 
     def at(self, sizes: Sizes) -> Captured:
-        """The model captured at ``sizes``, which meet the conditions."""
+        """Return the model captured at ``sizes``, which must meet the conditions."""
         traced = self.traced
         values = {symbol: sympy.Integer(sizes[name]) for name, symbol in self.symbols.items()}
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -96,11 +96,11 @@ def capture_symbolic(
     tags: Sequence[Tag] = (),
     dtypes: Dtypes,
 ) -> SymbolicCapture:
-    """As `shardc.capture.capture`, with symbols in the place of some sizes.
+    """Captures as `shardc.capture.capture` does, with symbols for some sizes.
 
     Args:
-        dynamic: input -> dim -> the name of its size. Where code looks at a size, the example's decides. Names of one
-            size in the example are taken for one.
+        dynamic: input -> dim -> the name of its size. If code branches on a size, the example's decides. Names
+            whose sizes are equal in the example share a symbol.
 
     Raises:
         CaptureError: as `capture`'s; code that fixes a size that should be free, with its line.
@@ -136,9 +136,9 @@ def capture_symbolic(
 
 
 def _guards_of(env: Any, hints: Mapping[int, str], symints: Mapping[str, SymInt]) -> list[tuple[sympy.Basic, str]]:
-    """What was looked at in ``env``, in the symbols of ``made``, each with its line.
+    """Return the guards of ``env`` in the symbols of ``symints``, each with its line.
 
-    Dynamo has symbols of its own for the sizes of inputs; the numbers that they stand for tell which is which.
+    Dynamo has its own symbols for the sizes of inputs; they are matched by their example sizes.
     """
     backed = getattr(env, "backed_var_to_val", None) or env.var_to_val
     ours = {symbol: symints[hints[int(value)]].node._expr for symbol, value in backed.items() if int(value) in hints}
@@ -152,7 +152,7 @@ def _conditions(
     relations = list(guards)
     for symbol in names:
         bounds = env.var_to_range[symbol]
-        # Torch takes 0 and 1 for sizes of their own: what has one element is broadcast.
+        # torch specialises sizes 0 and 1: a dim of size 1 broadcasts.
         relations.append((sympy.Ge(symbol, max(int(bounds.lower), 2)), ""))
     out: dict[str, Condition] = {}
     for relation, source in relations:
@@ -180,7 +180,7 @@ def _number(x: Any, values: Mapping[sympy.Symbol, sympy.Integer]) -> Any:
 
 
 def _at(x: Any, values: Mapping[sympy.Symbol, sympy.Integer]) -> Any:
-    """A fake value of the trace at numbers; made in the current fake mode."""
+    """Return a fake value of the trace with numbers for symbols, in the active fake mode."""
     if not isinstance(x, Tensor):
         return _number(x, values) if isinstance(x, _SYMBOLIC) else x
     shape = [_number(n, values) if isinstance(n, SymInt) else n for n in x.shape]
@@ -189,7 +189,7 @@ def _at(x: Any, values: Mapping[sympy.Symbol, sympy.Integer]) -> Any:
 
 
 def _plain(arguments: Any) -> Any:
-    """Arguments without symbols: none may be left that no node computes."""
+    """Return ``arguments``; asserts that no symbol is left in them."""
     return fx.node.map_aggregate(arguments, _checked)
 
 

@@ -1,4 +1,4 @@
-"""Marks on activations that a plan names: ops in the trace that do nothing."""
+"""Marks activations that a plan names, by identity ops in the trace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardc.capture.annotate import PREFIX
 
 @dataclass(frozen=True)
 class Tag:
-    """Where to put an `ops.tag` in the trace: on a module's input or output, tensor (or keyword) ``index`` of it."""
+    """The place of an `ops.tag` in the trace: tensor (or keyword) ``index`` of a module's input or output."""
 
     module: str
     where: str
@@ -41,7 +41,7 @@ mark.register_autograd(
 
 @contextlib.contextmanager
 def tagged(root: nn.Module, tags: Sequence[Tag]) -> Iterator[None]:
-    """Hooks that pass the tagged inputs and outputs through ``shardc::tag``."""
+    """Passes the tagged inputs and outputs through ``shardc::tag`` by hooks; removes the hooks on exit."""
     modules = dict(root.named_modules())
     with contextlib.ExitStack() as stack:
         for tag in tags:
@@ -64,9 +64,9 @@ def _replace_output(tag: Tag, _module: nn.Module, _args: Any, output: Any) -> An
 
 
 def _replace(values: Any, tag: Tag) -> Any:
-    """``values`` (a tensor, or a tuple, list or dict of them) with tensor ``tag.index`` tagged, if it is there.
+    """Return ``values`` (a tensor, or a tuple, list or dict of them) with tensor ``tag.index`` tagged, if present.
 
-    A dict of a class of its own (an output of ``transformers``) stays the one that it is.
+    A dict subclass (an output of ``transformers``) is changed in place.
     """
     if isinstance(values, Tensor):
         return mark(values, tag.name) if tag.index == 0 else values

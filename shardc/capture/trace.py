@@ -1,8 +1,8 @@
-"""Capture: an ordinary module (and its loss) as one joint forward-backward FX graph at global shapes.
+"""Captures a module (and its loss) as one joint forward-backward FX graph at global shapes.
 
-Dynamo traces the module whole, AOTAutograd differentiates it, under fake tensors: nothing is
-materialised, and the model may live on ``meta``. The graph's placeholders are parameters, buffers and
-inputs by name, then one tangent an output that needs a gradient.
+Dynamo traces the module without graph breaks and AOTAutograd differentiates it, under fake tensors: no tensor
+is materialised, and the model may be on ``meta``. The graph's placeholders are parameters, buffers and inputs
+by name, then one tangent for each output that requires a gradient.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Captured:
         constants: the non-tensor leaves of ``(args, kwargs)`` by flat position.
         output_spec: pytree spec of what the model returns.
         fake_mode: the mode of the graph's fake values.
-        reads: what of the model and the loss was looked at besides their tensors.
-        returned: what each output is to autograd on one device.
+        reads: the attributes and globals that the trace read, besides tensors.
+        returned: for each output, its storage on one device and the backwards that read its values.
     """
 
     graph: fx.GraphModule
@@ -78,9 +78,9 @@ class Captured:
 
 
 class _Root(nn.Module):
-    """What is traced: ``model``, then ``loss(output, *extra)`` if there is one, as a function of tensors alone.
+    """The traced module: ``model``, then ``loss(output, *extra)`` if there is a loss, as a function of tensors only.
 
-    The other leaves of the arguments are bound to their values. The loss's own tensors are constants.
+    Non-tensor leaves of the arguments are constants. So are the loss's own tensors.
     """
 
     def __init__(self, model: nn.Module, flat: Sequence[Any], spec: pytree.TreeSpec, loss: Loss | None) -> None:
@@ -96,11 +96,11 @@ class _Root(nn.Module):
         if self._loss is not None:
             out = self._loss[0](out, *extra)
         check_result(out, self._loss is not None)
-        # An output that is a view of another, or of an input, would have no gradient of its own.
+        # Without a tag, an output that is a view of another, or of an input, would have no separate tangent.
         first: list[Tensor] = []
 
         def marked(x: Tensor) -> Tensor:
-            if any(x is before for before in first):  # it has the gradients of the first
+            if any(x is before for before in first):  # its gradients go to the first output
                 return mark(x.detach(), name=SAME)
             first.append(x)
             return mark(x, name=OUTPUT)
@@ -108,7 +108,7 @@ class _Root(nn.Module):
         return pytree.tree_map_only(Tensor, marked, out)
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Any], dict[str, Any], Sequence[Any]]:
-        """The model's own arguments, by position and by name, and those that the loss takes besides the output."""
+        """Return the model's args and kwargs, and the loss's arguments after the output."""
         flat = list(self._flat)
         for at, x in zip(self._places, tensors, strict=True):
             flat[at] = x
@@ -118,15 +118,15 @@ class _Root(nn.Module):
 
 
 def loss_arity(loss: Loss) -> int:
-    """How many arguments after the model's output ``loss`` needs; see `target_names`."""
+    """Return the number of arguments that ``loss`` needs after the model's output; see `target_names`."""
     return len(target_names(loss))
 
 
 def target_names(loss: Loss) -> tuple[str, ...]:
-    """The arguments that ``loss`` needs after the model's output: the targets.
+    """Return the names of the arguments that ``loss`` needs after the model's output: the targets.
 
     Raises:
-        InputError: a builtin, which does not say.
+        InputError: ``loss`` is a builtin without a signature.
     """
     target = loss.forward if isinstance(loss, nn.Module) else loss
     try:
@@ -142,13 +142,13 @@ def target_names(loss: Loss) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Traced(Captured):
-    """What AOTAutograd made of a model, before its nodes are annotated.
+    """The joint graph that AOTAutograd returns, before its nodes are annotated.
 
     Args:
-        names: every name of each parameter and buffer -> the first of its names.
+        names: every name of each parameter and buffer -> the first name of that tensor.
         stored: dtype of each parameter and buffer.
         dynamo: the fake mode that Dynamo ran the model in.
-        uncast: what `Dtypes.uncast` says of the model.
+        uncast: the result of `Dtypes.uncast`.
         memories, owners: as `returned` takes them.
     """
 
@@ -160,7 +160,7 @@ class Traced(Captured):
     owners: dict[int, str]
 
     def annotated(self) -> Captured:
-        """The captured model; ``graph`` becomes its graph."""
+        """Return the captured model; annotates ``graph`` in place."""
         refuse_sparse(self.graph.graph)
         without_strides(self.graph.graph, self.fake_mode)
         refuse_draws(self.graph.graph)
@@ -181,19 +181,19 @@ def capture(
     tags: Sequence[Tag] = (),
     dtypes: Dtypes = AS_THEY_ARE,
 ) -> Captured:
-    """Traces ``loss(model(*args), ...)`` to one joint graph; ``model`` is as before afterwards.
+    """Traces ``loss(model(*args), ...)`` to one joint graph; ``model`` is left unchanged.
 
     Args:
         model: the module, on any device (``meta`` and fake included); its mode (train or eval) is traced.
         args, kwargs: example inputs at global shapes, on any device.
-        device: the device that the program is for; it decides which kernels are traced.
+        device: the device that the program will run on; it decides which kernels are traced.
         loss: called on the output and the last ``loss_arity(loss)`` of ``args``.
         tags: module inputs and outputs to mark.
         dtypes: what to trace modules' parameters, buffers, inputs and outputs in.
 
     Raises:
-        CaptureError: a graph break or an op that cannot be traced, with Dynamo's reason and the line; a parameter,
-            an input or the place of a buffer that the model changes.
+        CaptureError: a graph break or an op that cannot be traced, with Dynamo's reason and the line; the model
+            changes a parameter or an input, or replaces a buffer.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     return trace(model, args, kwargs, device, loss, tags, dtypes, mode, lambda _, x: fake_like(x, device)).annotated()
@@ -211,12 +211,12 @@ def trace(
     fake: Callable[[str, Tensor], Tensor],
     settles: bool = True,
 ) -> Traced:
-    """`capture` up to the annotations.
+    """Traces as `capture` does, without the annotations.
 
     Args:
         mode: the mode of the graph's fake values.
         fake: makes, in ``mode``, the fake tensor of an input by its name and example.
-        settles: whether forward may choose constants that it keeps.
+        settles: whether forward may set constants that a second trace confirms (see `changed_reads`).
     """
     template = model
     flat, input_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -231,7 +231,7 @@ def trace(
     root = _Root(model, flat, input_spec, loss)
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        stack.enter_context(dtypes.cast(model))  # before what a plan names: its layout is that of the cast tensor
+        stack.enter_context(dtypes.cast(model))  # before the tags: the layout of a plan is that of the cast tensor
         stack.enter_context(tagged(root, tags))
         stack.enter_context(torch._dynamo.config.patch(_settings()))
         stack.enter_context(dynamo_captures())
@@ -248,13 +248,13 @@ def trace(
             memories, owners = memories_of(traced, root, places, fakes, inputs)
             # Backward runs outside of the autocast that forward runs in, as torch advises.
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
-            with mode:  # it looks for one among the tensors, of which there may be none
+            with mode:  # AOTAutograd looks for a fake mode among the tensors, of which there may be none
                 joint = aot_autograd.aot_export_joint_with_descriptors(
                     stack, traced, tuple(fakes), {}, decompositions=decompositions()
                 )
         except ShardcError:
             raise
-        except Exception as error:  # of Dynamo, of torch's fake kernels, of the model
+        except Exception as error:  # from Dynamo, torch's fake kernels or the model
             raise capture_error(model, error, loss, named, uncast) from error
         with mode:
             changes = side_effects([str(warning.message) for warning in caught], model, lambda: root(*fakes), sets)
@@ -267,7 +267,7 @@ def trace(
 
     def retrace(constants: dict[str, Any], grad: bool = records) -> Reads | None:
         with assigned(template, constants), torch.set_grad_enabled(grad), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they were given
+            warnings.simplefilter("ignore")  # the first trace has issued these warnings
             try:
                 other = trace(template, args, kwargs, device, loss, tags, dtypes, mode, fake, settles=grad != records)
             except ShardcError:
@@ -280,7 +280,7 @@ def trace(
     sets = expressed(traces[-1], sets, reads)
     reads = changed_reads(sets, reads, model, loss, codes, retrace if settles else lambda _: None)
     if settles and records and reads.grad_mode and (other := retrace({}, grad=False)) is not None:
-        both = reads.joined(other)  # the same is computed without gradients: one program is enough
+        both = reads.joined(other)  # the graph is the same without gradients: one program is enough
         reads = reads if both is None else replace(both, entries=tuple(x for x in both.entries if x != Read(GRAD_MODE)))
     for warning in changes:
         warnings.warn(warning, stacklevel=2)
@@ -303,40 +303,40 @@ def trace(
 
 
 def _first_names(root: nn.Module) -> dict[str, str]:
-    """Every name of each parameter and buffer -> the first of its names."""
+    """Return every name of each parameter and buffer -> the first name of that tensor."""
     first: dict[int, str] = {}
     both = (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(id(x), name) for named in both for name, x in named}
 
 
 def _settings() -> dict[str, Any]:
-    """Dynamo's settings for a capture, those that this torch knows.
+    """Return Dynamo's config for a capture, limited to the settings of this torch version.
 
-    Numbers are constants, and sizes too, whatever the sizes of another capture were. Recurrent layers, and gradients
-    that the model takes itself, are traced as what they do.
+    Numbers and sizes are constants, also after captures at other sizes. Recurrent layers, and gradients that the model
+    itself computes, are traced through.
     """
     wanted = {"specialize_float": True, "automatic_dynamic_shapes": False, "ignore_logging_functions": _logging()}
     wanted |= {"allow_rnn": True, "trace_autograd_ops": True}
-    # What a model records in a checkpoint region is recorded once: a program runs none of its Python again.
+    # Side effects in a checkpoint region happen once: a program does not rerun its Python in backward.
     wanted |= {"skip_fwd_side_effects_in_bwd_under_checkpoint": True}
     return {name: value for name, value in wanted.items() if hasattr(torch._dynamo.config, name)}
 
 
 def _logging() -> set[Any]:
-    """What logs or warns, those methods that a library added to loggers too: a program does without."""
+    """Return the functions that log or warn, with methods that libraries added to loggers: a trace skips them."""
     levels = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "log")
     added = {method for name, method in vars(logging.Logger).items() if name.startswith(levels)}
     return added | {warnings.warn} | set(torch._dynamo.config.ignore_logging_functions)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """op overload -> decomposition, for AOTAutograd."""
+    """Return op overload -> decomposition, for AOTAutograd."""
     ops = [getattr(torch.ops.aten, name) for name in FROM_TORCH if hasattr(torch.ops.aten, name)]
     return {**get_decompositions(ops), **OWN, **random_decompositions()}
 
 
 def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: Dtypes) -> nn.Module:
-    """A copy of ``model`` whose parameters and buffers are fake on ``device``."""
+    """Return a copy of ``model`` whose parameters and buffers are fake tensors on ``device``."""
     by_path = dict(dtypes.modules)
 
     def fake(name: str, tensor: Tensor) -> Tensor:
@@ -362,10 +362,10 @@ def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: 
 
 
 def input_names(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], extra: int = 0) -> list[str]:
-    """A dotted name for every flat leaf of ``(args, kwargs)``, with ``.input`` behind it where a parameter has it too.
+    """Return a dotted name for each flat leaf of ``(args, kwargs)``, with ``.input`` if a parameter has that name.
 
     Args:
-        extra: how many of ``args``, at the end, are the loss's: these are named ``target``, or ``target0`` and so on.
+        extra: the number of ``args``, at the end, for the loss: they are named ``target``, or ``target0`` and so on.
     """
     model_args = len(args) - extra
     names: list[str] = []
