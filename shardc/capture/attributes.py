@@ -19,7 +19,7 @@ from torch import nn
 from torch._dynamo.side_effects import SideEffects
 from torch._guards import TracingContext
 
-from shardc.capture.source import users_own
+from shardc.capture.source import user_frame
 from shardc.errors import CaptureError
 from shardc.ir.reads import Constant, Lookup, Reads, parse
 
@@ -28,7 +28,7 @@ _CHANGES = frozenset({"append", "extend", "insert", "add", "update", "clear", "a
 _CONSTANTS = (bool, int, float, str, type(None))
 # Attributes that torch itself keeps on a module; hooks and tensors have their own checks.
 _TORCHS = frozenset(vars(nn.Module()))
-_THERE: Any = object()  # value of an attribute that code may only test for presence (hasattr)
+_PRESENT: Any = object()  # value of an attribute that code may only test for presence (hasattr)
 _MISSING = (AttributeError, KeyError, IndexError, TypeError)
 
 
@@ -85,7 +85,7 @@ def changes_recorded() -> Iterator[list[Change]]:
         attribute = name or expression.rpartition(".")[2]
         if attribute not in _TORCHS and "_hooks[" not in expression:
             frames = [f"{frame.filename}:{frame.lineno}" for frame in TracingContext.extract_stack()]
-            changes.append(Change(expression, attribute, value, users_own(frames), text.replace(MODEL, "model")))
+            changes.append(Change(expression, attribute, value, user_frame(frames), text.replace(MODEL, "model")))
 
     def store_attr(self: Any, item: Any, name: str, value: Any, *kind: Any) -> None:
         store(self, item, name, value, *kind)
@@ -113,7 +113,7 @@ def changed_reads(
     model: nn.Module,
     loss: Any,
     code: Iterable[CodeType],
-    settles: Callable[[dict[str, Constant]], Reads | None],
+    retrace: Callable[[dict[str, Constant]], Reads | None],
 ) -> Reads:
     """Return ``reads`` if each call reads the same values although forward changes some of them; else raises.
 
@@ -122,7 +122,7 @@ def changed_reads(
 
     Args:
         changes: what the trace set, with expressions in the terms of ``reads`` (see `expressed`).
-        settles: traces the model with these constants set; returns its reads, or None if the graph differs.
+        retrace: traces the model with these constants set; returns its reads, or None if the graph differs.
 
     Raises:
         CaptureError: forward reads and changes an attribute or a global whose value may differ from call to call.
@@ -141,7 +141,7 @@ def changed_reads(
             before, absent = at(parse(change.expression)), False
         except _MISSING:
             before, absent = None, True
-        if before is _THERE or change.expression not in (presence_checks if absent else seen):
+        if before is _PRESENT or change.expression not in (presence_checks if absent else seen):
             continue  # it is not read, or is there and stays there
         filled = before is None or isinstance(before, (dict, list, set))
         if filled and change.tensors and not any(map(_of_inputs, change.tensors)):
@@ -157,7 +157,7 @@ def changed_reads(
             )
             if absent:
                 refused = refused or error
-                constants.setdefault(change.expression, _THERE)
+                constants.setdefault(change.expression, _PRESENT)
                 continue
             if change.expression not in constants or not isinstance(before, _CONSTANTS):
                 raise error
@@ -166,12 +166,12 @@ def changed_reads(
                 refused = refused or error
     if refused is None:
         return reads
-    settled = settles(constants)
+    settled = retrace(constants)
     both = None if settled is None else reads.joined(settled)
     if both is None:
         raise refused
     read = {entry.expression for entry in both.entries if entry.expression.startswith("model")} - {
-        name for name, value in constants.items() if value is _THERE
+        name for name, value in constants.items() if value is _PRESENT
     }
     return replace(both, sets=tuple((name, constants[name]) for name in sorted(constants.keys() & read)))
 

@@ -181,7 +181,7 @@ def record_calls(
     writer = Writer(record, reuse)
     handles: list[Any] = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(experts.in_their_place(experts.other_forms()))
+        stack.enter_context(experts.patched(experts.other_forms()))
         stack.callback(lambda: [handle.remove() for handle in handles])
         stack.enter_context(dtypes.cast(model))
         stack.enter_context(other_layers(root))
@@ -198,8 +198,8 @@ def record_calls(
             container = model.get_submodule(path)
             for at in range(size):
                 name = f"{path}.{at}" if path else str(at)
-                record.signatures[name] = _holds(container._modules[str(at)], name, places)
-                handles += _hooked(container._modules[str(at)], record.blocks.setdefault(name, []), writer)
+                record.signatures[name] = _signature(container._modules[str(at)], name, places)
+                handles += _add_hooks(container._modules[str(at)], record.blocks.setdefault(name, []), writer)
             if any(map(is_wrapper, (*container.parameters(), *container.buffers()))):  # all are folded, or none
                 names = [f"{path}.{at}" if path else str(at) for at in range(size)]
                 if any(record.signatures[name] != record.signatures[names[0]] for name in names):
@@ -214,7 +214,7 @@ def record_calls(
     return record
 
 
-def _holds(block: nn.Module | None, name: str, places: dict[int, list[str]]) -> Any:
+def _signature(block: nn.Module | None, name: str, places: dict[int, list[str]]) -> Any:
     """Return the signature of a block: modules and tensor metadata; None if a module outside shares its tensors."""
     if block is None:
         return None
@@ -227,7 +227,7 @@ def _holds(block: nn.Module | None, name: str, places: dict[int, list[str]]) -> 
     return modules, tensors
 
 
-def _hooked(block: nn.Module | None, calls: list[Block], writer: Writer) -> list[Any]:
+def _add_hooks(block: nn.Module | None, calls: list[Block], writer: Writer) -> list[Any]:
     """Installs hooks that record the calls of ``block``; returns their handles."""
     if block is None:
         return []

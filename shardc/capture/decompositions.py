@@ -184,13 +184,13 @@ def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim
     return aten.mul.Tensor(across, aten.div.Tensor(g, norms)), along
 
 
-def _factors(a: Tensor) -> tuple[Tensor, Tensor]:
+def _lu(a: Tensor) -> tuple[Tensor, Tensor]:
     """Return LU and pivots; of the transpose if ``a`` is row-major in the trace, as the backward formulas expect."""
     lu, pivots, _ = aten.linalg_lu_factor_ex.default(a.mT if a.is_contiguous() and not a.is_complex() else a)
     return lu, pivots
 
 
-def _turns(pivots: Tensor, dtype: torch.dtype) -> Tensor:
+def _permutation_sign(pivots: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sign of the permutation that ``pivots`` (1-based row swaps) describe."""
     rows = aten.arange.start(1, pivots.shape[-1] + 1, dtype=pivots.dtype, device=pivots.device)
     swaps = aten.sum.dim_IntList(aten.ne.Tensor(rows, pivots), [-1])
@@ -198,15 +198,15 @@ def _turns(pivots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _det(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    lu, pivots = _factors(a)
+    lu, pivots = _lu(a)
     diagonal = aten.diagonal.default(lu, 0, -2, -1)
-    return aten.mul.Tensor(aten.prod.dim_int(diagonal, -1), _turns(pivots, a.dtype)), lu, pivots
+    return aten.mul.Tensor(aten.prod.dim_int(diagonal, -1), _permutation_sign(pivots, a.dtype)), lu, pivots
 
 
 def _slogdet(a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lu, pivots = _factors(a)
+    lu, pivots = _lu(a)
     diagonal = aten.diagonal.default(lu, 0, -2, -1)
-    sign = aten.mul.Tensor(aten.prod.dim_int(aten.sgn.default(diagonal), -1), _turns(pivots, a.dtype))
+    sign = aten.mul.Tensor(aten.prod.dim_int(aten.sgn.default(diagonal), -1), _permutation_sign(pivots, a.dtype))
     return sign, aten.sum.dim_IntList(aten.log.default(aten.abs.default(diagonal)), [-1]), lu, pivots
 
 
@@ -240,7 +240,7 @@ def _dropout(x: Tensor, p: float, train: bool | None) -> Tensor:
 
 
 @contextmanager
-def as_on_a_device() -> Iterator[None]:
+def eager_dropout() -> Iterator[None]:
     """Lets dropout that drops nothing return its input, as eager kernels do; torch's traced form returns a copy."""
     op = aten.dropout.default
     kernels = dict.fromkeys((torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd), _dropout)

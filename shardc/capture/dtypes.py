@@ -107,7 +107,7 @@ class Dtypes:
             yield
 
 
-AS_THEY_ARE = Dtypes()
+UNCHANGED = Dtypes()
 
 
 def _takes(dtype: torch.dtype) -> Any:

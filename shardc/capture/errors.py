@@ -15,8 +15,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchDynamoException
 
-from shardc.capture.refusals import KNOWN
-from shardc.capture.source import defined_at, frames, line_of, users_own
+from shardc.capture.refusals import REFUSALS
+from shardc.capture.source import defined_at, frames, line_of, user_frame
 from shardc.errors import CaptureError
 from shardc.ir.graph import info, placeholders, role
 from shardc.ir.told import calling_line
@@ -52,19 +52,19 @@ def capture_error(
         if loss is None:
             return CaptureError(
                 f"{type(model).__name__} returns no tensor",
-                source=users_own([defined_at(type(model).forward)]) or calling_line(),
+                source=user_frame([defined_at(type(model).forward)]) or calling_line(),
                 fix="return what a step computes",
             )
         name = getattr(loss, "__name__", type(loss).__name__)
         return CaptureError(
             f"the loss {name!r} gives {gave[1].strip()}, not one real number as a tensor",
-            source=users_own([defined_at(loss.forward if isinstance(loss, nn.Module) else loss)]) or calling_line(),
+            source=user_frame([defined_at(loss.forward if isinstance(loss, nn.Module) else loss)]) or calling_line(),
             fix="return a tensor of one element: a mean or a sum, and no .item()",
         )
     if unknown := re.search(r"Found <class '(?:.*\.)?(\w+)'> in output", text):
         return CaptureError(
             f"{type(model).__name__} returns a {unknown[1]}, a class that torch's pytrees do not know",
-            source=users_own([defined_at(type(model).forward)]) or calling_line(),
+            source=user_frame([defined_at(type(model).forward)]) or calling_line(),
             fix=f"return tensors, numbers, strings and None, in tuples, lists and dicts; of a dataclass, call "
             f"torch.export.register_dataclass({unknown[1]}) once",
         )
@@ -78,26 +78,26 @@ def capture_error(
             failure = f"{failed[1]} says: {failed[2]}{cause and '; '}{cause}"
             return CaptureError(
                 f"{type(model).__name__} does not run on {_shown(inputs)}: {failure}",
-                source=users_own(stack) or calling_line(),
+                source=user_frame(stack) or calling_line(),
                 fix=fix or "pass inputs that it runs on uncompiled, of the same shapes and dtypes",
             )
     stacked = any(param.dim() == 3 for param in model.parameters())  # as the weights of experts are
-    for form, what, fix in KNOWN:
+    for form, what, fix in REFUSALS:
         if re.search(form, text):
             fix += _ROWS if stacked and "_local_scalar_dense" in form else ""
-            line = users_own(stack) or ("requires_grad_" in form and line_with("requires_grad_(", model))
+            line = user_frame(stack) or ("requires_grad_" in form and line_with("requires_grad_(", model))
             return CaptureError(f"{type(model).__name__} {what}", source=line or calling_line(), fix=fix)
     if op := re.search(r"backward through (\S+) but no autograd formula was registered", text):
         return CaptureError(
             f"{op[1]}, which {type(model).__name__} calls, has no gradient",
-            source=users_own(stack) or calling_line(),
+            source=user_frame(stack) or calling_line(),
             fix="give it one with torch.library.register_autograd, or call it under torch.no_grad()",
         )
     if (drops := _layer_drops(model)) and "ata-dependent branching" in text:
         return CaptureError(
             f"{type(model).__name__} draws which layers to skip ({', '.join(drops)} of its config), and a program has "
             "all its layers in each step",
-            source=users_own(stack) or calling_line(),
+            source=user_frame(stack) or calling_line(),
             fix=f"make the model of a config with {', '.join(f'{name}=0.0' for name in drops)}",
         )
     raises = re.search(r"(raised exception .*)", text)
@@ -105,7 +105,7 @@ def capture_error(
     hint = re.search(r"Hint: (.*)", text)
     return CaptureError(
         f"{type(model).__name__} cannot be traced to one graph: {reason}" + (f" ({why[1].strip()})" if why else ""),
-        source=users_own(stack) or calling_line(),
+        source=user_frame(stack) or calling_line(),
         fix=_RAISES
         if raises
         else (_ELSEWHERE if re.search(_VAGUE, hint[1]) else hint[1].strip())

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from shardc.ir import expert_markers
 
 
-def of_transformers(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def transformers_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Computes the experts of a ``transformers`` model, for every ``experts_implementation`` of its config."""
     gate, bias, turned = self.has_gate, self.has_bias, self.is_transposed
     params = [self.gate_up_proj if gate else self.up_proj, self.down_proj]
@@ -39,7 +39,7 @@ def of_transformers(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def _interface(self: Any, experts_implementation: str, default: Any) -> Any:
-    return of_transformers
+    return transformers_experts
 
 
 def other_forms() -> tuple[tuple[Any, str, Any], ...]:
@@ -50,7 +50,7 @@ def other_forms() -> tuple[tuple[Any, str, Any], ...]:
 
 
 @contextmanager
-def in_their_place(forms: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+def patched(forms: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Applies the patches ``forms``, (owner, attribute name, replacement); undoes them on exit."""
     replacements = tuple(forms)
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replacements]

@@ -235,7 +235,7 @@ if linear_cross_entropy is not None:  # from torch 2.13 on
 @contextmanager
 def other_forms() -> Iterator[None]:
     """Replaces torch's functions by those of this file; undoes it on exit."""
-    raises.find_divergences()
+    raises.fill_kl_cache()
     get_torch_obj_rule_map(), get_tensor_method()  # Dynamo looks functions up by name, once: to find torch's own
-    with experts.in_their_place((*_OTHER_FORMS, *experts.other_forms())):
+    with experts.patched((*_OTHER_FORMS, *experts.other_forms())):
         yield

@@ -56,7 +56,7 @@ class GradMode:
         return True
 
     @contextmanager
-    def asked_of_tensors(self) -> Iterator[None]:
+    def recorded_tensor_reads(self) -> Iterator[None]:
         """Patches Dynamo to note and answer reads of the grad mode through tensors and autograd contexts."""
         attribute, grad_of = TensorVariable.var_getattr, TensorVariable.method_attr_grad
         of_context, sets = AutogradFunctionContextVariable.var_getattr, GradModeVariable._call_func

@@ -14,7 +14,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import TensorVariable
 from torch.distributions import constraints, kl
 
-from shardc.capture.source import users_own
+from shardc.capture.source import user_frame
 from shardc.errors import ShardcWarning
 
 _JUMPS = ("POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE")
@@ -64,7 +64,7 @@ def _left_out(tx: Any) -> str:
     callers = [f"{tx.f_code.co_filename}:{tx.lineno}"]
     while (tx := tx.parent) is not None:
         callers.insert(0, f"{tx.f_code.co_filename}:{tx.lineno}")
-    place = users_own(callers) or callers[-1]
+    place = user_frame(callers) or callers[-1]
     return f"{place} raises where values are wrong; the compiled program looks at no values there and goes on"
 
 
@@ -108,7 +108,7 @@ def _is_positive_definite(self: Any, value: Tensor) -> Tensor:
     return _is_symmetric(self, value) & torch.linalg.cholesky_ex(value).info.eq(0)
 
 
-def find_divergences() -> None:
+def fill_kl_cache() -> None:
     """Fills torch's cache of KL divergence functions; torch does so at first use, which cannot be traced."""
     pairs = {*kl._KL_REGISTRY, *((kind, kind) for kind in _below(torch.distributions.Distribution))}
     with warnings.catch_warnings():

@@ -21,7 +21,7 @@ from torch._dynamo.variables import ConstDictVariable, UserDefinedObjectVariable
 
 from shardc._compat import is_wrapper, traced_code
 from shardc.capture.attributes import Change
-from shardc.capture.source import users_own
+from shardc.capture.source import user_frame
 from shardc.errors import CaptureError
 from shardc.ir.code import code_hash
 from shardc.ir.inner import with_inner
@@ -203,7 +203,7 @@ def _foreign(text: str, value: Tensor, guard: Any) -> CaptureError:
 
 def _line(guard: Any) -> str | None:
     frames = [f"{frame.filename}:{frame.lineno}" for frame in guard.user_stack or guard.stack or ()]
-    return users_own(frames) or None
+    return user_frame(frames) or None
 
 
 def _refuse_questions(model: nn.Module, codes: Iterable[Any]) -> None:

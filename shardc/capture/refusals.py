@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # (pattern in Dynamo's message, what the model does, fix)
-KNOWN = (
+REFUSALS = (
     (
         r"source-less requires_grad_\(\)|returning intermediate with requires_grad_",
         "differentiates by a tensor that it calls requires_grad_() on itself, which Dynamo cannot trace",

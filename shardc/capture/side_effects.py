@@ -39,7 +39,7 @@ def side_effects(
         CaptureError: forward replaces a buffer by another tensor.
     """
     changed = [ref for text in messages if "side effects" in text for ref in re.findall(r'"([^"]+)"', text)]
-    whose: list[str | None] = []
+    texts: list[str | None] = []
     if any("_buffers" in ref for ref in changed):  # in place, too: ``self.count += 1`` also sets the attribute
         for path, name, is_cache in _replaced(model, run):
             if not is_cache:
@@ -48,14 +48,14 @@ def side_effects(
                     source=line_with(f"self.{name} = ", model) or calling_line(),
                     fix=f"change it in place, as by self.{name}.copy_(new)",
                 )
-            whose.append(f"{_module(path)} fills its empty buffer {name!r}")
+            texts.append(f"{_module(path)} fills its empty buffer {name!r}")
     # Numbers and other non-tensors that a module sets on itself need no warning.
     model_changes = [change for change in sets if change.owner.startswith("model")]
     silent = {change.owner for change in model_changes} - {change.owner for change in model_changes if change.tensors}
     changed = [ref for ref in changed if ref.replace(MODEL, "model") not in silent]
-    whose += [_whose(ref) for ref in changed if "_buffers" not in ref and "_parameters" not in ref]
+    texts += [_change_text(ref) for ref in changed if "_buffers" not in ref and "_parameters" not in ref]
     text = "in forward; the compiled program does not"
-    return [ShardcWarning(f"{who} {text}") for who in dict.fromkeys(whose) if who is not None]
+    return [ShardcWarning(f"{change} {text}") for change in dict.fromkeys(texts) if change is not None]
 
 
 def changed_arguments(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> list[ShardcWarning]:
@@ -65,7 +65,7 @@ def changed_arguments(model: nn.Module, args: Sequence[Any], kwargs: dict[str, A
     if not containers:
         return []
     # The capture succeeded: an error here is of this run only.
-    with _put_back(model), torch.no_grad(), contextlib.suppress(Exception):
+    with _restored(model), torch.no_grad(), contextlib.suppress(Exception):
         model(*args, **kwargs)
     changed = [name for name, x, before in containers if _contents(x) != before]
     text = "in forward; the compiled program does not: return the new value instead"
@@ -91,7 +91,7 @@ def _replaced(model: nn.Module, run: Callable[[], Any]) -> Iterator[tuple[str, s
 
     A cache is a buffer that was None and is not saved.
     """
-    with _put_back(model) as before:
+    with _restored(model) as before:
         with torch.no_grad():
             run()
         for path, (module, _, buffers) in before.items():
@@ -101,7 +101,7 @@ def _replaced(model: nn.Module, run: Callable[[], Any]) -> Iterator[tuple[str, s
 
 
 @contextlib.contextmanager
-def _put_back(model: nn.Module) -> Iterator[dict[str, tuple[nn.Module, dict[str, Any], dict[str, Any]]]]:
+def _restored(model: nn.Module) -> Iterator[dict[str, tuple[nn.Module, dict[str, Any], dict[str, Any]]]]:
     """Restores the attributes and buffers of ``model`` on exit; yields those on entry by module path."""
     before = {path: (module, dict(module.__dict__), dict(module._buffers)) for path, module in model.named_modules()}
     try:
@@ -114,7 +114,7 @@ def _put_back(model: nn.Module) -> Iterator[dict[str, tuple[nn.Module, dict[str,
             module._buffers.update(buffers)
 
 
-def _whose(ref: str) -> str | None:
+def _change_text(ref: str) -> str | None:
     """Return a text for the changed ``ref``, such as ``L['self']._modules['model']._modules['sub'].count``.
 
     None for globals of an installed library, which may keep a context there during a call.

@@ -19,10 +19,10 @@ def frames(trace: str) -> list[str]:
 
 def line_of(node: fx.Node) -> str:
     """Return the user's line that a traced node comes from; empty if there is none."""
-    return users_own(frames(node.meta.get("stack_trace") or ""))
+    return user_frame(frames(node.meta.get("stack_trace") or ""))
 
 
-def users_own(frames: Iterable[str]) -> str:
+def user_frame(frames: Iterable[str]) -> str:
     """Return the innermost of ``frames`` that is in the user's code, not torch's, shardc's or Python's; or empty."""
     user_frames = [frame for frame in frames if told_place(frame.rpartition(":")[0]) is None]
     return user_frames[-1] if user_frames else ""

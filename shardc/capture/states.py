@@ -38,7 +38,7 @@ _INTERPRETERS = torch._C._functorch.peek_interpreter_stack  # Dynamo answers as 
 
 
 @contextmanager
-def states_asked() -> Iterator[set[Read]]:
+def recorded_states() -> Iterator[set[Read]]:
     """Collects the states of torch and of the process that a trace in the block reads.
 
     The grad mode counts if code outside of torch reads it: torch's own code computes the same in both modes.
@@ -90,7 +90,7 @@ def states_asked() -> Iterator[set[Read]]:
         patch.object(TorchInGraphFunctionVariable, "call_function", call_function),
         patch.object(UserFunctionVariable, "call_function", of_python(UserFunctionVariable.call_function)),
         patch.object(PolyfilledFunctionVariable, "call_function", of_python(PolyfilledFunctionVariable.call_function)),
-        grad_mode.asked_of_tensors(),
+        grad_mode.recorded_tensor_reads(),
     ):
         yield reads
 
@@ -115,7 +115,7 @@ def _is_pure(function: Any) -> bool:
     return function in _PURE_FUNCTIONS
 
 
-def computes(gm: fx.GraphModule, numbers: dict[Any, int], with_gradients: bool = True) -> list[Any]:
+def value_numbers(gm: fx.GraphModule, numbers: dict[Any, int], with_gradients: bool = True) -> list[Any]:
     """Return a value number for each output of a joint graph: equal if the same ops compute it from equal operands.
 
     Args:

@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardc._compat import dynamo_captures, traced_code
 from shardc.capture.annotate import OUTPUT, PREFIX, SAME, annotate
 from shardc.capture.attributes import assigned, changed_reads, changes_recorded
-from shardc.capture.decompositions import FROM_TORCH, OWN, as_on_a_device
-from shardc.capture.dtypes import AS_THEY_ARE, Dtypes, ModuleDtypes
+from shardc.capture.decompositions import FROM_TORCH, OWN, eager_dropout
+from shardc.capture.dtypes import UNCHANGED, Dtypes, ModuleDtypes
 from shardc.capture.errors import capture_error, check_dtypes, check_result, refuse_higher_order, refuse_sparse
 from shardc.capture.functional import other_forms
 from shardc.capture.hooks import refuse_hooks
@@ -37,7 +37,7 @@ from shardc.capture.raises import without_raising
 from shardc.capture.randomness import random_decompositions, refuse_draws, without_random_numbers
 from shardc.capture.reads import expressed, reads_of, recorded
 from shardc.capture.side_effects import changed_arguments, prints, side_effects
-from shardc.capture.states import computes, states_asked
+from shardc.capture.states import recorded_states, value_numbers
 from shardc.capture.strides import fake_like, without_strides
 from shardc.capture.tags import Tag, mark, tagged
 from shardc.errors import InputError, ShardcError, ShardcWarning
@@ -179,7 +179,7 @@ def capture(
     device: torch.device,
     loss: Loss | None = None,
     tags: Sequence[Tag] = (),
-    dtypes: Dtypes = AS_THEY_ARE,
+    dtypes: Dtypes = UNCHANGED,
 ) -> Captured:
     """Traces ``loss(model(*args), ...)`` to one joint graph; ``model`` is left unchanged.
 
@@ -209,14 +209,14 @@ def trace(
     dtypes: Dtypes,
     mode: FakeTensorMode,
     fake: Callable[[str, Tensor], Tensor],
-    settles: bool = True,
+    retraces: bool = True,
 ) -> Traced:
     """Traces as `capture` does, without the annotations.
 
     Args:
         mode: the mode of the graph's fake values.
         fake: makes, in ``mode``, the fake tensor of an input by its name and example.
-        settles: whether forward may set constants that a second trace confirms (see `changed_reads`).
+        retraces: whether to trace again, with constants that forward sets and without gradients, to allow more calls.
     """
     template = model
     flat, input_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -238,12 +238,12 @@ def trace(
         stack.enter_context(other_layers(root))
         stack.enter_context(other_forms())
         stack.enter_context(without_raising())
-        stack.enter_context(as_on_a_device())
+        stack.enter_context(eager_dropout())
         stack.enter_context(without_random_numbers())
         with mode:
             fakes = [fake(name, x) for name, x in named]
         try:
-            with recorded() as traces, changes_recorded() as sets, states_asked() as states:
+            with recorded() as traces, changes_recorded() as sets, recorded_states() as states:
                 traced = dynamo_graph_capture_for_export(root)(*fakes)
             memories, owners = memories_of(traced, root, places, fakes, inputs)
             # Backward runs outside of the autocast that forward runs in, as torch advises.
@@ -269,17 +269,17 @@ def trace(
         with assigned(template, constants), torch.set_grad_enabled(grad), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first trace has issued these warnings
             try:
-                other = trace(template, args, kwargs, device, loss, tags, dtypes, mode, fake, settles=grad != records)
+                other = trace(template, args, kwargs, device, loss, tags, dtypes, mode, fake, retraces=grad != records)
             except ShardcError:
                 return None
         numbers: dict[Any, int] = {}
-        first, second = (computes(gm, numbers, grad == records) for gm in (other.graph, joint.graph_module))
+        first, second = (value_numbers(gm, numbers, grad == records) for gm in (other.graph, joint.graph_module))
         return other.reads if first == second else None
 
     codes = traced_code(traces[-1].graph_capture_output)
     sets = expressed(traces[-1], sets, reads)
-    reads = changed_reads(sets, reads, model, loss, codes, retrace if settles else lambda _: None)
-    if settles and records and reads.grad_mode and (other := retrace({}, grad=False)) is not None:
+    reads = changed_reads(sets, reads, model, loss, codes, retrace if retraces else lambda _: None)
+    if retraces and records and reads.grad_mode and (other := retrace({}, grad=False)) is not None:
         both = reads.joined(other)  # the graph is the same without gradients: one program is enough
         reads = reads if both is None else replace(both, entries=tuple(x for x in both.entries if x != Read(GRAD_MODE)))
     for warning in changes:
