@@ -24,7 +24,8 @@ mesh = shardc.mesh(dp=-1, tp=2, device="cpu")
 assert mesh.shape == (dist.get_world_size() // 2, 2) and mesh.mesh_dim_names == ("dp", "tp"), mesh
 module = shardc.compile(torch.nn.Linear(8, 4), mesh, shardc.fsdp("dp"), backend="eager", init_sync=True)
 module(torch.ones(2, 8)).sum().backward()
-print("gradient", module.weight.grad.full_tensor().sum().item(), flush=True)
+gradient = module.weight.grad.full_tensor().sum().item()
+print(f"gradient {gradient}\\n", end="", flush=True)  # one write: lines of ranks that print at once stay whole
 dist.destroy_process_group()
 """
 
