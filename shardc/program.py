@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc import passes
+from shardc import passes, verify
 from shardc._compat import LazyGraphModule
 from shardc.cost.hardware import Hardware, find
 from shardc.cost.step_sequence import of_halves, of_joint
 from shardc.errors import InputError, PlanError
 from shardc.ir import graph as ir
-from shardc.ir import verify
 from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, REDUCTION, Executable, Half, Phase
 from shardc.ir.layout import Layout
 from shardc.ir.text import dump
-from shardc.ir.verify.report import reporting
 from shardc.joint import CUT, Joint, StageRecorder
 from shardc.passes.check import VerifyHalf
 from shardc.passes.decompose import candidates
@@ -37,6 +35,7 @@ from shardc.report.lint_rules import Finding, in_pieces, lint
 from shardc.report.predicted_schedule import Schedule, build, room_of_rows
 from shardc.report.tiles import Tiles
 from shardc.validate import near, typed
+from shardc.verify.report import reporting
 
 
 @dataclass(frozen=True)

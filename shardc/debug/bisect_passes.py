@@ -16,11 +16,11 @@ from shardc.capture import loss_arity
 from shardc.debug.evaluate import MOVES, Failed, Key, Values, key_of, on_layouts, on_one_device, on_ranks, refuse
 from shardc.errors import InputError, VerifyError
 from shardc.ir import graph as ir
-from shardc.ir.verify import window
 from shardc.passes.check import Verify
 from shardc.plan.ports import batch_axes
 from shardc.program import Program
 from shardc.report.export import plain
+from shardc.verify import window
 
 TOLERANCE = 1e-9
 FLOOR = 1e-6  # errors are relative to a tensor's largest element, but at least to this

@@ -1,4 +1,4 @@
-"""Verifier between passes: `shardc.ir.verify` with the rules of the ops."""
+"""Verifier between passes: `shardc.verify` with the rules of the ops."""
 
 from __future__ import annotations
 
@@ -11,12 +11,6 @@ from torch import fx
 from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.verify import HALF, MOVING, SPECS, broken, check_all, halves, verify
-from shardc.ir.verify.collective_equivalence import Collective, collectives
-from shardc.ir.verify.identity import Program, changed, fingerprints, of_outputs, program, respelled, same
-from shardc.ir.verify.report import reporting
-from shardc.ir.verify.state import State
-from shardc.ir.verify.subject import Subject, no_rules
 from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
 from shardc.passes.check_waits import check_waits
@@ -25,6 +19,12 @@ from shardc.passes.precision import REDUCED_IN
 from shardc.passes.schedule import Schedule
 from shardc.rules import spec_of
 from shardc.rules.spec import Spec, from_results, infer
+from shardc.verify import HALF, MOVING, SPECS, broken, check_all, halves, verify
+from shardc.verify.collective_equivalence import Collective, collectives
+from shardc.verify.identity import Program, changed, fingerprints, of_outputs, program, respelled, same
+from shardc.verify.report import reporting
+from shardc.verify.state import State
+from shardc.verify.subject import Subject, no_rules
 
 
 def check(

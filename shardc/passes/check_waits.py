@@ -11,10 +11,10 @@ from shardc.ir import grammar
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT
 from shardc.ir.comm_volume import collective_kind
-from shardc.ir.verify.provenance import collective_of
-from shardc.ir.verify.subject import Broken, Subject
 from shardc.passes.prefetchable import prefetchable
 from shardc.passes.starts import is_start, leaving
+from shardc.verify.provenance import collective_of
+from shardc.verify.subject import Broken, Subject
 
 
 def check_waits(subject: Subject) -> Broken:

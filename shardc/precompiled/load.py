@@ -23,7 +23,6 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
 from shardc.ir.reads import Reads
-from shardc.ir.verify import check, verify
 from shardc.lower.inductor import fakes, load_artifacts
 from shardc.plan.value import Plan
 from shardc.precompiled.identity import Identity, check_same, described, signature_of
@@ -33,6 +32,7 @@ from shardc.precompiled.tree_spec import spec_from_json
 from shardc.precompiled.unused import backward_for
 from shardc.report.causes import Cause, cause_of
 from shardc.validate import checked
+from shardc.verify import check, verify
 
 _MOST_RANKS = 1 << 20
 _ORDER = (BACKWARD, FORWARD, INFERENCE)  # the backward first: by its names the forward says what it saves

@@ -19,8 +19,8 @@ from shardc._compat import is_dispatched
 from shardc.ir import grammar
 from shardc.ir.comm_volume import arguments_of, group_axes
 from shardc.ir.op_traits import NAMESPACE, OWN_NAMESPACE
-from shardc.ir.verify.subject import Broken, Subject
 from shardc.rules import is_registered
+from shardc.verify.subject import Broken, Subject
 
 _NAMESPACES = (
     "aten",

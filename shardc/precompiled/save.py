@@ -22,12 +22,12 @@ from shardc.ir.comm_volume import GROUP_PREFIX
 from shardc.ir.executable import INFERENCE, Executable
 from shardc.ir.expert_functions import bodies_in, body_of
 from shardc.ir.text import dump
-from shardc.ir.verify import check
 from shardc.plan.value import Plan
 from shardc.precompiled.identity import Identity, reads_to_json, signature_to_json, value_to_json
 from shardc.precompiled.op_allowlist import allowed
 from shardc.precompiled.record import ARTIFACTS, RECORD, VERSION, constants
 from shardc.precompiled.tree_spec import spec_to_json
+from shardc.verify import check
 
 
 def save_program(

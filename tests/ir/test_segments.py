@@ -17,9 +17,9 @@ from shardc.ir.comm_volume import collective_kind
 from shardc.ir.executable import FORWARD, Compiled, Half
 from shardc.ir.mesh import Mesh
 from shardc.ir.segments import Segment, cut
-from shardc.ir.verify.segment_order import in_order
-from shardc.ir.verify.subject import Subject, no_rules
 from shardc.lower import lower
+from shardc.verify.segment_order import in_order
+from shardc.verify.subject import Subject, no_rules
 
 WIDTH, DEPTH = 8, 12
 

@@ -16,8 +16,6 @@ from shardc.ir.host import move_kind
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
 from shardc.ir.text import dump
-from shardc.ir.verify import halves, identity
-from shardc.ir.verify.subject import Subject, no_rules
 from shardc.passes import check_waits
 from shardc.passes.bucket import Bucket
 from shardc.passes.plan_memory import PlanMemory
@@ -25,6 +23,8 @@ from shardc.passes.prefetchable import prefetchable
 from shardc.passes.schedule import Schedule
 from shardc.passes.starts import is_start, result_bytes
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
+from shardc.verify import halves, identity
+from shardc.verify.subject import Subject, no_rules
 
 aten, c10d, host = torch.ops.aten, torch.ops._c10d_functional, torch.ops.shardc
 MESHES = [Mesh(dp=2, tp=2), Mesh(dp=3, tp=2), Mesh(a=2, b=2, c=2)]

@@ -15,8 +15,8 @@ from shardc.ir.comm import IN_MESSAGES, WAIT, waits_of
 from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.graph import info, output_node, outputs
 from shardc.ir.op_traits import RESHAPES, is_view, lends
-from shardc.ir.verify.identity import computed, same
-from shardc.ir.verify.subject import Broken, Subject
+from shardc.verify.identity import computed, same
+from shardc.verify.subject import Broken, Subject
 
 
 def cut(joint: fx.Graph, forward: fx.Graph, backward: fx.Graph) -> str | None:

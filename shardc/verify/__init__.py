@@ -15,8 +15,8 @@ from shardc.errors import VerifyError
 from shardc.ir import grammar, ops, text
 from shardc.ir.graph import KEY, Info, info, output_node
 from shardc.ir.mesh import Mesh
-from shardc.ir.verify import halves, layouts, local, provenance, structure
-from shardc.ir.verify.subject import Agrees, Check, Subject, no_rules
+from shardc.verify import halves, layouts, local, provenance, structure
+from shardc.verify.subject import Agrees, Check, Subject, no_rules
 
 GRAPH = (structure.records, structure.order, structure.types, structure.results)
 PLACED = (*GRAPH, layouts.present, layouts.shapes, layouts.pins)

@@ -13,9 +13,9 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse, parse_mesh
 from shardc.ir.text import dump
-from shardc.ir.verify import SPECS, verify
 from shardc.passes.check import agrees
-from tests.ir.verifying import LOCAL, STEPS, caught, edited, lines, mutated, run
+from shardc.verify import SPECS, verify
+from tests.verify.verifying import LOCAL, STEPS, caught, edited, lines, mutated, run
 
 # --- which ops are legal where
 

@@ -9,7 +9,7 @@ from torch import fx
 from shardc.ir import ops
 from shardc.ir.graph import Value, info, outputs
 from shardc.ir.steps import broken_step
-from shardc.ir.verify.subject import Broken, Subject
+from shardc.verify.subject import Broken, Subject
 
 
 def pins(subject: Subject) -> Broken:

@@ -6,9 +6,9 @@ import pytest
 
 from shardc.errors import VerifyError
 from shardc.ir.parse import parse, parse_mesh
-from shardc.ir.verify.identity import program
 from shardc.passes.check import check
-from tests.ir.verifying import LOCAL, STEPS, caught, edited, lines, run
+from shardc.verify.identity import program
+from tests.verify.verifying import LOCAL, STEPS, caught, edited, lines, run
 
 
 def test_what_is_right_passes() -> None:

@@ -12,7 +12,7 @@ from shardc.ir.comm import WAIT
 from shardc.ir.comm_volume import arguments_of, collective_kind, group_axes
 from shardc.ir.graph import Value, info, outputs
 from shardc.ir.host import move_kind
-from shardc.ir.verify.subject import Broken, Subject
+from shardc.verify.subject import Broken, Subject
 
 
 def types(subject: Subject) -> Broken:

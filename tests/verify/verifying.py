@@ -10,8 +10,8 @@ from torch import fx
 from shardc.errors import VerifyError
 from shardc.ir.graph import info
 from shardc.ir.parse import parse, parse_mesh
-from shardc.ir.verify import verify
 from shardc.passes.check import agrees, check
+from shardc.verify import verify
 
 # An MLP under FSDP over dp and TP over tp, forward and the gradient of one weight, every step explicit.
 STEPS = """\

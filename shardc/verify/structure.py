@@ -12,7 +12,7 @@ from torch import fx
 from shardc.ir import grammar
 from shardc.ir.graph import KEY, ROLES, Info, Value, info
 from shardc.ir.op_traits import communicates
-from shardc.ir.verify.subject import Broken, Check, Subject
+from shardc.verify.subject import Broken, Check, Subject
 
 
 def records(subject: Subject) -> Broken:

@@ -10,7 +10,7 @@ from torch import fx
 
 from shardc.ir.graph import output_node
 from shardc.ir.segments import Segment
-from shardc.ir.verify.subject import Broken, Subject
+from shardc.verify.subject import Broken, Subject
 
 
 def in_order(subject: Subject, segments: Sequence[Segment]) -> Broken:
