@@ -5,12 +5,12 @@ from shardc.ir.gc_control import outgrown
 with outgrown():  # collections would take a quarter of the time that these imports take
     from shardc import optim
     from shardc.api import compile, shard
+    from shardc.custom_ops import local
+    from shardc.custom_ops.expert_markers import experts
+    from shardc.custom_ops.region import local_map
     from shardc.errors import ShardcError, ShardcWarning
-    from shardc.ir import local
-    from shardc.ir.expert_markers import experts
     from shardc.ir.layout import Layout
     from shardc.ir.mesh import Mesh
-    from shardc.ir.region import local_map
     from shardc.launch import mesh
     from shardc.links import measure_links
     from shardc.passes.options import Options

@@ -1,4 +1,4 @@
-"""Traces the experts of libraries as functions of one expert, between markers (`shardc.ir.expert_markers`)."""
+"""Traces the experts of libraries as functions of one expert, between markers (`shardc.custom_ops.expert_markers`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from shardc.ir import expert_markers
+from shardc.custom_ops import expert_markers
 
 
 def transformers_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Decomposes random ops to draws that do not depend on the mesh (`shardc.ir.random`).
+"""Decomposes random ops to draws that do not depend on the mesh (`shardc.custom_ops.random`).
 
 Any other random op would draw on each rank separately, and is refused: `refuse_draws`.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.variables import misc, user_defined
 
-import shardc.ir.random  # noqa: F401  (defines the ops)
+import shardc.custom_ops.random  # noqa: F401  (defines the ops)
 from shardc.capture.source import line_of
 from shardc.errors import CaptureError
 from shardc.ir.comm_volume import arguments_of

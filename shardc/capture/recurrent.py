@@ -1,4 +1,4 @@
-"""Decomposes nn.LSTM, nn.GRU and nn.RNN layers to matmuls and one op for all steps (`shardc.ir.recurrent`)."""
+"""Decomposes nn.LSTM, nn.GRU and nn.RNN layers to matmuls and one op for all steps (`shardc.custom_ops.recurrent`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._decomp import decompositions
 
-from shardc.ir.recurrent import STEPS
+from shardc.custom_ops.recurrent import STEPS
 
 Hidden = Any  # a tensor; for an LSTM (hidden, cell)
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx
 
 from shardc.cost.step_sequence import COMPUTE, INPUT, MOVE, START, WAIT, Op, Sequence, aliased
+from shardc.custom_ops.flops import flops, is_attention
+from shardc.custom_ops.flops import is_dense as is_dense_op
 from shardc.ir import graph as ir
-from shardc.ir.flops import flops, is_attention
-from shardc.ir.flops import is_dense as is_dense_op
 
 aten = torch.ops.aten
 # Ops that read only some rows of their first operand.
@@ -82,7 +82,7 @@ def _shape(node: fx.Node) -> Any:
 
 
 def is_dense(node: fx.Node) -> bool:
-    """Return whether ``node`` is a kernel of its own (`shardc.ir.flops`)."""
+    """Return whether ``node`` is a kernel of its own (`shardc.custom_ops.flops`)."""
     return is_dense_op(node.target)
 
 

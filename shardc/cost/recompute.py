@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from shardc.custom_ops.attention import CALL
 from shardc.ir import graph as ir
-from shardc.ir.attention import CALL
 from shardc.ir.comm import WAIT
 from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.host import move_kind

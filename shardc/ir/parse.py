@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 import shardc.ir.comm  # noqa: F401  (defines ops that programs call)
-import shardc.ir.expert_markers  # noqa: F401
 from shardc._compat import LazyGraphModule
 from shardc.errors import LayoutError, MeshError, ShardcError, TextError
 from shardc.ir import grammar

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardc.ir import attention
+from shardc.custom_ops import attention
 
 aten = torch.ops.aten
 _FORWARD_ATTENTION = (aten._scaled_dot_product_flash_attention_for_cpu.default, attention.CALL)

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from shardc.cost.model import Pricing
+from shardc.custom_ops import attention
 from shardc.errors import PlanError, ShardcWarning
-from shardc.ir import attention
 from shardc.ir import graph as ir
 from shardc.ir.comm_volume import arguments_of
 from shardc.ir.graph import NameScope

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.custom_ops import expert_markers, experts
+from shardc.custom_ops.expert_functions import Body, PerRow, register
+from shardc.custom_ops.flops import is_dense
 from shardc.errors import CaptureError
-from shardc.ir import expert_markers, experts
 from shardc.ir import graph as ir
-from shardc.ir.expert_functions import Body, PerRow, register
-from shardc.ir.flops import is_dense
 from shardc.ir.graph import Info, NameScope, Value
 from shardc.ir.rewriter import GraphRewriter
 from shardc.passes.calls import call_of, operands_of

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from shardc.custom_ops.region import Ranks, Region, on_ranks, region
 from shardc.errors import RuleError
 from shardc.ir import graph as ir
 from shardc.ir.graph import Value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.region import Ranks, Region, on_ranks, region
 from shardc.passes.calls import operands_of
 from shardc.plan.spec_layout import to_layout
 from shardc.rules.spec import Strategy

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from shardc.custom_ops import experts
 from shardc.errors import PlanError
-from shardc.ir import experts, ops
 from shardc.ir import graph as ir
+from shardc.ir import ops
 from shardc.ir.graph import Value
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh

@@ -11,8 +11,8 @@ import torch
 
 from shardc.cost import redistribute
 from shardc.cost.model import Pricing
+from shardc.custom_ops.flops import is_attention
 from shardc.ir.comm_volume import wire_elements
-from shardc.ir.flops import is_attention
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.rules.rule import Call

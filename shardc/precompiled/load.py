@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from shardc.custom_ops.expert_functions import Body, register
 from shardc.errors import PrecompiledError
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN
 from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, Executable, Half, Phase
-from shardc.ir.expert_functions import Body, register
 from shardc.ir.graph import Role, Value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, fx
 
 from shardc._compat import LazyGraphModule
+from shardc.custom_ops.expert_functions import bodies_in, body_of
 from shardc.errors import PrecompiledError, VerifyError
 from shardc.ir import grammar
 from shardc.ir import graph as ir
 from shardc.ir.comm_volume import GROUP_PREFIX
 from shardc.ir.executable import INFERENCE, Executable
-from shardc.ir.expert_functions import bodies_in, body_of
 from shardc.ir.text import dump
 from shardc.plan.value import Plan
 from shardc.precompiled.identity import Identity, reads_to_json, signature_to_json, value_to_json

@@ -16,11 +16,11 @@ from torch import fx
 from shardc.cost.fused_kernels import Kernel, buffers, kernels
 from shardc.cost.hardware import Hardware, Price, price, route
 from shardc.cost.step_sequence import START, Sequence
+from shardc.custom_ops.experts import RUN, RUN_GRADIENT
 from shardc.errors import PlanError
 from shardc.ir import comm_volume
 from shardc.ir import graph as ir
 from shardc.ir.comm import SEND_ROWS, is_ring
-from shardc.ir.experts import RUN, RUN_GRADIENT
 from shardc.ir.gc_control import uncollected
 from shardc.ir.host import move_kind
 from shardc.ir.mesh import Mesh, split_part

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from shardc.custom_ops.flops import flops, is_dense
 from shardc.errors import RuleError
-from shardc.ir.flops import flops, is_dense
 from shardc.ir.graph import Value
 from shardc.rules import (
     advanced_indexing,

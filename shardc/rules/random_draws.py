@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-import shardc.ir.random as draws
+import shardc.custom_ops.random as draws
 from shardc.rules.loops import Loops
 from shardc.rules.positions import positions
 from shardc.rules.rule import ANY, Call, Local, Rule, table

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from shardc.ir import experts
+from shardc.custom_ops import experts
+from shardc.custom_ops.expert_functions import body_of
 from shardc.ir.comm import SEND_ROWS, WAIT
-from shardc.ir.expert_functions import body_of
 from shardc.ir.layout import strides
 from shardc.rules.loops import Loops
 from shardc.rules.notation import WHOLE
@@ -75,12 +75,12 @@ def _gradient(call: Call) -> Spec:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows (token, expert) of one call on one rank, ready for `shardc.ir.experts.RUN`.
+    """The rows (token, expert) of one call on one rank, ready for `shardc.custom_ops.experts.RUN`.
 
     Args:
         order: int64 [s]: permutation that sorts the rank's choices (token-major) by destination; back: its inverse.
         mine: bool [t, k]: the choices whose expert this rank's rows can reach; None if all can be reached.
-        x, take, scale, ends, expected: arguments of `shardc.ir.experts.RUN`.
+        x, take, scale, ends, expected: arguments of `shardc.custom_ops.experts.RUN`.
         sends, receives: int64 [ranks]: rows sent to and received from each rank; None without an exchange.
         came_back: int64 [r]: position in ``take`` of each received row.
     """

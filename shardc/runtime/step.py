@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, fx
 
 from shardc import _compat
+from shardc.custom_ops.experts import Noted, experts_in, noting
+from shardc.custom_ops.random import draw_key
 from shardc.errors import InputError
 from shardc.ir.comm_volume import group_axes
 from shardc.ir.deferred import Deferred
 from shardc.ir.executable import BACKWARD, FORWARD, REDUCTION, Compiled, Executable, Half, Port, certificate_of
-from shardc.ir.experts import Noted, experts_in, noting
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.random import draw_key
 from shardc.ir.segments import Segment
 from shardc.runtime import anomaly
 from shardc.runtime.border import Border
@@ -47,7 +47,7 @@ class Runner:
         lower: makes halves callable.
         sync: takes the gradients that the program leaves unreduced.
         buffers: the memory that the results of collectives lie in.
-        tokens: gets what each layer of experts notes of its tokens; see `shardc.ir.experts.noting`.
+        tokens: gets what each layer of experts notes of its tokens; see `shardc.custom_ops.experts.noting`.
 
     Attributes:
         splits_outputs: whether what comes in as gradients of outputs is of this rank's own loss, and is scaled.

@@ -15,8 +15,8 @@ from itertools import combinations
 from math import inf
 
 from shardc.cost.hardware import Hardware
+from shardc.custom_ops.flops import is_attention
 from shardc.errors import PlanError, ShardcError
-from shardc.ir.flops import is_attention
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes.exact.chooser import Weights

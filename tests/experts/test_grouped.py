@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import shardc
-from shardc.ir import expert_functions, experts
+from shardc.custom_ops import expert_functions, experts
 from tests.experts.models import Own, batch, build
 from tests.models.alike import relative
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardc
+from shardc.custom_ops import expert_functions
 from shardc.errors import CaptureError
-from shardc.ir import expert_functions
 from tests.experts import sorted_rows
 from tests.experts.alike import trains_alike
 from tests.experts.models import batch

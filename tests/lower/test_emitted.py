@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardc.runtime.groups  # noqa: F401  (implements the collectives)
+from shardc.custom_ops.flops import is_dense
 from shardc.errors import VerifyError
 from shardc.ir.emitted import check_order, collective_at, of_graph, of_source, uses_of
 from shardc.ir.executable import FORWARD, INFERENCE
-from shardc.ir.flops import is_dense
 from shardc.lower.inductor import _decomposed, lowered_for
 from tests.lower.lowering import GROUP, lowered
 

@@ -7,9 +7,9 @@ import torch
 
 import shardc
 from examples.models.llama import Llama, LlamaConfig, loss
+from shardc.custom_ops.flops import is_attention
 from shardc.ir import graph as ir
 from shardc.ir.comm_volume import tally
-from shardc.ir.flops import is_attention
 from shardc.passes.calls import call_of
 from shardc.rules import spec_of
 from tests.sequence.models import Own

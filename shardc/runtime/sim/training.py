@@ -14,12 +14,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
+from shardc.custom_ops.random import draw_key
 from shardc.errors import InputError
 from shardc.ir import graph as ir
 from shardc.ir.executable import BACKWARD, FORWARD, Executable, Half
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.random import draw_key
 from shardc.runtime.border import counter_of, modified
 from shardc.runtime.inputs import check_kinds
 from shardc.runtime.shards import same

@@ -15,8 +15,8 @@ import torch
 from torch import Size
 from torch.utils.flop_counter import flop_registry
 
-from shardc.ir import attention, experts, recurrent
-from shardc.ir.expert_functions import body_of
+from shardc.custom_ops import attention, experts, recurrent
+from shardc.custom_ops.expert_functions import body_of
 
 aten = torch.ops.aten
 

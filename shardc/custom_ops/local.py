@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.custom_ops.region import ranks
 from shardc.errors import MeshError
 from shardc.ir.comm import group_name
-from shardc.ir.region import ranks
 
 _ops = torch.ops._c10d_functional
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardc.custom_ops.expert_functions import body_of
+from shardc.custom_ops.grouped import suits
 from shardc.errors import InputError
-from shardc.ir.expert_functions import body_of
 from shardc.ir.graph import info
-from shardc.ir.grouped import suits
 
 aten = torch.ops.aten
 _library = torch.library.Library("shardc_experts", "DEF")

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.custom_ops.experts import sort
 from shardc.errors import InputError
-from shardc.ir.experts import sort
 
 _library = torch.library.Library("shardc_experts", "FRAGMENT")
 _library.define("enter(Tensor[] tensors, Tensor index) -> Tensor[]")

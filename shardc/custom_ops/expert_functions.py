@@ -1,4 +1,4 @@
-"""Expert functions: forward and backward of one expert as small graphs, which the ops of `shardc.ir.experts` run."""
+"""Expert functions: forward and backward of an expert as small graphs, which `shardc.custom_ops.experts` run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.custom_ops.grouped import grouped
 from shardc.errors import RuleError, TextError
 from shardc.ir import grammar
-from shardc.ir.grouped import grouped
 
 aten = torch.ops.aten
 
@@ -74,7 +74,7 @@ class Body:
 
     @cached_property
     def grouped_forward(self) -> Callable[..., Any] | None:
-        """``forward`` for the rows of all experts at once, if it has such a form (`shardc.ir.grouped`)."""
+        """``forward`` for the rows of all experts at once, if it has such a form (`shardc.custom_ops.grouped`)."""
         return grouped(self.forward, 1 + len(self.saved))
 
     @cached_property
