@@ -1,4 +1,4 @@
-"""Capture: an ordinary module (and its loss) as one joint forward-backward FX graph at global shapes."""
+"""Capture: traces a module (and its loss) to one joint forward-backward FX graph at global shapes."""
 
 from shardc.capture.caches import register_caches as register_caches
 from shardc.capture.calls import numbered_containers as numbered_containers

@@ -1,4 +1,4 @@
-"""Attributes and globals that forward sets. One that it also reads is refused: a program sets none of them."""
+"""Finds attributes and globals that forward sets, and refuses those that it also reads: a program sets none."""
 
 from __future__ import annotations
 
@@ -115,13 +115,14 @@ def changed_reads(
     code: Iterable[CodeType],
     retrace: Callable[[dict[str, Constant]], Reads | None],
 ) -> Reads:
-    """Return ``reads`` if each call reads the same values although forward changes some of them; else raises.
+    """Return ``reads`` if each call reads the same values although forward changes some of them; else raise.
 
     A table that the first call fills, from no input, has the same value in each call. So has a constant that forward
     sets to the same value, if the graph traced with that value is the same.
 
     Args:
-        changes: what the trace set, with expressions in the terms of ``reads`` (see `expressed`).
+        changes: attributes and globals that the trace set, with expressions in the terms of ``reads`` (see
+            `expressed`).
         retrace: traces the model with these constants set; returns its reads, or None if the graph differs.
 
     Raises:
@@ -218,7 +219,7 @@ def assigned(model: nn.Module, values: dict[str, Constant]) -> Iterator[None]:
 
 
 def _of_inputs(node: Any) -> bool:
-    """Whether a node depends on a placeholder of the graph."""
+    """Return whether a node depends on a placeholder of the graph."""
     todo, seen = [node], set()
     while todo:
         current = todo.pop()
@@ -247,7 +248,7 @@ def _loaded(code: Iterable[CodeType]) -> set[str]:
 
 
 def _loaded_by_bytecode(code: CodeType) -> set[str]:
-    """Return the same as `_loaded`, from bytecode: for code without source, or a lambda within a line."""
+    """Return the names of `_loaded` from bytecode: for code without source, or a lambda within a line."""
     steps = pairwise([*dis.get_instructions(code), None])
     loads = [(step.argval, after) for step, after in steps if step is not None and step.opname.startswith("LOAD_")]
     named = {name for name, after in loads if isinstance(name, str) and getattr(after, "argval", None) not in _CHANGES}
@@ -309,7 +310,7 @@ class _Loads(ast.NodeVisitor):
 
 
 def _name(node: ast.expr) -> str:
-    """Return the attribute or variable that ``node`` is, or is an item of; empty if it is neither."""
+    """Return the attribute or variable that ``node`` is, or is an item of; "" if it is neither."""
     while isinstance(node, ast.Subscript):
         node = node.value
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

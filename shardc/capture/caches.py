@@ -1,4 +1,4 @@
-"""Registers the key-value caches of ``transformers`` as pytrees: their tensors are inputs and outputs like others.
+"""Registers the key-value caches of ``transformers`` as pytrees, so that their tensors are inputs and outputs.
 
 A program does not change a cache that is passed in. The cache that it returns has the added keys and values.
 """
@@ -58,7 +58,7 @@ def _unflatten(kind: Any, values: Any, context: Any) -> Any:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether ``value`` is a registered cache, or a layer of one."""
+    """Return whether ``value`` is a registered cache, or a layer of one."""
     return type(value) in _registered.values()
 
 

@@ -1,7 +1,7 @@
-"""The decompositions under which a model is traced: chosen so that sharding rules stay sharp.
+"""Decompositions under which a model is traced, chosen so that sharding rules are exact.
 
-Norms, softmaxes and losses become sums, maxima and pointwise ops, whose rules are exact over any
-sharded dim; contractions, attention, embeddings, convolutions and pooling stay whole ops.
+Norms, softmaxes and losses become sums, maxima and pointwise ops, whose rules are exact over any sharded dim;
+contractions, attention, embeddings, convolutions and pooling stay one op.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
-# torch's own decompositions of these are already sums, maxima and pointwise ops.
+# Ops that torch itself decomposes to sums, maxima and pointwise ops.
 FROM_TORCH = tuple(
     (
         "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward "
@@ -241,7 +241,7 @@ def _dropout(x: Tensor, p: float, train: bool | None) -> Tensor:
 
 @contextmanager
 def eager_dropout() -> Iterator[None]:
-    """Lets dropout that drops nothing return its input, as eager kernels do; torch's traced form returns a copy."""
+    """Makes dropout without effect return its input, as eager kernels do; torch's traced form returns a copy."""
     op = aten.dropout.default
     kernels = dict.fromkeys((torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd), _dropout)
     try:

@@ -1,4 +1,4 @@
-"""The floating-point dtypes that a model is traced in, module by module."""
+"""Floating-point dtypes of a model's modules in the trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ModuleDtypes:
 
     Args:
         param, buffers: of its direct parameters and buffers.
-        takes, gives: of its arguments, and of its results.
+        takes, gives: of its arguments and of its results.
     """
 
     param: torch.dtype | None = None
@@ -42,8 +42,8 @@ class Dtypes:
     def of(cls, model: nn.Module, policy: Callable[[str], Any]) -> Dtypes:
         """Return the dtypes that a plan gives the modules of ``model``.
 
-        Arguments are cast if the policy says so: at the outermost modules of the policy, and at its layers (children
-        of containers). Results are cast at the outermost modules.
+        Arguments are cast if the policy says so: at the outermost modules of the policy, and at its layers (children of
+        containers). Results are cast at the outermost modules.
 
         Args:
             policy: the `shardc.plan.entries.Precision` of a module, by its path.
@@ -63,19 +63,19 @@ class Dtypes:
         return cls(tuple((path, dtypes) for path, dtypes in module_dtypes.items() if dtypes != ModuleDtypes()))
 
     def shortened(self, repeats: Sequence[Repeat], keep: int) -> Dtypes:
-        """Return the dtypes of the shortened model, in which each of ``repeats`` has its first ``keep`` blocks only."""
+        """Return the dtypes of a folded model, in which each of ``repeats`` has its first ``keep`` blocks only."""
         named = [(short_name(path, repeats, keep), dtypes) for path, dtypes in self.modules]
         return Dtypes(tuple((path, dtypes) for path, dtypes in named if path is not None))
 
     def within(self, block: str) -> dict[str, ModuleDtypes]:
-        """Return the dtypes of the modules in ``block``, by their path in it."""
+        """Return the dtypes of the modules in ``block``, by their path relative to it."""
         inside = f"{block}."
         return {
             path.removeprefix(block): dtypes for path, dtypes in self.modules if f"{path}.".startswith(inside)
         }  # fmt: skip
 
     def uncast(self, model: nn.Module) -> tuple[str, str]:
-        """Return a text on buffers with another dtype than cast parameters, and the fix; ("", "") if none have."""
+        """Return (error text, fix) on buffers whose dtype differs from that of cast parameters; ("", "") if there are none."""
         by_path = dict(self.modules)
         params = [dtypes.param for dtypes in by_path.values() if dtypes.param is not None]
         buffers = [

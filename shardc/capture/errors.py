@@ -150,7 +150,7 @@ def _shown(inputs: Sequence[tuple[str, Tensor]]) -> str:
 
 
 def check_result(out: Any, is_loss: bool) -> None:
-    """Raises ValueError, for `capture_error`, if a loss is no number or a model returns no tensor; is traced too."""
+    """Checks, in the trace, that a loss is a scalar and that a model returns a tensor; ValueError for `capture_error`."""
     if is_loss and not (isinstance(out, Tensor) and out.numel() == 1 and not out.is_complex()):
         kind = f"a tensor of {out.dtype}, {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
         raise ValueError(f"{LOSS_GAVE}{kind}")

@@ -73,7 +73,7 @@ class GradMode:
         def method_attr_grad(this: Any, tx: Any) -> Any:
             if this.source is not None:
                 raise Unsupported("the gradient of a parameter or an input")
-            answer = grad_of(this, tx)  # None where Dynamo does not know; a computed tensor keeps no gradient
+            answer = grad_of(this, tx)  # None if Dynamo does not know; a computed tensor keeps no gradient
             return ConstantVariable.create(None) if answer is None and this.source is None else answer
 
         def needs_input_grad(this: Any, tx: Any, name: str) -> Any:
@@ -155,7 +155,7 @@ class GradMode:
 
 
 def _is_view(this: Any, tx: Any) -> bool:
-    """Whether a computed tensor is a view of a parameter, a buffer or an input."""
+    """Return whether a computed tensor is a view of a parameter, a buffer or an input."""
     nodes = [node for node in tx.output.graph.nodes if node.op in ("placeholder", "get_attr")]
     return _memory(this.as_proxy().node) in {_memory(node) for node in nodes}
 
@@ -166,7 +166,7 @@ def _memory(node: fx.Node) -> int | None:
 
 
 def _require_grad(values: Sequence[Any]) -> bool:
-    """Whether one of these values is a tensor that requires a gradient; autograd does not look into lists."""
+    """Return whether one of these values is a tensor that requires a gradient; autograd does not look into lists."""
     nodes = [x.as_proxy().node for x in values if isinstance(x, TensorVariable)]
     return any(node.meta["example_value"].requires_grad for node in nodes)
 

@@ -16,9 +16,10 @@ from shardc.ir.returned import Memory
 def memories_of(
     traced: Any, root: nn.Module, places: dict[str, str], fakes: Sequence[Tensor], inputs: Sequence[str]
 ) -> tuple[tuple[Memory, ...], dict[int, str]]:
-    """Return the storages of the outputs, and the names of storage owners, as `returned` takes them.
+    """Return the storage of each output, and storage -> name of its owner, as `returned` takes them.
 
-    Dynamo's graph has the ops that one device runs: AOTAutograd's graph is functionalized."""
+    Dynamo's graph has the ops that one device runs; AOTAutograd's graph is functionalized.
+    """
     plain = [(f"{path}.{key}", x) for path, module in root.named_modules() for key, x in vars(module).items()]
     tensors = (*plain, *root.named_parameters(), *root.named_buffers())
     names = {id(x): places.get(name, name).removeprefix(PREFIX) for name, x in tensors}
@@ -54,7 +55,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _overlaps_itself(x: Tensor) -> bool:
-    """Whether elements of ``x`` may share memory: a stride is within the span of the dims with smaller strides."""
+    """Return whether elements of ``x`` may share memory: a stride is within the span of the dims with smaller strides."""
     span = 0
     for step, size in sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1):
         if step <= span:

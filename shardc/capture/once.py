@@ -18,10 +18,10 @@ from shardc.ir.reads import Values
 
 
 class CaptureOnce:
-    """Callable like `capture`; an equal call returns a copy of the cached capture.
+    """Callable like `capture` that caches captures of one model and loss; an equal call returns a copy.
 
-    For one model and loss, in one state of torch (autocast, default dtype). The values that the capture read of the
-    model must be unchanged, those of tensors excepted. Tags and dtypes of a plan are part of the key.
+    Calls are equal if torch's state (autocast, default dtype), the plan's tags and dtypes, and the values that the
+    capture read of the model, those of tensors excepted, are.
 
     Attributes:
         count: how often a model was captured.

@@ -1,4 +1,4 @@
-"""Leaves out checks of values that raise: a program reads no values and continues, and a warning says so."""
+"""Leaves out checks that raise on values of tensors: a program reads no values; a warning says so."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _left_out(tx: Any) -> str:
 
 
 def _raises(instructions: list[Any], at: int) -> bool:
-    """Whether the instructions from ``at`` on raise before any jump or return."""
+    """Return whether the instructions from ``at`` on raise before any jump or return."""
     for instruction in instructions[at:]:
         if instruction.opname == "RAISE_VARARGS":
             return True

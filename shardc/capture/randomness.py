@@ -29,7 +29,7 @@ Shape = Sequence[int]
 
 @contextmanager
 def without_random_numbers() -> Iterator[None]:
-    """Lets Dynamo refuse random numbers of Python's ``random``, which a program would keep as constants."""
+    """Makes Dynamo refuse random numbers of Python's ``random``, which would become constants of a program."""
 
     def refuse(tx: Any, fn: Any, *_: Any) -> Any:
         raise Unsupported(f"a random number of Python's, {getattr(fn, '__name__', fn)}")

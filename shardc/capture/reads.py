@@ -1,4 +1,4 @@
-"""Collects what a trace read (attributes, globals, lengths, types), from Dynamo's guards."""
+"""Collects the attributes, globals, lengths and types that a trace read, from Dynamo's guards."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _wrapper_code(model: nn.Module) -> set[CodeType]:
 
 
 def reads_of(trace: Any, model: nn.Module, loss: Any, states: Iterable[Read] = ()) -> Reads:
-    """Return what a trace of ``loss(model(...))`` read, including ``states`` of torch.
+    """Return the values that a trace of ``loss(model(...))`` read, including ``states`` of torch.
 
     Raises:
         CaptureError: the code asks for the class of a tensor; or it reads a tensor that is no parameter, buffer or

@@ -107,7 +107,7 @@ _PURE_FUNCTIONS = {*filter(callable, vars(math).values()), *filter(callable, map
 
 
 def _is_number_of_numpy(function: Any) -> bool:
-    """Whether a NumPy function maps numbers to a number, as ``np.prod(x.shape)`` and ``np.sqrt(4)``."""
+    """Return whether a NumPy function maps numbers to a number, such as ``np.prod(x.shape)`` and ``np.sqrt(4)``."""
     return np is not None and (isinstance(function, np.ufunc) or function in (np.prod, np.sum, np.min, np.max, np.mean))
 
 

@@ -161,7 +161,7 @@ def _memory(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether ``node`` is a view of its first argument."""
+    """Return whether ``node`` is a view of its first argument."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     return _is_view(node.args[0]) if node.target is getitem else aliases(node.target)

@@ -48,7 +48,7 @@ class SymbolicCapture:
 
     Args:
         traced: the joint graph, with nodes that compute sizes.
-        symbols: the symbol of each name; names of sizes that must be equal share one.
+        symbols: name of a size -> its symbol; sizes that must be equal share one.
         conditions: the conditions on the sizes.
     """
 
@@ -99,8 +99,8 @@ def capture_symbolic(
     """Captures as `shardc.capture.capture` does, with symbols for some sizes.
 
     Args:
-        dynamic: input -> dim -> the name of its size. If code branches on a size, the example's decides. Names
-            whose sizes are equal in the example share a symbol.
+        dynamic: input -> dim -> the name of its size. If code branches on a size, the example's decides. Names whose
+            sizes are equal in the example share a symbol.
 
     Raises:
         CaptureError: as `capture`'s; code that fixes a size that should be free, with its line.

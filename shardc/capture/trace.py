@@ -1,8 +1,8 @@
 """Captures a module (and its loss) as one joint forward-backward FX graph at global shapes.
 
-Dynamo traces the module without graph breaks and AOTAutograd differentiates it, under fake tensors: no tensor
-is materialised, and the model may be on ``meta``. The graph's placeholders are parameters, buffers and inputs
-by name, then one tangent for each output that requires a gradient.
+Dynamo traces the module without graph breaks and AOTAutograd differentiates it, under fake tensors: no tensor is
+materialised, and the model may be on ``meta``. The graph's placeholders are parameters, buffers and inputs by name,
+then one tangent for each output that requires a gradient.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Captured:
 
 
 class _Root(nn.Module):
-    """The traced module: ``model``, then ``loss(output, *extra)`` if there is a loss, as a function of tensors only.
+    """The traced module, a function of tensors only: ``model``, then ``loss(output, *extra)`` if there is a loss.
 
     Non-tensor leaves of the arguments are constants. So are the loss's own tensors.
     """
@@ -189,11 +189,11 @@ def capture(
         device: the device that the program will run on; it decides which kernels are traced.
         loss: called on the output and the last ``loss_arity(loss)`` of ``args``.
         tags: module inputs and outputs to mark.
-        dtypes: what to trace modules' parameters, buffers, inputs and outputs in.
+        dtypes: dtypes of modules' parameters, buffers, inputs and outputs in the trace.
 
     Raises:
-        CaptureError: a graph break or an op that cannot be traced, with Dynamo's reason and the line; the model
-            changes a parameter or an input, or replaces a buffer.
+        CaptureError: a graph break or an op that cannot be traced, with Dynamo's reason and the line; the model changes
+            a parameter or an input, or replaces a buffer.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     return trace(model, args, kwargs, device, loss, tags, dtypes, mode, lambda _, x: fake_like(x, device)).annotated()
@@ -215,8 +215,8 @@ def trace(
 
     Args:
         mode: the mode of the graph's fake values.
-        fake: makes, in ``mode``, the fake tensor of an input by its name and example.
-        retraces: whether to trace again, with constants that forward sets and without gradients, to allow more calls.
+        fake: (name, example) -> fake tensor of an input, in ``mode``.
+        retraces: trace a second time, with constants that forward sets and without gradients, to allow more calls.
     """
     template = model
     flat, input_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))

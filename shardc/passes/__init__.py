@@ -1,7 +1,6 @@
-"""The pipeline: a captured joint graph becomes the program of one rank.
+"""The pipeline: the passes that turn a captured joint graph into the program of one rank.
 
-Each pass is a frozen dataclass: it takes the graph of the pass before it and returns the graph for the pass after it.
-`pipeline` builds all of them, in order.
+A pass is a frozen dataclass that takes a graph and returns a graph. `pipeline` builds all of them, in order.
 """
 
 from __future__ import annotations
@@ -53,15 +52,15 @@ from shardc.plan.entries import Cp, Ep, Prefetch
 
 
 def computing(cost: Pricing, device: torch.device) -> Pricing:
-    """Returns the cost model of compute: ``cost`` if its rates were given or ``device`` is no CPU, else ``CPU``'s."""
+    """Returns the cost model of compute: ``cost``, or `CPU` if ``cost`` has default rates and ``device`` is a CPU."""
     has_rates = not isinstance(cost, CostModel) or cost.flops != CostModel().flops
     return cost if has_rates or device.type != "cpu" else CPU
 
 
 def sending(cost: Pricing, direct: bool) -> Pricing | None:
-    """Returns the cost model of activations' collectives; None if ``cost`` is the default and says nothing of links.
+    """Returns the cost model of activations' collectives; None if ``cost`` is the default, which knows no links.
 
-    With ``direct`` messages and measured ones in ``cost``, it is calibrated to these.
+    If the program sends messages between ranks (``direct``) and ``cost`` has measured some, those are its links.
     """
     if isinstance(cost, CostModel) and cost.messages is not None and direct:
         return calibrated(cost)
@@ -69,12 +68,12 @@ def sending(cost: Pricing, direct: bool) -> Pricing | None:
 
 
 def in_pieces(options: Options) -> bool:
-    """Tells whether `Decompose` may cut collectives in chunks of rows."""
+    """Tells whether `Decompose` may split collectives into chunks of rows under these options."""
     return options.decompose not in (1, "auto") or (options.decompose == "auto" and options.cost != CostModel())
 
 
 def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.device, cut: Cut) -> Pipeline:
-    """Returns the passes that a model goes through, in order; those after ``partition`` run on each half.
+    """Returns all passes for ``plan``, in order; those after ``partition`` run on the forward and the backward graph.
 
     Args:
         plan: the plan, resolved against the model.
@@ -91,48 +90,48 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
     )  # fmt: skip
     passes = Pipeline(
         (
-            # One form of each thing, before anything is decided.
+            # Normal form, before layouts are chosen.
             Experts(tuple(entry for entry in plan.plan.entries if isinstance(entry, Ep))),
             Attention(mesh, cost, tuple(entry for entry in plan.plan.entries if isinstance(entry, Cp))),
             Canonicalize(),
-            # What the plan says.
+            # Layouts that the plan fixes.
             Seed(mesh, plan.params, plan.inputs, frozenset(plan.pins), plan.regions),
-            # Sizes that its axes do not divide, before layouts are chosen.
+            # Sizes that these axes do not divide are padded, before the other layouts are chosen.
             Pad(mesh, plan.padded_inputs, plan.padded_params, plan.grown, fake_mode, device),
             # Every value's layout, at least cost.
             Propagate(Problem(
                 mesh, cost, plan.batch_axes, plan.output, plan.pinned, plan.storages, plan.computes,
                 plan.reduce if plan.own_losses else "mean", options.strict, plan.deferred,
             ), Exact() if options.chooser == "exact" else Greedy()),
-            # It needs the layouts of tangents, and adds none of its own.
+            # It needs the layouts of tangents and keeps the layout of every value.
             Objective(plan.batch_axes, plan.reduce, plan.grad_scale, plan.own_losses),
             # Before gradients are reduced, while their sums are pending.
             Precision(plan.storages, plan.reduced, plan.gradients, plan.deferred),
-            # Disagreements become nodes,
+            # A use that needs another layout gets a reshard node;
             Reshard(),
-            # and fewer of them, while they are still whole changes of layout.
+            # reshards are merged while each is still one change of layout.
             Simplify(cost),
-            # Each is spelled as steps.
+            # Each reshard becomes collectives and slices.
             Collectives(cost),
-            # A parameter's gathers are steps now.
+            # It needs the gathers of parameters, which are nodes from here on.
             KeepPart({name: p.regather_axes for name, p in plan.params.items()}),
             # Global shapes become local ones.
             Localize(mesh, fake_mode, device),
-            # The shards are known; what is moved is then cut, bucketed and scheduled as collectives are.
+            # It needs the shapes of shards; its moves are then partitioned and scheduled as collectives are.
             Offload(plan.on_host, fake_mode, device, plan.deferred.names),
-            # All that a gradient goes through is there.
+            # After the last pass that adds ops to a gradient.
             Settle(),
-            # Its products and collectives are at local shapes; the cut then sees pieces as any other.
+            # It needs local shapes; the partitioner then treats chunks as any other ops.
             Decompose(mesh, sending(cost, options.direct is not False), computing(cost, device), options.decompose),
             # The joint graph becomes a forward and a backward.
             Partition(levels, *cut, options.checkpoint_collectives),
-            # The slices that backward gathers from are outputs now.
+            # It needs the slices that backward gathers from, which are outputs of forward now.
             SkipRegather(),
-            # While each collective still stands where its inputs and uses put it.
+            # Before anything moves a collective away from its inputs and uses.
             Bucket(settings.bucket_bytes(), bool(options.direct)),
-            # By the sizes that bucketing leaves; each is then scheduled as what it is.
+            # The choice depends on the size of a bucket, and the schedule on the choice.
             Algorithms(mesh, cost if isinstance(cost, CostModel) else CostModel()),
-            # Starts and waits, of what is left after bucketing.
+            # Places starts and waits of the final collectives.
             Schedule(
                 settings.in_flight_bytes(), not settings.overlap,
                 tuple(entry for entry in plan.plan.entries if isinstance(entry, Prefetch)),

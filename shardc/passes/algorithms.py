@@ -4,9 +4,8 @@
     all_gather       natively, or an all-to-all of as many copies as there are ranks
     all_reduce       natively, or a reduce-scatter and an all-gather, each by its fastest algorithm
 
-All move the same bytes. Which is fastest is a matter of the backend: gloo runs a reduce-scatter as a
-whole all-reduce, so that there the all-to-all wins. A cost model that was not measured on the backend
-(`python -m shardc calibrate`) has no opinion, and all stay native.
+All move the same bytes, so the backend decides: gloo runs a reduce-scatter as an all-reduce of the full tensor, which
+the all-to-all beats. If the cost model was not measured (`python -m shardc calibrate`), all stay native.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.rewriter import GraphRewriter
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-# The op that reduces along the first dim, its dims, and what else it takes.
+# reduce op, dtype -> (aten op that reduces dim 0, its dims, its keyword arguments)
 _REDUCE: dict[str, Callable[[torch.dtype], tuple[Any, Any, dict[str, Any]]]] = {
     "sum": lambda dtype: (aten.sum.dim_IntList, [0], {"dtype": dtype}),
     "avg": lambda dtype: (aten.mean.dim, [0], {}),
@@ -52,7 +51,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
-        """Inserts the nodes and returns the result for ``x``; a dim 0 that is scattered divides by the ranks."""
+        """Inserts its nodes at ``at``, returns the result for ``x``; a reduce-scatter's ranks divide dim 0 of ``x``."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ class Group:
     """Process group of a collective, with the algorithms to choose from.
 
     Args:
-        name: of the process group.
-        ranks: its size.
+        name, ranks: of the process group.
         cost: a measured cost model.
         algorithms: candidates; on a tie the first is taken.
     """
@@ -92,10 +90,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Spelling:
-    """Insertion points of an algorithm's nodes: in front of the replaced collective, and in front of its wait.
+    """Insertion points of an algorithm's nodes: before the replaced collective, and before its wait.
 
-    Nodes that start a collective go to the first, nodes that use its result to the second, so that compute between
-    the two still overlaps with it.
+    Nodes that start a collective go to the first, nodes that use its result to the second, so that compute between the
+    two still overlaps with it.
 
     Args:
         node, wait: the collective that is replaced, and its wait.
@@ -110,15 +108,15 @@ class Spelling:
     rewriter: GraphRewriter
 
     def start(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Inserts a call in front of the collective."""
+        """Inserts a call before the collective."""
         return self.rewriter.before(self.node).call(target, *args, **kwargs)
 
     def rest(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Inserts a call in front of the wait."""
+        """Inserts a call before the wait."""
         return self.rewriter.before(self.wait).call(target, *args, **kwargs)
 
     def reduced(self, pieces: fx.Node) -> fx.Node:
-        """Reduces ``pieces`` [ranks, ...] over dim 0 by the collective's reduce op, in front of the wait."""
+        """Reduces ``pieces`` [ranks, ...] over dim 0 by the collective's reduce op, before the wait."""
         target, dims, kwargs = _REDUCE[self.op](value(pieces).dtype)
         return self.rest(target, pieces, dims, **kwargs)
 
@@ -132,7 +130,7 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Native(Algorithm):
-    """The backend's collective of this kind."""
+    """The backend's own collective of this kind."""
 
     kind: str
 
@@ -151,7 +149,7 @@ class Native(Algorithm):
 
 
 class ExchangedScatter(Algorithm):
-    """All-to-all whose chunks each rank reduces by itself."""
+    """Reduce-scatter as an all-to-all of chunks that each rank then reduces by itself."""
 
     kind = "reduce_scatter"
 
@@ -167,7 +165,7 @@ class ExchangedScatter(Algorithm):
 
 
 class ExchangedGather(Algorithm):
-    """All-to-all of one copy of the shard for each rank."""
+    """All-gather as an all-to-all that sends one copy of the shard to each rank."""
 
     kind = "all_gather"
 
@@ -185,7 +183,7 @@ class ExchangedGather(Algorithm):
 
 
 class TwoSteps(Algorithm):
-    """Reduce-scatter of the flattened tensor, then an all-gather of the shards."""
+    """All-reduce as a reduce-scatter of the flattened tensor and an all-gather of the shards."""
 
     kind = "all_reduce"
 
@@ -211,20 +209,19 @@ _KINDS = {
     c10d.all_reduce.default: "all_reduce",
 }
 
-# Of equally fast ones the first is taken.
+# On a tie the first is taken.
 ALGORITHMS: tuple[Algorithm, ...] = (*map(Native, _KINDS.values()), ExchangedScatter(), ExchangedGather(), TwoSteps())
 
 
 @dataclass(frozen=True)
 class Algorithms:
-    """Replaces native collectives where another algorithm is faster.
+    """Replaces each native collective by the algorithm that is predicted to be fastest.
 
         %a = all_reduce(%x)             %a = reduce_scatter(%x.flat)
         %w = wait(%a)               ->  %b = all_gather(wait(%a))
                                         %w = wait(%b)
 
-    Coalesced collectives are left alone. Nodes that start a collective stand where it stood, nodes that finish it in
-    front of its wait.
+    Coalesced collectives stay. Nodes that start a collective stand where it stood, others before its wait.
 
     *Requires:* a local graph with fake values, in any order. *Ensures:* every value is as before, up to the order in
     which a reduction adds its terms.
@@ -250,7 +247,7 @@ class Algorithms:
         return gm
 
     def _spelled(self, node: fx.Node, rewriter: GraphRewriter) -> bool:
-        """Replaces ``node`` by the fastest algorithm; False if that is the native one."""
+        """Replaces ``node`` by its fastest algorithm; returns False if that is the native one, which stays."""
         arguments, kind = arguments_of(node), _KINDS[node.target]
         x: fx.Node = arguments["input"]
         _, ranks = group_of(node, self.mesh)

@@ -1,4 +1,4 @@
-"""Attention: kernels whose sequence the plan splits become ops that know positions in the global sequence."""
+"""Attention: replaces attention kernels whose sequence the plan splits by ops that know global positions."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Attention:
         %o, ... = aten._scaled_dot_product_flash_attention(%q, %k, %v)
         ->  %o, %lse = shardc_attention::call(%q, %k, %v, ..., "cp", "ring")
 
-    Kernels with dropout are left alone, since they draw random numbers by position, and so are kernels whose bias
-    needs a gradient.
+    Kernels with dropout stay, since they draw random numbers by position; so do causal kernels with a bias, and kernels
+    whose bias needs a gradient.
 
     *Requires:* a captured graph. *Ensures:* the op carries the entry's axes and methods, from which its rule follows.
 
@@ -99,7 +99,7 @@ class Attention:
         return passing_seconds(self.mesh, axes, part, computed, self.cost) <= gathered
 
     def _check_unapplied(self, graph: fx.Graph, applied: set[Cp]) -> None:
-        """Warns of entries whose method applied to no kernel.
+        """Warns of entries that name a method which no kernel could use.
 
         Raises:
             PlanError: the entry's modules compute no attention at all.

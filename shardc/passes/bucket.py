@@ -18,7 +18,7 @@ from shardc.passes.starts import is_start, leaving
 
 c10d = torch.ops._c10d_functional
 
-# The coalesced op of each collective: torch's own, or by messages between ranks.
+# The coalesced op of each collective: torch's own, or the one that sends messages between ranks.
 _NATIVE = {
     c10d.all_gather_into_tensor.default: c10d.all_gather_into_tensor_coalesced.default,
     c10d.reduce_scatter_tensor.default: c10d.reduce_scatter_tensor_coalesced.default,
@@ -42,12 +42,12 @@ class Bucket:
     inputs and before the first use of its results, so no use waits for more than the bucket itself.
 
     *Requires:* one half (forward, backward or inference) of a local graph. *Ensures:* values are the same, and so is
-    the order of everything that is not fused.
+    the order of all other ops.
 
     Args:
         size: bytes of a bucket's larger side, per rank; -1 for no limit, 0 for no buckets.
-        direct: lower every collective, also one that shares its bucket with no other, to messages between ranks
-            (`shardc.ir.comm`), which on gloo copies less and takes less time than gloo's own collectives.
+        direct: lower every collective, even a single one, to messages between ranks (`shardc.ir.comm`), which on gloo
+            copies less and takes less time than gloo's own collectives.
     """
 
     size: int
@@ -72,7 +72,7 @@ class Bucket:
         last: dict[Any, _Open] = {}
         made_by: dict[fx.Node, _Open] = {}
         level = leaving(graph)
-        # A gradient that is reduced twice waits for its first bucket: all first reductions are bucketed before.
+        # A second reduction of a gradient waits for the bucket of the first: all first ones are bucketed before.
         fusible = [node for node in graph.nodes if node.op == "call_function" and node.target in _NATIVE]
         for node in sorted(fusible, key=lambda node: level.get(node, 0)):
             key = (node.target, ir.value(node).dtype, node.args[1:], ir.info(node).piece)
@@ -99,7 +99,7 @@ class Bucket:
         return every
 
     def _coalesce(self, rewriter: GraphRewriter, bucket: _Open, priority: dict[fx.Node, float]) -> None:
-        """Fuses the members into one coalesced collective; each member's wait then reads its own result."""
+        """Fuses the members into one coalesced collective; the wait of each then reads its own result."""
         first, end = bucket.members[0], ir.output_node(rewriter.graph)
         target: Any = (_DIRECT if self.direct else _NATIVE)[first.target]
         values = tuple(ir.value(node) for node in bucket.members)
@@ -118,7 +118,11 @@ class Bucket:
 
 @dataclass
 class _Open:
-    """Bucket that may still grow; ``first`` (member), ``ready`` (last input) and ``use`` are places in the graph."""
+    """Bucket that may still grow.
+
+    Attributes:
+        first, ready, use: positions in the graph of its first member, its last input and its first use.
+    """
 
     members: list[fx.Node]
     first: float

@@ -1,4 +1,4 @@
-"""Conversion of graph nodes to the `Call` that rules take."""
+"""Conversion of graph nodes to `Call`, the form in which sharding rules see an op."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def call_of(node: fx.Node) -> Call:
-    """Returns the call of an aten (or custom) op node: global shapes, no layouts."""
+    """Converts an op node to a `Call`: target, arguments and results at global shapes, without layouts."""
     return Call(
         target=node.target,
         args=tuple(plain(a) for a in node.args),
@@ -68,7 +68,10 @@ def plain(argument: Any) -> Any:
 
 
 def move_of(node: fx.Node) -> Spec | None:
-    """Returns the spec of ``node`` if it only moves data (a view, a transpose) from one operand to one result."""
+    """Returns the factors (`Spec`) of an op that only moves data (a view, a transpose) from one operand to one result.
+
+    None for any other node.
+    """
     if node.op != "call_function" or not hasattr(node.target, "_schema"):
         return None
     spec = spec_of(call_of(node))

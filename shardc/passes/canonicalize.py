@@ -1,4 +1,4 @@
-"""Canonicalize: remove what does nothing or was done already, so that later passes see one form of each op."""
+"""Canonicalize: remove ops without effect and repeated ops, so that later passes see one form of each op."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Canonicalize:
 
     Two equal moves (views, transposes) of one value become one, so that both results are resharded once.
 
-    Requires: a captured graph. Ensures: values, order and names are as before. A node that becomes an alias of an
+    *Requires:* a captured graph. *Ensures:* values, order and names are as before. A node that becomes an alias of an
     output stays, since every output needs a node.
     """
 
@@ -64,7 +64,7 @@ def _frozen(arguments: Any) -> Any:
     return tuple(_frozen(a) for a in arguments) if isinstance(arguments, (list, tuple)) else arguments
 
 
-# --- the value that an op only repeats, or None
+# --- the earlier value that an op's result equals, or None
 
 
 def _operand(node: fx.Node) -> fx.Node | None:
@@ -93,7 +93,7 @@ def _of_same_type(node: fx.Node) -> fx.Node | None:
 
 
 def _copied(node: fx.Node) -> fx.Node | None:
-    """The source of a copy into memory that nothing reads; kernels may rely on strides, which have to be the same."""
+    """Returns the source of a ``copy`` if the result has its type and strides, on which kernels may rely; else None."""
     source = node.args[1]
     if not isinstance(source, fx.Node) or ir.value(source) != ir.value(node):
         return None

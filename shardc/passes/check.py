@@ -1,4 +1,4 @@
-"""Verifier between passes: `shardc.verify` with the rules of the ops."""
+"""Checks between passes: `shardc.verify`, with the sharding rules of the ops."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ from shardc.verify.subject import Subject, no_rules
 def check(
     gm: fx.GraphModule, mesh: Mesh, stage: str, before: Program | None = None, *, spec: str | None = None
 ) -> Program:
-    """Verifies ``gm`` after ``stage``; returns its fingerprint, to pass as ``before`` at the next stage.
+    """Verifies ``gm`` after ``stage`` and returns the fingerprints of its values.
 
     Args:
+        before: the fingerprints after the previous stage; a stage that only moves data may not change them.
         spec: the stage whose spec ``gm`` has to meet, if that is not ``stage``.
 
     Raises:
-        VerifyError: with the stage, what is broken, and where.
+        VerifyError: with the stage, the node and the reason.
     """
     verify(gm, mesh, stage, agrees, spec=spec)
     prints = fingerprints(gm.graph)
@@ -76,11 +77,11 @@ class Verify(Hook):
                 self.program = check(gm, self.mesh, stage, self.program, spec=self.spec)
             else:
                 verify(gm, self.mesh, stage, agrees, spec=self.spec)
-                self.program = None  # what other passes change is computed on purpose
+                self.program = None  # other passes change values on purpose
 
 
 class VerifyHalf(Hook):
-    """Verifies a half after every pass: its structure, its results, and (`check_waits`) that waits are late.
+    """Verifies a forward or backward graph after every pass: structure, results, late waits (`check_waits`).
 
     Args:
         passes: the passes that run on the half.
@@ -91,7 +92,7 @@ class VerifyHalf(Hook):
         self.mesh, self.causes = mesh, causes or {}
         self.overlaps = {pass_.name for pass_ in passes if isinstance(pass_, Schedule) and not pass_.blocking}
         self.state: State | None = None
-        self.prints: dict[fx.Node, Any] | None = None  # the fingerprints of the graph, where they are known
+        self.prints: dict[fx.Node, Any] | None = None  # fingerprints of the current graph, if computed
         self.replaced: dict[str, Collective] = {}
 
     def before(self, stage: str, gm: fx.GraphModule) -> None:
@@ -125,7 +126,7 @@ class VerifyHalf(Hook):
 
 
 def agrees(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | None:
-    """Returns None if the op's rule derives the layouts of ``node``'s results, else the reason why it does not.
+    """Returns None if the op's rule derives the layouts of ``node``'s results, else why it does not.
 
     Args:
         operands: layouts of its operands; by default those on the operand nodes.

@@ -1,4 +1,4 @@
-"""Check of the verifier: a schedule waits for its collectives as late as `Schedule` promises."""
+"""Check that a schedule waits for its collectives as late as `Schedule` promises."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardc.verify.subject import Broken, Subject
 
 
 def check_waits(subject: Subject) -> Broken:
-    """Checks that no op computes between a wait and its first use.
+    """Checks that no op computes between a wait and its first use; yields each wait that is too early, with the reason.
 
     A collective whose result only leaves the graph has to be waited for after the start of another one, or after all
     compute.
@@ -55,7 +55,7 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _idle(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node | None:
-    """Returns the first of ``nodes`` that computes, and is not prefetchable."""
+    """Returns the first of ``nodes`` that computes and is not prefetchable."""
     computing = [node for node in nodes if _computes(node)]
     ready = prefetchable(graph) if computing else frozenset()
     return next((node for node in computing if node not in ready), None)

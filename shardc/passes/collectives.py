@@ -1,4 +1,4 @@
-"""Lowers every reshard to collectives and local slices, one marker node each."""
+"""Collectives: lower every reshard to collectives and local slices, a marker node for each."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Collectives:
         %w: f32[8@fsdp,4]                       %w: f32[8@fsdp,4]
         %w.at: f32[8,4] = reshard(%w)       ->  %w.full: f32[8,4] = all_gather(%w, axis="fsdp")
 
-    A reshard between equal layouts is removed. Each new node is named after the reshard's input and keeps the
-    reshard's origin; an all-gather that ends a reshard is called ``.full``.
+    A reshard between equal layouts is removed. Each new node is named after the reshard's input and keeps the reshard's
+    origin; an all-gather that ends a reshard is called ``.full``.
 
-    *Requires:* layouts agree at every use except that of a reshard (`Reshard`). *Ensures:* there are no reshards;
-    every other node is as before.
+    *Requires:* layouts agree at every use except that of a reshard (`Reshard`). *Ensures:* there are no reshards; every
+    other node is as before.
 
     Args:
         cost: decides between sequences of steps.
@@ -75,7 +75,7 @@ def _options(step: Step) -> dict[str, Argument]:
 
 
 def step_of(node: fx.Node) -> Step:
-    """Returns the step that a marker node stands for."""
+    """Returns the `Step` (one collective or slice of a reshard) that a marker node stands for."""
     before = node.args[0]
     assert isinstance(before, fx.Node) and node.target in STEPS, f"{node} is not a step of a reshard"
     kind = node.target.__name__

@@ -38,16 +38,15 @@ class OnTheWire:
     Args:
         before: for gathers, takes a shard [d, ...] and returns one tensor or several, of any shapes. For reductions,
             takes a term and returns one tensor of its shape.
-        after: for gathers, takes as many tensors as ``before`` returned, each [ranks, *its shape], and returns
-            [ranks, d, ...] in the shard's dtype. For reductions, takes the reduced tensor and returns one of its shape
-            in the term's dtype.
-        parameters: a glob of the parameters whose collectives these are.
+        after: for gathers, takes as many tensors as ``before`` returned, each [ranks, *its shape], and returns [ranks,
+            d, ...] in the shard's dtype. For reductions, takes the reduced tensor and returns one of its shape in the
+            term's dtype.
+        parameters: glob of the names of the parameters concerned.
         of: "gather" (of parameters) or "reduce" (reduce-scatters and all-reduces of their gradients).
         name: of the pass.
 
     Raises:
-        InputError: when a program is made, a function that returns another shape or dtype, or that uses a tensor which
-            is none of its arguments.
+        InputError: at compile time: a function returns another shape or dtype, or uses a tensor that is no argument.
     """
 
     before: Callable[..., Any]
@@ -66,7 +65,7 @@ class OnTheWire:
         return gm
 
     def _replace(self, node: fx.Node, rewriter: GraphRewriter) -> None:
-        """Replaces ``node`` and its wait by collectives of the results of ``before``."""
+        """Replaces ``node`` and its wait: ``before``, the collective, a wait, ``after``."""
         x, (wait,) = node.args[0], waits_of(node)
         ranks = node.args[1] if self.of == "gather" else None
         val, start, end = wait.meta["val"], rewriter.before(node), rewriter.before(wait)
@@ -90,7 +89,7 @@ class OnTheWire:
         rewriter.graph.erase_node(node)
 
     def _traced(self, function: Callable[..., Any], inputs: Sequence[fx.Node], at: Inserter) -> list[fx.Node]:
-        """Inserts the ops that ``function`` does to ``inputs`` at ``at``; returns its results."""
+        """Traces ``function`` and inserts its ops on ``inputs`` at ``at``; returns its results."""
         fakes = [x.meta["val"] for x in inputs]
 
         def several(*tensors: Tensor) -> list[Tensor]:
@@ -120,7 +119,7 @@ class OnTheWire:
 
 
 def _gradients(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-    """Maps each reduction, and each op after it, that leads to gradients alone to the names of their parameters."""
+    """Maps each reduction that leads only to gradients, and each op after it, to the names of their parameters."""
     out = leaving(graph)
     names: dict[fx.Node, frozenset[str]] = {}
     for node in reversed(graph.nodes):

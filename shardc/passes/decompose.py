@@ -1,4 +1,4 @@
-"""Decompose: cut collectives of activations in chunks of rows, so that one is sent while another is computed."""
+"""Decompose: split collectives of activations into chunks of rows, so that one is sent while another is computed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Candidate:
 
     Args:
         name, module, source: of the collective.
-        pieces: number of chunks that it is cut in; 1 if it is not cut.
+        pieces: number of its chunks; 1 if it is not split.
         reason: why.
     """
 
@@ -43,26 +43,26 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decompose:
-    """Cuts collectives of activations, and the products before and behind them, in pieces of rows.
+    """Splits collectives of activations, and the matrix products beside them, into chunks of rows.
 
         %y = mm(%x, %w)                     %y0 = mm(%x0, %w);  %a0 = all_reduce(%y0)
         %a = all_reduce(%y)             ->  %y1 = mm(%x1, %w);  %a1 = all_reduce(%y1)
                                             (%a0 is sent while %y1 is computed)
 
-    Rows run along a dim that every rank cuts the same way. A chunk goes from the product that makes it through its
+    Rows run along a dim that every rank cuts the same way. A chunk goes from the product that computes it through its
     collective and row-wise ops (views, pointwise ops, norms) to the products that read it, and on to their collective.
     The chunks of one stretch, from collective to collective, are computed one after another. An op that cannot be
     chunked (attention, a weight's gradient) reads the chunks concatenated, and runs while the last ones are sent.
 
     *Requires:* a local joint graph. *Ensures:* values are the same; collectives of parameters and of their gradients
-    are left alone, since the schedule hides those under other work.
+    stay, since the schedule hides those under other work.
 
     Args:
-        cost: predicts collectives; None if nothing measured or described the links: then nothing is cut unless
+        cost: predicts collectives; None if links were neither measured nor described: then nothing is split unless
             ``pieces`` is a number.
         compute: predicts matrix products.
-        pieces: "auto" takes the number of chunks with the least predicted time, if that beats the uncut one; a number
-            cuts every collective in so many chunks where its sizes allow.
+        pieces: "auto" takes the number of chunks with the least predicted time, if that beats the unsplit one; a number
+            splits every collective into that many chunks if its sizes allow.
         report: called with every candidate.
     """
 
@@ -91,7 +91,7 @@ class Decompose:
         return gm
 
     def _tried(self, graph: fx.Graph, starts: list[fx.Node], count: int) -> tuple[float, _Cuts, dict[fx.Node, str]]:
-        """Returns the seconds that ``count`` chunks save, the cuts, and for each collective the reason."""
+        """Returns (seconds that ``count`` chunks save, the nodes to chunk, collective -> reason)."""
         cuts = _Cuts(graph, count, starts)
         reasons = dict.fromkeys(starts, "as the option says") | cuts.stopped
         if self.pieces != "auto":
@@ -108,7 +108,7 @@ class Decompose:
         return saved, _Cuts(graph, count, paying), reasons
 
     def _seconds(self, cuts: _Cuts, node: fx.Node) -> tuple[float, float]:
-        """Predicts the seconds of a collective and the products next to it: (uncut, in chunks)."""
+        """Predicts the seconds of a collective and the products beside it: (unsplit, in chunks)."""
         assert self.cost is not None
         axes, ranks = group_of(node, self.mesh)
         kind = collective_kind(node)
@@ -122,7 +122,7 @@ class Decompose:
                 sum(self._product(x, n) / cuts.near[x] for x in each) for each in (before, behind)
             )
             times.append(self._run(before_seconds, beside, behind_seconds, sent, ranks, n))
-        for x in before | behind:  # chunks that are concatenated again
+        for x in before | behind:  # chunks that are concatenated
             if any(user not in cuts.cuts for user in x.users):
                 times[1] += self.compute.copy_seconds(2 * ir.value(x).nbytes) / cuts.near[x]
         return times[0], times[1]
@@ -132,7 +132,7 @@ class Decompose:
 
         Args:
             before, sent, behind: seconds of each chunk's producers, collective and consumers.
-            beside: seconds of compute that runs between the collective and its first use anyway.
+            beside: seconds of compute that is scheduled between the collective and its first use.
         """
         start = share = 0.0
         if isinstance(self.cost, Hardware):  # a rank's own core sends: it starts messages, and is slower beside them
@@ -160,7 +160,7 @@ class Decompose:
 
 
 def _is_of_activations(node: fx.Node) -> bool:
-    """Tells whether ``node`` is a collective of an activation: not of a parameter, and a later op computes with it."""
+    """Tells whether ``node`` is a collective of an activation: not of a parameter, and a matrix product needs it."""
     if collective_kind(node) not in _KINDS or [user.target for user in node.users] != [WAIT]:
         return False
     above = node
@@ -180,12 +180,12 @@ def _is_of_activations(node: fx.Node) -> bool:
 
 
 class _Cuts:
-    """Nodes of a graph that are computed in chunks.
+    """Nodes of a graph that are computed in chunks. A stretch is the ops between two collectives.
 
     Attributes:
         count: chunks of each node.
         cuts: node -> the dim and size of its chunks.
-        near: node -> the number of chunked collectives whose stretch it is in, among which its time is divided.
+        near: node -> the number of chunked collectives at the ends of its stretch, which share its time.
         stretch: node -> the place of the last collective that it waits for.
         stopped: collective -> why it is not chunked.
     """
@@ -213,12 +213,12 @@ class _Cuts:
             collectives = [node for node in collectives if node not in alone]
 
     def beside(self, node: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-        """Returns the chunked nodes of the stretch that a collective ends, and of the stretch that it begins."""
+        """Returns the chunked nodes of the stretch before a collective, and of the stretch after it."""
         (wait,) = node.users
         return self._reached(node, True), self._reached(wait, False)
 
     def meanwhile(self, node: fx.Node, seconds: Callable[[fx.Node], float]) -> float:
-        """Sums the seconds of the ops that stand between a collective and the first use of its result anyway."""
+        """Sums ``seconds`` of the matrix products scheduled between a collective and the first use of its result."""
         (wait,) = node.users
         first = min(self.place[user] for user in wait.users)
         nodes = [
@@ -245,7 +245,7 @@ class _Cuts:
             stretch[node] = self.place[node] if node.target is WAIT else last
         return stretch
 
-    # --- which
+    # --- which nodes are chunked
 
     def _mark(self, starts: set[fx.Node]) -> None:
         for node in self.graph.nodes:
@@ -258,7 +258,7 @@ class _Cuts:
                     self.cuts[node] = cut
 
     def _enter(self, node: fx.Node) -> None:
-        """Chunks a collective and the producers of its input, along the rows that leave the largest blocks intact."""
+        """Chunks a collective and the producers of its input, along the dim whose chunks are in the fewest blocks."""
         source: fx.Node = arguments_of(node)["input"]
         if source in self.cuts:
             cut = through(node, {source: self.cuts[source]})
@@ -285,7 +285,7 @@ class _Cuts:
             self.stopped[node] = "no matrix product is beside it whose rows divide"
 
     def _ways(self, node: fx.Node) -> Iterator[ChunkSpec]:
-        """Yields the cuts that a collective's result allows."""
+        """Yields a `ChunkSpec` for each dim of a collective's result that divides into chunks."""
         shape = ir.value(node).shape
         ranks = arguments_of(node).get("group_size", 1) if collective_kind(node) == "all_gather" else 1
         for dim, size in enumerate(shape if len(shape) > 1 else ()):
@@ -294,7 +294,7 @@ class _Cuts:
                 yield ChunkSpec(dim, outer, self.count, size // (outer * self.count))
 
     def _above(self, node: fx.Node, cut: ChunkSpec, marks: dict[fx.Node, ChunkSpec]) -> bool:
-        """Tells whether chunks of ``node`` can be computed from chunks of a product; records the cuts in ``marks``."""
+        """Tells whether chunks of ``node`` can be computed from chunks of a product; writes them to ``marks``."""
         if node in self.cuts or node in marks:
             return (self.cuts.get(node) or marks[node]) == cut
         need = None if collective_kind(node) or node.target is WAIT else operands(node, cut)
@@ -307,7 +307,7 @@ class _Cuts:
         return node in marks
 
     def _below(self, node: fx.Node, cut: ChunkSpec) -> dict[fx.Node, ChunkSpec]:
-        """Returns the nodes up to the first products that can be computed from chunks of ``node``, with their cuts."""
+        """Maps each node that chunks of ``node`` suffice to compute, up to the first products, to its chunks."""
         cuts = {node: cut}
         work = [node]
         while work:
@@ -321,7 +321,7 @@ class _Cuts:
         return cuts
 
     def _prune(self) -> None:
-        """Drops the cuts of nodes that lead to no chunked product and no chunked collective."""
+        """Drops the nodes that lead to no chunked product and no chunked collective."""
         useful: set[fx.Node] = set()
         for node in reversed(self.cuts and list(self.graph.nodes)):
             kind = collective_kind(node)
@@ -333,7 +333,7 @@ class _Cuts:
 
 
 def candidates(graph: fx.Graph, decompose: Decompose) -> list[Candidate]:
-    """Returns the decision of ``decompose`` about each collective of activations; ``graph`` is not changed."""
+    """Returns the decision of ``decompose`` about each collective of activations; ``graph`` stays as it is."""
     reported: list[Candidate] = []
     replace(decompose, report=reported.append)(fx.GraphModule(nn.Module(), ir.copied(graph)))
     return reported

@@ -18,7 +18,7 @@ from shardc.ir.rewriter import GraphRewriter
 
 @dataclass(frozen=True)
 class Sum:
-    """Local accumulation of one parameter's gradients.
+    """Accumulator of one parameter's unreduced gradients.
 
     Args:
         name: the parameter.
@@ -35,10 +35,10 @@ def deferred_reduction(
     sums: Sequence[Sum], storages: Mapping[str, Layout], dtypes: Mapping[str, torch.dtype], fake_mode: Any,
     device: torch.device,
 ) -> fx.GraphModule:  # fmt: skip
-    """Builds the graph that takes ``sums`` and returns each parameter's gradient, reduced to its storage layout.
+    """Builds the graph that takes the accumulators ``sums`` and returns the reduced gradient of each parameter.
 
     Args:
-        storages: storage layout of each parameter.
+        storages: storage layout of each parameter, in which its gradient is returned.
         dtypes: dtype that each gradient is cast to after its reduction.
 
     Returns:

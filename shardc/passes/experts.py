@@ -1,4 +1,4 @@
-"""Experts: the function of one expert becomes one op over all experts and tokens, and its gradient another."""
+"""Experts: replace the traced function of one expert by one op over all experts, and its gradient by another."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Experts:
         %y = mm(%r, %p)                 ->  %z = shardc_experts::call(%x, %index, %w, [...], "body")
         %z = exit(%y, %index)
 
-    *Requires:* a captured graph in which the function of one expert stands between marks, traced as if that expert
-    took all tokens. *Ensures:* no marks; `shardc_experts::call` and ``gradient`` name a registered `Body`.
+    *Requires:* a captured graph in which one expert's function stands between marks (`expert_markers`), traced as if
+    that expert took all tokens. *Ensures:* no marks; `shardc_experts::call` and ``gradient`` name a registered `Body`.
 
     Raises:
         CaptureError: the function mixes the rows of different tokens, or reads a tensor that is not its argument.
@@ -81,7 +81,7 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
 
 
 def _entered(start: fx.Node, count: int) -> dict[int, fx.Node]:
-    """Returns every result of the first mark by position; results that nothing uses get a getitem."""
+    """Maps position -> result of the ``enter`` mark ``start``; a result that nothing uses gets a getitem first."""
     results = {int(node.args[1]): node for node in start.users}
     for at in range(count):
         if at not in results:
@@ -91,7 +91,7 @@ def _entered(start: fx.Node, count: int) -> dict[int, fx.Node]:
 
 
 def _owner(param: fx.Node) -> str:
-    """Returns the module that owns a parameter, which may be cast or transposed before its use."""
+    """Returns the name of the module that owns a parameter, which may be cast or transposed before its use."""
     node = param
     while node.op == "call_function" and node.all_input_nodes:
         node = node.all_input_nodes[0]
@@ -104,7 +104,7 @@ def _replace(node: fx.Node, target: Any, args: tuple[Any, ...], name: str) -> No
 
 
 def _between(ends: Iterable[Any], stops: set[fx.Node], border: fx.Node) -> list[fx.Node]:
-    """Returns the nodes that ``ends`` depend on, without ``stops`` and what these depend on, in graph order.
+    """Returns the nodes that ``ends`` depend on, back to ``stops`` (exclusive), in graph order.
 
     Raises:
         CaptureError: they depend on a placeholder or on another call's mark.
@@ -131,7 +131,12 @@ Where = dict[tuple[fx.Node, int], int]  # (node, position of its result) -> the 
 
 
 def _rows(nodes: Sequence[fx.Node], tensors: Iterable[fx.Node | None], base: Where, strict: bool) -> Where:
-    """Finds the dim of the rows (tokens) in each value, from ``tensors``, whose rows are dim 0, and from ``base``.
+    """Finds the dim of the rows (tokens) in each result of ``nodes``.
+
+    Args:
+        tensors: nodes whose rows are dim 0.
+        base: dims of the rows that are found already.
+        strict: check that each row of a result depends on that row alone.
 
     Raises:
         CaptureError: if ``strict``, an op whose result in one row depends on other rows.
@@ -157,7 +162,7 @@ def _rows(nodes: Sequence[fx.Node], tensors: Iterable[fx.Node | None], base: Whe
                     where[node, number], carried = dims.index(factor), True
             if (carried and spec.splittable(factor[0])) or not strict:
                 continue
-        elif spec is not None and factors == {()}:  # of one row
+        elif spec is not None and factors == {()}:  # the dim has size 1: a single row
             for number, value in enumerate(v for v in ir.info(node).values if v is not None):
                 if value.shape[:1] == (1,):
                     where[node, number] = 0
@@ -173,11 +178,11 @@ def _rows(nodes: Sequence[fx.Node], tensors: Iterable[fx.Node | None], base: Whe
 
 
 class _Builder:
-    """Builds a `Body` from the nodes between marks.
+    """Builds a `Body` (what one expert computes, and its gradient) from the nodes between marks.
 
     Args:
-        size: number of rows that they were traced with.
-        entered: results of the first mark by position: rows, scale, parameters.
+        size: number of rows with which they were traced.
+        entered: results of the ``enter`` mark by position: rows, scale, parameters.
     """
 
     def __init__(self, size: int, entered: Mapping[int, fx.Node]) -> None:

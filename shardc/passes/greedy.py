@@ -1,9 +1,9 @@
 """Greedy: choose every op's strategy and every value's layout at least cost, one op after another.
 
-One forward sweep over the joint graph. At each op the strategies that its operands' layouts suggest are
-compared by the time of the reshards that they need (a reshard that an earlier consumer already needs costs
-nothing) and of the compute of each rank. Parameters keep their compute layout unless nothing else works. Then
-one backward sweep: a value that all consumers want sliced is computed sliced, if that adds no communication.
+One forward sweep over the joint graph. At each op the strategies that its operands' layouts suggest are compared by the
+time of the reshards that they need (a reshard that an earlier consumer already needs costs nothing) and of the compute
+of each rank. Parameters keep their compute layout unless nothing else works. Then one backward sweep: a value that all
+consumers want sliced is computed sliced, if that adds no communication.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Sweep:
         demanded: value -> the layouts at which ops that are decided need it.
         pinned: values whose layout the plan fixes; resharding them is a last resort.
         wanted: graph output -> the layout in which the caller gets it; the result of `run`.
-        grad_target: nodes that only lead to one parameter's gradient -> the layout wanted there.
+        grad_target: nodes that only lead to one parameter's gradient -> the layout needed there.
     """
 
     def __init__(self, problem: Problem, graph: fx.Graph) -> None:
@@ -59,7 +59,7 @@ class _Sweep:
         self.grad_target = _grad_targets(graph, problem.mesh, problem.compute_layouts)
 
     def run(self) -> dict[fx.Node, Layout]:
-        """Writes layouts and needs on all nodes; returns the layout in which each output is wanted."""
+        """Writes layouts and needs on all nodes; returns the layout in which the caller gets each output."""
         has_tangents = False
         last: list[fx.Node] = []
         for node in self.graph.nodes:
@@ -138,7 +138,7 @@ class _Sweep:
             self._demand(node.args[0], back.operands[0])
 
     def _reachable(self, node: fx.Node) -> frozenset[Layout]:
-        """Returns the layouts of ``node`` that cost no reshard: those needed already, by itself or before a view."""
+        """Returns the layouts of ``node`` that need no new reshard, since a use of it or of its source needs them."""
         wanted = self.demanded.get(node, frozenset())
         if (spec := move_of(node)) is None:
             return wanted
@@ -177,8 +177,8 @@ class _Sweep:
     def _forward_outputs(self) -> dict[fx.Node, Layout]:
         """Returns the layout of each forward output, and writes on the tangents the layouts that follow from these.
 
-        It runs after all of the forward's ops and before the first of the backward, which reads the tangents. An
-        output stays split over batch axes only, unless the plan says otherwise.
+        It runs after all of the forward's ops and before the first of the backward, which reads the tangents. An output
+        stays split over batch axes only, unless the plan says otherwise.
         """
         split: set[str] = set()
         layouts: dict[int, Layout] = {}  # by index of the output
@@ -204,7 +204,7 @@ class _Sweep:
         return wanted
 
     def _grad_outputs(self) -> dict[fx.Node, Layout]:
-        """Returns the layout that each gradient leaves the graph in; all ops have to be decided.
+        """Returns the layout in which each gradient leaves the graph; call it when all ops are decided.
 
         A parameter's gradient gets the layout that the parameter is stored in, with the sums that ``deferred`` leaves
         for later; an input's gradient gets the layout of the input.
@@ -251,7 +251,7 @@ class _Sweep:
                     self._decide(user, strategy)
 
     def _wanted_slice(self, node: fx.Node) -> Layout | None:
-        """Returns the one other layout that uses of ``node`` want, if local slices lead there; else None."""
+        """Returns the only layout other than its own in which ``node`` is used, if local slices give it; else None."""
         current = ir.layout(node)
         wants = set()
         for user in node.users:
@@ -275,9 +275,9 @@ class _Sweep:
         return want if all(step.kind == "shard" for step in steps) else None
 
     def _follow(self, node: fx.Node, target: Layout) -> list[tuple[fx.Node, Strategy, float]] | None:
-        """Returns (use, strategy with ``node`` at ``target``, extra seconds) of each use that now takes it otherwise.
+        """Returns (user, its strategy, extra seconds) of each user that does not take ``node`` at ``target`` yet.
 
-        None if one of them cannot take it there.
+        None if one of them cannot.
         """
         out = []
         for user in node.users:
@@ -313,7 +313,7 @@ def _last(node: fx.Node) -> fx.Node:
 
 
 def _fitting(node: fx.Node, call: Call) -> Spec | None:
-    """Returns the factors of ``node``'s op; an error of its rule then names the source line of the call."""
+    """Returns the factors (`Spec`) of ``node``'s op, None without a rule; an error of the rule gets the source line."""
     try:
         return spec_of(call)
     except RuleError as error:
@@ -322,9 +322,9 @@ def _fitting(node: fx.Node, call: Call) -> Spec | None:
 
 
 def _grad_targets(graph: fx.Graph, mesh: Mesh, compute: Mapping[str, Layout]) -> dict[fx.Node, Layout | None]:
-    """Maps each node that is used only, through linear ops, by one parameter's gradient to the layout it needs there.
+    """Maps nodes that feed only one parameter's gradient, through linear ops, to the layout needed there.
 
-    That is the layout from which the gradient gets the parameter's compute layout; None if it cannot be derived.
+    From that layout the gradient gets the parameter's compute layout; None if it cannot be derived.
     """
     grads = {
         node: compute.get(role.name)

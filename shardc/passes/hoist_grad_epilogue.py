@@ -24,9 +24,9 @@ class Settle:
     Casts, pads and moves of gradients are inserted before the output, and autograd casts a parameter's gradient after
     its last use. Left there, they would keep every unsharded gradient, and its reduction, until the end of backward.
 
-    *Requires:* a local joint graph. *Ensures:* a backward op whose uses all lead to outputs stands right after its
-    last operand from backward, if a matrix product, attention or convolution stood between them; such products
-    themselves, random draws and all other ops keep their order.
+    *Requires:* a local joint graph. *Ensures:* a backward op whose uses all lead to outputs stands right after its last
+    operand from backward, if a matrix product, attention or convolution stood between them; such products themselves,
+    random draws and all other ops keep their order.
     """
 
     name = "settle"
@@ -43,7 +43,7 @@ class Settle:
 
 
 def _last_ops(graph: fx.Graph) -> list[fx.Node]:
-    """Returns the backward ops that only outputs need, in order, without dense kernels and random draws."""
+    """Returns the backward ops on which only outputs depend, in order, without dense kernels and random draws."""
     last_ops: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if not _is_backward(node) or not node.users or is_dense(node):

@@ -23,10 +23,10 @@ class KeepPart:
                                             %w.full.regathered = all_gather(%w.full.kept)
                                             %y = mm(%x, %w.full.regathered)
 
-    `Partition` saves the slice and gathers again in backward; in forward `SkipRegather` reads ``w.full`` itself.
+    `Partition` saves the slice and gathers it in backward; in forward `SkipRegather` reads ``w.full`` itself.
 
     *Requires:* reshards are steps (`Collectives`). *Ensures:* values are the same; a parameter whose slice would be no
-    larger than its shard is left alone.
+    larger than its shard stays as it is.
 
     Args:
         axes: parameter -> the axes, and parts of axes, over which it stays split.
@@ -56,7 +56,7 @@ class KeepPart:
 
 
 def _gathered(param: fx.Node) -> list[fx.Node]:
-    """Returns the last gather of each chain of forward's gathers of ``param``, or of a cast of it."""
+    """Returns the last all-gather of each chain of all-gathers of ``param``, or of its cast, in forward."""
     last_gathers: list[fx.Node] = []
     work = [param]
     while work:

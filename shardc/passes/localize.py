@@ -35,7 +35,7 @@ _MOVES = (*ops.COLLECTIVES, *ops.LOCAL_MOVES)
 
 @dataclass(frozen=True)
 class Localize:
-    """Makes a new graph of aten and ``_c10d_functional`` ops at local shapes.
+    """Lowers the global graph to aten and ``_c10d_functional`` ops at local shapes, in a new graph.
 
         %w: f32[8@dp,4]                           %w: f32[4,4]
         %w.full: f32[8,4] = all_gather(%w)    ->  %w.full: f32[8,4] = wait(all_gather_into_tensor(%w, 2, "dp"))
@@ -98,7 +98,7 @@ def _op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
 
 
 def _true_size(node: fx.Node, dim: int, size: int) -> int:
-    """Returns the size, before `Pad` grew it to ``size``, of the ``dim``-th dim of the operands, counted in a row."""
+    """Returns the size of a dim before `Pad` grew it to ``size``; ``dim`` counts the dims of all operands in a row."""
     sizes = ir.info(node).true_sizes
     return size if sizes is None else sizes[dim]
 
@@ -123,7 +123,7 @@ class Emitter(Calls):
         self._last_primal: fx.Node | None = None
 
     def at(self, node: fx.Node) -> None:
-        """Starts the emission of ``node``: new nodes get its record; `named` then gives the last one its name."""
+        """Starts the emission of ``node``: new nodes get its record, until the next call."""
         self.record = ir.info(node) if node.op != "output" else Info("", None)
         self.traced = node
 
@@ -137,7 +137,7 @@ class Emitter(Calls):
         return self._fed("key", "key", "key")
 
     def _fed(self, name: str, kind: str, role_name: str) -> fx.Node:
-        """Returns the placeholder of a number (int64 [1]) that the runtime feeds; one for each ``name``."""
+        """Returns the placeholder ``name``, a number (int64 [1]) that the runtime passes; creates it once."""
         if name not in self._numbers:
             with self.graph.inserting_after(self._last_primal) if self._last_primal else self.graph.inserting_before():
                 node = self.graph.placeholder(f"primals_{kind}_{len(self._numbers)}")
@@ -173,7 +173,7 @@ class Emitter(Calls):
         return local
 
     def named(self, result: Any) -> Any:
-        """Gives ``result``, which stands for the current global node, that node's name."""
+        """Gives ``result``, the last node emitted for the current global node, that node's name."""
         if isinstance(result, fx.Node) and result.op == "call_function":
             record = ir.info(result)
             if record.name != self.record.name and record.name.startswith(f"{self.record.name}."):

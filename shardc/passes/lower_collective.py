@@ -1,8 +1,8 @@
 """Lowers one step of a reshard to local aten ops and functional collectives.
 
-The local tensor is viewed as its digits: one dim for each local digit of the layout. Every collective acts
-on the leading dim, so the digits that it binds or unbinds are moved to the front and back. The rank enters
-only through `Builder.coordinate`, so that one graph serves every rank.
+The local tensor is viewed with one dim for each local digit of the layout (a sub-dim in mixed radix, see
+`shardc.ir.layout`). Every collective acts on the leading dim, so the digits that it binds or unbinds are moved to the
+front and back. The rank enters only through `Builder.coordinate`, so that one graph serves every rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def lower_collective(step: Step, x: Any, builder: Builder) -> Any:
 
 
 def slots(src: Layout, dst: Layout) -> list[BoundDigit]:
-    """Returns the digits of all dims in a row, in the common refinement of both layouts."""
+    """Returns the digits of all dims, concatenated, in the common refinement of both layouts."""
     out = []
     for before, after in zip(src.dims, dst.dims, strict=True):
         fine_before = refine(src.mesh, before, strides(after))
@@ -76,7 +76,7 @@ def _in_mesh_order(step: Step, bound: Mapping[int, str]) -> list[int]:
 
 
 def _from_front(step: Step, x: Any, builder: Builder) -> Any:
-    """Moves the digits that the step unbinds, which ``x`` has in front in mesh order, to their places."""
+    """Moves the digits that the step unbinds, which are the leading dims of ``x`` in mesh order, to their places."""
     digits = [slot for slot in slots(step.src, step.dst) if slot.after is None]
     freed = _in_mesh_order(step, {k: slot.before for k, slot in enumerate(digits) if slot.before})
     order = freed + [k for k in range(len(digits)) if k not in freed]
@@ -127,7 +127,7 @@ def _permute_ranks(step: Step, x: Any, builder: Builder) -> Any:
 
 
 def destinations(step: Step) -> tuple[int, ...]:
-    """Returns, for each rank of a group, the rank of the group to which it sends its shard; the same in every group.
+    """Returns, for each rank of a group, the rank to which it sends its shard; the same in every group.
 
     Ranks that already hold the shard of ``step.dst`` keep it; the others are matched in order.
     """

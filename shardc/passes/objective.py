@@ -1,4 +1,4 @@
-"""Objective: units of the gradients that enter a program (tangents) and of the input gradients that leave it."""
+"""Objective: scale the gradients that enter a program (tangents) and the gradients of inputs that leave it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Objective:
 
 
 def unit(layout: Layout, losses: Collection[str], reduce: str) -> float:
-    """Returns the factor from the objective's gradient of an input to the gradient of this rank's own loss.
+    """Returns the factor from the gradient of the objective to the gradient of this rank's own loss, for an input.
 
     Args:
         layout: of the input.

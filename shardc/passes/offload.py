@@ -28,14 +28,14 @@ class Offload:
     A parameter's shard moves in the dtype that it is stored in: its cast to a smaller dtype runs on the device, before
     the gather, and a gradient's cast runs after its reduction, before the move.
 
-    *Requires:* a local joint graph, or one that reduces accumulated gradients. *Ensures:* the parameters in
-    ``entries`` and their gradients are on the host (`Value.host`); every other value is on the device.
+    *Requires:* a local joint graph, or one that reduces accumulated gradients. *Ensures:* the parameters in ``entries``
+    and their gradients are on the host (`Value.host`); every other value is on the device.
 
     Args:
         entries: parameter -> the plan entry that keeps it on the host.
         fake_mode: mode of the graph's fake values.
         device: the device that the program runs on.
-        pending: parameters whose gradients stay on the device as they are, to be reduced later.
+        pending: parameters whose gradients stay on the device, to be reduced later.
     """
 
     entries: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Offload:
                 user.replace_input_with(param, on_device)
 
     def _move(self, rewriter: GraphRewriter, x: fx.Node, before: fx.Node, entry: str, op: Any, *args: Any) -> fx.Node:
-        """Inserts the move of ``x`` by ``op`` and its wait in front of ``before``; returns the wait."""
+        """Inserts the move of ``x`` by ``op`` and its wait before ``before``; returns the wait."""
         to_host = op is _TO_HOST
         value, phase = replace(ir.value(x), host=to_host), "backward" if to_host else "forward"
         names = ("to_host", "host") if to_host else ("to_device", "device")

@@ -1,4 +1,4 @@
-"""How to compile: the options that passes are made with."""
+"""Options of `shardc.compile`."""
 
 from __future__ import annotations
 
@@ -27,43 +27,44 @@ class Options:
 
     Args:
         strict: an op without a sharding rule is an error instead of a warning.
-        cost: what layouts and algorithms are chosen by: a cost model, to which a group of ranks is a number, or the
-            hardware that `Program.schedule` predicts for, whose links differ (its collectives are the backend's own).
-        chooser: how layouts are chosen that the plan leaves open. "greedy" takes one op after another. "exact" finds
-            those of least total time (`shardc.passes.exact`); it takes seconds, and minutes on three axes.
+        cost: prices layouts and algorithms: a `CostModel`, which knows how many ranks a group has, or a `Hardware`,
+            which also knows the links between them and is what `Program.schedule` predicts for.
+        chooser: how layouts are chosen that the plan leaves open. "greedy" takes one op after another. "exact"
+            minimizes the total time (`shardc.passes.exact`); it takes seconds, and minutes on three axes.
         verify: check the graph after every pass.
         bucket_size: bytes of a bucket of collectives, per rank. -1 makes one bucket of all, 0 none. None takes the size
             at which latency is a twentieth of a bucket's time, 8 MiB at most (`shardc.measure_links` for real links).
-        max_in_flight: bytes of collectives' results that may be started ahead of their use. -1 is no limit. None is
-            two buckets, 16 MiB at least.
-        memory_budget: bytes on each rank for parameters of level 3 that stay whole from forward to backward; -1 for
-            all. Those that save most time per byte are kept first. On a tie, those that the forward uses last.
+        max_in_flight: bytes of collectives' results that may be started ahead of their use. -1 is no limit. None is two
+            buckets, 16 MiB at least.
+        memory_budget: bytes on each rank for parameters of level 3 (ZeRO-3) that stay gathered from forward to
+            backward; -1 for all. Those that save most time per byte come first, on a tie those that the forward uses
+            last.
         checkpoint_collectives: collectives of activations in a `torch.utils.checkpoint` region. "recompute" runs them
-            again in backward, "keep" keeps their results. "auto" runs those again whose result is larger than what a
+            again in backward, "keep" keeps their results. "auto" recomputes those whose result is larger than what a
             rank sends for it (gathers and all-to-alls), and keeps the results of the others (reductions).
         overlap: collectives overlap with compute; False waits for each where it starts.
-        decompose: cut collectives of activations and the products beside them in pieces, so that one is computed while
-            another travels: in so many, or "auto": as many as take least time by a ``cost`` that is given or measured.
-            1 is off.
+        decompose: number of chunks into which collectives of activations, and the matrix products beside them, are
+            split, so that one chunk is computed while another is sent; 1 is off. "auto" takes the fastest number, if
+            ``cost`` was measured or set.
         direct: collectives are messages straight between ranks (`shardc.ir.comm`), which is faster than gloo's own;
             None for real CPU ranks only.
         comm: "real", or "none" for local copies instead of collectives: values are wrong, for timing only. By kind:
             ``{"gather": "none"}`` for all-gathers, ``{"reduce": "none"}`` for reduce-scatters and all-reduces.
-        fold: capture and plan alike blocks on four of them, or six, and repeat what comes of it (`shardc.fold`). The
-            program is the same; with ``decompose``, ops that nothing orders may stand elsewhere. None: where the module
-            runs. True warns where blocks look alike and do not come out so.
-        lower_by: "whole": Inductor lowers each half as one graph; "blocks": cut where its nodes repeat, each kind of
-            stretch once; "auto": by blocks where four stretches are alike (`shardc.ir.segments`).
+        fold: capture and plan four to six of the repeated blocks, and replicate the result (`shardc.fold`). The program
+            is the same, except for the order of independent ops with ``decompose``. None: if the module runs. True
+            warns if blocks look equal and their graphs are not.
+        lower_by: "whole": Inductor lowers each half (forward, backward) as one graph; "blocks": as segments, of which
+            equal ones are lowered once; "auto": "blocks" if at least four segments are equal (`shardc.ir.segments`).
         store: keep programs on disk, in Inductor's cache folder, so that the next start of the same code neither
-            captures nor plans, and one rank of a machine does it for all. Used where the module runs. With False, or
+            captures nor plans, and one rank of a machine does it for all. Used if the module runs. With False, or
             ``SHARDC_STORE=0`` in the environment, each start compiles by itself. ``SHARDC_STORE`` may also be the
             absolute path of another folder for programs.
-        uneven: ranks may pass different numbers of rows of the batch, which is an error else: each call tells the
-            others how many, and where they differ it computes on the rows of all ranks together.
-        capture: called in place of `shardc.capture.capture`: a `shardc.capture.CaptureOnce`, for several plans of one
+        uneven: ranks may pass different numbers of rows of the batch, which is an error otherwise: each call tells the
+            others how many, and if these differ it computes on the rows of all ranks together.
+        capture: replaces `shardc.capture.capture`, such as a `shardc.capture.CaptureOnce` for several plans of one
             model.
-        pipeline: called with the `shardc.passes.Pipeline` that the other options make; returns the one that runs.
-        hooks: called around every pass, as `shardc.passes.Hook` says.
+        pipeline: takes the `shardc.passes.Pipeline` of the other options; returns the one that runs.
+        hooks: called around every pass; see `shardc.passes.Hook`.
         dump: directory for the text of every stage; by default the environment's ``SHARDC_DUMP``.
 
     Raises:
@@ -118,6 +119,6 @@ class Options:
         return frozenset(kind for what, how in self.comm.items() if how == "none" for kind in SILENCED[what])
 
     def with_plan_settings(self, plan: Plan) -> Options:
-        """Returns these options with the settings of ``plan`` for collectives, if they do not set these themselves."""
+        """Returns these options with the plan's ``bucket_size`` and ``overlap``, if they leave those at the default."""
         size = plan.setting("bucket_size") if self.bucket_size is None else self.bucket_size
         return replace(self, bucket_size=size, overlap=self.overlap and plan.setting("overlap"))

@@ -1,9 +1,9 @@
 """Pad: grow sizes that the plan's axes do not divide to sizes that they do.
 
-An op on padded operands also computes the padded places of its results. No element of a result depends on these
-places as long as each place is computed from its own. Before a reduction, the padded places are set to its identity:
-zero for an op that is linear in what it sums, the lowest value for a maximum, and so on. If the reduction has no
-identity, the values are gathered and cut back to their elements.
+An op on padded operands also computes the padded places of its results. No element of a result depends on these places
+as long as each place is computed from its own. Before a reduction, the padded places are set to its identity: zero for
+an op that is linear in what it sums, the lowest value for a maximum, and so on. If the reduction has no identity, the
+values are gathered and cut back to their elements.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Pad:
     first use. A graph in which all sizes divide is returned as it is.
 
     Args:
-        inputs: by position, the layout at padded sizes of each tensor input that does not divide, and its cause.
-        params: by name, the layout at padded sizes of each parameter that the plan splits for compute and that does
-            not divide; a reshard of the parameter has it, or the parameter itself.
-        grow: (tag name, its shape, the shape that it has been padded to) -> the layout of the padded value that
-            the plan wants there, None where all divides.
+        inputs: position -> (layout at padded sizes, plan entry) of each tensor input whose sizes do not divide.
+        params: name -> layout at padded sizes of each parameter that the plan splits for compute and whose sizes do not
+            divide. The parameter has that layout, or a reshard of it has.
+        grow: (tag name, its shape, its padded shape) -> the layout of the padded value that the plan wants there, None
+            if all sizes divide.
         fake_mode: of the captured graph's fake values.
         device: of values without one.
     """
@@ -153,7 +153,7 @@ class _Padder(PaddedValues):
         layout = self.options.params.get(ir.info(chain[-1]).name)
         if layout is None or any(user.target is ops.unpad for user in node.users):
             return
-        # A parameter that is cast before it is gathered is used as cast.
+        # If a parameter is cast before its gather, ops use the cast.
         placed = next(x for x in chain if x.target is aten._to_copy.default or ir.value(x).layout == layout)
         self.padded[node] = Padded(self.plain[placed], _padding_of(layout, ir.value(node).shape), 0)
 
@@ -233,10 +233,7 @@ class _Padder(PaddedValues):
         self._keep(node, result, padding, filling)
 
     def _factors_kept(self, node: fx.Node, call: Call, spec: Spec, operands: list[fx.Node]) -> dict[str, Runs]:
-        """Returns the runs of each factor along which the op can compute on padded operands.
-
-        Warns of each operand that the op needs unpadded.
-        """
+        """Returns the padding of each factor (loop of the op) that can run padded; warns of the other operands."""
         padded_factors: dict[str, Runs] = {}
         lost: dict[fx.Node, str] = {}
         drawn = find_rule(node.target) in random_draws.TABLE.values()
@@ -289,7 +286,7 @@ class _Padder(PaddedValues):
         value = ir.value(x)
         if not fills and find_rule(call.target) in linalg.TABLE.values():
             name = [name for name, _ in call.named_operands()][at]
-            fills = {1 if name in linalg.PIVOTS else 0}  # a matrix that every kernel takes
+            fills = {1 if name in linalg.PIVOTS else 0}  # a valid matrix for every kernel
         elementwise = spec.moves or find_rule(call.target) in pointwise.TABLE.values()
         if not fills and not value.dtype.is_floating_point and not elementwise:
             fills = {0}  # it may be an index
@@ -331,7 +328,7 @@ def _padding_of(layout: Layout, shape: Sequence[int]) -> Padding:
 
 
 def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], padded_factors: Mapping[str, Runs]) -> Padding:
-    """Returns the padding of an operand or result with ``dims``, given that of the factors."""
+    """Returns the padding of an operand or result with the factors ``dims``, from the padding of each factor."""
     return tuple(
         canonical([run for f in factors for run in padded_factors.get(f, (Run(spec.size(f), spec.size(f)),))])
         for factors in dims

@@ -1,4 +1,4 @@
-"""Padded and unpadded forms of the values of a graph, each computed where it is first needed."""
+"""Padded and unpadded forms of the values of a graph, each computed at its first use."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Padded:
 
 
 class Calls:
-    """Builder of a new graph: each op gets a fake value and the record of the old node that it stands for.
+    """Builder of a new graph: each op gets a fake value and the record (`Info`) of the old node that it replaces.
 
     Args:
-        old: a graph whose names are not to be used again; None for no graph.
+        old: a graph whose names the new one may not use; None for no graph.
         fake_mode, device: of fake values.
 
     Attributes:
@@ -66,13 +66,13 @@ class Calls:
         return self._once[key]
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Appends a call of ``target``; operands whose strides its kernel does not take are copied first."""
+        """Appends a call of ``target``; first copies operands whose strides its kernel does not accept."""
         args, kwargs = self.with_strides(target, args, kwargs)
         fx.map_arg((args, kwargs), self.val)
         return self.rewriter.end(self.record).call(target, *args, **kwargs)
 
     def with_strides(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Returns (args, kwargs) of an op, with copies of tensors whose strides are not those that its rule wants."""
+        """Returns (args, kwargs) of an op, with copies of the tensors whose strides its rule does not accept."""
         strides = strides_of(target)
         if strides == ANY:
             return args, kwargs
@@ -92,7 +92,7 @@ class Calls:
         """Returns ``x``, or a copy with the memory order that ``old`` had in the trace (contiguous if it had no value).
 
         Args:
-            strides: ``CONTIGUOUS`` if a contiguous ``x`` will do, too.
+            strides: with ``CONTIGUOUS``, a contiguous ``x`` is returned as it is.
         """
         val, traced = self.val(x), _traced(old)
         if not isinstance(val, Tensor) or (strides == CONTIGUOUS and val.is_contiguous()):
@@ -109,7 +109,7 @@ class Calls:
         return self.call(aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
 
     def val(self, node: fx.Node) -> Any:
-        """Returns the fake value of ``node``; a node of the new graph that has none gets one."""
+        """Returns the fake value of ``node``; a new node without one gets one."""
         if "val" not in node.meta:
             value = ir.value(node)
             with self.fake_mode:
@@ -121,7 +121,7 @@ class Calls:
 
 
 def _traced(x: Any) -> Tensor | None:
-    """Returns the fake value that operand ``x`` had in the trace, through markers, which were not traced."""
+    """Returns the fake value that operand ``x``, or the source of a marker ``x``, had in the trace."""
     while isinstance(x, fx.Node) and "val" not in x.meta and x.target in ops.MARKERS.values():
         x = x.all_input_nodes[0]
     val = x.meta.get("val") if isinstance(x, fx.Node) else None
@@ -129,7 +129,7 @@ def _traced(x: Any) -> Tensor | None:
 
 
 class PaddedValues(Calls):
-    """Builder of a graph whose values may be padded: the `Builder` through which rules emit padded ops.
+    """Builder of a graph whose values may be padded; rules emit padded ops through it.
 
     Attributes:
         plain: old node -> its unpadded form.
@@ -153,7 +153,7 @@ class PaddedValues(Calls):
         return self.plain[x]
 
     def at(self, x: fx.Node, padding: Padding, filling: float | None = None) -> fx.Node:
-        """Returns ``x`` with ``padding``, its other places set to ``filling`` if that is not None."""
+        """Returns ``x`` with ``padding``, whose filling is set to ``filling`` if that is not None."""
         key = (x, padding, filling)
         if key not in self._nodes:
             padded = self.padded.get(x)
@@ -164,7 +164,7 @@ class PaddedValues(Calls):
         return self._nodes[key]
 
     def _map_runs(self, x: fx.Node, dim: int, runs: Runs, change: Callable[[fx.Node, int, Run], fx.Node]) -> fx.Node:
-        """Applies ``change`` to every padded run of ``dim``: views each run as a dim, and joins them again after."""
+        """Applies ``change`` to every padded run (sub-dim) of ``dim``; runs are dims while it is applied."""
         if not is_padded(runs):
             return x
         shape = list(self.shape(x))
@@ -207,7 +207,7 @@ class PaddedValues(Calls):
         return x
 
     def _past(self, run: Run, device: torch.device, below: int) -> fx.Node:
-        """Builds the mask of the places of ``run`` that hold no element: bool [size, 1, ...], ``below`` dims of 1."""
+        """Builds the mask of the filling of ``run``: bool [size, 1, ...], with ``below`` dims of size 1."""
         key = ("past", run.size, run.true, device, below)
         if key not in self._nodes:
             at = self.call(aten.arange.default, run.size, dtype=torch.int64, device=device)

@@ -20,7 +20,7 @@ Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 Mark = Callable[[fx.Node, int], None]
 Cut = tuple[Split, Mark, Mark]
 
-# The region of gathers: the last, since values that go from a region into a later one are saved between them.
+# Gathers get the last region number, since values that cross into a later region are saved.
 _GATHERS = 1 << 30
 
 
@@ -32,15 +32,15 @@ class Partition:
         %y = mm(%x, %f)                 ->  backward: %f = all_gather(%w);  %gx = mm(%gy, %f)
         %gx = mm(%gy, %f)                             (level 3; else %f is saved)
 
-    At level 3 (ZeRO-3) a parameter is gathered again in backward, from the slice that is kept, if there is one
-    (`KeepPart`); at levels 1 and 2 it stays gathered from forward to backward. Ops of a checkpoint region run again in
-    backward, its collectives as ``collectives`` says. All other collectives run once.
+    At level 3 (ZeRO-3) backward gathers a parameter again, from the slice of `KeepPart` if there is one; at levels 1
+    and 2 it stays gathered from forward to backward. Ops of a checkpoint region run again in backward, its collectives
+    as ``collectives`` says. All other collectives run once.
 
     *Requires:* a local joint graph. *Ensures:* both halves have roles on inputs and outputs; a saved output's role has
     the name of the backward's placeholder that reads it. Without gradients there is one half, for inference.
 
     Args:
-        levels: returns, for the joint graph, the reshard level of each parameter that is gathered.
+        levels: returns, for the joint graph, the FSDP level of each parameter that is gathered.
         split: cuts a joint graph after the given number of forward outputs.
         recompute, save: mark a node for the cut.
         collectives: policy for checkpoint regions; see `shardc.cost.recompute`.
@@ -98,7 +98,7 @@ class Partition:
 
 
 def _moved(param: fx.Node) -> list[fx.Node]:
-    """Returns the nodes that depend on ``param`` alone, through gathers, views and casts."""
+    """Returns the nodes computed from ``param`` alone by gathers, views and casts."""
     chain, work = [], list(param.users)
     seen = {param}
     while work:
@@ -114,13 +114,13 @@ def _moved(param: fx.Node) -> list[fx.Node]:
 
 
 def _reads(graph: fx.Graph) -> dict[str, Role]:
-    """Maps the name of each placeholder, and of the nodes of `_moved`, to the placeholder's role."""
+    """Maps the name of each placeholder, and of the nodes computed from it alone, to the placeholder's role."""
     inputs = [node for node in ir.placeholders(graph) if ir.role(node).kind in ("param", "buffer", "input")]
     return {moved.name: ir.role(node) for node in inputs for moved in (node, *_moved(node))}
 
 
 def inference(gm: fx.GraphModule) -> fx.GraphModule:
-    """Returns the graph of the forward outputs alone, without gradients and the ops that only they need."""
+    """Returns the graph of the forward outputs, without gradients and the ops that only they need."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     outputs = [(role, x) for role, x in ir.outputs(gm.graph) if role.kind != "grad"]
@@ -139,8 +139,8 @@ def inference(gm: fx.GraphModule) -> fx.GraphModule:
 def _send_once(graph: fx.Graph) -> None:
     """Merges equal collectives, and the casts and views that read them.
 
-    The partitioner merges equal ops (the gradients of two biases of one sum), but neither their waits nor what reads
-    these.
+    The partitioner merges equal ops (the gradients of two biases of one sum), but neither their waits nor the readers
+    of these.
     """
     seen: dict[Any, fx.Node] = {}
     rewriter = GraphRewriter(graph)
@@ -148,7 +148,7 @@ def _send_once(graph: fx.Graph) -> None:
         moves = _moves_or_casts(node) and all(user.op != "output" for user in node.users)
         if not (moves or communicates(node.target)):
             continue
-        # By how they print: 0, 0.0, -0.0 and False are equal in Python, and not the same argument.
+        # By repr: 0, 0.0, -0.0 and False are equal in Python, and are different arguments.
         first = seen.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
         if first is not node:
             rewriter.replace(node, first)

@@ -1,4 +1,4 @@
-"""A pipeline: passes in the order in which they run, as a value that is printed, cut and extended."""
+"""Pipeline: an ordered tuple of passes, as a value that is printed, cut and extended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ P = TypeVar("P", bound=Pass)
 
 
 class Hook:
-    """Looks at the graph around every pass; does nothing unless a subclass says so."""
+    """Observer of a pipeline, called around every pass; subclasses override what they need."""
 
     def before(self, stage: str, gm: fx.GraphModule) -> None:
         """Called with the graph before the pass ``stage``."""
@@ -37,15 +37,15 @@ class Hook:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Passes in order: this tuple is what runs.
+    """Passes in the order in which they run.
 
     ``pipeline[Bucket]`` is the pass of that class; ``+`` joins two pipelines.
 
     Args:
-        passes: each with a name of its own.
+        passes: each with a unique name.
 
     Raises:
-        InputError: two passes of one name, or a name that there is not.
+        InputError: two passes have one name, or there is no pass of that name.
     """
 
     passes: tuple[Pass, ...]
@@ -60,9 +60,9 @@ class Pipeline:
         return tuple(pass_.name for pass_ in self.passes)
 
     def run(self, gm: fx.GraphModule, *hooks: Hook) -> fx.GraphModule:
-        """Runs the passes on ``gm``, each between the hooks' calls.
+        """Runs the passes on ``gm``, with ``hooks`` called around each.
 
-        The graph has its casts: an autocast that is on while passes run ops, to find out shapes and dtypes, adds none.
+        Autocast is off meanwhile, since the graph has its casts.
         """
         with _compat.no_autocast():
             for pass_ in steps(self.passes, "passes"):

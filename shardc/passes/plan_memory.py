@@ -27,15 +27,15 @@ class PlanMemory:
         %a = gather([%w], 2, "dp", [])      ->  %a = gather([%w], 2, "dp", [0])        (slot 0 of the arena)
 
     A slot is in use from the start of its collective to the last op that reads it, through views; a slot that a
-    collective sends from, until the wait. Torch's own collectives allocate their own memory and are left alone.
+    collective sends from, until the wait. Torch's own collectives allocate their own memory and stay.
 
     *Requires:* one half of a local graph, scheduled. *Ensures:* the same graph, except for the slots' numbers as the
     last argument of each direct collective, and a `MemoryPlan` on the output node.
 
-    A collective's slots: one for each result; where it reduces over n > 2 ranks by messages, one for each result of
-    what comes from the other n - 2; and where tensors share a message (`shardc.ir.packing`), one for these messages as
-    they come and one as they go; such a tensor needs no other for what comes. An all-reduce over more than two ranks
-    has one slot, for all its results.
+    A collective has a slot for each result. If it reduces over n > 2 ranks by messages, it also has a slot for each
+    result, for the terms that come from n - 2 ranks. Tensors that share a message (`shardc.ir.packing`) have instead
+    one slot for all incoming messages and one for the outgoing ones. An all-reduce over more than two ranks has one
+    slot.
     """
 
     mesh: Mesh
@@ -54,7 +54,7 @@ class PlanMemory:
         return gm
 
     def _slots(self, node: fx.Node, at: int) -> list[Slot]:
-        """Returns the slots of one collective, its results' first, then its messages'; lifetimes are set later."""
+        """Returns the slots of one collective: of its results, then of its messages; lifetimes are set later."""
         results = node.meta["val"]
         names = _names(node)
         _, ranks = group_of(node, self.mesh)
@@ -78,7 +78,7 @@ class PlanMemory:
 def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
     """Sets the lifetimes of ``slots``, and places them in the arena."""
     place_of = {node: at for at, node in enumerate(graph.nodes)}
-    behind: dict[fx.Node, frozenset[int]] = {}  # the slots that hold a value's memory
+    behind: dict[fx.Node, frozenset[int]] = {}  # value -> the slots that hold its memory
     ends: dict[int, int] = {}
     for at, node in enumerate(graph.nodes):
         if node.op == "output":
@@ -119,12 +119,12 @@ def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
 
 
 def _names(node: fx.Node) -> list[str]:
-    """Returns the names of the results of ``node``, after the getitems that read them."""
+    """Returns the names of the results of ``node``: those of the getitems that read them."""
     items = {user.args[1]: ir.info(user).name for user in node.users if user.target is getitem}
     return [items.get(at, f"{ir.info(node).name}.{at}") for at in range(len(node.meta["val"]))]
 
 
 def _bytes(x: Tensor) -> int:
-    """Returns the bytes of ``x``; 0, which gives it memory outside the arena, if its size is symbolic."""
+    """Returns the bytes of ``x``; 0 if its size is symbolic, which keeps it out of the arena."""
     size = prod(x.shape) * x.dtype.itemsize
     return size if isinstance(size, int) else 0

@@ -1,4 +1,4 @@
-"""Precision: reduce gradients in the dtype that the plan sets, whatever they are computed and stored in."""
+"""Precision: reduce gradients in the dtype that the plan sets for reductions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Precision:
         return gm
 
     def _reduced(self, rewriter: GraphRewriter, output: fx.Node, grad: fx.Node, name: str) -> fx.Node:
-        # A gradient that is computed in another dtype than the parameter's ends in autograd's cast to that.
+        # If a gradient is computed in another dtype than the parameter's, its last op is autograd's cast.
         computed = node = grad.args[0] if grad.target is _CAST else grad
         stored, dtype, reduce = self.stored[name], ir.value(node).dtype, self.reduced[name]
         if node is grad and stored == dtype == reduce:

@@ -1,4 +1,4 @@
-"""Gathers that the plan prefetches before a module computes (`shardc.plan.entries.Prefetch`)."""
+"""Prefetch entries of the plan (`shardc.plan.entries.Prefetch`): gathers that start before a module computes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shardc.ir.comm_volume import collective_kind
 from shardc.passes.starts import is_start, result_bytes
 from shardc.plan.entries import Prefetch
 
-# Each entry with a gather, and the op that this has to start before.
+# (entry, gather, op before which the gather has to start)
 Wanted = list[tuple[Prefetch, fx.Node, fx.Node]]
 
 
 def ask(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.Node, float], limit: int) -> Wanted:
-    """Gives each gather that ``entries`` name a priority just before the first op of its entry's module.
+    """Gives each gather that ``entries`` name a priority just before the first op of its entry's module; returns these.
 
     Args:
         priority: place of each node in the schedule, smallest first; changed in place.
@@ -67,7 +67,7 @@ def check(graph: fx.Graph, wanted: Wanted) -> None:
 
 
 def parameters(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-    """Maps each node that depends on parameters alone, or on kept slices of them, to the names of these."""
+    """Maps each node computed from parameters alone (or from their saved slices) to the names of these parameters."""
     names: dict[fx.Node, frozenset[str]] = {}
     reads = ir.output_node(graph).meta.get(ir.READS, {})
     for node in graph.nodes:

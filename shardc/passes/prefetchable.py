@@ -1,4 +1,4 @@
-"""Prefetchable ops: those that need only inputs of a forward or backward graph, by copies, casts and cheap ops.
+"""Prefetchable ops: those computed from inputs of a forward or backward graph by copies, casts and cheap ops.
 
 A parameter that is moved, cast, padded or transposed before its gather delays that gather no more than an input does.
 Buckets and the schedule may move such a collective to an earlier place, and its ops with it.
@@ -23,8 +23,8 @@ def prefetchable(graph: fx.Graph) -> frozenset[fx.Node]:
     """Returns the prefetchable ops: moves to the device with their waits, and the ops before moves and collectives.
 
     They depend on inputs alone, so they can stand anywhere before their use. Matrix products and collectives are never
-    among them. Ops before a collective count only if, small ones excepted, nothing else reads their results, and if
-    their results have no more than twice the bytes of its own: they are held longer when it is prefetched.
+    among them. Ops before a collective count only if nothing else reads their results (small ones excepted), and if
+    these have no more than twice the bytes of its own result: they are held longer when it is prefetched.
     """
     free: set[fx.Node] = set()
     early: set[fx.Node] = set()  # nodes that depend on inputs alone, prefetchable or not
@@ -52,7 +52,7 @@ def prefetchable(graph: fx.Graph) -> frozenset[fx.Node]:
 
 
 def _ops_before(start: fx.Node, free: set[fx.Node]) -> set[fx.Node] | None:
-    """Returns the ops between inputs (or prefetchable ops) and ``start``; None if they make too many bytes."""
+    """Returns the ops between inputs (or prefetchable ops) and ``start``; None if their results are too large."""
     ops: set[fx.Node] = set()
     left = max(SMALL, 2 * result_bytes(start))
     todo = list(start.all_input_nodes)

@@ -25,12 +25,11 @@ class Problem:
     """Input of a chooser: what the plan fixes, and the cost model.
 
     Args:
-        mesh, cost: mesh and cost model by which strategies are compared.
         batch_axes: axes that split the batch; outputs stay split over these only, by default.
         output_layout: (index, name, natural layout) -> (layout, plan entry) of a forward output.
-        pin_layout: (tag name, layout as it comes) -> (layout, plan entry) of a tagged activation.
-        grad_layouts: storage layout of each parameter's gradient, by name.
-        compute_layouts: compute layout of each parameter, by name: its gradient's before it is reduced over the batch.
+        pin_layout: (tag name, current layout) -> (layout, plan entry) of a tagged activation.
+        grad_layouts: parameter -> storage layout of its gradient.
+        compute_layouts: parameter -> its compute layout, which its gradient has before it is reduced over the batch.
         reduce: "mean" or "sum": how the ranks' tangents of an output that is replicated over a batch axis combine.
         strict: an op without a rule is an error.
         deferred: parameters whose gradients are not reduced, or over some axes only.
@@ -49,13 +48,10 @@ class Problem:
 
 
 class Chooser(Protocol):
-    """Interface of a chooser: gives every value of a seeded graph a layout, and every op its ``Info.needs``.
-
-    The verifier then checks that each op's needs and layouts agree with its rule, and that pinned layouts are kept.
-    """
+    """Interface of a chooser: gives every value of a seeded graph a layout, and every op its ``Info.needs``."""
 
     def __call__(self, problem: Problem, graph: fx.Graph) -> Mapping[fx.Node, Layout]:
-        """Returns the layout in which each output of ``graph`` is wanted."""
+        """Returns the layout in which the caller gets each output of ``graph``."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ class Propagate:
         return gm
 
 
-# --- what choosers write on nodes
+# --- how choosers write on nodes
 
 
 def decide(node: fx.Node, strategy: Strategy) -> None:
@@ -116,7 +112,7 @@ def take(node: fx.Node) -> None:
 
 
 def padded(node: fx.Node, source: Layout) -> Strategy:
-    """Returns the strategy of a ``pad`` whose operand has layout ``source``: the dim that it grows is not split."""
+    """Returns the strategy of a ``pad`` whose operand has layout ``source``: the dim that it grows is replicated."""
     dim, size = node.kwargs["dim"], node.kwargs["size"]
     base = source.unbind(source.dim_axes(dim))
     return Strategy((base,), (base.replace(dims=[*base.dims[:dim], (Digit(size),), *base.dims[dim + 1 :]]),))

@@ -1,4 +1,4 @@
-"""Absent: the backward half for a loss that uses some of the outputs only."""
+"""Absent: prune the backward graph for a loss that uses some of the outputs only."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Absent:
                                         (``used`` = {0}: the tangent %g1 is absent)
 
     An op whose gradient operands are all absent is absent, and so is an output that it feeds. If only some are absent,
-    a sum becomes its other term, a coalesced collective drops the absent inputs, and any other op reads zeros. Ops,
-    collectives and saved values that nothing reads any longer are erased.
+    a sum becomes its other term, a coalesced collective drops the absent inputs, and any other op reads zeros. Unread
+    ops, collectives and saved values are erased.
 
     *Requires:* a backward half of a local graph. *Ensures:* the gradients of ``used`` outputs are as before.
 
@@ -41,7 +41,7 @@ class Absent:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         graph, rewriter = gm.graph, GraphRewriter(gm.graph)
         absent: set[fx.Node] = set()
-        gradients: set[fx.Node] = set()  # what depends on the gradient of an output
+        gradients: set[fx.Node] = set()  # nodes that depend on the gradient of an output
         for node in ir.placeholders(graph, "tangent"):
             gradients.add(node)
             if ir.role(node).index not in self.used:
@@ -81,12 +81,12 @@ class Absent:
 
 
 def _of_several(node: fx.Node) -> bool:
-    """Tells whether ``node`` is a coalesced collective: one result for each tensor of a list."""
+    """Tells whether ``node`` is a coalesced collective, which takes a list of tensors and has a result for each."""
     return collective_kind(node) is not None and isinstance(ir.info(node).value, tuple)
 
 
 def _sent(item: fx.Node) -> Any:
-    """Returns the input of a coalesced collective that its result ``item`` comes from."""
+    """Returns the input of a coalesced collective whose result is ``item``."""
     bucket: Any = item.args[0]
     return bucket.args[0][item.args[1]]
 
@@ -109,7 +109,7 @@ def _reduced_to(numbers: list[int], node: fx.Node) -> None:
 
 
 def _other_term(node: fx.Node, missing: Sequence[fx.Node]) -> fx.Node | None:
-    """Returns the other term of a sum of two tensors, one of them ``missing``; None if ``node`` is no such sum."""
+    """Returns the term of a sum of two tensors that is not in ``missing``; None if ``node`` is no such sum."""
     others = [x for x in node.args if x not in missing]
     if node.target is not _ADD or node.kwargs or len(node.args) != 2 or len(others) != 1:
         return None

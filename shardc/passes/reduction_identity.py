@@ -1,4 +1,4 @@
-"""Identity of a reduction: the value that it ignores, with which padded operands are filled."""
+"""Identity of a reduction: the value that does not change its result, with which padded operands are filled."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PLAIN = {
 
 
 def reduction_identity(call: Call, spec: Spec, factor: str) -> float | None:
-    """Returns the filling of operands along ``factor`` with which padded places do not change the op's result.
+    """Returns the filling of operands along ``factor`` (a loop of the op) that does not change the op's result.
 
     It is zero if the op sums over the factor and is linear in some operand that runs over it: that operand's slice is
     zero there, and so is its term of the sum. None if no such value is known.
     """
     if spec.routed is not None and factor == spec.routed.owners:
-        return 0.0  # no row is theirs, or they are left out
+        return 0.0  # padded experts get no rows
     plain = PLAIN.get(call.name.rpartition(".")[0])
     if plain is None and dict(spec.reduce).get(factor) == "sum":
         runs = {at for at, dims in enumerate(spec.operands) if any(factor in factors for factors in dims)}

@@ -1,4 +1,4 @@
-"""Regions of `local_map` in the pipeline: their layouts, and their ops on one rank."""
+"""Lowering of `local_map` regions: their layouts, and their ops on one rank."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Emitter(Protocol):
 def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
     """Returns the layouts of a region's operands and results.
 
-    The gradient of an argument has the argument's layout, with a pending sum over the axes on which that is
-    replicated: ranks that hold the same elements each have a term of their gradient.
+    The gradient of an argument has the argument's layout, with a pending sum over the axes on which that is replicated:
+    ranks that hold the same elements each have a term of their gradient.
 
     Raises:
         PlanError, LayoutError: a layout that does not fit the tensor, with the region's source.
@@ -85,7 +85,7 @@ def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
 
 
 def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[Any]:
-    """Traces the region's function on shards and emits its ops.
+    """Traces the region's function on shards and emits its ops; returns its results.
 
     Raises:
         RuleError: a result's shape is not that of this rank's shard.
@@ -112,7 +112,7 @@ def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[A
 
 
 def _inlined(traced: fx.GraphModule, feed: Sequence[Any], emitter: Emitter, it: Region) -> list[Any]:
-    """Emits the ops of ``traced``; ``feed`` gives each placeholder a node, or the axes of a coordinate."""
+    """Emits the ops of ``traced``; ``feed`` has, for each placeholder, a node or the axes of a coordinate."""
     env: dict[fx.Node, Any] = {}
     waiting = iter(feed)
     traced.graph.eliminate_dead_code()
@@ -176,7 +176,7 @@ def _region(node: fx.Node) -> Region:
 
 
 def _tangents(it: Region, mesh: Mesh, values: Sequence[Value]) -> list[Layout]:
-    """Returns the layout of each result, given the ``values`` of its tangents, with pending sums."""
+    """Returns the layout of each result with pending sums, for tangents of these ``values``."""
     return [_layout(it, "out", at, it.outputs[at], mesh, value) for at, value in enumerate(values)]
 
 
@@ -191,6 +191,6 @@ def _unused(layout: Layout) -> tuple[str, ...]:
 
 
 def _part(tangent: Tensor, layout: Layout) -> Tensor:
-    """Returns this rank's term of a result's gradient: over axes on which the result is replicated, an equal share."""
+    """Returns this rank's term of a result's gradient: ranks that hold the same result divide it equally."""
     copies = prod(layout.mesh.size(axis) for axis in _unused(layout))
     return tangent / copies if copies > 1 and tangent.is_floating_point() else tangent

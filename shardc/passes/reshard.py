@@ -1,4 +1,4 @@
-"""Reshard: insert a node wherever a value's layout is not the one that a use needs."""
+"""Reshard: insert a node for each use that needs a value in another layout."""
 
 from __future__ import annotations
 

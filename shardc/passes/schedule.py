@@ -26,25 +26,25 @@ class Schedule:
         %y = mm(%x, %w0)                ->  %wa = wait(%a)
         %z = mm(%y, %wa)                    %z = mm(%y, %wa)
 
-    - A collective starts as soon as its inputs are computed. If its inputs are there from the beginning (a parameter's
-      gather; see `prefetchable`), it starts under the compute before an earlier collective's first use, as far ahead
-      as ``max_in_flight`` allows. A move to the device starts ahead of its gather (or first use) in the same way.
-    - A wait stands before the first use. For a collective whose results only leave the graph, it stands where more
-      than ``max_in_flight`` would be on its way.
-    - A reduced gradient that is reduced over other axes too, or goes to the host, is waited for, and goes on, when the
-      next reduction starts. A move to the host is waited for at the end.
+    - A collective starts as soon as its inputs are computed. If these need only inputs of the graph (a parameter's
+      gather; see `prefetchable`), it starts under the compute before an earlier collective's first use, as far ahead as
+      ``max_in_flight`` allows. A move to the device starts ahead of its gather (or first use) in the same way.
+    - A wait stands before the first use. For a collective whose results only leave the graph, it stands where more than
+      ``max_in_flight`` would otherwise be in flight.
+    - A reduced gradient that is reduced over other axes too, or goes to the host, is waited for when the next reduction
+      starts, and its next step starts then. A move to the host is waited for at the end.
 
-    *Requires:* one half of a local graph, bucketed. *Ensures:* collectives start in the same order on every rank,
-    since every rank has this graph.
+    *Requires:* one half of a local graph, bucketed. *Ensures:* collectives start in the same order on every rank, since
+    every rank has this graph.
 
     Args:
-        max_in_flight: bytes of results on their way or waiting for their first use, of collectives that are prefetched
-            or only leave the graph, and as many of moves; -1 for no limit.
+        max_in_flight: bytes of results that are in flight or wait for their first use, of collectives that are
+            prefetched or only leave the graph, and as many of moves; -1 for no limit.
         blocking: leave every collective where it is, and wait for it there.
-        prefetch: the gathers that have to start before a module computes.
+        prefetch: plan entries that name gathers to start before a module computes.
 
     Raises:
-        PlanError: an entry of ``prefetch`` cannot be met within these limits, or by what a gather depends on.
+        PlanError: an entry of ``prefetch`` cannot be met, because of these limits or of what a gather depends on.
     """
 
     max_in_flight: int
@@ -113,7 +113,7 @@ def _drain(
     """Gives priorities to the waits of collectives whose results only leave the graph: at most ``limit`` is in flight.
 
     Each is waited for after the start of a later such collective, at the earliest the next one; the last ones at the
-    end. A second reduction, or a move to the host, starts when the next collective does, and is not delayed further.
+    end. A second reduction, or a move to the host, starts when the next collective does.
     """
     level = leaving(graph)
     going_on: set[fx.Node] = set()  # nodes that lead to another start
@@ -126,12 +126,12 @@ def _drain(
     every = [node for node in every if going_on.isdisjoint(tails[node]) or not _always_ready(node, free)]
     for turn in sorted({level.get(node, 0) for node in every}):
         drained = sorted((node for node in every if level.get(node, 0) == turn), key=priority.__getitem__)
-        behind = [0, *accumulate(result_bytes(node) for node in drained)]  # bytes of the first so many
+        behind = [0, *accumulate(result_bytes(node) for node in drained)]  # bytes of the first n, by n
         for at, node in enumerate(drained):
             later, end = len(drained), float(len(graph.nodes) + turn)
             if going_on.issuperset(tails[node]):
                 later, end = at + 1, end - 0.5
-            elif limit >= 0:  # the first with which there is more on its way
+            elif limit >= 0:  # the first that exceeds the limit
                 later = max(at + 1, bisect_right(behind, behind[at] + limit) - 1)
             place = priority[drained[later]] + 0.1 if later < len(drained) else end
             work = list(tails[node])

@@ -75,7 +75,7 @@ class Seed:
         return gm
 
     def _mark_regions(self, graph: fx.Graph) -> None:
-        """Numbers the plan's checkpoint regions after the model's own; ops inside one of these keep their region."""
+        """Numbers the plan's checkpoint regions after the model's own; ops in one of the model's keep their number."""
         origins = {node: ir.info(node).origin for node in graph.nodes if node.op == "call_function"}
         first = 1 + max((origin.region for origin in origins.values()), default=0)
         for node, origin in origins.items():
@@ -147,7 +147,7 @@ class Seed:
 
 
 def _check_experts(param: fx.Node, plan: ParamPlan) -> None:
-    """Checks that ``plan`` splits the weights of experts between the experts alone.
+    """Checks that ``plan`` splits the weights of experts only between experts, along dim 0.
 
     Raises:
         PlanError: its compute layout splits another dim.
@@ -170,7 +170,7 @@ def _check_experts(param: fx.Node, plan: ParamPlan) -> None:
 
 
 def narrowed(param: fx.Node) -> fx.Node:
-    """Returns the node gathered for a parameter: itself, or its cast to a smaller dtype if that is its only use."""
+    """Returns the node that is gathered for ``param``: its cast to a smaller dtype if nothing else uses it, else ``param``."""
     cast = next(iter(param.users)) if len(param.users) == 1 else param
     if cast.target is not torch.ops.aten._to_copy.default or set(cast.kwargs) != {"dtype"}:
         return param

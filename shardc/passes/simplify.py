@@ -25,8 +25,8 @@ class Simplify:
 
     - reshards of views of one value that need the same layout of it become one reshard before the views;
     - a reshard of a reshard starts from the first value, if nothing else reads the middle one and it costs no more;
-    - a reshard that is cheaper from an earlier reshard of the same value (all-reduce, then a slice of that) starts
-      from there;
+    - a reshard that is cheaper from an earlier reshard of the same value (all-reduce, then a slice of that) starts from
+      there;
     - dead nodes are erased.
 
     *Requires:* layouts agree at every use (`Reshard`). *Ensures:* they still do, and the predicted cost is no higher.
@@ -72,7 +72,7 @@ class Simplify:
 
 
 def _share_before_moves(graph: fx.Graph) -> None:
-    """Reshards a value once instead of its views; the views then read that reshard."""
+    """Reshards a value once instead of each of its views; the views then read that reshard."""
     groups: dict[tuple[fx.Node, Layout], list[tuple[fx.Node, list[fx.Node]]]] = {}
     for node in graph.nodes:
         if node.target is ops.reshard:
@@ -84,7 +84,7 @@ def _share_before_moves(graph: fx.Graph) -> None:
         if len(members) < 2:
             continue
         first = members[0][0]
-        root = replaced.get(root, root)  # a reshard of another group may be what this one starts from
+        root = replaced.get(root, root)  # this group may start from a reshard of another group
         record = replace(ir.info(root), origin=ir.info(first).origin)
         place = Inserter(rewriter, first, record, "at")
         shared = place.typed(replace(ir.value(root), layout=layout), ops.reshard, root)
@@ -99,7 +99,7 @@ def _share_before_moves(graph: fx.Graph) -> None:
 
 
 def _root(node: fx.Node) -> tuple[fx.Node, Layout, list[fx.Node]]:
-    """Returns the value before the views that ``node`` reshards, the layout that it needs, and the views in order."""
+    """Returns the source of the views that ``node`` reshards, the layout needed of it, and the views in order."""
     source, layout = node.args[0], ir.layout(node)
     moves: list[fx.Node] = []
     while (spec := move_of(source)) is not None:

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Silence:
-    """Replaces each collective by a copy of its input, repeated or cut to the result's shape.
+    """Replaces each collective by a copy of its input, repeated or sliced to the result's shape.
 
         %a = all_gather(%w, 2)      ->  %a = clone(cat([%w, %w]))
         %f = wait(%a)                   (no wait)

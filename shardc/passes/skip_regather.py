@@ -16,8 +16,8 @@ class SkipRegather:
 
         %y = mm(%x, %w.full.regathered)     ->  %y = mm(%x, %w.full)
 
-    *Requires:* one half of a local graph, as `Partition` cut it. *Ensures:* forward gathers each parameter once; the
-    slice that `KeepPart` takes for backward is its output.
+    *Requires:* one half of a local graph, from `Partition`. *Ensures:* forward gathers each parameter once; the slice
+    that `KeepPart` takes for backward is its output.
     """
 
     name = "skip_regather"

@@ -11,7 +11,7 @@ from shardc.ir.op_traits import CAST, moves_data, starts
 
 aten = torch.ops.aten
 
-# Ops that, beside views, may stand between a collective and the output, or the next collective before it.
+# Ops that, like views, may stand between a collective and the output, or between two collectives on the way there.
 _FINISHING = {WAIT, CAST, aten.sum.dim_IntList, aten.div.Tensor}
 
 
@@ -21,12 +21,12 @@ def is_start(node: fx.Node) -> bool:
 
 
 def result_bytes(node: fx.Node) -> int:
-    """Returns the bytes of the results of the collective or move ``node``, on a rank."""
+    """Returns the bytes per rank of the results of a collective or move."""
     return sum(value.nbytes for value in ir.info(node).tensors)
 
 
 def leaving(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Maps each node that depends on collectives and leads only to the output to the number of collectives before it.
+    """Maps each node that leads only from collectives to the output to the number of collectives before it.
 
     These are waits, views, casts and sums of received terms, further collectives, and copies to the host.
     """

@@ -23,7 +23,7 @@ PIN_PENALTY = 1e4  # factor on the cost of resharding a value whose layout the p
 
 @dataclass(frozen=True)
 class Work:
-    """Properties of an op that its compute time depends on, beside its sizes and layouts.
+    """Properties of an op, besides sizes and layouts, on which its compute time depends.
 
     Args:
         dtypes: of its operands, then of its results.
@@ -45,8 +45,8 @@ class Gradient:
     """Value that is used only, through linear ops, by one parameter's gradient.
 
     Args:
-        target: layout (batch axes excepted) from which the gradient gets its compute layout without a reshard; None
-            if it cannot be derived.
+        target: layout (batch axes excepted) from which the gradient gets its compute layout without a reshard; None if
+            it cannot be derived.
         batch_axes: axes that are ignored: over these the value stays a partial sum until the gradient's reduction.
     """
 
@@ -71,10 +71,7 @@ def cheapest_strategy(
     grad: Gradient | None,
     cost: Pricing,
 ) -> Strategy:
-    """Returns the cheapest strategy, on a tie the first; memoised, so that repeated layers are decided once.
-
-    Args: those of `priced`.
-    """
+    """Returns the cheapest strategy of `priced`, on a tie the first; memoised, so repeated layers are decided once."""
     best = min(priced(spec, operands, reachable, pinned, work, grad, cost), key=lambda option: option[0], default=None)
     assert best is not None, "an op always has the strategy that splits nothing"
     return best[1]
@@ -98,7 +95,7 @@ def priced(
         reachable: for each operand, the layouts that an earlier use has resharded it to, which cost nothing.
         pinned: for each operand, whether the plan fixes its layout.
         work: what else the op's compute time depends on.
-        grad: given if the result only leads to a parameter's gradient.
+        grad: set if the result only leads to a parameter's gradient.
     """
     for strategy in strategies(spec, operands):
         price = sum(
@@ -118,7 +115,7 @@ def priced(
 
 
 def compute_seconds(spec: Spec, strategy: Strategy, work: Work, cost: Pricing) -> float:
-    """Predicts the compute seconds of each rank; 0 for an op that only moves data: a view, or fused elsewhere."""
+    """Predicts the compute seconds of each rank; 0 for an op that only moves data, such as a view."""
     if spec.moves:
         return 0.0
     layouts = (*strategy.operands, *strategy.results)
@@ -167,7 +164,7 @@ def passing_seconds(mesh: Mesh, axes: tuple[str, ...], part: float, computed: fl
 
 
 def shares(layouts: tuple[Layout, ...]) -> int:
-    """Returns the number of ranks among which an op whose tensors have these ``layouts`` divides its loops."""
+    """Returns the number of ranks that divide the work of an op whose tensors have these ``layouts``."""
     mesh = layouts[0].mesh
     axes = {axis for layout in layouts for axis in layout.bound}
     if any(":" in axis for axis in axes):  # one tensor may bind an axis, another a part of it
