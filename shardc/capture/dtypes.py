@@ -75,7 +75,7 @@ class Dtypes:
         }  # fmt: skip
 
     def uncast(self, model: nn.Module) -> tuple[str, str]:
-        """Return (error text, fix) on buffers whose dtype differs from that of cast parameters; ("", "") if there are none."""
+        """Return (error text, fix) on buffers in another dtype than cast parameters; ("", "") if there are none."""
         by_path = dict(self.modules)
         params = [dtypes.param for dtypes in by_path.values() if dtypes.param is not None]
         buffers = [

@@ -150,7 +150,7 @@ def _shown(inputs: Sequence[tuple[str, Tensor]]) -> str:
 
 
 def check_result(out: Any, is_loss: bool) -> None:
-    """Checks, in the trace, that a loss is a scalar and that a model returns a tensor; ValueError for `capture_error`."""
+    """Checks, in the trace, that a loss is a scalar and a model returns a tensor; else ValueError."""
     if is_loss and not (isinstance(out, Tensor) and out.numel() == 1 and not out.is_complex()):
         kind = f"a tensor of {out.dtype}, {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
         raise ValueError(f"{LOSS_GAVE}{kind}")

@@ -55,7 +55,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _overlaps_itself(x: Tensor) -> bool:
-    """Return whether elements of ``x`` may share memory: a stride is within the span of the dims with smaller strides."""
+    """Return whether elements of ``x`` may share memory: a stride is within the span of smaller strides."""
     span = 0
     for step, size in sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1):
         if step <= span:

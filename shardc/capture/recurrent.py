@@ -19,7 +19,7 @@ Hidden = Any  # a tensor; for an LSTM (hidden, cell)
 def _layer(
     input: Tensor, hidden: Hidden, params: Sequence[Tensor], has_biases: bool, hidden_fn: str, reverse: bool = False
 ) -> tuple[Tensor, Hidden]:
-    """Computes one direction of one layer: input [time, batch, features] -> (outputs [time, batch, ...], last state)."""
+    """Computes one direction of one layer: input [time, batch, in] -> (outputs [time, batch, out], last state)."""
     h, c = hidden if hidden_fn == "lstm" else (hidden, None)
     w_input, w_state, *rest = params
     gates = F.linear(input, w_input, rest[0] if has_biases else None)

@@ -170,7 +170,7 @@ def _check_experts(param: fx.Node, plan: ParamPlan) -> None:
 
 
 def narrowed(param: fx.Node) -> fx.Node:
-    """Returns the node that is gathered for ``param``: its cast to a smaller dtype if nothing else uses it, else ``param``."""
+    """Returns the node gathered for ``param``: its cast to a smaller dtype if nothing else uses it, else itself."""
     cast = next(iter(param.users)) if len(param.users) == 1 else param
     if cast.target is not torch.ops.aten._to_copy.default or set(cast.kwargs) != {"dtype"}:
         return param
