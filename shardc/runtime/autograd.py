@@ -1,4 +1,4 @@
-"""The compiled halves under autograd: which gradients a backward gives, and what it refuses, as on one device."""
+"""Compiled forward and backward as one autograd node, with the checks that autograd makes on one device."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shardc.runtime.gathered import gather
 from shardc.runtime.step import Runner
 from shardc.runtime.storage import grad_from_padded
 
-Feed = Sequence[Any]  # what the forward takes, parameters as DTensors
+Feed = Sequence[Any]  # inputs of the forward, parameters as DTensors
 _PLURAL = {"param": "parameter"}
 
 
 def run_step(runner: Runner, inputs: list[Tensor]) -> Any:
-    """Runs the program's forward on local inputs; with gradients enabled, its outputs have an autograd node."""
+    """Runs the program's forward on local inputs and returns its outputs, with an autograd node if grad mode is on."""
     watch_optimizers()
     program = runner.program
     train = torch.is_grad_enabled() and program.trains
@@ -57,7 +57,7 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> Any:
 
 
 class Step(torch.autograd.Function):
-    """A forward that saves for its backward as any function of autograd does: versions are checked, hooks see it."""
+    """Autograd function of a program; saves tensors as torch's functions do, so versions are checked and hooks run."""
 
     @staticmethod
     def forward(ctx: Any, runner: Runner, *feed: Any) -> tuple[Any, ...]:
@@ -122,9 +122,9 @@ def _backward_inputs(ctx: Any, half: Half, gradients: dict[int, Any]) -> list[An
     """Collects the inputs of a backward: gradients of outputs, and saved tensors as torch's hooks unpack them.
 
     Raises:
-        RuntimeError: torch's, where it was changed in place since the forward.
+        RuntimeError: torch's, if a saved tensor was changed in place since the forward.
     """
-    # Each look at the saved tensors lists them all.
+    # The property rebuilds the list at each access.
     inputs, places, saved = list[Any](), ctx.runner.border.places, ctx._raw_saved_tensors
     for port in half.takes:
         if port.role.kind == "tangent":
@@ -134,7 +134,7 @@ def _backward_inputs(ctx: Any, half: Half, gradients: dict[int, Any]) -> list[An
         x = ctx.others[at]
         if x is None:
             x = saved[at].unpack()
-            if ctx.strides is not None and x.stride() != ctx.strides[at]:  # a hook kept the values alone
+            if ctx.strides is not None and x.stride() != ctx.strides[at]:  # a saved-tensor hook kept the values only
                 x = torch.empty_strided(x.shape, ctx.strides[at], dtype=x.dtype, device=x.device).copy_(x)
         inputs.append(x)
     return inputs
@@ -143,7 +143,7 @@ def _backward_inputs(ctx: Any, half: Half, gradients: dict[int, Any]) -> list[An
 def _handed_out(
     runner: Runner, feed: Feed, tangents: Sequence[Any], grads: dict[Any, Any], late: dict[str, Tensor]
 ) -> Iterator[Any]:
-    """The gradient of each thing in ``feed``, each in memory of its own."""
+    """Yields the gradient of each of ``feed``, each in its own memory; ``late`` are reduced sums of other backwards."""
     takes = [port.role for port in runner.half(FORWARD).takes]
     inputs = [x for x, role in zip(feed, takes, strict=True) if role.kind == "input"]
     occupied = {(x.data_ptr(), x.numel()) for x in (*tangents, *inputs) if isinstance(x, Tensor)}
@@ -161,15 +161,12 @@ def _handed_out(
 
 
 def _accumulate(param: Any, grad: Any) -> None:
-    """Adds the gradient of what was frozen, or is not part of the program, since the gradient was held back."""
+    """Adds a reduced sum to ``.grad`` of a parameter that was frozen since, or is not in this program."""
     param.grad = grad if param.grad is None else param.grad + grad
 
 
 def unaliased(grad: Tensor, occupied: set[tuple[int, int]]) -> Tensor:
-    """``grad``, or a copy where its memory is ``occupied``: equal gradients are computed once, one may be what came in.
-
-    Each parameter's is added to and scaled in place, by itself.
-    """
+    """Returns ``grad``, or a copy if its memory is ``occupied``; users change each gradient in place by itself."""
     place = grad.data_ptr(), grad.numel()
     if grad.numel() and place in occupied:
         return grad.clone()
@@ -186,7 +183,7 @@ def _versions(runner: Runner, feed: Feed) -> Iterator[int]:
 
 
 def _check_versions(runner: Runner, half: Half, feed: Feed, before: Sequence[int]) -> None:
-    """Raises BackwardError where something that this backward reads was changed in place since the forward."""
+    """Raises BackwardError if a tensor that this backward reads was changed in place since the forward."""
     now = list(_versions(runner, feed))
     if now == before:
         return
@@ -201,10 +198,10 @@ def _check_versions(runner: Runner, half: Half, feed: Feed, before: Sequence[int
 
 
 def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
-    """Refuses an input that another module makes from ranks' own losses, where the loss is one of all ranks.
+    """Refuses an input that comes from a compiled module with per-rank losses if this module's loss is global.
 
     Raises:
-        BackwardError: gradients of that module's parameters would be too small, by the number of ranks.
+        BackwardError: that module's gradients would be too small by the number of ranks.
     """
     if runner.splits_outputs or runner.fits_behind or not torch.is_grad_enabled():
         return
@@ -226,7 +223,7 @@ def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layo
 
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:
-    """Counts a step as a change in place of what it updates: kernels for many tensors don't, on DTensors."""
+    """Increments the version of parameters after an optimizer step: multi-tensor kernels do not do so for DTensors."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     changed = [param for param in params if isinstance(param, DTensor) and param.grad is not None]
     if changed:
@@ -235,5 +232,5 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
 
 @cache
 def watch_optimizers() -> None:
-    """From now on steps of optimizers are noticed, for the process."""
+    """Registers `_stepped` for all optimizers of the process, once."""
     register_optimizer_step_post_hook(_stepped)

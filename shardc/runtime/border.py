@@ -1,9 +1,8 @@
-"""Outputs and saved values of a forward: outputs can be changed in place where one device allows it.
+"""Outputs and saved values of a forward: keeps in-place changes of outputs as safe as on one device.
 
-On one device an output is changed in place without harm where no backward reads it, and the backward is refused where
-it does. A compiled backward may read others: a cheap value is computed again from an output, say. Such an output is
-copied. A change of what one device's backward reads is found by autograd's count of changes, whatever the compiled
-backward reads.
+On one device, changing an output in place is harmless if no backward reads it; otherwise autograd's version counter
+makes the backward raise. A compiled backward may read other tensors: for example, it may recompute a value from an
+output. Such an output is copied. An output that only one device's backward reads is checked by its version counter.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from shardc.runtime.read_only import ReadOnly, Shared
 from shardc.runtime.storage import GradHooks
 from shardc.runtime.views import Views, memory_of, of_constant, views_of
 
-Changes = list[tuple[int, Tensor, int]]  # (position of an output, what counts its changes, how many there were)
+Changes = list[tuple[int, Tensor, int]]  # (position of an output, its version counter, its version)
 
 
 @dataclass(frozen=True)
 class SameMemory:
-    """With what the memory of an output is shared when a program runs.
+    """The tensors with which an output shares its memory when a program runs.
 
     Args:
-        feed_index: position of what the forward takes.
+        feed_index: position of an input of the forward.
         first: position of an earlier output.
         saved: names of saved values.
-        constant: whether it is the program's own.
+        constant: whether it is a constant of the program.
     """
 
     feed_index: int | None
@@ -50,7 +49,7 @@ class SameMemory:
 
 
 class Border:
-    """The outputs and the saved values of a program's forwards on this rank.
+    """Turns the results of a program's graphs on this rank into outputs and saved values that autograd can handle.
 
     Attributes:
         dtensors: whether outputs become DTensors.
@@ -67,19 +66,19 @@ class Border:
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """By name of a saved value, its position among them."""
+        """Maps the name of a saved value to its position among the saved values."""
         return {role.name: at for at, role in enumerate(self.half(FORWARD).gives[self.count :])}
 
     @cached_property
     def needed(self) -> tuple[bool, ...]:
-        """Flags each input of the forward: whether the backward reads it, or it is a parameter with a gradient."""
+        """Per input of the forward: whether it is a parameter or is read by the backward."""
         read = {at for _, at in self.reads(self.half(BACKWARD))}
         takes = self.half(FORWARD).takes
         return tuple(port.role.kind == "param" or at in read for at, port in enumerate(takes))
 
     @cached_property
     def differentiable(self) -> frozenset[int]:
-        """The positions of outputs that have gradients."""
+        """Positions of the outputs that have gradients."""
         if not self.program.trains:
             return frozenset()
         takes = self.half(BACKWARD).takes
@@ -89,12 +88,12 @@ class Border:
 
     @cached_property
     def _returned(self) -> dict[int, Returned]:
-        """Maps the position of each output to its description on one device."""
+        """Maps the position of each output to the record of how one device returns it."""
         roles, returned = self.program.outputs, self.program.returned
         return {at: returned[role.index] for at, role in enumerate(roles) if role.kind == "output"}
 
     def views(self, half: Half, outputs: Sequence[Any], feed: Sequence[Any]) -> Views:
-        """The outputs of a half that `hand_out` makes of others; the same in all calls of a program."""
+        """Returns the outputs of a half (forward or inference graph) that `hand_out` makes as views; computed once."""
         if half not in self._views:
             views = views_of(self.program, half, self.differentiable, outputs, feed, self.dtensors)
             bases = {self.count + at: self._returned[base.of[0]] for at, base in enumerate(views.bases)}
@@ -102,7 +101,7 @@ class Border:
         return self._views[half]
 
     def held_back(self, half: Half, results: Sequence[Any], feed: Sequence[Any]) -> list[Any]:
-        """The outputs without those that `hand_out` makes of others, and bases behind them; see `Views`."""
+        """Returns the outputs of an inference graph, with None for those that `hand_out` makes, then the bases."""
         outputs = list(results[: self.count])
         outputs = self.views(half, outputs, feed).held_back(outputs)
         for at, shared in self._same_memory(half, outputs, [], feed).items():
@@ -111,11 +110,11 @@ class Border:
         return self._read_only(half, outputs, feed)
 
     def hand_out(self, half: Half, outputs: list[Any], feed: Sequence[Any], node: Any) -> None:
-        """Makes the outputs that are views, and gives hooks.
+        """Puts the views among ``outputs``, in place, and registers gradient hooks.
 
         Args:
-            outputs: of autograd's function, or what `held_back` gave; views take their places.
-            node: that function's call; None where nothing is recorded.
+            outputs: results of autograd's function, or of `held_back`.
+            node: autograd's node of the forward; None if no gradients are recorded.
         """
         views = self._views[half]
         for at in views.read_only:
@@ -126,7 +125,7 @@ class Border:
             self._listen(outputs, node)
 
     def _read_only(self, half: Half, outputs: list[Any], feed: Sequence[Any]) -> list[Any]:
-        """``outputs``, where those that cannot be changed in place are `ReadOnly`."""
+        """Wraps the outputs that cannot be changed in place as `ReadOnly`."""
         views = self._views[half]
         for at in views.read_only:
             if not isinstance(outputs[at], Tensor):
@@ -146,7 +145,7 @@ class Border:
         return outputs
 
     def reads(self, half: Half) -> list[tuple[Role, int]]:
-        """The parameters, buffers and inputs that a backward reads, and where the forward takes each of them."""
+        """Returns (role, position in the forward's inputs) of each parameter, buffer and input a backward reads."""
         if half not in self._reads:
             takes = self.half(FORWARD).takes
             at = {(port.role.kind, port.role.name): at for at, port in enumerate(takes)}
@@ -157,20 +156,20 @@ class Border:
 
     @cached_property
     def overwritten(self) -> dict[str, str]:
-        """The buffers that the backward reads and the program changes, by the names of what is saved of them."""
+        """Maps saved value -> buffer, for the buffers that the program changes and the backward reads."""
         changed = {role.name for role in self.program.outputs if role.kind == "buffer"}
         read = self.half(BACKWARD).reads
         return {name: role.name for name, role in read.items() if role.kind == "buffer" and role.name in changed}
 
     def split_results(self, results: Sequence[Any], feed: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The outputs, with bases behind them (see `Views`), and the saved values of a forward that took ``feed``.
+        """Splits the results of a forward into outputs, with bases behind them (see `Views`), and saved values.
 
-        What is saved keeps no output: autograd would never free a graph of which an output holds itself.
+        Saved values hold no output: an output whose graph holds it would never be freed.
         """
         outputs, saved = list(results[: self.count]), list(results[self.count :])
         views = self.views(self.half(FORWARD), outputs, feed)
         outputs = views.held_back(outputs)
-        for name in self.overwritten:  # by what the forward itself makes of a buffer
+        for name in self.overwritten:  # else the new value of the buffer would overwrite it
             saved[self.places[name]] = saved[self.places[name]].clone()
         same_memory = self._same_memory(self.half(FORWARD), outputs, saved, feed)
         for at, shared in same_memory.items():
@@ -192,7 +191,7 @@ class Border:
         return [x for at, x in enumerate(outputs) if isinstance(x, Tensor) and at not in with_one]
 
     def gradients(self, tangents: Sequence[Any]) -> dict[int, Tensor | None]:
-        """By index of an output, the gradient that came for it, or for the base that it is a view of."""
+        """Maps the index of each output to the gradient of the output or of its base (None if it has none)."""
         by_output = {role.index: tangents[at] for at, role in enumerate(self.program.outputs) if role.kind == "output"}
         for base, grad in zip(self._views[self.half(FORWARD)].bases, tangents[self.count :], strict=True):
             if grad is not None:
@@ -208,10 +207,7 @@ class Border:
         return [(at, counter_of(outputs[at]), outputs[at]._version) for at in changed]
 
     def _listen(self, outputs: Sequence[Any], node: Any) -> None:
-        """Gives each of several outputs its hooks, which torch adds to.
-
-        They are kept of outputs whose gradients are in part those of other outputs: a hook may outlive its output.
-        """
+        """Gives each of several differentiable outputs its own hooks; the node keeps those that `check` needs."""
         for at in self.differentiable if len(self.differentiable) > 1 else ():
             if self._returned[at].same is None and outputs[at].grad_fn is not None:
                 hooks = _give_hooks(outputs[at])
@@ -219,11 +215,15 @@ class Border:
                     node.listened.append((at, hooks, weakref.ref(outputs[at])))
 
     def check(self, half: Half, used: frozenset[int], changes: Changes, listened: Sequence[Any]) -> None:
-        """Refuses a backward that would have other gradients, or give an output another, than on one device.
+        """Refuses a backward whose gradients would differ from those of one device.
+
+        Args:
+            used: indices of the outputs that have gradients.
+            changes: result of `watch` at the forward.
 
         Raises:
-            BackwardError: an output that it reads, here or on one device, was changed in place; or a hook would get a
-                part of an output's gradient.
+            BackwardError: an output that this backward reads was changed in place, or a hook would see a part of a
+                gradient.
         """
         for at, hooks, output in listened:
             others = used.intersection(self._returned[at].leads_to)
@@ -248,12 +248,7 @@ class Border:
     def _same_memory(
         self, half: Half, outputs: Sequence[Any], saved: Sequence[Any], feed: Sequence[Any]
     ) -> dict[int, SameMemory]:
-        """By position of an output, with what it shares memory; the same in all calls of a program.
-
-        Args:
-            outputs: as `Views.held_back` gives them.
-            saved: what the half saves.
-        """
+        """Maps the position of an output to the tensors that share its memory, if any; computed once per half."""
         if half in self._shared:
             return self._shared[half]
         input_at = {memory_of(x): at for at, x in reversed(list(enumerate(feed)))}
@@ -288,7 +283,7 @@ class Border:
         return None
 
     def _aliased_output(self, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]) -> Tensor:
-        """An output that shares its memory, and its count of changes, with what it does on one device."""
+        """Returns the output as a view of the tensor it aliases on one device; otherwise detached or copied."""
         half = self.half(FORWARD)
         out, base = outputs[at], self._base(half, at, shared, outputs, feed)
         if base is not None:
@@ -309,7 +304,7 @@ def modified(index: int, counter: Tensor, before: int) -> BackwardError:
 
 
 def follow(local: Tensor, x: DTensor, index: int) -> None:
-    """Counts the changes of ``x``, which output ``index`` is wrapped in, with its own, and keeps hooks of either."""
+    """Tracks changes and hooks of ``x``, the DTensor that wraps output ``index``, like those of ``local``."""
     node: Any = local.grad_fn
     if not hasattr(node, "listened"):
         return
@@ -327,7 +322,7 @@ def _give_hooks(x: Any) -> GradHooks:
 
 
 def counter_of(x: Tensor) -> Tensor:
-    """A tensor without memory, at the version of ``x`` now and later."""
+    """Returns an empty tensor that shares the version counter of ``x``."""
     counter = x.detach()
     if isinstance(counter, DTensor):
         counter._local_tensor = counter._local_tensor.new_empty(0)

@@ -1,4 +1,4 @@
-"""Entries of ranks in the store for each event: which ranks arrived, the event of the first, and the verdict."""
+"""Comparisons of events (`Act`) between ranks through the store: who arrived, the event of the first, the verdict."""
 
 from __future__ import annotations
 
@@ -11,21 +11,17 @@ import torch.distributed as dist
 
 from shardc.runtime.events import Act, Lines, ended, late_ranks
 
-BEFORE = "differ before"  # a verdict: at an act with a lower number
+BEFORE = "differ before"  # verdict: the ranks differ at an earlier event
 _SAME = "same"
-_LONGEST_PAUSE = 0.05  # seconds between looks at the store
+_LONGEST_PAUSE = 0.05  # seconds between reads of the store
 
 
 class Comparisons:
-    """This rank's part in comparisons of what the ranks of a mesh do.
-
-    Args:
-        prefix: of the keys in the store.
-        rank, ranks: this rank's global number, and those of the mesh.
+    """This rank's side of comparing events through the store. ``prefix`` is that of its keys.
 
     Attributes:
-        asked: numbers of acts that other ranks compare, and that this one did not come to.
-        answered: those at which this rank said what it does.
+        asked: numbers of events that other ranks compare and at which this rank has not arrived.
+        answered: numbers of the latest events at which it has.
     """
 
     def __init__(self, prefix: str, rank: int, ranks: Sequence[int]) -> None:
@@ -37,30 +33,27 @@ class Comparisons:
         self._told: set[str] = set()
 
     def tell(self, store: dist.Store, act: Act) -> None:
-        """Writes down what ``act`` is, once."""
+        """Publishes the lines of ``act`` under its hash, once."""
         if act.key not in self._told:
             store.set(f"{self.prefix}what/{act.key}", json.dumps(act.lines))
             self._told.add(act.key)
 
     def lines(self, store: dist.Store, key: str) -> Lines:
-        """Reads the lines of the event of this key, which a rank has published."""
+        """Reads the lines of the event with hash ``key``, which a rank has published."""
         entry: Lines = json.loads(store.get(f"{self.prefix}what/{key}"))
         return entry
 
     def at(self, number: int) -> str:
-        """The prefix of the keys of act ``number``."""
+        """Returns the key prefix of event ``number``."""
         return f"{self.prefix}{number}/"
 
     def arrive(
         self, store: dist.Store, number: int, key: str, announce: Callable[[dist.Store, int], None]
     ) -> tuple[int, str] | None:
-        """Says that this rank does ``key`` at ``number``.
-
-        Args:
-            announce: called where this rank is the first.
+        """Publishes that this rank's event ``number`` has hash ``key``; calls ``announce`` if it arrives first.
 
         Returns:
-            (rank, key) of one that does something else, as far as known.
+            None if the first rank has the same hash; else (rank, hash) of the first.
         """
         at, mine = self.at(number), f"{self.rank} {key}"
         self.answered.append(number)
@@ -78,13 +71,13 @@ class Comparisons:
         return None
 
     def wait(self, store: dist.Store, number: int) -> tuple[int, str] | str | None:
-        """Waits until all ranks came to ``number``.
+        """Waits until all ranks have arrived at event ``number``.
 
         Returns:
-            (rank, key) of one that does something else; `BEFORE`; None where all do the same.
+            None if all do the same; (rank, hash) of one that does not; `BEFORE` if they differ at an earlier event.
 
         Raises:
-            MeshError: a rank has ended, or did not come within the store's timeout.
+            MeshError: a rank has ended, or did not arrive within the store's timeout.
         """
         at = self.at(number)
         self._wait(store, at)
@@ -95,7 +88,7 @@ class Comparisons:
             rank, key = verdict.split()
             return int(rank), key
         last, self._last = self._last, number
-        if last is not None and self.rank == self.ranks[0]:  # all have read that
+        if last is not None and self.rank == self.ranks[0]:  # all ranks have read the verdict before this one
             for name in ("first", "came", "verdict", *(f"here/{rank}" for rank in self.ranks)):
                 store.delete_key(f"{self.at(last)}{name}")
         return None
@@ -108,7 +101,7 @@ class Comparisons:
                     return
                 gone = [r for r in self.ranks if pause == _LONGEST_PAUSE and store.check([f"{self.prefix}gone/{r}"])]
                 missing = next((rank for rank in gone if not store.check([f"{at}here/{rank}"])), None)
-            except RuntimeError as error:  # of every kind of store
+            except RuntimeError as error:  # every store's error class is one
                 raise late_ranks(store, at, self.ranks) or error from error
             if missing is not None:
                 raise ended(missing, self.ranks)
@@ -118,23 +111,23 @@ class Comparisons:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def say(self, store: dist.Store, number: int, text: str) -> None:
-        """Leaves ``text`` for the ranks that come to ``number``."""
+        """Publishes this rank's ``text`` at event ``number``, for `entries_at`."""
         store.set(f"{self.at(number)}said/{self.rank}", text)
 
     def entries_at(self, store: dist.Store, number: int, ranks: Iterable[int]) -> dict[int, str]:
-        """Reads the texts of ranks at event ``number``; by then all have read those of earlier events."""
+        """Reads the texts of ``ranks`` (mesh positions) at event ``number``; deletes this rank's previous text."""
         if self._said is not None:
             store.delete_key(self._said)
         self._said = f"{self.at(number)}said/{self.rank}"
         return {rank: store.get(f"{self.at(number)}said/{self.ranks[rank]}").decode() for rank in ranks}
 
     def hear_all(self, store: dist.Store, number: int) -> str:
-        """Says that this rank heard that the ranks differ at ``number``; the key that is there when all have."""
+        """Counts this rank as informed of the difference at ``number``; the key returned exists once all ranks are."""
         heard = f"{self.at(number)}all heard"
         if store.add(f"{self.at(number)}heard", 1) == len(self.ranks):
             store.set(heard, "")
         return heard
 
     def refuse(self, store: dist.Store, number: int) -> bool:
-        """Ends this rank's wait at ``number`` with `BEFORE`, unless it has a verdict already."""
+        """Ends this rank's wait at event ``number`` with `BEFORE`; returns False if there was a verdict already."""
         return store.compare_set(f"{self.at(number)}verdict", "", BEFORE).decode() == BEFORE

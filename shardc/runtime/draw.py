@@ -1,9 +1,9 @@
-"""Random fills of a tensor that no process holds whole: drawn in chunks, in the single device's order.
+"""Random fills of a sharded tensor with the values of a single device, without holding the whole tensor.
 
-Every rank draws all chunks from the same CPU generator and keeps the elements that it holds, so the values
-and the generator's state afterwards equal those of the same fill of the whole tensor. torch's CPU fills are
-sequential in the flat index; ``normal_`` works in blocks of 16 and draws the last 16 elements anew where
-the size is no multiple of 16, so chunks are multiples of 16 and the last one has at least 16 elements.
+Each rank draws all chunks from the same CPU generator and keeps its own elements, so the generator's state afterwards
+is that of one device too. torch's CPU fills are sequential in the flat index, but ``normal_`` works in blocks of 16 and
+redraws the last 16 elements if the size is no multiple of 16. So chunks are multiples of 16, and the last one has at
+least 16 elements.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ Fill = Callable[[torch.Tensor], object]
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's part of a tensor of global ``shape``: per dim the indices, and the local tensor.
-
-    ``local`` is None where the rank holds nothing of it.
-    """
+    """This rank's part of a tensor of global ``shape``: indices per dim, and the local tensor (None if it has none)."""
 
     shape: tuple[int, ...]
     indices: tuple[Sequence[int], ...]
@@ -38,18 +35,18 @@ class Piece:
 
 
 def draw(piece: Piece, fill: Fill, dtype: torch.dtype, limit: int) -> None:
-    """Fills ``piece`` as ``fill`` would fill the whole contiguous CPU tensor, at most ``limit`` elements at a time."""
+    """Fills ``piece`` as ``fill`` fills the whole contiguous CPU tensor; draws at most ``limit`` elements at once."""
     for start, values in drawn(piece.numel, fill, dtype, limit):
         place(piece, start, values)
 
 
 def drawn(numel: int, fill: Fill, dtype: torch.dtype, limit: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first flat index, values) of each chunk of the whole fill; the buffer is reused from chunk to chunk."""
+    """Yields (first flat index, values) of each chunk of the whole fill; the values' buffer is reused."""
     step = max(limit // BLOCK, 1) * BLOCK
     buffer = torch.empty(min(numel, step + BLOCK), dtype=dtype)
     start = 0
     while start < numel:
-        # The last chunk takes the remainder with it, so that it has a block at least.
+        # The last chunk includes the remainder, so that it has at least one block.
         size = numel - start if numel - start < step + BLOCK else step
         fill(buffer[:size])
         yield start, buffer[:size]
@@ -57,7 +54,7 @@ def drawn(numel: int, fill: Fill, dtype: torch.dtype, limit: int) -> Iterator[tu
 
 
 def place(piece: Piece, start: int, values: torch.Tensor) -> None:
-    """Copies into ``piece`` what it holds of ``values``, the flat elements from ``start`` of the whole tensor."""
+    """Copies ``values``, the flat elements of the whole tensor from ``start``, to the positions that ``piece`` has."""
     if piece.local is None or piece.local.numel() == 0:
         return
     if not piece.shape:
@@ -90,14 +87,14 @@ def _place_rows(piece: Piece, first: int, block: torch.Tensor) -> None:
 
 
 def shifted(index: Sequence[int], by: int) -> Sequence[int]:
-    """Each of ``index`` less ``by``; a `range` stays one."""
+    """Subtracts ``by`` from each index; a `range` stays a `range`."""
     if isinstance(index, range):
         return range(index.start - by, index.stop - by)
     return [i - by for i in index]
 
 
 def scatter(piece: Piece, flat: torch.Tensor, values: torch.Tensor) -> None:
-    """Writes ``values`` at the flat indices ``flat`` of the whole tensor, those of them that ``piece`` holds."""
+    """Writes ``values`` at the flat indices ``flat`` of the whole tensor, as far as ``piece`` has them."""
     if piece.local is None or piece.local.numel() == 0:
         return
     mask = torch.ones_like(flat, dtype=torch.bool)

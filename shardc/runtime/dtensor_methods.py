@@ -1,6 +1,6 @@
-"""Methods and attributes of DTensors that no op stands for: their numbers, text, copies and memory.
+"""Methods and attributes of DTensors that are no ops: values, text, copies and memory.
 
-They are set on torch's class, and change DTensors on the meshes of compiled modules only.
+They replace torch's on the class, and change DTensors on meshes of compiled modules only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _numpy(self: DTensor, *, force: bool = False) -> Any:
     torch.empty(0, requires_grad=self.requires_grad).numpy(force=force)  # raises what torch does
     detached: Any = self.detach()
     out = gather(detached).cpu().numpy().copy()
-    out.flags.writeable = False  # what was written to it would reach no shard
+    out.flags.writeable = False  # a write to it would not reach the shards
     return out
 
 
@@ -45,7 +45,7 @@ def _format(self: DTensor, spec: str) -> str:
 
 
 def _str(self: DTensor) -> str:
-    """A number as one device shows it; of others this rank's part, as by `repr`, which reduces nothing."""
+    """Text of a scalar's value; for other tensors the `repr` of this rank's shard, without communication."""
     if not _is_ours(self):
         return repr(self)
     detached: Any = self.detach()
@@ -53,7 +53,7 @@ def _str(self: DTensor) -> str:
 
 
 def _deepcopy(self: DTensor, memo: dict[int, Any]) -> Any:
-    """A leaf of its own memory, laid out like ``self``; torch's fails on DTensors."""
+    """Copies a leaf into its own memory, with the same layout; torch's fails on DTensors."""
     if id(self) in memo:
         return memo[id(self)]
     if not self.is_leaf or not _is_ours(self):
@@ -68,7 +68,7 @@ def _deepcopy(self: DTensor, memo: dict[int, Any]) -> Any:
 
 
 def _set_data(self: DTensor, value: Tensor) -> None:
-    """Copies the values of ``value``, a DTensor or a plain tensor that is the same on all ranks, to the shards."""
+    """Copies ``value``, a DTensor or a plain tensor that is the same on all ranks, to the shards."""
     if not _is_ours(self) or not isinstance(value, Tensor):
         return _torch_data.__set__(self, value)
     local = value._local_tensor if isinstance(value, DTensor) else value
@@ -93,7 +93,7 @@ def _set_data(self: DTensor, value: Tensor) -> None:
 
 
 def _memory(name: str, fix: str) -> Any:
-    """The method ``name``, refused as it gives the memory of all elements; torch's code takes a null pointer of it."""
+    """Returns a method in place of ``name`` that refuses to expose memory, except to torch's own code."""
     torchs = getattr(Tensor, name)
 
     def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Events of a rank, as text that other ranks can compare: a call, its backward, the compiling of a program."""
+"""Events of a rank, as text that ranks can compare: a module call, its backward, the compilation of a program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAME = "the same"
 _LONGEST = 4000  # characters of another rank's error
 Lines = Sequence[Sequence[str]]
 
-# The beginning of a topic -> what to do where ranks differ in it.
+# Prefix of a topic -> the fix if ranks differ in it.
 _FIXES = {
     "act": "call the same modules, methods and backward equally often and in the same order on every rank; what "
     "forward reads (attributes, globals) has to be the same on every rank",
@@ -54,10 +54,10 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Act:
-    """An event of a rank.
+    """An event that all ranks must go through in the same order.
 
     Args:
-        lines: (topic, what there is to say of it); the first topic is "act".
+        lines: (topic, text) pairs that describe it; the first topic is "act". They are the same on all ranks.
     """
 
     lines: tuple[tuple[str, str], ...]
@@ -68,7 +68,7 @@ class Act:
         return hashlib.sha256(json.dumps(self.lines).encode()).hexdigest()[:32]
 
     def backward(self, used: frozenset[int]) -> Act:
-        """The backward of this call, from the outputs of these numbers."""
+        """Returns the event of this call's backward from the outputs with indices ``used``."""
         if used not in self._backwards:
             (_, does), *rest = self.lines
             outputs = ("outputs that gradients come from", ", ".join(map(str, sorted(used))))
@@ -77,7 +77,7 @@ class Act:
 
     @cached_property
     def fresh(self) -> Act:
-        """This call, where values came since the last one."""
+        """The event of this call if parameter values were replaced since the last one."""
         return Act((*self.lines, ("new values", "some since the last call")))
 
     @cached_property
@@ -87,7 +87,7 @@ class Act:
 
 @dataclass(frozen=True)
 class Told:
-    """A block whose error is passed to ``fails`` with ``epoch``, and raised. (A generator costs microseconds more.)"""
+    """Context manager that passes an error raised in it to ``fails``, with ``epoch``. (Faster than a generator.)"""
 
     fails: Callable[[BaseException, int], None]
     epoch: int
@@ -109,14 +109,15 @@ def call_act(
     deferred: Deferred,
     row_axes: Sequence[tuple[str, ...]] = (),
 ) -> Act:
-    """A call of a module.
+    """Returns the event of a module call.
 
     Args:
-        name: of the module.
-        call: the signature on this rank's inputs, which are among ``leaves``.
-        grad, inference: whether gradients are recorded, and whether it is in inference mode.
+        name: name of the module.
+        call: signature of the local inputs.
+        leaves: pytree leaves of the arguments.
+        grad, inference: whether grad mode and inference mode are on.
         deferred: the gradients that are left unreduced.
-        row_axes: for each tensor, whether ranks may pass different numbers of its rows; by default not.
+        row_axes: per tensor, the mesh axes over which ranks may pass different numbers of rows; none by default.
     """
     uneven = iter(row_axes)
     inputs = [
@@ -141,19 +142,20 @@ def call_act(
 
 
 def program_act(certificate: str, graphs: Mapping[str, fx.GraphModule], mesh: Mesh) -> Act:
-    """The compiling of local graphs, by name: all that they compute, whoever made them.
+    """Returns the event of compiling a program.
 
     Args:
-        certificate: their collectives in order; a difference in these is told first.
+        certificate: text of its collectives in order; compared before the graphs.
+        graphs: name -> local graph.
     """
-    # What is saved goes by the name of a node, which a stored graph does not keep.
+    # A saved value is named after its node, and a stored graph does not keep node names.
     texts = {name: re.sub(r"(?m)^(  saved(?: #\d+)?) \S+ =", r"\1 =", dump(gm, mesh)) for name, gm in graphs.items()}
     code = [(f"the {name} graph", texts[name] + "\n".join(_constants(gm))) for name, gm in graphs.items()]
     return Act((("act", "compiled program"), ("collectives", certificate), *code))
 
 
 def _constants(gm: fx.GraphModule) -> list[str]:
-    """The tensors that a graph holds."""
+    """Returns a line with name and fingerprint for each constant tensor of a graph."""
     targets = {str(node.target) for node in gm.graph.nodes if node.op == "get_attr"}
     constants = [(name, attrgetter(name)(gm)) for name in sorted(targets)]
     return [f"{name} = {fingerprint(x):x}" for name, x in constants if isinstance(x, Tensor)]
@@ -166,11 +168,11 @@ def _shown(x: Any, constant: Any, any_rows: bool) -> str:
         return f"{kind}shape [{shape}], {x.dtype}" + (", requires_grad" if x.requires_grad else "")
     assert isinstance(constant, Constant)
     value = sorted(map(repr, x)) if isinstance(x, set | frozenset) else x
-    return re.sub(" at 0x[0-9a-f]+", "", repr(value))  # an address is of this process
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))  # addresses differ between processes
 
 
 def _runs(values: Any) -> str:
-    """One value, or each with how often it comes in a row: ``True x 3, False``."""
+    """Returns a value as text, and a tuple run-length encoded: ``True x 3, False``."""
     if not isinstance(values, tuple):
         return repr(values)
     runs = [(value, len(list(run))) for value, run in groupby(values)]
@@ -186,7 +188,7 @@ def difference(rank: int, rank_lines: Lines, other_rank: int, other_lines: Lines
             f"ranks {rank} and {other_rank} are not at the same call: both are at a {mine['act']}, one of them earlier",
             fix=_FIXES["act"],
         )
-    topic = min(topics, key=lambda topic: (topic != "act", not topic.startswith("input '")))  # also what only one has
+    topic = min(topics, key=lambda topic: (topic != "act", not topic.startswith("input '")))  # or of one rank only
     value, other_value = mine.get(topic), theirs.get(topic)
     if topic.startswith("values"):
         of = next(lines for lines in (mine, theirs) if lines.get(topic) != SAME)
@@ -203,7 +205,7 @@ def difference(rank: int, rank_lines: Lines, other_rank: int, other_lines: Lines
 
 
 def raised(rank: int, error: BaseException) -> tuple[str, str | None, str]:
-    """Returns the text, source line and fix with which other ranks report ``error`` of ``rank``."""
+    """Returns text, source line and fix of the error that other ranks raise for ``error`` of ``rank``."""
     shardc_error = error if isinstance(error, ShardcError) else None
     text = (shardc_error.what if shardc_error else str(error))[:_LONGEST]
     fix = f"mend it on rank {rank}" + (
@@ -217,7 +219,7 @@ def raised(rank: int, error: BaseException) -> tuple[str, str | None, str]:
 
 
 def _lines_of_user(error: BaseException) -> Iterator[str]:
-    """The lines that ``error`` came through, but for those of torch, shardc and Python."""
+    """Yields ``file:line`` of the user's frames in the traceback of ``error``."""
     frames = traceback.walk_tb(error.__traceback__)
     yield from (f"{x.f_code.co_filename}:{line}" for x, line in frames if not is_told(x.f_code))
 
@@ -251,7 +253,7 @@ def ended(rank: int, ranks: Sequence[int]) -> MeshError:
 
 
 def lost(error: RuntimeError, rank: int, ranks: Sequence[int]) -> RuntimeError:
-    """``error``, which came out of a collective of ``rank`` with ``ranks``, as one that says so; others as they are."""
+    """Returns a CollectiveError in place of ``error`` if a connection was lost or a wait timed out; else ``error``."""
     text = str(error).partition("\n")[0]
     if isinstance(error, ShardcError) or not re.search(r"gloo|NCCL|[Cc]onnection|[Tt]imed out", text):
         return error
@@ -272,7 +274,7 @@ def waits_elsewhere(rank: int, where: str, other: int, does: Lines) -> MeshError
 
 
 def _state(value: Any) -> str:
-    """A state of torch, or several, for people."""
+    """Returns one or several settings of torch as text for an error."""
     if isinstance(value, tuple):
         return ", ".join(" ".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in value) or "none"
     return str(value)

@@ -1,4 +1,4 @@
-"""A number for the bytes of a tensor, which other bytes nearly never have."""
+"""Fingerprints of tensors: different values very rarely have the same one."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-_WORDS = 1 << 16  # of eight bytes: what is worked on at once stays in a core's cache
+_WORDS = 1 << 16  # 8-byte words per block, which fits in a core's cache
 _MASK = (1 << 64) - 1
 _MIX = 0x9E3779B97F4A7C15  # odd
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """The values of ``x`` as bytes in one dim: a view where ``x`` is contiguous."""
+    """Returns the values of ``x`` as uint8 in one dim: a view if ``x`` is contiguous."""
     flat = x.detach().resolve_conj().resolve_neg().contiguous()
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a tensor of one element may have any stride
 
 
 def fingerprint(x: Tensor) -> int:
-    """64 bits of the values of ``x``, its dtype and its shape. It works where ``x`` is, at several GB/s on a core.
+    """Hashes values, dtype and shape of ``x`` to 64 bits, on its device; several GB/s on one core.
 
-    Each word of eight bytes is multiplied by an odd number of its own and the products are summed modulo 2^64, block by
-    block: a change of one word always shows.
+    Each 8-byte word is multiplied by its own odd number and the products are summed modulo 2^64, per block. A change of
+    a single word always changes the result.
     """
     flat = bytes_of(x)
     if flat.storage_offset() % 8:

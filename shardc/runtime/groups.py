@@ -1,9 +1,8 @@
-"""Process groups under the names that the compiled graphs use, the same names on every rank.
+"""Process groups, under names that compiled graphs use on every rank.
 
-A graph names a group by its axes, ``"shardc:dp"`` or ``"shardc:dp,tp"`` (mesh order; axis parts such as
-``tp:1x2`` too), so every rank runs the same graph; each rank registers its own process group under that
-name. A second mesh of the process gets names with a tag, ``"shardc.1:dp"``: `Groups.rename` maps the
-names of the graph to the registered ones before lowering.
+A graph names a group by its axes in mesh order, ``"shardc:dp"`` or ``"shardc:dp,tp"`` (or axis parts, ``tp:1x2``). Each
+rank registers its own process group under that name, so all ranks run the same graph. Names of a second mesh of the
+process have a tag, ``"shardc.1:dp"``; `Groups.rename` maps graph names to registered names before lowering.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Axes = tuple[str, ...]
 
 
 def _check_carries(mesh: Mesh, kind: str) -> None:
-    """Refuses gloo for an accelerator: it raises at some collectives there, and ends the process at others."""
+    """Refuses gloo for accelerator tensors, on which some of its collectives raise and others end the process."""
     config = str(dist.get_backend_config())  # such as "cpu:gloo,cuda:nccl"
     if mesh.ranks > 1 and kind != "cpu" and f"{kind}:gloo" in config.split(","):
         raise MeshError(
@@ -42,14 +41,14 @@ def _check_carries(mesh: Mesh, kind: str) -> None:
 
 
 class Groups:
-    """This rank's process groups of one DeviceMesh; made by `Groups.of`, shared by all programs on that mesh.
+    """This rank's process groups of one DeviceMesh, shared by all its programs; get one with `Groups.of`.
 
     Attributes:
         mesh: the abstract mesh.
-        rank: where this process stands on it: the row-major index of its coordinates, not its global rank.
-        prefix: of the registered names; another one for each mesh of the process.
-        agreement: on what the ranks of the mesh run.
-        rename: group name in a graph -> registered name, for the groups added so far.
+        rank: row-major index of this process on the mesh, not its global rank.
+        prefix: prefix of the registered names, unique per mesh of the process.
+        agreement: checks that all ranks run the same events.
+        rename: group name in a graph -> registered name.
     """
 
     def __init__(self, device_mesh: DeviceMesh, tag: int = 0) -> None:
@@ -77,10 +76,10 @@ class Groups:
 
     @classmethod
     def of(cls, device_mesh: DeviceMesh) -> Groups:
-        """The groups of ``device_mesh``; every rank must first ask for its meshes in the same order.
+        """Returns the groups of ``device_mesh``. All ranks must first use their meshes in the same order.
 
         Raises:
-            MeshError: no process group, a mesh without names or larger than the world, or this rank is not on it.
+            MeshError: there is no process group, the mesh has no names or exceeds the world, or this rank is not on it.
         """
         if not dist.is_initialized():
             raise MeshError("there is no process group to run on", fix="call dist.init_process_group first")
@@ -91,9 +90,9 @@ class Groups:
         return groups_by_mesh[key]
 
     def add(self, axes_sets: Iterable[Axes]) -> dict[str, str]:
-        """Makes the groups of ``axes_sets`` that are not there yet, in an order that depends on the set alone.
+        """Creates the groups of ``axes_sets`` that are missing, in the same order on all ranks; returns `rename`.
 
-        Every rank of the mesh must call this with the same axes sets. Returns `rename`.
+        All ranks of the mesh must call this with the same axes sets.
         """
         ordered = {self._ordered(axes) for axes in axes_sets}
         for axes in sorted(ordered, key=lambda axes: [self._place(axis) for axis in axes]):
@@ -105,9 +104,9 @@ class Groups:
         return self.rename
 
     def view(self, layouts: Iterable[Layout]) -> DeviceMesh:
-        """The mesh with every axis that ``layouts`` cut in parts replaced by them, so that placements can say these.
+        """Returns the mesh with each axis that ``layouts`` split replaced by its parts, for use in placements.
 
-        Every rank of the mesh must call this with the same layouts.
+        All ranks of the mesh must call this with the same layouts.
         """
         parts = parts_of(self.mesh, layouts)
         view = view_of(self.mesh, parts)
@@ -122,30 +121,30 @@ class Groups:
         return self._views[view]
 
     def _interrupt(self) -> None:
-        """Makes whatever this rank waits for in a collective of a graph raise; the groups are of no use then."""
+        """Makes collectives in which this rank waits raise; the groups cannot be used afterwards."""
         interrupt({c10d._resolve_process_group(name) for name in self.rename.values()})  # type: ignore[arg-type]
 
     def everyone(self) -> list[int]:
-        """The global ranks of the mesh, in the mesh's order."""
+        """Returns the global ranks of the mesh, in mesh order."""
         return list(self._global)
 
     def ranks(self, axes: Axes) -> list[int]:
-        """The global ranks of this rank's group along ``axes``, in group order (first axis in mesh order slowest)."""
+        """Returns the global ranks of this rank's group along ``axes``, in group order (first mesh axis slowest)."""
         return next(group for group in self._groups(self._ordered(axes)) if dist.get_rank() in group)
 
     def of_first(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``, which all ranks have, with the values of the mesh's first rank: a broadcast along each axis."""
+        """Broadcasts ``x`` from the mesh's first rank, in place, and returns it."""
         for axis, group in self._along_each_axis():
             with self.agreement.waits():
                 dist.broadcast(x, self.ranks((axis,))[0], group)
         return x
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on some rank of the mesh; all of them call it."""
+        """Returns whether ``flag`` is true on some rank of the mesh; a collective."""
         return self.most(int(flag)) > 0
 
     def most(self, number: int) -> int:
-        """The largest ``number`` of all ranks of the mesh, which all call it."""
+        """Returns the largest ``number`` of all ranks of the mesh; a collective."""
         largest = torch.tensor([number], dtype=torch.int32, device=self._device_mesh.device_type)
         for _, group in self._along_each_axis():
             with self.agreement.waits():
@@ -159,9 +158,9 @@ class Groups:
                 yield axis, c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
     def coordinate(self, axes: Axes, device: torch.device | str | None = None) -> torch.Tensor:
-        """This rank's index along ``axes``, the first slowest: int64 [1] on ``device`` (the mesh's by default).
+        """Returns this rank's index along ``axes`` (first slowest) as int64 [1], on the mesh's device by default.
 
-        The same tensor at every call: it is for reading.
+        It is cached: do not write to it.
         """
         place = torch.device(device or self._device_mesh.device_type)
         if (axes, place) not in self._coordinates:
@@ -175,11 +174,11 @@ class Groups:
         return (*self.mesh.order(axis), self.mesh.size(axis))
 
     def _groups(self, axes: Axes) -> list[list[int]]:
-        """The global ranks of every group along ``axes``, one group after the other."""
+        """Returns the global ranks of every group along ``axes``."""
         return [[self._global[rank] for rank in group] for group in groups_of(self.mesh, axes)]
 
     def _make(self, axes: Axes) -> dist.ProcessGroup:
-        """This rank's group along ``axes``. What is made, and in which order, is the same on all ranks."""
+        """Creates this rank's group along ``axes``. All ranks create the same groups in the same order."""
         groups = self._groups(axes)
         everyone = list(range(dist.get_world_size()))
         if groups == [everyone]:
@@ -193,8 +192,8 @@ class Groups:
         return next(group for group, ranks in zip(handles, groups, strict=True) if dist.get_rank() in ranks)
 
 
-# The meshes of each world that have groups, by names, shape and ranks. It is the one record of which names
-# are taken in c10d's registry, which is global to the process too, and it goes away with its world.
+# Per world: the meshes with groups, by names, shape and ranks. Like c10d's registry, whose names it tracks, it is
+# global to the process; it ends with its world.
 _known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Groups]] = WeakKeyDictionary()
 
 

@@ -1,4 +1,4 @@
-"""Programs of calls that are alike but for what the model's code read: attributes, containers, globals, hooks."""
+"""Selects the program of a call by the attributes, containers, globals and hooks that its capture read (guards)."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from shardc.ir.executable import Executable
 from shardc.ir.reads import Lookup, Reads, Values, parse
 from shardc.runtime.signature import Signature
 
-_MANY = 8  # programs of one call that differ in what was read; as Dynamo's limit
+_MANY = 8  # programs per call signature before a warning; as Dynamo's limit
 
 
 class GuardCache:
-    """Guards of the captures of one module: the places read, and their values at that time."""
+    """Per call signature, the guards of its programs: the places that captures read, and their values."""
 
     def __init__(self) -> None:
         self._fixed: dict[Signature, list[tuple[Reads, Values]]] = {}
         self._sized: dict[Signature, list[dict[Reads, Values]]] = {}
 
     def reads(self) -> Iterator[Reads]:
-        """All that any of them read."""
+        """Yields the reads of all captures."""
         yield from (reads for each in self._fixed.values() for reads, _ in each)
         yield from (reads for each in self._sized.values() for one in each for reads in one)
 
     def find(self, call: Signature, model: nn.Module, loss: Any) -> Signature | None:
-        """The signature of the program for a call of ``model`` as it is now, or None where there is none yet."""
+        """Returns the signature of a program whose guards hold for ``model`` and ``loss`` now; None if none do."""
         for reads, values in self._fixed.get(call, ()):
             if reads.values(model, loss) == values:
                 return replace(call, reads=values)
         return None
 
     def add(self, signature: Signature, reads: Reads) -> None:
-        """Notes what the capture for ``signature`` read; warns where there are many that differ in nothing else."""
+        """Adds the reads of the capture for ``signature``; warns if many programs differ in nothing else."""
         variants = self._fixed.setdefault(replace(signature, reads=()), [])
         if (reads, signature.reads) in variants:
             return
@@ -47,7 +47,7 @@ class GuardCache:
             warnings.warn(ShardcWarning(_changing([values for _, values in variants])), stacklevel=2)
 
     def find_sized(self, call: Signature, model: nn.Module, loss: Any) -> Signature:
-        """As `find`, for a call without its dynamic sizes; where there is none yet, a signature of its own."""
+        """Like `find`, for a call without its dynamic sizes; if no guards hold, adds and returns a new signature."""
         variants = self._sized.setdefault(call, [])
         for at, variant in enumerate(variants):
             if all(reads.values(model, loss) == values for reads, values in variant.items()):
@@ -56,7 +56,7 @@ class GuardCache:
         return replace(call, reads=(("variant", str(len(variants) - 1)),))
 
     def add_sized(self, signature: Signature, reads: Reads, model: nn.Module, loss: Any) -> bool:
-        """Notes what the capture of a program for a call that `find_sized` found has read; whether that is new."""
+        """Adds the reads of a capture to a signature that `find_sized` returned; returns whether they are new."""
         variant = self._sized[replace(signature, reads=())][int(signature.reads[0][1])]
         new = reads not in variant
         variant.setdefault(reads, reads.values(model, loss))
@@ -64,7 +64,7 @@ class GuardCache:
 
 
 def settled(program: Executable, model: nn.Module, loss: Any) -> Signature:
-    """The signature of calls of ``model`` behind the first, which sets on it what that sets on one device."""
+    """Sets the attributes that the model's first call sets, and returns the signature of the calls after it."""
     reads = program.reads
     at = Lookup(model, loss, reads.scopes)
     for expression, value in reads.sets:

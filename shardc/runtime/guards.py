@@ -1,4 +1,4 @@
-"""Whether what programs read of a model is still what it was: asked in front of each step, in some 10 microseconds."""
+"""Guards: checks before each step, in some 10 microseconds, that what captures read of a model is unchanged."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from shardc.ir.reach import Reach
 from shardc.ir.reads import GONE, Lookup, Path, Read, Reads, parse
 from shardc.ir.states import GRAD_MODE, STATES
 
-_HELD = ("_modules", "_parameters", "_buffers")  # which the census looks at
+_HELD = ("_modules", "_parameters", "_buffers")  # checked by `ModuleSnapshot`
 _MISSING = (AttributeError, KeyError, IndexError, TypeError)
 
 
 class Guards:
-    """Identity guards: the objects at the places of a model that captures have read.
+    """Identity guards on the objects that captures have read.
 
-    Places are compared by identity, so that `holds` may be False where all values are equal; never True where they
-    are not, but for what is inside of objects that say nothing of their attributes.
+    They compare objects, so `holds` may be False although all values are equal. It is never wrongly True, except for
+    changes inside objects that do not expose their attributes.
     """
 
     def __init__(self, reads: Iterable[Reads], model: nn.Module, loss: Any) -> None:
         self._items: dict[int, tuple[Any, dict[Any, Any]]] = {}  # mapping -> key -> value
-        self._own: dict[tuple[int, Any], tuple[Any, Any]] = {}  # names and keys that are not in a dict
-        self._rows: dict[int, tuple[Any, tuple[Any, ...]]] = {}  # container -> what iterating it gives
+        self._own: dict[tuple[int, Any], tuple[Any, Any]] = {}  # names and keys that are absent from a dict
+        self._rows: dict[int, tuple[Any, tuple[Any, ...]]] = {}  # container -> its elements
         self._tensors: list[tuple[Tensor, int]] = []
         self._rest: list[tuple[Any, str, Any]] = []  # object, attribute, value
-        self._states: list[tuple[Any, list[Any], Any]] = []  # function of torch, arguments, what it says
+        self._states: list[tuple[Any, list[Any], Any]] = []  # function of torch, arguments, result
         reached: list[Reach] = []
         for capture in {id(one): one for one in reads}.values():
             reached.append(capture.reach(model, loss))
             lookup = Lookup(model, loss, capture.scopes)
             seen: set[Path] = set()
             for read in capture.entries:
-                if read.what != "hooks" and read.expression != GRAD_MODE:  # which others look at, too
+                if read.what != "hooks" and read.expression != GRAD_MODE:  # checked elsewhere
                     self._note(read, lookup, seen)
         self._reached = Reach.of_all(reached)
-        # Its first key twice: an itemgetter of one key would give no tuple.
+        # The first key twice: an itemgetter of one key returns no tuple.
         self._getters = [(itemgetter(*found, next(iter(found))), held) for held, found in self._items.values()]
         self._values = [value for get, held in self._getters for value in get(held)]
         self._absent = [held for held, _ in self._own.values()], [name for _, name in self._own.values()]
 
     def holds(self) -> bool:
-        """Whether all is as it was."""
+        """Whether all objects are the same, and all tensor versions."""
         try:
             now = [get(held) for get, held in self._getters]
         except KeyError:
@@ -79,7 +79,7 @@ class Guards:
             self._tensors.append((value, value._version))
 
     def _path(self, path: Path, lookup: Lookup, seen: set[Path]) -> None:
-        """Notes each place on the way to what ``path`` names."""
+        """Adds a guard for each step of the expression ``path``."""
         if path in seen:
             return
         seen.add(path)
@@ -103,7 +103,7 @@ class Guards:
                 self._row(container)
 
     def _row(self, container: Any) -> None:
-        if hasattr(container, "__iter__") and not isinstance(container, (tuple, str)):  # nothing of others changes
+        if hasattr(container, "__iter__") and not isinstance(container, (tuple, str)):  # these are immutable
             self._rows[id(container)] = container, tuple(container)
 
     def _attribute(self, owner: Any, name: str) -> None:

@@ -1,4 +1,4 @@
-"""A model's own methods that initialise it: called on the compiled module, they run shard by shard."""
+"""A model's own initialisation methods: on a compiled module, they run shard by shard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardc.runtime.storage import cut, refill
 if TYPE_CHECKING:
     from shardc.runtime.state import State
 
-# Names that libraries and models give to such methods.
+# Names of initialisation methods in libraries and models.
 _INITIALISES = re.compile(
     r"_{0,2}(re)?(init|initiali[sz]e|reset|set_init)(_?(all|model|module))?"
     r"(_?(weights?|params?|parameters?|buffers?|embeddings?|linears?|layers?))?_?"
@@ -27,10 +27,10 @@ _INITIALISES = re.compile(
 
 
 def initializers(cls: Any) -> dict[str, Any]:
-    """The methods of ``cls``, a model's, that initialise it by their names, as a compiled module has them.
+    """Returns wrappers of the methods of ``cls`` whose names say that they initialise (``init_weights``).
 
-    What such a method writes to parameters and buffers reaches the shards, with the values of one device; attributes
-    that it sets stay set.
+    What they write to parameters and buffers reaches the shards, with the values of one device; attributes that they
+    set stay.
     """
     methods = {name: inspect.getattr_static(cls, name, None) for name in dir(cls) if _INITIALISES.fullmatch(name)}
     return {name: _shardwise(method) for name, method in methods.items() if isinstance(method, FunctionType)}
@@ -50,14 +50,14 @@ def _shardwise(method: FunctionType) -> Any:
 
 
 def initialise(state: State, run: Callable[[nn.Module], Any], complete: bool = False) -> Any:
-    """Calls ``run`` with the model, shard by shard, and returns what it returns. All ranks call it.
+    """Calls ``run`` with the model and copies what it writes into the shards; returns its result. All ranks call it.
 
     Args:
-        complete: everything on ``meta`` must get values.
+        complete: whether all tensors on ``meta`` must be filled.
 
     Raises:
-        InitError: an op cannot run shard by shard, a tensor got values in part, or was replaced by another kind of
-            tensor. Parameters and buffers are as before then.
+        InitError: an op cannot run shard by shard, or a tensor was filled in part or replaced by one of another kind.
+            No parameter or buffer is changed then.
     """
     if state.device_mesh is None:
         raise MeshError(f"the module was compiled for the abstract mesh {state.mesh} and holds no shards")
@@ -78,7 +78,7 @@ def initialise(state: State, run: Callable[[nn.Module], Any], complete: bool = F
 
 
 def _note_attributes(slot: Slot) -> None:
-    """Gives the tensor what was set on what stood or stands in its place."""
+    """Copies attributes and ``requires_grad`` from the stand-in to the tensor."""
     now: Any = slot.now
     slot.before.requires_grad_(now.requires_grad)
     vars(slot.before).update(attributes(now))

@@ -1,4 +1,4 @@
-"""Inputs at the call: global tensors cut into local shards, local ones checked, DTensors resharded."""
+"""Inputs of a call: global tensors are sharded, local ones checked, DTensors resharded."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WAYS_OUT = (
 
 
 def shard_input(whole: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
-    """The contiguous shard of ``whole`` (a global tensor) that ``rank`` holds under ``layout``; a copy.
+    """Copies the shard of ``rank`` out of a global input, contiguous and with its ``requires_grad``.
 
-    Gradients do not flow back to ``whole``; ``requires_grad`` is kept on the shard.
+    Gradients do not flow back to ``whole``.
 
     Raises:
-        InputError: ``whole`` is not of the layout's global shape.
+        InputError: ``whole`` does not have the layout's global shape.
     """
     if tuple(whole.shape) != layout.shape:
         raise InputError(
@@ -44,7 +44,7 @@ def shard_input(whole: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
 
 
 def local_input(x: torch.Tensor, layout: Layout, device_mesh: DeviceMesh) -> torch.Tensor:
-    """The local tensor of one input, contiguous as the program takes it: a DTensor is resharded to ``layout``.
+    """Returns the local tensor of an input, contiguous; a DTensor is resharded to ``layout``.
 
     Raises:
         InputError: a DTensor on another mesh or of another global shape.
@@ -66,12 +66,12 @@ def local_input(x: torch.Tensor, layout: Layout, device_mesh: DeviceMesh) -> tor
 
 
 def in_order(x: torch.Tensor) -> torch.Tensor:
-    """``x`` as compiled code reads it: contiguous, with no bit that conjugates or negates; a copy if needed."""
+    """Returns ``x`` as compiled code needs it: contiguous, conjugation and negation bits resolved."""
     return x.resolve_neg().resolve_conj().contiguous()
 
 
 def local_part(x: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor; any other is one."""
+    """Returns the local tensor of a DTensor; other tensors as they are."""
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
@@ -81,7 +81,7 @@ def check_inputs(
     layouts: Sequence[Layout],
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> None:
-    """Checks the tensors of one call: local shapes (global ones for DTensors) against layouts, and dtypes if given.
+    """Checks the tensors of a call: local shapes (global ones of DTensors) against layouts, and dtypes if given.
 
     Raises:
         InputError: names every input that does not fit, with the expected local and global shape.
@@ -101,10 +101,10 @@ def check_inputs(
 
 
 def check_kinds(names: Sequence[str], leaves: Sequence[Any], values: bool) -> None:
-    """Checks that the tensors of a call are plain ones, with ``values`` where they are needed.
+    """Checks that the tensors of a call are of supported types, and that they have values if ``values``.
 
     Raises:
-        InputError: the first that is not.
+        InputError: names the first that is not.
     """
     for name, x in zip(names, leaves, strict=True):
         if not isinstance(x, torch.Tensor):
@@ -118,10 +118,10 @@ def check_kinds(names: Sequence[str], leaves: Sequence[Any], values: bool) -> No
 
 
 def check_constants(names: Sequence[str], values: Sequence[Any], captured: Sequence[Any]) -> None:
-    """Checks the inputs that are not tensors: the program holds their values at capture as constants.
+    """Checks that non-tensor inputs have the values with which the program was captured.
 
     Raises:
-        InputError: names the first that changed.
+        InputError: names the first that differs.
     """
     for name, value, constant in zip(names, values, captured, strict=True):
         if type(value) is not type(constant) or value != constant:
@@ -141,7 +141,7 @@ def _wrong_shape(name: str, x: torch.Tensor, layout: Layout) -> str:
 
 
 def takes_loss(model: Any, args: Sequence[Any], kwargs: dict[str, Any], loss_args: int | None) -> bool:
-    """Whether a call of ``model`` passes the loss, which takes ``loss_args``, its arguments; see `State.with_loss`."""
+    """Whether a call passes the loss's ``loss_args`` arguments after the model's; InputError if neither form fits."""
     model_args = len(args) - (loss_args or 0)
     if loss_args is not None and model_args >= 0 and _refuses(model, args[:model_args], kwargs) is None:
         return True
@@ -156,7 +156,7 @@ def takes_loss(model: Any, args: Sequence[Any], kwargs: dict[str, Any], loss_arg
 def targets_last(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with ``targets``, the loss's, behind the positional ones if all are given by name."""
+    """Moves the loss's ``targets`` from the keywords to the end of the positional arguments, if all are keywords."""
     parameters = inspect.signature(model.forward).parameters.values()
     accepts_targets = any(p.name in targets or p.kind is p.VAR_KEYWORD for p in parameters)
     if accepts_targets or not targets or not all(name in kwargs for name in targets):
@@ -166,7 +166,7 @@ def targets_last(
 
 
 def no_targets(model: nn.Module, targets: Sequence[str]) -> InputError:
-    """The error of a call in training mode that passes none of ``targets``, the loss's."""
+    """Returns the error for a call in training mode without the loss's ``targets``."""
     several = ", ".join(targets)
     return InputError(
         f"the loss that {type(model).__name__} was compiled with needs {several}, and a call in training mode passes "
@@ -177,7 +177,7 @@ def no_targets(model: nn.Module, targets: Sequence[str]) -> InputError:
 
 
 def _refuses(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-    """Why ``model.forward`` does not take these arguments, or None where it does."""
+    """Returns why ``model.forward`` does not take these arguments; None if it does."""
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -186,7 +186,7 @@ def _refuses(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> s
 
 
 def examples_of(leaves: list[Any], spec: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
-    """The arguments of a call at global shapes, on ``meta``."""
+    """Returns the arguments of a call with its tensors on ``meta``, at global ``shapes``."""
     whole = iter(shapes)
     examples = [
         torch.empty(next(whole), dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)

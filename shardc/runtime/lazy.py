@@ -1,4 +1,4 @@
-"""`Lazy`: a tensor that is read when it is copied, and then only the part that is copied."""
+"""`Lazy`: a tensor that is read from its source when copied, and only the part that is copied."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.utils import _pytree as pytree
 aten = torch.ops.aten
 CPU = torch.device("cpu")
 Read = Callable[[tuple[Sequence[int], ...]], torch.Tensor]
-# What returns the same elements in the same order.
+# Ops that return the same elements in the same order.
 _SAME = {aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh.default}
 
 
 class Lazy(torch.Tensor):
-    """A CPU tensor without memory. Ops on it make others like it; ``value()``, and ``copy_`` from it, read it.
+    """A CPU tensor without memory. Ops on it return lazy tensors; `value` and ``copy_`` from it read the elements.
 
-    Slices, and casts of them, read only what is asked for. Another op reads all of its operands.
+    Slices and casts read only the elements they need. Any other op reads its operands in full.
 
     Args:
-        meta: its twin on the meta device.
-        read: the indices that are wanted of each dim -> these elements.
+        meta: a meta tensor with its shape, strides and dtype.
+        read: function from indices per dim to the elements there.
     """
 
     meta: torch.Tensor
@@ -43,7 +43,7 @@ class Lazy(torch.Tensor):
         return f"Lazy({list(self.shape)}, {self.dtype})"
 
     def value(self) -> torch.Tensor:
-        """The tensor, read now."""
+        """Reads the tensor."""
         return self.read(tuple(range(size) for size in self.shape))
 
     @classmethod
@@ -79,7 +79,7 @@ class Lazy(torch.Tensor):
 
 
 def _narrowed(source: Lazy, dim: int, positions: Sequence[int]) -> Read:
-    """Reads the elements of ``source`` that are at ``positions`` along ``dim``."""
+    """Returns a function like ``source.read`` for the ``positions`` along ``dim``."""
 
     def read(index: tuple[Sequence[int], ...]) -> torch.Tensor:
         wanted = list(index)
@@ -93,7 +93,7 @@ def _narrowed(source: Lazy, dim: int, positions: Sequence[int]) -> Read:
 
 
 def part(value: torch.Tensor, index: tuple[Sequence[int], ...]) -> torch.Tensor:
-    """The elements of ``value`` at ``index``."""
+    """Selects the elements of ``value`` at ``index``, a sequence of indices per dim."""
     for dim, positions in enumerate(index):
         if len(positions) < value.shape[dim]:
             value = value.index_select(dim, torch.tensor(list(positions), dtype=torch.int64, device=value.device))

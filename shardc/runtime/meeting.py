@@ -1,8 +1,8 @@
-"""Methods that all ranks call: a rank that calls one alone raises at once, and the others do not notice.
+"""Methods that all ranks must call: a rank that calls one alone raises at once, and the others run on.
 
-The first rank that comes opens an attempt in the store, and the others join it. The attempt fails when another rank is
-seen to do something else: it goes on to its next act, waits in a collective of torch's with the ranks that came, or
-ends. Its listening thread (`shardc.runtime.wire.listen`) says so.
+The first rank that calls opens an attempt in the store, and the others join it. It fails if the listener thread
+(`shardc.runtime.wire.listen`) of another rank reports that this rank goes on to its next event, waits in a collective
+of torch with a rank of the attempt, or ends.
 """
 
 from __future__ import annotations
@@ -23,27 +23,22 @@ from shardc.ir.told import is_told
 from shardc.runtime.events import late_ranks
 
 _DONE = "all came"
-_LONG = 25  # looks at which a rank runs the same act, before it asks the others; doubled where that was no fault
-_STUCK = 15  # looks at which a rank is in the same call of a collective; others may have left it some time before
+_LONG = 25  # samples in the same event, before a rank compares it with the others; doubled if all is well
+_STUCK = 15  # samples in the same call of a collective, before a rank refuses
 
 
 class Meeting:
-    """This rank's part in attempts to call a method on all ranks.
-
-    Args:
-        prefix: of the keys in the store.
-        rank, ranks: this rank's global number, and those of the mesh.
+    """This rank's side of methods that all ranks must call. ``prefix`` is that of its keys in the store.
 
     Attributes:
-        invited: the attempt of another rank that this one has not joined: the number of the act that it comes behind,
-            and the attempt's name.
+        invited: another rank's attempt that this one has not joined: the number of the event before it, and its name.
     """
 
     def __init__(self, prefix: str, rank: int, ranks: Sequence[int]) -> None:
         self.prefix, self.rank, self.ranks = prefix, rank, ranks
         self.invited: tuple[int, str] | None = None
         self._joined = ""
-        self._failed: tuple[int, str] = (-1, "")  # the last attempt that this rank joined in vain: its act, and why
+        self._failed: tuple[int, str] = (-1, "")  # event and reason of its last failed attempt
         self._looks = Looks()
 
     def meet(
@@ -54,13 +49,14 @@ class Meeting:
         log: Callable[[dist.Store, Any], None],
         check: Callable[[], None],
     ) -> None:
-        """Waits until all ranks call ``method`` behind their act ``number``.
+        """Waits until all ranks call ``method`` after event ``number``.
 
         Args:
-            check: raises what another rank has raised.
+            log: sends an entry to the listener threads of all ranks.
+            check: raises if another rank has failed; called while waiting.
 
         Raises:
-            MeshError: another rank does something else, has ended, or does not come within the store's timeout.
+            MeshError: another rank does something else, has ended, or does not arrive within the store's timeout.
         """
         place, mine = f"{self.prefix}meet/{number}", f"{self.rank}.{time.time_ns()}"
         self._joined = attempt = store.compare_set(place, "", mine).decode()
@@ -101,22 +97,22 @@ class Meeting:
             store.delete_key(f"{self.prefix}meet/{number}")
 
     def hears(self, store: dist.Store, number: int, attempt: str, now: Callable[[], int]) -> None:
-        """Another rank opened ``attempt`` behind its act ``number``; ``now`` gives this one's last act."""
+        """Handles another rank's ``attempt`` after event ``number``: refuses it if this rank is past that event."""
         if attempt == self._joined or attempt.partition(".")[0] == str(self.rank):
             return
         self.invited = number, attempt
-        if (act := now()) > number:  # read behind the line before: an act that begins then sees the invitation
+        if (act := now()) > number:  # after the line above, so that an event that begins now sees the invitation
             self.goes_on(store, act, "later step")
 
     def goes_on(self, store: dist.Store, act: int, what: str) -> None:
-        """This rank comes to its act ``act`` without having joined."""
+        """Refuses the pending invitation because this rank begins event ``act``, described by ``what``."""
         invited = self.invited
         if invited is not None and act > invited[0]:
             self.invited = None
             self._refuse_invited(store, *invited, f"rank {self.rank} went on to a {what}")
 
     def look(self, store: dist.Store) -> None:
-        """Refuses the invitation where this rank waits for something else; by the thread that listens."""
+        """Refuses the invitation if this rank waits in a collective of torch; called by the listener thread."""
         invited = self.invited
         if invited is None:
             return
@@ -125,21 +121,20 @@ class Meeting:
             self._refuse_invited(store, *invited, f"rank {self.rank} waits in {where}")
 
     def _refuse_invited(self, store: dist.Store, number: int, attempt: str, why: str) -> None:
-        """Tells another rank that its call of a method all ranks must call is refused, because of ``why``.
+        """Refuses the attempt of another rank, because of ``why``.
 
-        If this rank called it too, and was refused, the text is that of its own refusal.
-
-        The other rank is late then: it opens a new attempt, since the first one has ended.
+        If an attempt of this rank at the same event failed, its reason is given: the other rank came late and opened a
+        new one.
         """
         self._refuse(store, number, attempt, self._failed[1] if self._failed[0] == number else why)
 
     def end(self, store: dist.Store) -> None:
-        """This rank's program ends."""
+        """Publishes that this rank's program ends."""
         store.set(f"{self.prefix}gone/{self.rank}", "")
 
 
 class Looks:
-    """Looks at what this rank's main thread does, one after the other."""
+    """Samples of what the main thread is doing, taken regularly by the listener thread."""
 
     def __init__(self) -> None:
         self._last: tuple[Any, int] = (None, 0)
@@ -147,13 +142,13 @@ class Looks:
         self._patience = _LONG
 
     def stuck(self, rank: int, looks: int) -> str | None:
-        """The collective of torch's, with ``rank`` among others, in which the thread is for so many looks; its line."""
+        """Takes a sample; names the torch collective with ``rank`` in which the last ``looks`` samples were, if any."""
         entry = _collective(sys._current_frames().get(threading.main_thread().ident or 0), rank)
         self._last = entry, self._last[1] + 1 if entry == self._last[0] else 1
         return entry[1] if entry is not None and self._last[1] >= looks else None
 
     def long(self, number: int, running: bool) -> bool:
-        """Whether the thread has been ``running`` act ``number`` for long, by the looks; told once of each."""
+        """Takes a sample; whether event ``number`` has been ``running`` for long. Each True doubles the limit."""
         self._runs = number, self._runs[1] + 1 if running and number == self._runs[0] else 0
         if self._runs[1] < self._patience:
             return False
@@ -161,7 +156,7 @@ class Looks:
         return True
 
 
-# After which no rank goes on before all have come.
+# Collectives that no rank leaves before all have entered.
 _TOGETHER = {
     "barrier", "monitored_barrier", "all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_coalesced",
     "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single", "reduce_scatter",
@@ -170,14 +165,14 @@ _TOGETHER = {
 
 
 def _collective(frame: FrameType | None, rank: int) -> tuple[int, str] | None:
-    """The call of torch's, with ``rank`` among others, that a thread is in: an identity, and its name and line."""
+    """Returns the identity, and the name and line, of the torch collective with ``rank`` that a thread is in."""
     call, name, last = None, "", ""
     while frame is not None:
         code = frame.f_code
         if code.co_filename == c10d.__file__ and "group" in frame.f_locals:
             call, name = frame, f"torch.distributed.{code.co_name}" if code.co_name in _TOGETHER else ""
         elif code.co_filename == functional.__file__ and call is None:
-            call = frame  # what an op on DTensors calls
+            call = frame  # called by an op on DTensors
         elif not is_told(code):
             if call is None or call.f_code.co_filename == c10d.__file__ and not name:
                 return None

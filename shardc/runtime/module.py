@@ -1,4 +1,4 @@
-"""ShardedModule: the user's module class, with parameters in storage layout, that runs compiled programs."""
+"""`ShardedModule`: a subclass of the user's module class that runs compiled programs on sharded parameters."""
 
 from __future__ import annotations
 
@@ -33,17 +33,16 @@ from shardc.validate import typed
 
 
 class ShardedModule(nn.Module):
-    """Stands in front of the model's class in that of a compiled module: what runs programs, and little else.
+    """First base class of a compiled module, before the model's class: runs programs in place of the model's forward.
 
-    What a compiled module has more than the model is in ``module.shardc``, a `Namespace`, and has its short name where
-    the model leaves that free.
+    The methods it adds are in ``module.shardc`` (`Namespace`), and on the module itself unless the model uses the name.
     """
 
     shardc: Namespace
 
-    @torch.compiler.disable  # a function that calls the module may be compiled: the call stays as it is
+    @torch.compiler.disable  # in a compiled function that calls the module, the call is not traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `forward`: hooks, and a ``forward`` that the model had or was given, are in the program; see `Forward`."""
+        """Runs the program as `forward` does; hooks, and a ``forward`` set by the user, are part of it (`Forward`)."""
         state = vars(self).get("shardc")
         if state is not None and state.around is not None:
             return call_around(self, state.around, args, kwargs)
@@ -61,12 +60,12 @@ class ShardedModule(nn.Module):
             namespace = vars(self).get("shardc")
             if namespace is not None and name in namespace.short_names() and not hasattr(type(self), name):
                 return getattr(namespace, name)
-            if name == "_ddp_params_and_buffers_to_ignore":  # which DistributedDataParallel asks a module for
+            if name == "_ddp_params_and_buffers_to_ignore":  # read by DistributedDataParallel
                 raise submodule_calls.wrapped("DistributedDataParallel") from None
             raise (AttributeError(f"{error}: {INSTEAD[name]}") if name in INSTEAD else error) from None
 
     @property
-    def _is_fsdp_managed_module(self) -> bool:  # which FullyShardedDataParallel sets first
+    def _is_fsdp_managed_module(self) -> bool:  # set first by FullyShardedDataParallel
         return False
 
     @_is_fsdp_managed_module.setter
@@ -77,7 +76,7 @@ class ShardedModule(nn.Module):
         return sorted({*super().__dir__(), *(self.shardc.short_names() if "shardc" in vars(self) else ())})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A compiled module of its own: the same values and plan, no gradients. All ranks copy."""
+        """Makes a compiled module with the same values and plan, without gradients. All ranks copy."""
         with self.shardc.tells():
             return copied(self, memo)
 
@@ -89,7 +88,7 @@ class ShardedModule(nn.Module):
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of one step, on this rank's local shards of the inputs.
+        """Runs a forward on this rank's shards of the inputs.
 
         Gradients of several backwards add up in ``.grad``. Each is the gradient of its own call's global objective. For
         the mean over k micro-batches of equal size, divide each loss by k.
@@ -100,23 +99,23 @@ class ShardedModule(nn.Module):
 
         Raises:
             MeshError: the module was compiled for an abstract mesh.
-            InputError: after `lower`, inputs that fit no lowered program.
-            LayoutError: a parameter is not as it was at compile; see `shardc.runtime.parameter_checks`.
+            InputError: no program fits the inputs, after `lower`.
+            LayoutError: a parameter has changed since compile; see `shardc.runtime.parameter_checks`.
         """
         return _forward(self, args, kwargs)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the model's; it also drops gradients that are held back (`no_sync`)."""
+        """Clears the gradients, and drops the local sums of unreduced ones (`no_sync`)."""
         super().zero_grad(*args, **kwargs)
         self.shardc.sync.drop()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's; takes whole tensors of the unsharded model, or DTensors on any mesh. All ranks call it.
+        """Loads unsharded tensors, or DTensors on any mesh. All ranks call it.
 
         Parameters keep their objects, with ``assign`` too, and those on ``meta`` get memory.
 
         Raises:
-            RuntimeError: something is missing, unexpected or of another shape. Nothing is loaded then.
+            RuntimeError: keys are missing or unexpected, or shapes differ. Nothing is loaded then.
         """
         self.shardc.fresh = True
         with self.shardc.tells():
@@ -132,7 +131,7 @@ class ShardedModule(nn.Module):
 
 
 class BehindModel(nn.Module):
-    """Stands between the model's class and `nn.Module`: what a method of the model reaches as ``super()``'s."""
+    """Last base class of a compiled module, before `nn.Module`: the model's methods reach it by ``super()``."""
 
     @typed()
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -145,12 +144,12 @@ class BehindModel(nn.Module):
         return super().load_state_dict(state_dict, strict, assign)
 
     def share_memory(self) -> Any:
-        """Refused: ranks are processes that hold different shards."""
+        """Raises InputError: ranks are processes that hold different shards."""
         raise InputError("a compiled module cannot share its memory", fix="share the model before it is compiled")
 
 
 def _forward(module: ShardedModule, args: Any, kwargs: Any) -> Any:
-    if (state := vars(module).get("shardc")) is None:  # a slice of a container is of its class
+    if (state := vars(module).get("shardc")) is None:  # a slice of a container has its class
         return submodule_calls.call_slice(module, type(module).__bases__[1], args, kwargs)
     if state.groups is None:
         raise MeshError(
@@ -184,7 +183,7 @@ def _step(state: State, args: Any, kwargs: Any) -> Any:
         for at, (x, layout) in enumerate(zip(tensors, layouts, strict=True))
     ]
     for x, mine, layout in zip(tensors, local, layouts, strict=True):
-        if isinstance(x, DTensor) and mine.requires_grad:  # whose gradient is of the objective
+        if isinstance(x, DTensor) and mine.requires_grad:  # its gradient is that of the global objective
             mine.register_hook(partial(torch.div, other=state.unit(program.outputs, layout)))
     runner = state.runner(program)
     check_units(runner, local, layouts)
@@ -199,9 +198,10 @@ def _step(state: State, args: Any, kwargs: Any) -> Any:
 def _program(
     state: State, args: Any, kwargs: Any, leaves: list[Any], spec: Any
 ) -> tuple[Executable, Rows | None, bool]:
-    """The program for a call on local inputs; what it takes to find it is done once for calls that are alike.
+    """Finds or compiles the program of a call on local inputs; cached by `call_key`.
 
-    And how many rows each rank passes, where that is not the same; and whether ranks compare inputs.
+    Returns:
+        The program, the row counts of the ranks if they differ, and whether ranks compare the inputs.
     """
     mode, deferred = state.census.mode(), state.sync.deferred()
     assert state.groups is not None
@@ -239,7 +239,7 @@ def _program(
 
 
 def _row_axes(state: State, call: Signature, leaves: list[Any]) -> tuple[tuple[str, ...], ...]:
-    """Over which axes the rows of each tensor of a call are split."""
+    """Returns, per tensor of a call, the mesh axes that split its rows."""
     tensors, ranks = [x for x in leaves if isinstance(x, Tensor)], state.mesh.ranks
     shapes = [
         (name, tuple(max(n, 1) * ranks for n in x.shape)) for (name, _), x in zip(call.tensors, tensors, strict=True)
@@ -248,7 +248,7 @@ def _row_axes(state: State, call: Signature, leaves: list[Any]) -> tuple[tuple[s
 
 
 def _uneven(state: State, rows: Rows, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Executable:
-    """The program for a call in which ranks pass different numbers of rows: that of all rows together."""
+    """Returns the program for the total rows of a call in which ranks pass different numbers of rows."""
     assert state.groups is not None
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     shapes = rows.totals(_global(rows.names, tensors, state.global_shapes), state.groups)
@@ -298,7 +298,7 @@ def _find_program(state: State, call: Signature, args: Any, kwargs: Any, leaves:
 
 
 def _global(names: Sequence[str], tensors: Sequence[Tensor], whole: Callable[..., Any]) -> list[tuple[int, ...]]:
-    """The global shapes of ``tensors``, which are DTensors or local; those as ``whole`` says of their local shapes."""
-    # The plan speaks of all inputs, by name and by position: a DTensor stands among them with the shape of its shard.
+    """Returns the global shapes of ``tensors``; ``whole`` maps (name, local shape) pairs to them."""
+    # The plan maps all inputs at once, by name and position, so DTensors are passed too, with their local shapes.
     shapes = whole([(name, tuple(local_part(x).shape)) for name, x in zip(names, tensors, strict=True)])
     return [tuple(x.shape) if isinstance(x, DTensor) else shape for x, shape in zip(tensors, shapes, strict=True)]

@@ -1,7 +1,4 @@
-"""The modules, parameters and buffers of a model, from one walk that is kept until something comes or goes.
-
-A model is asked for them several times a step, and torch walks all modules each time.
-"""
+"""A snapshot of a model's modules, parameters and buffers, from one walk; each step needs them several times."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ _training, _requires_grad, _dtype = itemgetter("training"), attrgetter("requires
 
 @dataclass(frozen=True, eq=False)
 class Mode:
-    """State of a model that selects its program, beside the inputs and the guards of its code.
+    """Mode flags of a model that select its program, besides inputs and guards.
 
-    One object for each state of a census, so that comparing and hashing it costs nothing.
+    Equal modes of a snapshot are the same object, so comparing and hashing costs nothing.
 
     Args:
-        training: train or eval, of each module.
-        grads: whether each parameter needs a gradient.
-        dtypes: of each parameter, then of each buffer.
+        training: train or eval mode of each module.
+        grads: ``requires_grad`` of each parameter.
+        dtypes: dtype of each parameter, then of each buffer.
     """
 
     training: tuple[bool, ...]
@@ -38,11 +35,11 @@ class Mode:
 
 
 class ModuleSnapshot:
-    """Modules, parameters and buffers of a model, in the orders of ``modules()``, ``parameters()`` and ``buffers()``.
+    """The modules, parameters and buffers of a model at one time.
 
     Attributes:
-        modules: once each.
-        parameters, buffers: by each of their names, those of tied ones too.
+        modules: each module once, in the order of ``modules()``.
+        parameters, buffers: by each of their names, including those of tied ones.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,7 +52,7 @@ class ModuleSnapshot:
         places = [(held, kind) for held in self._attributes for kind in _KINDS]
         self._places = [(held, kind) for held, kind in places if held[kind]]
         self._full = [held[kind] for held, kind in self._places]
-        # Most are empty and need no look but at that, a module's at once.
+        # Most are empty: one check per module.
         empty = [(held, [kind for kind in _KINDS if not held[kind]]) for held in self._attributes]
         self._empty = [(itemgetter(*kinds, kinds[0]), held) for held, kinds in empty if kinds]
         self._sizes = list(map(len, self._full))
@@ -66,7 +63,7 @@ class ModuleSnapshot:
         self._modes: dict[tuple[Any, ...], Mode] = {}
 
     def holds(self) -> bool:
-        """Whether each module still has the same things, and the same hooks, under the same names."""
+        """Whether the model still has the same modules, parameters, buffers and hooks under the same names."""
         if any(map(any, [get(held) for get, held in self._empty])):
             return False
         if not all(map(is_, [held[kind] for held, kind in self._places], self._full)):

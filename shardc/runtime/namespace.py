@@ -1,4 +1,4 @@
-"""`Namespace`: ``module.shardc``, what a compiled module has more than the model."""
+"""`Namespace`: the methods that a compiled module has in addition to the model's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardc.validate import Range, typed
 
 
 def shares_errors(method: Callable[..., Any]) -> Any:
-    """A method that all ranks call: what it raises on this rank is raised on the others too."""
+    """Decorator for methods that all ranks call: an error on this rank is raised on the others too."""
 
     @wraps(method)
     def call(self: State, *args: Any, **kwargs: Any) -> Any:
@@ -34,26 +34,25 @@ def shares_errors(method: Callable[..., Any]) -> Any:
 
 
 class Namespace(State):
-    """``module.shardc`` of a compiled module: its methods beside those of the model.
+    """``module.shardc`` of a compiled module: its methods besides the model's.
 
-    Each is ``module.<name>`` too, unless the model has an attribute, method, parameter, buffer or submodule of that
-    name: that one then stays what it is.
+    Each is also available as ``module.<name>``, unless the model has an attribute of that name.
     """
 
     @classmethod
     @cache
     def short_names(cls) -> frozenset[str]:
-        """The methods that have a short name too."""
+        """Names of the methods that are available on the module itself."""
         bases = cls.__mro__[: cls.__mro__.index(State)]
         return frozenset(name for each in bases for name in vars(each) if not name.startswith("_")) - {"short_names"}
 
     def _meet(self, method: str) -> None:
-        """Raises MeshError where this rank calls ``method`` and another one does not."""
+        """Raises MeshError if this rank calls ``method`` and another one does not."""
         if self.groups is not None:
             self.groups.agreement.meet(f"{type(self.template).__name__}.{method}")
 
     def _waits(self) -> AbstractContextManager[None]:
-        """Context of collectives on the parameters' mesh: if another rank raises, they raise too instead of waiting."""
+        """Context manager for collectives on the parameters' mesh: they raise, rather than wait, if a rank raises."""
         return nullcontext() if self.groups is None else self.groups.agreement.waits()
 
     def _compiles(self) -> AbstractContextManager[None]:
@@ -61,45 +60,44 @@ class Namespace(State):
 
     @typed()
     def no_sync(self, parameters: str = "*") -> AbstractContextManager[None]:
-        """A block whose steps communicate no gradients: each rank sums whole gradients, whatever the plan's level.
+        """Context manager for gradient accumulation without communication: each rank sums unsharded gradients locally.
+
+        The next backward outside reduces the sum with its own gradients. Until then ``.grad`` does not change,
+        ``zero_grad()`` (of the module or an optimizer) drops the sum, and an optimizer's ``step()`` raises. Forwards
+        gather parameters as usual.
 
         Args:
-            parameters: a glob of names; gradients of other parameters are reduced as usual.
-
-        The next backward outside of the block adds its own gradients and reduces the sum. ``.grad`` does not change in
-        between. ``zero_grad()``, of the module or of an optimizer, drops the sum. ``step()`` of an optimizer raises
-        while there is one. Forwards gather parameters as usual.
+            parameters: glob of names; gradients of other parameters are reduced as usual.
         """
         return self.sync.pause(self.sync.matching(parameters))
 
     @typed()
     def set_requires_grad_sync(self, sync: bool, parameters: str = "*") -> None:
-        """Sets whether the next steps reduce all gradients; False holds back those that the plan accumulates whole.
+        """Sets whether backwards reduce gradients; with False, levels 0 and 1 accumulate them locally as in `no_sync`.
 
-        These are gradients of parameters that are whole between steps, or stored at level 1. At levels 2 and 3 every
-        step reduces gradients. `no_sync` says what happens to gradients that are held back. True reduces over replicas
-        too, whatever `set_requires_all_reduce` said before.
+        At levels 2 and 3 every backward reduces gradients. True also resumes reduction over replicas
+        (`set_requires_all_reduce`).
 
         Args:
-            parameters: a glob of names; others stay as they are.
+            parameters: glob of names; others keep their setting.
         """
         self.sync.sync(sync, self.sync.matching(parameters))
 
     @typed()
     def set_requires_all_reduce(self, sync: bool, parameters: str = "*") -> None:
-        """Sets whether the next steps reduce gradients over the axes that replicate parameters (`shardc.hsdp`).
+        """Sets whether backwards reduce gradients over the axes that replicate parameters (`shardc.hsdp`).
 
-        With False they are reduced over the axes that split storage, and each rank sums up its shard of them. Where no
-        axis splits a parameter's storage, nothing is reduced. Plans without replicas reduce as usual. `no_sync` says
-        what happens to gradients that are held back. What `no_sync` or `set_requires_grad_sync` holds back stays so.
+        With False, gradients are reduced over the sharding axes only, and each rank accumulates its shard as in
+        `no_sync`. A parameter that no axis shards is then not reduced at all; plans without replicas are not affected.
+        Gradients left unreduced by `no_sync` or `set_requires_grad_sync` stay so.
 
         Args:
-            parameters: a glob of names; others stay as they are.
+            parameters: glob of names; others keep their setting.
         """
         self.sync.all_reduce(sync, self.sync.matching(parameters))
 
     def memory(self) -> MemoryUse:
-        """The memory of collectives' results on this rank, planned and observed so far; see `MemoryUse`."""
+        """Returns the bytes of collective results on this rank, planned and observed; see `MemoryUse`."""
         planned: dict[str, int] = {}
         for runner in self._runners.values():
             for which, size in runner.planned().items():
@@ -108,11 +106,10 @@ class Namespace(State):
 
     @shares_errors
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Compiles for example inputs at *global* shapes (any device, ``meta`` too); returns the `Program`.
+        """Compiles for example inputs at *global* shapes (on any device, or ``meta``) and returns the `Program`.
 
-        After this the module takes shards of such inputs only. Another shape, dtype or constant is an error until it is
-        lowered too. A change of mode, as by ``eval()``, compiles at the next call. Dims that are named in
-        ``shardc.compile(dynamic=...)`` may have other sizes.
+        After this, calls with other shapes, dtypes or constants raise, until lowered too; sizes in
+        ``shardc.compile(dynamic=...)`` may vary. A change of mode, as by ``eval()``, compiles at the next call.
         """
         self.check()
         args, kwargs = targets_last(self.view, args, kwargs, self.targets or ())
@@ -121,7 +118,7 @@ class Namespace(State):
             program = self.program_for(args, kwargs, looks=True)
         self.explicit = True
         self.call_cache.clear()
-        if program not in self.programs.values():  # one of many sizes, for this one
+        if program not in self.programs.values():  # one with dynamic sizes
             self.programs[self.signature(args, kwargs)] = program
         return program
 
@@ -129,12 +126,12 @@ class Namespace(State):
         """Cuts global inputs (a tensor, or trees of them) into this rank's shards.
 
         Returns:
-            The one shard for one argument, else a tuple; with keywords ``(args, kwargs)``. Targets of the loss that are
+            The shard for one argument, else a tuple; with keywords ``(args, kwargs)``. Targets of the loss that are
             given by name come last in the tuple.
 
         Raises:
-            InputError: an earlier input of another size had shards of the same shape; the plan says that one holds row
-                numbers of each rank's own (`shardc.per_rank`).
+            InputError: an input of another global shape had shards of the same shape, or an input is marked
+                `shardc.per_rank`.
         """
         args, kwargs = targets_last(self.view, args, kwargs, self.targets or ())
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -153,20 +150,20 @@ class Namespace(State):
     @shares_errors
     @typed()
     def init_weights(self, fn: Callable[[nn.Module], Any] | None = None) -> None:
-        """Initialises parameters and buffers shard by shard; values equal those of one device with the same seed.
+        """Initialises parameters and buffers shard by shard, with the values of one device and the same seed.
 
         Args:
             fn: applied to every module as ``module.apply(fn)``; None calls each module's ``reset_parameters()``.
 
         Raises:
-            InitError: an op cannot run shard by shard, or a tensor was left without values.
+            InitError: an op cannot run shard by shard, or a tensor was not filled.
         """
         initialise(self, lambda model: nn.Module.apply(model, fn or reset_parameters), complete=True)
 
     @shares_errors
     @typed()
     def summon_full_params(self, writeback: bool = True, with_grads: bool = False) -> AbstractContextManager[None]:
-        """A block in which parameters are plain whole tensors; see `shardc.runtime.full_params.summon_full_params`."""
+        """Context manager: parameters are unsharded tensors. See `shardc.runtime.full_params.summon_full_params`."""
         self.check()
         if with_grads:
             self.sync.refuse("summon_full_params(with_grads=True)")
@@ -184,15 +181,15 @@ class Namespace(State):
     @shares_errors
     @typed()
     def full_state_dict(self, device: torch.device | str | None = None, rank0_only: bool = False) -> dict[str, Any]:
-        """The unsharded model's state dict, plain whole tensors; all ranks call it.
+        """Returns the unsharded model's state dict, of plain tensors. All ranks call it.
 
         Args:
-            device: where the tensors go, by default where they are.
-            rank0_only: the mesh's first rank gets it, on the CPU if ``device`` is None, and other ranks an empty dict.
-                No other rank holds a whole tensor.
+            device: device of the tensors; by default their own.
+            rank0_only: only the mesh's first rank gets the tensors (on the CPU by default), and others an empty dict.
+                No other rank holds an unsharded tensor.
 
         Raises:
-            MeshError: another rank did not call it; at once, and on the ranks that called it only.
+            MeshError: at once, if another rank does not call it; only on the ranks that do.
         """
         self.check()
         self._meet("full_state_dict()")
@@ -209,10 +206,10 @@ class Namespace(State):
         norm_type: Annotated[float, Range(0, above=True)] = 2.0,
         error_if_nonfinite: bool = False,
     ) -> Tensor:
-        """Clips the gradients by their global norm, which it returns; see `shardc.runtime.norm.clip_grad_norm_`.
+        """Clips the gradients by their global norm and returns it; see `shardc.runtime.norm.clip_grad_norm_`.
 
         Raises:
-            MeshError: on all ranks, where another rank does something else.
+            MeshError: on all ranks, if they are not all at this call.
         """
         self.sync.refuse("clip_grad_norm_()")
         if self.groups is None:

@@ -1,4 +1,4 @@
-"""The norm of all gradients as one device has it: pads are not in it, replicas and tied parameters count once."""
+"""The global gradient norm, as on one device: without padding, replicas and tied parameters counted once."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_`` on one device; one all-reduce of one number, gradients or none.
+    """Clips gradients like ``torch.nn.utils.clip_grad_norm_`` on one device, by one all-reduce of a scalar.
 
-    Each shard is counted on the one of its replicas whose other coordinates are 0.
+    Of replicas, the one whose other coordinates are 0 is counted.
 
     Returns:
-        The norm before clipping, a plain scalar in the gradients' widest dtype, float32 at least; the same on all
-        ranks.
+        The norm before clipping: a plain scalar, the same on all ranks, in the gradients' widest dtype (at least
+        float32).
 
     Raises:
-        LayoutError: a gradient that is not laid out as its parameter.
-        RuntimeError: the norm is not finite, under ``error_if_nonfinite``; gradients are as they were.
+        LayoutError: a gradient's layout is not its parameter's.
+        RuntimeError: the norm is not finite, under ``error_if_nonfinite``; gradients are unchanged then.
     """
     mesh = groups.mesh
     norms, grads, dtype = [torch.zeros((), dtype=torch.float64, device=device)], [], torch.float32
@@ -70,7 +70,7 @@ def clip_grad_norm_(
 
 
 def local_grad(name: str, param: nn.Parameter) -> Tensor:
-    """This rank's shard of the gradient of ``param``."""
+    """Returns this rank's shard of the gradient of ``param``; raises LayoutError if it has other placements."""
     grad = param.grad
     if not isinstance(grad, DTensor) or not isinstance(param, DTensor) or grad.placements != param.placements:
         raise LayoutError(

@@ -1,8 +1,8 @@
-"""Parameters that a compile read: uses of them in place of the compiled module's are told, or are led to those.
+"""Uses of a model's original parameters after it was compiled: they raise a warning or reach the new parameters.
 
-`shardc.compile` leaves the model as it is: training or loading it in place of the compiled module is warned of.
-`shardc.shard` replaces its parameters: an optimizer of the old ones gets the new ones at its next step, and whatever
-else uses an old one reaches the new one.
+After `shardc.compile`, which leaves the model as it is, training or loading the model instead of the compiled module
+warns. After `shardc.shard`, which replaces parameters, an optimizer of old ones gets the new ones at its next step, and
+other uses of an old one are forwarded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardc.errors import InputError, ShardcWarning
 
 @dataclass(eq=False)
 class _Pair:
-    """A compiled module, and what has been told of the model that it was made of."""
+    """A compiled module (held weakly), and the warnings given about its original model."""
 
     module: ReferenceType[nn.Module]
     replaced: bool
@@ -46,7 +46,7 @@ def _of_new(name: str) -> Any:
 
 
 class Replaced(nn.Parameter):
-    """A parameter in whose place `shardc.shard` has put another, which each use of this one reaches."""
+    """A parameter that `shardc.shard` has replaced: ops on it run on the new one."""
 
     grad, data = _of_new("grad"), _of_new("data")
 
@@ -57,18 +57,15 @@ class Replaced(nn.Parameter):
 
 
 class _Originals:
-    """The parameters of models that were compiled, held weakly, and the optimizers that were looked at."""
+    """The original parameters of compiled models, held weakly, and the optimizers that were checked."""
 
     def __init__(self) -> None:
         self._pairs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._seen: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()  # how many parameters its groups had
+        self._seen: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()  # number of parameters per group
         self._hooked = False
 
     def note(self, model: nn.Module, module: nn.Module, params: Mapping[str, Tensor]) -> None:
-        """Watches for uses of ``params``, those of ``model`` by name before ``module`` was compiled of it.
-
-        ``module`` is ``model`` itself where its parameters were replaced.
-        """
+        """Watches ``params``, those of ``model`` by name; ``module`` is the compiled module, or ``model`` itself."""
         pair = _Pair(ref(module), replaced=module is model)
         for name, param in params.items():
             self._pairs[param] = pair, name
@@ -102,7 +99,7 @@ class _Originals:
         return [(pair, module) for pair in pairs.values() if (module := pair.module()) is not None]
 
     def before_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Warns at the first step that has gradients in the module, and none in the parameters that it would change."""
+        """Optimizer hook: warns if only the compiled module's parameters have gradients, and not the optimizer's."""
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         if self._seen.get(optimizer) == sizes:
             return
@@ -120,14 +117,14 @@ class _Originals:
                     "(module.parameters(), ...)",
                 )
                 idle = False
-        if not idle:  # else nobody has trained yet: look again
+        if not idle:  # else nothing was trained yet: check again
             self._seen[optimizer] = sizes
 
     def _replace(self, optimizer: Optimizer) -> None:
-        """Gives an optimizer the parameters that replaced its own.
+        """Puts the new parameters in place of replaced ones in an optimizer's groups.
 
         Raises:
-            InputError: it has state of the old ones.
+            InputError: the optimizer has state of a replaced parameter.
         """
         for group in optimizer.param_groups:
             for at, param in enumerate(group["params"]):
@@ -151,7 +148,7 @@ note_original = _originals.note
 
 
 def _loaded(part: nn.Module, _: object) -> None:
-    """A hook of the modules of models that were compiled; a function, so that the model can be pickled."""
+    """Hook on the original model's modules: warns that loaded values do not reach the compiled module."""
     for pair, _module in _originals.pairs(part.parameters()):
         pair.warn(
             "values were loaded into the model that was compiled: the compiled module has parameters of its own, and "

@@ -1,4 +1,4 @@
-"""Outputs as DTensors on the mesh, with the layouts that the program gives them."""
+"""Outputs of a program as DTensors on the mesh."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from shardc.runtime.storage import parameter_spec
 
 
 def as_dtensors(outputs: Sequence[Any], roles: Sequence[Role], device_mesh: DeviceMesh) -> list[Any]:
-    """Local outputs as DTensors; what is no tensor stays as it is.
+    """Wraps local output tensors as DTensors with their role's layout; other values are returned as they are.
 
-    Gradients flow back: one that comes as a DTensor is brought to its output's layout, pending sums done, and is the
-    gradient of one global loss (so the plan's ``reduce``, which is of losses that each rank computes, has no say).
+    A DTensor gradient is brought to the output's layout in the backward, pending sums reduced. It is the gradient of
+    one global loss, so the plan's ``reduce`` (for losses that each rank computes) does not apply.
 
     Args:
-        outputs: the flat outputs of one call, each at its role's local shape.
-        roles: of kind "output".
+        outputs: flat outputs of a call, at the local shapes of ``roles``, which are of kind "output".
 
     Raises:
-        LayoutError: a layout that no placements mean.
+        LayoutError: DTensor placements cannot express a layout.
     """
     out: list[Any] = []
     wrapped: dict[int, Any] = {}
@@ -42,7 +41,7 @@ def as_dtensors(outputs: Sequence[Any], roles: Sequence[Role], device_mesh: Devi
 
 
 class _ToDTensor(torch.autograd.Function):
-    """A local tensor as a DTensor; backward, a DTensor gradient as a local tensor."""
+    """Wraps a local tensor as a DTensor; its backward turns a DTensor gradient into a local tensor."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> Tensor:

@@ -1,9 +1,6 @@
-"""Parameters that change between steps: values loaded into them, and what may not change of them.
+"""Parameters between steps: checks that they still fit the compiled module, and hooks for ``load_state_dict``.
 
-A compiled module keeps its parameters: the same names, tied as they were, of the same shapes, stored in the same
-layouts. Values, ``requires_grad``, dtypes and the objects themselves may change. `check` tells before a step, when
-nothing is lost yet; `load_hooks` makes ``load_state_dict`` take tensors of the unsharded model and DTensors of any
-mesh.
+Names, ties, global shapes and storage layouts must not change. Values, ``requires_grad``, dtypes and the objects may.
 """
 
 from __future__ import annotations
@@ -35,12 +32,12 @@ _FIX = "load values into the module's own parameters (load_state_dict, or copy_ 
 
 @dataclass(frozen=True)
 class ParamContract:
-    """Properties of one parameter that must not change after compile.
+    """Properties of a parameter that must not change after compile.
 
     Args:
-        first: the name that it is stored under; another one for the other names of a tied parameter.
-        shape: global, without the pad.
-        placements: of its storage layout, one for each mesh dim.
+        first: the name it is stored under; tied parameters share it.
+        shape: global shape, without padding.
+        placements: DTensor placements of its storage layout.
     """
 
     first: str
@@ -49,10 +46,10 @@ class ParamContract:
 
 
 def contracts(template: nn.Module, storages: Mapping[str, Layout], view: Mesh) -> dict[str, ParamContract]:
-    """Returns the contract of each parameter, by each of its names; ``template`` has them at global shapes.
+    """Returns the contract of each parameter, by each of its names; ``view`` is the mesh of the DTensor parameters.
 
     Args:
-        view: the mesh that the parameters are DTensors on.
+        template: the model with parameters of global shapes.
     """
     first: dict[int, str] = {}
     out = {}
@@ -63,18 +60,14 @@ def contracts(template: nn.Module, storages: Mapping[str, Layout], view: Mesh) -
 
 
 class Seen:
-    """Parameters, by name, as a `check` found them: what tells at little cost that another would find the same."""
+    """Parameters at the last successful `check`, to skip the next one if nothing has changed."""
 
     def __init__(self, params: Mapping[str, nn.Parameter], runs: bool) -> None:
         self._specs, self._devices = list(map(_spec, params.values())), list(map(_device, params.values()))
         self._runs = runs
 
     def still(self, params: Mapping[str, nn.Parameter], runs: bool) -> bool:
-        """Whether ``params``, the same objects by the same names, are laid out as they were, on the same devices.
-
-        Args:
-            runs: as for `check`; what was not checked for that is not known to be fit for it.
-        """
+        """Whether ``params`` (the same objects) have the same specs and devices, and were checked for ``runs``."""
         return (
             runs <= self._runs
             and all(map(is_, self._specs, map(_spec, params.values())))
@@ -89,16 +82,15 @@ def check(
     homes: Mapping[str, ParamLocation],
     runs: bool = False,
 ) -> None:
-    """Checks that ``params`` have the types, layouts, devices and modes that they were compiled for; reads no values.
+    """Checks types, layouts, devices and ties of ``params`` against ``expected``; reads no values.
 
     Args:
         params: by each of their names.
-        homes: where each is kept.
-        runs: the module is about to run, so that they must have values.
+        homes: device of each between steps.
+        runs: whether the module is about to run, so that the parameters need values.
 
     Raises:
-        LayoutError: names the first that is not: it went away, came, was untied, is no DTensor or another one, or
-            is not where it is kept.
+        LayoutError: names the first parameter that does not fit.
     """
     if params.keys() != expected.keys():
         gone, new = sorted(expected.keys() - params.keys()), sorted(params.keys() - expected.keys())
@@ -142,7 +134,7 @@ def _elsewhere(name: str, param: DTensor, home: ParamLocation) -> LayoutError:
 def load_hooks(
     module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: Mapping[str, ParamLocation]
 ) -> None:
-    """Makes ``load_state_dict`` of ``module``, and of each module in it, take whole tensors and any DTensors."""
+    """Makes ``load_state_dict`` of ``module`` and its submodules take unsharded tensors, and DTensors on any mesh."""
     names = {id(param): name for name, param in module.named_parameters()}
     for submodule in module.modules():
         owned = {key: names[id(param)] for key, param in submodule._parameters.items() if param is not None}
@@ -163,13 +155,13 @@ def _load(
     prefix: str,
     *_: Any,
 ) -> None:
-    """Fills the parameters of ``module`` itself, and leaves each in the state dict as its own new value."""
+    """Pre-hook: loads the state dict's values into the module's own parameters, and puts these in the state dict."""
     for key, (storage, home) in stored.items():
         param, loaded = module._parameters.get(key), state_dict.get(prefix + key)
         if not isinstance(param, DTensor) or not isinstance(loaded, Tensor) or loaded is param:
             continue
         if loaded.shape != param.shape or loaded.is_meta:
-            continue  # torch says what it thinks of that
+            continue  # torch raises its own error
         shard = _shard(loaded.detach(), param, storage, rank)
         if param.is_meta:
             refill(param, home.keep(shard.to(param.dtype, copy=True)), storage, rank)
@@ -180,7 +172,7 @@ def _load(
 
 
 def _shard(value: Tensor, param: DTensor, storage: Layout, rank: int) -> Tensor:
-    """This rank's padded shard of ``value``, whole or a DTensor on any mesh."""
+    """Returns this rank's padded shard of ``value``, an unsharded tensor or a DTensor on any mesh."""
     if not isinstance(value, DTensor):
         return shard_tensor(value, storage, rank)
     if value.device_mesh == param.device_mesh and value.placements == param.placements:
@@ -189,10 +181,10 @@ def _shard(value: Tensor, param: DTensor, storage: Layout, rank: int) -> Tensor:
 
 
 def check_loads(template: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """Loads the shapes of ``state_dict`` into ``template``, which is on ``meta``: what is wrong with it comes up first.
+    """Loads meta tensors shaped like ``state_dict`` into ``template``, so that torch raises before a value is changed.
 
     Raises:
-        RuntimeError: torch's own, which names what is missing, unexpected or of another shape.
+        RuntimeError: torch's own, about keys that are missing or unexpected and shapes that differ.
     """
     shapes = OrderedDict(
         (name, value if not isinstance(value, Tensor) or is_wrapper(value) else _on_meta(value))
@@ -208,11 +200,11 @@ def _on_meta(value: Tensor) -> Tensor:
 
 
 def renew(module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: Mapping[str, ParamLocation]) -> None:
-    """Puts parameters that torch converted (to another dtype, say) on padded buffers again; the same objects."""
+    """Restores padded buffers behind parameters that ``nn.Module._apply`` converted; the objects stay the same."""
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
             grad, param.grad = param.grad, None
             padded, home = padded_local(param, storages[name]), homes[name]
-            # Where it was moved is for `check` to say.
+            # A wrong device is left to `check`.
             refill(param, home.keep(padded) if padded.device.type == home.place.type else padded, storages[name], rank)
             param.grad = grad

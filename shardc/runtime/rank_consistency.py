@@ -1,13 +1,13 @@
-"""Ranks agree on what they run: every call of a module, every backward and every program that they compile.
+"""Checks that all ranks run the same events: calls of a module, backwards, and compilations of programs.
 
-Each of them is an *act* with a number. An act that comes as the ones before it lead one to expect is not announced:
-all ranks expect the same of the same past, so a rank that does something else at this number is not as expected. It
-announces what it does through the store, never through a collective, and waits until all ranks have said the same of
-this number. Ranks that were not asked do not come to compare; a thread of theirs (`shardc.runtime.wire.listen`) answers
-for them, and where they differ makes them raise too.
+Events (`Act`) are numbered per mesh. Each rank predicts its next event from the period of its past events. All ranks
+have the same past, hence the same prediction. A predicted event costs no message. A rank that deviates publishes the
+hash of its event in the store (never by a collective) and waits until every rank has published its own for this number.
+On ranks that do not arrive, because their event is the predicted one, a listener thread (`shardc.runtime.wire.listen`)
+publishes it. If the hashes differ, all ranks raise.
 
-A rank that raises in what all ranks do tells the others (`Agreement.fails`), which raise its error where they get
-further: in front of their next act, out of a collective, or out of what they compile. Ranks that raised count anew.
+If an error is raised on one rank within an event, `Agreement.fails` sends it to the others. They raise it before their
+next event, out of a collective, or out of a compilation. After an error, all ranks restart numbering.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ from shardc.runtime.events import Act, Told, difference, lost, raised, waits_els
 from shardc.runtime.meeting import Looks, Meeting
 from shardc.runtime.wire.listen import END, NOTHING, Listener, Stopped, raise_in
 
-_PAST = 4096  # acts that are remembered
-_AGAIN = 1 << 40  # numbers after the ranks differed start at the next multiple
-_HEARD = 2.0  # seconds that a rank gives the others to hear that they differ, before it raises
-_GRACE = 0.4  # seconds in which a rank may raise by itself what another one has raised
-_STUCK = 25  # looks at which a rank is in the same collective of torch's, before those that compare hear of it
+_PAST = 4096  # events that are remembered
+_AGAIN = 1 << 40  # each epoch starts to number at a multiple of this
+_HEARD = 2.0  # seconds that a rank waits for the others to read the error, before it raises
+_GRACE = 0.4  # seconds in which a rank may raise the same error by itself, before it is interrupted
+_STUCK = 25  # samples in the same collective of torch, before a rank reports it to those that compare
 
 
 class Agreement:
-    """Checks that all ranks of a mesh go through the same events.
+    """Checks that all ranks of a mesh go through the same events (`Act`).
 
     Args:
-        prefix: of the keys in the store, another one for each mesh of the process.
-        rank, ranks: this rank's global number, and those of the mesh.
-        interrupt: a method that makes whatever this rank waits for in a collective on this mesh raise.
+        prefix: prefix of the keys in the store, unique per mesh of the process.
+        rank, ranks: global rank of this process, and those of the mesh.
+        interrupt: bound method that makes a collective in which this rank waits on the mesh raise.
 
     Attributes:
-        number: of this rank's last act.
-        running: whether it is in a compiled graph.
-        modules: how many modules ran on the mesh in this epoch.
-        alone: whether there are no other ranks to agree with.
-        call: what the last call of a module was.
+        number: number of the last event.
+        running: whether a compiled graph is running.
+        modules: number of modules that ran on the mesh in this epoch.
+        alone: whether there is no other rank, so that nothing is compared.
+        call: the last call of a module.
     """
 
     def __init__(self, prefix: str, rank: int, ranks: Sequence[int], interrupt: Callable[[], None]) -> None:
         self.rank, self.ranks = rank, tuple(ranks)
         self.number, self.running, self.modules = 0, False, 0
         self.call: Act | None = None
-        # Two meshes of the same ranks each count their own acts.
+        # Two meshes of the same ranks number their own events.
         self._prefix = f"{prefix}{','.join(map(str, ranks))}/"
         self._meeting = Meeting(self._prefix, rank, self.ranks)
         self._comparisons = Comparisons(self._prefix, rank, self.ranks)
@@ -71,27 +71,27 @@ class Agreement:
         self._lock = Lock()
         self._waits: int | None = None
         self._different: MeshError | None = None
-        self._failure: tuple[int, MeshError] | None = None  # of another rank, and the last act that this has done
-        self._inside = False  # whether this rank failed within its last act
-        self._met: Callable[[], BaseException | None] = lambda: None  # that a method was called by this rank alone
-        self._between = False  # whether what it runs is behind its last act
-        self._compiles: int | None = None  # the thread that does
+        self._failure: tuple[int, MeshError] | None = None  # of another rank, and its last event before it
+        self._inside = False  # whether this rank failed within its last event
+        self._met: Callable[[], BaseException | None] = lambda: None  # error of a method that only this rank called
+        self._between = False  # whether it runs a collective behind its last event
+        self._compiles: int | None = None  # the thread that compiles
         self._found = Event()
         self._heard: str | None = None
         self._broken = False
         self._store: dist.Store | None = None
-        # In torch's stand-in for a world nobody else is there.
+        # The fake backend has no other ranks.
         self.alone = len(self.ranks) == 1 or dist.get_backend() == "fake"
 
     def act(self, act: Act, ask: bool = False) -> None:
-        """This rank is about to do ``act``: all ranks do.
+        """Registers the next event of this rank, and compares it with the other ranks unless it was predicted.
 
         Args:
-            ask: announce it even where it is expected.
+            ask: compare it even if it was predicted.
 
         Raises:
-            MeshError: on every rank, where some rank does something else; or where ranks did not come to compare
-                within the store's timeout: which.
+            MeshError: on all ranks, if the events differ; if a rank did not arrive within the store's timeout, or
+                another rank has raised an error.
         """
         if self.alone:
             return
@@ -112,7 +112,7 @@ class Agreement:
             self._answer_if_asked()
 
     def meet(self, method: str) -> None:
-        """All ranks call ``method``; a rank that does so alone raises at once. See `shardc.runtime.meeting`."""
+        """Waits until all ranks call ``method``; raises MeshError at once if only this rank does (see `Meeting`)."""
         if self.alone:
             return
         try:
@@ -123,7 +123,7 @@ class Agreement:
             raise
 
     def exchange(self, act: Act, text: str, ranks: Iterable[int]) -> dict[int, str]:
-        """Publishes ``text`` at an event and returns the texts of ``ranks`` at the same one; errors as `act`."""
+        """Publishes ``text`` at an event; returns the texts of ``ranks`` (mesh positions) at it. Raises as `act`."""
         store = self._connected()
         self._comparisons.say(store, self.number + 1, text)
         self.act(act, ask=True)
@@ -131,10 +131,7 @@ class Agreement:
 
     @contextmanager
     def runs(self, what: str) -> Iterator[None]:
-        """A block in which this rank runs collectives, as ``what`` says, which are interrupted where the ranks differ.
-
-        It is an act of its own: a rank that does something else at this place asks what the others do.
-        """
+        """Context manager: registers the event ``what``, whose collectives are interrupted if ranks differ."""
         self.act(self._runs.setdefault(what, Act((("act", what),))))
         self.running = True
         try:
@@ -148,7 +145,7 @@ class Agreement:
 
     @contextmanager
     def reduces(self, method: str) -> Iterator[None]:
-        """As `runs`, for ``method``, whose collectives are no part of a graph."""
+        """Context manager: `runs` for a ``method`` that calls torch's own collectives."""
         try:
             with self.runs(method):
                 yield
@@ -157,7 +154,7 @@ class Agreement:
 
     @contextmanager
     def waits(self) -> Iterator[None]:
-        """A block in which this rank is in a collective that is no part of a graph, and can be interrupted."""
+        """Context manager around torch's own collectives: they can be interrupted, and no event is registered."""
         self.running = self._between = True
         try:
             self._check(self.number + 1)
@@ -169,34 +166,34 @@ class Agreement:
 
     @contextmanager
     def compiles(self) -> Iterator[None]:
-        """A block in which this rank captures, plans or lowers, which ends early where another rank has failed."""
+        """Context manager around capture, planning and lowering; raises early if another rank has failed."""
         thread = get_ident()
         try:
             try:
                 self._compiles = thread
                 yield
             finally:
-                with self._lock:  # what was raised before this arrives as the lock is let go, at the latest
+                with self._lock:  # a pending `Stopped` arrives when the lock is released, at the latest
                     self._compiles = None
         except Stopped:
             raise self._raised() from None
 
     def tells(self) -> Told:
-        """A block of what all ranks do: what is raised in it on this rank is raised on the others too."""
+        """Returns a context manager that sends an error raised inside it to the other ranks, which raise it too."""
         return Told(self.fails, self.epoch)
 
     @property
     def epoch(self) -> int:
-        """How often this rank began to count anew."""
+        """Number of times that this rank restarted its numbering."""
         return self.number // _AGAIN
 
     def fails(self, error: BaseException, epoch: int) -> None:
-        """Tells the other ranks that this one raises ``error`` in what all of them do.
+        """Sends an error of this rank to the others, which raise it too, and restarts the numbering.
 
         Args:
-            epoch: when that began; in a later one they know already.
+            epoch: `epoch` when the failing block began; if it has changed, the other ranks have raised already.
         """
-        goes_on = isinstance(error, CollectiveError) or self._met() is error  # of these, others hear otherwise or not
+        goes_on = isinstance(error, CollectiveError) or self._met() is error  # reported elsewhere, or not at all
         if self.alone or epoch != self.epoch or self._broken or goes_on:
             return
         with self._lock:
@@ -206,14 +203,14 @@ class Agreement:
             self._log(self._connected(), [self.rank, number, *raised(self.rank, error)])
 
     def behind(self) -> MeshError | None:
-        """Returns the error if a collective failed on this rank because ranks differ; else None."""
+        """Returns the MeshError if a collective failed because ranks differ, else None; waits a second for it."""
         return self._raised() if not self.alone and self._found.wait(_HEARD / 2) else None
 
     def _raised(self) -> MeshError:
-        """The error of this rank; acts are numbered anew after it."""
+        """Returns the error to raise on this rank, after the other ranks could read it, and restarts the numbering."""
         error, heard, self._heard = self._different, self._heard, None
         assert error is not None
-        if heard is not None:  # else the store may be gone with this rank, before others have read there
+        if heard is not None:  # else the store may end with this rank, before others have read it
             with suppress(RuntimeError):
                 self._connected().wait([heard], timedelta(seconds=_HEARD))
                 self._broken |= self._connected().check([f"{self._prefix}broken"])
@@ -229,7 +226,7 @@ class Agreement:
         self._different = self._failure = self._waits = None
 
     def _check(self, upcoming: int) -> None:
-        """Raises what another rank has raised, where this one gets further than that one did, or that they differ."""
+        """Raises if the ranks differ, or if event ``upcoming`` is behind the one at which another rank failed."""
         if (failure := self._failure) is not None and upcoming > failure[0]:
             self._different = failure[1]
         if self._different is not None:
@@ -241,10 +238,10 @@ class Agreement:
         store, number, comparisons = self._connected(), self.number, self._comparisons
         comparisons.tell(store, act)
         self._waits = number
-        if self._failure is not None:  # that rank will not come
+        if self._failure is not None:  # that rank will not arrive
             self._check(self._failure[0] + 1)
         with self._lock:
-            # The thread that listens may have answered for this rank just now.
+            # The listener thread may have answered for this rank just now.
             answered = number in comparisons.answered
             other = None if answered else comparisons.arrive(store, number, act.key, self._log)
         if other is None and self._different is None:
@@ -259,28 +256,28 @@ class Agreement:
             raise self._raised()
 
     def _differ(self, store: dist.Store, number: int, other: tuple[int, str]) -> None:
-        """Takes down that ``other``, a rank and its act's key, does something else at ``number``."""
+        """Records the error for event ``number``, at which ``other`` (rank, hash) does something else."""
         mine = self.rank, self._past[number - self.number - 1]
         pair = sorted((mine, other))
         (rank_a, lines_a), (rank_b, lines_b) = ((rank, self._comparisons.lines(store, key)) for rank, key in pair)
         self._different = difference(rank_a, lines_a, rank_b, lines_b)
         self._heard = self._comparisons.hear_all(store, number)
 
-    # --- answering, where this rank does as expected and another one asks
+    # --- answering for a rank whose event was predicted
 
     def _log(self, store: dist.Store, entry: Any) -> None:
-        """Lets the threads that listen hear of ``entry``."""
+        """Appends ``entry`` to the log that the listener threads of all ranks read."""
         store.set(f"{self._prefix}log/{store.add(f'{self._prefix}log', 1)}", json.dumps(entry))
 
     def heard(self, store: dist.Store, entry: str) -> None:
-        """Another rank announced what it does, or that it failed; by the thread that listens, with its ``store``."""
+        """Handles a log entry on the listener thread: an event to compare, a method to join, a wait or an error."""
         if entry == NOTHING:
             self._meeting.look(store)
             self._look(store)
         elif entry == END:
             self._meeting.end(store)
         elif isinstance(message := json.loads(entry), int):
-            self._comparisons.asked.add(message)  # before the look at where this rank is, which looks here after that
+            self._comparisons.asked.add(message)  # first: `_answer_if_asked` reads it after it has set `number`
             if message <= self.number:
                 self._answer(store, message)
         elif message[0] == "meet":
@@ -306,17 +303,17 @@ class Agreement:
             other = self._comparisons.arrive(store, number, self._past[-1 - behind], self._log)
             if other is None:
                 return
-            self._break_if_running(store)  # before the others are told, whose connections to this rank close too
+            self._break_if_running(store)  # before the others read it: their connections to this rank close too
             self._differ(store, number, other)
             self._found.set()
             if self._waits not in (None, number):
                 store.set(f"{self._comparisons.at(self._waits)}verdict", BEFORE)
-        self._break_if_running(store)  # it may have begun just now, before it could see that the ranks differ
+        self._break_if_running(store)  # it may have begun just now, before it could see the error
         if self._broken:
             self._end_waits()
 
     def _fails_there(self, store: dist.Store, rank: int, number: int, text: str, source: Any, fix: Any) -> None:
-        """Rank ``rank`` failed behind its act ``number``; this one raises too where it gets further."""
+        """Handles an error that ``rank`` raised after its event ``number``: interrupts this rank if it is past that."""
         with self._lock:
             epoch = self.epoch
             if rank == self.rank or number // _AGAIN != epoch or self._failure is not None:
@@ -326,7 +323,7 @@ class Agreement:
             self._different = self._failure[1]
             self._found.set()
             return
-        until = time.monotonic() + _GRACE  # it may raise the same by itself
+        until = time.monotonic() + _GRACE  # it may raise the same error by itself
         while time.monotonic() < until and self.epoch == epoch and (self.running or self._compiles):
             time.sleep(0.02)
         with self._lock:
@@ -346,7 +343,7 @@ class Agreement:
     # --- waiting for each other at different places
 
     def _look(self, store: dist.Store) -> None:
-        """Tells those that compare where this rank waits for them; asks the others, where a graph runs for long."""
+        """Reports that this rank waits in a torch collective; starts a comparison if a graph runs for long."""
         pending = sorted(number for number in self._comparisons.asked if number > self.number)
         if pending and not self.running:
             asks, key = store.get(f"{self._comparisons.at(pending[0])}first").decode().split()
@@ -360,7 +357,7 @@ class Agreement:
             self._answer(store, self.number)
 
     def _waits_there(self, store: dist.Store, rank: int, number: int, text: str, fix: str) -> None:
-        """Rank ``rank`` waits in a collective of torch's, and so does not come to act ``number``."""
+        """Handles the report that ``rank`` waits in a collective of torch and does not arrive at event ``number``."""
         with self._lock:
             came = number <= self.number and number // _AGAIN == self.epoch and rank != self.rank
             if not came or self._different is not None or self._waits != number and not self.running:
@@ -374,7 +371,7 @@ class Agreement:
             self._end_waits()
 
     def _end_waits(self) -> None:
-        if (interrupt := self._interrupt()) is not None:  # what runs on a mesh keeps it
+        if (interrupt := self._interrupt()) is not None:  # a running mesh is alive
             interrupt()
 
     def _break_if_running(self, store: dist.Store) -> None:
@@ -383,7 +380,7 @@ class Agreement:
             store.set(f"{self._prefix}broken", "")
 
     def _connected(self) -> dist.Store:
-        """This rank's own connection to the store; from the first on another one is listened at."""
+        """Returns this rank's connection to the store; at first, opens it and starts the listener on another one."""
         if self._store is None:
             store: Any = c10d._get_default_store()
             self._store = store.clone()

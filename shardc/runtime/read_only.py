@@ -1,4 +1,4 @@
-"""Outputs that cannot be written to: on one device they share memory with something else, and here they are copies."""
+"""Outputs that share memory with another tensor on one device and are copies here: writing to them raises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardc.errors import LayoutError
 from shardc.runtime.gathered import written
 
 pytree = _compat.pytree
-# What needs memory, and gets that of a copy.
+# Methods that read the memory; they run on a copy.
 _COPIED = (
     Tensor.numpy,
     Tensor.__array__,
@@ -32,14 +32,14 @@ _GRADIENTS = (_PROPERTIES.requires_grad.__set__, Tensor.requires_grad_, Tensor.d
 
 @dataclass
 class Shared:
-    """A tensor that shares memory with an output on one device: a change of one changes the other.
+    """The tensor with which an output shares memory on one device.
 
     Args:
-        index: of the output.
-        name: what it is, as errors say it.
-        source: the input, buffer or parameter that it is; None where it is other outputs, which are read-only too.
-        itself: whether the output is a parameter itself.
-        constant: whether it is a plain tensor that forward reads, whose values are constants of the program.
+        index: index of the output.
+        name: the tensor, as errors name it.
+        source: the input, buffer or parameter; None if the tensor is another output, which is read-only too.
+        itself: whether the output is a parameter.
+        constant: whether it is a plain tensor that forward reads, compiled in as a constant.
     """
 
     index: int
@@ -50,11 +50,11 @@ class Shared:
     constant: bool = False
 
     def note(self) -> None:
-        """Takes down the version of the source that the output has the values of."""
+        """Records the current version of the source."""
         self.version = self._version()
 
     def check(self) -> None:
-        """Raises LayoutError where the source was changed in place since."""
+        """Raises LayoutError if the source was changed in place since `note`."""
         if self.version is not None and self._version() not in (None, self.version):
             raise LayoutError(
                 f"{self.name} was changed in place since output {self.index} of the module was returned, which one "
@@ -84,13 +84,13 @@ class Shared:
 
 
 class ReadOnly(Tensor):
-    """An output that can be read: ops that write to it or to a view of it raise, by whatever way they come to it.
+    """An output that can only be read: any op that writes to it or to a view of it raises.
 
-    ``.data`` and ``detach()`` are views. What other ops give is plain tensors.
+    ``.data`` and ``detach()`` are views of it. Other ops return plain tensors.
 
     Attributes:
         local: the plain tensor.
-        shared: what one device changes with it.
+        shared: the tensor that a write would change on one device.
     """
 
     local: Tensor
@@ -98,7 +98,7 @@ class ReadOnly(Tensor):
 
     @classmethod
     def of(cls, values: Tensor, shared: Shared) -> ReadOnly:
-        """``values``, which has no autograd history, as an output that cannot be written to."""
+        """Wraps ``values``, which has no autograd history."""
         out = Tensor._make_wrapper_subclass(
             cls,
             values.shape,
@@ -134,7 +134,7 @@ class ReadOnly(Tensor):
             if isinstance(x, ReadOnly):
                 x.shared.refuse()
         if func is torch.ops.aten._has_compatible_shallow_copy_type.default:
-            return False  # nothing takes its memory as .data
+            return False  # it cannot become the .data of another tensor
         if func is torch.ops.aten.detach_.default:
             return args[0]
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -151,7 +151,7 @@ class ReadOnly(Tensor):
 
 
 def plain(x: Any) -> Any:
-    """The plain tensor of an output that cannot be written to; anything else as it is."""
+    """Returns the plain tensor of a `ReadOnly`; other values as they are."""
     return x.local if isinstance(x, ReadOnly) else x
 
 

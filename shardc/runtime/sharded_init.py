@@ -1,4 +1,4 @@
-"""`Virtual`: a tensor of global shape on the CPU, of which only this rank's shard has memory."""
+"""`Virtual`: a CPU tensor of global shape that has memory for this rank's shard only, to initialise parameters."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from shardc.runtime.storage import cut, local_indices, padded_local, shard_tenso
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
-# Writes that do not depend on what was there, beside the random ones; in-place, elementwise, but not tagged so.
+# In-place elementwise ops without the pointwise tag; they overwrite all previous values, as random ones do.
 _FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default}
-# Tensors made after a given one: real ones where they are small.
+# Factories that take a tensor; they return plain tensors if small.
 _FACTORIES = {
     *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
     *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
@@ -38,17 +38,15 @@ _FIX = (
 
 @dataclass(eq=False)
 class InitShard:
-    """One parameter or buffer in the making.
+    """A parameter or buffer during initialisation.
 
     Args:
-        name: its qualified name.
-        shape: its global shape.
-        storage: its storage layout, or None where it is kept whole.
-        indices: per dim the global indices that this rank holds.
-        rank: this rank on the layout's mesh.
-        before: the tensor as it was: on ``meta``, whole, or a DTensor in that layout.
-        limit: elements that a buffer of random values may have.
-        written: the views of it that were filled, as (offset, shape, strides).
+        storage: storage layout; None if the tensor is replicated.
+        indices: per dim, the global indices of this rank's shard.
+        rank: rank on the layout's mesh.
+        before: the tensor before: on ``meta``, unsharded, or a DTensor with this layout.
+        limit: largest number of elements to draw at once.
+        written: views of it that were filled, as (offset, shape, strides).
     """
 
     name: str
@@ -76,8 +74,8 @@ class InitShard:
 
     @cached_property
     def padded(self) -> torch.Tensor:
-        """The local tensor with the pad: zeros for a tensor on ``meta``, else a copy of its own values."""
-        with torch._C.DisableTorchFunction():  # a mode may give this for the tensor
+        """Local tensor in padded shape: zeros if the tensor is on ``meta``, else a copy of its values."""
+        with torch._C.DisableTorchFunction():  # a mode may return this for the tensor
             before = self.before.detach()
             if before.is_meta:
                 return torch.zeros(self.shape if self.storage is None else self.storage.local_shape, dtype=self.dtype)
@@ -89,12 +87,12 @@ class InitShard:
 
     @cached_property
     def local(self) -> torch.Tensor:
-        """The view of `padded` without the pad."""
+        """View of `padded` without the padding."""
         return self.padded if self.storage is None else cut(self.padded, list(map(len, self.indices)))
 
     @property
     def touched(self) -> bool:
-        """Whether an op saw the values."""
+        """Whether an op read or wrote the values."""
         return "padded" in vars(self)
 
     @cached_property
@@ -106,7 +104,7 @@ class InitShard:
         self.written.add((view.storage_offset(), tuple(view.shape), view.stride()))
 
     def check_written(self) -> None:
-        """Raises InitError where the fills do not cover the tensor (by the number of elements of the views)."""
+        """Raises InitError if the filled views have fewer elements than the tensor."""
         if sum(prod(shape) for _, shape, _ in self.written) >= prod(self.shape):
             return
         extent = "only a part" if self.written else "nothing"
@@ -117,7 +115,7 @@ class InitShard:
 
 
 class Virtual(torch.Tensor):
-    """A view of an `InitShard` at global shape. ``meta`` is its twin on the meta device: views are made on that."""
+    """A view of an `InitShard` at global shape; ``meta`` is the same view of a meta tensor, used to compute views."""
 
     meta: torch.Tensor
     init_shard: InitShard
@@ -178,7 +176,7 @@ class Virtual(torch.Tensor):
 
 
 def _on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Any op on tensors that this rank holds whole: run as it is."""
+    """Runs any op on tensors of which this rank has all elements."""
 
     def local(view: Virtual) -> torch.Tensor:
         whole = view.init_shard.local
@@ -196,7 +194,7 @@ def _on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _factory(func: Any, target: Virtual, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """A real CPU tensor of no more elements than a buffer of random values has."""
+    """Runs a factory op (``zeros_like``) as a CPU tensor; raises InitError if that exceeds ``limit`` elements."""
     meta = func(target.meta, *args[1:], **kwargs)
     if meta.numel() > target.init_shard.limit:
         raise unsupported(func, target, f"with a whole tensor of shape {list(meta.shape)}")
@@ -204,7 +202,7 @@ def _factory(func: Any, target: Virtual, args: Sequence[Any], kwargs: Mapping[st
 
 
 def _elementwise(func: Any, target: Virtual, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """An in-place elementwise op on the shard; other tensors are cut like it."""
+    """Runs an in-place elementwise op on the shard of ``target``, with the same part of the other operands."""
     piece = piece_of(func, target)
 
     def cut_like(other: torch.Tensor) -> torch.Tensor:
@@ -231,9 +229,9 @@ def _elementwise(func: Any, target: Virtual, args: Sequence[Any], kwargs: Mappin
 
 
 def piece_of(func: object, view: Virtual) -> Piece:
-    """Returns this rank's part of ``view``, computed from its offset, shape and strides.
+    """Returns this rank's part of ``view``, from its offset, shape and strides.
 
-    A dim of the view is a stretch of one dim of the parameter; the parameter's other dims are at one index.
+    Each dim of the view must be a range of one dim of the parameter, with one index along the parameter's other dims.
     """
     shard = view.init_shard
     stride = [prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))]
@@ -279,7 +277,7 @@ def unsupported(func: object, view: Virtual, how: str = "shard by shard") -> Ini
 
 
 def _caller() -> str:
-    """``file:line`` of the innermost frame outside of torch and shardc."""
+    """Returns ``file:line`` of the innermost frame outside of torch and shardc."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "shardc", "contextlib"):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Signatures of programs: the arguments of a call and the state of the model; selects the program of a call."""
+"""Signatures of programs: the arguments of a call and the state of the model, which select the program of a call."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from shardc.runtime.inputs import check_constants, check_inputs
 from shardc.runtime.module_snapshot import Mode
 from shardc.runtime.torch_global_state import TorchGlobalState
 
-# Of these types pytrees know no parts.
+# Types that are pytree leaves.
 _LEAVES = frozenset((Tensor, bool, int, float, str, type(None)))
 
 
 @dataclass(frozen=True)
 class Like:
-    """A tensor of a call, without its values; a size that changes is a name."""
+    """Shape and dtype of a tensor argument; a dynamic size is a name."""
 
     shape: tuple[int | str, ...]
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Like:
 
 @dataclass(frozen=True)
 class Constant:
-    """A leaf that is no tensor: its value is part of the program. 1, 1.0 and True are different ones."""
+    """A non-tensor argument, whose value is compiled into the program. 1, 1.0 and True differ."""
 
     kind: type
     value: Hashable
@@ -47,14 +47,14 @@ class Signature:
     """The arguments of a call and the state of the model at the time.
 
     Args:
-        names: of the leaves of ``(args, kwargs)``.
-        leaves: what they are; shapes are global where a program was made, local where one is looked for.
+        names: names of the pytree leaves of ``(args, kwargs)``.
+        leaves: description of each; shapes are global for a compiled program, local for a call.
         spec: their pytree.
-        modes: train or eval, of each module.
-        grads: whether each parameter needs a gradient.
-        dtypes: of each parameter, then of each buffer.
-        surroundings: the states of torch that the call is made under.
-        reads: what else of the model its capture looked at, and what that was; () where one is looked for.
+        modes: train or eval mode of each module.
+        grads: ``requires_grad`` of each parameter.
+        dtypes: dtype of each parameter, then of each buffer.
+        surroundings: torch's global settings.
+        reads: other attributes and globals that the capture read, with their values; () for a call.
     """
 
     names: tuple[str, ...]
@@ -75,21 +75,17 @@ class Signature:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> Signature:
-        """The signature of a call of a model in ``mode``.
+        """Returns the signature of a call of a model in ``mode``.
 
         Raises:
-            InputError: a leaf that is neither a tensor nor a value that can be compared.
+            InputError: an argument is neither a tensor nor comparable.
         """
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         described = tuple(map(_leaf, names, leaves))
         return cls(tuple(names), described, spec, mode.training, mode.grads, mode.dtypes, surroundings)
 
     def without(self, dims: Mapping[str, Mapping[int, str]]) -> Signature:
-        """Returns the signature with names in the place of dynamic sizes.
-
-        Args:
-            dims: input -> dim -> name.
-        """
+        """Replaces dynamic sizes by names, given as input -> dim -> name."""
         leaves = tuple(
             replace(x, shape=tuple(dims[name].get(at, n) for at, n in enumerate(x.shape)))
             if isinstance(x, Like) and name in dims
@@ -108,17 +104,17 @@ class Signature:
 
     @property
     def kinds(self) -> tuple[Any, ...]:
-        """The structure: which leaves there are, and which of them are tensors."""
+        """Pytree, and per leaf whether it is a tensor."""
         return self.spec, tuple(type(x) for x in self.leaves)
 
 
 def call_key(
     leaves: Sequence[Any], spec: pytree.TreeSpec, mode: Mode, surroundings: TorchGlobalState, deferred: Deferred
 ) -> Hashable | None:
-    """All that finding a program for a call on local inputs looks at; None where each such call is a case of its own.
+    """Returns a hashable key for the program of a call with local inputs; None if such calls cannot be cached.
 
     Args:
-        leaves, spec: of the call's ``(args, kwargs)``.
+        leaves, spec: flattened ``(args, kwargs)`` of the call.
         deferred: the gradients that are left unreduced.
     """
     described: list[Any] = []
@@ -139,7 +135,7 @@ def call_key(
 
 
 def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of ``(args, kwargs)`` and their pytree, which is not looked for where all are leaves."""
+    """Flattens ``(args, kwargs)``; without pytree's traversal if all arguments are leaves."""
     leaves = [*args, *kwargs.values()]
     if _LEAVES.issuperset(map(type, leaves)):
         return leaves, _flat_spec(len(args), *kwargs)
@@ -152,7 +148,7 @@ def _flat_spec(count: int, *names: str) -> pytree.TreeSpec:
 
 
 class Compiled(Protocol):
-    """Protocol of what the lookup by call signature reads of a compiled program."""
+    """The attribute of a compiled program that `fitting` reads."""
 
     inputs: tuple[tuple[str, Layout], ...]
 
@@ -161,10 +157,10 @@ P = TypeVar("P", bound=Compiled)
 
 
 def fitting(call: Signature, tensors: Sequence[Tensor], programs: dict[Signature, P]) -> P:
-    """The program for a call with local ``tensors``, whatever the model's modes; the last made of several.
+    """Returns the last compiled program that fits a call with local ``tensors``, whatever the train modes.
 
     Raises:
-        InputError: none fits; what is wrong with the one that fits best.
+        InputError: no program fits; the text is about the nearest one.
     """
     errors: list[tuple[int, InputError]] = []
     for compiled_for, program in reversed(programs.items()):
@@ -198,7 +194,7 @@ def _check_tensors(call: Signature, expected: Signature, program: Compiled, tens
 
 
 def _shown(signature: Signature) -> str:
-    """The arguments of a call as one writes them: ``x, mask=...``."""
+    """Returns the arguments of a call as text: ``x, mask=...``."""
     count = len(pytree.tree_leaves(pytree.tree_unflatten(signature.names, signature.spec)[0]))
     named = [name if at < count else f"{name}=..." for at, name in enumerate(signature.names)]
     return ", ".join(named) or "nothing"

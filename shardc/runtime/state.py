@@ -1,4 +1,4 @@
-"""State of a compiled module besides its parameters: meshes, layouts, its template, compiled programs."""
+"""State of a compiled module besides its parameters: meshes, layouts, template and compiled programs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from shardc.runtime.wire.buffers import Buffers
 
 
 class Build(Protocol):
-    """Makes programs for example inputs at global shapes."""
+    """Compiles programs for example inputs at global shapes."""
 
     dynamic: Any
     families: Any
@@ -53,7 +53,7 @@ class Build(Protocol):
     def stored(
         self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool, evaluates: bool
     ) -> Executable:
-        """As a call, or what an earlier start or another rank has stored of it."""
+        """Compiles, or loads the program that an earlier start or another rank has stored."""
 
     def sized(
         self,
@@ -64,26 +64,26 @@ class Build(Protocol):
         signature: Signature,
         deferred: Deferred = NOTHING,
     ) -> Executable | None:
-        """The program for inputs with dynamic sizes; None where there are none."""
+        """Returns a program for any sizes of the dynamic dims; None if inputs have none."""
 
     @property
     def has_own_inputs(self) -> bool:
-        """Whether an input may be each rank's own."""
+        """Whether an input may differ between ranks (`shardc.per_rank`)."""
 
     def numbered(self, names: Sequence[str]) -> dict[int, int]:
-        """Inputs whose values are row numbers within a rank's part of another input -> that one, by position."""
+        """Maps the position of an input that holds row numbers of a rank's shard of another input to the latter's."""
 
     def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Layout]: ...
 
 
 @dataclass
 class CallCacheEntry:
-    """Cached facts about calls of one signature.
+    """Cached facts about calls with one key.
 
     Args:
-        act: what other ranks are told of one.
-        row_axes: of each tensor, where ranks may pass different numbers of rows; else none.
-        program: None before the first.
+        act: event to compare with other ranks.
+        row_axes: per tensor, the axes over which ranks may pass different numbers of rows.
+        program: None before the first call.
     """
 
     act: Act
@@ -98,35 +98,36 @@ class State:
     Args:
         mesh: the abstract mesh.
         device_mesh: None for a module that is only analysed or simulated.
-        param_mesh: what parameters are DTensors on: the same, or a view of it with some of its axes split in parts.
+        param_mesh: mesh of the DTensor parameters: ``device_mesh``, or a view with some axes split into parts.
         groups: this rank's process groups; None without a device mesh.
-        template: the user's module as it was, with ``meta`` parameters at global shapes; see `present`.
+        template: the user's module at compile, with ``meta`` parameters at global shapes; see `present`.
         storages: storage layout of each parameter.
-        build: makes the programs.
-        global_shapes: local shapes of the inputs by name -> global shapes, by the plan.
-        names: (template, args, kwargs, how many of args are the loss's) -> a name for each leaf.
-        targets: the arguments that the loss takes after the model's output; None without a loss.
-        lower_half: makes a half callable.
-        device: where the program runs.
-        homes: where each parameter is kept between steps.
-        sync: which gradients are reduced.
-        dtensor_outputs: whether outputs come back as DTensors.
-        unit: (roles of the outputs, layout of an input) -> what its gradient is scaled by to be this rank's.
-        buffers: the memory of collectives' results, of all programs.
-        programs: by what they were made for; those that leave gradients unreduced are in ``deferring``.
-        variants: what the captures of programs read of the module, by signatures without that.
-        known: what is known of calls, by all that finding their programs looks at.
-        sources: fingerprints of what stored shards were cut of; see `shardc.runtime.replicas`.
-        fresh: whether values came since the ranks compared them.
-        uneven: whether ranks may pass different numbers of rows.
-        turns: at which calls ranks compare inputs.
+        build: compiles programs.
+        global_shapes: (name, local shape) of inputs -> global shapes, by the plan.
+        names: (template, args, kwargs, number of loss arguments) -> a name per pytree leaf.
+        targets: names of the loss's arguments after the model's output; None without a loss.
+        lower_half: turns a half (forward or backward graph) into a callable.
+        device: device on which the program runs.
+        sync: settings and local sums of unreduced gradients.
+        homes: device of each parameter between steps.
+        unit: (roles of the outputs, layout of an input) -> factor between the objective's and this rank's gradient.
+        dtensor_outputs: whether outputs are returned as DTensors.
+        buffers: memory for results of collectives of all programs.
+        programs: programs by signature.
+        deferring: programs that leave gradients unreduced.
+        variants: guards of the programs.
         explicit: whether `Namespace.lower` was called.
-        read: (name, local shape) of inputs -> the global shape that they are taken for.
-        found: the result of the search for its plan (`shardc.search.result.Found`); None where the plan was given.
-        around: a forward that was set on the module and calls the compiled one; see `shardc.runtime.rebound`.
-        epoch: see `shardc.runtime.rank_consistency.Agreement`; when it last ran.
-        owner: the module itself.
-        view: the same as its own class has it, which knows nothing of this.
+        read: (name, local shape) of an input -> global shape it was sharded from.
+        uneven: whether ranks may pass different numbers of rows.
+        turns: schedule of the calls at which ranks compare inputs.
+        sources: fingerprints of the tensors that shards were cut from; see `shardc.runtime.replicas`.
+        fresh: whether values have changed since ranks compared them.
+        call_cache: key of a call -> its program and event.
+        found: result of the plan search (`shardc.search.result.Found`); None if the plan was given.
+        around: a forward set on the module, which calls the compiled one; see `shardc.runtime.rebound`.
+        epoch: `shardc.runtime.rank_consistency.Agreement.epoch` at the last call.
+        owner: the compiled module.
+        view: the same tensors as a module of the model's own class.
     """
 
     mesh: Mesh
@@ -173,20 +174,16 @@ class State:
         return self.groups.rank if self.groups is not None else 0
 
     def with_loss(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether a call passes the loss its arguments: its last positional ones, if the model does without them.
-
-        Raises:
-            InputError: these are no arguments of the model, with or without those of the loss.
-        """
+        """Whether a call passes the loss's arguments, as its last positional ones; InputError if neither form fits."""
         return takes_loss(self.view, args, kwargs, None if self.targets is None else len(self.targets))
 
     def program_for(self, args: Sequence[Any], kwargs: dict[str, Any], looks: bool = False) -> Executable:
-        """The program for global (example) inputs in the present mode, built if there is none yet.
+        """Returns the program for global (example) inputs in the present mode; compiles it if there is none.
 
-        It is for training too, but of a model that asks for the grad mode and computes something else without.
+        Programs compiled with grad mode off also train, unless the model's code asks for the grad mode.
 
         Args:
-            looks: somebody looks at its stages, which a stored program does not have.
+            looks: whether the caller needs the stages of the compile, which stored programs lack.
         """
         call = self.signature(args, kwargs)
         self.mark(call.names, args, kwargs)
@@ -214,7 +211,7 @@ class State:
         return variant and self._variants_now.setdefault(key, variant)
 
     def add(self, program: Any, deferred: Deferred = NOTHING, signature: Signature | None = None) -> None:
-        """Adds a program to the cache, for calls of the signature that it was compiled for, or of ``signature``."""
+        """Caches a program, for its own signature or ``signature``."""
         signature = signature or program.identity.signature
         self.variants.add(signature, program.reads)
         if deferred:
@@ -224,14 +221,14 @@ class State:
         self._watch = Guards(self.variants.reads(), self.view, self.build.loss)
 
     def settle(self, program: Executable) -> None:
-        """Sets what the model's first call sets; ``program`` is that of later calls too."""
+        """Applies the attributes that the model's first call sets, and caches ``program`` for the calls after it."""
         if program.reads.sets:
             self.add(program, program.deferred, settled(program, self.view, self.build.loss))
 
     def _sized(
         self, call: Signature, args: Sequence[Any], kwargs: dict[str, Any], deferred: Deferred
     ) -> Executable | None:
-        """The program for a call with dynamic sizes; None where there are none."""
+        """Returns the program for a call with dynamic sizes; None if it has none."""
         if not self.build.dynamic.names:
             return None
         leaves = pytree.tree_leaves((tuple(args), kwargs))
@@ -248,32 +245,32 @@ class State:
         return program
 
     def mark(self, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Takes the dims of a call's tensors (by the names of its leaves) that are marked as dynamic for such."""
+        """Registers the dims that torch's ``mark_dynamic`` marks on the tensors of a call."""
         self.build.dynamic.mark(list(zip(names, pytree.tree_leaves((tuple(args), kwargs)), strict=True)))
 
     def lowered_but_for_sizes(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether a program was made for such arguments, sizes that change and modes aside."""
+        """Whether a program was compiled for these arguments, ignoring dynamic sizes and modes."""
         call = self.signature(args, kwargs)
         inputs = list(zip(call.names, pytree.tree_leaves((tuple(args), kwargs)), strict=True))
         dims, _ = self.build.dynamic.of(inputs)
         return any(made.without(dims).leaves == call.without(dims).leaves for made in self.programs)
 
     def lowered(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether there is a program for such arguments, at global shapes."""
+        """Whether a program was compiled for these arguments (global shapes)."""
         with torch.enable_grad():
             key = self._variant(self.signature(args, kwargs))
         return key is not None and key in self.programs
 
     def whole_shapes(self, local: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[int, ...]]:
-        """The global shapes of a call's inputs, as they were cut, or else by the plan."""
+        """Returns the global shapes of inputs (name, local shape): those they were sharded from, else by the plan."""
         by_plan = self.global_shapes(local)
         return [self.read.setdefault(each, shape) for each, shape in zip(local, by_plan, strict=True)]
 
     def note_cut(self, name: str, local: tuple[int, ...], whole: tuple[int, ...]) -> None:
-        """Notes that ``local`` is what is cut of an input of shape ``whole``.
+        """Records that shards of shape ``local`` come from an input of shape ``whole``.
 
         Raises:
-            InputError: an input of another shape looks alike, being taken whole where it does not divide.
+            InputError: an input of another global shape has shards of that shape too (one of the two does not divide).
         """
         previous = self.read.setdefault((name, local), whole)
         if previous != whole:
@@ -285,12 +282,12 @@ class State:
             )
 
     def signature(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
-        """The signature of a call in the present mode."""
+        """Returns the signature of a call in the present mode."""
         mode = self.look().mode()
         return Signature.of(mode, TorchGlobalState.now(self.device), self.input_names(args, kwargs), args, kwargs)
 
     def input_names(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-        """A name for each leaf of a call's arguments."""
+        """Returns a name for each pytree leaf of a call's arguments."""
         return self.names(self.view, args, kwargs, len(self.targets or ()) * self.with_loss(args, kwargs))
 
     @property
@@ -303,7 +300,7 @@ class State:
         return self._name
 
     def begin_anew(self, epoch: int) -> None:
-        """Forgets what ranks do not share after an error of one of them, which others came further than."""
+        """Clears the state that ranks may no longer share after one of them raised an error."""
         self._name, self.epoch, self.fresh, self.turns = None, epoch, True, Turns()
         self.call_cache.clear()
         self._runners.clear()
@@ -315,7 +312,7 @@ class State:
         return parameter_checks.contracts(self.template, self.storages, Mesh.of(self.param_mesh))
 
     def adopt(self, owner: nn.Module) -> None:
-        """Takes ``owner`` as the module that holds the parameters."""
+        """Sets the module that owns the parameters, and registers its hooks."""
         self.owner, self.view = owner, unsharded(owner)
         self.sync.parameters = lambda: self.look().parameters
         self.build.families.forget = lambda program: self._runners.pop(id(program), None)
@@ -336,7 +333,7 @@ class State:
         return self._census
 
     def present(self) -> nn.Module:
-        """The user's module as it is now, with ``meta`` parameters at global shapes, for capture."""
+        """Copies the user's module as it is now, with ``meta`` parameters at global shapes, for capture."""
         strides = {name: param.stride() for name, param in self.template.named_parameters(remove_duplicate=False)}
 
         def tensor(name: str, x: Tensor) -> Tensor:
@@ -355,11 +352,11 @@ class State:
         return self._census
 
     def tells(self) -> AbstractContextManager[None]:
-        """A block of what all ranks do: what is raised in it on this rank is raised on the others too."""
+        """Returns a context manager that sends an error raised inside it to the other ranks, which raise it too."""
         return nullcontext() if self.groups is None else self.groups.agreement.tells()
 
     def check(self, runs: bool = False) -> None:
-        """Checks that the parameters are still the ones that were compiled for, with values where the module runs."""
+        """Checks that the parameters still fit what was compiled; with ``runs``, also that they have values."""
         params = self.look().parameters
         if self.param_mesh is None or self._checked is not None and self._checked.still(params, runs):
             return
@@ -367,10 +364,10 @@ class State:
         self._checked = parameter_checks.Seen(params, runs)
 
     def compare_values(self) -> None:
-        """Before the first use of values: ranks compare those that several of them hold."""
+        """Compares parameters and buffers between ranks, if values have changed since the last time."""
         if self.fresh and self.groups is not None:
             tensors = [*self.census.parameters.items(), *self.census.buffers.items()]
-            once = {id(x): (name, x) for name, x in reversed(tensors)}  # the first name of what is tied
+            once = {id(x): (name, x) for name, x in reversed(tensors)}  # the first of tied names
             compare_values(self.name, dict(reversed(once.values())), self.storages, self.sources, self.groups)
             self.fresh = False
 

@@ -1,4 +1,4 @@
-"""The halves of a compiled program on this rank: what each takes, lowered when first needed."""
+"""`Runner`: runs the graphs of a compiled program on this rank."""
 
 from __future__ import annotations
 
@@ -33,25 +33,24 @@ from shardc.runtime.sync import Key, Sync
 from shardc.runtime.wire.buffers import Buffers
 from shardc.runtime.wire.direct import prepare
 
-Lower = Callable[..., Sequence[Compiled]]  # makes halves callable
+Lower = Callable[..., Sequence[Compiled]]  # turns halves into callables
 
 
 class Runner:
-    """Runs one program on this rank; its graphs are lowered when first needed.
+    """Runs one program on this rank; its graphs (halves) are lowered at first use.
 
     Args:
-        program: what to run.
-        census: what the module holds, whose parameters and buffers it takes, at each call.
+        census: returns the module's snapshot, whose parameters and buffers are passed to the graphs.
         storages: storage layout of each parameter.
         groups: this rank's process groups.
-        lower: makes halves callable.
-        sync: takes the gradients that the program leaves unreduced.
-        buffers: the memory that the results of collectives lie in.
-        tokens: gets what each layer of experts notes of its tokens; see `shardc.custom_ops.experts.noting`.
+        lower: turns halves into callables.
+        sync: receives the gradients that the program leaves unreduced.
+        buffers: memory for results of collectives.
+        tokens: receives the token counts of each expert layer; see `shardc.custom_ops.experts.noting`.
 
     Attributes:
-        splits_outputs: whether what comes in as gradients of outputs is of this rank's own loss, and is scaled.
-        fits_behind: whether what makes its inputs was looked at, by `shardc.runtime.autograd.check_units`.
+        splits_outputs: whether gradients of outputs are of this rank's own loss, and are scaled.
+        fits_behind: whether `shardc.runtime.autograd.check_units` has checked the inputs.
     """
 
     splits_outputs = fits_behind = False
@@ -75,7 +74,7 @@ class Runner:
         self._reductions: dict[tuple[Any, ...], Half] = {}
 
     def backward_of(self, used: frozenset[int]) -> Half:
-        """The backward for a loss that uses these outputs."""
+        """Returns the backward for gradients of the outputs with indices ``used``; others are pruned."""
         whole = self.half(BACKWARD)
         every = {port.role.index for port in whole.takes if port.role.kind == "tangent"}
         if used >= every:
@@ -84,10 +83,10 @@ class Runner:
             return self.half(used)
 
     def run(self, half: Half, inputs: list[Any]) -> Sequence[Any]:
-        """The results of a half, lowered if it was not yet; ``inputs`` are emptied.
+        """Runs a half and returns its results; empties ``inputs``.
 
         Raises:
-            CollectiveError: it failed in a collective, which the error names.
+            CollectiveError: a collective failed; names it.
         """
         compiled, agreement = self.compiled(half), self.groups.agreement
         running: Segment | None = None
@@ -124,12 +123,12 @@ class Runner:
             raise agreement.behind() or failed from error
 
     def _without_pad(self, name: str, grad: Tensor) -> Tensor:
-        """The gradient of the parameter ``name`` without what its storage is padded with; of an input, as it is."""
+        """Removes the padding from the gradient of parameter ``name``; other gradients are returned as they are."""
         param: Any = self.census().parameters.get(name)
         return grad if param is None or grad.dim() != param.dim() else cut(grad, param._local_tensor.shape)
 
     def planned(self) -> dict[str, int]:
-        """By half that has run, the most bytes of collectives' results in use at once, as planned."""
+        """Returns, by phase, the planned peak bytes of collective results."""
         plans = {half.phase: compiled.plan for half, compiled in self._compiled.items() if isinstance(half.phase, str)}
         peaks = {str(phase): plan.peak for phase, plan in plans.items() if phase != REDUCTION}
         if BACKWARD in peaks:
@@ -137,7 +136,7 @@ class Runner:
         return peaks
 
     def compiled(self, half: Half) -> Compiled:
-        """The lowered half; forward and backward are lowered together."""
+        """Returns the lowered half; forward and backward are lowered together, and compared between ranks."""
         if half not in self._compiled:
             keep_heap()
             together = self.program.step() if half in self.program.step() else (half,)
@@ -151,7 +150,7 @@ class Runner:
         return self._compiled[half]
 
     def reduce(self, sums: dict[Key, Tensor]) -> dict[str, Tensor]:
-        """Each parameter's padded gradient, of local sums that are used up."""
+        """Reduces local sums; returns padded gradients by parameter name. ``sums`` are consumed."""
         key = tuple((name, layout, x.dtype) for (name, layout), x in sums.items())
         if key not in self._reductions:
             with self.groups.agreement.compiles():
@@ -161,7 +160,7 @@ class Runner:
         return {role.name: x for role, x in zip(half.gives, self.run(half, feed), strict=True)}
 
     def late(self, roles: Sequence[Role], grads: dict[Any, Tensor | None], deferred: Deferred) -> dict[str, Tensor]:
-        """Moves unreduced gradients to their sums; the reduced sums of those that are not ``deferred``."""
+        """Adds unreduced gradients to their sums; reduces and returns sums of parameters that are not ``deferred``."""
         if not self.program.deferred:
             return {}
         for role in roles:
@@ -194,7 +193,7 @@ class Runner:
         return self.groups.coordinate(tuple(port.role.name.split(",")))
 
     def local(self, half: Half, feed: Sequence[Any]) -> list[Any]:
-        """Converts a feed for the compiled code: padded local tensors of parameters, contiguous buffers."""
+        """Converts a feed for the graph: padded local tensors for parameters, contiguous buffers."""
         return [
             padded_local(x, self.storages[port.role.name])
             if port.role.kind == "param"
@@ -206,7 +205,7 @@ class Runner:
 
 
 def use_groups(graph: fx.GraphModule, groups: Groups) -> None:
-    """Makes the process groups that ``graph`` names and writes the registered names in."""
+    """Creates the process groups that ``graph`` names, and puts their registered names in its nodes."""
     named = named_groups(graph, groups.mesh)
     rename = groups.add(named.values())
     for node in graph.graph.nodes:
@@ -217,7 +216,7 @@ def use_groups(graph: fx.GraphModule, groups: Groups) -> None:
 
 
 def named_groups(graph: fx.GraphModule, mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """The names of groups in ``graph``, with their axes."""
+    """Maps the group names in ``graph`` to their mesh axes."""
     return {
         x: axes
         for node in graph.graph.nodes

@@ -1,10 +1,9 @@
-"""Parameters in their storage layout: padded local buffers, and the DTensors that the user sees of them.
+"""Parameters in their storage layout: padded local buffers, and the DTensors that users see.
 
-The layout's global shape may be larger than the parameter's: a dim that does not divide is padded at its
-end. The compiled graph works on the padded local tensor; the DTensor's local tensor is a view of it without
-the pad, so that no norm, optimizer or checkpoint ever meets the pad. (It is a copy where the view would not
-be contiguous: torch's fused optimizers compute wrong values on such.) Sizes follow ``torch.chunk`` as DTensor
-does: 10 elements over 4 ranks are 3, 3, 3, 1, the padded 12 over 4 cut at the end.
+A dim that does not divide is padded at its end, so a layout's global shape may exceed the parameter's. Compiled graphs
+work on the padded local tensor. The DTensor's local tensor is a view of it without the padding, or a copy if the view
+would not be contiguous (torch's fused optimizers compute wrong values on such). Sizes follow ``torch.chunk`` as in
+DTensor: 10 elements over 4 ranks are 3, 3, 3, 1.
 """
 
 from __future__ import annotations
@@ -30,16 +29,17 @@ from shardc.ir.placements import to_placements
 from shardc.runtime import dtensor_ops, pickled, strided_checkpoint
 from shardc.runtime.shards import flat_index
 
-# On a DTensor's local tensor: the padded buffer that it views.
+# Attribute of a DTensor's local tensor: the padded buffer that it views.
 _PADDED = "shardc_padded"
 
 pickled.install()  # when this is imported: a file may be read before any module is compiled
 
 
 class GradHooks(OrderedDict[int, Any]):
-    """The hooks of a tensor that a compiled program takes or returns; a backward that gives it no gradient calls none.
+    """Hooks of a tensor that a compiled program takes or returns; not called if its gradient is None.
 
-    To autograd the program is one function, which gives None for such a tensor, and a plain dict of hooks gets that.
+    Autograd sees the program as one function, which returns None for tensors without gradient, and would pass None to
+    hooks.
     """
 
     def __setitem__(self, key: int, hook: Any) -> None:
@@ -47,13 +47,13 @@ class GradHooks(OrderedDict[int, Any]):
 
 
 def local_indices(storage: Layout, shape: Sequence[int], dim: int, rank: int) -> Sequence[int]:
-    """The indices along ``dim`` that ``rank`` holds of a tensor of ``shape``, ascending, without the pad.
+    """Returns the indices along ``dim`` of a tensor of ``shape`` that ``rank`` stores: ascending, without padding.
 
-    A `range` where they are contiguous.
+    They are a `range` if contiguous.
     """
     digits, size = storage.dims[dim], shape[dim]
     if all(digit.axis is not None for digit in digits[:-1]):
-        # Axes, then at most one local digit: one block, at the index that the axes' digits spell.
+        # Axes, then at most one local digit: one block, at this rank's index along the axes.
         block = storage.shape[dim] // prod(storage.mesh.size(axis) for axis in storage.dim_axes(dim))
         at = flat_index(storage.mesh, storage.dim_axes(dim), rank)
         return range(min(at * block, size), min((at + 1) * block, size))
@@ -62,27 +62,24 @@ def local_indices(storage: Layout, shape: Sequence[int], dim: int, rank: int) ->
 
 
 def unpadded_shape(storage: Layout, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-    """The local shape on ``rank`` without the pad; some dim may be 0."""
+    """Returns the local shape on ``rank`` without padding; a dim may be 0."""
     if storage.shape == tuple(shape):
         return storage.local_shape
     return tuple(len(local_indices(storage, shape, dim, rank)) for dim in range(len(shape)))
 
 
 def take(tensor: torch.Tensor, dim: int, index: Sequence[int]) -> torch.Tensor:
-    """The elements ``index`` (ascending) along ``dim``: a view where they are contiguous, else a copy."""
+    """Selects the ascending ``index`` along ``dim``: a view if contiguous, else a copy."""
     if not index or index[-1] - index[0] + 1 == len(index):
         return tensor.narrow(dim, index[0] if index else 0, len(index))
     return tensor.index_select(dim, torch.tensor(index, device=tensor.device))
 
 
 def shard_tensor(whole: torch.Tensor, storage: Layout, rank: int) -> torch.Tensor:
-    """The padded local tensor (``storage.local_shape``, pad zero, contiguous) of ``rank``; a copy.
-
-    Args:
-        whole: the whole tensor at its true shape, on any device.
+    """Copies the shard of ``rank`` out of ``whole``, contiguous, padded with zeros to ``storage.local_shape``.
 
     Raises:
-        LayoutError: the ranks differ, or a dim is larger than the layout's.
+        LayoutError: the number of dims differs, or a dim is larger than the layout's.
     """
     _check_fits(storage, whole.shape)
     shard = whole.detach()
@@ -96,7 +93,7 @@ def shard_tensor(whole: torch.Tensor, storage: Layout, rank: int) -> torch.Tenso
 
 
 def cut(padded: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The view of ``padded`` with the first ``shape`` elements of each dim."""
+    """Returns the view of ``padded`` with the first ``shape`` elements of each dim."""
     for dim, size in enumerate(shape):
         if padded.shape[dim] != size:
             padded = padded.narrow(dim, 0, size)
@@ -111,14 +108,14 @@ def to_parameter(
     rank: int,
     requires_grad: bool = True,
 ) -> nn.Parameter:
-    """The DTensor parameter of global ``shape`` whose local tensor views ``padded`` without the pad.
+    """Makes the DTensor parameter of global ``shape`` whose local tensor is ``padded`` without its padding.
 
     Args:
-        padded: the padded local tensor of ``rank``, at ``storage.local_shape``.
-        rank: this process's rank on the mesh (`Groups.rank`).
+        padded: local tensor of shape ``storage.local_shape``.
+        rank: rank on the mesh (`Groups.rank`).
 
     Raises:
-        LayoutError: no DTensor placements mean this layout at this shape.
+        LayoutError: DTensor placements cannot express this layout at this shape.
     """
     spec = parameter_spec(storage, shape, padded.dtype, device_mesh)
     local = cut(padded, unpadded_shape(storage, shape, rank)).contiguous()
@@ -136,7 +133,7 @@ def to_parameter(
     if not all(isinstance(local_indices(storage, shape, dim, rank), range) for dim in range(len(shape))):
         strided_checkpoint.install()
     dtensor_ops.install(device_mesh)
-    # nn.Parameter detaches, which makes the local tensor anew: mark that one.
+    # nn.Parameter detaches, which creates a new local tensor: mark that one.
     param = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=requires_grad)
     param._backward_hooks = GradHooks()
     if local is not padded and _views(local, padded):
@@ -145,10 +142,10 @@ def to_parameter(
 
 
 def parameter_spec(storage: Layout, shape: Sequence[int], dtype: torch.dtype, device_mesh: DeviceMesh) -> DTensorSpec:
-    """The DTensorSpec of a contiguous tensor of global ``shape`` stored as ``storage``.
+    """Returns the DTensorSpec of a contiguous tensor of global ``shape`` stored as ``storage``.
 
     Raises:
-        LayoutError: ``shape`` does not fit the layout, or no placements mean the layout.
+        LayoutError: ``shape`` does not fit the layout, or DTensor placements cannot express it.
     """
     _check_fits(storage, shape)
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
@@ -158,10 +155,10 @@ def parameter_spec(storage: Layout, shape: Sequence[int], dtype: torch.dtype, de
 
 
 def padded_local(param: torch.Tensor, storage: Layout) -> torch.Tensor:
-    """The padded local tensor of ``param`` (``storage.local_shape``), which the compiled graph takes.
+    """Returns the padded local tensor of ``param``, which compiled graphs take.
 
-    No copy while the parameter views the buffer that it was made on; a copy with a zero pad where it cannot
-    (the pad is at the end of a dim that is not the outermost), or where its local tensor was replaced.
+    No copy while the parameter views its padded buffer. A copy, padded with zeros, if it cannot view one (padding not
+    in the outermost dim) or if its local tensor was replaced.
 
     Raises:
         LayoutError: ``param`` is not a DTensor, or its local tensor is larger than the layout's shard.
@@ -185,18 +182,18 @@ def padded_local(param: torch.Tensor, storage: Layout) -> torch.Tensor:
 
 
 def refill(param: nn.Parameter, padded: torch.Tensor, storage: Layout, rank: int) -> None:
-    """Makes the DTensor ``param``, on ``meta`` or not, a view of ``padded``; it stays the same object."""
+    """Gives the DTensor ``param`` the local buffer ``padded``; it stays the same object."""
     new = to_parameter(padded, storage, param.shape, param.device_mesh, rank, param.requires_grad)  # type: ignore[attr-defined]
     torch.utils.swap_tensors(param, new)
 
 
 def grad_from_padded(padded: torch.Tensor, param: DTensor) -> DTensor:
-    """The gradient of ``param`` as a DTensor like it: a view of the padded local gradient where that is contiguous."""
+    """Wraps a padded local gradient as a DTensor like ``param``, without the padding; a view if contiguous."""
     return DTensor(cut(padded, param._local_tensor.shape).contiguous(), param._spec, requires_grad=False)
 
 
 def like_parameter(local: torch.Tensor, param: torch.Tensor) -> DTensor:
-    """``local``, shaped as the local tensor of the DTensor ``param``, as a DTensor laid out like it."""
+    """Wraps ``local`` as a DTensor with the mesh, placements and global shape of ``param``."""
     spec = param._spec  # type: ignore[attr-defined]
     if local.dtype != param.dtype:
         spec = _compat.dtensor_spec(spec.mesh, spec.placements, TensorMeta(param.shape, param.stride(), local.dtype))

@@ -1,10 +1,8 @@
-"""``torch.distributed.checkpoint`` of DTensors whose local tensor is several boxes of the global one.
+"""``torch.distributed.checkpoint`` of DTensors whose local tensor consists of several boxes of the global tensor.
 
-A DTensor tells a checkpoint of one box: its first element's offset and its local shape. That is wrong for a
-layout such as ``(3 32@tp)``, where the local tensor is three boxes (torch 2.13 then refuses to save, with
-"overlapping chunks"). Optimizer state is made by torch as DTensors like the parameter, so the answer has to
-stand on DTensor itself: `install` makes its three checkpoint hooks list every box. DTensors of one box, and
-all other uses of DTensor, are as before. The checkpoint's own modules are imported when it asks: that takes a while.
+DTensor's checkpoint hooks describe one box: an offset and the local shape. For a layout such as ``(3 32@tp)``, with
+three boxes, this is wrong (torch 2.13 refuses to save: "overlapping chunks"). Torch makes the DTensors of optimizer
+state itself, so `install` replaces the three hooks on DTensor. DTensors of one box are saved as before.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _original = {name: getattr(DTensor, name) for name in _HOOKS}
 
 
 def install() -> None:
-    """Makes DTensor's checkpoint hooks right for several boxes; a second call changes nothing."""
+    """Replaces DTensor's checkpoint hooks; a second call changes nothing."""
     for name, hook in zip(_HOOKS, (_write_items, _chunk_list, _tensor_shard), strict=True):
         setattr(DTensor, name, hook)
 
@@ -64,7 +62,7 @@ def _tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
 
 
 def _boxes(tensor: DTensor) -> list[Box]:
-    """Returns the boxes of a shard: slices of the local tensor, with their global offsets; one for most layouts."""
+    """Returns the boxes of a shard: slices of the local tensor, with global offsets and sizes."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     if not any(isinstance(placement, _StridedShard) for placement in tensor.placements):
@@ -81,13 +79,13 @@ def _boxes(tensor: DTensor) -> list[Box]:
 
 
 def local_indices(tensor: DTensor) -> list[torch.Tensor]:
-    """Per dim the global indices that this rank holds: the placements applied to the indices themselves."""
+    """Returns, per dim, the global indices of this rank's shard, by applying the placements to the indices."""
     indices = [torch.arange(size) for size in tensor.shape]
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "only ranks of the mesh save and load"
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard | _StridedShard):
-            # Each dim's indices lie in a tensor of one dim, so the split is along its dim 0.
+            # The indices are a 1-d tensor, so the split is along dim 0.
             factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
             along = _StridedShard(0, split_factor=factor)
             pieces, _ = along._split_tensor(
@@ -98,7 +96,7 @@ def local_indices(tensor: DTensor) -> list[torch.Tensor]:
 
 
 def _runs(index: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """(local start, global start, length) of each contiguous run of ``index``."""
+    """Yields (local start, global start, length) of each contiguous run of ``index``."""
     breaks = [0, *(torch.nonzero(index.diff() != 1).flatten() + 1).tolist(), len(index)]
     for start, stop in pairwise(breaks):
         yield start, int(index[start]) if stop > start else 0, stop - start

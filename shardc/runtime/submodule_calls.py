@@ -1,4 +1,4 @@
-"""Errors for code that would use shards as parameters: a call of a submodule, a wrapper around the module."""
+"""Errors for code that would treat shards as parameters: calls of submodules, and wrappers such as DDP and FSDP."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from shardc._compat import REGISTRY_KEY, STATE_KEY
 from shardc.errors import InputError
 
-_CALL = "_compiled_call_impl"  # of a module: what torch calls instead of its forward, where it is not None
-_OTHER = "replicate"  # what has it is neither entered nor sharded by ``fully_shard`` of a module around it
+_CALL = "_compiled_call_impl"  # attribute of a module that torch calls instead of its forward, if not None
+_OTHER = "replicate"  # ``fully_shard`` of an outer module skips modules with this
 
 
 class Refuses(dict[Any, Any]):
-    """Registry that ``fully_shard`` and ``replicate`` look themselves up in; raises for either."""
+    """A module's registry entry for ``fully_shard`` and ``replicate``; raises when either looks itself up in it."""
 
     def __contains__(self, function: Any) -> bool:
         raise wrapped(getattr(function, "__name__", "fully_shard"))
@@ -27,7 +27,7 @@ class Refuses(dict[Any, Any]):
 
 
 def wrapped(by: str) -> InputError:
-    """The error for a compiled module, or a part of it, that is given to a wrapper of modules."""
+    """Returns the error for a compiled module, or a submodule of it, that ``by`` (DDP, FSDP) would wrap."""
     return InputError(
         f"{by} is given a compiled module, which shards its parameters and reduces its gradients itself",
         fix="train the module as it is: its plan says what is sharded; with accelerate or Trainer, use Accelerator or "
@@ -36,17 +36,14 @@ def wrapped(by: str) -> InputError:
 
 
 def check_ddp(owner: nn.Module) -> None:
-    """Raises InputError if the compiled module ``owner`` is part of a model in DDP, which would average its shards."""
+    """Raises InputError if ``owner``, a compiled module, is inside a DDP module, which would average its shards."""
     front = DistributedDataParallel._active_ddp_module
     if front is not None and not {*map(id, front._module_parameters)}.isdisjoint(map(id, owner.parameters())):
         raise wrapped("DistributedDataParallel")
 
 
 def guard(owner: nn.Module) -> None:
-    """Guards all modules inside of ``owner``, and all against ``fully_shard``, which leaves them out of what it shards.
-
-    A model around a compiled module may be given to it.
-    """
+    """Makes direct calls of submodules raise, and hides the modules from a ``fully_shard`` of a model around them."""
     for part in owner.modules():
         vars(part)[STATE_KEY] = Refuses(vars(part).get(STATE_KEY, {}))
         vars(part)[REGISTRY_KEY] = vars(part).get(REGISTRY_KEY, {}) | {_OTHER: None}
@@ -71,14 +68,14 @@ def _call(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def call_slice(part: nn.Module, cls: Any, args: Any, kwargs: Any) -> Any:
-    """As ``part`` of class ``cls``, a slice of a compiled container, does."""
+    """Calls ``part``, a slice of a compiled container, as a ``cls``; raises InputError if it has sharded parameters."""
     if any(isinstance(param, DTensor) for param in part.parameters()):
         raise by_itself(cls.__name__)
     return cls.forward(part, *args, **kwargs)
 
 
 def by_itself(kind: str) -> InputError:
-    """The error for a part of class ``kind``."""
+    """Returns the error for a direct call of a submodule of class ``kind``."""
     return InputError(
         f"a part of a compiled module ({kind}) was called by itself; its parameters are shards",
         fix="call it inside of `with module.summon_full_params():`, or compile it as a module of its own; a method of "

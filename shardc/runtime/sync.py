@@ -1,4 +1,4 @@
-"""Which gradients a step reduces, and the local sums of those that it does not."""
+"""Gradients that a backward leaves unreduced (`no_sync`), and their local sums."""
 
 from __future__ import annotations
 
@@ -19,23 +19,21 @@ from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.layout import Layout
 from shardc.validate import near
 
-Key = tuple[str, Layout]  # a parameter and how its local sum lies on the mesh
+Key = tuple[str, Layout]  # a parameter and the layout of its local sum
 
 
 @dataclass(eq=False)
 class Sync:
-    """The gradients that backwards leave unreduced, and what they have summed up so far.
+    """Which gradients backwards leave unreduced, and their local sums so far.
 
     Args:
-        levels: of each parameter; 0 where no fsdp entry stores it.
-        paused: parameters whose gradients are left out, whatever the others say.
-        unsynced: those whose gradients are left out if they are whole between steps, or stored at level 1: these are
-            summed up whole on each rank.
-        over_shards: those whose gradients are reduced over the axes that split their storage, and not over those that
-            replicate it.
-        sums: local sums, at stored (padded) shapes, until a backward that reduces them.
-        parameters: the module's, by each of their names.
-        replicated: storage layout of each parameter whose gradient is reduced over axes that do not split that.
+        levels: FSDP level of each parameter (0 without an ``fsdp`` entry).
+        paused: parameters whose gradients are not reduced (inside `pause`).
+        unsynced: parameters whose gradients are not reduced if their level is 0 or 1; each rank sums them in full.
+        over_shards: parameters whose gradients are reduced over the sharding axes and not over the replicating ones.
+        sums: local sums, in padded stored shapes, until a backward reduces them.
+        parameters: returns the module's parameters, by each of their names.
+        replicated: storage layout of each parameter whose gradient is also reduced over axes that replicate it.
     """
 
     levels: Mapping[str, int]
@@ -48,18 +46,18 @@ class Sync:
     _own: set[Key] = field(default_factory=set)
 
     def for_copy(self) -> Sync:
-        """Returns the settings for a copy of the module, outside of blocks and without the sums."""
+        """Returns the settings for a copy of the module, without `pause` blocks and sums."""
         return Sync(self.levels, unsynced=self.unsynced, over_shards=self.over_shards, replicated=self.replicated)
 
     def unreduced(self) -> Deferred:
-        """The parameters whose gradients the next backward leaves unreduced."""
+        """Returns the parameters whose gradients the next backward leaves unreduced."""
         if not (self.paused or self.unsynced or self.over_shards):
             return NOTHING
         whole = self.paused | frozenset(name for name in self.unsynced if self.levels[name] <= 1)
         return Deferred(whole, self.over_shards.intersection(self.replicated) - whole)
 
     def deferred(self) -> Deferred:
-        """The parameters whose gradients the next backward sums up locally, be it to reduce the sum."""
+        """Returns the parameters whose gradients the next backward adds to local sums, even if it reduces these."""
         accumulating = self.unreduced()
         if not self.sums:
             return accumulating
@@ -71,7 +69,7 @@ class Sync:
         return Deferred(whole, accumulating.scattered | frozenset(summed) - whole)
 
     def add(self, name: str, layout: Layout, grad: Tensor) -> None:
-        """Adds a gradient to its sum, in place once the sum's memory is its own: two gradients may share theirs."""
+        """Adds a gradient to its sum; in place only if the sum has its own memory, as gradients may share memory."""
         key = name, layout
         if key not in self.sums:
             self.sums[key] = grad
@@ -83,7 +81,7 @@ class Sync:
         _optimizers.watch(self)
 
     def take(self, names: frozenset[str]) -> dict[Key, Tensor]:
-        """The sums of ``names``, which are to be reduced now."""
+        """Removes and returns the sums of ``names``, to be reduced now."""
         due = {key: self.sums.pop(key) for key in list(self.sums) if key[0] in names}
         self._own.difference_update(due)
         if not self.sums:
@@ -91,17 +89,17 @@ class Sync:
         return due
 
     def drop(self, names: frozenset[str] | None = None) -> None:
-        """Forgets the sums of ``names``, or all, as ``zero_grad`` does gradients."""
+        """Drops the sums of ``names`` (default: all), as ``zero_grad`` drops gradients."""
         self.take(frozenset(name for name, _ in self.sums) if names is None else names)
 
     def of(self, optimizer: Optimizer) -> frozenset[str]:
-        """The parameters with sums that ``optimizer`` updates."""
+        """Returns the parameters of ``optimizer`` that have sums."""
         theirs = {id(param) for group in optimizer.param_groups for param in group["params"]}
         mine = self.parameters()
         return frozenset(name for name, _ in self.sums if name in mine and id(mine[name]) in theirs)
 
     def refuse(self, what: str, names: frozenset[str] | None = None) -> None:
-        """Raises BackwardError where gradients of ``names``, or any, are held back, which ``what`` would do without."""
+        """Raises BackwardError, for an operation ``what``, if gradients of ``names`` (default: any) are unreduced."""
         pending = sorted({name for name, _ in self.sums} if names is None else names)
         if pending:
             more = f" and of {len(pending) - 1} more" if len(pending) > 1 else ""
@@ -113,10 +111,10 @@ class Sync:
             )
 
     def matching(self, glob: str) -> list[str]:
-        """The parameters that ``glob`` matches.
+        """Returns the names of the parameters that ``glob`` matches.
 
         Raises:
-            InputError: there are none, and it is not ``*``.
+            InputError: there are none, and ``glob`` is not ``*``.
         """
         names = list(self.levels)
         matches = names if glob == "*" else fnmatch.filter(names, glob)
@@ -125,18 +123,18 @@ class Sync:
         return matches
 
     def sync(self, on: bool, names: Iterable[str]) -> None:
-        """Sets whether steps reduce the gradients of ``names``; ``on`` also turns on the reduction over replicas."""
+        """Sets whether backwards reduce the gradients of ``names``; ``on`` also resumes reduction over replicas."""
         self.unsynced = _switched(self.unsynced, not on, names)
         if on:
             self.all_reduce(True, names)
 
     def all_reduce(self, on: bool, names: Iterable[str]) -> None:
-        """Sets whether steps that reduce gradients of ``names`` do so over replicas too."""
+        """Sets whether gradients of ``names`` are reduced over replicas too, when they are reduced over shards."""
         self.over_shards = _switched(self.over_shards, not on, names)
 
     @contextlib.contextmanager
     def pause(self, names: Iterable[str]) -> Iterator[None]:
-        """Context in which steps reduce no gradients of ``names``."""
+        """Context manager in which backwards do not reduce gradients of ``names``."""
         before = self.paused
         self.paused = before.union(names)
         try:
@@ -150,11 +148,7 @@ def _switched(names: frozenset[str], on: bool, changed: Iterable[str]) -> frozen
 
 
 class _Optimizers:
-    """Hooks by which, while gradients are unreduced, an optimizer's ``step`` raises and ``zero_grad`` drops them.
-
-    As under DDP, where these gradients are in ``.grad``, ``zero_grad`` drops them. A step, which would do without them,
-    raises before anything is changed.
-    """
+    """Hooks on optimizers while gradients are unreduced: ``zero_grad`` drops the sums, and ``step`` raises."""
 
     def __init__(self) -> None:
         self._holding: WeakSet[Sync] = WeakSet()

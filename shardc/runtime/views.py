@@ -1,9 +1,9 @@
-"""Outputs that are views on one device: of each other, of inputs and buffers, or of a tensor that nobody is given.
+"""Outputs that are views on one device: of each other, of inputs and buffers, or of a tensor that is not returned.
 
-A program gives what such outputs are views of, and they are made outside of it by torch's own ops. So autograd counts
-changes, follows changes in place and refuses them as on one device. It can be done where a rank's part of the view is a
-view of its part of the other tensor, by the ops of its graph. Other outputs of which a change would change something
-else are `ReadOnly`; so are all of these as DTensors, and parameters themselves.
+The graph returns the base, and torch's own ops make the views outside of it. So autograd tracks and refuses in-place
+changes as on one device. This requires that a rank's shard of the view is a view of its shard of the base, by ops of
+its graph. If not, an output that shares memory on one device is `ReadOnly`. So are all such outputs as DTensors, and
+outputs that are parameters.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ class View:
 
     Args:
         at: position of the output.
-        source: position of the tensor, among the outputs and the bases behind them; the output's own where the program
-            gives the very values.
-        from_feed: whether ``source`` is among what the program takes instead.
+        source: position of the tensor among outputs and bases, or among the inputs of the graph if ``from_feed``. Equal
+            to ``at`` if the graph returns the values.
         ops: the view ops between them.
-        output: what it is on one device.
-        detached: whether it has no gradient, and the tensor has.
+        output: how one device returns the output.
+        detached: whether the output has no gradient while its source has one.
     """
 
     at: int
@@ -57,17 +56,17 @@ class View:
         if self.detached and not self.output.view:
             return x.detach()
         if self.output.part:
-            return x.unsqueeze(0).unbind(0)[0]  # which torch lets nobody change in place
+            return x.unsqueeze(0).unbind(0)[0]  # torch refuses in-place changes of a result of unbind
         return x if self.ops or not self.output.view else x.view_as(x)
 
 
 @dataclass(frozen=True)
 class Base:
-    """A tensor that several outputs are views of, and that is no output.
+    """A tensor that is not returned and of which several outputs are views.
 
     Args:
         of: positions of these outputs.
-        places: where each lies in the memory of the base, which has one dim.
+        places: size, strides and offset of each in the base, which has one dim.
         split: those of ``of`` that have gradients.
     """
 
@@ -76,7 +75,7 @@ class Base:
     split: frozenset[int]
 
     def holding(self, outputs: Sequence[Any]) -> Tensor:
-        """The base whose views have the values of ``outputs``: their own memory where they lie so."""
+        """Returns a base whose views have the values of ``outputs``; in their own memory if its layout allows."""
         values = [outputs[at] for at in self.of]
         first, size = values[0], max(map(_end, self.places))
         start = first.storage_offset() - self.places[0][2]
@@ -90,7 +89,7 @@ class Base:
         return base
 
     def gradients(self, grad: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The gradients of the outputs, of that of the base: each element's goes to the first that has it."""
+        """Yields (output, gradient) from the gradient of the base; where outputs overlap, the first one gets it."""
         left = grad.clone(memory_format=torch.contiguous_format)
         for at, place in zip(self.of, self.places, strict=True):
             if at in self.split:
@@ -101,13 +100,12 @@ class Base:
 
 @dataclass(frozen=True)
 class Views:
-    """The outputs of a half that are made outside of it.
+    """The outputs of a graph that are made outside of it.
 
     Args:
-        views: each of them, behind what it is made of.
-        bases: what is behind the outputs.
-        read_only: positions of outputs of which changes in place change something else on one device, and not here,
-            and of the bases that such outputs are views of.
+        views: these outputs, each after the one it is made of.
+        bases: the bases, whose positions follow those of the outputs.
+        read_only: positions of outputs that share memory on one device and not here, and of their bases.
     """
 
     views: tuple[View, ...] = ()
@@ -115,7 +113,7 @@ class Views:
     read_only: frozenset[int] = frozenset()
 
     def held_back(self, outputs: list[Any]) -> list[Any]:
-        """The outputs without those that are made of others, and the bases behind them."""
+        """Returns the outputs, with None in place of those made of others, then the bases."""
         bases = [base.holding(outputs) for base in self.bases]
         handed = list(outputs)
         for view in self.views:
@@ -124,7 +122,7 @@ class Views:
         return handed + bases
 
     def make(self, outputs: list[Any], feed: Sequence[Any]) -> None:
-        """Puts the views among ``outputs``, which end with the bases; these go."""
+        """Puts the views among ``outputs``, in place, and removes the bases at its end."""
         for view in self.views:
             outputs[view.at] = view(feed[view.source] if view.from_feed else outputs[view.source])
         if self.bases:
@@ -139,13 +137,13 @@ def views_of(
     feed: Sequence[Any],
     dtensors: bool,
 ) -> Views:
-    """The views among the outputs of a half.
+    """Finds the outputs of a graph that are views, from the results of its first run.
 
     Args:
         differentiable: positions of outputs that have gradients.
-        outputs: what a run of the half gave.
-        feed: what it took.
-        dtensors: whether outputs become DTensors, of which none is a view of another.
+        outputs: results of the run.
+        feed: inputs of the run.
+        dtensors: whether outputs become DTensors, which are never views of each other.
     """
     nodes: list[Any] = [node for _, node in ir.outputs(half.graph)][: len(program.outputs)]
     at_index = {role.index: at for at, role in enumerate(program.outputs) if role.kind == "output"}
@@ -159,7 +157,7 @@ def views_of(
     layouts = dict(program.inputs)
     axes = {at: _axes(role.layout) for at, role in enumerate(program.outputs)}
     views: dict[int, View] = {}
-    hidden: dict[int, list[int]] = {}  # by memory, what has no output or input before it
+    hidden: dict[int, list[int]] = {}  # outputs that share a memory that is no output or input
     stray: set[int] = set()
 
     def add(view: View, source: Any, fits: bool) -> None:
@@ -209,7 +207,7 @@ def views_of(
     firsts = {returned[at].first for at in stray}
     read_only = {at for at, output in returned.items() if output.first in firsts and output.overlaps}
     read_only.difference_update(at for at, view in views.items() if view.from_feed and view.output.itself)
-    for at in stray - read_only:  # parts that have nothing in common
+    for at in stray - read_only:  # they do not overlap
         views[at] = View(at, at, False, (), returned[at])
     views = {at: view for at, view in views.items() if at not in read_only or not view.from_feed}
     behind = {len(program.outputs) + at for at, base in enumerate(bases) if read_only.intersection(base.of)}
@@ -233,7 +231,7 @@ def _axes(layout: Any) -> frozenset[str]:
 
 
 def _ordered(views: dict[int, View]) -> Iterator[View]:
-    """Each view behind that which it is made of."""
+    """Yields the views, each after the one that it is made of."""
     left = dict(views)
 
     def of(view: View) -> Iterator[View]:
@@ -247,7 +245,7 @@ def _ordered(views: dict[int, View]) -> Iterator[View]:
 
 
 def _up(node: Any) -> Iterator[tuple[fx.Node, Op | None]]:
-    """``node``, then what it is a view of, and so on, each with the op by which it is made of the next."""
+    """Yields ``node``, the node it is a view of, and so on, each with the op that makes it from the next."""
     while True:
         before: Any = node.all_input_nodes[0] if node.op == "call_function" and node.all_input_nodes else None
         op: Op | None = None
@@ -279,12 +277,12 @@ def _one_of(op: Op, index: int, x: Tensor) -> Any:
 
 
 def of_constant(node: Any) -> bool:
-    """Whether ``node`` is in the memory of a constant of its graph."""
+    """Whether ``node`` is a view of a constant of its graph."""
     return isinstance(node, fx.Node) and [x for x, _ in _up(node)][-1].op == "get_attr"
 
 
 def _path(node: Any, source: Any) -> tuple[Op, ...] | None:
-    """The ops by which ``node`` is a view of ``source``; None where it is none."""
+    """Returns the view ops that make ``node`` from ``source``; None if it is no view of it."""
     ops: list[Op] = []
     for above, op in _up(node) if isinstance(node, fx.Node) else ():
         if above is source:
@@ -295,7 +293,7 @@ def _path(node: Any, source: Any) -> tuple[Op, ...] | None:
 
 
 def _holds(view: View, source: Any, value: Tensor) -> bool:
-    """Whether ``view`` of ``source`` lies in its memory, and is what the program gave."""
+    """Whether applying ``view`` to ``source`` gives a view of its memory with the shape and dtype of ``value``."""
     with torch.no_grad():
         out = replace(view, detached=False)(source.detach())
     same = out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
@@ -311,7 +309,7 @@ def _base(
     values = [outputs[at] for at in group]
     if common is None or len({x.dtype for x in values}) > 1:
         return None
-    if len({x.untyped_storage().data_ptr() for x in values}) > 1:  # computed one by one
+    if len({x.untyped_storage().data_ptr() for x in values}) > 1:  # the graph computed them separately
         root = torch.empty(ir.value(common).shape, dtype=values[0].dtype, device="meta")
         through = [_through(nodes[at], common, root) for at in group]
         if [x.shape for x in through] != [x.shape for x in values]:

@@ -1,7 +1,7 @@
-"""Every rank of a mesh stepped in lockstep inside one process, with no process group.
+"""Execution of a local graph on all ranks of a mesh in lockstep, in one process without a process group.
 
-A value is one tensor a rank (`PerRank`). Local ops run rank by rank; a collective reads the tensors of
-all ranks of its group, which its name says. Passes are tested by it.
+A value is one tensor per rank (`PerRank`). Local ops run rank by rank; a collective reads the tensors of all ranks of
+its group.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class PerRank(list[Any]):
-    """One value a rank: a tensor, or a list of tensors where an op makes several."""
+    """A value of each rank: a tensor, or a list of tensors for an op with several results."""
 
 
 class Lockstep:
-    """All ranks of ``mesh`` at once; a builder (`shardc.passes.lower_collective.Builder`) that computes eagerly."""
+    """All ranks of ``mesh``; implements `shardc.passes.lower_collective.Builder` by computing eagerly."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -45,7 +45,7 @@ class Lockstep:
     # --- the builder's interface
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``target`` on every rank: `PerRank` arguments rank by rank, others as they are."""
+        """Calls ``target`` on every rank with that rank's values of `PerRank` arguments; other arguments are shared."""
         if isinstance(target, OpOverload) and communicates(target) and target not in MOVES:
             return self._collective(target, args, kwargs)
         return PerRank(target(*_pick(args, rank), **_pick(kwargs, rank)) for rank in range(self.mesh.ranks))
@@ -85,14 +85,14 @@ class Lockstep:
 
     @torch.no_grad()
     def run(self, gm: fx.GraphModule, inputs: Sequence[Sequence[Any]]) -> list[PerRank | None]:
-        """The outputs of a local graph.
+        """Runs a local graph and returns its outputs.
 
         Args:
             gm: a graph of aten ops, functional collectives and ``operator.getitem``.
-            inputs: for each placeholder one value a rank.
+            inputs: a value per rank for each placeholder.
 
         Returns:
-            For each output one value a rank, or None where the graph returns None.
+            For each output a value per rank, or None if the graph returns None.
         """
         values: dict[fx.Node, Any] = {}
         feed = iter(inputs)
@@ -124,7 +124,7 @@ class Lockstep:
             raise MeshError(f"{name} is over no group of the mesh {self.mesh}: {args} {kwargs}")
         groups = groups_of(self.mesh, axes)
         out = named.pop("out", None)
-        named.pop("slots", None)  # where a rank's runtime would put the results
+        named.pop("slots", None)  # memory of the results on a real rank
         x, *options = named.values()
         function = COLLECTIVES[name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")]
         if isinstance(x, PerRank):

@@ -1,9 +1,4 @@
-"""sim: training steps of every rank of a small mesh, in one process, with no process group.
-
-The compiled local graphs run in lockstep on all ranks, collectives included; each rank has its own
-parameters, buffers and optimizer. What comes back is assembled to global tensors, and replicas that
-should be equal are checked to be.
-"""
+"""`Simulation`: training steps of all ranks of a small mesh in one process, without a process group."""
 
 from __future__ import annotations
 
@@ -31,12 +26,12 @@ class Simulation:
     """Runs all ranks of an abstract mesh in this process, collectives included; call it with *global* inputs.
 
     Args:
-        module: what `shardc.compile` returned for an abstract `Mesh`, with real parameters.
+        module: result of `shardc.compile` for an abstract `Mesh`, with real parameters.
 
     Attributes:
-        params: name -> the padded local tensor of each rank.
-        grads: the same for gradients, after `backward`.
-        buffers: name -> each rank's buffer.
+        params: name -> padded local tensor of each rank.
+        grads: name -> padded local gradient of each rank, after `backward`.
+        buffers: name -> buffer of each rank.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -58,10 +53,10 @@ class Simulation:
         }
         self.grads: dict[str, list[Tensor]] = {}
         self._saved: tuple[Executable, dict[str, PerRank]] | None = None
-        self._changes: list[tuple[int, Tensor, int]] = []  # of outputs that a backward reads; see `Border`
+        self._changes: list[tuple[int, Tensor, int]] = []  # versions of outputs that a backward reads
 
     def __call__(self, *args: Any, grad: bool = True, **kwargs: Any) -> Any:
-        """The global outputs for global inputs; with ``grad``, `backward` may follow."""
+        """Returns the global outputs for global inputs; `backward` may follow if ``grad``."""
         if self.state.around is not None:
             raise InputError(
                 "the module's forward was wrapped after compile, and a simulation runs programs alone",
@@ -154,21 +149,21 @@ class Simulation:
                 self.grads[role.name] = added
 
     def param(self, name: str) -> Tensor:
-        """The whole parameter, replicas checked, without its pad."""
+        """Returns the unsharded parameter without padding; checks that replicas are equal."""
         return self._whole(self.params[name], name)
 
     def grad(self, name: str) -> Tensor:
-        """The whole gradient, replicas checked, without its pad."""
+        """Returns the unsharded gradient without padding; checks that replicas are equal."""
         return self._whole(self.grads[name], name)
 
     def buffer(self, name: str) -> Tensor:
-        """The buffer, replicas checked."""
+        """Returns the buffer; checks that all ranks have the same."""
         first, *rest = self.buffers[name]
         assert all(same(first, other) for other in rest), f"ranks' buffers {name} differ"
         return first
 
     def optimizers(self, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Callable[[], None]:
-        """One optimizer a rank on its local shards; the callable that comes back steps all and clears `grads`."""
+        """Makes an optimizer per rank from its local shards; returns a function that steps all and clears `grads`."""
         per_rank = [make([self.params[name][rank] for name in self.params]) for rank in range(self.mesh.ranks)]
 
         def step() -> None:
@@ -198,7 +193,7 @@ class Simulation:
 
 
 def _tensors_only(graph: fx.GraphModule) -> fx.GraphModule:
-    """``graph`` with None in place of outputs that are constants."""
+    """Replaces outputs of ``graph`` that are not nodes by None, in place."""
     output = ir.output_node(graph.graph)
     output.args = (tuple(x if isinstance(x, fx.Node) else None for x in output.args[0]),)
     return graph
