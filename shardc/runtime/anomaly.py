@@ -1,4 +1,4 @@
-"""``torch.autograd.detect_anomaly``: the op of a backward that first gave NaN, by its module and line."""
+"""``torch.autograd.detect_anomaly`` for compiled backwards: names the op that first gave NaN, by module and line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOWHERE = 1 << 30
 
 
 def watched(half: Half, inputs: list[Any]) -> tuple[Sequence[Any], int]:
-    """Runs a half op by op, as `Compiled` does; its results, and the place of the first op that gave NaN here."""
+    """Interprets a half op by op; returns its results, and the index of the first node with NaN."""
     watch = _Watch(half.gm)
     with torch.no_grad():
         return watch.boxed_run(inputs), watch.first
@@ -33,7 +33,7 @@ class _Watch(fx.Interpreter):
         self._places = {node: at for at, node in enumerate(gm.graph.nodes)}
 
     def run_node(self, n: fx.Node) -> Any:
-        """Runs one node; a collective's result is looked at when it was waited for."""
+        """Runs a node; the result of a collective is checked at its wait."""
         result = super().run_node(n)
         looks = n.op == "call_function" and self.first == _NOWHERE and collective_kind(n) is None
         if looks and any(map(has_nan, _compat.pytree.tree_leaves(result))):
@@ -42,21 +42,21 @@ class _Watch(fx.Interpreter):
 
 
 def has_nan(x: Any) -> bool:
-    """Whether ``x`` is a tensor that holds NaN."""
+    """Whether ``x`` is a tensor with a NaN."""
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and bool(x.isnan().any())
 
 
 def check(
     half: Half, results: Sequence[Any], first: int, groups: Groups, unpadded: Callable[[str, Tensor], Tensor]
 ) -> None:
-    """Checks that no gradient that a backward gave is NaN on any rank; all ranks come here.
+    """Raises if a gradient of a backward is NaN on any rank; all ranks call it.
 
     Args:
-        first: as `watched` gives it.
-        unpadded: the elements, without the pad, of a parameter's gradient.
+        first: node index from `watched`.
+        unpadded: (name, gradient) -> the gradient without padding.
 
     Raises:
-        BackwardError: one is; the same error on all ranks.
+        BackwardError: the same on all ranks.
     """
     bad = [
         role.name

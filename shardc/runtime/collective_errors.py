@@ -1,7 +1,7 @@
-"""A step that fails on this rank because another one is gone: the collective that it was in, by name.
+"""Errors of a failed collective (a peer is gone), with its name, plan entry and source line.
 
-Nothing is noted while a step runs. When it fails, the traceback tells where it was: in the node that the interpreter
-ran, or at a line of Inductor's code, whose collectives stand in the graph's order (`shardc.ir.emitted.check_order`).
+Nothing is recorded during a step. The traceback shows the failing node, or the line of Inductor's code, whose
+collectives are in graph order (`shardc.ir.emitted.check_order`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardc.runtime.groups import Groups
 
 
 class Cause(Protocol):
-    """Why a collective is there."""
+    """The reason for a collective: plan entry and source line."""
 
     @property
     def entry(self) -> str: ...
@@ -41,12 +41,12 @@ def named(
     cause: Callable[[fx.Node], Cause],
     segment: Segment | None = None,
 ) -> CollectiveError | None:
-    """``error``, which running ``gm`` raised, as one that names the collective; None where it was in none.
+    """Returns the CollectiveError for ``error``, raised while running ``gm``; None if it was not in a collective.
 
     Args:
         which: "forward", "backward", "inference" or "reduction".
-        cause: the plan entry and the source line behind a collective of ``gm``.
-        segment: of ``gm`` that ran; by default all of it.
+        cause: maps a collective of ``gm`` to its plan entry and source line.
+        segment: the part of ``gm`` that ran; by default all of it.
     """
     node = collective_of(error, gm, segment)
     if node is None:
@@ -66,7 +66,7 @@ def named(
 
 
 def collective_of(error: Exception, gm: fx.GraphModule, segment: Segment | None = None) -> fx.Node | None:
-    """The node of ``gm`` that started the collective in which, or in whose wait, ``error`` was raised."""
+    """Returns the node of ``gm`` that started the collective in which, or in whose wait, ``error`` was raised."""
     collective: fx.Node | None = None
     step = error.__traceback__
     while step is not None:
@@ -87,7 +87,7 @@ def collective_of(error: Exception, gm: fx.GraphModule, segment: Segment | None 
 
 
 def _start(node: fx.Node) -> fx.Node | None:
-    """The collective that ``node`` starts, or waits for."""
+    """Returns the collective that ``node`` starts or waits for; None if it does neither."""
     while collective_kind(node) is None:
         waits = node.target in (WAIT, getitem)
         if not waits or not isinstance(node.args[0], fx.Node):
@@ -97,7 +97,7 @@ def _start(node: fx.Node) -> fx.Node | None:
 
 
 def _results(start: fx.Node) -> str:
-    """The names of what a collective makes."""
+    """Returns the names of a collective's results as text."""
     work, names = list(start.users), []
     while work:
         user = work.pop(0)

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A compiled module of its own with the values of ``module``, without gradients; it shares compiled programs.
-
-    Collective: all ranks copy, as they make modules.
-    """
+    """Copies a compiled module without its gradients; compiled programs are shared. All ranks call it."""
     state: State = module.shardc  # type: ignore[assignment]
     state.check()
     state.sync.refuse("deepcopy")
@@ -64,7 +61,7 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _copied_param(param: DTensor, state: State, name: str) -> nn.Parameter:
-    """A parameter of its own, on a padded buffer of its own."""
+    """Copies a parameter onto a new padded buffer."""
     assert state.param_mesh is not None
     storage = state.storages[name]
     padded = padded_local(param.detach(), storage)

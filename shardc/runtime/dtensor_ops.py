@@ -1,11 +1,10 @@
-"""Ops on parameters and gradients that give what one device gives.
+"""Ops on DTensor parameters and gradients, with the results of one device.
 
-Parameters and gradients are DTensors. Of some ops DTensor gives something else, or nothing: the number read of a
-pending sum is a rank's own term, the mean of uneven shards is not the mean, a write to a view that had to be gathered
-is lost, many ops are refused, and all ops beside plain tensors. `install` puts a rule in front of DTensor's, for
-DTensors on the meshes of compiled modules. An op that DTensor is known to do right is left to it. Any other runs on
-whole tensors (`gathered.py`), which costs a gather. A plain tensor stands for a whole one, and ranks compare it.
-DTensor caches what it does for an op and layouts, so that ops left to it cost what they did.
+DTensor gets some of these wrong or refuses them: reading a partial sum gives a rank's own term, the mean of uneven
+shards is not the mean, writes to a gathered view are lost, and plain tensors cannot be mixed in. `install` adds a rule
+before DTensor's, for meshes of compiled modules. Ops that DTensor is known to get right are left to it and cached as
+usual. Others run on unsharded tensors (`gathered.py`), which costs a gather. A plain tensor counts as replicated, and
+ranks compare it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from shardc.runtime.gathered import (
 aten = torch.ops.aten
 pytree = _compat.pytree
 
-# Right for any shards, uneven and empty ones too.
+# Correct for any shards, also uneven and empty ones.
 _ANY_SHARDS = {
     aten.sum.default, aten.sum.dim_IntList, aten.linalg_vector_norm.default, aten._foreach_norm.Scalar,
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
@@ -56,21 +55,21 @@ _ANY_SHARDS = {
     aten._fused_adam_.tensor_lr, aten._fused_adamw_.tensor_lr, aten._fused_sgd_.tensor_lr,
 }  # fmt: skip
 _NORMS = (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)  # of positive finite order
-# Right where all ranks hold shards of one size.
+# Correct if all shards have the same size.
 _EVEN_SHARDS = {
     aten.amax.default, aten.amin.default, aten.max.default, aten.min.default, aten.any.default, aten.all.default,
     aten.any.dim, aten.all.dim, aten.prod.default, aten.view.default, aten._unsafe_view.default,
 }  # fmt: skip
-# Right where all operands are pending sums, or norms, of one kind.
+# Correct if all operands have the same pending reduction.
 _PENDING = {aten.stack.default, aten.add.Tensor, aten.sum.default}
-# Right for `_StridedShard`, beside ops on each element.
+# Correct for `_StridedShard`, besides pointwise ops.
 _STRIDED = {
     aten.clone.default, aten._to_copy.default, aten.copy_.default, aten.fill_.Scalar, aten.zero_.default,
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
     aten.detach.default, aten.alias.default, aten._fused_adam_.default, aten._fused_adamw_.default,
     aten._fused_sgd_.default, aten._fused_adagrad_.default,
 }  # fmt: skip
-# Of which DTensor has handlers that are asked before any rule.
+# Ops with DTensor handlers that run before any rule.
 _HANDLED = (
     aten.argmin.default, aten.argmax.default, aten.as_strided.default, aten.copy_.default, aten.convolution.default,
     aten.convolution_backward.default, aten._amp_foreach_non_finite_check_and_unscale_.default,
@@ -78,7 +77,7 @@ _HANDLED = (
 
 
 def install(device_mesh: DeviceMesh) -> None:
-    """Makes ops on DTensors on ``device_mesh`` give what one device gives."""
+    """Makes ops on DTensors on ``device_mesh`` return what one device returns."""
     if device_mesh in meshes:
         return
     dispatcher, table = DTensor._op_dispatcher, DTensor._op_dispatcher._custom_op_handlers
@@ -95,7 +94,7 @@ def install(device_mesh: DeviceMesh) -> None:
 
 
 def _take_plain_tensors() -> None:
-    """Has DTensor pass on ops that have plain tensors too, which it refuses; `_rule` gets them."""
+    """Makes DTensor accept plain tensors mixed with DTensors, which it refuses; `_rule` handles them."""
     dispatcher: Any = DTensor._op_dispatcher
     theirs = dispatcher._try_replicate_spec_for_scalar_tensor
 
@@ -113,7 +112,7 @@ def _take_plain_tensors() -> None:
 
 
 def _rule(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """DTensor's rule, ``theirs``, with ours before it: the sharding of an op, or its result."""
+    """Wraps DTensor's sharding propagation ``theirs``: returns the sharding of an op, or the op's result."""
 
     def rule(op: Any, args: Any, kwargs: Any, info: Any, try_cache: bool) -> Any:
         mesh = info.compute_mesh
@@ -129,7 +128,7 @@ def _rule(theirs: Callable[..., Any]) -> Callable[..., Any]:
         if any([ReplicatedSpec.mark(x._spec) for x in tensors]):
             return op(*args, **kwargs)
         if any(x.is_partial() for spec in specs for x in spec.placements):
-            if op is aten.add.Tensor and isinstance(args[1], int) and args[1] == 0:  # as `sum` begins
+            if op is aten.add.Tensor and isinstance(args[1], int) and args[1] == 0:  # the start of Python's `sum`
                 return args[0].clone()
             if not (op in _PENDING and _one_sum(specs, op, args, kwargs)):
                 for x in tensors:
@@ -157,7 +156,7 @@ def _rule(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _beside_plain(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh, writes: list[Any]) -> Any:
-    """Runs ``op`` on DTensors and plain tensors, taken as replicated; a plain tensor that ``op`` writes stays plain."""
+    """Runs ``op`` on DTensors and plain tensors, which count as replicated."""
     if any(not isinstance(x, DTensor) for x in writes):
         return on_wholes(op, args, kwargs, mesh)
     leaves = pytree.tree_leaves((args, kwargs))
@@ -174,7 +173,7 @@ def _is_in(x: Any, tensors: list[Any]) -> bool:
 
 
 def _handler(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
-    """DTensor's handler of an op, ``theirs``, with ours before it."""
+    """Wraps DTensor's custom handler ``theirs`` of an op."""
 
     def handler(op: Any, args: Any, kwargs: Any) -> Any:
         mesh = next(x.device_mesh for x in pytree.tree_leaves(args) if isinstance(x, DTensor))
@@ -193,7 +192,7 @@ def _handler(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def _copy(target: Any, value: Any, *_: Any) -> Any:
-    """``target.copy_(value)``, each a DTensor in any layout or a whole tensor."""
+    """Implements ``target.copy_(value)`` for DTensors in any layouts and plain replicated tensors."""
     if not isinstance(target, DTensor):
         return target.copy_(gather(value))
     settle(target)
@@ -231,7 +230,7 @@ def _is_traced(args: Any) -> bool:
 
 
 def _one_sum(specs: list[DTensorSpec], op: Any, args: Any, kwargs: Any) -> bool:
-    """Whether all operands are pending in the same way, and the op keeps that."""
+    """Whether all operands have the same pending sums, and ``op`` preserves them."""
     if op is aten.stack.default:
         return all(spec.placements == specs[0].placements for spec in specs)
     if op is aten.add.Tensor and (kwargs or len(specs) < 2):
@@ -248,9 +247,9 @@ def _is_pointwise(op: Any) -> bool:
 
 
 def _trusts(op: Any, specs: list[DTensorSpec], args: Any) -> bool:
-    """Whether DTensor is known to do ``op`` right on operands laid out as ``specs``."""
+    """Whether DTensor is known to compute ``op`` correctly on operands with ``specs``."""
     if draws(op) or "out" in op._schema.overload_name:
-        return False  # ranks may be seeded differently; what is written takes the layout of what is computed
+        return False  # seeds may differ; `out=` would take the result's layout
     if all(x.is_replicate() for spec in specs for x in spec.placements):
         return True
     if any(isinstance(x, _StridedShard) for spec in specs for x in spec.placements):
@@ -271,7 +270,7 @@ def _is_even(spec: DTensorSpec) -> bool:
 
 
 def _is_in_place(op: Any, info: Any, sharding: OutputSharding) -> bool:
-    """Whether what the op writes, or gives a view of, is the memory of its operands, not of copies."""
+    """Whether ``op`` writes or views the operands themselves, not redistributed copies."""
     writes = any(x.alias_info is not None for x in op._schema.arguments)
     redistributed = sharding.redistribute_schema
     if not writes or not sharding.needs_redistribute or redistributed is None:
@@ -282,15 +281,15 @@ def _is_in_place(op: Any, info: Any, sharding: OutputSharding) -> bool:
         for old, now in zip(info.flat_args_schema, new, strict=False)
         if isinstance(old, DTensorSpec) and isinstance(now, DTensorSpec)
     ]
-    # The operands that alias come first.
+    # Aliased operands come first.
     return not (moved[0] if op.is_view or not op._schema.name.startswith("aten::_foreach_") else any(moved))
 
 
 def on_wholes(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
-    """``op`` on whole tensors, on every rank; each takes its part of what the op writes. All ranks run it.
+    """Runs ``op`` on unsharded tensors on every rank, and copies what it writes back to the shards. All ranks run it.
 
-    What draws random numbers draws those of the mesh's first rank. New ones of the shape of the first argument, as of
-    `torch.randn_like`, lie as that does; other results are whole on every rank.
+    Random draws are those of the mesh's first rank. Results of random ops with the shape of the first argument
+    (`torch.randn_like`) get its layout; other results are replicated.
     """
     first = args[0] if args else None
     if op.is_view and isinstance(first, DTensor):
@@ -319,7 +318,7 @@ def on_wholes(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
             continue
         if torch.Tag.inplace_view in op.tags and all(p.is_replicate() for p in x.placements):
             x._local_tensor, x._spec = wholes[id(x)], replicated_spec(wholes[id(x)], mesh)
-            return return_and_correct_aliasing(op, args, kwargs, x)  # which gives `x` itself the shape
+            return return_and_correct_aliasing(op, args, kwargs, x)  # which changes the shape of `x` in place
         scatter_into(x, wholes[id(x)])
     originals = {id(wholes[id(x)]): x for x in writes if id(x) in wholes}
 
@@ -339,17 +338,18 @@ _MEANS = (aten.mean.default, aten.mean.dim)
 
 
 def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """The mean as a sum: an average of shards' averages is right for even shards only, and gloo has none."""
+    """Computes a mean as sum / count: a mean of shard means is wrong for uneven shards, and gloo has none."""
     dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
     kind = dtype or x.dtype
-    wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else kind  # the sum may be out of range
+    wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else kind  # the sum may overflow
     total = x.sum(dims, keepdim=keepdim, dtype=wide) if x.dim() else x.to(wide)
     return (total / prod(x.shape[at] for at in dims if x.dim())).to(kind)
 
 
 def _fine_norm(op: Any, args: Any, kwargs: Any) -> Any:
-    """Norms of float16: the squares that ranks add up would be out of its range. (Asking the op for another dtype would
-    not do: DTensor's cache does not tell dtypes apart.)
+    """Computes norms of float16 in float32, as sums of squares over ranks could overflow.
+
+    A ``dtype`` argument would not do: DTensor's cache does not distinguish dtypes.
     """
     wide = pytree.tree_map(lambda x: x.float() if isinstance(x, DTensor) else x, args)
     kind = kwargs.get("dtype") or next((x for x in args if isinstance(x, torch.dtype)), torch.float16)

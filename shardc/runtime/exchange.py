@@ -1,4 +1,4 @@
-"""Reference semantics of collectives on the tensors of one group, in group order: lockstep runs these."""
+"""Reference semantics of collectives on the tensors of one group, in group order; used by the lockstep simulator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def reduce(terms: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """The reduction of ``terms`` in their order."""
+    """Reduces ``terms`` in order, by ``op``."""
     total = terms[0]
     for term in terms[1:]:
         total = COMBINE[op](total, term)
@@ -58,7 +58,7 @@ def permute_ranks(shards: list[torch.Tensor], destinations: Sequence[int]) -> li
 def send_rows(
     rows: list[torch.Tensor], sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], size: int
 ) -> list[torch.Tensor]:
-    """Sends rows by their counts; rows that no rank sends become NaN, so that no reader goes unnoticed."""
+    """Sends rows by their counts (see `shardc.ir.comm`). Unused rows of the result are NaN, so that a read shows."""
     pieces = [x[: int(n.sum())].split(n.tolist()) for x, n in zip(rows, sends, strict=True)]
     out = []
     for k, counts in enumerate(receives):
@@ -73,7 +73,7 @@ def _check_size(tensors: list[torch.Tensor], size: int) -> None:
     assert size == len(tensors), f"a group of {len(tensors)} ranks was called one of {size}"
 
 
-# By the name of torch's op, less the suffixes of its variants.
+# By the name of torch's op, without suffixes such as ``_coalesced``.
 COLLECTIVES: dict[str, Callable[..., list[torch.Tensor]]] = {
     "all_gather_into_tensor": all_gather,
     "reduce_scatter_tensor": reduce_scatter,

@@ -1,4 +1,4 @@
-"""Methods of FSDP2's modules that a compiled module does not have, and what to write instead."""
+"""Methods of FSDP2 modules that a compiled module lacks, with what to write instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole views of sharded parameters: gathered tensors, state dicts, and a block in which a module holds them."""
+"""Unsharded views of sharded parameters: gathered tensors, full state dicts, and `summon_full_params`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from shardc.runtime.storage import cut, local_indices, parameter_spec, shard_ten
 
 
 def whole(tensor: DTensor, storage: Layout) -> Tensor:
-    """The whole of a parameter, or of a gradient or optimizer state like it, without the pad; a tensor of its own.
+    """Gathers a parameter, or a gradient or optimizer state like it, without padding; never an alias of the shard.
 
-    A collective call: all ranks of the mesh come here, for one tensor after the other in the same order.
+    A collective: all ranks call it, for the same tensors in the same order.
 
     Args:
-        tensor: whose local tensor is this rank's shard under ``storage``, without the pad.
+        tensor: DTensor whose local tensor is this rank's shard under ``storage``, without padding.
     """
     local = tensor._local_tensor.detach()
     kind, home = tensor.device_mesh.device_type, local.device
-    # What is kept on the host is gathered on the device, and goes back.
+    # An offloaded tensor is gathered on the device, and moved back.
     source = local if local.device.type == kind else local.to(kind)
-    # The tensor's own spec may have come from an op, which reads strided placements in another way.
+    # The tensor's own spec may come from an op, which treats strided placements differently.
     spec = parameter_spec(storage, tensor.shape, tensor.dtype, tensor.device_mesh)
     with torch.no_grad():
         full = DTensor(source, spec, requires_grad=False).full_tensor().to(home)
@@ -39,9 +39,9 @@ def whole(tensor: DTensor, storage: Layout) -> Tensor:
 
 
 def whole_on_first(tensor: DTensor, storage: Layout, groups: Groups) -> Tensor:
-    """The whole of a parameter, without the pad, on the CPU of the mesh's first rank; other ranks get it on ``meta``.
+    """Gathers a parameter, without padding, to the CPU of the mesh's first rank; other ranks get a ``meta`` tensor.
 
-    All ranks of the mesh come here. The first holds the whole, and one shard at a time where these are no rows of it.
+    A collective. The first rank receives one shard at a time, in place if it is a contiguous block of the result.
     """
     local, shape = tensor._local_tensor.detach().contiguous(), tuple(tensor.shape)
     first = groups.rank == 0
@@ -58,7 +58,7 @@ def whole_on_first(tensor: DTensor, storage: Layout, groups: Groups) -> Tensor:
 
 
 def _take_in(out: Tensor, storage: Layout, rank: int, local: Tensor, sender: int) -> None:
-    """Writes the shard of ``rank`` into ``out``: ``local``, which is rank 0's, or what ``sender`` sends."""
+    """Writes the shard of ``rank`` into ``out``: ``local`` for rank 0, else received from global rank ``sender``."""
     ranges = [local_indices(storage, out.shape, dim, rank) for dim in range(out.dim())]
     view = out[tuple(slice(each[0], each[-1] + 1) for each in ranges)]
     rows = view.is_contiguous() and local.device == out.device and tuple(map(len, ranges)) == tuple(view.shape)
@@ -73,7 +73,7 @@ def _take_in(out: Tensor, storage: Layout, rank: int, local: Tensor, sender: int
 
 
 def write(param: DTensor, value: Tensor, storage: Layout, rank: int) -> None:
-    """Copies this rank's shard of the whole tensor ``value`` into ``param``, which keeps its memory."""
+    """Copies this rank's shard of the unsharded ``value`` into ``param``, in place."""
     local = param._local_tensor
     with torch.no_grad():
         local.copy_(cut(shard_tensor(value, storage, rank), local.shape))
@@ -82,15 +82,13 @@ def write(param: DTensor, value: Tensor, storage: Layout, rank: int) -> None:
 def full_state_dict(
     module: nn.Module, storages: Mapping[str, Layout], device: torch.device | str | None = None
 ) -> dict[str, Any]:
-    """The state dict of the unsharded module: plain whole tensors under the original names.
-
-    A collective call; every rank gets all of it.
+    """Returns the state dict of the unsharded module: plain tensors under the original names. A collective.
 
     Args:
-        device: where the tensors go, one after the other as they are gathered; by default where they are.
+        device: each tensor is moved there as soon as it is gathered; by default tensors stay where they are.
     """
     storage_of = {id(param): storages[name] for name, param in module.named_parameters()}
-    gathered: dict[int, Tensor] = {}  # a tied parameter once
+    gathered: dict[int, Tensor] = {}  # tied parameters are gathered once
     out: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
@@ -106,7 +104,7 @@ def full_state_dict(
 def first_state_dict(
     module: nn.Module, storages: Mapping[str, Layout], groups: Groups, device: torch.device | str | None = None
 ) -> dict[str, Any]:
-    """As `full_state_dict`, on the mesh's first rank alone and by default on the CPU; other ranks get an empty dict."""
+    """Returns `full_state_dict` on the mesh's first rank only, on the CPU by default; an empty dict on other ranks."""
     storage_of = {id(param): storages[name] for name, param in module.named_parameters()}
     gathered: dict[int, Tensor] = {}
     out: dict[str, Any] = {}
@@ -128,20 +126,18 @@ def first_state_dict(
 def summon_full_params(
     module: nn.Module, storages: Mapping[str, Layout], rank: int, writeback: bool = True, with_grads: bool = False
 ) -> Iterator[None]:
-    """A block in which ``module`` holds plain whole parameters; afterwards the sharded ones are back, same objects.
+    """Context manager in which ``module`` has unsharded plain parameters; at exit the sharded ones are restored.
 
-    A collective call at entry; leaving it communicates nothing. Tied parameters are tied inside, and the module does
-    not run.
+    A collective at entry; exit communicates nothing. Tied parameters stay tied. The module cannot run inside.
 
     Args:
-        writeback: each rank copies its shard of what it left in the whole parameters into the sharded ones, an
-            exception in the block or not. Ranks must have made the same changes.
-        with_grads: whole parameters have whole gradients in ``.grad``, which go back with ``writeback``; without it
-            they have none.
+        writeback: at exit, also after an exception, each rank copies its shard of the unsharded parameters back. Ranks
+            must have made the same changes.
+        with_grads: also unshard ``.grad``, and write it back with ``writeback``; otherwise ``.grad`` is None inside.
 
     Raises:
-        LayoutError: at the end, a parameter was replaced by a tensor of another shape, or tied ones by several;
-            nothing is written then.
+        LayoutError: at exit, if a parameter was replaced by a tensor of another shape, or tied ones by several; nothing
+            is written then.
     """
     named = {id(param): (name, param) for name, param in module.named_parameters()}
     wholes = {
@@ -150,7 +146,7 @@ def summon_full_params(
     }
     for which, (name, param) in named.items():
         if with_grads and param.grad is not None:
-            wholes[which].grad_dtype = None  # of its own dtype
+            wholes[which].grad_dtype = None  # allow any dtype
             wholes[which].grad = whole(param.grad, storages[name])  # type: ignore[arg-type]
     slots = [
         (owner, key, param)
@@ -178,7 +174,7 @@ def summon_full_params(
 
 
 def _write_grad(param: DTensor, value: Tensor | None, storage: Layout, rank: int) -> None:
-    """The gradient of ``param`` becomes this rank's shard of the whole gradient ``value``, or None."""
+    """Sets the gradient of ``param`` to this rank's shard of the unsharded gradient ``value``, or to None."""
     if value is None:
         param.grad = None
         return
@@ -190,7 +186,7 @@ def _write_grad(param: DTensor, value: Tensor | None, storage: Layout, rank: int
 
 
 def _replaced_value(named: tuple[str, Tensor], values: list[Tensor | None]) -> Tensor:
-    """Returns the value of one parameter after the block, which must be the same at all of its names."""
+    """Returns the value of a parameter after the block; raises LayoutError if its names have different ones."""
     name, param = named
     first = values[0]
     if any(value is not first for value in values):

@@ -1,8 +1,7 @@
-"""Whole tensors of DTensors and back, and views of shards that only a whole tensor has.
+"""Gathering DTensors to unsharded tensors and back, and views that exist only of the unsharded tensor.
 
-``weight[0]`` of a parameter that is split along dim 0 is no view of a rank's shard. DTensor returns a gathered copy,
-and what is written to it is lost. Here it is a `GatheredView`: it reads what the parameter holds at that time, and what
-is written to it goes to the parameter's shards.
+``weight[0]`` of a parameter sharded along dim 0 is not a view of a rank's shard. DTensor returns a gathered copy and
+loses writes to it. A `GatheredView` reads the current values and writes through to the shards.
 """
 
 from __future__ import annotations
@@ -27,14 +26,11 @@ pytree = _compat.pytree
 
 
 def gather(x: DTensor) -> Tensor:
-    """The whole tensor of ``x``, pending reductions done; the local tensor itself where it is whole.
-
-    A collective call, unless ``x`` is whole on every rank.
-    """
+    """Gathers ``x``, pending reductions included; a collective. A replicated ``x`` returns its local tensor."""
     if all(placement.is_replicate() for placement in x.placements):
         return x._local_tensor
     local, kind = x._local_tensor.detach(), x.device_mesh.device_type
-    # A parameter that is kept on the host is gathered on the device.
+    # An offloaded parameter is gathered on the device.
     source = local if local.device.type == kind else local.to(kind)
     meta = TensorMeta(x.shape, x._spec.tensor_meta.stride if x._spec.tensor_meta else x.stride(), x.dtype)
     spec = _compat.dtensor_spec(x.device_mesh, x.placements, meta)
@@ -42,15 +38,15 @@ def gather(x: DTensor) -> Tensor:
 
 
 def replicated(whole: Tensor, device_mesh: DeviceMesh) -> DTensor:
-    """``whole`` as a DTensor that every rank has all of."""
+    """Wraps ``whole`` as a replicated DTensor."""
     return DTensor(whole, replicated_spec(whole, device_mesh), requires_grad=False)
 
 
 class ReplicatedSpec(DTensorSpec):
-    """The spec of a DTensor that is whole on every rank.
+    """Spec of a replicated DTensor, which DTensor's caches distinguish from the spec of a plain tensor.
 
-    DTensor keeps what it does for an op by the specs of its operands. It gives a plain tensor a spec too, so that it
-    would not ask again where a plain tensor takes the place of a DTensor. This one is another key.
+    DTensor caches its decisions by the operands' specs, and gives plain tensors specs too. With equal specs, a plain
+    tensor in place of a DTensor would hit the cache, and `dtensor_ops` would not see it.
     """
 
     def __eq__(self, other: object, /) -> bool:
@@ -66,7 +62,7 @@ class ReplicatedSpec(DTensorSpec):
 
     @classmethod
     def mark(cls, spec: Any) -> bool:
-        """Makes ``spec`` one of these where it should be; whether it was not."""
+        """Turns a replicated DTensorSpec into this class, in place; returns whether it did."""
         if type(spec) is not DTensorSpec or not all(x.is_replicate() for x in spec.placements):
             return False
         spec.__class__ = cls
@@ -74,7 +70,7 @@ class ReplicatedSpec(DTensorSpec):
 
 
 def replicated_spec(whole: Tensor, device_mesh: DeviceMesh) -> DTensorSpec:
-    """The spec of ``whole`` on every rank."""
+    """Returns the spec of ``whole``, replicated on every rank."""
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     spec = _compat.dtensor_spec(device_mesh, (Replicate(),) * device_mesh.ndim, meta)
     ReplicatedSpec.mark(spec)
@@ -82,7 +78,7 @@ def replicated_spec(whole: Tensor, device_mesh: DeviceMesh) -> DTensorSpec:
 
 
 def settle(x: DTensor) -> DTensor:
-    """``x`` itself, with its pending reductions done: later reads of it communicate nothing."""
+    """Performs the pending reductions of ``x``, in place, and returns it."""
     if any(placement.is_partial() for placement in x.placements):
         whole = gather(x)
         x._local_tensor, x._spec = whole, replicated_spec(whole, x.device_mesh)
@@ -90,7 +86,7 @@ def settle(x: DTensor) -> DTensor:
 
 
 def scatter_into(x: DTensor, whole: Tensor) -> None:
-    """Writes this rank's part of ``whole`` into ``x``, which keeps its memory.
+    """Copies this rank's shard of ``whole`` into ``x``, in place.
 
     Raises:
         LayoutError: ``whole`` has another shape.
@@ -106,7 +102,7 @@ def scatter_into(x: DTensor, whole: Tensor) -> None:
 
 
 def local_part(x: DTensor, whole: Tensor) -> Tensor:
-    """This rank's part of ``whole``, a tensor of the shape of ``x``, in the layout of ``x``; no copy if that is all."""
+    """Returns this rank's shard of ``whole`` in the layout of ``x``, which has the same shape."""
     part = whole
     for dim, index in enumerate(local_indices(x)):
         if len(index) != whole.shape[dim]:
@@ -115,25 +111,25 @@ def local_part(x: DTensor, whole: Tensor) -> Tensor:
 
 
 def scattered_like(x: DTensor, whole: Tensor) -> DTensor:
-    """``whole``, a tensor of the shape of ``x``, as a DTensor in the layout of ``x``, which has no pending sums."""
+    """Shards ``whole`` as a DTensor in the layout of ``x``, which has no pending sums."""
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     spec = _compat.dtensor_spec(x.device_mesh, x.placements, meta)
     return DTensor(local_part(x, whole), spec, requires_grad=False)
 
 
 def check_equal(tensors: list[Tensor], device_mesh: DeviceMesh, op: Any) -> None:
-    """Checks that plain ``tensors``, which meet DTensors in ``op``, are the same on all ranks of the mesh.
+    """Checks that plain ``tensors``, used with DTensors in ``op``, are equal on all ranks of the mesh; one collective.
 
-    A collective call, one for all of them. Tensors of one element are not compared, as Python's numbers are not.
+    Tensors of one element are not compared, like Python numbers.
 
     Raises:
-        LayoutError: they differ, so that they cannot be whole tensors.
+        LayoutError: they differ, so they cannot count as replicated.
     """
     tensors = [x for x in tensors if x.numel() > 1]
     if not tensors:
         return
     mine = torch.tensor([fingerprint(x) >> 1 for x in tensors], device=device_mesh.device_type)
-    bounds = torch.stack([mine, ~mine])  # the greatest, and the complement of the least
+    bounds = torch.stack([mine, ~mine])  # maximum, and complement of the minimum
     for dim in range(device_mesh.ndim):
         torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MAX, device_mesh.get_group(dim))
     for x, high, low in zip(tensors, *bounds.tolist(), strict=True):
@@ -147,13 +143,13 @@ def check_equal(tensors: list[Tensor], device_mesh: DeviceMesh, op: Any) -> None
 
 
 def broadcast(x: Tensor, device_mesh: DeviceMesh) -> None:
-    """Gives ``x`` on all ranks the values that it has on the mesh's first."""
+    """Broadcasts ``x``, in place, from the mesh's first rank."""
     for dim in range(device_mesh.ndim):
         mesh_broadcast(x, device_mesh, dim)
 
 
 def written(op: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    """The tensors among the arguments that ``op`` writes."""
+    """Yields the tensor arguments that ``op`` writes."""
     for at, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[at] if at < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
@@ -161,24 +157,24 @@ def written(op: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 
 
 class _Source:
-    """The DTensor that views are of, and the whole tensor whose views their local tensors are."""
+    """The base DTensor of gathered views, and the unsharded tensor that their local tensors are views of."""
 
     def __init__(self, base: DTensor, whole: Tensor) -> None:
         self.base, self.whole = base, whole
 
     def read(self) -> None:
-        """Takes the values that the base holds now."""
+        """Copies the current values of the base to the unsharded tensor."""
         self.whole.copy_(gather(self.base))
 
     def write(self) -> None:
-        """Gives the base the values that were written to the whole tensor."""
+        """Copies the unsharded tensor to the shards of the base."""
         scatter_into(self.base, self.whole)
 
 
 class GatheredView(DTensor):
-    """A view of a DTensor's whole tensor: ops on it read the DTensor's values of then, and write to its shards.
+    """A view of an unsharded DTensor: ops on it read the DTensor's current values and write to its shards.
 
-    Each op on it gathers the DTensor: all ranks run it.
+    Each op on it gathers the DTensor, so all ranks must run it.
     """
 
     _source: _Source

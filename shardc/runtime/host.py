@@ -1,15 +1,14 @@
-"""Parameters on the host: where they are kept, and the copies between its memory and the device's (`shardc.ir.host`).
+"""Offloaded parameters: their host memory, and copies between host and device (`shardc.ir.host`).
 
-On an accelerator every copy runs on a stream of its own for its direction, beside the compute and the other direction:
+On an accelerator, each direction has its own stream, concurrent with compute and with the other direction:
 
-    to_device   starts behind what the compute stream has been given so far (whose memory the result may take over);
-                the wait makes the compute stream wait, not the host
-    to_host     starts behind what makes its operand, whose memory is not given away before it is done; the wait makes
-                the host wait, since what comes next reads the result there
+    to_device   starts after the work already on the compute stream (whose memory the result may reuse); its wait blocks
+        the compute stream, not the host
+    to_host     starts after its operand is computed, and keeps the operand's memory until it is done; its wait blocks
+        the host, which reads the result
 
-Host memory is pinned where that was asked for, else the driver copies through a pinned buffer of its own and the copy
-hides behind nothing. What a copy reads on the host must not change before it has run: `settle` waits for that, and the
-runtime calls it before a step returns to its caller.
+Host memory is pinned if asked for; otherwise the driver copies through a buffer and the copy overlaps nothing. Host
+memory must not change before a copy has read it: the runtime calls `settle` before a step returns.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class ParamLocation:
     """Location of a parameter, its gradient and its optimizer state between steps.
 
     Args:
-        device: where the program runs.
-        entry: the plan entry that keeps it on the host; "" where none does.
-        pinned: whether its host memory is pinned; of no effect where the device is a CPU.
+        device: device on which the program runs.
+        entry: plan entry that offloads it to the host; "" if none does.
+        pinned: whether host memory is pinned; ignored if the device is a CPU.
     """
 
     device: torch.device
@@ -45,18 +44,18 @@ class ParamLocation:
 
     @property
     def place(self) -> torch.device:
-        """The device of its memory."""
+        """Device of its memory."""
         return HOST if self.entry else self.device
 
     def keep(self, x: Tensor) -> Tensor:
-        """``x`` in this memory; a copy only where it is not."""
+        """Moves ``x`` to this memory, if it is not there."""
         placed = x.to(self.place)
         pin = self.entry and self.pinned and self.device.type != "cpu" and not placed.is_pinned()
         return placed.pin_memory() if pin else placed
 
 
 class _Copy(dist.Work):
-    """A copy on its way: ``arrive`` is called once, by the first wait; ``keep`` lives until then."""
+    """An asynchronous copy: the first wait calls ``arrive``; ``keep`` is alive until then."""
 
     def __init__(self, arrive: Callable[[], None], keep: tuple[Tensor, ...]) -> None:
         super().__init__()
@@ -102,7 +101,7 @@ def _to_host(x: Tensor) -> Tensor:
 
 
 def settle() -> None:
-    """Waits until every copy that this thread started has read its host memory."""
+    """Waits until all copies that this thread started have read their host memory."""
     reading = _reading()
     while reading:
         reading.pop().synchronize()
@@ -122,7 +121,7 @@ _streams: dict[tuple[torch.device, str], Any] = {}
 
 
 def _stream(device: torch.device, direction: str) -> Any:
-    """The stream of the copies of one direction."""
+    """Returns the stream for copies in one direction."""
     key = device, direction
     if key not in _streams:
         module: Any = torch.get_device_module(device)

@@ -1,9 +1,8 @@
-"""Initialisation shard by shard: the user's code runs on whole parameters that nobody holds.
+"""Initialisation shard by shard: user code runs on parameters of global shape that no rank holds in full.
 
-While it runs, every parameter and buffer of the model is a `Virtual`: it has the global shape on the CPU,
-and only this rank's shard of it has memory. In-place fills, elementwise ops and views reach the shard;
-random fills draw the whole stream in chunks (`shardc.runtime.draw`). The result equals, bit for bit, the
-same code run on one CPU device from the same generator state, whatever the device that the shards go to.
+Meanwhile each parameter and buffer is a `Virtual`, a CPU tensor of global shape with memory for this rank's shard.
+In-place fills, elementwise ops and views act on the shard; random fills draw the whole stream in chunks
+(`shardc.runtime.draw`). The result is bit for bit that of one CPU device with the same generator state.
 """
 
 from __future__ import annotations
@@ -41,22 +40,22 @@ def init_weights(
     seed: int | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> dict[str, torch.Tensor]:
-    """Runs ``model.apply(fn)`` shard by shard; the model itself is left with the tensors that it has.
+    """Runs ``model.apply(fn)`` shard by shard; the model keeps its own tensors.
 
     Args:
-        model: parameters and buffers at global shapes. Those on ``meta`` must be written by ``fn``; others keep
-            their values where it leaves them alone.
-        fn: what ``model.apply`` takes; None calls ``reset_parameters`` of every module that has it.
-        storages: storage layout of each parameter by qualified name; a tensor without one is kept whole.
+        model: parameters and buffers at global shapes. Those on ``meta`` must be filled by ``fn``; others keep values
+            that it does not write.
+        fn: argument of ``model.apply``; None calls ``reset_parameters`` of every module that has it.
+        storages: storage layout of each parameter by qualified name; tensors without one are replicated.
         rank: this rank on the layouts' mesh.
-        seed: seeds the CPU generator first. Without it, all ranks must come with the generator in one state.
-        chunk_bytes: the largest buffer of random values.
+        seed: seed of the CPU generator. Without it, all ranks must have the same generator state.
+        chunk_bytes: largest buffer of random values.
 
     Returns:
-        The padded local CPU tensor of every parameter, and every buffer whole, by every name that it has.
+        The padded local CPU tensor of every parameter, and every buffer, by each of their names.
 
     Raises:
-        InitError: an op that cannot run shard by shard, or a tensor on ``meta`` that was left without values.
+        InitError: an op cannot run shard by shard, or a tensor on ``meta`` was not filled.
     """
     if seed is not None:
         torch.manual_seed(seed)
@@ -67,7 +66,7 @@ def init_weights(
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Resets the parameters of one module, if it can; ``init_weights(None)`` applies this to each."""
+    """Calls ``module.reset_parameters()`` if it exists; the default of `init_weights`."""
     reset = getattr(module, "reset_parameters", None)
     if callable(reset):
         reset()
@@ -75,14 +74,15 @@ def reset_parameters(module: nn.Module) -> None:
 
 @dataclass(eq=False)
 class Slot:
-    """A parameter or buffer of a module while it is initialised.
+    """An entry of a module's parameters or buffers during initialisation.
 
     Args:
-        name: its qualified name; several slots may have one tensor.
-        module, kind, key: where it is; ``kind`` is ``_parameters`` or ``_buffers``.
-        before: the tensor that was there.
-        made: its values.
+        name: qualified name; tied entries share a tensor.
+        module, kind, key: the entry ``getattr(module, kind)[key]``; ``kind`` is ``_parameters`` or ``_buffers``.
+        before: the tensor before.
+        shard: its values.
         stand_in: the `Virtual` in its place.
+        now: the tensor after `check_slots`.
     """
 
     name: str
@@ -95,10 +95,10 @@ class Slot:
     now: torch.Tensor | None = None
 
     def value(self) -> torch.Tensor:
-        """The padded local CPU tensor, or the whole one where it has no layout.
+        """Returns the padded local CPU tensor, or the full one if it has no layout.
 
         Raises:
-            InitError: it is on ``meta`` and has no values.
+            InitError: it is on ``meta`` and was not filled.
         """
         shard, current = self.shard, self.now
         if current is self.stand_in:
@@ -112,7 +112,7 @@ class Slot:
 def shardwise(
     model: nn.Module, storages: Mapping[str, Layout], rank: int, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[list[Slot]]:
-    """A block in which each parameter and buffer of ``model`` is a `Virtual`; the tensors are put back at its end."""
+    """Context manager: each parameter and buffer of ``model`` is a `Virtual`; the tensors are restored at exit."""
     slots, stand_ins = [], {}
     for name, module, kind, key in _named_slots(model):
         tensor = getattr(module, kind)[key]
@@ -149,7 +149,7 @@ def attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 class _Elsewhere(TorchFunctionMode):
-    """Takes the stand-in for a tensor of the model that code has from elsewhere: a list, a closure."""
+    """Replaces a tensor of the model by its stand-in in code that holds it elsewhere: in a list or a closure."""
 
     def __init__(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ _KINDS = ("_parameters", "_buffers")
 
 
 def _named_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
-    """(qualified name, module, ``_parameters`` or ``_buffers``, key) of every tensor of the tree."""
+    """Yields (qualified name, module, ``_parameters`` or ``_buffers``, key) of every tensor of the model."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for kind in _KINDS:
             for key, tensor in getattr(module, kind).items():
@@ -175,10 +175,10 @@ def _named_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
 
 
 def check_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
-    """Notes what is in each of ``slots`` now.
+    """Records the present tensor of each slot in `Slot.now`.
 
     Raises:
-        InitError: a tensor came, went, or was replaced by what cannot take its place.
+        InitError: a tensor was added, removed, or replaced by one of another kind.
     """
     names = {slot.name for slot in slots}
     for name, *_ in _named_slots(model):
@@ -206,17 +206,16 @@ def check_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
 
 # --- truncated normal distributions
 
-# Below this share of the normal distribution inside of the bounds, torch draws from another distribution.
+# With less probability mass than this within the bounds, torch draws from another distribution.
 _LEAST_SHARE = 0.3
 
 
 @contextmanager
 def shardwise_trunc_normal() -> Iterator[None]:
-    """While open, ``nn.init.trunc_normal_`` fills a `Virtual` as it would fill the whole tensor.
+    """Context manager: ``nn.init.trunc_normal_`` fills a `Virtual` with the values of a fill of the whole tensor.
 
-    torch 2.13 samples by rejection: it draws the whole tensor, then draws it again for as long as any element lay
-    outside of the bounds. Here every rank follows all elements that are still outside, wherever they are held.
-    Older versions invert the distribution in place, which `shardc.runtime.sharded_init` runs as it is.
+    torch 2.13 draws the whole tensor again until no element is out of bounds, so each rank tracks all elements that
+    are. Older versions transform it in place, which `shardc.runtime.sharded_init` handles.
     """
     original, in_place = nn.init._no_grad_trunc_normal_, not _compat.trunc_normal_rejects()
 
@@ -248,14 +247,14 @@ def shardwise_trunc_normal() -> Iterator[None]:
 
 
 def _share(low: float, high: float) -> float:
-    """How much of the standard normal distribution lies between ``low`` and ``high``."""
+    """Returns the probability mass of the standard normal distribution between ``low`` and ``high``."""
     return (math.erf(high / math.sqrt(2)) - math.erf(low / math.sqrt(2))) / 2
 
 
 def _reject(piece: Piece, bounds: Sequence[float], fill: Fill, dtype: torch.dtype, limit: int) -> None:
-    """Draws the whole tensor again until no element of it, held here or not, is outside of ``bounds``."""
+    """Draws the whole tensor again until none of its elements, on any rank, is out of ``bounds``."""
     low, high = bounds
-    # First flat index of a chunk -> the offsets in it of the elements that are outside.
+    # First flat index of a chunk -> offsets of its elements that are out of bounds.
     outside: dict[int, torch.Tensor] = {}
     for start, values in drawn(piece.numel, fill, dtype, limit):
         place(piece, start, values)

@@ -1,4 +1,4 @@
-"""Methods besides ``forward`` that run as programs of a compiled module, and what its experts noted."""
+"""Methods besides ``forward`` that run as compiled programs, and token counts of expert layers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from shardc.validate import typed
 
 @typed()
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Makes ``module.<name>(...)`` a call of a program, as a call of the module is; FSDP2's function of that purpose.
+    """Compiles the method ``name`` of a module: calls of it run a program, as calls of the module do (as in FSDP2).
 
-    It takes shards of inputs and returns shards of outputs, as a module without ``loss=``. Its programs are compiled at
-    its first calls. Forward hooks of the module run around it. It may call parts of the module and its other methods,
-    but neither the module nor its ``forward``: a method that does so needs no registering for that.
+    It takes shards of inputs and returns shards of outputs, and is compiled at its first calls. The module's forward
+    hooks run around it. It may call submodules and other methods, but not the module or its ``forward``: a method that
+    does so needs no registering.
 
     Args:
-        module: from `shardc.compile`. Another module stays as it is, so that a script may run with or without shardc.
-        name: of a method of the model's class.
+        module: from `shardc.compile`; other modules are left as they are, so that a script runs without shardc too.
+        name: a method of the model's class.
 
     Raises:
-        InputError: the module has a loss, or its model's class has no such method of its own.
+        InputError: the module was compiled with ``loss=``, or the model's class does not define the method.
     """
     if not isinstance(module, ShardedModule):
         return
@@ -48,7 +48,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     @functools.wraps(method)
     def call(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
         before = vars(self).get("forward")
-        vars(self)["forward"] = MethodType(method, self)  # a call runs the program of the forward that it finds
+        vars(self)["forward"] = MethodType(method, self)  # a call runs the program of the present forward
         try:
             return ShardedModule.forward(self, *args, **kwargs)
         finally:
@@ -56,19 +56,19 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             if before is not None:
                 vars(self)["forward"] = before
 
-    setattr(type(module), name, call)  # a class that `shardc.compile` made for this module; the model's own stays
+    setattr(type(module), name, call)  # only the class of this compiled module
 
 
 def expert_tokens(module: nn.Module) -> dict[str, Tensor]:
-    """How many tokens each expert got in the last forward, over all ranks; every rank calls it.
+    """Counts the tokens that each expert got in the last forward, over all ranks. All ranks call it.
 
-    A step only counts, on the device, and waits for nothing.
+    A step only counts on the device, without synchronisation.
 
     Returns:
-        By the module that holds the experts, int64 [experts], the same on every rank.
+        By name of the module with the experts: int64 [experts], the same on every rank.
 
     Raises:
-        InputError: a module that `shardc.compile` did not return, or not for a DeviceMesh.
+        InputError: the module was not compiled by `shardc.compile` for a DeviceMesh.
     """
     state: Any = getattr(module, "shardc", None)
     groups = getattr(state, "groups", None)

@@ -1,7 +1,7 @@
-"""A DTensor that is pickled says which part of the whole tensor it is; another rank does not take it for its own part.
+"""Pickling of DTensors with their mesh position, so that a rank cannot load another rank's shard.
 
-A DTensor in a file is one rank's shard and a mesh. When it is read, its mesh is that of the rank that reads, so the
-first rank's file would give every rank the first rank's shards.
+Plain DTensors unpickle onto the mesh coordinate of the reading rank: the first rank's file would give its shard to
+every rank.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch.distributed.tensor import DTensor
 from shardc.errors import LayoutError
 from shardc.runtime.gathered import ReplicatedSpec
 
-_PART = "shardc_part"  # in the state of a pickled DTensor
+_PART = "shardc_part"  # key in the state of a pickled DTensor
 _pickle = DTensor.__reduce_ex__
 
-Part = list[tuple[str, int, int]]  # of each mesh dim that splits the tensor: name, size, this rank's place
+Part = list[tuple[str, int, int]]  # (name, size, coordinate) per mesh dim that shards it
 
 
 def install() -> None:
-    """Makes DTensors say their part when they are pickled, and look at it when they are read."""
+    """Makes DTensors store their mesh position when pickled, and check it when unpickled."""
     DTensor.__reduce_ex__ = _reduce  # type: ignore[assignment]
     DTensor.__setstate__ = _set_state  # type: ignore[assignment]
 
 
 def _part(tensor: DTensor) -> Part | None:
-    """Which part of the whole this rank's is; None where it has none."""
+    """Returns the mesh position of this rank's shard; None if this rank is not on the mesh."""
     mesh: DeviceMesh = tensor.device_mesh
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-    # A mesh that was pickled keeps the coordinate of the rank that did so.
+    # A pickled mesh keeps the coordinate of the writing rank.
     place = (mesh.mesh == dist.get_rank()).nonzero().tolist()
     if not place or int(mesh.mesh.max()) >= dist.get_world_size():
         return None
@@ -52,7 +52,7 @@ def _reduce(self: DTensor, protocol: Any) -> Any:
 def _set_state(self: DTensor, state: Any) -> None:
     torch._utils._set_obj_state(self, state)
     part = vars(self).pop(_PART, None)
-    if not part or not dist.is_initialized():  # whole on every rank, or only looked at
+    if not part or not dist.is_initialized():  # replicated, or read without a process group
         return
     current = _part(self)
     if part == current:

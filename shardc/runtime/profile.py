@@ -1,4 +1,4 @@
-"""Profile of one step of this rank, by torch's profiler: its collectives, what they send, and its memory."""
+"""Profile of one step on this rank, by torch's profiler: collectives, bytes sent and memory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Ran:
 
     Args:
         kind: as in `shardc.ir.ops`.
-        sent: bytes of the messages that it sent; None where the backend sends by itself.
-        payload: (elements, bytes of each) of what the backend was handed then; None where the profiler does not tell.
+        sent: bytes of its messages; None if the backend sends by itself.
+        payload: (elements, bytes per element) passed to the backend in that case; None if the profiler does not tell.
         start, end: seconds from the start of the step to the call, and to the end of its last message.
-        called: seconds that the call itself took.
+        called: seconds of the call itself.
     """
 
     kind: str
@@ -40,12 +40,12 @@ class Ran:
 
 @dataclass(frozen=True)
 class Profiled:
-    """One step.
+    """Profile of one step.
 
     Args:
-        collectives: in the order in which they were started.
-        waited: seconds in waits for their results.
-        allocated: the most bytes that were allocated beyond what was at the start, outside of communication's arenas.
+        collectives: in the order of their start.
+        waited: seconds spent in waits for their results.
+        allocated: peak bytes allocated since the start, without the arenas of collectives.
     """
 
     collectives: tuple[Ran, ...]
@@ -54,7 +54,7 @@ class Profiled:
 
 
 def profile_step(step: Callable[[], Any]) -> Profiled:
-    """Runs ``step`` under the profiler, on the CPU."""
+    """Runs ``step`` on the CPU under torch's profiler."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as seen:
         step()
     results: Any = seen.profiler.kineto_results
@@ -67,7 +67,7 @@ def profile_step(step: Callable[[], Any]) -> Profiled:
     receives = [event for event in events if event.name() == "c10d::recv_"]
     whole = [event for event, kind in calls if kind == "all_reduce" and not any(_inside(s, event) for s in sends)]
     backend = [event for event in events if event.name() == "gloo:all_reduce"]
-    # Gloo calls other collectives all-reduces too; then there are more of them than calls, and none is told apart.
+    # Gloo labels other collectives all_reduce too. If there are more of them than calls, they cannot be matched.
     handed = (
         {id(call): event for call, event in zip(whole, backend, strict=False)} if len(whole) == len(backend) else {}
     )
@@ -87,7 +87,7 @@ def profile_step(step: Callable[[], Any]) -> Profiled:
 
 
 def _kind(name: str) -> str | None:
-    """The kind of collective that an event of this name starts."""
+    """Returns the kind of collective that an event of this name starts; None if it starts none."""
     space, _, op = name.partition("::")
     if space not in (NAMESPACE, OWN_NAMESPACE):
         return None
@@ -95,7 +95,7 @@ def _kind(name: str) -> str | None:
 
 
 def _inside(event: Any, outer: Any) -> bool:
-    """Whether ``outer`` called ``event``."""
+    """Whether event ``outer`` contains ``event``, on the same thread."""
     same = event.start_thread_id() == outer.start_thread_id()
     return bool(same and outer.start_ns() <= event.start_ns() and _end(event) <= _end(outer))
 
@@ -105,13 +105,13 @@ def _end(event: Any) -> int:
 
 
 def _payload(event: Any) -> Any:
-    """(elements, bytes of each) of the first tensor of an event; None where that is none (a list)."""
+    """Returns (elements, bytes per element) of an event's first tensor; None if it is a list."""
     shape, dtype = event.shapes()[0], event.dtypes()[0]
     return (prod(shape), _SIZES[dtype]) if dtype in _SIZES else None
 
 
 def _peak(events: list[Any]) -> int:
-    """The most bytes that allocations exceed frees by."""
+    """Returns the peak of allocated minus freed bytes."""
     live = peak = 0
     for event in events:
         if event.name() == "[memory]":

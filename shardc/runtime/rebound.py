@@ -1,4 +1,4 @@
-"""A ``forward`` that is set on a compiled module: around the compiled one, or in the place of the model's."""
+"""A ``forward`` that the user sets on a compiled module: a wrapper of the compiled one, or a replacement."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import nn
 
 from shardc.errors import InputError
 
-_MOST = 10_000  # objects that a search looks at
+_MOST = 10_000  # objects that a search visits
 _CONTAINERS = (list, tuple, set, frozenset)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Forward:
-    """``forward`` in the class of a compiled module.
+    """Descriptor of ``forward`` in the class of a compiled module.
 
-    ``module.forward = wrap(module.forward)`` is kept in ``module.shardc.around``: calls of the module run it, eagerly,
-    and the program is that of the model. A function that does not reach the compiled forward is the model's new
-    forward, and is in the program: the compiled forward runs it, and is what ``module.forward`` still gives.
+    A function that reaches the compiled forward, as in ``module.forward = wrap(module.forward)``, is stored in
+    ``module.shardc.around``; calls run it eagerly. Any other function replaces the model's forward and is compiled into
+    the program; ``module.forward`` remains the compiled one.
     """
 
     def __init__(self, compiled: Callable[..., Any]) -> None:
@@ -53,7 +53,7 @@ class Forward:
             raise AttributeError("forward")
 
     def _reached(self, module: nn.Module, value: Any) -> bool:
-        """Whether ``value`` holds the compiled forward: in closures, defaults, arguments, attributes or globals."""
+        """Whether ``value`` refers to the compiled forward: in closures, defaults, arguments, attributes or globals."""
         functions = self.compiled, inspect.unwrap(self.compiled)
         seen: dict[int, Any] = {}
         todo = [value]
@@ -68,10 +68,10 @@ class Forward:
 
 
 def call_around(module: nn.Module, around: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls ``around`` in the place of the compiled forward, which it calls.
+    """Calls ``around``, which calls the compiled forward.
 
     Raises:
-        InputError: the module has hooks, which are in the program and would run inside of ``around``.
+        InputError: the module has hooks, which would run inside of ``around``.
     """
     if any(vars(module).get(kind) for kind in _HOOKS):
         raise InputError(

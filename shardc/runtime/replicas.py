@@ -1,4 +1,4 @@
-"""Values that several ranks hold are the same: parameters are compared before their first use, inputs now and then."""
+"""Comparisons of replicated values between ranks: parameters before their first use, inputs at some calls."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from shardc.runtime.fingerprint import fingerprint
 from shardc.runtime.groups import Groups
 from shardc.runtime.shards import flat_index
 
-Sources = dict[str, tuple[int, int]]  # parameter -> fingerprints of the whole that it was cut of, and of the cut
+Sources = dict[str, tuple[int, int]]  # parameter -> fingerprints of the unsharded tensor and of the shard
 
-_APART = 32  # kinds of calls that are counted each for itself
-_EVERY = 1024  # calls between two comparisons, once they are this many
+_APART = 32  # kinds of calls with a count of their own
+_EVERY = 1024  # calls between two comparisons, in the long run
 
 
 class Turns:
-    """Counts the calls of a module, which all ranks make, and says at which of them the ranks compare inputs."""
+    """Schedule of the calls at which ranks compare inputs; all ranks make the same calls."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
 
     def due(self, kind: str) -> bool:
-        """Whether ranks compare at this call: the first three of a kind, then at powers of two and every 1024."""
+        """Whether ranks compare at this call: the first three of a ``kind``, powers of two, and every 1024th."""
         counts = self._counts
         if kind not in counts and len(counts) >= _APART:
             kind = ""
@@ -44,17 +44,17 @@ def compare_values(
     sources: Sources,
     groups: Groups,
 ) -> None:
-    """Compares fingerprints of what the ranks hold, through the store.
+    """Compares fingerprints of parameters and buffers between ranks, through the store.
 
     Args:
-        name: of the module.
-        tensors: its parameters and buffers, by name; a buffer is the same on all ranks.
-        storages: of each parameter.
-        sources: of parameters that were cut of whole ones: ranks that still hold what was cut then must have cut it of
-            the same.
+        name: name of the module.
+        tensors: parameters and buffers by name; buffers are replicated.
+        storages: storage layout of each parameter.
+        sources: parameters sharded from unsharded tensors: these must have been equal on all ranks, unless the shard
+            has changed since.
 
     Raises:
-        MeshError: on every rank, where ranks that should hold the same values don't: names the tensor and the ranks.
+        MeshError: on every rank, if replicas differ; names the tensor and the ranks.
     """
     agreement = groups.agreement
     if agreement.alone:
@@ -95,9 +95,9 @@ class Passed(NamedTuple):
     """An input of a call as this rank passes it.
 
     Args:
-        value: a tensor, or a DTensor.
-        split: the axes over which ranks pass different parts of it; along the others they pass the same.
-        rows: those that split its rows.
+        value: a tensor or DTensor.
+        split: axes over which ranks pass different shards; along other axes they pass the same values.
+        rows: the axes of these that split rows (dim 0).
     """
 
     value: Tensor
@@ -106,10 +106,10 @@ class Passed(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, layout: Layout, rows: tuple[str, ...] = ()) -> Passed:
-        """An input that the program takes in ``layout``.
+        """Describes an input that the program takes in ``layout``.
 
         Args:
-            rows: the axes over which ranks pass different numbers of its rows.
+            rows: axes over which ranks pass different numbers of its rows.
         """
         if isinstance(x, DTensor):
             placed = zip(layout.mesh.axes, x.placements, strict=True)
@@ -124,15 +124,16 @@ def compare_inputs(
     rows: Sequence[tuple[str, ...]],
     groups: Groups,
 ) -> None:
-    """Compares fingerprints of the inputs of one call over the ranks that must pass the same, through the store.
+    """Compares fingerprints of a call's inputs between ranks that must pass the same values, through the store.
 
     Args:
-        name: of the module.
-        inputs, tensors: name and layout of each, as the program takes it, and what this rank passes.
-        rows: the axes over which ranks pass different numbers of rows of each; empty where no numbers differ.
+        name: name of the module.
+        inputs: (name, layout) of each input of the program.
+        tensors: the inputs as this rank passes them.
+        rows: per input, the axes over which numbers of rows differ; empty if none do.
 
     Raises:
-        MeshError: on every rank, where ranks pass different values: names the input, the axes and the ranks.
+        MeshError: on every rank, if values differ; names the input, the axes and the ranks.
     """
     passed = {
         key: Passed.of(x, layout, over)
@@ -153,7 +154,7 @@ def compare_inputs(
 
 
 def _differing(names: list[str], passed: Passed, first: int, groups: Groups) -> list[tuple[str, str]]:
-    """Returns the lines about inputs ``names`` (``passed`` is the first) that differ from those of rank ``first``."""
+    """Returns the event lines for inputs ``names`` that differ from rank ``first``; ``passed`` is the first input."""
     mesh, key = groups.mesh, names[0]
     along = ", ".join(axis for axis in mesh.axes if mesh.index(axis, first) != mesh.index(axis, groups.rank))
     lies = f"split over {', '.join(passed.split)}" if passed.split else "whole on every rank"
@@ -176,7 +177,7 @@ def _differing(names: list[str], passed: Passed, first: int, groups: Groups) -> 
 
 
 def note_source(sources: Sources, name: str, storage: Layout, whole: Tensor, param: Tensor) -> None:
-    """Notes what parameter ``param`` was cut of, if it was."""
+    """Records the fingerprints of ``whole`` and of its shard ``param``, if ``storage`` shards it."""
     if storage.bound:
         assert isinstance(param, DTensor)
         sources[name] = fingerprint(whole), fingerprint(param._local_tensor)
@@ -191,7 +192,7 @@ def _equal_or_unknown(left: int | None, right: int | None) -> bool:
 
 
 def _first(split: tuple[str, ...], groups: Groups) -> int:
-    """The first rank of the mesh that holds the same part as this one of what is split over axes ``split``."""
+    """Returns the first mesh rank that has the same shard as this one of a tensor split over axes ``split``."""
     mine = flat_index(groups.mesh, split, groups.rank)
     return next(rank for rank in range(groups.mesh.ranks) if flat_index(groups.mesh, split, rank) == mine)
 

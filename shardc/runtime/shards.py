@@ -1,4 +1,4 @@
-"""A global tensor as the shards that the ranks of a mesh hold, and back."""
+"""Conversion of a global tensor to the shards of all ranks of a mesh, and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime.exchange import reduce
 
 NEUTRAL = {"sum": 0, "product": 1}
-# For dtypes of which torch has few kernels.
+# Integer views for dtypes with few kernels.
 _SAME_BITS = {
     **{torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64},
     **{dtype: torch.uint8 for name, dtype in vars(torch).items() if name.startswith("float8_")},
@@ -21,7 +21,7 @@ _SAME_BITS = {
 
 
 def flat_index(mesh: Mesh, axes: Sequence[str], rank: int) -> int:
-    """The index of ``rank`` along ``axes``, the first varying slowest."""
+    """Returns the index of ``rank`` along ``axes``, the first varying slowest."""
     index = 0
     for axis in axes:
         index = index * mesh.size(axis) + mesh.index(axis, rank)
@@ -29,7 +29,7 @@ def flat_index(mesh: Mesh, axes: Sequence[str], rank: int) -> int:
 
 
 def shard(x: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """The shards of global ``x``; along a partial axis the first rank holds the value, the rest nothing to add."""
+    """Splits global ``x`` into shards; on a partial axis only the first rank has the value, others a neutral one."""
     mesh = layout.mesh
     shards = [x[indices(layout, rank)].clone() for rank in range(mesh.ranks)]
     for axis, op in layout.partial:
@@ -40,7 +40,7 @@ def shard(x: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 
 
 def scatter_terms(x: torch.Tensor, layout: Layout, generator: torch.Generator) -> list[torch.Tensor]:
-    """As `shard`, with random integers as the terms of pending reductions."""
+    """Like `shard`, with random integers as terms of partial sums."""
     mesh, terms = layout.mesh, [x]
     for axis, op in layout.partial:
         terms = [part for term in terms for part in _split_term(term, op, mesh.size(axis), generator)]
@@ -48,10 +48,10 @@ def scatter_terms(x: torch.Tensor, layout: Layout, generator: torch.Generator) -
 
 
 def assemble(shards: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
-    """The global tensor that ``shards`` are of, pending reductions done.
+    """Joins ``shards`` into the global tensor, after pending reductions.
 
     Raises:
-        AssertionError: replicas that differ, or a shard of a wrong shape.
+        AssertionError: replicas differ, or a shard has the wrong shape.
     """
     mesh, dtype = layout.mesh, shards[0].dtype
     if dtype in _SAME_BITS and not layout.partial:
@@ -71,13 +71,13 @@ def assemble(shards: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors hold the same; what is not a number equals itself."""
+    """Whether two tensors are equal; NaN equals NaN."""
     return torch.equal(left, right) or torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
 
 
 @lru_cache(maxsize=65536)
 def indices(layout: Layout, rank: int) -> tuple[torch.Tensor, ...]:
-    """Index tensors, one a dim, that pick the shard of ``rank`` out of the global tensor."""
+    """Returns an index tensor per dim, which together select the shard of ``rank`` from the global tensor."""
     out = []
     for dim in range(layout.ndim):
         shape = [1] * layout.ndim
@@ -87,13 +87,13 @@ def indices(layout: Layout, rank: int) -> tuple[torch.Tensor, ...]:
 
 
 def _term(layout: Layout, rank: int) -> int:
-    """Which term of the pending reductions ``rank`` holds."""
+    """Returns the position of ``rank``'s term in the pending reductions."""
     return flat_index(layout.mesh, [axis for axis, _ in layout.partial], rank)
 
 
 @lru_cache(maxsize=65536)
 def _replica(layout: Layout, rank: int) -> int:
-    """Which replica ``rank`` is part of: how many ranks before it hold the same shard and term."""
+    """Returns the number of lower ranks with the same shard and term."""
     mesh = layout.mesh
     coordinates = [mesh.index(axis, rank) for axis in layout.axes]
     return sum([mesh.index(axis, other) for axis in layout.axes] == coordinates for other in range(rank))
@@ -107,7 +107,7 @@ def _reduced(terms: list[torch.Tensor], layout: Layout) -> torch.Tensor:
 
 
 def _split_term(x: torch.Tensor, op: str, count: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """``count`` tensors whose reduction is ``x``."""
+    """Returns ``count`` random tensors whose reduction by ``op`` is ``x``."""
 
     def noise(low: int, high: int) -> torch.Tensor:
         return torch.randint(low, high, x.shape, generator=generator).to(x.dtype)

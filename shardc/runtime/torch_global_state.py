@@ -1,4 +1,4 @@
-"""Global state of torch that a model is traced under, and that selects the program of a call."""
+"""Global settings of torch that change what is captured, and so select the program of a call."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from shardc.errors import InputError
 
 
 class TorchGlobalState(NamedTuple):
-    """States of torch that have a say in which ops a model is made of.
+    """Settings of torch that affect which ops a model consists of.
 
     Args:
-        autocast: the type of each device on which it is on, and its dtype there.
-        default_dtype: of tensors that are made without one.
-        deterministic: whether algorithms must be, and whether others only warn.
-        matmul_precision: of float32.
-        attention: for each kind of kernel, whether it may be chosen.
-        default_device: of tensors that are made without one; empty where it is torch's.
+        autocast: (device type, dtype) for each device type with autocast on.
+        default_dtype: `torch.get_default_dtype`.
+        deterministic: deterministic algorithms, and their warn-only mode.
+        matmul_precision: float32 matmul precision.
+        attention: which kinds of attention kernels are enabled.
+        default_device: `torch.set_default_device`; "" if unset.
     """
 
     autocast: tuple[tuple[str, torch.dtype], ...]
@@ -31,10 +31,10 @@ class TorchGlobalState(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device) -> TorchGlobalState:
-        """Reads the current state, for a program on ``device``.
+        """Reads the current settings, for a program on ``device``.
 
         Raises:
-            InputError: a mode is active that sees each function of torch, and may compute something else.
+            InputError: another TorchFunctionMode is active, which could change what forward computes.
         """
         flags = torch._C
         kinds = dict.fromkeys((device.type, "cpu"))

@@ -1,4 +1,4 @@
-"""Ranks that pass rows of their own: how many; the rows of all ranks as one input; row numbers made global."""
+"""Uneven batches: ranks pass different numbers of rows, which are gathered into global inputs; per-rank row numbers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Axes = tuple[str, ...]
 
 
 def row_axes(tensors: Sequence[Tensor], layouts: Sequence[Layout]) -> tuple[Axes, ...]:
-    """For each input the axes over which its rows (dim 0) are split in blocks, major to minor; () where they are not.
+    """Returns, per input, the axes that split its rows (dim 0) into contiguous blocks, major to minor; () if none do.
 
     Args:
-        layouts: how the plan lays inputs out whose sizes divide.
+        layouts: layouts of the inputs by the plan, for sizes that divide.
     """
     return tuple(
         layout.dim_axes(0)
@@ -39,12 +39,12 @@ def row_axes(tensors: Sequence[Tensor], layouts: Sequence[Layout]) -> tuple[Axes
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows each rank of a mesh passes.
+    """The number of rows that each rank of a mesh passes.
 
     Args:
-        names: of the inputs.
-        axes: of each, over which its rows are split.
-        counts: by mesh rank, of each input; 0 where its rows are not split.
+        names: names of the inputs.
+        axes: per input, the axes that split its rows.
+        counts: by mesh rank, the rows of each input; 0 if its rows are not split.
     """
 
     names: tuple[str, ...]
@@ -55,7 +55,7 @@ class Rows:
     def exchanged(
         cls, names: Sequence[str], tensors: Sequence[Tensor], axes: Sequence[Axes], groups: Groups, device: torch.device
     ) -> Rows:
-        """Tells the other ranks how many rows of ``tensors`` this one has, and hears of theirs; all of them call it."""
+        """Exchanges the row counts of ``tensors`` between all ranks; a collective."""
         mine = torch.tensor([x.shape[0] if over else 0 for x, over in zip(tensors, axes, strict=True)], device=device)
         table = torch.stack(_gather(mine, groups, groups.mesh.axes)).tolist()
         return cls(tuple(names), tuple(axes), tuple(map(tuple, table)))
@@ -65,7 +65,7 @@ class Rows:
         return len(set(self.counts)) == 1
 
     def blocks(self, at: int, groups: Groups) -> list[int]:
-        """Returns the numbers of rows of the blocks of input ``at``, in the order of their concatenation.
+        """Returns the row counts of the blocks of input ``at``, in the order of concatenation.
 
         Raises:
             InputError: ranks that should pass the same rows pass different numbers.
@@ -84,17 +84,17 @@ class Rows:
         return [blocks[at][1] for at in range(len(blocks))]
 
     def totals(self, shapes: Sequence[tuple[int, ...]], groups: Groups) -> list[tuple[int, ...]]:
-        """The global shapes of the inputs, which would have ``shapes`` if all ranks passed as many rows as this one."""
+        """Returns the global shapes of the inputs; ``shapes`` are those if all ranks passed this rank's row counts."""
         return [
             (sum(self.blocks(at, groups)), *shape[1:]) if over else shape
             for at, (over, shape) in enumerate(zip(self.axes, shapes, strict=True))
         ]
 
     def local(self, at: int, x: Tensor, layout: Layout, groups: Groups) -> Tensor:
-        """This rank's part, under ``layout``, of input ``at`` of which each rank passes its rows ``x``.
+        """Gathers the rows of input ``at`` from all ranks and returns this rank's shard of them under ``layout``.
 
         Raises:
-            InputError: the input needs a gradient.
+            InputError: the input requires a gradient.
         """
         if x.requires_grad:
             raise InputError(
@@ -115,7 +115,7 @@ class Rows:
 
 
 def _gather(x: Tensor, groups: Groups, axes: Axes) -> list[Tensor]:
-    """``x`` of all ranks along ``axes``, in the order of their group."""
+    """All-gathers ``x`` along ``axes``; a list in group order."""
     rename = groups.add([axes])
     group = c10d._resolve_process_group(rename[GROUP_PREFIX + ",".join(axes)])  # type: ignore[arg-type]
     out = [torch.empty_like(x) for _ in range(group.size())]
@@ -131,18 +131,22 @@ def global_rows(
     rows: Rows | None,
     groups: Groups,
 ) -> list[Tensor]:
-    """The inputs of a call, row numbers in a rank's part of another input made those in the whole of it.
+    """Converts row numbers relative to a rank's shard of another input to global row numbers.
 
-    What is no row of the rank's part becomes no row of the whole, which an op that looks it up refuses. In a vector the
-    number of rows may come, as offsets have it for an end.
+    Numbers outside the rank's rows become numbers outside the global rows, so that lookups refuse them. In a vector,
+    the number of rows itself is allowed, as an end offset.
 
     Args:
-        inputs, tensors: name and layout of each, as the program takes it, and what this rank passes.
-        numbered: the inputs that hold row numbers, and of which input (by position).
-        rows: where ranks pass different numbers of rows.
+        inputs: (name, layout) of each input of the program.
+        tensors: the inputs as this rank passes them.
+        numbered: position of an input with row numbers -> position of the input that they index.
+        rows: row counts, if ranks pass different numbers of rows.
+
+    Returns:
+        The inputs, converted.
 
     Raises:
-        InputError: row numbers of a small dtype, or in a DTensor, whose values are global already.
+        InputError: row numbers are in a small dtype, or in a DTensor (whose values are global already).
     """
     out = list(tensors)
     for at, to in numbered.items():
@@ -173,7 +177,7 @@ def global_rows(
 
 
 def refuse_own(names: Sequence[str], numbered: Mapping[int, int]) -> None:
-    """Raises InputError where global inputs are to be cut, and one of them holds row numbers of each rank's own."""
+    """Raises InputError if global inputs that are to be sharded include per-rank row numbers."""
     for at in numbered:
         raise InputError(
             f"input {names[at]!r} is each rank's own by the plan (per_rank), and no part of a global one",

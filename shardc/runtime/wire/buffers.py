@@ -1,9 +1,8 @@
-"""The memory that collectives' results lie in: arenas, allocated once and used again by every step.
+"""Memory for results of collectives: arenas, allocated once and reused in every step.
 
-`shardc.passes.plan_memory` says where each result of a half lies, `shardc.runtime.wire.direct` asks for it here. The
-same result has the same address in every step. Nothing that is still in use is ever given away: where a range is not
-free at its time (a second forward before the first's backward, a result that somebody kept) the result gets memory of
-its own for this once, which `Buffers.strays` counts.
+`shardc.passes.plan_memory` assigns each result an offset (slot), and `shardc.runtime.wire.direct` requests it here.
+Memory in use is never given away: if a slot is occupied (a second forward before the first's backward, a result still
+referenced), the result gets its own memory, counted in `Buffers.strays`.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class Arena:
-    """Bytes of the host, and which of them are in use."""
+    """A block of host memory, with the ranges in use."""
 
     def __init__(self) -> None:
         self.size = 0
         self._memory: mmap.mmap | None = None
-        self._used: list[tuple[int, int]] = []  # (from, to), in order; other threads take some out
+        self._used: list[tuple[int, int]] = []  # (from, to), sorted; other threads remove ranges
 
     def reserve(self, size: int) -> None:
-        """Makes room for ``size`` bytes; what lies in the arena stays where it is and leaves with its last user."""
+        """Grows the arena to ``size`` bytes. Tensors in the old memory stay valid."""
         if size > self.size:
             self._memory, self.size = mmap.mmap(-1, size, flags=_FLAGS), size
             self._used = []
 
     def take(self, slot: Slot, dtype: torch.dtype, shape: Sequence[int], left: Callable[[], None]) -> Tensor | None:
-        """A tensor at the slot's place, or None where not all of it is free; ``left`` is called when it is given up."""
+        """Returns a tensor at the slot's offset, None if that is in use; ``left`` is called when it is freed."""
         first, last = span = slot.offset, slot.offset + slot.size
         used = self._used
         if last > self.size or prod(shape) * dtype.itemsize > slot.size or not _is_free(span, used.copy()):
@@ -60,25 +59,24 @@ class Arena:
 
 
 def _is_free(span: tuple[int, int], used: Sequence[tuple[int, int]]) -> bool:
-    """Whether ``span`` meets none of ``used``, which are in order and apart from one another."""
+    """Whether ``span`` overlaps none of ``used``, which are sorted and disjoint."""
     at = bisect(used, span)
     return all(span[1] <= a or b <= span[0] for a, b in used[max(at - 1, 0) : at + 1])
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The memory of what collectives make on one rank: gathered parameters, wire buffers, reduced values; in bytes.
+    """Bytes of collective results on one rank: gathered parameters, message buffers and reduced values.
 
-    Counted are the results of collectives that are planned (on CPU ranks: gathers, reduce-scatters, all-reduces),
-    and what comes from peers to be reduced into them; each from its collective's start until nobody holds its memory,
-    or until the half that made it hands it to its caller. Not counted: parameters, activations, optimizer state.
-    Observed is the lifetime of each such storage, taken when it is made and when the last tensor on it goes away.
+    Counts results of planned collectives (on CPU ranks: all-gathers, reduce-scatters, all-reduces) and their receive
+    buffers, from the start of the collective until the storage is freed or returned to the caller. Does not count
+    parameters, activations and optimizer state.
 
     Args:
-        planned: by graph that has run ("forward", "backward", "inference"), the most in use at once by its plan.
-        observed: the most that was in use at once, of all steps so far.
-        arena: what is allocated for results, once for all steps.
-        strays: results that got memory of their own since their place in the arena was in use.
+        planned: by graph that has run ("forward", "backward", "inference"), the planned peak.
+        observed: peak over all steps so far, from the lifetimes of storages.
+        arena: bytes allocated for results, once for all steps.
+        strays: number of results that got their own memory because their slot was occupied.
     """
 
     planned: dict[str, int]
@@ -97,9 +95,8 @@ class Buffers:
     """The arenas of one module on this rank.
 
     Attributes:
-        in_use, peak: bytes of collectives' results in use now, and the most that ever were; what a half hands to its
-            caller counts until it does.
-        strays: how many results found their range in use.
+        in_use, peak: bytes of collective results in use now, and their maximum so far.
+        strays: number of results whose slot was occupied.
     """
 
     in_use: int = 0
@@ -120,7 +117,7 @@ class Buffers:
 
     @contextmanager
     def planned(self, plan: MemoryPlan) -> Iterator[Window]:
-        """A block in which the slots of collectives are those of ``plan``, from the window's first on."""
+        """Context manager in which collectives take their slots from ``plan``."""
         for region, arena in self.arenas.items():
             arena.reserve(plan.size(region))
         stack = _stack()
@@ -132,12 +129,12 @@ class Buffers:
             self._handed_out()
 
     def _handed_out(self) -> None:
-        """The results of a half belong to its caller from here on, and are counted no more."""
+        """Stops counting results that were returned to the caller."""
         self.in_use -= sum(self._outside.values())
         self._outside.clear()
 
     def take(self, slot: Slot, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Memory for a result that has the slot."""
+        """Allocates a result with ``slot``, of ``like``'s dtype."""
         self._turn += 1
         turn, counted = self._turn, self._outside if slot.region == OUTSIDE else self._inside
         size = counted[turn] = prod(shape) * like.element_size()
@@ -159,7 +156,7 @@ class Buffers:
 
 @dataclass
 class Window:
-    """The slots of what runs: those of ``plan``, counted from ``first``."""
+    """The slots of the running graph: those of ``plan`` from index ``first``."""
 
     buffers: Buffers
     plan: MemoryPlan
@@ -167,7 +164,7 @@ class Window:
 
 
 def empty(slots: Sequence[int], at: int, like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Uninitialised memory of ``like``'s dtype for the ``at``-th of a collective's ``slots``."""
+    """Returns uninitialised memory, of ``like``'s dtype, for slot ``at`` of a collective's ``slots``."""
     stack = _stack()
     if not slots or not stack:
         return like.new_empty(shape)
@@ -176,20 +173,20 @@ def empty(slots: Sequence[int], at: int, like: Tensor, shape: Sequence[int]) -> 
 
 
 def lend(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """A tensor on the memory of a contiguous ``tensor``, and what is to be called once nothing uses that memory.
+    """Returns an alias of a contiguous ``tensor``, and a function that releases the tensor's memory.
 
-    From then on it does not keep the memory of ``tensor``, however long it lives itself. It is for threads that hold
-    what they were handed for a while after they have said that they are done with it, as those of gloo's collectives.
+    After the release, the alias no longer keeps the memory alive. For threads, such as those of gloo's collectives,
+    that keep a tensor for a while after they are done.
     """
     if not tensor.nbytes:
         return tensor, lambda: None
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.lender = tensor  # type: ignore[attr-defined]  # kept by the buffer, which the tensor made of it keeps
+    memory.lender = tensor  # type: ignore[attr-defined]  # kept alive by the buffer, which the alias keeps alive
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape), lambda: delattr(memory, "lender")
 
 
 def _watch(tensor: Tensor, gone: Callable[[Any], None]) -> None:
-    """Calls ``gone`` when nobody holds the storage of ``tensor`` any more."""
+    """Calls ``gone`` when the storage of ``tensor`` is freed."""
     weakref.finalize(tensor.untyped_storage(), gone, None).atexit = False
 
 
@@ -197,7 +194,7 @@ _local = threading.local()
 
 
 def _stack() -> list[Window]:
-    """The slots of the halves that run in this thread, the innermost last."""
+    """Returns the windows of the graphs running in this thread, innermost last."""
     if not hasattr(_local, "stack"):
         _local.stack = []
     return _local.stack

@@ -1,10 +1,9 @@
-"""Collectives in messages from each rank straight to each other rank: ``shardc::*_coalesced`` (see `shardc.ir.comm`).
+"""Direct collectives: messages from each rank to each other rank, ``shardc::*_coalesced`` (see `shardc.ir.comm`).
 
-A shard goes from where it lies to its place in the receiver's result. Small ones share a message: they are copied
-together before, and are read where they come (`shardc.ir.packing`). Gloo's own collectives copy a list of tensors into
-one buffer and out of it again, run a reduce-scatter as a whole all-reduce, and take several times as long for a gather
-(on one machine). A sum is taken when the result is waited for, in the ranks' order, so that replicas are equal bit for
-bit. ``shardc::permute_ranks`` is an all-to-all in which each rank sends to one.
+A shard is sent from its own memory to its place in the receiver's result. Small shards are packed into one message
+(`shardc.ir.packing`). Gloo's own collectives copy lists of tensors into a buffer and back, run a reduce-scatter as an
+all-reduce, and take several times as long for a gather (on one machine). Sums are computed at the wait, in rank order,
+so that replicas are equal bit for bit. ``shardc::permute_ranks`` is an all-to-all in which each rank sends to one.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from shardc.runtime.exchange import COMBINE
 from shardc.runtime.wire.buffers import empty, lend
 from shardc.runtime.wire.gloo_threads import let_compute_first
 
-# Apart from the messages that a user may send on the same groups.
+# Differs from tags of the user's messages on the same groups.
 _TAG = 0x5A
 
 
 @dataclass(frozen=True)
 class Mail:
-    """Messages to and from all peers.
+    """Pending messages to and from all peers.
 
     Args:
-        messages: to be waited for.
-        packing: the tensors that share one.
-        came: by peer, the bytes of that one; empty where none do.
-        packs: its memory, as it comes and as it goes.
+        messages: handles to wait for.
+        packing: tensors that share a message.
+        came: by peer, the received bytes of the shared message; empty if there is none.
+        packs: memory of the shared messages, received and sent.
     """
 
     messages: list[Any]
@@ -46,7 +45,7 @@ class Mail:
     packs: tuple[Tensor, ...]
 
     def packed(self, peer: int, like: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Unpacks a message of a peer: flat tensors by number, each of the dtype of its ``like``."""
+        """Unpacks the shared message of a peer: tensor number -> flat tensor, of the dtype of its ``like``."""
         starts = self.packing.offsets
         ends = [*starts.values(), self.packing.size][1:]
         return {
@@ -56,7 +55,7 @@ class Mail:
 
 
 def packing_of(rows: Sequence[Tensor]) -> Packing:
-    """How tensors go to one peer."""
+    """Returns how tensors to one peer are packed into messages."""
     return Packing.of([(row.dtype, row.numel() * row.element_size()) for row in rows])
 
 
@@ -70,11 +69,10 @@ def exchange(
     """Starts the messages to and from all peers.
 
     Args:
-        group: of the peers.
-        rows: of each tensor, [ranks, elements]: what goes to each rank; expanded where all get the same.
-        into: (number of a tensor, peer) -> where what comes belongs; not asked of those that share a message.
-        packing: which those are.
-        slots: of that message's memory, as it comes and as it goes.
+        rows: per tensor, [ranks, elements] with a row to send to each rank; expanded if all get the same.
+        into: (tensor number, peer) -> memory to receive into; not called for packed tensors.
+        packing: tensors that share a message.
+        slots: slots for the shared message's memory, received and sent.
     """
     peers = [(group.rank() + step) % group.size() for step in range(1, group.size())]
     came: dict[int, Tensor] = {}
@@ -93,8 +91,8 @@ def exchange(
         for peer in peers[:kinds]:
             torch.cat(parts[peer], out=goes[peer])
     alone = [at for at, row in enumerate(rows) if at not in packing.offsets and row.shape[1]]
-    # Places first: what tells a peer of them would else wait behind all that goes to it, and a link would carry one
-    # direction after the other.
+    # Receives first: the notice of a receive would otherwise queue behind the data to that peer, and a link would
+    # carry one direction after the other.
     messages = []
     for peer in peers:
         places = [into(at, peer) for at in alone]
@@ -105,7 +103,7 @@ def exchange(
 
 
 def _bytes(row: Tensor) -> Tensor:
-    """The bytes of ``row``, which lies in a row; of a single element the stride may be anything, and counts here."""
+    """Views a contiguous ``row`` as bytes; a single element may have any stride."""
     return row.as_strided((row.numel(),), (1,)).view(torch.uint8)
 
 
@@ -122,18 +120,18 @@ _library = torch.library.Library("shardc", "IMPL")
 
 
 def prepare(graph: fx.Graph) -> None:
-    """Makes the threads that send ready for ``graph``, if it sends messages; called before it runs."""
+    """Configures gloo's threads if ``graph`` sends messages; called before it runs."""
     if any(node.target in IN_MESSAGES for node in graph.nodes):
         let_compute_first()
 
 
 class _Exchange(dist.Work):
-    """Messages on their way, and what is left to do once they are there.
+    """Work handle for messages in flight.
 
     Args:
-        messages: to be waited for.
-        keep: what lives as long as the messages.
-        finish: what is done then.
+        messages: handles to wait for.
+        keep: tensors to keep alive until then.
+        finish: called after the last message.
     """
 
     def __init__(self, messages: Sequence[Any], keep: Sequence[Tensor], finish: Callable[[], None]) -> None:
@@ -186,7 +184,7 @@ def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Se
     if not is_ring("all_reduce", group.size()):
         terms = [x.contiguous().view(1, -1).expand(2, -1) for x in inputs]
         return _reduced(group_name, terms, [tuple(x.shape) for x in inputs], reduce_op, slots)
-    # Everything to everyone is 2(n-1)/n of the least that must be sent only where n is 2.
+    # Sending everything to everyone is optimal for 2 ranks only.
     flat = empty(slots, 0, inputs[0], (sum(x.numel() for x in inputs),))
     torch.cat([x.reshape(-1) for x in inputs], out=flat)
     options = dist.AllreduceOptions()
@@ -205,12 +203,12 @@ def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Se
 def _reduced(
     group_name: str, terms: list[Tensor], shapes: list[tuple[int, ...]], op: str, slots: Sequence[int]
 ) -> list[Tensor]:
-    """This rank's row of ``terms``, each [ranks, elements] with a row for each rank, reduced over the ranks."""
+    """Reduces, over the ranks, this rank's row of each of ``terms`` ([ranks, elements], a row per rank)."""
     group, rank, peers = _group(group_name)
     ranks = group.size()
     results = [empty(slots, at, term, shape) for at, (term, shape) in enumerate(zip(terms, shapes, strict=True))]
     packing = packing_of([term[rank] for term in terms])
-    # The first to come goes where the result will be, the others beside it; not what comes in one message.
+    # The first peer's term is received into the result, others into buffers; packed tensors need neither.
     alone = [at for at in range(len(results)) if at not in packing.offsets]
     into: dict[int, dict[int, Tensor]] = {}
     for number, at in enumerate(alone if ranks > 2 else ()):
@@ -239,14 +237,14 @@ def _reduced(
 
 
 def _group(name: str) -> tuple[dist.ProcessGroup, int, list[int]]:
-    """A group, this rank's place in it, and its peers' places."""
+    """Returns a group, this rank's index in it, and its peers' indices."""
     group = _resolve_process_group(name)  # type: ignore[arg-type]  # a str with a name of its own
     rank = group.rank()
     return group, rank, [peer for peer in range(group.size()) if peer != rank]
 
 
 def _started(results: list[Tensor], work: _Exchange) -> list[Tensor]:
-    """``results``, each to be waited for."""
+    """Registers ``work`` to be waited for with each of ``results``, and returns them."""
     for storage in {x.untyped_storage().data_ptr(): x for x in results}.values():
         _register_work(storage, work)
     return results

@@ -1,4 +1,4 @@
-"""A thread of a rank that hears when other ranks ask what it does, and how to interrupt what this rank waits for."""
+"""The listener thread of a rank, which reads what other ranks publish, and the means to interrupt this rank."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from weakref import WeakMethod, WeakSet, ref
 import torch
 import torch.distributed as dist
 
-_TAG = 0x5B00  # of messages that nobody sends
-_LOOKS = 0.2  # seconds between looks, a small request each; c10d would log every wait that times out
-NOTHING, END = "", "end"  # in the place of an entry: there is none so far, and there will be none
+_TAG = 0x5B00  # tag of messages that are never sent
+_LOOKS = 0.2  # seconds between polls; c10d would log each blocking wait that times out
+NOTHING, END = "", "end"  # passed to ``heard`` if there is no new entry, and at the end
 
 
 class Listener(Thread):
-    """Reads a list of entries in the store, ``log/1`` and so on, as they come.
+    """Thread that reads a log in the store, entries ``log/1``, ``log/2``, ..., as they appear.
 
-    It ends with its world, with the store and with the interpreter.
+    It ends with the process group's world, the store or the interpreter.
 
     Args:
-        store: its own connection.
-        log: the list's key, which is the count of its entries too.
-        heard: a method that is called with ``store`` and each entry.
+        store: a connection for this thread only.
+        log: key prefix of the entries.
+        heard: bound method, called with ``store`` and each entry.
     """
 
     def __init__(self, store: dist.Store, log: str, heard: Callable[[dist.Store, str], None]) -> None:
         super().__init__(name="shardc-listener", daemon=True)
         self._store, self._log = store, log
-        # It keeps nothing alive: a world's port is free again when its last group is gone.
+        # Weak references: a world frees its port when its last group is deleted.
         self._heard, self._world = WeakMethod(heard), ref(dist.group.WORLD)
         self._ends = Event()
         _listening.add(self)
 
     def run(self) -> None:
         at = 1
-        with suppress(RuntimeError):  # the store is gone, and somebody will notice
+        with suppress(RuntimeError):  # the store is gone; the main thread will raise
             while dist.group.WORLD is not None and dist.group.WORLD is self._world():
                 key = f"{self._log}/{at}"
                 if self._store.check([key]):
@@ -58,7 +58,7 @@ class Listener(Thread):
             heard(self._store, entry)
 
     def end(self) -> None:
-        """Ends it, if that can be had within moments."""
+        """Asks the thread to end, and waits up to 2 seconds for it."""
         self._ends.set()
         self.join(2.0)
 
@@ -68,30 +68,29 @@ _listening: WeakSet[Listener] = WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """A thread that comes back from the store into an interpreter that is gone would abort the process."""
+    """Ends all listeners at exit: one that returned into a finalised interpreter would abort the process."""
     for listener in list(_listening):
         if listener.is_alive():
             listener.end()
 
 
 class Stopped(BaseException):
-    """Raised in the midst of what a thread does, where no handler of its own may catch it."""
+    """Raised by `raise_in` in another thread; a BaseException, so that ``except Exception`` does not catch it."""
 
 
 def raise_in(thread: int, error: type[BaseException]) -> None:
-    """Raises ``error`` in a thread, at its next call, jump back or start of a function.
+    """Raises ``error`` asynchronously in another thread, at its next call, backward jump or function start.
 
-    It cannot be taken back: Python 3.11 and 3.12 would look for it for ever, and hang where a debugger or a profiler is
-    on.
+    It cannot be revoked: Python 3.11 and 3.12 would search for it forever, and hang under a debugger or profiler.
     """
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 
 
 def interrupt(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Makes what waits for messages on ``groups`` raise, on this rank and soon on its peers; they are of no use then.
+    """Makes pending operations on ``groups`` raise, on this rank and soon on its peers; ends use of the groups.
 
-    Gloo has no way to abort. But a wait there that times out closes all connections of its group, so that everything
-    else that waits on it raises too: this is one for a message that nobody sends.
+    Gloo cannot abort. But a wait that times out closes all connections of its group, so this waits for a message that
+    is never sent.
     """
     for group in groups:
         if group.size() == 1:
@@ -101,8 +100,8 @@ def interrupt(groups: Iterable[dist.ProcessGroup]) -> None:
             continue
         devices = getattr(group._get_backend(torch.device("cpu")).options, "_devices", ())
         peers = [peer for peer in range(group.size()) if peer != group.rank()]
-        # Each device has connections of its own, and tags take turns. Where a peer has closed its own already, a wait
-        # for it ends at once and closes nothing: any other may still be waited for.
+        # Each device has its own connections, used in turn by tag. A wait for a peer that has closed its side ends at
+        # once and closes nothing, so wait for all peers.
         for peer, number in product(peers, range(max(len(devices), 1))):
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], peer, _TAG + number).wait(timedelta(milliseconds=1))

@@ -1,9 +1,8 @@
-"""Measures what collectives and local ops take on the ranks of the world; `python -m shardc calibrate` calls it.
+"""Measures collectives and local ops on the ranks of the world, for `python -m shardc calibrate`.
 
-All ranks run each measurement at once, as they do in a step. Compute is the median of some runs, as the step is that it
-predicts. How long ranks wait for each other after it is a mean, because a step is a
-sum of such waits. The rest are the fastest, since what else
-the machine does only ever adds.
+All ranks run each measurement at once, as in a step. Compute is a median of runs, like the step that it predicts. Waits
+of ranks for each other after compute are a mean, because a step sums over them. Other times are minima, since other
+load only adds.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from shardc.runtime.wire.gloo_threads import let_compute_first
 
 c10d = torch.ops._c10d_functional
 _SMALL, _MANY = 64, 17  # elements; tensors
-_APART = LARGEST // 4 + 16  # elements of a tensor that shares no message
+_APART = LARGEST // 4 + 16  # elements of a tensor too large to share a message
 _MIDDLE, _LARGE = 1 << 16, 1 << 20  # elements
 _SEGMENT = 4e-3  # seconds of compute before a collective
 
 
 def collectives(group: str, ranks: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Kind of collective -> a call of it on a float32 tensor whose size ``ranks`` divides."""
+    """Returns, by kind of collective, a call of it on a float32 tensor whose size ``ranks`` divides."""
 
     def equal_splits(x: torch.Tensor) -> list[int]:
         return [x.numel() // ranks] * ranks
@@ -50,11 +49,10 @@ def collectives(group: str, ranks: int) -> dict[str, Callable[[torch.Tensor], to
 def measure_collectives(
     group: dist.ProcessGroup, small: int = 1 << 10, large: int = 1 << 22, runs: int = 10
 ) -> Iterator[tuple[str, int, float, float]]:
-    """(kind, ranks, seconds of latency, bytes per second received) of each kind of collective on ``group``.
+    """Yields (kind, ranks, latency in seconds, bytes per second received) for each kind of collective on ``group``.
 
-    The latency is the time of a ``small`` message, the bandwidth that of the further bytes of a ``large``
-    one; both are bytes of float32 that a rank holds. Every rank of the group calls this, and gets the slowest
-    rank's numbers.
+    The latency is the time of a ``small`` message; the bandwidth is that of the additional bytes of a ``large`` one
+    (both in bytes per rank). All ranks of the group call this and get the slowest rank's numbers.
     """
     ranks = dist.get_world_size(group)
     for kind, call in collectives(group.group_name, ranks).items():
@@ -63,12 +61,12 @@ def measure_collectives(
             x = torch.zeros(nbytes // 4 // ranks * ranks)
             times.append(_slowest(_fastest(partial(_waited, call, x), runs, group), group))
             wires.append(4 * wire_elements(kind, ranks, x.numel()))
-        # A machine that is busy may time the large message below the small one; a bandwidth is positive.
+        # Under load the large message may be faster than the small one; keep the bandwidth positive.
         yield kind, ranks, times[0], (wires[1] - wires[0]) / max(times[1] - times[0], 1e-9)
 
 
 def in_messages(group: str, ranks: int) -> dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]]:
-    """Kind of collective -> a call of it on tensors, in messages from rank to rank (`shardc.runtime.wire.direct`)."""
+    """Returns, by kind of collective, a call of it on tensors as direct messages (`shardc.runtime.wire.direct`)."""
     ops = torch.ops.shardc
     calls = {
         "all_gather": lambda xs: ops.all_gather_into_tensor_coalesced(xs, ranks, group),
@@ -79,12 +77,14 @@ def in_messages(group: str, ranks: int) -> dict[str, Callable[[list[torch.Tensor
 
 
 class Sent(NamedTuple):
-    """Seconds of collectives in messages, means of all kinds; see `shardc.cost.model.Messages`.
+    """Costs of collectives in direct messages, means over kinds; see `shardc.cost.model.Messages`.
 
     Args:
-        latency, call, message: seconds: until the first byte; of the rank's own time for a call, and for each message.
+        latency: seconds until the first byte.
+        call: seconds of host time per call.
+        message: seconds of host time per message.
         bandwidth: bytes per second.
-        share: of the time on the wire that compute beside it loses.
+        share: fraction of the transfer time by which concurrent compute is slowed.
     """
 
     latency: float
@@ -95,7 +95,7 @@ class Sent(NamedTuple):
 
 
 def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) -> Sent:
-    """Measures collectives in messages on ``group``: ``runs`` runs, each of ``times`` calls of one collective."""
+    """Measures collectives in direct messages on ``group``: ``runs`` runs of ``times`` calls each."""
     let_compute_first()
     ranks = dist.get_world_size(group)
     calls = in_messages(group.group_name, ranks)
@@ -133,11 +133,10 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
 
 
 def _after_compute(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, group: dist.ProcessGroup) -> float:
-    """Seconds that a collective adds to the compute before it: the mean of the middle four fifths of the runs.
+    """Returns the seconds that a collective adds to the compute before it, as a mean of the middle 80 % of runs.
 
-    That is what it takes in a step, where ranks meet after some milliseconds of compute: they are not equally fast, and
-    threads that sleep or yield have to get a core back. One collective right after another hides both. A step is
-    a sum over many collectives, so long waits count too. A median would leave them out.
+    In a step, ranks meet after milliseconds of compute: they arrive at different times, and sleeping threads must be
+    rescheduled. Back-to-back collectives hide both. Long waits count in a step, so a median would be too low.
     """
     x = torch.rand(256, 256)
     count = max(int(_SEGMENT / _fastest(lambda: x @ x, runs, group, times=50)), 1)
@@ -158,7 +157,7 @@ def _after_compute(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, 
 
 
 def _share(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, times: int, group: dist.ProcessGroup) -> float:
-    """How much of the time that a collective takes alone is lost to compute that runs beside it."""
+    """Returns the fraction of a collective's time that concurrent compute loses."""
     x = torch.rand(256, 256)
     alone = _fastest(lambda: [c10d.wait_tensor(made) for made in call(xs)], runs, group, times)
     product = _fastest(lambda: x @ x, runs, group, times=50)
@@ -180,9 +179,13 @@ def _share(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, times: i
 
 
 def measure_compute(runs: int = 10) -> tuple[float, float, float]:
-    """Measures float32 compute on this rank: (operations a second of matrix products, and of attention; bytes a
-    second of what Inductor makes of the ops between them, read and written)."""
-    # Other tensors each time, since a step finds next to none of what it reads in a cache.
+    """Measures float32 compute on this rank.
+
+    Returns:
+        Operations per second of matrix products, and of attention; bytes per second that Inductor's pointwise kernels
+        move.
+    """
+    # New tensors each time: in a step, operands are hardly ever in a cache.
     products = _in_turn(
         lambda: [torch.rand(512, 512), torch.rand(512, 256), torch.rand(256, 768), torch.rand(768, 512)]
     )
@@ -214,7 +217,7 @@ def measure_compute(runs: int = 10) -> tuple[float, float, float]:
 
 
 def _in_turn(make: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-    """Lists of tensors, over and over, that take 64 MB and more together."""
+    """Cycles through lists of tensors of at least 64 MB in total, so that caches do not help."""
     first = make()
     count = -(-(64 << 20) // sum(x.nbytes for x in first))
     return cycle([first, *(make() for _ in range(count))])
@@ -234,8 +237,10 @@ def _waited(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> to
 
 
 def _fastest(call: Callable[[], Any], runs: int, group: dist.ProcessGroup | None = None, times: int = 1) -> float:
-    """Seconds of a call in the fastest of ``runs`` runs of ``times`` each, after one that warms up; the ranks of
-    ``group`` start together."""
+    """Returns the seconds per call in the fastest of ``runs`` runs of ``times`` calls, after a warm-up run.
+
+    The ranks of ``group`` start together.
+    """
     best = float("inf")
     for _ in range(runs + 1):
         if group is not None:
@@ -248,7 +253,7 @@ def _fastest(call: Callable[[], Any], runs: int, group: dist.ProcessGroup | None
 
 
 def _typical(call: Callable[[], Any], runs: int) -> float:
-    """Seconds of a call, the median of ``runs``, after one that warms up."""
+    """Returns the median seconds of ``runs`` calls, after one to warm up."""
     call()
     seconds = []
     for _ in range(runs):
@@ -259,13 +264,13 @@ def _typical(call: Callable[[], Any], runs: int) -> float:
 
 
 def _mean_of_middle(seconds: list[float]) -> float:
-    """The mean without the tenth that is least and the tenth that is most."""
+    """Returns the mean without the lowest and highest tenth."""
     cut = len(seconds) // 10
     return statistics.mean(sorted(seconds)[cut : len(seconds) - cut])
 
 
 def _host_seconds(call: Callable[[], Any], runs: int, group: dist.ProcessGroup) -> float:
-    """Seconds of this thread's own time of a call, the least of some."""
+    """Returns the least CPU seconds of this thread for a call."""
     best = float("inf")
     for _ in range(runs + 1):
         dist.barrier(group)

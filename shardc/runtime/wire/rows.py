@@ -1,7 +1,7 @@
-"""Rows that go where their values say: ``shardc::send_rows_coalesced`` (see `shardc.ir.comm`).
+"""Row exchange with sizes known at run time: ``shardc::send_rows_coalesced`` (see `shardc.ir.comm`).
 
-How many rows go to each rank, and come from it, is known when they are sent. On a CPU they go in messages straight to
-their places in the result; small ones of several tensors share a message. Elsewhere they go in one all-to-all a tensor.
+On a CPU, rows go in messages directly to their places in the result; small ones of several tensors share a message. On
+other devices they go in one all-to-all per tensor.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _library = torch.library.Library("shardc", "IMPL")
 
 
 def _parts(inputs: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
-    """For each rank the rows of each tensor that go to it, or come from it."""
+    """Splits each tensor by ``counts``; per rank, the rows that go to or come from it."""
     edges = [0, *accumulate(counts)]
     return [[x[start:end] for x in inputs] for start, end in pairwise(edges)]
 
 
 def _together(parts: Sequence[Tensor]) -> bool:
-    """Whether what goes to a peer shares one message."""
+    """Whether the tensors for one peer share a message."""
     return len(parts) > 1 and sum(x.numel() * x.element_size() for x in parts) <= LARGEST
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """The bytes of contiguous rows; of a single element the stride may be anything, and counts here."""
+    """Views contiguous rows as bytes; a single element may have any stride."""
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
