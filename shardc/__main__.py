@@ -15,12 +15,12 @@ import shardc
 from shardc.cli import bisect, calibrate, cost, diff, dump, explain, lint, measure, plan, rules, schedule, sweep
 from shardc.errors import ShardcError, VerifyError
 
-# By their file's name.
+# Named after their files.
 COMMANDS = (bisect, calibrate, cost, diff, dump, explain, lint, measure, plan, rules, schedule, sweep)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as all others of the command line."""
+    """Argument parser whose errors are one line, like all errors of the command line."""
 
     def error(self, message: str) -> NoReturn:
         command = self.prog.removeprefix("shardc").strip()
@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code, or 2 where the input is wrong (one line on stderr says what)."""
+    """Runs one command; returns its exit code, or 2 with one line on stderr if the input is wrong."""
     parser = Parser("shardc", description="A sharding compiler for PyTorch.")
     parser.add_argument(
         "--version", action="version", version=f"shardc {shardc.__version__}, torch {torch.__version__}"
@@ -39,13 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_arguments(mine)
         mine.set_defaults(run=command.run)
     options = parser.parse_args(arguments)
-    # Torch logs the traceback of a failure under fake tensors, which is then raised, and said in one line.
+    # Torch logs the traceback of a failure under fake tensors; it is raised too, and printed in one line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         code: int | None = options.run(options)
         sys.stdout.flush()
     except VerifyError:
-        raise  # a bug of shardc: the traceback is wanted
+        raise  # a bug of shardc: show the traceback
     except ShardcError as error:
         print(f"shardc: error: {one_line(error)}", file=sys.stderr)
         return 2
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _named(options: argparse.Namespace, error: OSError) -> bool:
-    """Whether a file could not be written, or read, that an argument names, or its folder."""
+    """Whether ``error`` is about a file, or its folder, that an argument names."""
     texts = [value for value in vars(options).values() if isinstance(value, str)]
     return bool(error.filename) and any(value.startswith(str(error.filename)) for value in texts)
 

@@ -1,4 +1,4 @@
-"""Differences between torch 2.11 and 2.13: each name says which behaviour it gives on all of them."""
+"""Differences between torch 2.11 and 2.13, behind functions that behave the same on all versions."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardc.errors import MeshError
 
-pytree = _pytree  # torch's trees of dicts, lists and tuples
-StridedShard = _StridedShard  # a placement that people write, and that torch exports with an underscore only
-LazyGraphModule = _LazyGraphModule  # makes its code when it is first called or shown
+pytree = _pytree  # torch's pytrees
+StridedShard = _StridedShard  # used by users, but exported with an underscore only
+LazyGraphModule = _LazyGraphModule  # generates its code when first called or shown
 WrappedHook = _WrappedHook
-no_autocast: Any = torch._C._DisableAutocast  # a block in which it is off on all devices
-is_in_transform: Any = torch._C._functorch.is_functorch_wrapped_tensor  # whether a tensor is one of torch.func's
-COMPILED_OUT = "_torchdynamo_orig_callable"  # where a function that Dynamo is kept out of has the original
-DYNAMIC_DIMS = "_dynamo_dynamic_indices"  # where ``torch._dynamo.mark_dynamic`` keeps the dims of a tensor
+no_autocast: Any = torch._C._DisableAutocast  # context manager: autocast is off on all devices
+is_in_transform: Any = torch._C._functorch.is_functorch_wrapped_tensor  # whether a tensor is wrapped by torch.func
+COMPILED_OUT = "_torchdynamo_orig_callable"  # attribute with the original of a function that Dynamo skips
+DYNAMIC_DIMS = "_dynamo_dynamic_indices"  # attribute set by ``torch._dynamo.mark_dynamic``
 
 
 def is_wrapper(x: object) -> bool:
-    """Whether ``x`` keeps its values in tensors of its own, as a quantised weight does; a DTensor does not count."""
+    """Whether ``x`` is a wrapper subclass (a quantised weight, say) other than a DTensor."""
     return is_traceable_wrapper_subclass(x) and not isinstance(x, DTensor | AsyncCollectiveTensor)
 
 
 def grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """Products of groups of rows, by the public function where this torch has it.
+    """Grouped matrix product: torch's public function, or the private one of older versions.
 
     Args:
-        left: [r, k] with ``right`` [e, k, n], a matrix for each group; or [k, r] with [r, n], whose groups are summed.
-        ends: int32 [e]: where each group's rows end.
+        left: [r, k] with ``right`` [e, k, n], a matrix per group; or [k, r] with [r, n], summed per group.
+        ends: int32 [e], the end of each group's rows.
 
     Returns:
         [r, n] or [e, k, n].
@@ -64,13 +64,13 @@ def grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def new_group(ranks: Sequence[int], members_only: bool = False) -> dist.ProcessGroup:
-    """A process group of ``ranks`` in this order.
+    """Creates a process group of ``ranks`` in this order.
 
-    Every rank of the world calls this, in the same order of calls; with ``members_only`` its members do, and each
-    of them must have made as many groups before as the others (torch derives the group's name from that).
+    All ranks of the world call this, in the same order of calls. With ``members_only`` its members do; each must have
+    created as many groups before as the others (torch derives the group's name from that).
 
     Raises:
-        MeshError: ``ranks`` is not ascending and this torch always sorts the ranks of a group.
+        MeshError: ``ranks`` is not ascending, and this torch always sorts them.
     """
     ordered = list(ranks) == sorted(ranks)
     keeps_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
@@ -85,9 +85,9 @@ def new_group(ranks: Sequence[int], members_only: bool = False) -> dist.ProcessG
 
 @contextmanager
 def dynamo_captures() -> Iterator[None]:
-    """A block in which Dynamo's captures may call Python's builtins and have functions in their settings (2.13).
+    """Context manager for captures by Dynamo of code with Python builtins and functions in its config (as in 2.13).
 
-    Before, its bytecode has to be given each builtin, and it cannot write such settings among its metrics.
+    Before 2.13, its bytecode needs each builtin passed in, and it fails to log such a config.
     """
     from torch._dynamo import convert_frame, utils
 
@@ -104,22 +104,22 @@ def dynamo_captures() -> Iterator[None]:
 
 
 def traced_code(capture: Any) -> list[CodeType]:
-    """The code that Dynamo went through for a graph; where this torch does not say, code of no file."""
+    """Returns the code objects that Dynamo traced for a graph; a placeholder if this torch does not record them."""
     unknown = compile("", "<unknown>", "exec")
     return getattr(capture, "traced_code", None) or getattr(capture.output_graph, "traced_code", None) or [unknown]
 
 
 def is_called_by_trace(function: Any) -> bool:
-    """Whether Dynamo calls ``function`` instead of tracing it: ``allow_in_graph``, ``nonstrict_trace`` and the like."""
+    """Whether Dynamo calls ``function`` instead of tracing it (``allow_in_graph``, ``nonstrict_trace``)."""
     predicates = ("is_callable_allowed", "is_nonstrict_trace_callable", "is_leaf_function")
     return any(getattr(trace_rules, name)(function) for name in predicates if hasattr(trace_rules, name))
 
 
 def custom_op(value: Any) -> tuple[str, dict[str, Any]] | None:
-    """The name of an op of `torch.library.custom_op`, with what programs are made of besides its calls.
+    """Returns the name of a `torch.library.custom_op`, and its functions (fake, backward, ...) by name.
 
     Args:
-        value: its name, the op as the decorator returned it, its packet or an overload; None comes back for others.
+        value: its name, decorated function, packet or overload; for other values the result is None.
     """
     if isinstance(value, torch._ops.OpOverloadPacket):
         value = getattr(value, "default", None)
@@ -133,15 +133,15 @@ def custom_op(value: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def trunc_normal_rejects() -> bool:
-    """Whether ``nn.init.trunc_normal_`` samples by rejection (2.13) or inverts the distribution in place (before)."""
+    """Whether ``nn.init.trunc_normal_`` samples by rejection (2.13) or inverts the distribution in place (older)."""
     return "erfinv_" not in nn.init._no_grad_trunc_normal_.__code__.co_names
 
 
 def dtensor_spec(device_mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta) -> DTensorSpec:
-    """A DTensorSpec whose placements, strided ones too, split the tensor from the first mesh dim to the last.
+    """Returns a DTensorSpec whose placements, also strided ones, apply from the first mesh dim to the last.
 
-    By default torch 2.13 takes strided placements for an order of mesh dims, and where they are none (two of them
-    inside of a sub-dim) gathers the elements in a wrong order.
+    By default torch 2.13 reads strided placements as an order of mesh dims. If they are not (two within one sub-dim),
+    it gathers elements in a wrong order.
     """
     options: dict[str, Any] = {}
     if "use_strided_shard_as_shard_order" in {field.name for field in fields(DTensorSpec)}:
@@ -155,7 +155,7 @@ _keeping: WeakSet[DeviceMesh] = WeakSet()
 
 
 def _keep_strides(device_mesh: DeviceMesh) -> None:
-    """Has results of ops on ``device_mesh`` read as `dtensor_spec` says; 2.13 takes that from their operands."""
+    """Before 2.13: makes results of ops on ``device_mesh`` inherit the reading of strides in `dtensor_spec`."""
     first, read = not _keeping, DTensorSpec.__post_init__
     _keeping.add(device_mesh)
 
@@ -169,22 +169,22 @@ def _keep_strides(device_mesh: DeviceMesh) -> None:
 
 
 def has_single_dim_table(op: Any) -> bool:
-    """Whether torch knows how ``op`` may be split over one mesh dim."""
+    """Whether torch has a table of strategies for sharding ``op`` over one mesh dim."""
     return op in getattr(DTensor._op_dispatcher.sharding_propagator, "op_single_dim_strategy_funcs", {})
 
 
 def single_dim_table(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Any]]:
-    """The ways to split ``op``, which has a table, over one mesh dim.
+    """Returns torch's strategies for sharding ``op`` over one mesh dim.
 
     Args:
         args, kwargs: the op's, with meta tensors for tensors.
 
     Returns:
-        For each way one entry a result, then one an operand: an int is the dim that is split, a str the reduce op of
-        a pending reduction, ``...`` means whole, None that the result is not made.
+        Per strategy, an entry for each result, then each operand: an int is the sharded dim, a str the reduce op of a
+        partial, ``...`` is replicated, None a result that is not computed.
 
     Raises:
-        NotImplementedError: a placement of another kind. What else torch raises depends on the op.
+        NotImplementedError: a placement of another kind. Torch may raise others, depending on the op.
     """
     strategy = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs[op]
     metas = [
@@ -212,18 +212,18 @@ def is_dispatched(op: Any) -> bool:
 
 
 def is_inplace(op: Any) -> bool:
-    """Whether an op overload changes its first argument, of which torch before 2.13 has no tag."""
+    """Whether an op overload writes its first argument; torch before 2.13 has no tag for it."""
     first = op._schema.arguments[:1]
     return any(argument.alias_info is not None and argument.alias_info.is_write for argument in first)
 
 
 def spec_children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    """Returns the children of a pytree spec; torch before 2.13 names the attribute otherwise."""
+    """Returns the children of a pytree spec, under this torch's attribute name."""
     return spec.children() if hasattr(spec, "children") else spec.children_specs
 
 
 def aten_overloads() -> list[Any]:
-    """Every overload of an aten op, by name."""
+    """Returns every overload of the aten ops, sorted by name."""
     overloads = []
     for name in sorted(torch._C._dispatch_get_all_op_names()):
         namespace, _, qualified = name.partition("::")

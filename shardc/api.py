@@ -1,4 +1,4 @@
-"""`shardc.compile`: ties the stages together."""
+"""`shardc.compile` and `shardc.shard`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def _shares_errors(function: Callable[..., Any]) -> Any:
-    """Decorates a function that all ranks of a mesh call: an error on this rank is raised on the others too."""
+    """Decorator for functions that all ranks of a mesh call: an error on this rank is raised on the others too."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -80,41 +80,40 @@ def compile(
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     init_sync: bool = False,
 ) -> Any:
-    """Makes a module that runs ``model`` sharded over ``mesh`` as ``plan`` says; ``model`` is left as it is.
+    """Compiles ``model`` to a module that is sharded over ``mesh`` by ``plan``; ``model`` is not changed.
 
-    Results are those of one device, whatever the mesh and the plan. For a given seed, the model's random draws
-    (dropout, ``torch.rand``) are the same on every mesh. They are not those of torch's own generator.
+    Results are those of one device. For a given seed, random draws (dropout, ``torch.rand``) are the same on every
+    mesh, but not those of torch's own generator.
 
     Args:
-        model: an ordinary single-device module (or a function of tensors), on a device, on ``meta`` or fake. Parameters
-            that are DTensors on ``mesh``, or on some of its axes, stay split as they are; the plan says the rest. Hooks
-            of ``parallelize_module`` are not run.
+        model: a single-device module (or a function of tensors), on a device, on ``meta`` or fake. DTensor parameters
+            on ``mesh``, or on some of its axes, keep their placements. Hooks of ``parallelize_module`` are not run.
         mesh: a `DeviceMesh` with named dims, or an abstract `Mesh` for everything except running.
-        plan: where parameters, inputs and activations lie; or `shardc.auto` with example inputs, which finds it. None:
-            `shardc.fsdp` over the mesh's only axis.
+        plan: layouts of parameters, inputs and activations; or `shardc.auto` with example inputs, which searches for a
+            plan. None: `shardc.fsdp` over the mesh's only axis.
         loss: ``loss(output, *targets)``, traced into the graph. ``module(*inputs, *targets)`` is then the global loss.
         backend: "inductor" or "eager".
         options: see `Options`.
-        precompiled: saved programs, or the folder of one (Inductor's artifacts in it are then not read; see
-            `shardc.load`). They run the calls that they were compiled for. Other calls are captured as usual.
-        dynamic: input -> dim -> a name for its size. One program then serves all sizes that meet its conditions
-            (``module.lower(...).conditions``). Other sizes get programs of their own. The loss's arguments are called
-            ``target``, or ``target0`` and so on. Dims marked by ``torch._dynamo.mark_dynamic`` count too.
-        init_sync: take the values of parameters and buffers from the mesh's first rank. By default all ranks must have
-            made the same values, which the first call checks.
+        precompiled: saved programs or their folders (from a folder, Inductor's artifacts are not read; see
+            `shardc.load`), for the calls that they were compiled for. Other calls are captured as usual.
+        dynamic: input -> dim -> a name for its size. One program then runs all sizes that meet its conditions
+            (``module.lower(...).conditions``); others are compiled separately. The loss's arguments are named
+            ``target``, or ``target0`` and so on. Dims marked by ``torch._dynamo.mark_dynamic`` are dynamic too.
+        init_sync: broadcast parameters and buffers from the mesh's first rank. By default all ranks must have the same
+            values, which the first call checks.
 
     Returns:
-        A module of the model's class with DTensor parameters in storage layout. It is captured at its first call,
-        or by ``module.lower(*global_examples)``.
+        A module of the model's class with DTensor parameters in storage layout. It is captured at its first call, or by
+        ``module.lower(*global_examples)``.
 
     Raises:
-        InputError: an argument of the wrong kind, DTensors on other ranks, a model of ``fully_shard``, a plan to be
-            found without example inputs.
+        InputError: an argument of the wrong kind, DTensors on other ranks, a model of ``fully_shard``, `shardc.auto`
+            without example inputs.
         MeshError: a mesh without names, or larger than the world.
         CaptureError: a model on several devices.
         PlanError, LayoutError: the plan does not fit the mesh or the model.
-        PrecompiledError: a saved program is of another torch, mesh, plan, model or device; the text says which. Nothing
-            is changed when an error is raised.
+        PrecompiledError: a saved program is for another torch, mesh, plan, model or device. Errors leave everything
+            unchanged.
 
     >>> import shardc, torch
     >>> module = shardc.compile(torch.nn.Linear(8, 4), shardc.Mesh(dp=2), shardc.fsdp("dp"))
@@ -138,18 +137,18 @@ def shard(
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     init_sync: bool = False,
 ) -> M:
-    """Shards ``model`` itself: what `compile` does, but ``model`` becomes the compiled module, and is returned.
+    """Compiles ``model`` in place: like `compile`, but ``model`` itself becomes the compiled module, and is returned.
 
-    Whatever holds the model (a logger, a callback) then holds the compiled module. Its parameters are new tensors. An
-    optimizer of the old ones gets the new ones at its next step; one that has stepped before raises there. Any other
-    use of an old one (clipping, a penalty, another model that shares it) is of the new one. Copies that were made
-    before, such as an average of the weights, stay whole.
+    References to the model (in a logger, a callback) then are to the compiled module. Its parameters are new tensors.
+    An optimizer of the old ones gets the new ones at its next step, or raises if it has state. Other uses of an old one
+    (clipping, a penalty, another model that shares it) are forwarded to the new one. Earlier copies, such as an average
+    of the weights, stay unsharded.
 
     Args:
         model, mesh, plan, loss, backend, options, precompiled, dynamic, init_sync: as for `compile`.
 
     Raises:
-        InputError: a function, parameters with gradients, tensors of wrapper subclasses; else as for `compile`.
+        InputError: ``model`` is a function, or has gradients or wrapper subclass tensors; others as for `compile`.
     """
     return cast(M, _compile(model, mesh, plan, loss, backend, options, precompiled, dynamic, init_sync, in_place=True))
 
@@ -166,7 +165,7 @@ def _compile(
     init_sync: bool,
     in_place: bool,
 ) -> Any:
-    """Implements `compile` and, with ``in_place``, `shard`; the arguments are theirs."""
+    """Implements `compile` and, with ``in_place``, `shard`."""
     plan = fsdp() if plan is None else plan
     check_arguments(model, plan, backend, options, loss, precompiled, init_sync)
     if in_place:
@@ -230,7 +229,7 @@ def _compile(
             groups if backend == "inductor" else None,
             DynamicDims(dynamic or {}),
             runs=groups is not None,
-            warns=search is None,  # a search has weighed it, and warns of an axis that it leaves unused
+            warns=search is None,  # the search has weighed this, and gives its own warnings
         ),
         global_shapes=partial(_global_shapes, plan, abstract),
         names=input_names,
@@ -274,8 +273,8 @@ def _loaded(programs: Any) -> list[Precompiled]:
 
 
 def _global_shapes(plan: Plan, mesh: Mesh, local: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[int, ...]]:
-    """The global shapes of inputs whose shards have ``local`` shapes."""
-    # How far the plan splits each dim does not depend on its size, as long as it divides.
+    """Returns the global shapes of inputs from their names and ``local`` shapes."""
+    # The number of shards of each dim does not depend on its size, if that divides.
     guess = [(name, tuple(max(size, 1) * mesh.ranks for size in shape)) for name, shape in local]
     layouts = [found.layout for found in resolve_inputs(plan, mesh, guess)]
     return [
@@ -288,7 +287,7 @@ def _global_shapes(plan: Plan, mesh: Mesh, local: Sequence[tuple[str, tuple[int,
 
 
 def _device(module: nn.Module, mesh: DeviceMesh | Mesh) -> torch.device:
-    """The device that the program is for."""
+    """Returns the device that the program runs on; raises CaptureError if the model is on several."""
     devices = {t.device for t in [*module.parameters(), *module.buffers()] if t.device.type != "meta"}
     if len({(d.type, d.index) for d in devices}) > 1:
         where = {str(t.device): n for n, t in [*module.named_parameters(), *module.named_buffers()]}
@@ -297,12 +296,12 @@ def _device(module: nn.Module, mesh: DeviceMesh | Mesh) -> torch.device:
             f"the model is on several devices: {listed}", fix="move it to one device, or build it on meta"
         )
     if isinstance(mesh, DeviceMesh):
-        return torch.empty(0, device=mesh.device_type).device  # with its index, where it has one
+        return torch.empty(0, device=mesh.device_type).device  # with its index
     return devices.pop() if devices else torch.device("cpu")
 
 
 def _names(module: nn.Module) -> dict[str, str]:
-    """Other names of tied parameters -> the first; of tensors of wrapper subclasses -> an inner one."""
+    """Maps other names of tied parameters to the first, and wrapper subclass tensors to one of their inner tensors."""
     first: dict[int, str] = {}
     out = {}
     for name, p in module.named_parameters(remove_duplicate=False):
@@ -327,11 +326,11 @@ def _store(
     name: str,
     x: Tensor,
 ) -> Tensor:
-    """A parameter or buffer as the sharded module holds it, on ``mesh`` if there is one; notes what it was cut of."""
+    """Returns a parameter or buffer in storage layout, on ``mesh`` if there is one; adds its source to ``sources``."""
     source = x
     if groups is None or mesh is None:
         return _like(x, torch.device("meta")) if isinstance(x, DTensor) else x
-    if isinstance(x, DTensor) and x.device.type != "meta":  # one at a time is whole
+    if isinstance(x, DTensor) and x.device.type != "meta":  # one is gathered at a time
         with groups.agreement.waits():
             whole = cast(DTensor, x.detach()).full_tensor()
         x = nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole
@@ -347,7 +346,7 @@ def _store(
     else:
         padded = homes[name].keep(shard_tensor(x.detach(), storage, groups.rank))
     hooks, post_hooks = source._backward_hooks or {}, source._post_accumulate_grad_hooks or {}
-    takes_hooks = x.requires_grad or bool(hooks or post_hooks)  # a frozen parameter keeps those that it had
+    takes_hooks = x.requires_grad or bool(hooks or post_hooks)  # keep the hooks of a frozen parameter
     stored = to_parameter(padded, storage, x.shape, mesh, groups.rank, takes_hooks)
     for hook in hooks.values():
         stored.register_hook(hook)

@@ -1,4 +1,4 @@
-"""Build: makes the programs of one module as calls ask for them."""
+"""`Build`: compiles the programs of one module on demand."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from shardc.runtime.torch_global_state import TorchGlobalState
 
 
 class Build:
-    """Builds a program from a template and examples at global shapes."""
+    """Compiles programs from a template (the model with meta parameters) and example inputs at global shapes."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Build:
         self.dynamic, self.families = dynamic, Families()
 
     def for_copy(self) -> Build:
-        """Returns a builder for a copy of the module: the same plan, no programs for dynamic sizes yet."""
+        """Returns a builder for a copy of the module: the same plan, without programs for dynamic sizes."""
         build = copy.copy(self)
         build.dynamic, build.families = DynamicDims(self.dynamic.names), Families()
         return build
@@ -109,7 +109,7 @@ class Build:
         return program
 
     def _warn_repeated(self, program: Program) -> None:
-        """Warns once for a module of work that its ranks repeat."""
+        """Warns once if ranks repeat the same work in a module."""
         if not self.warns:
             return
         counts = {} if program.folded is None else {"counts": program.folded.times}
@@ -129,10 +129,10 @@ class Build:
     def stored(
         self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool, evaluates: bool = False
     ) -> Executable:
-        """The program that an earlier start, or another rank, has stored, or else a fresh one, which is stored.
+        """Loads the program that an earlier start or another rank has stored; else compiles and stores it.
 
         Args:
-            evaluates: what runs where no gradients are recorded is stored too.
+            evaluates: whether to store the inference graph too.
         """
         fresh = partial(self, template, args, kwargs, with_loss)
         if not (self.runs and self.options.store and caches()):
@@ -171,11 +171,11 @@ class Build:
         signature: Signature,
         deferred: Deferred = NOTHING,
     ) -> Program | None:
-        """As a call, for inputs with dynamic sizes; None where there are none.
+        """Returns a program for inputs with dynamic sizes; None if they have none.
 
         Args:
-            template: makes the template, where there is no program yet.
-            signature: of the call, without its sizes.
+            template: returns the template; called only to compile.
+            signature: signature of the call without sizes.
         """
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         inputs = list(zip(signature.names, leaves, strict=True))
@@ -225,7 +225,7 @@ class Build:
                 except Differs:
                     if not in_pieces(self.options):
                         raise
-                    # What is saved of chunks may depend on their sizes.
+                    # Saved values of chunked ops may depend on the sizes.
                     return build_family(replace(self.options, decompose=1))
             except Differs as error:
                 reason = CaptureError(
@@ -241,7 +241,7 @@ class Build:
         return self.families.program(key, sizes, family, lambda: self(template(), args, kwargs, with_loss, deferred))
 
     def _rebuilder(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Any:
-        """Makes the program of another mesh, with the same axes, and of other input shapes, by the inputs' names."""
+        """Returns a function that compiles the program for another mesh with the same axes, and other input shapes."""
         leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
         leaves = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in leaves]
 
@@ -267,14 +267,14 @@ class Build:
         return rebuild
 
     def _lower_again(self, folder: Path) -> bytes | None:
-        """Inductor's artifacts of the program in ``folder``; None where it has no process groups (yet)."""
+        """Returns Inductor's artifacts of the program in ``folder``; None if its process groups do not exist yet."""
         if self.groups is None:
             return None
         saved, groups = load(folder), self.groups
         halves = dict.fromkeys((*saved.step(), saved.half(INFERENCE)))
         named = {name for half in halves for name in named_groups(half.gm, self.mesh)}
         if not named <= groups.rename.keys():
-            return None  # to make them is up to all ranks
+            return None  # creating groups is a collective
 
         for half in halves:
             use_groups(half.gm, groups)
@@ -282,11 +282,11 @@ class Build:
 
     @cached_property
     def has_own_inputs(self) -> bool:
-        """Whether the plan says of some input that it is each rank's own (`shardc.per_rank`)."""
+        """Whether the plan has inputs that are each rank's own (`shardc.per_rank`)."""
         return any(isinstance(getattr(entry, "spec", None), PerRank) for entry in self.plan.entries)
 
     def numbered(self, names: Sequence[str]) -> dict[int, int]:
-        """As `shardc.plan.ports.numbered`, of this plan."""
+        """Calls `shardc.plan.ports.numbered` for this plan."""
         return numbered(self.plan, names)
 
     def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Any]:

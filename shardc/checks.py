@@ -1,4 +1,4 @@
-"""Checks of `shardc.compile` before it does anything: kinds of arguments, wrapped models, lazy models."""
+"""Checks of the arguments of `shardc.compile`: types, wrapped models, lazy models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardc.validate import checked
 def check_arguments(
     model: Any, plan: Any, backend: Any, options: Any, loss: Any, precompiled: Any, init_sync: Any
 ) -> None:
-    """Raises InputError where an argument of `compile` is not what it should be."""
+    """Raises InputError if an argument of `compile` is of the wrong kind."""
     if not callable(model):
         raise InputError(f"{model!r} is not a model", fix="pass an nn.Module or a function of tensors")
     for what, value in (("model", model), ("loss", loss)):
@@ -62,7 +62,7 @@ def check_arguments(
 
 
 def check_in_place(model: Any) -> None:
-    """Raises InputError where ``model`` cannot become the compiled module itself."""
+    """Raises InputError if ``model`` cannot be sharded in place."""
     instead = "use module = shardc.compile(...)"
     if not isinstance(model, nn.Module):
         raise InputError(f"{model!r} is a function, which has nothing to shard", fix=instead)
@@ -76,13 +76,13 @@ def check_in_place(model: Any) -> None:
 
 
 def _has_own(model: nn.Module, name: str) -> bool:
-    """Whether ``model`` has an attribute of that name; a ``__getattr__`` of its own is not asked."""
+    """Whether ``model`` has an attribute ``name``, without calling its ``__getattr__``."""
     tables = (model._parameters, model._buffers, model._modules)
     return any(name in kind for kind in tables) or inspect.getattr_static(model, name, model) is not model
 
 
 def _check_wrappers(model: nn.Module) -> None:
-    """Raises InputError where a part of the model is wrapped by what sends tensors itself, or is a script."""
+    """Raises InputError if a submodule is wrapped by DDP, FSDP or DataParallel, or is a TorchScript module."""
     for name, module in model.named_modules():
         what = f"module {name!r}" if name else "the model"
         if isinstance(module, DataParallel | DistributedDataParallel | FullyShardedDataParallel):
@@ -98,7 +98,7 @@ def _check_wrappers(model: nn.Module) -> None:
 
 
 def _check_tensors(model: nn.Module) -> None:
-    """Raises InputError if a parameter or buffer is lazy (without a shape), sparse, quantised or of a refused class."""
+    """Raises InputError if a parameter or buffer is lazy (no shape yet), sparse, quantised or of a refused class."""
     attributes = (
         (f"{path}.{key}".lstrip("."), x)
         for path, module in model.named_modules()

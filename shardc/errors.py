@@ -1,17 +1,17 @@
-"""The errors that shardc raises: each names the thing, the plan entry, the source line and what to do."""
+"""Errors of shardc: each names the thing that is wrong, the plan entry, the source line and the fix."""
 
 from __future__ import annotations
 
 
 class ShardcError(Exception):
-    """Base of every error and warning text of shardc.
+    """Base class of shardc's errors.
 
     Args:
         what: one sentence that names the thing that is wrong.
-        plan_entry: the plan entry that asked for it, as the user wrote it.
-        source: ``file:line`` of the user's code that it is about.
-        fix: what the user can do, one sentence.
-        program: the offending line of a dump with a few lines around it.
+        plan_entry: the plan entry that caused it, as the user wrote it.
+        source: ``file:line`` of the user's code.
+        fix: one sentence, what the user can do.
+        program: the offending line of a dump, with a few lines around it.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class ShardcError(Exception):
 
 
 class MeshError(ShardcError, ValueError):
-    """A mesh that is not valid or is larger than the world; or ranks that do different things."""
+    """A mesh is invalid or larger than the world, or ranks do different things."""
 
 
 class LayoutError(ShardcError, ValueError):
-    """A layout that is not valid: an axis used twice, a split below one element, mixed meshes."""
+    """A layout is invalid (an axis used twice, a split below one element, mixed meshes)."""
 
 
 class PlanError(ShardcError, ValueError):
-    """A plan entry that matches nothing, names an unknown axis or has the wrong rank."""
+    """A plan entry matches nothing, names an unknown axis or has the wrong rank."""
 
 
 class CaptureError(ShardcError, RuntimeError):
@@ -53,39 +53,39 @@ class CaptureError(ShardcError, RuntimeError):
 
 
 class InputError(ShardcError, ValueError):
-    """An input of a wrong shape, dtype or kind at the call."""
+    """An input of a call has the wrong shape, dtype or kind."""
 
 
 class InitError(ShardcError, RuntimeError):
-    """An initialisation that cannot run shard by shard, or that leaves a tensor without values."""
+    """An initialisation cannot run shard by shard, or leaves a tensor without values."""
 
 
 class BackwardError(ShardcError, RuntimeError):
-    """A backward or an optimizer step that would not have the gradients of a single-device run."""
+    """A backward or an optimizer step would not have the gradients of a single-device run."""
 
 
 class RuleError(ShardcError, RuntimeError):
-    """An op whose rule does not fit its shapes, or that has none under ``strict``."""
+    """The rule of an op does not fit its shapes, or is missing under ``strict``."""
 
 
 class VerifyError(ShardcError, RuntimeError):
-    """A graph that breaks the spec of its stage: a bug in a pass, never the user's fault.
+    """A graph violates the spec of its stage: a bug in a pass, never the user's fault.
 
-    While a model is compiled its ``fix`` names a file with the program and the versions, to report it with.
+    During a compile, ``fix`` names a file with the program and the versions, for a bug report.
     """
 
 
 class TextError(ShardcError, ValueError):
-    """A text that is not a dump."""
+    """A text is not a valid dump."""
 
 
 class CollectiveError(ShardcError, RuntimeError):
-    """A collective that did not complete, most often because another rank died, stalled or raised."""
+    """A collective did not complete, usually because another rank died, stalled or raised."""
 
 
 class PrecompiledError(ShardcError, RuntimeError):
-    """A saved program that is broken, or of another torch, mesh, plan or model; or one that cannot be saved."""
+    """A saved program is broken or for another torch, mesh, plan or model, or a program cannot be saved."""
 
 
 class ShardcWarning(UserWarning):
-    """A request of the plan that the compiler could not meet, or a cost that the user should know about."""
+    """A plan's request that could not be met, or a cost that the user should know about."""

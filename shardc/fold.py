@@ -1,9 +1,8 @@
-"""Folding: a model whose blocks repeat is analysed on a few of them, and what was found is repeated.
+"""Folding: captures and plans a few of a model's repeated blocks, and replicates the result.
 
-Capture, planning and the cut into forward and backward run on a model in which a run of alike blocks is shortened; the
-graphs are then unfolded to all blocks (`shardc.passes.unfold`), and buckets, algorithms, the schedule and everything
-that is predicted are computed on these. Blocks are alike by what they do (`shardc.capture.repeats`) and by what the
-plan says of them.
+Capture, planning and the cut into forward and backward run on a model with few blocks. The graphs are then unfolded to
+all blocks (`shardc.passes.unfold`), and bucketing, scheduling and predictions run on these. Blocks are equivalent if
+they compute the same (`shardc.capture.repeats`) and have the same plan settings.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from shardc.plan.ports import ActivationPin
 from shardc.plan.resolve import ParamPlan
 from shardc.program import Program
 
-# Blocks that stand for all of a run: the first and the last may differ from those between, of which two are compared.
+# Number of captured blocks per run: the first and last may differ from the inner ones, of which two are compared.
 KEEP = (4, 6)
 
 
@@ -81,6 +80,7 @@ def few_of(request: Request, repeats: Sequence[Repeat], keep: int) -> Request:
 
 
 def unfolds_of(joint: Joint, repeats: Sequence[Repeat], keep: int) -> tuple[Unfold, ...]:
+    """Returns the unfolding of each run in turn, by the local joint graph of the shortened model."""
     unfolds: list[Unfold] = []
     graph = joint.local.graph
     for number, repeat in enumerate(repeats):
@@ -91,13 +91,13 @@ def unfolds_of(joint: Joint, repeats: Sequence[Repeat], keep: int) -> tuple[Unfo
 
 
 def unfolded_reads(reads: Reads, repeats: Sequence[Repeat], keep: int, at: Lookup) -> Reads:
-    """Extends the reads of the captured blocks to all blocks of each run.
+    """Extends the reads (guards) of the captured blocks to all blocks of each run.
 
     Args:
-        at: finds what is read in the whole model.
+        at: looks reads up in the whole model.
 
     Raises:
-        NotPeriodic: a block has another value there than the others, so that its capture may have come out otherwise.
+        NotPeriodic: a read has another value in some block, which might have changed its capture.
     """
     if repeats and any(re.search(r"\._modules\['\d+'\]", name) for name, _ in reads.sets):
         raise NotPeriodic(f"forward sets {reads.sets[0][0]}, which may be of one block")
@@ -109,13 +109,13 @@ def unfolded_reads(reads: Reads, repeats: Sequence[Repeat], keep: int, at: Looku
 
 
 def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read]:
-    """``read`` of a model of which ``keep`` blocks of a run were captured, as all blocks would have read it."""
+    """Returns ``read``, of a model with ``keep`` blocks of a run, for each block of the whole model."""
     container = "model" + "".join(f"._modules[{part!r}]" for part in run.path.split(".") if part)
-    # Every second part is the number of a child of the container.
+    # Every second part is the index of a child of the container.
     parts = re.split(rf"(?<={re.escape(container)}\._modules\[')(\d+)(?='\])", read.expression)
     texts, numbers = parts[::2], [int(number) for number in parts[1::2]]
     inside = {number for number in numbers if run.first <= number < run.first + keep}
-    by_number = rf"{re.escape(container)}(?!\._modules\['\d+'\])\S*\[\d+\]"  # what a block holds may be numbered
+    by_number = rf"{re.escape(container)}(?!\._modules\['\d+'\])\S*\[\d+\]"  # contents of a block may be numbered
     if len(inside) > 1 or re.search(by_number, read.expression):
         raise NotPeriodic(f"the model reads {read}, which is not of one block by name")
 
@@ -131,7 +131,7 @@ def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read
 
 
 def repeats_of(request: Request, keep: int) -> list[Repeat]:
-    """The runs of blocks that do the same and of which the plan says the same."""
+    """Returns the runs of blocks that compute the same and have the same plan settings."""
     pins, dtypes, regions = request.activations(), request.dtypes, request.recomputed()
     candidates = find_repeats(
         request.model, request.args, request.kwargs, device=request.device, keep=keep, loss=request.loss, dtypes=dtypes

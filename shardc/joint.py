@@ -1,4 +1,4 @@
-"""A model's joint graph: captured, laid out and made local, in front of the cut into forward and backward."""
+"""`Joint`: the captured joint graph of a model at local shapes, before it is cut into forward and backward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CUT = passes.Partition.name
 
 
 class StageRecorder(passes.Hook):
-    """Keeps a copy of the graph after each stage in ``graphs``, under the stage's name and ``suffix``."""
+    """Hook that copies the graph after each stage into ``graphs``, by the stage's name and ``suffix``."""
 
     def __init__(self, graphs: dict[str, fx.Graph], suffix: str = "") -> None:
         self.graphs, self.suffix = graphs, suffix
@@ -43,7 +43,7 @@ class StageRecorder(passes.Hook):
 
 
 class Work(passes.Hook):
-    """Counts the dense ops of the model, those of a rank, and over which axes ranks compute the same."""
+    """Hook that records the FLOPs of the model's dense ops, and the dense ops of a rank."""
 
     flops: tuple[tuple[str, int], ...] = ()
     ops: tuple[Dense, ...] = ()
@@ -52,7 +52,7 @@ class Work(passes.Hook):
         self.mesh = mesh
 
     def after(self, stage: str, gm: fx.GraphModule) -> None:
-        if stage == passes.Seed.name:  # before ``pad``: what is computed on filling is of no use
+        if stage == passes.Seed.name:  # before ``pad``: work on padding does not count
             self.flops = tuple((ir.info(node).name, flops) for node, flops in model_flops(gm.graph))
         if stage == passes.Collectives.name and self.mesh.ranks > 1:
             self.ops = tuple(op for _, op in dense(gm.graph, self.mesh))
@@ -60,16 +60,16 @@ class Work(passes.Hook):
 
 @dataclass(frozen=True)
 class Joint:
-    """A model's joint graph at local shapes, and what it came of.
+    """Joint graph of a model at local shapes, with what it was compiled from.
 
     Args:
-        bound: the plan against the model.
-        captured: what was captured.
-        pipeline: the passes, of which those in front of the cut have run.
+        bound: the plan, resolved for this model.
+        captured: the captured model.
+        pipeline: all passes; those before the cut have run.
         local: the joint graph at local shapes.
-        stage_graphs: the graph after each stage so far, or as it was captured alone.
-        work: the dense ops of a rank.
-        flops: operations of each dense op of the captured model, by its name.
+        stage_graphs: graphs after the stages so far; only the captured one if stages are not kept.
+        work: dense ops of a rank.
+        flops: (name, FLOPs) of each dense op of the captured model.
     """
 
     bound: BoundPlan
@@ -88,11 +88,11 @@ class Joint:
 
     @cached_property
     def stages(self) -> dict[str, fx.Graph]:
-        """The graph after each stage; where they were not kept, the passes run once more."""
+        """Graph after each stage; runs the passes again if they were not kept."""
         graphs = dict(self.stage_graphs)
         if len(graphs) < len(self.names):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # they were given when the passes ran first
+                warnings.simplefilter("ignore")  # warnings were given in the first run
                 first = LazyGraphModule(self.captured.graph, ir.copied(graphs["capture"]))
                 self.pipeline.until(CUT).run(first, StageRecorder(graphs))
         return graphs
@@ -100,16 +100,16 @@ class Joint:
 
 @dataclass(frozen=True)
 class Request:
-    """A model, a call of it, and what to compile it for.
+    """A model and example inputs, with all that determines how they are compiled.
 
     Args:
-        params: what the plan says of each parameter.
+        params: the plan, resolved per parameter.
         args, kwargs: example inputs at global shapes.
-        deferred: parameters whose gradients stay unreduced, to be summed up on each rank; see `Program.reduction`.
-        keep_stages: keep a copy of the graph after each stage, for people who look.
-        pins: what the plan says of activations; by default resolved against the model's modules.
-        regions: modules whose activations backward computes again; by default resolved too.
-        traced_in: the dtypes of the model's modules; by default those that the plan gives them.
+        deferred: parameters whose gradients stay unreduced and are summed on each rank; see `Program.reduction`.
+        keep_stages: copy the graph after each stage, for inspection.
+        pins: layouts of activations by the plan; by default resolved against the model's modules.
+        regions: modules whose activations are recomputed in backward; by default resolved too.
+        traced_in: dtypes of the model's modules; by default those of the plan.
     """
 
     model: nn.Module
@@ -137,13 +137,13 @@ class Request:
         return self.traced_in or Dtypes.of(self.model, self.precision.of)
 
     def activations(self) -> Sequence[ports.ActivationPin]:
-        """Layouts that the plan pins activations to."""
+        """Layouts that the plan sets for activations."""
         if self.pins is not None:
             return self.pins
         return ports.resolve_activations(self.plan, self._modules())
 
     def recomputed(self) -> Sequence[str]:
-        """The modules whose activations backward computes again."""
+        """Names of modules whose activations are recomputed in backward."""
         return ports.resolve_regions(self.plan, self._modules()) if self.regions is None else self.regions
 
     def _modules(self) -> list[str]:
@@ -151,13 +151,13 @@ class Request:
 
 
 def build_joint(request: Request, captured: Captured | None = None) -> Joint:
-    """Captures the model at its example inputs and runs the passes in front of the cut.
+    """Captures the model at its example inputs and runs the passes before the cut.
 
     Args:
-        captured: the model, captured at these inputs before.
+        captured: the model, if it is captured already.
 
     Raises:
-        ShardcError: whatever is wrong with the plan, the inputs or the model; nothing is changed before.
+        ShardcError: the plan, the inputs or the model are invalid; nothing has changed then.
     """
     mesh, options, device, pins = request.mesh, request.options, request.device, request.activations()
     tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
@@ -184,10 +184,10 @@ def build_joint(request: Request, captured: Captured | None = None) -> Joint:
 
 
 def bound_of(request: Request, captured: Captured, pins: Sequence[ports.ActivationPin]) -> BoundPlan:
-    """The plan against a captured model.
+    """Resolves the plan for a captured model.
 
     Raises:
-        PlanError: it speaks of an input, an output or an activation that there is not.
+        PlanError: the plan names an input, output or activation that does not exist.
     """
     tags = [Tag(pin.module, pin.where, pin.index).name for pin in pins]
     ports.check_pins(pins, tags, captured.graph.graph)
@@ -211,7 +211,7 @@ def _outputs(plan: Plan, captured: Captured) -> dict[int, tuple[Form, str]]:
     """Returns the layout that the plan requests for each tensor output.
 
     Raises:
-        PlanError: an output that is returned twice has two layouts.
+        PlanError: the plan gives two layouts to one tensor that is returned twice.
     """
     specs = ports.output_specs(plan, captured.output_spec)
     for at, output in enumerate(captured.returned):

@@ -1,4 +1,4 @@
-"""`shardc.mesh`: the mesh of the ranks that torchrun started, or of this process alone."""
+"""`shardc.mesh`: the mesh of the ranks that torchrun started, or of a single process."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from shardc.validate import checked
 
 
 def mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
-    """Return the mesh of all ranks; start the process group and choose the rank's device where that is not done yet.
+    """Return the mesh of all ranks; initialises the process group and sets the rank's device, if not done yet.
 
-    Under torchrun the ranks are those that it started. In a plain process the world has one rank, so that the same
-    script runs without torchrun.
+    Under torchrun, these are its ranks. A plain process is a world of one rank, so that the same script runs without
+    torchrun.
 
     Args:
-        device: "cuda" or "cpu"; by default "cuda" if there is a GPU, else "cpu". GPUs communicate by NCCL, CPUs by
-            gloo. A process group that is there already is used as it is.
-        axes: sizes by name, the slowest first, as in ``mesh(dp=-1, tp=8)``. One may be -1: the ranks that the others
-            leave. Without axes: ``dp=-1``. Neighbouring ranks, and so the last axes, share a node.
+        device: "cuda" or "cpu"; by default "cuda" if there is a GPU. GPUs use NCCL, CPUs gloo; an existing process
+            group is used as it is.
+        axes: sizes by name, the slowest first, as in ``mesh(dp=-1, tp=8)``; by default ``dp=-1``. One may be -1, for
+            the remaining ranks. Neighbouring ranks, and so the last axes, share a node.
 
     Raises:
-        MeshError: the sizes are not those of the world; ``device`` has fewer GPUs than there are ranks on this node.
+        MeshError: the sizes do not match the world, or the node has fewer GPUs than ranks.
     """
     checked(device, str | None, "device")
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -42,7 +42,7 @@ def mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
             )
         torch.cuda.set_device(local)
     if not dist.is_initialized():
-        # CPU tensors too: of a checkpoint, and of what ranks tell each other.
+        # CPU tensors too: for checkpoints and comparisons between ranks.
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(backend)
@@ -52,10 +52,10 @@ def mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
 
 
 def sizes_of(axes: dict[str, int], ranks: int) -> Mesh:
-    """The abstract mesh of ``axes``, of which one may be -1, over ``ranks``.
+    """Returns the abstract mesh with ``axes`` over ``ranks`` ranks; one axis may be -1.
 
     Raises:
-        MeshError: an axis that is not valid, or sizes whose product is not ``ranks``.
+        MeshError: an axis is invalid, or the product of the sizes is not ``ranks``.
 
     >>> sizes_of({"dp": -1, "tp": 4}, 8)
     Mesh(dp=2, tp=4)

@@ -1,4 +1,4 @@
-"""`shardc.measure_links`: what the links of a mesh of CPU ranks take, for buckets of a size that suits them."""
+"""`shardc.measure_links`: measures the links between CPU ranks, to choose the bucket size."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shardc.validate import typed
 
 @typed()
 def measure_links(mesh: DeviceMesh) -> CostModel:
-    """The default cost model with measured times of messages between the ranks of ``mesh``, for ``Options(cost=...)``.
+    """Returns the default cost model with measured message times on ``mesh``, for ``Options(cost=...)``.
 
-    The default size of a bucket is then the one at which latency is a twentieth of its time on these links. On a fast
-    link buckets are large. On a slow link small buckets hide more of their bytes behind compute. Every rank of the mesh
-    calls this, and all get the same numbers: the first rank's, of its slowest axis. It takes a second, more on a slow
-    link. ``python -m shardc calibrate`` measures more, for the choice of layouts and the prediction of schedules.
+    It sets the default bucket size so that latency is a twentieth of a bucket's time: large on a fast link, small on a
+    slow one, where small buckets overlap better. All ranks of the mesh call this and get the same numbers, those of the
+    slowest axis. It takes a second, or more on a slow link. ``python -m shardc calibrate`` measures more, for the
+    choice of layouts and predicted schedules.
 
     Args:
-        mesh: of CPU ranks.
+        mesh: a mesh of CPU ranks.
 
     Raises:
         MeshError: the mesh is of another device.
@@ -37,7 +37,7 @@ def measure_links(mesh: DeviceMesh) -> CostModel:
         return CostModel()
     measured = [measure_messages(group, runs=2, times=1) for group in groups]
     slowest = torch.tensor(min(measured, key=lambda sent: sent.bandwidth), dtype=torch.float64)
-    # Axis by axis they reach all ranks.
+    # One broadcast per axis reaches all ranks.
     for group in groups:
         dist.broadcast(slowest, dist.get_global_rank(group, 0), group)
     return CostModel(messages=messages(Sent(*slowest.tolist())))
@@ -47,9 +47,8 @@ def messages(sent: Sent, pair: Sent | None = None, ranks: int = 2) -> Messages:
     """Converts measurements on ``ranks`` ranks for the cost model.
 
     Args:
-        sent: of all of them.
-        pair: of two of them, for what a further rank adds; None: that is not known.
-        ranks: how many.
+        sent: measured on all ranks.
+        pair: measured on two of them, to derive the cost of each further rank; None if not measured.
     """
     pair = pair or sent
     hop = max(sent.latency - pair.latency, 0.0) / max(ranks - 2, 1)

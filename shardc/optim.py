@@ -1,4 +1,4 @@
-"""Optimizers on local storage: `wrap` makes a torch optimizer update this rank's shards as plain tensors, fused."""
+"""`wrap`: runs a torch optimizer on this rank's shards as plain tensors, with its fused kernel."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from shardc.runtime.norm import local_grad
 from shardc.runtime.storage import like_parameter
 from shardc.validate import typed
 
-# They compute each element from that element's own history, so that a shard's update is the shard of the update.
+# Elementwise optimizers: the update of a shard is the shard of the update.
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
     torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
 )  # fmt: skip
-# State that is one number a parameter, also where the parameter is one number.
+# State that is a scalar per parameter, even if the parameter is one too.
 _NUMBERS = ("step", "mu_product", "eta", "mu")
 
 
@@ -40,24 +40,23 @@ def wrap(
     elementwise: bool = False,
     **options: Any,
 ) -> Any:
-    """An optimizer of ``optimizer_cls`` for the parameters of ``module``, whose step runs on plain local tensors.
+    """Returns an optimizer of class ``optimizer_cls`` for ``module`` that updates plain local tensors.
 
-    It makes the same updates as ``optimizer_cls(module.parameters(), **options)``, without DTensor's dispatch of each
-    op. It uses the class's fused kernel if there is one and ``options`` ask for no other. From outside it is a plain
-    optimizer. ``param_groups`` hold the module's parameters. ``state`` and ``state_dict()`` hold DTensors with the
-    parameters' layouts, in the memory that the step writes. So schedulers, hooks, ``clip_grad_norm_`` and
-    `torch.distributed.checkpoint` work as they are, and checkpoints of one kind load into the other.
+    Updates equal those of ``optimizer_cls(module.parameters(), **options)``, without DTensor dispatch per op. It uses
+    the class's fused kernel, unless ``options`` ask for another. From outside it is a plain optimizer: ``param_groups``
+    hold the module's parameters, and ``state`` and ``state_dict()`` hold DTensors with the parameters' layouts, in the
+    memory that the step writes. So schedulers, hooks, ``clip_grad_norm_`` and `torch.distributed.checkpoint` work, and
+    checkpoints are interchangeable with the plain optimizer's.
 
     Args:
-        optimizer_cls: one of `ELEMENTWISE`, or a class derived from one of them.
+        optimizer_cls: one of `ELEMENTWISE`, or derived from one.
         module: from `shardc.compile`, on a device mesh.
         params: parameters of ``module``, or groups of them, as torch takes them; by default all.
-        elementwise: promises that a class not in `ELEMENTWISE` computes each element from that element's history.
-        options: of ``optimizer_cls``.
+        elementwise: promises that a class not in `ELEMENTWISE` computes each element from that element's history only.
+        options: options of ``optimizer_cls``.
 
     Raises:
-        InputError: ``module`` holds no shards, a parameter is not the module's, or the optimizer may look at a
-            parameter as a whole.
+        InputError: ``module`` has no shards, a parameter is not the module's, or the optimizer may not be elementwise.
     """
     if not isinstance(module, ShardedModule) or module.shardc.device_mesh is None:
         what = "was compiled for an abstract mesh" if isinstance(module, ShardedModule) else "is not from compile"
@@ -79,20 +78,20 @@ def _on_shards(base: Any) -> Any:
 
 
 class _OnShards(torch.optim.Optimizer):
-    """Mixed in before the optimizer's class, ``base``."""
+    """Mixin before the optimizer's class, ``base``: its step runs ``base``'s on local tensors."""
 
     base: Any
     _names: dict[int, str]
     _tells: Callable[[], AbstractContextManager[None]]
-    _shards: list[list[_Shard]]  # of each group, as the last step had them
-    _tensors: list[tuple[list[nn.Parameter], list[Tensor]]]  # their parameters, and the local tensors of these
-    _local: defaultdict[Any, Any]  # their state, as the base class keeps it
-    _calls: list[_AdamCall] | None  # what the last step came to, where it can be done again without the base class,
-    _held: list[dict[str, Any]]  # the state of each parameter then,
-    _values: list[Any]  # and all that was in them
+    _shards: list[list[_Shard]]  # per group, as of the last step
+    _tensors: list[tuple[list[nn.Parameter], list[Tensor]]]  # per group: parameters and local tensors
+    _local: defaultdict[Any, Any]  # shard -> state, as the base class keeps it
+    _calls: list[_AdamCall] | None  # kernel calls of the last step, if it can be repeated without the base class;
+    _held: list[dict[str, Any]]  # state of each parameter after it;
+    _values: list[Any]  # all values in these
 
     def bind(self, names: dict[int, str], tells: Callable[[], AbstractContextManager[None]]) -> None:
-        """Takes the names of the module's parameters by id, and what tells other ranks of errors."""
+        """Sets the names of the module's parameters by id, and the context manager that shares errors between ranks."""
         self._tells, self._names, self._local, self._calls = tells, names, defaultdict(dict), None
         self._shards, self._tensors = [], []
         for group in self.param_groups:
@@ -104,11 +103,10 @@ class _OnShards(torch.optim.Optimizer):
                     )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. On all shards of a group it is one call of the fused kernel.
+        """Runs one step: a call of the fused kernel per parameter group.
 
-        Shards, and their state as the base class has it, are kept from step to step; what is looked at of each
-        parameter is whether its local tensor and the values of its state are the objects that they were. Adam's kernel,
-        on a CPU, is then called at once; else the step is the base class's.
+        Shards and their state are kept between steps, while local tensors and state values remain the same objects.
+        Adam's CPU kernel is then called directly; otherwise the step of the base class runs.
         """
         with self._tells():
             return self._step(closure)
@@ -149,7 +147,7 @@ class _OnShards(torch.optim.Optimizer):
         return loss
 
     def _step_unchanged(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> bool:
-        """The calls of the last step once more, with the gradients and numbers of now; whether that could be."""
+        """Repeats the kernel calls of the last step, with present gradients and options; returns False if it cannot."""
         scaled = getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None
         if self._calls is None or scaled or not self._are_known(groups) or not self._is_as_left(state):
             return False
@@ -162,7 +160,7 @@ class _OnShards(torch.optim.Optimizer):
         return True
 
     def _is_as_left(self, state: dict[Any, Any]) -> bool:
-        """Whether the state holds the very objects that the last step of the base class left in it."""
+        """Whether the state has the same objects as after the last step of the base class."""
         return (
             len(state) == len(self._held)
             and all(map(is_, state.values(), self._held))
@@ -171,7 +169,7 @@ class _OnShards(torch.optim.Optimizer):
         )
 
     def _are_known(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether groups, parameters and their local tensors are what they were."""
+        """Whether groups, parameters and their local tensors are the same objects as at the last step."""
         return len(groups) == len(self._tensors) and all(
             len(group["params"]) == len(params)
             and all(map(is_, group["params"], params))
@@ -180,7 +178,7 @@ class _OnShards(torch.optim.Optimizer):
         )
 
     def _look(self, groups: list[dict[str, Any]]) -> None:
-        """Makes the shards anew where groups, parameters or their local tensors are not what they were."""
+        """Rebuilds the shards if groups, parameters or local tensors have changed."""
         if self._are_known(groups):
             return
         self._local = defaultdict(dict)
@@ -189,7 +187,7 @@ class _OnShards(torch.optim.Optimizer):
 
 
 class _Shard:
-    """The local tensor of a parameter as a parameter in the same memory, and its state as that one has it."""
+    """A parameter's local tensor as a plain parameter in the same memory, with its optimizer state."""
 
     def __init__(self, param: nn.Parameter, name: str) -> None:
         self.param, self.name = param, name
@@ -197,11 +195,11 @@ class _Shard:
         self.data = nn.Parameter(self.local, requires_grad=self.local.is_floating_point() or self.local.is_complex())
         self.fuses = self.local.is_floating_point()
         self.dtype = self.local.dtype
-        self._known: list[Any] = []  # what the parameter's state held when it was last read or written,
-        self._left: list[Any] = []  # and what the shard's did
+        self._known: list[Any] = []  # values of the parameter's state at the last read or write,
+        self._left: list[Any] = []  # and of the shard's
 
     def take_grad(self) -> bool:
-        """Takes the parameter's gradient; whether a fused kernel can take both."""
+        """Sets the local gradient; returns whether a fused kernel can handle both."""
         grad = self.param.grad
         if grad is None:
             return self.fuses
@@ -213,13 +211,13 @@ class _Shard:
         return self.fuses and same
 
     def gradient(self, grad: Any) -> Tensor:
-        """The local tensor of ``grad``, which is the parameter's."""
+        """Returns the local tensor of ``grad``, the parameter's gradient."""
         if type(grad) is DTensor and grad._spec is self.param._spec:  # type: ignore[attr-defined]
             return grad._local_tensor
         return local_grad(self.name, self.param)
 
     def read(self, state: dict[str, Any] | None, fused: bool, into: dict[Any, Any]) -> None:
-        """The state of the parameter as the shard has it; a fused kernel wants the count of steps on its own device."""
+        """Copies the parameter's state to the shard, as local tensors; a fused kernel needs ``step`` on its device."""
         if not state:
             if self._known:
                 into.pop(self.data, None)
@@ -235,7 +233,7 @@ class _Shard:
         self._known, self._left = list(state.values()), []
 
     def write(self, mine: dict[str, Any] | None, states: dict[Any, Any]) -> None:
-        """The state of the shard as the parameter has it; what is there already stays the same object."""
+        """Copies the shard's state to the parameter, as DTensors; existing ones stay the same objects."""
         if not mine or _same(mine, self._left):
             return
         state = states[self.param]
@@ -252,11 +250,11 @@ class _Shard:
 
 
 class _AdamCall:
-    """One call of the fused kernel: a step of Adam or AdamW on the shards of one parameter group.
+    """A call of the fused kernel: a step of Adam or AdamW on the shards of one parameter group.
 
     Args:
-        shards: of the group, with the gradients that they had.
-        state: of the shards, behind the step.
+        shards: shards of the group, with their gradients of the last step.
+        state: state of the shards after that step.
     """
 
     def __init__(self, shards: list[_Shard], state: dict[Any, Any]) -> None:
@@ -269,11 +267,11 @@ class _AdamCall:
 
     @staticmethod
     def can_be(group: dict[str, Any]) -> bool:
-        """Whether a step of a group of shards was the fused kernel's, on a CPU."""
+        """Whether the step of a group of shards used the fused kernel on a CPU."""
         return bool(group["fused"]) and all(x.device.type == "cpu" for x in group["params"])
 
     def gradients(self, group: dict[str, Any]) -> list[Tensor] | None:
-        """The shards' gradients, for a call; None where more than their values and the group's numbers is new."""
+        """Returns the shards' gradients; None if more has changed than their values and the group's options."""
         if _asks_for_another(group) or (bool(group["amsgrad"]) != bool(self._largest) and self._params):
             return None
         if any(shard.param.grad is not None for shard in self._unused):
@@ -299,25 +297,25 @@ class _AdamCall:
 
 
 def _is_adam(base: type[torch.optim.Optimizer]) -> bool:
-    """Whether a step of ``base`` is Adam's own."""
+    """Whether ``base`` has Adam's own step."""
     plain: Any = torch.optim.Adam
     mine: Any = base
     return _plain_step(base) is _plain_step(plain) and _init_group(mine) is _init_group(plain)
 
 
 def _init_group(base: Any) -> Any:
-    """The method as it was written: the first torch.compile of a process puts wrappers around those of torch."""
+    """Returns the unwrapped method: the first torch.compile of a process wraps those of torch."""
     method = getattr(base, "_init_group", None)
     return getattr(method, _compat.COMPILED_OUT, method)
 
 
 def _same(state: dict[str, Any], values: list[Any]) -> bool:
-    """Whether ``state`` holds the very objects that it did."""
+    """Whether ``state`` has the same objects as ``values``."""
     return len(state) == len(values) and all(map(is_, state.values(), values))
 
 
 def _local_group(group: dict[str, Any], shards: list[_Shard], fuses: list[bool]) -> dict[str, Any]:
-    """The group with shards for parameters, to run fused if that can be and nothing else is asked for."""
+    """Returns the group with shards as parameters, fused if possible and no other implementation is asked for."""
     out = {**group, "params": [shard.data for shard in shards]}
     if "fused" in group and not _asks_for_another(group) and all(fuses):
         out["fused"] = True
@@ -325,11 +323,11 @@ def _local_group(group: dict[str, Any], shards: list[_Shard], fuses: list[bool])
 
 
 def _asks_for_another(group: dict[str, Any]) -> bool:
-    """Whether the options of a group ask for another implementation than the fused one."""
+    """Whether the options of a group ask for an implementation other than the fused one."""
     return any(group.get(name) for name in ("foreach", "differentiable", "capturable")) or group.get("fused") is False
 
 
 def _plain_step(base: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """The step of ``base`` without torch's hooks around it, which run around ours."""
+    """Returns the step of ``base`` without torch's hooks, which run around the wrapper's step."""
     step: Any = base.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step

@@ -1,4 +1,4 @@
-"""A program: one model at one input signature, compiled for a mesh and a plan."""
+"""`Program`: a model at one call signature, compiled for a mesh and a plan."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from shardc.verify.report import reporting
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of a program: its identity, and functions that compile it anew.
+    """Identity of a program, and functions that compile it again.
 
     Args:
-        identity: what call and model it is for.
-        rebuild: makes the program of another mesh and other input shapes, by input.
-        lower_again: makes Inductor's artifacts of a saved program.
-        model: the name of its class, for people.
+        identity: cache key: the call and the model.
+        rebuild: (mesh, input shapes) -> the program for these.
+        lower_again: folder of a saved program -> Inductor's artifacts of it.
+        model: name of the model's class.
     """
 
     identity: Identity | None = None
@@ -56,14 +56,14 @@ class Source:
 
 
 class Program(Executable):
-    """The annotated graphs of a model after every stage, and the local forward and backward at the end.
+    """The annotated graphs of a model after every stage, up to the local forward and backward.
 
     Attributes:
-        plan, options: what it was compiled for; ``bound``: the plan against the model.
-        pipeline: the passes that it goes through.
-        conditions: what must hold of the dynamic sizes that it serves; see `shardc.dynamic`.
-        folded: where alike blocks were captured and planned on a few of them, which; stages up to the cut show these.
-        source, and its identity, again, lower_again: what it was asked for by.
+        plan, options: what it was compiled for; ``bound``: the plan, resolved for this model.
+        pipeline: its passes.
+        conditions: conditions on dynamic sizes; see `shardc.dynamic`.
+        folded: the repeated blocks of which a few were captured, or None; stages up to the cut show these few.
+        source, identity, rebuild, lower_again: see `Source`.
     """
 
     conditions: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ class Program(Executable):
         self.levels: Mapping[str, int] = levels if folded is None else folded.levels(levels)
         self.causes: Mapping[str, str] = {name: p.compute_cause for name, p in self.bound.params.items()}
         self.deferred = self.bound.deferred
-        self._untaken: dict[Phase, fx.GraphModule | None] = {}  # halves as they were cut
+        self._untaken: dict[Phase, fx.GraphModule | None] = {}  # halves as cut, before further passes
         forward = [(role, x) for role, x in ir.outputs(joint.local.graph) if role.kind != "grad"]
         self.outputs = tuple(role for role, _ in forward)
         self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
@@ -98,24 +98,24 @@ class Program(Executable):
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The stages in order; the last ones run when they are first asked for."""
+        """Names of the stages, in order; those after the cut run on demand."""
         differentiated = any(role.kind == "grad" for role, _ in ir.outputs(self.joint.local.graph))
         halves = ("", ".backward")[: 1 + differentiated]
         last = [f"{name}{half}" for name in (CUT, *self.halves.names) for half in halves]
         return (*self.joint.names, *last)
 
     def is_half(self, stage: str) -> bool:
-        """Whether the graph after ``stage`` is a forward or a backward, not the joint one."""
+        """Whether the graph after ``stage`` is a forward or backward graph, not the joint one."""
         return stage.removesuffix(".backward") in (CUT, *self.halves.names)
 
     @property
     def halves(self) -> passes.Pipeline:
-        """Passes that run on each half, after the cut."""
+        """Passes after the cut, which run on each half."""
         return self.pipeline.behind(CUT)
 
     @cached_property
     def localized(self) -> fx.GraphModule:
-        """The joint graph at local shapes."""
+        """The joint graph at local shapes, of all blocks."""
         return self.joint.local if self.folded is None else self.folded.joint(self.joint.local)
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
@@ -127,11 +127,11 @@ class Program(Executable):
         if phase not in self._untaken:
             first, second = self._cut()
             self._untaken = {FORWARD: None if second is None else first, BACKWARD: second}
-        half = self._untaken.pop(phase)  # passes change it; it is cut again for whoever asks again
+        half = self._untaken.pop(phase)  # passes change it; a later request cuts again
         return None if half is None else self._scheduled(half)
 
     def _cut(self) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-        """The halves, of all blocks, as they are cut; where nothing needs a gradient the forward alone."""
+        """Cuts the joint graph into forward and backward (None if nothing needs a gradient), of all blocks."""
         local = self.joint.local
         first, second = self.pipeline[passes.Partition](local)
         if self.options.verify:
@@ -140,7 +140,7 @@ class Program(Executable):
         return (first, second) if self.folded is None else self.folded.halves(first, second)
 
     def _scheduled(self, half: fx.GraphModule) -> fx.GraphModule:
-        """``half`` bucketed and scheduled."""
+        """Runs the passes after the cut on ``half``."""
         return self.halves.run(half, *self._hooks)
 
     @property
@@ -150,14 +150,14 @@ class Program(Executable):
         return (*checks, *self.options.hooks)
 
     def cause(self, collective: fx.Node) -> Cause:
-        """Why a collective of one of the halves that run is there."""
+        """Returns the plan entry and source line behind a collective of a half."""
         return cause_of(self, collective, map(str, self.plan.entries))
 
     def graph(self, stage: str) -> fx.Graph:
-        """The graph as it was after ``stage``.
+        """Returns the graph after ``stage``.
 
         Raises:
-            PlanError: no such stage, or none for this program (no backward where nothing needs a gradient).
+            PlanError: there is no such stage (or no backward, if nothing needs a gradient).
         """
         if stage not in self.stages:
             raise PlanError(f"there is no stage {stage!r}", fix=near(stage, self.stages))
@@ -165,7 +165,7 @@ class Program(Executable):
 
     @cached_property
     def _last(self) -> dict[str, fx.Graph]:
-        """The halves after each of the stages behind the cut, which are made once more for those who look at them."""
+        """Graphs after each stage from the cut on, computed for inspection."""
         graphs: dict[str, fx.Graph] = {}
         for half, suffix in zip(self._cut(), ("", ".backward"), strict=True):
             if half is not None:
@@ -174,15 +174,15 @@ class Program(Executable):
         return graphs
 
     def whole(self, stage: str) -> fx.Graph:
-        """As `graph`, of all blocks of the model where a few stand for them: of stages from ``propagate`` on."""
+        """Like `graph`, but unfolded to all blocks, from stage ``propagate`` on."""
         few = self.folded is not None and not self.is_half(stage)
         return self.folded.whole(stage, self.graph(stage)) if few and self.folded else self.graph(stage)
 
     @typed()
     def text(self, stage: str = "collectives", *, origins: bool = False) -> str:
-        """The annotated graph after ``stage``; with ``origins``, each line ends in module, source and cause.
+        """Returns the annotated graph after ``stage``; ``origins`` adds module, source line and cause to each line.
 
-        Of blocks that were captured on a few of them, stages in front of ``propagate`` show these few.
+        Of a folded model, stages before ``propagate`` show only the captured blocks.
         """
         few = ("capture", *self.pipeline.until(passes.Propagate.name).names)
         graph = self.graph(stage) if stage in few else self.whole(stage)
@@ -190,14 +190,14 @@ class Program(Executable):
 
     @typed()
     def draw(self, name: str, stage: str = "collectives") -> Tiles:
-        """Which ranks hold which part of a tensor: ``print`` it, or ``save("picture.png")`` it.
+        """Returns a picture of which ranks hold which part of a tensor: ``print`` it, or ``save("picture.png")``.
 
         Args:
-            name: as the dump has it: a parameter's, an input's, an activation's.
-            stage: one whose graph has layouts.
+            name: name of a parameter, input or activation, as in the dump.
+            stage: a stage with layouts.
 
         Raises:
-            InputError: no tensor of that name after ``stage``.
+            InputError: no such tensor after ``stage``.
         """
         nodes = [node for node in self.whole(stage).nodes if node.op != "output" and ir.is_tensor(node)]
         layouts = {ir.info(node).name: ir.layout(node) for node in nodes if ir.value(node).layout is not None}
@@ -209,7 +209,7 @@ class Program(Executable):
         return Tiles(wanted, layouts[wanted])
 
     def module(self, stage: str) -> fx.GraphModule:
-        """The graph as it was after ``stage``, with the constants that it holds."""
+        """Returns the graph after ``stage``, with its constants."""
         return LazyGraphModule(self.joint.captured.graph, self.graph(stage))
 
     @typed()
@@ -222,18 +222,19 @@ class Program(Executable):
         optimizer_copies: float = 2.0,
         skew: float = 1.0,
     ) -> Schedule:
-        """The communication, the time and the memory of one training step, predicted without running anything.
+        """Predicts communication, time and memory of one training step, without running it.
 
         Args:
             hardware: a description, or its name in `shardc.cost.hardware`.
-            stage: "schedule": the forward and backward that run; "localize": the joint graph before it is cut, bucketed
-                and scheduled, which takes a fraction of the time on a large model.
-            order: "graph": collectives start and are awaited where the graph says; "earliest": as dependences allow.
-            optimizer_copies: the optimizer's state as a multiple of the parameters (AdamW: 2).
-            skew: how many times the rows of an even load the rank has to which most rows of experts go.
+            stage: "schedule": the forward and backward that run; "localize": the joint graph before the cut, bucketing
+                and scheduling, which is much faster for a large model.
+            order: "graph": collectives start and are awaited at their place in the graph; "earliest": as dependences
+                allow.
+            optimizer_copies: size of the optimizer state as a multiple of the parameters (AdamW: 2).
+            skew: expert rows of the most loaded rank, relative to an even load.
 
         Raises:
-            MeshError: no such hardware, or the mesh is larger than its description.
+            MeshError: unknown hardware, or the mesh is larger than its description.
             PlanError: no such stage or order.
         """
         if stage not in ("schedule", "localize"):
@@ -254,7 +255,7 @@ class Program(Executable):
 
     @typed()
     def costs(self, hardware: str | Hardware = "h100", dims: Dims | None = None) -> Costs:
-        """Bytes and seconds of each axis as formulas in batch, sequence and axis sizes; see `shardc.report.derive`.
+        """Returns bytes and seconds per axis as formulas in batch, sequence and axis sizes; see `shardc.report.derive`.
 
         Raises:
             PlanError: the program has other collectives at other sizes, or a formula does not hold there.
@@ -263,7 +264,7 @@ class Program(Executable):
 
     @typed()
     def lint(self, hardware: str | Hardware = "h100", *, stage: str = "schedule") -> list[Finding]:
-        """Lists needless communication and compute of the plan, the costliest first; arguments as `schedule`'s."""
+        """Returns needless communication and compute in the plan, the costliest first; arguments as in `schedule`."""
         joint = self.schedule(hardware, stage="localize")
         findings = lint(self.whole("collectives"), joint, joint if stage == "localize" else self.schedule(hardware))
         loops = candidates(self.graph("settle"), self.pipeline[passes.Decompose])
@@ -273,10 +274,10 @@ class Program(Executable):
     def save(self, directory: str | Path) -> list[Path]:
         """Writes the program, for `shardc.load`, and the text of every stage; returns the paths.
 
-        Inductor's artifacts are written too where the program has run in this process.
+        Includes Inductor's artifacts if the program has run in this process.
 
         Raises:
-            PrecompiledError: something of it has no form on disk, or it leaves its gradients unreduced (`no_sync`).
+            PrecompiledError: a part cannot be serialised, or the program leaves gradients unreduced (`no_sync`).
         """
         paths = save_program(self, self.plan, Path(directory), self.lower_again)
         return [*self.write_stages(directory), *paths]

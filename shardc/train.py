@@ -1,4 +1,4 @@
-"""`train_step` and `value_and_grad`: a step, or its loss and gradients, behind one call."""
+"""`train_step` and `value_and_grad`: a training step, or its loss and gradients, as one call."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from shardc.validate import Range, typed
 def train_step(
     module: nn.Module, optimizer: torch.optim.Optimizer, *, max_norm: Annotated[float, Range(0)] | None = None
 ) -> Callable[..., Tensor]:
-    """A function that takes the arguments of ``module``, does one training step, and returns the loss, detached.
+    """Returns a function that takes the arguments of ``module``, runs one training step and returns the detached loss.
 
-    It runs the compiled forward and backward, clips, updates, and drops the gradients, so that none of their memory is
-    held between steps. The update is the optimizer's own kernel. With `shardc.optim.wrap` it is one fused call on this
-    rank's shards. Under ``module.no_sync()`` (or with ``set_requires_grad_sync(False)``) a call only adds its gradients
-    to those of the next step.
+    It runs forward and backward, clips, updates, and frees the gradients. With `shardc.optim.wrap` the update is one
+    fused call on this rank's shards. Under ``module.no_sync()`` (or ``set_requires_grad_sync(False)``) a call only
+    accumulates gradients for the next step.
 
     Args:
-        module: from `shardc.compile`, with a ``loss``, or a model that returns its loss.
+        module: from `shardc.compile`, with a ``loss``, or of a model that returns its loss.
         optimizer: of the module's parameters: torch's own, or from `shardc.optim.wrap`.
-        max_norm: clip the gradients to this global norm before the update.
+        max_norm: global norm to clip the gradients to before the update.
 
     Raises:
-        InputError: ``module`` or ``optimizer`` is something else; when the function runs, a loss that is no scalar.
+        InputError: ``module`` or ``optimizer`` is something else; when the function runs, the loss is no scalar.
     """
     sharded = _sharded(module)
     mine = {id(param) for param in module.parameters()}
@@ -66,21 +65,20 @@ def train_step(
 def value_and_grad(
     module: nn.Module, fn: Callable[..., Any] | None = None, *, has_aux: bool = False
 ) -> Callable[..., tuple[Any, dict[str, Tensor]]]:
-    """A function that returns a value and its gradients, ``(value, {name: gradient})``, and leaves ``.grad`` alone.
+    """Returns a function that returns ``(value, {name: gradient})`` and does not touch ``.grad``.
 
-    The gradients are what ``value.backward()`` would add to ``.grad``: DTensors laid out like the parameters, of those
-    that require a gradient. A parameter that the value does not depend on has zeros.
+    Gradients are those that ``value.backward()`` would add to ``.grad``: DTensors with the parameters' layouts, for
+    parameters that require a gradient; zeros for one that the value does not depend on.
 
     Args:
         module: from `shardc.compile`.
-        fn: ``fn(module, *args, **kwargs)``, which calls ``module`` and returns one number. None calls
-            ``module(*args, **kwargs)``, which returns its loss; forward, loss and backward are then one compiled step.
-        has_aux: ``fn`` returns ``(number, anything)``; the value is then this pair, without gradients.
+        fn: ``fn(module, *args, **kwargs)``, which calls ``module`` and returns a scalar. None calls ``module(*args,
+            **kwargs)``, which returns its loss; forward, loss and backward are then one compiled step.
+        has_aux: ``fn`` returns ``(scalar, anything)``; the value is then this pair, detached.
 
     Raises:
-        InputError: ``module``, ``fn`` or ``has_aux`` is something else; when the function runs, a value that is no
-            scalar.
-        BackwardError: when the function runs, gradients are held back (``module.no_sync()``).
+        InputError: ``module``, ``fn`` or ``has_aux`` is something else; when the function runs, the value is no scalar.
+        BackwardError: when the function runs inside ``module.no_sync()``, or while gradients are unreduced.
     """
     sharded = _sharded(module)
 

@@ -36,7 +36,7 @@ _NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a s
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``least`` (or ``above`` it) to ``most``, and ``also`` these."""
+    """Annotation: numbers from ``least`` (exclusive with ``above``) to ``most``, or in ``also``."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -54,7 +54,7 @@ class Range:
 
 
 class Bytes:
-    """A number of bytes, or text with a unit ("8 MiB"), and ``also`` these numbers, which mean something else."""
+    """Annotation: a number of bytes, or text with a unit ("8 MiB"); ``also`` are special values allowed too."""
 
     def __init__(self, *also: int) -> None:
         self.also = also
@@ -64,7 +64,7 @@ class Bytes:
 
 
 class _Wrong(Exception):
-    """``value`` at ``path`` is not ``expected``."""
+    """Raised if ``value`` at ``path`` is not ``expected``."""
 
     def __init__(self, path: tuple[str, ...], value: Any, expected: str, fix: str | None = None) -> None:
         self.path, self.value, self.expected, self.fix = path, value, expected, fix
@@ -73,16 +73,16 @@ class _Wrong(Exception):
 def checked(
     value: Any, kind: Any, what: str, error: type[ShardcError] = InputError, *, tables: bool = False, **context: Any
 ) -> Any:
-    """``value`` as ``kind``, a type annotation, has it.
+    """Checks ``value`` against the type annotation ``kind`` and returns it converted.
 
     Args:
-        what: names the value in messages.
-        error: the class that is raised.
-        tables: dicts are taken for dataclasses and named tuples, and text for dtypes, as JSON has them.
+        what: name of the value in messages.
+        error: class of the error.
+        tables: convert dicts to dataclasses and named tuples, and text to dtypes, as in JSON.
         context: further arguments of the error (``plan_entry``).
 
     Raises:
-        ShardcError: of class ``error``: the value, or one within, is of another type or out of range.
+        ShardcError: of class ``error``; the value, or one inside it, has another type or is out of range.
 
     >>> checked("1.5 GiB", Annotated[int | str, Bytes()], "memory_budget")
     1610612736
@@ -96,7 +96,7 @@ def checked(
 
 
 def check_fields(instance: Any, error: type[ShardcError] = InputError, what: str | None = None, **context: Any) -> None:
-    """Checks the fields of a dataclass, as `checked`, and stores them as they are used; for ``__post_init__``."""
+    """Checks the fields of a dataclass by `checked` and stores the converted values; for ``__post_init__``."""
     name = type(instance).__name__ if what is None else what
     kind: Any = type(instance)
     for key, hint in _hints(kind).items():
@@ -110,9 +110,9 @@ _SEVERAL = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def typed(error: type[ShardcError] = InputError) -> Callable[[Function], Function]:
-    """A decorator: arguments are checked against their annotations, as `checked`, and passed on as they are.
+    """Decorator that checks arguments against the function's annotations (see `checked`); they are passed unconverted.
 
-    An argument that is left out, or is none of the function's, is Python's own error.
+    Missing and unexpected arguments raise Python's own errors.
     """
 
     def decorate(function: Function) -> Function:
@@ -134,7 +134,7 @@ def typed(error: type[ShardcError] = InputError) -> Callable[[Function], Functio
 
 
 def near(word: Any, choices: Any, otherwise: str = "") -> str:
-    """Returns the fix for a ``word`` that is none of ``choices``: the closest one, or else ``otherwise``.
+    """Returns the fix for a ``word`` that is not in ``choices``: the closest match, or else ``otherwise``.
 
     >>> near("inductr", ["inductor", "eager"])
     "did you mean 'inductor'?"
@@ -146,14 +146,14 @@ def near(word: Any, choices: Any, otherwise: str = "") -> str:
 
 @lru_cache(maxsize=256)
 def _hints(kind: Any) -> dict[str, Any]:
-    """The annotations of a dataclass's fields, or of a named tuple's."""
+    """Returns the annotations of the fields of a dataclass or named tuple."""
     hints = get_type_hints(kind, include_extras=True)
     names = [field.name for field in fields(kind) if field.init] if is_dataclass(kind) else kind._fields
     return {name: hints[name] for name in names}
 
 
 class _Reader:
-    """Reads values by their annotations; ``tables`` as that of `checked`."""
+    """Reads values by their annotations; ``tables`` as in `checked`."""
 
     def __init__(self, tables: bool) -> None:
         self.tables = tables
@@ -242,7 +242,7 @@ class _Reader:
         return value if same else converted  # type: ignore[return-value]
 
     def table(self, value: dict[Any, Any], kind: Any, path: tuple[str, ...]) -> Any:
-        """An instance of a dataclass, or of a named tuple, of what a JSON object holds."""
+        """Converts a JSON object to a dataclass or named tuple."""
         hints = _hints(kind)
         for key in value:
             if key not in hints:
@@ -268,7 +268,7 @@ def _bytes(text: str, path: tuple[str, ...]) -> int:
 
 
 def expected(kind: Any) -> str:
-    """``kind`` in words."""
+    """Describes the annotation ``kind`` in words."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         args = next(((mark,) for mark in args if get_origin(mark) is Literal), args)

@@ -31,7 +31,7 @@ SCALED = GLOBAL + ("propagate",)  # stages before the gradient scaling of the ob
 
 @dataclass(frozen=True)
 class Checked:
-    """One stage: its largest error (relative to each result's largest element), and the result with that error."""
+    """A checked stage: its largest relative error, and the result that has it."""
 
     stage: str
     error: float
@@ -57,7 +57,7 @@ class Verdict:
     program: str = ""
 
     def text(self) -> str:
-        """Return a text: one line per stage, then the verdict."""
+        """Returns one line per stage, then the verdict."""
         rows = [(c.stage, f"{c.error:.1e}", c.result or "-") for c in self.checked]
         shown = plain(rows, ("stage", "error", "worst result"))
         if self.stage is None:
@@ -198,7 +198,7 @@ class _Stages:
         return Verdict(tuple(self.checked), stage, ir.info(node).name, reason, window(gm, self.mesh, node))
 
     def _due(self, stage: str, key: Key) -> bool:
-        """Return whether a stage's graph must compute the result: a forward has outputs, a backward gradients."""
+        """Returns whether a stage's graph must compute the result: a forward has outputs, a backward gradients."""
         return (
             not self.program.is_half(stage)
             or key[0] in ("output", "grad")
@@ -220,10 +220,10 @@ class _Stages:
         return values
 
     def _tangents(self) -> Iterator[tuple[Key, Tensor]]:
-        """Yield tangents with which the objective, the mean of the ranks' losses, has one device's gradients."""
+        """Yields tangents with which the objective, the mean of the ranks' losses, has one device's gradients."""
         plan = self.program.plan
         reduce, scale = plan.setting("reduce"), plan.setting("grad_scale")
-        # The gradient of an output that is a DTensor is of one global loss already.
+        # A DTensor output's gradient is of one global loss already.
         axes = batch_axes(plan, self.mesh) if reduce == "mean" and not plan.setting("dtensor_outputs") else ()
         for role in self.program.outputs:
             if role.kind == "output" and ("tangent", role.index) in self.feed and role.layout is not None:

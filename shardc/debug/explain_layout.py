@@ -1,4 +1,4 @@
-"""`explain` tells why a tensor has its layout, what decided it, and what each of its uses costs."""
+"""`explain`: why a tensor has its layout, what decided it, and the cost of each use."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Use:
     """One op that reads the tensor, or that computes its gradient, and the collectives in between.
 
     Args:
-        op, phase, module, source: those of the op.
+        op, phase, module, source: name of the op, forward or backward, its module and source line.
         rule: its rule in notation; "" if it has none.
         takes: the layout at which it reads the tensor (or computes the gradient).
         moves: the collectives in between, before bucketing and overlap; several uses may share one.
@@ -176,7 +176,7 @@ def _kind(record: ir.Info) -> str:
 
 
 def _who(program: Program, node: fx.Node) -> str:
-    """Return what decided the layout of ``node``."""
+    """Returns the plan entry, rule or default that decided the layout of ``node``."""
     record = ir.info(node)
     origin = record.origin
     if record.role is not None:

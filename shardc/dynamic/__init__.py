@@ -1,7 +1,7 @@
-"""Dynamic sizes: one program for many sizes of the inputs.
+"""Dynamic sizes: one program for many input sizes.
 
-A program is compiled at three sizes near the example's; every number in it that differs between them is a simple
-function of the sizes, which the first two give and the third confirms.
+A program is compiled at three sizes near the example's. Numbers that differ between the three are fitted by polynomials
+in the sizes: two points determine them and the third confirms.
 """
 
 from shardc.dynamic.family import Families, Family

@@ -1,4 +1,4 @@
-"""Family: the programs of one model at many sizes, compiled together."""
+"""`Family`: the program of a model for many sizes, fitted to three compiles."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from shardc.passes import PlanMemory
 from shardc.program import Program
 
 Sizes = Mapping[str, int]
-# What is left of a size that strides and pools halve is as often even as the size itself.
+# Factors of the modulus. 16 keeps sizes even after the halvings of strides and pools.
 _FINER = (1, 16)
-_MOST = 8  # families of one signature; sizes that none of them serves are compiled for themselves
+_MOST = 8  # families per signature; other sizes are compiled separately
 
 
 class Family:
     """One program for many sizes.
 
     Args:
-        capture: captures the model at symbolic sizes, with numbers to decide by where code looks at them.
-        build: the captured model and sizes -> the program that is compiled for them alone.
-        layouts: sizes -> name and layout of each input.
-        example: the sizes near which it is compiled; it may not serve these themselves.
-        ranks: how many ranks the mesh has.
+        capture: captures the model at symbolic sizes, with example sizes to decide branches by.
+        build: compiles a captured model for given sizes.
+        layouts: returns name and layout of each input at given sizes.
+        example: sizes near which it is compiled; it may not hold for these themselves.
+        ranks: number of ranks of the mesh.
 
     Raises:
-        Differs, CaptureError: it cannot be one program; says why.
+        Differs, CaptureError: there is no such program; says why.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class Family:
                 others.append(symbolic)
             elif self._fits(symbolic, ranks, errors):
                 return
-        # What the example meets by chance, another size does not: it has a program of its own.
+        # The example's own sizes are a special case here, and get a separate program.
         if not any(self._fits(symbolic, ranks, errors) for symbolic in others):
             raise next((e for e in errors if isinstance(e, Differs)), errors[-1])
 
     def _hints(self, ranks: int) -> Iterator[Sizes]:
-        """Sizes near the example's, which are like others by chance as little as can be; then the example's.
+        """Yields example sizes for the capture: near the example's, unrelated by chance; last the example's own.
 
-        Names of one size in the example are of different sizes first, then of one.
+        Sizes that are equal in the example are different at first, then equal.
         """
         merged: dict[int, str] = {}
         first = {name: merged.setdefault(size, name) for name, size in self.example.items()}
@@ -83,7 +83,7 @@ class Family:
         yield self.example
 
     def _fits(self, symbolic: SymbolicCapture, ranks: int, errors: list[Exception]) -> bool:
-        """Whether what was captured can be one program, which this family is then."""
+        """Tries to fit one program to the captured model; returns whether it could."""
         self.symbolic = symbolic
         for finer, above in product(_FINER, (True, False)):
             try:
@@ -94,7 +94,7 @@ class Family:
         return False
 
     def build(self, sizes: Sizes) -> Program:
-        """The program for ``sizes`` alone."""
+        """Compiles the program for ``sizes`` only."""
         return self._build(self.symbolic.at(sizes), sizes)
 
     def _fitted(self, modulus: int, above: bool) -> None:
@@ -106,7 +106,7 @@ class Family:
             self.half(half.phase)
 
     def _points(self, modulus: int, above: bool) -> list[dict[str, int]]:
-        """Points of one size for names that must be equal, at which the conditions hold."""
+        """Returns three sets of sizes for which the capture's conditions hold, with equal sizes for tied names."""
         first: dict[Any, str] = {}
         alias = {name: first.setdefault(symbol, name) for name, symbol in self.symbolic.symbols.items()}
         try:
@@ -131,10 +131,10 @@ class Family:
         return program
 
     def half(self, phase: Phase) -> SizedGraph:
-        """The graph of a phase at any sizes.
+        """Returns the graph of a phase for any sizes.
 
         Raises:
-            Differs: it is not one graph.
+            Differs: the graphs at the three points differ in more than sizes.
         """
         if phase not in self._graphs:
             graphs = [program.half(phase).gm for program in self.programs]
@@ -142,19 +142,19 @@ class Family:
         return self._graphs[phase]
 
     def holds(self, sizes: Sizes) -> bool:
-        """Whether the program serves ``sizes``."""
+        """Whether the program is valid at ``sizes``."""
         return self.symbolic.broken(sizes) is None and all(number.whole_at(sizes) for number in self.fit.polynomials)
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """Conditions on the sizes that the program serves, as text."""
+        """Conditions on the sizes, as text."""
         scales = [graph.scale for graph in self._graphs.values()]
         merged = {name: max((scale[name] for scale in scales), default=(1, 0)) for name in self.example}
         return (*(c.text for c in self.symbolic.conditions), *conditions(merged))
 
 
 class SizedProgram(Program):
-    """The program of a family at some sizes; stages before the last are those of a program compiled for them alone."""
+    """The program of a family at given sizes; earlier stages are those of a program for these sizes only."""
 
     def __init__(self, family: Family, sizes: Sizes) -> None:
         like = family.programs[0]
@@ -164,7 +164,7 @@ class SizedProgram(Program):
         self.outputs = self.step()[0].gives[: len(like.outputs)]
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
-        """The graph of a phase at the sizes, with memory planned for them."""
+        """Returns the graph of a phase at these sizes, with memory planned."""
         if phase in (FORWARD, BACKWARD) and not self.family.programs[0].trains:
             return None
         try:
@@ -183,7 +183,7 @@ class SizedProgram(Program):
 
     @cached_property
     def alone(self) -> Program:
-        """The program compiled for these sizes alone, which is what is looked at."""
+        """Program compiled for these sizes only, for inspection."""
         return self.family.build(self.sizes)
 
     @property
@@ -210,13 +210,13 @@ class SizedProgram(Program):
 
 
 class Families:
-    """The families of one module, and their programs at the sizes met last.
+    """The families of one module, and an LRU cache of their programs by size.
 
     Args:
-        capacity: how many programs are kept.
+        capacity: number of cached programs.
 
     Attributes:
-        forget: called with a program that is not kept any longer.
+        forget: called with each evicted program.
     """
 
     def __init__(self, capacity: int = 64) -> None:
@@ -228,19 +228,19 @@ class Families:
     def program(
         self, key: Any, sizes: Sizes, family: Callable[[], Family | None], alone: Callable[[], Program]
     ) -> Program:
-        """The program for a call.
+        """Returns the program for a call; compiles it if needed.
 
         Args:
-            key: the call's signature, without its sizes.
-            family: makes a family with ``sizes`` for the example, or None where there is none.
-            alone: makes the program for these sizes alone.
+            key: the call's signature without sizes.
+            family: compiles a family with ``sizes`` as example; None if there is none.
+            alone: compiles the program for these sizes only.
         """
         at = key, tuple(sizes.items())
         if at in self._programs:
             self._programs.move_to_end(at)
             return self._programs[at]
         families = self._families.setdefault(key, [])
-        usual = min(sizes.values()) > 1  # one element is broadcast: another program
+        usual = min(sizes.values()) > 1  # a size of 1 broadcasts
         fitting = next((one for one in families if one is not None and usual and one.holds(sizes)), None)
         if fitting is None and usual and None not in families and len(families) < _MOST:
             compiled = family()

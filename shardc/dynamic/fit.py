@@ -1,4 +1,4 @@
-"""Numbers of three programs as one function of the sizes that these were compiled at."""
+"""Fits numbers in three programs by polynomials in the sizes that the programs were compiled for."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from math import isqrt
 from shardc.errors import LayoutError
 from shardc.ir.polynomial import Polynomial, monomial
 
-POINTS = 3  # two give a function of the form ``a m + c``, the third confirms it
+POINTS = 3  # two determine ``a m + c``, the third confirms it
 _MAX_POWER, _MAX_DEGREE = 2, 4
 
 
 @dataclass
 class Fit:
-    """Fits numbers at three points.
+    """Fits numbers at three points by polynomials.
 
     Args:
         points: the sizes by name, at each point.
-        divisors: coefficients have denominators that divide this: the number of ranks.
+        divisors: denominators of coefficients must divide this: the number of ranks.
     """
 
     points: Sequence[Mapping[str, int]]
@@ -29,10 +29,10 @@ class Fit:
     _found: dict[tuple[int, ...], Polynomial] = field(default_factory=dict)
 
     def __call__(self, values: tuple[int, ...]) -> int | Polynomial:
-        """The number, if it is the same at all points, or the polynomial.
+        """Returns the polynomial with ``values`` at the points, or the number if they are equal.
 
         Raises:
-            LayoutError: it is none of the forms ``a m``, ``a m + c``, ``a m + b n`` (m, n monomials).
+            LayoutError: none of the forms ``a m``, ``a m + c``, ``a m + b n`` fits (m, n monomials).
         """
         if all(value == values[0] for value in values):
             return values[0]
@@ -47,7 +47,7 @@ class Fit:
 
     @property
     def polynomials(self) -> list[Polynomial]:
-        """Every polynomial that was met."""
+        """The polynomials of all fits so far."""
         return list(dict.fromkeys(self._found.values()))
 
     def _candidates(self, values: tuple[int, ...]) -> Iterator[Polynomial]:
@@ -73,7 +73,7 @@ class Fit:
 
 
 def _solve(values: Sequence[int], m: Sequence[int], n: Sequence[int]) -> tuple[Fraction, Fraction] | None:
-    """a and b of ``a m + b n`` at the first two points."""
+    """Solves ``a m + b n`` for a and b at the first two points."""
     determinant = m[0] * n[1] - m[1] * n[0]
     if not determinant:
         return None
@@ -82,9 +82,9 @@ def _solve(values: Sequence[int], m: Sequence[int], n: Sequence[int]) -> tuple[F
 
 
 def points(example: Mapping[str, int], modulus: int, above: bool = True) -> list[dict[str, int]]:
-    """Sizes near the example's, above or below them, each of them the example's up to a multiple of ``modulus``.
+    """Returns sizes near the example's, above or below, and congruent to them modulo ``modulus``.
 
-    What is left of them after that are different numbers, above the example primes, so that nothing else divides them.
+    The quotients by ``modulus`` are distinct, and primes above the example, so that sizes are not related by chance.
 
     Raises:
         LayoutError: there are not enough sizes below the example's.
@@ -104,7 +104,7 @@ def points(example: Mapping[str, int], modulus: int, above: bool = True) -> list
 
 
 def _below(whole: int) -> list[int]:
-    """The numbers below ``whole``, primes first, the largest first."""
+    """Returns the numbers below ``whole``: primes first, and descending."""
     return sorted(range(whole), key=lambda k: (not _is_prime(k), -k))
 
 
@@ -117,10 +117,10 @@ def _is_prime(k: int) -> bool:
 
 
 def moduli(polynomials: Sequence[Polynomial], example: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """name -> (a, b): with sizes ``a u + b`` every polynomial has whole coefficients in u.
+    """Returns name -> (a, b) such that with sizes ``a u + b`` all polynomials have integer coefficients in u.
 
     Args:
-        polynomials: polynomials that are whole at the example's sizes.
+        polynomials: polynomials with integer values at the example's sizes.
     """
     scale = dict.fromkeys(example, 1)
     for polynomial in sorted(
@@ -135,5 +135,5 @@ def moduli(polynomials: Sequence[Polynomial], example: Mapping[str, int]) -> dic
 
 
 def conditions(scale: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Prints the result of `moduli`: ``"b % 4 == 0"``."""
+    """Formats the result of `moduli`: ``"b % 4 == 0"``."""
     return [f"{name} % {a} == {b}" for name, (a, b) in scale.items() if a > 1]

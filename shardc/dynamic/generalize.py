@@ -1,4 +1,4 @@
-"""Generalize: one local graph, compiled at three points, as a graph at any sizes."""
+"""Merges one local graph, compiled at three points, into a graph for any sizes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from shardc.ir.graph import Info, Value
 from shardc.ir.polynomial import Polynomial
 from shardc.ir.sized import Numbers, Quotient, Shape, SizedGraph
 
-_DIGITS = 10  # of a denominator; beyond, floats are too coarse to tell
+_DIGITS = 10  # digits of a denominator; beyond, floats are too coarse
 
 
 class Differs(Exception):
-    """The graphs at the points are not one program."""
+    """Raised if the graphs at the three points differ in more than sizes."""
 
 
 def generalize(graphs: Sequence[fx.GraphModule], fit: Fit, sizes: Mapping[str, int]) -> SizedGraph:
-    """The graph of which ``graphs`` are those at the points of ``fit``.
+    """Returns the graph that equals ``graphs`` at the points of ``fit``.
 
     Args:
-        sizes: at which the graph has to be whole too.
+        sizes: example sizes, at which all numbers must be integers too.
 
     Raises:
-        Differs: they differ in more than numbers, or a number is no simple function of the sizes; says where.
+        Differs: the graphs differ in more than numbers, or a number is no simple function of the sizes; says where.
     """
     base = graphs[0]
     rows = list(zip(*(g.graph.nodes for g in graphs), strict=False))
@@ -97,7 +97,7 @@ def _leaf(values: Sequence[Any], places: Sequence[dict[fx.Node, int]], fit: Fit)
 
 
 def _quotient(values: Sequence[float], fit: Fit) -> Quotient:
-    """Floats that are quotients of sizes: a mean's ``1 / n``, a variance's ``n / (n - 1)``."""
+    """Fits floats that are quotients of sizes: a mean's ``1 / n``, a variance's ``n / (n - 1)``."""
     fractions = [_fraction(x) for x in values]
     if all(fractions):
         return Quotient(*(fit(tuple(getattr(f, at) for f in fractions)) for at in ("numerator", "denominator")))
@@ -105,7 +105,7 @@ def _quotient(values: Sequence[float], fit: Fit) -> Quotient:
 
 
 def _fraction(x: float) -> Fraction | None:
-    """The simplest fraction that is ``x`` as a float."""
+    """Returns the simplest fraction that equals ``x`` as a float; None if there is none."""
     tries = (Fraction(x).limit_denominator(10**power) for power in range(_DIGITS))
     return next((f for f in tries if f.numerator / f.denominator == x), None)
 
@@ -152,7 +152,7 @@ def _bones(layout: Any) -> Any:
 
 
 def _depends(value: Any) -> bool:
-    """Whether there is a polynomial in what was fitted."""
+    """Whether ``value`` contains a fitted polynomial."""
     if isinstance(value, Shape):
         return _depends((value.sizes, value.strides))
     if isinstance(value, slice):

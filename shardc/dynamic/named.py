@@ -1,4 +1,4 @@
-"""Which dims of which inputs have sizes that change, by name."""
+"""Dynamic sizes by name: which dims of which inputs change between calls."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ class DynamicDims:
     """The dims whose sizes change from call to call.
 
     Args:
-        said: input -> dim (negative ones count from the end) -> the name of its size; sizes of one name are equal.
+        dims_by_input: input -> dim (negative counts from the end) -> name of its size; equal names are equal sizes.
 
     Attributes:
-        names: the same, with what was marked by ``torch._dynamo.mark_dynamic`` since.
+        names: the same, plus dims that ``torch._dynamo.mark_dynamic`` has marked.
     """
 
     def __init__(self, dims_by_input: Mapping[str, Mapping[int, str]]) -> None:
         self.names: dict[str, dict[int, str]] = {name: dict(dims) for name, dims in dims_by_input.items()}
 
     def mark(self, inputs: Sequence[tuple[str, Any]]) -> None:
-        """Takes over the marks of ``inputs``; each dim gets a name of its own, ``"x[0]"``."""
+        """Adds the dims of ``inputs`` that are marked as dynamic; each gets its own name, ``"x[0]"``."""
         for name, x in inputs:
             for dim in sorted(getattr(x, _compat.DYNAMIC_DIMS, ())):
                 self.names.setdefault(name, {}).setdefault(dim, f"{name}[{dim}]")
 
     def of(self, inputs: Sequence[tuple[str, Any]]) -> tuple[dict[str, dict[int, str]], dict[str, int]]:
-        """For the leaves of a call: input -> dim -> name, and the size of each name.
+        """Returns, for the leaves of a call, input -> dim -> name, and the size of each name.
 
         Raises:
-            InputError: a dim that an input does not have, two sizes of one name.
+            InputError: an input lacks a dim, or a name has two sizes.
         """
         dims: dict[str, dict[int, str]] = {}
         sizes: dict[str, int] = {}
@@ -62,7 +62,7 @@ class DynamicDims:
 
 
 def check_dynamic(dynamic: Any, model: nn.Module) -> None:
-    """Checks the argument of `shardc.compile`.
+    """Checks ``dynamic``, the argument of `shardc.compile`.
 
     Raises:
         InputError: it is no dict of dicts, or names an input that the model does not take.

@@ -1,4 +1,4 @@
-"""Extra methods of a compiled module whose model is of another library; each is imported only if it is needed."""
+"""Classes of compiled modules for models of other libraries; a module of this folder is imported only if needed."""
 
 from __future__ import annotations
 

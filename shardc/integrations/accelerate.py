@@ -1,4 +1,4 @@
-"""`Accelerator` and `Trainer` that train a compiled module: the libraries' own, told what is sharded already."""
+"""`Accelerator` and `Trainer`: the libraries' classes, for modules that are sharded already."""
 
 from __future__ import annotations
 
@@ -24,24 +24,23 @@ OPTIMIZER_FOLDER = "optimizer_0"  # a folder that Trainer looks for
 
 
 class Accelerator(accelerate.Accelerator):
-    """An ``accelerate.Accelerator`` whose ``prepare`` takes a compiled module.
+    """An ``accelerate.Accelerator`` whose ``prepare`` takes a compiled module, which it does not wrap.
 
-    The module is not wrapped again. Batches are split over the axes of the mesh that split the module's inputs: ranks
-    that differ along other axes get the same rows. Gradients are clipped by the module. Everything else is the
-    library's. The loss of a model that returns one is that of all ranks' rows, so nothing is left to average.
+    Batches are split over the mesh axes that split the module's inputs; ranks that differ along other axes get the same
+    rows. The module clips gradients. A loss returned by the model is that of all ranks' rows, so it needs no averaging.
     """
 
     _sharded: ShardedModule | None = None
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """As the library's. Pass the module with, or before, the data loaders."""
+        """Prepares objects as accelerate does. Pass the module with, or before, the data loaders."""
         for module in args:
             if isinstance(module, ShardedModule):
                 self.hold(module)
         return super().prepare(*args, device_placement=device_placement)
 
     def hold(self, module: ShardedModule) -> None:
-        """Says which module the batches are for.
+        """Sets the module that the batches are for.
 
         Raises:
             InputError: the module does not span all ranks, or mixed precision is float16.
@@ -62,7 +61,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def shares(self) -> tuple[int, int]:
-        """In how many parts a batch is split, and which of them is this rank's."""
+        """(number of parts that a batch is split into, index of this rank's part)."""
         if self._sharded is None:
             return self.num_processes, self.process_index
         state = self._sharded.shardc
@@ -107,14 +106,18 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """The norm of all gradients before clipping, in one all-reduce."""
+        """Clips the gradients by their global norm, with one all-reduce, and returns the norm."""
         parameters, mine = list(parameters), self._sharded
         if mine is None or {id(x) for x in parameters} != {id(x) for x in mine.parameters()}:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         return mine.shardc.clip_grad_norm_(float(max_norm), float(norm_type))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The rows of all ranks, each once, without those that fill up the last batch."""
+        """Gathers the rows of all ranks, without duplicates and without the padding of the last batch.
+
+        Raises:
+            InputError: some ranks have the same rows.
+        """
         parts, _ = self.shares
         if parts != self.num_processes:
             raise InputError(
@@ -125,21 +128,21 @@ class Accelerator(accelerate.Accelerator):
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """The whole tensors of a compiled module; all ranks call it."""
+        """Returns the full state dict of a compiled module, on the CPU. All ranks call it."""
         if isinstance(model, ShardedModule):
             return model.shardc.full_state_dict("cpu")
         return super().get_state_dict(model, unwrap)
 
 
 class Trainer(transformers.Trainer):
-    """A ``transformers.Trainer`` for a module from `shardc.compile`; put it first among the bases of another Trainer.
+    """A ``transformers.Trainer`` for a module from `shardc.compile`; to combine it with another Trainer, put it first.
 
-    Losses, also logged ones, are those of the global batch. The effective batch is ``per_device_train_batch_size`` for
-    each part of the batch: on dp=2, tp=2 there are two parts. Checkpoints hold the model's safetensors, and the
+    Losses, also logged ones, are those of the global batch. The effective batch is ``per_device_train_batch_size``
+    times the number of parts of the batch: two on dp=2, tp=2. Checkpoints consist of the model's safetensors and the
     optimizer's state by ``torch.distributed.checkpoint``, so that training resumes on another mesh.
 
     Raises:
-        InputError: the model is not from `shardc.compile`, or an option of ``args`` does not work with it.
+        InputError: the model is not from `shardc.compile`, or an option of ``args`` is not supported.
     """
 
     model: Any
@@ -163,7 +166,7 @@ class Trainer(transformers.Trainer):
         self.accelerator.hold(self.model)
 
     def get_tp_size(self) -> int:
-        """How many ranks hold the same rows."""
+        """Returns the number of ranks that have the same rows."""
         return self.accelerator.num_processes // self.accelerator.shares[0]
 
     def compute_loss_context_manager(self) -> Any:
@@ -178,7 +181,7 @@ class Trainer(transformers.Trainer):
         in_program = self.compute_loss_func is None and self.label_smoother is None
         if not (in_program and self.model_accepts_loss_kwargs and num_items_in_batch is not None):
             return out
-        # Trainer multiplied by the number of parts, for DDP's mean; the loss in the program is of all parts already.
+        # Trainer multiplies by the number of parts, for DDP's mean; here the loss is of all parts already.
         loss = (out[0] if return_outputs else out) / self.accelerator.shares[0]
         return (loss, out[1]) if return_outputs else loss
 

@@ -1,4 +1,4 @@
-"""Files in the safetensors format, tensor by tensor: read in parts, and written as the tensors come."""
+"""Reading slices of tensors from safetensors files, and writing files one tensor at a time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, as a `Lazy` that reads its file in parts.
+    """Returns every tensor of a checkpoint as a `Lazy`, which reads its file in parts.
 
     Raises:
         InputError: the folder has no safetensors files, or lacks one that its index lists.
@@ -64,7 +64,7 @@ def _read_file(path: Path) -> Iterator[tuple[str, Lazy]]:
 
 
 def _read(file: Any, name: str, meta: torch.Tensor, index: tuple[Sequence[int], ...]) -> torch.Tensor:
-    """The elements of one tensor at ``index``, one stretch of consecutive ones after the other."""
+    """Reads the elements of one tensor at ``index``, one contiguous box at a time."""
     if not index:
         return file.get_tensor(name)
     if not all(map(len, index)):
@@ -79,7 +79,7 @@ def _read(file: Any, name: str, meta: torch.Tensor, index: tuple[Sequence[int], 
 
 
 def _runs(indices: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Stretches of consecutive indices: where they are in the tensor, and where in ``indices``."""
+    """Yields each run of consecutive indices: its slice of the tensor, and its slice of ``indices``."""
     if isinstance(indices, range):
         yield slice(indices.start, indices.stop), slice(0, len(indices))
         return
@@ -91,7 +91,7 @@ def _runs(indices: Sequence[int]) -> Iterator[tuple[slice, slice]]:
 
 
 def write_file(path: Path | None, tensors: Mapping[str, Lazy]) -> None:
-    """Writes a file, holding one tensor at a time; without a path, only reads each tensor, as other ranks expect."""
+    """Writes a file, with one tensor in memory at a time. Without a path it only reads them, as a collective."""
     if path is None:
         for tensor in tensors.values():
             tensor.value()
@@ -114,7 +114,7 @@ def write_file(path: Path | None, tensors: Mapping[str, Lazy]) -> None:
 
 
 def forget(folder: Path, keep: Iterable[str]) -> None:
-    """Removes what an earlier checkpoint left in ``folder`` that would be read instead of this one."""
+    """Removes files of an earlier checkpoint that would be read instead of the new one."""
     for name in {SINGLE, INDEX} - set(keep):
         with suppress(FileNotFoundError):
             (folder / name).unlink()

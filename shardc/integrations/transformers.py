@@ -1,4 +1,4 @@
-"""A compiled model of ``transformers`` reads and writes the files of the library, shard by shard."""
+"""Compiled ``transformers`` models: loading and saving the library's checkpoints shard by shard, and ``generate``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardc.runtime.state import State
 
 _LENGTHS = 'name: {1: "length"} for name in ("input_ids", "attention_mask", "position_ids")'
 _LENGTHS_OF_DECODERS = '"decoder_input_ids": {1: "length"}'
-_NOT_OF_ENCODERS = ("decoder_", "cross_attn", "use_cache", "cache", "past_key_values")  # as `generate` knows arguments
+_NOT_OF_ENCODERS = ("decoder_", "cross_attn", "use_cache", "cache", "past_key_values")  # as in `generate`
 
 
 class PretrainedNamespace(Namespace):
@@ -38,19 +38,19 @@ class PretrainedNamespace(Namespace):
 
     @shares_errors
     def load_pretrained(self, folder: str | Path) -> None:
-        """Loads a checkpoint of ``transformers``; each rank reads its own shards of it.
+        """Loads a ``transformers`` checkpoint; each rank reads its shards, and holds at most one full tensor.
 
-        The model may be on ``meta``: parameters get memory as they are read, and what is not in the files (buffers such
-        as rotary frequencies) is computed as the model's own ``from_pretrained`` does. Values are cast to the dtypes
-        that the module has. No rank holds more than its shards and one tensor. Parameters that the files lack are
-        initialised as by ``from_pretrained``, from the CPU's generator; these are whole on each rank until it returns.
+        The model may be on ``meta``: parameters get memory as they are read. Values are cast to the module's dtypes.
+        Buffers that are not in the files (rotary frequencies) are computed as ``from_pretrained`` does. Parameters that
+        the files lack are initialised by it, from the CPU's generator, and are unsharded on each rank until this
+        returns.
 
         Args:
-            folder: of safetensors files, one or several with an index.
+            folder: safetensors files, one or several with an index.
 
         Raises:
-            InputError: no such files.
-            RuntimeError: the library's own: a tensor has another shape. What is missing or unexpected is a warning.
+            InputError: there are no such files.
+            RuntimeError: the library's own: a tensor has another shape. Missing and unexpected tensors are warnings.
         """
         if self.groups is None:
             raise MeshError(f"the module was compiled for the abstract mesh {self.mesh} and holds no shards")
@@ -80,7 +80,7 @@ class PretrainedNamespace(Namespace):
 
 
 class ShardedPretrained(ShardedModule):
-    """Stands in front of the class of a `transformers.PreTrainedModel` in that of a compiled one."""
+    """Like `ShardedModule`, for models of class `transformers.PreTrainedModel`."""
 
     def save_pretrained(
         self,
@@ -91,20 +91,20 @@ class ShardedPretrained(ShardedModule):
         save_original_format: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Writes a checkpoint that the model's own ``from_pretrained`` loads; all ranks call it.
+        """Writes a checkpoint that the model's own ``from_pretrained`` loads. All ranks call it.
 
-        The mesh's first rank writes. Parameters are gathered one after the other, and each goes to its file at once:
-        no rank holds more than its shards and one tensor. When a rank returns, the files are complete.
+        The mesh's first rank writes. Each parameter is gathered and written before the next, so no rank holds more than
+        its shards and one full tensor. The files are complete when a rank returns.
 
         Args:
             save_directory: a folder that the first rank can write to.
-            state_dict: whole tensors to write instead. The first rank's are written, and the call is not collective.
-            max_shard_size: of one file, as in ``transformers``.
-            save_original_format: whether names and shapes are those of the checkpoints that the library publishes.
+            state_dict: full tensors to write instead; written by the first rank, and not collective.
+            max_shard_size: largest size of a file, as in ``transformers``.
+            save_original_format: whether to use names and shapes of the checkpoints that the library publishes.
 
         Raises:
-            InputError: an argument that is not supported.
-            MeshError: a rank does not come.
+            InputError: an argument is not supported.
+            MeshError: another rank does not call it.
         """
         state = self.shardc
         cls: Any = type(state.view)
@@ -122,7 +122,7 @@ class ShardedPretrained(ShardedModule):
             state.check()
             state.groups.agreement.act(Act((("act", f"save_pretrained of {state.name}"),)), ask=True)
             writes = state.rank == 0
-            # Config, generation config and code of the model's own; without tensors it writes no others.
+            # Without tensors, this writes the config, the generation config and the model's code only.
             cls.save_pretrained(state.view, save_directory, writes, {}, save_original_format=False)
             tensors = _unsharded_tensors(state, save_original_format)
             split = split_state_dict_into_shards_factory(
@@ -142,14 +142,14 @@ class ShardedPretrained(ShardedModule):
             state.groups.agreement.act(Act((("act", f"end of save_pretrained of {state.name}"),)), ask=True)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own: each rank passes its rows, equally many and equally long, and gets their tokens.
+        """Generates tokens as the model's own method; each rank passes its rows, and gets their tokens.
 
-        By default without a cache: each token runs the whole sequence, of an encoder-decoder model that of the
-        decoder. Under a plan that splits no rows (tensor parallelism), all ranks pass the same. Rows that are sampled
-        need one seed on all ranks then.
+        All ranks pass equally many rows of equal length; under a plan that splits no rows (tensor parallelism), the
+        same rows, with one seed for sampling. By default there is no cache: each token runs the whole sequence (that of
+        the decoder in an encoder-decoder model).
 
         Warns:
-            ShardcWarning: the module compiles a program for each length; the text says how it compiles one.
+            ShardcWarning: each length compiles a program; the text says how to compile one for all lengths.
         """
         kwargs.setdefault("use_cache", False)
         state = self.shardc
@@ -163,19 +163,16 @@ class ShardedPretrained(ShardedModule):
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
-        """Asked by ``generate`` before each token: a rank whose rows are finished pads them while others go on.
-
-        All ranks run the same program, so none may stop before the others.
-        """
+        """Called by ``generate`` before each token: a rank whose rows are finished pads them until all ranks are."""
         groups = self.shardc.groups
         return not this_peer_finished if groups is None else groups.any(not this_peer_finished)
 
     def _prepare_text_encoder_decoder_kwargs_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any], model_input_name: str, generation_config: Any
     ) -> dict[str, Any]:
-        """Asked by ``generate`` for the encoder's states, of which it calls the decoder for each token.
+        """Called by ``generate`` to run the encoder once.
 
-        An encoder holds shards and does not run by itself: they are those of a call with the decoder's first token.
+        The encoder is sharded and cannot run separately: its states come from a call with the decoder's first token.
         """
         rows = torch.ones((len(inputs_tensor), 1), dtype=torch.int64, device=inputs_tensor.device)
         inputs = {name: x for name, x in model_kwargs.items() if not name.startswith(_NOT_OF_ENCODERS)}
@@ -189,9 +186,9 @@ class ShardedPretrained(ShardedModule):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, *args: Any
     ) -> None:
-        """Called by ``generate`` before the first token: all ranks pass a mask from then on, or none does.
+        """Called by ``generate`` before the first token: makes all ranks pass a mask, or none.
 
-        The library leaves out a mask of ones, and rows of other ranks may have padding.
+        The library omits a mask of ones, while rows of other ranks may have padding.
         """
         groups, mask = self.shardc.groups, model_kwargs.get("attention_mask")
         if groups is not None and groups.any(mask is not None) and mask is None:
@@ -208,7 +205,7 @@ def _unsharded_tensors(state: State, original_format: bool) -> dict[str, Lazy]:
     metas = {name: meta for name, meta in present.state_dict().items() if name not in ignored}
     names = {id(param): name for name, param in state.owner.named_parameters()}
     values = state.owner.state_dict(keep_vars=True)
-    last: dict[str, Tensor] = {}  # several tensors of a file may be parts of one parameter
+    last: dict[str, Tensor] = {}  # several tensors of a file may be slices of one parameter
 
     def gathered(name: str) -> Tensor:
         if name not in last:
