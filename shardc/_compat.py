@@ -116,11 +116,7 @@ def is_called_by_trace(function: Any) -> bool:
 
 
 def custom_op(value: Any) -> tuple[str, dict[str, Any]] | None:
-    """Returns the name of a `torch.library.custom_op`, and its functions (fake, backward, ...) by name.
-
-    Args:
-        value: its name, decorated function, packet or overload; for other values the result is None.
-    """
+    """Returns the name of a `torch.library.custom_op` and its functions (fake, backward, ...); None if it is none."""
     if isinstance(value, torch._ops.OpOverloadPacket):
         value = getattr(value, "default", None)
     name = value if isinstance(value, str) else getattr(value, "_qualname", getattr(value, "_name", ""))

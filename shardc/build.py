@@ -131,8 +131,7 @@ class Build:
     ) -> Executable:
         """Loads the program that an earlier start or another rank has stored; else compiles and stores it.
 
-        Args:
-            evaluates: whether to store the inference graph too.
+        ``evaluates`` stores the inference graph too.
         """
         fresh = partial(self, template, args, kwargs, with_loss)
         if not (self.runs and self.options.store and caches()):
@@ -173,9 +172,7 @@ class Build:
     ) -> Program | None:
         """Returns a program for inputs with dynamic sizes; None if they have none.
 
-        Args:
-            template: returns the template; called only to compile.
-            signature: signature of the call without sizes.
+        ``template`` is called only to compile; ``signature`` is that of the call, without sizes.
         """
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         inputs = list(zip(signature.names, leaves, strict=True))

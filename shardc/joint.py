@@ -184,11 +184,7 @@ def build_joint(request: Request, captured: Captured | None = None) -> Joint:
 
 
 def bound_of(request: Request, captured: Captured, pins: Sequence[ports.ActivationPin]) -> BoundPlan:
-    """Resolves the plan for a captured model.
-
-    Raises:
-        PlanError: the plan names an input, output or activation that does not exist.
-    """
+    """Resolves the plan for a captured model; PlanError if it names an input, output or activation that is missing."""
     tags = [Tag(pin.module, pin.where, pin.index).name for pin in pins]
     ports.check_pins(pins, tags, captured.graph.graph)
     leaves = [x for x in pytree.tree_leaves((tuple(request.args), request.kwargs)) if isinstance(x, Tensor)]
@@ -208,11 +204,7 @@ def bound_of(request: Request, captured: Captured, pins: Sequence[ports.Activati
 
 
 def _outputs(plan: Plan, captured: Captured) -> dict[int, tuple[Form, str]]:
-    """Returns the layout that the plan requests for each tensor output.
-
-    Raises:
-        PlanError: the plan gives two layouts to one tensor that is returned twice.
-    """
+    """Returns the plan's layout of each tensor output; PlanError if one that is returned twice has two."""
     specs = ports.output_specs(plan, captured.output_spec)
     for at, output in enumerate(captured.returned):
         if output.same is None:

@@ -250,12 +250,7 @@ class _Shard:
 
 
 class _AdamCall:
-    """A call of the fused kernel: a step of Adam or AdamW on the shards of one parameter group.
-
-    Args:
-        shards: shards of the group, with their gradients of the last step.
-        state: state of the shards after that step.
-    """
+    """A call of Adam's fused kernel on the ``shards`` of one parameter group, with their ``state`` after a step."""
 
     def __init__(self, shards: list[_Shard], state: dict[Any, Any]) -> None:
         self._used = [shard for shard in shards if shard.data.grad is not None]

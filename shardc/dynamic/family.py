@@ -131,11 +131,7 @@ class Family:
         return program
 
     def half(self, phase: Phase) -> SizedGraph:
-        """Returns the graph of a phase for any sizes.
-
-        Raises:
-            Differs: the graphs at the three points differ in more than sizes.
-        """
+        """Returns the graph of a phase for any sizes; raises Differs if the three graphs differ in more than sizes."""
         if phase not in self._graphs:
             graphs = [program.half(phase).gm for program in self.programs]
             self._graphs[phase] = generalize(graphs, self.fit, self.example)

@@ -17,22 +17,16 @@ _MAX_POWER, _MAX_DEGREE = 2, 4
 
 @dataclass
 class Fit:
-    """Fits numbers at three points by polynomials.
-
-    Args:
-        points: the sizes by name, at each point.
-        divisors: denominators of coefficients must divide this: the number of ranks.
-    """
+    """Fits numbers at three ``points`` (sizes by name) by polynomials; ``divisors`` limits their denominators."""
 
     points: Sequence[Mapping[str, int]]
     divisors: int
     _found: dict[tuple[int, ...], Polynomial] = field(default_factory=dict)
 
     def __call__(self, values: tuple[int, ...]) -> int | Polynomial:
-        """Returns the polynomial with ``values`` at the points, or the number if they are equal.
+        """Returns the polynomial with ``values`` at the points (a number if they are equal).
 
-        Raises:
-            LayoutError: none of the forms ``a m``, ``a m + c``, ``a m + b n`` fits (m, n monomials).
+        Raises LayoutError if none of the forms ``a m``, ``a m + c``, ``a m + b n`` fits (m, n monomials).
         """
         if all(value == values[0] for value in values):
             return values[0]
@@ -117,11 +111,7 @@ def _is_prime(k: int) -> bool:
 
 
 def moduli(polynomials: Sequence[Polynomial], example: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Returns name -> (a, b) such that with sizes ``a u + b`` all polynomials have integer coefficients in u.
-
-    Args:
-        polynomials: polynomials with integer values at the example's sizes.
-    """
+    """Returns name -> (a, b): with sizes ``a u + b``, all ``polynomials`` have integer coefficients in u."""
     scale = dict.fromkeys(example, 1)
     for polynomial in sorted(
         polynomials, key=lambda p: sum(map(bool, map(sum, zip(*(q for _, q in p.terms), strict=True))))

@@ -35,8 +35,7 @@ class DynamicDims:
     def of(self, inputs: Sequence[tuple[str, Any]]) -> tuple[dict[str, dict[int, str]], dict[str, int]]:
         """Returns, for the leaves of a call, input -> dim -> name, and the size of each name.
 
-        Raises:
-            InputError: an input lacks a dim, or a name has two sizes.
+        Raises InputError if an input lacks a dim, or a name has two sizes.
         """
         dims: dict[str, dict[int, str]] = {}
         sizes: dict[str, int] = {}
@@ -62,11 +61,7 @@ class DynamicDims:
 
 
 def check_dynamic(dynamic: Any, model: nn.Module) -> None:
-    """Checks ``dynamic``, the argument of `shardc.compile`.
-
-    Raises:
-        InputError: it is no dict of dicts, or names an input that the model does not take.
-    """
+    """Raises InputError if ``dynamic`` is no dict of dicts, or names an input that the model does not take."""
     fix = 'write dynamic={"tokens": {0: "b", 1: "t"}}: input -> dim -> a name for its size'
     if not isinstance(dynamic, Mapping) or not all(isinstance(dims, Mapping) for dims in dynamic.values()):
         raise InputError(f"dynamic={dynamic!r} is not a dict of dicts", fix=fix)

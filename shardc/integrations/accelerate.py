@@ -40,11 +40,7 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare(*args, device_placement=device_placement)
 
     def hold(self, module: ShardedModule) -> None:
-        """Sets the module that the batches are for.
-
-        Raises:
-            InputError: the module does not span all ranks, or mixed precision is float16.
-        """
+        """Sets the module that the batches are for; InputError if it does not span all ranks, or under float16."""
         ranks = module.shardc.mesh.ranks
         if module.shardc.groups is None or ranks != self.num_processes:
             raise InputError(
@@ -113,11 +109,7 @@ class Accelerator(accelerate.Accelerator):
         return mine.shardc.clip_grad_norm_(float(max_norm), float(norm_type))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gathers the rows of all ranks, without duplicates and without the padding of the last batch.
-
-        Raises:
-            InputError: some ranks have the same rows.
-        """
+        """Gathers the rows of all ranks, without the padding of the last batch; InputError if ranks share rows."""
         parts, _ = self.shares
         if parts != self.num_processes:
             raise InputError(

@@ -35,11 +35,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """Returns every tensor of a checkpoint as a `Lazy`, which reads its file in parts.
-
-    Raises:
-        InputError: the folder has no safetensors files, or lacks one that its index lists.
-    """
+    """Returns every tensor of a checkpoint as a `Lazy`, which reads its file in parts; InputError if files lack."""
     if (folder / SINGLE).is_file():
         files = [folder / SINGLE]
     elif (folder / INDEX).is_file():

@@ -119,11 +119,7 @@ class Step(torch.autograd.Function):
 
 
 def _backward_inputs(ctx: Any, half: Half, gradients: dict[int, Any]) -> list[Any]:
-    """Collects the inputs of a backward: gradients of outputs, and saved tensors as torch's hooks unpack them.
-
-    Raises:
-        RuntimeError: torch's, if a saved tensor was changed in place since the forward.
-    """
+    """Collects gradients of outputs, and saved tensors; torch's RuntimeError if one was changed in place."""
     # The property rebuilds the list at each access.
     inputs, places, saved = list[Any](), ctx.runner.border.places, ctx._raw_saved_tensors
     for port in half.takes:
@@ -198,11 +194,7 @@ def _check_versions(runner: Runner, half: Half, feed: Feed, before: Sequence[int
 
 
 def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
-    """Refuses an input that comes from a compiled module with per-rank losses if this module's loss is global.
-
-    Raises:
-        BackwardError: that module's gradients would be too small by the number of ranks.
-    """
+    """Raises BackwardError for an input from a module with per-rank losses if this module's loss is global."""
     if runner.splits_outputs or runner.fits_behind or not torch.is_grad_enabled():
         return
     work = [x.grad_fn for x, layout in zip(inputs, layouts, strict=True) if x.grad_fn is not None and layout.bound]

@@ -49,11 +49,7 @@ class SameMemory:
 
 
 class Border:
-    """Turns the results of a program's graphs on this rank into outputs and saved values that autograd can handle.
-
-    Attributes:
-        dtensors: whether outputs become DTensors.
-    """
+    """Turns the results of a program's graphs into outputs (DTensors if ``dtensors``) and saved values for autograd."""
 
     dtensors = False
 
@@ -110,12 +106,7 @@ class Border:
         return self._read_only(half, outputs, feed)
 
     def hand_out(self, half: Half, outputs: list[Any], feed: Sequence[Any], node: Any) -> None:
-        """Puts the views among ``outputs``, in place, and registers gradient hooks.
-
-        Args:
-            outputs: results of autograd's function, or of `held_back`.
-            node: autograd's node of the forward; None if no gradients are recorded.
-        """
+        """Puts the views among ``outputs``, in place, and registers gradient hooks; ``node`` is autograd's, if any."""
         views = self._views[half]
         for at in views.read_only:
             if isinstance(outputs[at], ReadOnly):

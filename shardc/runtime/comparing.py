@@ -50,10 +50,9 @@ class Comparisons:
     def arrive(
         self, store: dist.Store, number: int, key: str, announce: Callable[[dist.Store, int], None]
     ) -> tuple[int, str] | None:
-        """Publishes that this rank's event ``number`` has hash ``key``; calls ``announce`` if it arrives first.
+        """Publishes this rank's hash ``key`` of event ``number``; ``announce`` is called if it is the first to arrive.
 
-        Returns:
-            None if the first rank has the same hash; else (rank, hash) of the first.
+        Returns None if the first rank has the same hash, else (rank, hash) of the first.
         """
         at, mine = self.at(number), f"{self.rank} {key}"
         self.answered.append(number)

@@ -54,11 +54,7 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Act:
-    """An event that all ranks must go through in the same order.
-
-    Args:
-        lines: (topic, text) pairs that describe it; the first topic is "act". They are the same on all ranks.
-    """
+    """An event that all ranks must go through in the same order: (topic, text) lines; the first topic is "act"."""
 
     lines: tuple[tuple[str, str], ...]
 
@@ -142,12 +138,7 @@ def call_act(
 
 
 def program_act(certificate: str, graphs: Mapping[str, fx.GraphModule], mesh: Mesh) -> Act:
-    """Returns the event of compiling a program.
-
-    Args:
-        certificate: text of its collectives in order; compared before the graphs.
-        graphs: name -> local graph.
-    """
+    """Returns the event of compiling ``graphs``, by name; ``certificate`` lists their collectives in order."""
     # A saved value is named after its node, and a stored graph does not keep node names.
     texts = {name: re.sub(r"(?m)^(  saved(?: #\d+)?) \S+ =", r"\1 =", dump(gm, mesh)) for name, gm in graphs.items()}
     code = [(f"the {name} graph", texts[name] + "\n".join(_constants(gm))) for name, gm in graphs.items()]

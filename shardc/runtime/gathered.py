@@ -86,11 +86,7 @@ def settle(x: DTensor) -> DTensor:
 
 
 def scatter_into(x: DTensor, whole: Tensor) -> None:
-    """Copies this rank's shard of ``whole`` into ``x``, in place.
-
-    Raises:
-        LayoutError: ``whole`` has another shape.
-    """
+    """Copies this rank's shard of ``whole`` into ``x``, in place; LayoutError if the shapes differ."""
     if whole.shape != x.shape:
         raise LayoutError(
             f"an op in place would make a DTensor of shape {list(x.shape)} one of shape {list(whole.shape)}",

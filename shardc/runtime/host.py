@@ -2,10 +2,10 @@
 
 On an accelerator, each direction has its own stream, concurrent with compute and with the other direction:
 
-    to_device   starts after the work already on the compute stream (whose memory the result may reuse); its wait blocks
-        the compute stream, not the host
-    to_host     starts after its operand is computed, and keeps the operand's memory until it is done; its wait blocks
-        the host, which reads the result
+    to_device   starts after the work already on the compute stream (whose memory the result may reuse);
+                its wait blocks the compute stream, not the host
+    to_host     starts after its operand is computed, and keeps the operand's memory until it is done;
+                its wait blocks the host, which reads the result
 
 Host memory is pinned if asked for; otherwise the driver copies through a buffer and the copy overlaps nothing. Host
 memory must not change before a copy has read it: the runtime calls `settle` before a step returns.

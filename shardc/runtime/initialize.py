@@ -95,11 +95,7 @@ class Slot:
     now: torch.Tensor | None = None
 
     def value(self) -> torch.Tensor:
-        """Returns the padded local CPU tensor, or the full one if it has no layout.
-
-        Raises:
-            InitError: it is on ``meta`` and was not filled.
-        """
+        """Returns the padded local CPU tensor (the full one without a layout); InitError if it was not filled."""
         shard, current = self.shard, self.now
         if current is self.stand_in:
             shard.check_written()
@@ -175,11 +171,7 @@ def _named_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
 
 
 def check_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
-    """Records the present tensor of each slot in `Slot.now`.
-
-    Raises:
-        InitError: a tensor was added, removed, or replaced by one of another kind.
-    """
+    """Sets `Slot.now` of each slot; InitError if a tensor was added, removed, or replaced by one of another kind."""
     names = {slot.name for slot in slots}
     for name, *_ in _named_slots(model):
         if name not in names:

@@ -44,11 +44,7 @@ def shard_input(whole: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
 
 
 def local_input(x: torch.Tensor, layout: Layout, device_mesh: DeviceMesh) -> torch.Tensor:
-    """Returns the local tensor of an input, contiguous; a DTensor is resharded to ``layout``.
-
-    Raises:
-        InputError: a DTensor on another mesh or of another global shape.
-    """
+    """Returns the local tensor of an input, contiguous; a DTensor is resharded to ``layout``, on the same mesh."""
     if isinstance(x, ReadOnly):
         return x.clone()
     if not isinstance(x, DTensor):
@@ -81,11 +77,7 @@ def check_inputs(
     layouts: Sequence[Layout],
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> None:
-    """Checks the tensors of a call: local shapes (global ones of DTensors) against layouts, and dtypes if given.
-
-    Raises:
-        InputError: names every input that does not fit, with the expected local and global shape.
-    """
+    """Raises InputError unless local shapes (global ones of DTensors) fit ``layouts``, and dtypes if given."""
     if not len(names) == len(tensors) == len(layouts):
         raise InputError(f"{len(tensors)} tensor inputs ({', '.join(names)}), expected {len(layouts)}")
     wrong, fix = [], "pass it in that dtype, or lower the module for this one too"
@@ -101,11 +93,7 @@ def check_inputs(
 
 
 def check_kinds(names: Sequence[str], leaves: Sequence[Any], values: bool) -> None:
-    """Checks that the tensors of a call are of supported types, and that they have values if ``values``.
-
-    Raises:
-        InputError: names the first that is not.
-    """
+    """Raises InputError for a tensor of an unsupported type, or without values if ``values`` are needed."""
     for name, x in zip(names, leaves, strict=True):
         if not isinstance(x, torch.Tensor):
             continue
@@ -118,11 +106,7 @@ def check_kinds(names: Sequence[str], leaves: Sequence[Any], values: bool) -> No
 
 
 def check_constants(names: Sequence[str], values: Sequence[Any], captured: Sequence[Any]) -> None:
-    """Checks that non-tensor inputs have the values with which the program was captured.
-
-    Raises:
-        InputError: names the first that differs.
-    """
+    """Raises InputError if a non-tensor input has another value than the one that the program was captured with."""
     for name, value, constant in zip(names, values, captured, strict=True):
         if type(value) is not type(constant) or value != constant:
             raise InputError(

@@ -35,12 +35,7 @@ class Mode:
 
 
 class ModuleSnapshot:
-    """The modules, parameters and buffers of a model at one time.
-
-    Attributes:
-        modules: each module once, in the order of ``modules()``.
-        parameters, buffers: by each of their names, including those of tied ones.
-    """
+    """The modules (each once), parameters and buffers (by each of their names) of a model at one time."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = list(model.modules())

@@ -80,11 +80,7 @@ class _Originals:
             self._hooked = True
 
     def new(self, param: Tensor) -> Tensor:
-        """Returns the parameter that replaced ``param``.
-
-        Raises:
-            InputError: its module is gone.
-        """
+        """Returns the parameter that replaced ``param``; InputError if its module was deleted."""
         pair, name = self._pairs[param]
         module: nn.Module | None = pair.module()
         if module is None:
@@ -121,11 +117,7 @@ class _Originals:
             self._seen[optimizer] = sizes
 
     def _replace(self, optimizer: Optimizer) -> None:
-        """Puts the new parameters in place of replaced ones in an optimizer's groups.
-
-        Raises:
-            InputError: the optimizer has state of a replaced parameter.
-        """
+        """Puts new parameters in an optimizer's groups, for replaced ones; InputError if it has state of one."""
         for group in optimizer.param_groups:
             for at, param in enumerate(group["params"]):
                 pair, name = self._pairs.get(param, (None, ""))

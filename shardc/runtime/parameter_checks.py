@@ -46,11 +46,7 @@ class ParamContract:
 
 
 def contracts(template: nn.Module, storages: Mapping[str, Layout], view: Mesh) -> dict[str, ParamContract]:
-    """Returns the contract of each parameter, by each of its names; ``view`` is the mesh of the DTensor parameters.
-
-    Args:
-        template: the model with parameters of global shapes.
-    """
+    """Returns the contract of each parameter, by each of its names, from ``template``, the model at global shapes."""
     first: dict[int, str] = {}
     out = {}
     for name, param in template.named_parameters(remove_duplicate=False):
@@ -181,11 +177,7 @@ def _shard(value: Tensor, param: DTensor, storage: Layout, rank: int) -> Tensor:
 
 
 def check_loads(template: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """Loads meta tensors shaped like ``state_dict`` into ``template``, so that torch raises before a value is changed.
-
-    Raises:
-        RuntimeError: torch's own, about keys that are missing or unexpected and shapes that differ.
-    """
+    """Loads meta tensors shaped like ``state_dict`` into ``template``: torch raises before any value is changed."""
     shapes = OrderedDict(
         (name, value if not isinstance(value, Tensor) or is_wrapper(value) else _on_meta(value))
         for name, value in state_dict.items()

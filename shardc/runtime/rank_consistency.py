@@ -190,8 +190,7 @@ class Agreement:
     def fails(self, error: BaseException, epoch: int) -> None:
         """Sends an error of this rank to the others, which raise it too, and restarts the numbering.
 
-        Args:
-            epoch: `epoch` when the failing block began; if it has changed, the other ranks have raised already.
+        ``epoch`` is that at the start of the failing block; if it has changed, the others have raised already.
         """
         goes_on = isinstance(error, CollectiveError) or self._met() is error  # reported elsewhere, or not at all
         if self.alone or epoch != self.epoch or self._broken or goes_on:

@@ -68,10 +68,7 @@ class Forward:
 
 
 def call_around(module: nn.Module, around: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls ``around``, which calls the compiled forward.
-
-    Raises:
-        InputError: the module has hooks, which would run inside of ``around``.
+    """Calls ``around``, which calls the compiled forward; InputError if the module has hooks (they would run inside).
     """
     if any(vars(module).get(kind) for kind in _HOOKS):
         raise InputError(

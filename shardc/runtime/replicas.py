@@ -106,11 +106,7 @@ class Passed(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, layout: Layout, rows: tuple[str, ...] = ()) -> Passed:
-        """Describes an input that the program takes in ``layout``.
-
-        Args:
-            rows: axes over which ranks pass different numbers of its rows.
-        """
+        """Describes an input with ``layout``; ``rows`` are axes over which ranks pass different numbers of its rows."""
         if isinstance(x, DTensor):
             placed = zip(layout.mesh.axes, x.placements, strict=True)
             return cls(x, tuple(axis for axis, placement in placed if not placement.is_replicate()), ())

@@ -48,11 +48,7 @@ def scatter_terms(x: torch.Tensor, layout: Layout, generator: torch.Generator) -
 
 
 def assemble(shards: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
-    """Joins ``shards`` into the global tensor, after pending reductions.
-
-    Raises:
-        AssertionError: replicas differ, or a shard has the wrong shape.
-    """
+    """Joins ``shards`` into the global tensor, after pending reductions; AssertionError if replicas differ."""
     mesh, dtype = layout.mesh, shards[0].dtype
     if dtype in _SAME_BITS and not layout.partial:
         return assemble([local.view(_SAME_BITS[dtype]) for local in shards], layout).view(dtype)

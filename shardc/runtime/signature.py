@@ -75,11 +75,7 @@ class Signature:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> Signature:
-        """Returns the signature of a call of a model in ``mode``.
-
-        Raises:
-            InputError: an argument is neither a tensor nor comparable.
-        """
+        """Returns the signature of a call of a model in ``mode``; InputError if an argument is not comparable."""
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         described = tuple(map(_leaf, names, leaves))
         return cls(tuple(names), described, spec, mode.training, mode.grads, mode.dtypes, surroundings)
@@ -113,9 +109,7 @@ def call_key(
 ) -> Hashable | None:
     """Returns a hashable key for the program of a call with local inputs; None if such calls cannot be cached.
 
-    Args:
-        leaves, spec: flattened ``(args, kwargs)`` of the call.
-        deferred: the gradients that are left unreduced.
+    ``leaves`` and ``spec`` are the flattened ``(args, kwargs)``; ``deferred`` are the unreduced gradients.
     """
     described: list[Any] = []
     for x in leaves:
@@ -157,11 +151,7 @@ P = TypeVar("P", bound=Compiled)
 
 
 def fitting(call: Signature, tensors: Sequence[Tensor], programs: dict[Signature, P]) -> P:
-    """Returns the last compiled program that fits a call with local ``tensors``, whatever the train modes.
-
-    Raises:
-        InputError: no program fits; the text is about the nearest one.
-    """
+    """Returns the last compiled program that fits a call, whatever the train modes; InputError if none does."""
     errors: list[tuple[int, InputError]] = []
     for compiled_for, program in reversed(programs.items()):
         for passed, check in enumerate((_check_structure, _check_constants, _check_tensors)):

@@ -267,11 +267,7 @@ class State:
         return [self.read.setdefault(each, shape) for each, shape in zip(local, by_plan, strict=True)]
 
     def note_cut(self, name: str, local: tuple[int, ...], whole: tuple[int, ...]) -> None:
-        """Records that shards of shape ``local`` come from an input of shape ``whole``.
-
-        Raises:
-            InputError: an input of another global shape has shards of that shape too (one of the two does not divide).
-        """
+        """Records that inputs of global shape ``whole`` have shards of shape ``local``; InputError if others do too."""
         previous = self.read.setdefault((name, local), whole)
         if previous != whole:
             small, large = sorted((list(whole), list(previous)))

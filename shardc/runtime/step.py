@@ -83,11 +83,7 @@ class Runner:
             return self.half(used)
 
     def run(self, half: Half, inputs: list[Any]) -> Sequence[Any]:
-        """Runs a half and returns its results; empties ``inputs``.
-
-        Raises:
-            CollectiveError: a collective failed; names it.
-        """
+        """Runs a half and returns its results; empties ``inputs``. A failed collective raises CollectiveError."""
         compiled, agreement = self.compiled(half), self.groups.agreement
         running: Segment | None = None
         noted: Noted = []

@@ -76,11 +76,7 @@ def take(tensor: torch.Tensor, dim: int, index: Sequence[int]) -> torch.Tensor:
 
 
 def shard_tensor(whole: torch.Tensor, storage: Layout, rank: int) -> torch.Tensor:
-    """Copies the shard of ``rank`` out of ``whole``, contiguous, padded with zeros to ``storage.local_shape``.
-
-    Raises:
-        LayoutError: the number of dims differs, or a dim is larger than the layout's.
-    """
+    """Copies the shard of ``rank`` out of ``whole``, contiguous, padded with zeros to ``storage.local_shape``."""
     _check_fits(storage, whole.shape)
     shard = whole.detach()
     for dim in range(whole.dim()):
@@ -144,8 +140,7 @@ def to_parameter(
 def parameter_spec(storage: Layout, shape: Sequence[int], dtype: torch.dtype, device_mesh: DeviceMesh) -> DTensorSpec:
     """Returns the DTensorSpec of a contiguous tensor of global ``shape`` stored as ``storage``.
 
-    Raises:
-        LayoutError: ``shape`` does not fit the layout, or DTensor placements cannot express it.
+    Raises LayoutError if ``shape`` does not fit the layout, or DTensor placements cannot express it.
     """
     _check_fits(storage, shape)
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))

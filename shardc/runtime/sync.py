@@ -111,11 +111,7 @@ class Sync:
             )
 
     def matching(self, glob: str) -> list[str]:
-        """Returns the names of the parameters that ``glob`` matches.
-
-        Raises:
-            InputError: there are none, and ``glob`` is not ``*``.
-        """
+        """Returns the names of the parameters that ``glob`` matches; InputError if there are none."""
         names = list(self.levels)
         matches = names if glob == "*" else fnmatch.filter(names, glob)
         if not matches and glob != "*":

@@ -24,11 +24,7 @@ Axes = tuple[str, ...]
 
 
 def row_axes(tensors: Sequence[Tensor], layouts: Sequence[Layout]) -> tuple[Axes, ...]:
-    """Returns, per input, the axes that split its rows (dim 0) into contiguous blocks, major to minor; () if none do.
-
-    Args:
-        layouts: layouts of the inputs by the plan, for sizes that divide.
-    """
+    """Returns, per input, the axes that split its rows (dim 0) into contiguous blocks; () if none do."""
     return tuple(
         layout.dim_axes(0)
         if x.dim() and not isinstance(x, DTensor) and all(digit.axis for digit in layout.dims[0][:-1])
@@ -65,10 +61,9 @@ class Rows:
         return len(set(self.counts)) == 1
 
     def blocks(self, at: int, groups: Groups) -> list[int]:
-        """Returns the row counts of the blocks of input ``at``, in the order of concatenation.
+        """Returns the row counts of the blocks of input ``at``, in order of concatenation.
 
-        Raises:
-            InputError: ranks that should pass the same rows pass different numbers.
+        Raises InputError if ranks that should pass the same rows pass different numbers.
         """
         blocks: dict[int, tuple[int, int]] = {}
         for rank, counts in enumerate(self.counts):
@@ -91,11 +86,7 @@ class Rows:
         ]
 
     def local(self, at: int, x: Tensor, layout: Layout, groups: Groups) -> Tensor:
-        """Gathers the rows of input ``at`` from all ranks and returns this rank's shard of them under ``layout``.
-
-        Raises:
-            InputError: the input requires a gradient.
-        """
+        """Gathers the rows of input ``at`` from all ranks, and returns this rank's shard of them under ``layout``."""
         if x.requires_grad:
             raise InputError(
                 f"input {self.names[at]!r} needs a gradient, and ranks pass different numbers of its rows",

@@ -179,11 +179,9 @@ def _share(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, times: i
 
 
 def measure_compute(runs: int = 10) -> tuple[float, float, float]:
-    """Measures float32 compute on this rank.
+    """Measures this rank's float32 compute.
 
-    Returns:
-        Operations per second of matrix products, and of attention; bytes per second that Inductor's pointwise kernels
-        move.
+    Returns FLOPS of matrix products and of attention, and bytes per second of Inductor's pointwise kernels.
     """
     # New tensors each time: in a step, operands are hardly ever in a cache.
     products = _in_turn(
