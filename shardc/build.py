@@ -279,7 +279,7 @@ class Build:
 
     @cached_property
     def has_own_inputs(self) -> bool:
-        """Whether the plan has inputs that are each rank's own (`shardc.per_rank`)."""
+        """Whether the plan marks an input as different on each rank (`shardc.per_rank`)."""
         return any(isinstance(getattr(entry, "spec", None), PerRank) for entry in self.plan.entries)
 
     def numbered(self, names: Sequence[str]) -> dict[int, int]:

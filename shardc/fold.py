@@ -32,7 +32,7 @@ KEEP = (4, 6)
 
 
 def build_folded(request: Request, make: Callable[[Joint, Folded | None], Program]) -> Program:
-    """Compiles a few blocks of each run of repeated ones and replicates the result; without any, the whole model.
+    """Compiles a few of a model's repeated blocks and replicates the result; the whole model if none repeat.
 
     The whole model is also compiled if the graphs of its blocks differ; with ``fold=True`` a warning says why.
     """
@@ -65,7 +65,7 @@ def build_folded(request: Request, make: Callable[[Joint, Folded | None], Progra
 
 
 def few_of(request: Request, repeats: Sequence[Repeat], keep: int) -> Request:
-    """Returns the request for the model with ``keep`` blocks of each run."""
+    """Returns the request for the shortened model, with ``keep`` blocks of each repeated run."""
     params = {short_name(name, repeats, keep): found for name, found in request.params.items()}
     pins = [(short_name(pin.module, repeats, keep), pin) for pin in request.activations()]
     regions = [short_name(name, repeats, keep) for name in request.recomputed()]
@@ -80,7 +80,7 @@ def few_of(request: Request, repeats: Sequence[Repeat], keep: int) -> Request:
 
 
 def unfolds_of(joint: Joint, repeats: Sequence[Repeat], keep: int) -> tuple[Unfold, ...]:
-    """Returns the unfolding of each run in turn, by the local joint graph of the shortened model."""
+    """Returns the `Unfold` of each run of repeated blocks, for the local joint graph of the shortened model."""
     unfolds: list[Unfold] = []
     graph = joint.local.graph
     for number, repeat in enumerate(repeats):
@@ -109,7 +109,7 @@ def unfolded_reads(reads: Reads, repeats: Sequence[Repeat], keep: int, at: Looku
 
 
 def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read]:
-    """Returns ``read``, of a model with ``keep`` blocks of a run, for each block of the whole model."""
+    """Copies a guard ``read`` of the shortened model to every block of the run; NotPeriodic if values differ."""
     container = "model" + "".join(f"._modules[{part!r}]" for part in run.path.split(".") if part)
     # Every second part is the index of a child of the container.
     parts = re.split(rf"(?<={re.escape(container)}\._modules\[')(\d+)(?='\])", read.expression)
@@ -131,7 +131,7 @@ def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read
 
 
 def repeats_of(request: Request, keep: int) -> list[Repeat]:
-    """Returns the runs of blocks that compute the same and have the same plan settings."""
+    """Returns the runs of repeated blocks, which compute the same and have the same plan settings."""
     pins, dtypes, regions = request.activations(), request.dtypes, request.recomputed()
     candidates = find_repeats(
         request.model, request.args, request.kwargs, device=request.device, keep=keep, loss=request.loss, dtypes=dtypes

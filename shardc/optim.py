@@ -292,7 +292,7 @@ class _AdamCall:
 
 
 def _is_adam(base: type[torch.optim.Optimizer]) -> bool:
-    """Whether ``base`` has Adam's own step."""
+    """Whether ``base`` inherits its step from torch's Adam."""
     plain: Any = torch.optim.Adam
     mine: Any = base
     return _plain_step(base) is _plain_step(plain) and _init_group(mine) is _init_group(plain)

@@ -40,7 +40,7 @@ from shardc.verify.report import reporting
 
 @dataclass(frozen=True)
 class Source:
-    """Identity of a program, and functions that compile it again.
+    """Cache key of a program, and functions that compile it again.
 
     Args:
         identity: cache key: the call and the model.
@@ -110,7 +110,7 @@ class Program(Executable):
 
     @property
     def halves(self) -> passes.Pipeline:
-        """Passes after the cut, which run on each half."""
+        """Passes that run on the forward and the backward graph, after the cut."""
         return self.pipeline.behind(CUT)
 
     @cached_property
@@ -131,7 +131,7 @@ class Program(Executable):
         return None if half is None else self._scheduled(half)
 
     def _cut(self) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-        """Cuts the joint graph into forward and backward (None if nothing needs a gradient), of all blocks."""
+        """Cuts the joint graph of all blocks into forward and backward; the backward is None without gradients."""
         local = self.joint.local
         first, second = self.pipeline[passes.Partition](local)
         if self.options.verify:
@@ -140,17 +140,17 @@ class Program(Executable):
         return (first, second) if self.folded is None else self.folded.halves(first, second)
 
     def _scheduled(self, half: fx.GraphModule) -> fx.GraphModule:
-        """Runs the passes after the cut on ``half``."""
+        """Runs the passes after the cut (bucketing, scheduling, ...) on a forward or backward graph."""
         return self.halves.run(half, *self._hooks)
 
     @property
     def _hooks(self) -> tuple[passes.Hook, ...]:
-        """Hooks that inspect a half before and after each pass."""
+        """Hooks that inspect a forward or backward graph before and after each pass."""
         checks = (VerifyHalf(self.mesh, self.halves, self.causes),) if self.options.verify else ()
         return (*checks, *self.options.hooks)
 
     def cause(self, collective: fx.Node) -> Cause:
-        """Returns the plan entry and source line behind a collective of a half."""
+        """Returns the plan entry and source line that caused a collective."""
         return cause_of(self, collective, map(str, self.plan.entries))
 
     def graph(self, stage: str) -> fx.Graph:

@@ -132,7 +132,7 @@ def _one_device(
 
 
 class _Stages:
-    """Checks the stages in order: results against one device, values of nodes against the previous stage."""
+    """Checks stages in order: compares results with one device, and node values with the previous stage."""
 
     def __init__(
         self, program: Program, feed: Mapping[Key, Tensor], wanted: Mapping[Key, Tensor], tolerance: float

@@ -83,7 +83,7 @@ class Family:
         yield self.example
 
     def _fits(self, symbolic: SymbolicCapture, ranks: int, errors: list[Exception]) -> bool:
-        """Tries to fit one program to the captured model; returns whether it could."""
+        """Tries to fit one program for all sizes to a symbolic capture; returns whether it could."""
         self.symbolic = symbolic
         for finer, above in product(_FINER, (True, False)):
             try:
@@ -150,7 +150,7 @@ class Family:
 
 
 class SizedProgram(Program):
-    """The program of a family at given sizes; earlier stages are those of a program for these sizes only."""
+    """A `Family`'s program at given sizes; its earlier stages are those of a program compiled for them alone."""
 
     def __init__(self, family: Family, sizes: Sizes) -> None:
         like = family.programs[0]
@@ -206,7 +206,7 @@ class SizedProgram(Program):
 
 
 class Families:
-    """The families of one module, and an LRU cache of their programs by size.
+    """The programs for many sizes (`Family`) of one module, with an LRU cache by sizes.
 
     Args:
         capacity: number of cached programs.

@@ -33,7 +33,7 @@ class DynamicDims:
                 self.names.setdefault(name, {}).setdefault(dim, f"{name}[{dim}]")
 
     def of(self, inputs: Sequence[tuple[str, Any]]) -> tuple[dict[str, dict[int, str]], dict[str, int]]:
-        """Returns, for the leaves of a call, input -> dim -> name, and the size of each name.
+        """Resolves the dynamic dims of a call's inputs: input -> dim -> name, and the size of each name.
 
         Raises InputError if an input lacks a dim, or a name has two sizes.
         """

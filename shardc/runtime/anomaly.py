@@ -19,7 +19,7 @@ _NOWHERE = 1 << 30
 
 
 def watched(half: Half, inputs: list[Any]) -> tuple[Sequence[Any], int]:
-    """Interprets a half op by op; returns its results, and the index of the first node with NaN."""
+    """Interprets a graph op by op; returns its results, and the index of the first node whose result has NaN."""
     watch = _Watch(half.gm)
     with torch.no_grad():
         return watch.boxed_run(inputs), watch.first

@@ -89,7 +89,7 @@ class Border:
         return {at: returned[role.index] for at, role in enumerate(roles) if role.kind == "output"}
 
     def views(self, half: Half, outputs: Sequence[Any], feed: Sequence[Any]) -> Views:
-        """Returns the outputs of a half (forward or inference graph) that `hand_out` makes as views; computed once."""
+        """Returns the outputs of a graph that are views of other tensors, and made by `hand_out`; computed once."""
         if half not in self._views:
             views = views_of(self.program, half, self.differentiable, outputs, feed, self.dtensors)
             bases = {self.count + at: self._returned[base.of[0]] for at, base in enumerate(views.bases)}
@@ -97,7 +97,7 @@ class Border:
         return self._views[half]
 
     def held_back(self, half: Half, results: Sequence[Any], feed: Sequence[Any]) -> list[Any]:
-        """Returns the outputs of an inference graph, with None for those that `hand_out` makes, then the bases."""
+        """Returns an inference graph's outputs, with None for views that `hand_out` makes, then their base tensors."""
         outputs = list(results[: self.count])
         outputs = self.views(half, outputs, feed).held_back(outputs)
         for at, shared in self._same_memory(half, outputs, [], feed).items():
@@ -106,7 +106,7 @@ class Border:
         return self._read_only(half, outputs, feed)
 
     def hand_out(self, half: Half, outputs: list[Any], feed: Sequence[Any], node: Any) -> None:
-        """Puts the views among ``outputs``, in place, and registers gradient hooks; ``node`` is autograd's, if any."""
+        """Fills in the outputs that are views of others, in place, and registers gradient hooks on autograd's node."""
         views = self._views[half]
         for at in views.read_only:
             if isinstance(outputs[at], ReadOnly):
@@ -153,7 +153,7 @@ class Border:
         return {name: role.name for name, role in read.items() if role.kind == "buffer" and role.name in changed}
 
     def split_results(self, results: Sequence[Any], feed: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Splits the results of a forward into outputs, with bases behind them (see `Views`), and saved values.
+        """Splits a forward graph's results into outputs (views as None, then their base tensors) and saved values.
 
         Saved values hold no output: an output whose graph holds it would never be freed.
         """
@@ -176,13 +176,13 @@ class Border:
         return self._read_only(self.half(FORWARD), outputs, feed), saved
 
     def without_gradients(self, outputs: Sequence[Any]) -> list[Tensor]:
-        """Selects the outputs and bases of `split_results` that have no gradient."""
+        """Selects the results of `split_results` that autograd should treat as non-differentiable."""
         bases = self._views[self.half(FORWARD)].bases
         with_one = self.differentiable | {self.count + at for at, base in enumerate(bases) if base.split}
         return [x for at, x in enumerate(outputs) if isinstance(x, Tensor) and at not in with_one]
 
     def gradients(self, tangents: Sequence[Any]) -> dict[int, Tensor | None]:
-        """Maps the index of each output to the gradient of the output or of its base (None if it has none)."""
+        """Maps the index of each output to its gradient, taken from the gradient of its base if it is a view."""
         by_output = {role.index: tangents[at] for at, role in enumerate(self.program.outputs) if role.kind == "output"}
         for base, grad in zip(self._views[self.half(FORWARD)].bases, tangents[self.count :], strict=True):
             if grad is not None:
@@ -206,7 +206,7 @@ class Border:
                     node.listened.append((at, hooks, weakref.ref(outputs[at])))
 
     def check(self, half: Half, used: frozenset[int], changes: Changes, listened: Sequence[Any]) -> None:
-        """Refuses a backward whose gradients would differ from those of one device.
+        """Raises if a backward would compute other gradients than one device, because outputs were changed or hooked.
 
         Args:
             used: indices of the outputs that have gradients.
@@ -239,7 +239,7 @@ class Border:
     def _same_memory(
         self, half: Half, outputs: Sequence[Any], saved: Sequence[Any], feed: Sequence[Any]
     ) -> dict[int, SameMemory]:
-        """Maps the position of an output to the tensors that share its memory, if any; computed once per half."""
+        """Maps the position of each output that shares memory to the tensors it shares with; computed once."""
         if half in self._shared:
             return self._shared[half]
         input_at = {memory_of(x): at for at, x in reversed(list(enumerate(feed)))}
@@ -274,7 +274,7 @@ class Border:
         return None
 
     def _aliased_output(self, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]) -> Tensor:
-        """Returns the output as a view of the tensor it aliases on one device; otherwise detached or copied."""
+        """Returns output ``at`` as a view of the tensor that it aliases on one device; otherwise a copy or detached."""
         half = self.half(FORWARD)
         out, base = outputs[at], self._base(half, at, shared, outputs, feed)
         if base is not None:

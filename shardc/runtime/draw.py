@@ -41,7 +41,7 @@ def draw(piece: Piece, fill: Fill, dtype: torch.dtype, limit: int) -> None:
 
 
 def drawn(numel: int, fill: Fill, dtype: torch.dtype, limit: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields (first flat index, values) of each chunk of the whole fill; the values' buffer is reused."""
+    """Draws a whole tensor by ``fill`` in chunks; yields (first flat index, values), in a buffer that is reused."""
     step = max(limit // BLOCK, 1) * BLOCK
     buffer = torch.empty(min(numel, step + BLOCK), dtype=dtype)
     start = 0
@@ -54,7 +54,7 @@ def drawn(numel: int, fill: Fill, dtype: torch.dtype, limit: int) -> Iterator[tu
 
 
 def place(piece: Piece, start: int, values: torch.Tensor) -> None:
-    """Copies ``values``, the flat elements of the whole tensor from ``start``, to the positions that ``piece`` has."""
+    """Copies this rank's elements of ``values``, the whole tensor's from flat index ``start``, into ``piece``."""
     if piece.local is None or piece.local.numel() == 0:
         return
     if not piece.shape:
@@ -94,7 +94,7 @@ def shifted(index: Sequence[int], by: int) -> Sequence[int]:
 
 
 def scatter(piece: Piece, flat: torch.Tensor, values: torch.Tensor) -> None:
-    """Writes ``values`` at the flat indices ``flat`` of the whole tensor, as far as ``piece`` has them."""
+    """Writes ``values`` at the whole tensor's flat indices ``flat`` into ``piece``, skipping those of other ranks."""
     if piece.local is None or piece.local.numel() == 0:
         return
     mask = torch.ones_like(flat, dtype=torch.bool)

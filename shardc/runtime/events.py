@@ -60,7 +60,7 @@ class Act:
 
     @cached_property
     def key(self) -> str:
-        """Hash of the lines."""
+        """Hash of the event, by which ranks compare it."""
         return hashlib.sha256(json.dumps(self.lines).encode()).hexdigest()[:32]
 
     def backward(self, used: frozenset[int]) -> Act:

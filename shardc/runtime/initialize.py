@@ -171,7 +171,7 @@ def _named_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
 
 
 def check_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
-    """Sets `Slot.now` of each slot; InitError if a tensor was added, removed, or replaced by one of another kind."""
+    """Reads the present tensor of each slot (module entry); InitError if one was added, removed or has another kind."""
     names = {slot.name for slot in slots}
     for name, *_ in _named_slots(model):
         if name not in names:
@@ -244,7 +244,7 @@ def _share(low: float, high: float) -> float:
 
 
 def _reject(piece: Piece, bounds: Sequence[float], fill: Fill, dtype: torch.dtype, limit: int) -> None:
-    """Draws the whole tensor again until none of its elements, on any rank, is out of ``bounds``."""
+    """Fills ``piece`` by rejection: draws the whole tensor until no element, on any rank, is out of ``bounds``."""
     low, high = bounds
     # First flat index of a chunk -> offsets of its elements that are out of bounds.
     outside: dict[int, torch.Tensor] = {}

@@ -62,7 +62,7 @@ def local_input(x: torch.Tensor, layout: Layout, device_mesh: DeviceMesh) -> tor
 
 
 def in_order(x: torch.Tensor) -> torch.Tensor:
-    """Returns ``x`` as compiled code needs it: contiguous, conjugation and negation bits resolved."""
+    """Returns ``x`` contiguous, with its conjugation and negation bits resolved, as compiled code needs it."""
     return x.resolve_neg().resolve_conj().contiguous()
 
 

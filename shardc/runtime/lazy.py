@@ -43,7 +43,7 @@ class Lazy(torch.Tensor):
         return f"Lazy({list(self.shape)}, {self.dtype})"
 
     def value(self) -> torch.Tensor:
-        """Reads the tensor."""
+        """Reads and returns all elements."""
         return self.read(tuple(range(size) for size in self.shape))
 
     @classmethod
@@ -79,7 +79,7 @@ class Lazy(torch.Tensor):
 
 
 def _narrowed(source: Lazy, dim: int, positions: Sequence[int]) -> Read:
-    """Returns a function like ``source.read`` for the ``positions`` along ``dim``."""
+    """Returns a ``read`` function for a `Lazy` that has only the ``positions`` of ``source`` along ``dim``."""
 
     def read(index: tuple[Sequence[int], ...]) -> torch.Tensor:
         wanted = list(index)

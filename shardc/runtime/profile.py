@@ -20,7 +20,7 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class Ran:
-    """A collective that was started.
+    """A collective in the profile of a step: its kind, bytes and times.
 
     Args:
         kind: as in `shardc.ir.ops`.

@@ -98,7 +98,7 @@ class ReadOnly(Tensor):
 
     @classmethod
     def of(cls, values: Tensor, shared: Shared) -> ReadOnly:
-        """Wraps ``values``, which has no autograd history."""
+        """Wraps ``values``, a tensor without autograd history, as an output that raises on writes."""
         out = Tensor._make_wrapper_subclass(
             cls,
             values.shape,

@@ -68,8 +68,7 @@ class Forward:
 
 
 def call_around(module: nn.Module, around: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls ``around``, which calls the compiled forward; InputError if the module has hooks (they would run inside).
-    """
+    """Calls ``around``, a wrapper of the compiled forward; InputError if hooks of the module would run inside it."""
     if any(vars(module).get(kind) for kind in _HOOKS):
         raise InputError(
             "the module has hooks, and a forward that was wrapped after compile: the hooks would run inside of it",

@@ -92,7 +92,7 @@ def compare_values(
 
 
 class Passed(NamedTuple):
-    """An input of a call as this rank passes it.
+    """An input of a call, with the axes over which ranks pass different shards of it.
 
     Args:
         value: a tensor or DTensor.

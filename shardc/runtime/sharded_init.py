@@ -229,7 +229,7 @@ def _elementwise(func: Any, target: Virtual, args: Sequence[Any], kwargs: Mappin
 
 
 def piece_of(func: object, view: Virtual) -> Piece:
-    """Returns this rank's part of ``view``, from its offset, shape and strides.
+    """Returns this rank's elements of ``view`` as a `Piece`, from the view's offset, shape and strides.
 
     Each dim of the view must be a range of one dim of the parameter, with one index along the parameter's other dims.
     """

@@ -44,7 +44,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Signature:
-    """The arguments of a call and the state of the model at the time.
+    """Cache key of a program: the arguments of a call, and the model's modes, dtypes and settings.
 
     Args:
         names: names of the pytree leaves of ``(args, kwargs)``.

@@ -68,7 +68,7 @@ class Build(Protocol):
 
     @property
     def has_own_inputs(self) -> bool:
-        """Whether an input may differ between ranks (`shardc.per_rank`)."""
+        """Whether the plan marks an input as different on each rank (`shardc.per_rank`)."""
 
     def numbered(self, names: Sequence[str]) -> dict[int, int]:
         """Maps the position of an input that holds row numbers of a rank's shard of another input to the latter's."""

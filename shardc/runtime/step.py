@@ -37,13 +37,13 @@ Lower = Callable[..., Sequence[Compiled]]  # turns halves into callables
 
 
 class Runner:
-    """Runs one program on this rank; its graphs (halves) are lowered at first use.
+    """Runs the forward and backward graphs of a compiled program on this rank; lowers them at first use.
 
     Args:
         census: returns the module's snapshot, whose parameters and buffers are passed to the graphs.
         storages: storage layout of each parameter.
         groups: this rank's process groups.
-        lower: turns halves into callables.
+        lower: turns graphs into callables.
         sync: receives the gradients that the program leaves unreduced.
         buffers: memory for results of collectives.
         tokens: receives the token counts of each expert layer; see `shardc.custom_ops.experts.noting`.
@@ -83,7 +83,7 @@ class Runner:
             return self.half(used)
 
     def run(self, half: Half, inputs: list[Any]) -> Sequence[Any]:
-        """Runs a half and returns its results; empties ``inputs``. A failed collective raises CollectiveError."""
+        """Runs a forward or backward graph; empties ``inputs``. A failed collective raises CollectiveError."""
         compiled, agreement = self.compiled(half), self.groups.agreement
         running: Segment | None = None
         noted: Noted = []
@@ -124,7 +124,7 @@ class Runner:
         return grad if param is None or grad.dim() != param.dim() else cut(grad, param._local_tensor.shape)
 
     def planned(self) -> dict[str, int]:
-        """Returns, by phase, the planned peak bytes of collective results."""
+        """Returns, by phase ("forward", ...), the planned peak bytes of collective results."""
         plans = {half.phase: compiled.plan for half, compiled in self._compiled.items() if isinstance(half.phase, str)}
         peaks = {str(phase): plan.peak for phase, plan in plans.items() if phase != REDUCTION}
         if BACKWARD in peaks:
@@ -132,7 +132,7 @@ class Runner:
         return peaks
 
     def compiled(self, half: Half) -> Compiled:
-        """Returns the lowered half; forward and backward are lowered together, and compared between ranks."""
+        """Returns the callable of a graph; forward and backward are lowered together, and compared between ranks."""
         if half not in self._compiled:
             keep_heap()
             together = self.program.step() if half in self.program.step() else (half,)
@@ -156,7 +156,7 @@ class Runner:
         return {role.name: x for role, x in zip(half.gives, self.run(half, feed), strict=True)}
 
     def late(self, roles: Sequence[Role], grads: dict[Any, Tensor | None], deferred: Deferred) -> dict[str, Tensor]:
-        """Adds unreduced gradients to their sums; reduces and returns sums of parameters that are not ``deferred``."""
+        """Adds unreduced gradients to their local sums; reduces and returns the sums not in ``deferred``."""
         if not self.program.deferred:
             return {}
         for role in roles:
@@ -168,7 +168,7 @@ class Runner:
         return self.reduce(due) if due else {}
 
     def feed(self, half: Half, inputs: list[Tensor]) -> list[Any]:
-        """Collects the inputs of a half; parameters are DTensors."""
+        """Collects the inputs of a forward or backward graph; parameters are DTensors."""
         inputs_by_name = dict(zip((name for name, _ in self.program.inputs), inputs, strict=True))
         census = self.census()
         feed: list[Any] = []
@@ -189,7 +189,7 @@ class Runner:
         return self.groups.coordinate(tuple(port.role.name.split(",")))
 
     def local(self, half: Half, feed: Sequence[Any]) -> list[Any]:
-        """Converts a feed for the graph: padded local tensors for parameters, contiguous buffers."""
+        """Converts the result of `feed` to what the graph takes: padded local tensors, contiguous buffers."""
         return [
             padded_local(x, self.storages[port.role.name])
             if port.role.kind == "param"

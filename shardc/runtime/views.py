@@ -28,7 +28,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides and offse
 
 @dataclass(frozen=True)
 class View:
-    """How an output is made of another tensor.
+    """The view ops by which an output is made from another output, an input or a base tensor.
 
     Args:
         at: position of the output.
@@ -62,7 +62,7 @@ class View:
 
 @dataclass(frozen=True)
 class Base:
-    """A tensor that is not returned and of which several outputs are views.
+    """A tensor that the model does not return, and of which several outputs are views.
 
     Args:
         of: positions of these outputs.
@@ -75,7 +75,7 @@ class Base:
     split: frozenset[int]
 
     def holding(self, outputs: Sequence[Any]) -> Tensor:
-        """Returns a base whose views have the values of ``outputs``; in their own memory if its layout allows."""
+        """Returns a tensor of which ``outputs`` can be views: a copy, or their own memory if its layout allows."""
         values = [outputs[at] for at in self.of]
         first, size = values[0], max(map(_end, self.places))
         start = first.storage_offset() - self.places[0][2]
@@ -89,7 +89,7 @@ class Base:
         return base
 
     def gradients(self, grad: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yields (output, gradient) from the gradient of the base; where outputs overlap, the first one gets it."""
+        """Splits the base's gradient into (output position, gradient); overlapping elements go to the first output."""
         left = grad.clone(memory_format=torch.contiguous_format)
         for at, place in zip(self.of, self.places, strict=True):
             if at in self.split:
@@ -100,7 +100,7 @@ class Base:
 
 @dataclass(frozen=True)
 class Views:
-    """The outputs of a graph that are made outside of it.
+    """The outputs that are views of others, and are made after a graph has run.
 
     Args:
         views: these outputs, each after the one it is made of.
@@ -113,7 +113,7 @@ class Views:
     read_only: frozenset[int] = frozenset()
 
     def held_back(self, outputs: list[Any]) -> list[Any]:
-        """Returns the outputs, with None in place of those made of others, then the bases."""
+        """Replaces outputs that are views by None, and appends the base tensors (`Base`) that they are made from."""
         bases = [base.holding(outputs) for base in self.bases]
         handed = list(outputs)
         for view in self.views:
@@ -122,7 +122,7 @@ class Views:
         return handed + bases
 
     def make(self, outputs: list[Any], feed: Sequence[Any]) -> None:
-        """Puts the views among ``outputs``, in place, and removes the bases at its end."""
+        """Fills in the outputs that are views, in place, and removes the base tensors at the end of ``outputs``."""
         for view in self.views:
             outputs[view.at] = view(feed[view.source] if view.from_feed else outputs[view.source])
         if self.bases:
@@ -215,7 +215,7 @@ def views_of(
 
 
 def _at(place: Place, base: Tensor) -> Tensor:
-    """Return the view at ``place`` in ``base``, which may begin behind the start of its storage."""
+    """Returns the view at ``place`` (sizes, strides, offset) in ``base``, itself possibly a view of its storage."""
     sizes, strides, offset = place
     return base.as_strided(sizes, strides, base.storage_offset() + offset)
 
@@ -231,7 +231,7 @@ def _axes(layout: Any) -> frozenset[str]:
 
 
 def _ordered(views: dict[int, View]) -> Iterator[View]:
-    """Yields the views, each after the one that it is made of."""
+    """Yields the views such that each comes after its source."""
     left = dict(views)
 
     def of(view: View) -> Iterator[View]:
@@ -303,7 +303,7 @@ def _holds(view: View, source: Any, value: Tensor) -> bool:
 def _base(
     group: Sequence[int], nodes: Sequence[Any], outputs: Sequence[Any], gradients: Collection[int]
 ) -> Base | None:
-    """Returns the common base of the outputs of a group; None if no tensor of the graph is one."""
+    """Finds a common base tensor for a group of outputs; None if there is none."""
     ways = [[node for node, _ in _up(nodes[at])] for at in group]
     common = next((node for node in ways[0] if all(node in way for way in ways)), None)
     values = [outputs[at] for at in group]

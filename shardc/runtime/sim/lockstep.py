@@ -70,15 +70,15 @@ class Lockstep:
     # --- global values
 
     def shard(self, x: torch.Tensor, layout: Layout) -> PerRank:
-        """See `shardc.runtime.shards.shard`."""
+        """Splits global ``x`` into a shard per rank; see `shardc.runtime.shards.shard`."""
         return PerRank(shards.shard(x, layout))
 
     def scatter_terms(self, x: torch.Tensor, layout: Layout, generator: torch.Generator) -> PerRank:
-        """See `shardc.runtime.shards.scatter_terms`."""
+        """Splits global ``x`` into shards with random partial terms; see `shardc.runtime.shards.scatter_terms`."""
         return PerRank(shards.scatter_terms(x, layout, generator))
 
     def assemble(self, values: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
-        """See `shardc.runtime.shards.assemble`."""
+        """Joins a shard per rank into the global tensor; see `shardc.runtime.shards.assemble`."""
         return shards.assemble(values, layout)
 
     # --- graphs

@@ -41,7 +41,7 @@ class Arena:
             self._used = []
 
     def take(self, slot: Slot, dtype: torch.dtype, shape: Sequence[int], left: Callable[[], None]) -> Tensor | None:
-        """Returns a tensor at the slot's offset, None if that is in use; ``left`` is called when it is freed."""
+        """Returns a tensor at the slot's offset, or None if that is in use; ``left`` is called when it is freed."""
         first, last = span = slot.offset, slot.offset + slot.size
         used = self._used
         if last > self.size or prod(shape) * dtype.itemsize > slot.size or not _is_free(span, used.copy()):
@@ -92,7 +92,7 @@ class MemoryUse:
 
 @dataclass
 class Buffers:
-    """The arenas of one module on this rank.
+    """The memory arenas for results of one module's collectives, with counters.
 
     Attributes:
         in_use, peak: bytes of collective results in use now, and their maximum so far.
@@ -117,7 +117,7 @@ class Buffers:
 
     @contextmanager
     def planned(self, plan: MemoryPlan) -> Iterator[Window]:
-        """Context manager in which collectives take their slots from ``plan``."""
+        """Context manager: results of collectives get the arena offsets (slots) that ``plan`` assigns."""
         for region, arena in self.arenas.items():
             arena.reserve(plan.size(region))
         stack = _stack()
@@ -129,12 +129,12 @@ class Buffers:
             self._handed_out()
 
     def _handed_out(self) -> None:
-        """Stops counting results that were returned to the caller."""
+        """Stops counting the results that a graph returned to its caller."""
         self.in_use -= sum(self._outside.values())
         self._outside.clear()
 
     def take(self, slot: Slot, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Allocates a result with ``slot``, of ``like``'s dtype."""
+        """Allocates a collective's result at the arena offset ``slot``; new memory if that is in use."""
         self._turn += 1
         turn, counted = self._turn, self._outside if slot.region == OUTSIDE else self._inside
         size = counted[turn] = prod(shape) * like.element_size()
@@ -156,7 +156,7 @@ class Buffers:
 
 @dataclass
 class Window:
-    """The slots of the running graph: those of ``plan`` from index ``first``."""
+    """The arena slots of the running graph: those of ``plan`` from index ``first``."""
 
     buffers: Buffers
     plan: MemoryPlan
