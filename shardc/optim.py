@@ -129,6 +129,7 @@ class _OnShards(torch.optim.Optimizer):
                 shard.read(state.get(shard.param), bool(group.get("fused")), self._local)
         self.state = self._local
         calls = None
+        # ``param_groups`` and ``state`` are those of the local tensors during the base class's step.
         try:
             _plain_step(self.base)(self)
             if _is_adam(self.base) and all(map(_AdamCall.can_be, local)):

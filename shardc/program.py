@@ -174,7 +174,7 @@ class Program(Executable):
         return graphs
 
     def whole(self, stage: str) -> fx.Graph:
-        """Like `graph`, but unfolded to all blocks, from stage ``propagate`` on."""
+        """Returns the graph after ``stage``, unfolded to all blocks (from stage ``propagate`` on)."""
         few = self.folded is not None and not self.is_half(stage)
         return self.folded.whole(stage, self.graph(stage)) if few and self.folded else self.graph(stage)
 

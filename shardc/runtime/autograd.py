@@ -141,6 +141,7 @@ def _handed_out(
 ) -> Iterator[Any]:
     """Yields the gradient of each of ``feed``, each in its own memory; ``late`` are reduced sums of other backwards."""
     takes = [port.role for port in runner.half(FORWARD).takes]
+    # Memory that the caller may hold: tangents, inputs, and gradients yielded before.
     inputs = [x for x, role in zip(feed, takes, strict=True) if role.kind == "input"]
     occupied = {(x.data_ptr(), x.numel()) for x in (*tangents, *inputs) if isinstance(x, Tensor)}
     for role, x in zip(takes, feed, strict=True):

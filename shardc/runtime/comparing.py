@@ -57,6 +57,7 @@ class Comparisons:
         at, mine = self.at(number), f"{self.rank} {key}"
         self.answered.append(number)
         self.asked.discard(number)
+        # The first rank sets the hash that the others compare with.
         first = store.compare_set(f"{at}first", "", mine).decode()
         store.set(f"{at}here/{self.rank}", "")
         if first == mine:

@@ -64,7 +64,7 @@ def place(piece: Piece, start: int, values: torch.Tensor) -> None:
     while values.numel():
         index, offset = divmod(start, row)
         if offset or values.numel() < row:
-            # A part of one row.
+            # Part of one row: recurse into its dims.
             size = min(row - offset, values.numel())
             at = bisect_left(piece.indices[0], index)
             if at < len(piece.indices[0]) and piece.indices[0][at] == index:

@@ -112,7 +112,7 @@ def _take_plain_tensors() -> None:
 
 
 def _rule(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps DTensor's sharding propagation ``theirs``: returns the sharding of an op, or the op's result."""
+    """Wraps DTensor's sharding propagation ``theirs``: on our meshes, returns an op's sharding or its result."""
 
     def rule(op: Any, args: Any, kwargs: Any, info: Any, try_cache: bool) -> Any:
         mesh = info.compute_mesh
@@ -173,7 +173,7 @@ def _is_in(x: Any, tensors: list[Any]) -> bool:
 
 
 def _handler(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Wraps DTensor's custom handler ``theirs`` of an op."""
+    """Returns an op handler: shardc's on meshes of compiled modules, DTensor's ``theirs`` on other meshes."""
 
     def handler(op: Any, args: Any, kwargs: Any) -> Any:
         mesh = next(x.device_mesh for x in pytree.tree_leaves(args) if isinstance(x, DTensor))

@@ -26,6 +26,7 @@ def fingerprint(x: Tensor) -> int:
     a single word always changes the result.
     """
     flat = bytes_of(x)
+    # A view as int64 needs an aligned start.
     if flat.storage_offset() % 8:
         flat = flat.clone()
     whole = flat.numel() // 8 * 8

@@ -26,7 +26,7 @@ class GuardCache:
         self._sized: dict[Signature, list[dict[Reads, Values]]] = {}
 
     def reads(self) -> Iterator[Reads]:
-        """Yields the reads of all captures."""
+        """Yields, for each capture, the places (attributes, items, globals) that it read."""
         yield from (reads for each in self._fixed.values() for reads, _ in each)
         yield from (reads for each in self._sized.values() for one in each for reads in one)
 
@@ -47,7 +47,7 @@ class GuardCache:
             warnings.warn(ShardcWarning(_changing([values for _, values in variants])), stacklevel=2)
 
     def find_sized(self, call: Signature, model: nn.Module, loss: Any) -> Signature:
-        """Like `find`, for a call without its dynamic sizes; if no guards hold, adds and returns a new signature."""
+        """Returns the signature of a call without dynamic sizes whose guards hold; adds a new one if none do."""
         variants = self._sized.setdefault(call, [])
         for at, variant in enumerate(variants):
             if all(reads.values(model, loss) == values for reads, values in variant.items()):

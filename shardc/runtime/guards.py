@@ -19,7 +19,7 @@ _MISSING = (AttributeError, KeyError, IndexError, TypeError)
 
 
 class Guards:
-    """Identity guards on the objects that captures have read.
+    """Checks, by identity, that the objects that captures have read are unchanged.
 
     They compare objects, so `holds` may be False although all values are equal. It is never wrongly True, except for
     changes inside objects that do not expose their attributes.
@@ -41,7 +41,7 @@ class Guards:
                 if read.what != "hooks" and read.expression != GRAD_MODE:  # checked elsewhere
                     self._note(read, lookup, seen)
         self._reached = Reach.of_all(reached)
-        # The first key twice: an itemgetter of one key returns no tuple.
+        # One itemgetter per mapping is the fastest read. The first key twice: for one key it returns no tuple.
         self._getters = [(itemgetter(*found, next(iter(found))), held) for held, found in self._items.values()]
         self._values = [value for get, held in self._getters for value in get(held)]
         self._absent = [held for held, _ in self._own.values()], [name for _, name in self._own.values()]

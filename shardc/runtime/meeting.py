@@ -58,6 +58,7 @@ class Meeting:
         Raises:
             MeshError: another rank does something else, has ended, or does not arrive within the store's timeout.
         """
+        # The first rank names the attempt; a second method at the same event refuses it.
         place, mine = f"{self.prefix}meet/{number}", f"{self.rank}.{time.time_ns()}"
         self._joined = attempt = store.compare_set(place, "", mine).decode()
         self.invited = None

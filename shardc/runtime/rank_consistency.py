@@ -100,6 +100,7 @@ class Agreement:
             self._meeting.goes_on(self._connected(), self.number + 1, act.lines[0][1])
         past, key = self._past, act.key
         expected = past[-self._period] if self._period <= len(past) else None
+        # Not predicted: the new period is the distance to the last occurrence of this event.
         if key != expected:
             since = next((at for at, done in enumerate(reversed(past), 1) if done == key), None)
             self._period = since or self._period
@@ -145,7 +146,7 @@ class Agreement:
 
     @contextmanager
     def reduces(self, method: str) -> Iterator[None]:
-        """Context manager: `runs` for a ``method`` that calls torch's own collectives."""
+        """Context manager like `runs`, around a ``method`` that calls torch's own collectives."""
         try:
             with self.runs(method):
                 yield

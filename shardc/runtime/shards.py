@@ -40,7 +40,7 @@ def shard(x: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 
 
 def scatter_terms(x: torch.Tensor, layout: Layout, generator: torch.Generator) -> list[torch.Tensor]:
-    """Like `shard`, with random integers as terms of partial sums."""
+    """Splits global ``x`` into shards; partial axes get random integer terms that reduce to it."""
     mesh, terms = layout.mesh, [x]
     for axis, op in layout.partial:
         terms = [part for term in terms for part in _split_term(term, op, mesh.size(axis), generator)]

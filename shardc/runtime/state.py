@@ -71,7 +71,7 @@ class Build(Protocol):
         """Whether the plan marks an input as different on each rank (`shardc.per_rank`)."""
 
     def numbered(self, names: Sequence[str]) -> dict[int, int]:
-        """Maps the position of an input that holds row numbers of a rank's shard of another input to the latter's."""
+        """Maps the position of each input that holds row numbers to that of the input whose rows it indexes."""
 
     def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Layout]: ...
 

@@ -24,7 +24,7 @@ Key = tuple[str, Layout]  # a parameter and the layout of its local sum
 
 @dataclass(eq=False)
 class Sync:
-    """Which gradients backwards leave unreduced, and their local sums so far.
+    """Settings of the gradients that backwards leave unreduced, and their local sums so far.
 
     Args:
         levels: FSDP level of each parameter (0 without an ``fsdp`` entry).

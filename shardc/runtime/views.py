@@ -166,6 +166,7 @@ def views_of(
         else:
             stray.add(view.at)
 
+    # Views of another output, of an input or buffer, or of a tensor that is not returned (grouped below).
     for at, output in returned.items():
         if output.of_output is not None:
             source = at_index[output.of_output]
@@ -187,6 +188,7 @@ def views_of(
         elif memory_of(feed[takes["param", output.of]]) != memory_of(outputs[at]):
             stray.add(at)
     bases: list[Base] = []
+    # Outputs that share a memory that is not returned: a single one is a plain view, several need a common base.
     for group in hidden.values():
         if len(group) == 1:
             at = group[0]
@@ -204,6 +206,7 @@ def views_of(
             ops = (partial(_at, place),)
             detached = at not in differentiable and bool(base.split)
             views[at] = View(at, source, False, ops, returned[at], detached)
+    # Copies here: if they overlap another output on one device, a write would not reach it, so it is refused.
     firsts = {returned[at].first for at in stray}
     read_only = {at for at, output in returned.items() if output.first in firsts and output.overlaps}
     read_only.difference_update(at for at, view in views.items() if view.from_feed and view.output.itself)
