@@ -142,10 +142,7 @@ def shard(
     References to the model (in a logger, a callback) then are to the compiled module. Its parameters are new tensors.
     An optimizer of the old ones gets the new ones at its next step, or raises if it has state. Other uses of an old one
     (clipping, a penalty, another model that shares it) are forwarded to the new one. Earlier copies, such as an average
-    of the weights, stay unsharded.
-
-    Args:
-        model, mesh, plan, loss, backend, options, precompiled, dynamic, init_sync: as for `compile`.
+    of the weights, stay unsharded. Arguments are those of `compile`.
 
     Raises:
         InputError: ``model`` is a function, or has gradients or wrapper subclass tensors; others as for `compile`.
