@@ -1,8 +1,8 @@
 """shardc: a sharding compiler for PyTorch."""
 
-from shardc.ir.gc_control import outgrown
+from shardc.ir.gc_control import outgrown as _outgrown
 
-with outgrown():  # collections would take a quarter of the time that these imports take
+with _outgrown():  # collections would take a quarter of the time that these imports take
     from shardc import optim
     from shardc.api import compile, shard
     from shardc.custom_ops import local
@@ -64,3 +64,8 @@ __all__ = [
     "train_step",
     "value_and_grad",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names only: importing a submodule binds its name here, too."""
+    return sorted([*__all__, "__version__"])

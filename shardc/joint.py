@@ -175,10 +175,12 @@ def build_joint(request: Request, captured: Captured | None = None) -> Joint:
     bound = bound_of(request, captured, pins)
     pipeline = passes.pipeline(bound, options, captured.fake_mode, device, (min_cut, must_recompute, must_save))
     graphs: dict[str, fx.Graph] = {}
-    looking: list[passes.Hook] = [*([Verify(mesh)] if options.verify else ()), *options.hooks]
-    for hook in (recorder := StageRecorder(graphs), *looking):
+    # The verifier is first: the others take a valid graph.
+    verifier = [Verify(mesh)] if options.verify else []
+    recorder, work = StageRecorder(graphs), Work(mesh)
+    for hook in (*verifier, recorder, *options.hooks):
         hook.after("capture", captured.graph)
-    hooks = [*([recorder] if request.keep_stages else ()), (work := Work(mesh)), *looking]
+    hooks = [*verifier, *([recorder] if request.keep_stages else ()), work, *options.hooks]
     local = pipeline.until(CUT).run(captured.graph, *hooks)
     return Joint(bound, options, captured, pipeline, local, graphs, work.ops, work.flops)
 

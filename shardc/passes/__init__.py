@@ -81,6 +81,9 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
         fake_mode: mode of the captured graph's fake values.
         device: the device that the program runs on.
         cut: (partitioner of a joint graph, marks a node as recomputed in backward, marks a node as saved).
+
+    Raises:
+        InputError: ``options.pipeline`` returns an order in which a pass runs without one that it requires.
     """
     mesh, cost = plan.mesh, options.cost
     settings = options.with_plan_settings(plan.plan)
@@ -142,4 +145,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
     )  # fmt: skip
     if (silent := options.silent()) != frozenset():
         passes = passes.after(PlanMemory.name, Silence(silent))
-    return passes if options.pipeline is None else options.pipeline(passes)
+    if options.pipeline is not None:
+        passes = options.pipeline(passes)
+        passes.check_requires()
+    return passes

@@ -236,6 +236,7 @@ class Algorithms:
     cost: CostModel
     algorithms: tuple[Algorithm, ...] = ALGORITHMS
     name = "algorithms"
+    requires = ("partition",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         native = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in _KINDS]

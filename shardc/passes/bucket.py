@@ -53,6 +53,7 @@ class Bucket:
     size: int
     direct: bool = False
     name = "bucket"
+    requires = ("partition",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         priority = places(gm.graph)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from shardc.errors import VerifyError
 from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -24,7 +25,7 @@ from shardc.verify.collective_equivalence import Collective, collectives
 from shardc.verify.identity import Program, changed, fingerprints, of_outputs, program, respelled, same
 from shardc.verify.report import reporting
 from shardc.verify.state import State
-from shardc.verify.subject import Subject, no_rules
+from shardc.verify.subject import Check, Subject, no_rules
 
 
 def check(
@@ -50,6 +51,7 @@ def check(
 KEEP_VALUES = ("bucket", "algorithms", "schedule", "plan_memory")
 KEEP_ORDER = ("plan_memory",)
 ALGORITHMS = "algorithms"  # may replace a collective by other ops
+ON_HALVES = (*KEEP_VALUES, "partition", "skip_regather", "silence", "absent")  # shardc's own passes on halves
 
 
 class Verify(Hook):
@@ -76,7 +78,7 @@ class Verify(Hook):
             if stage in MOVING:
                 self.program = check(gm, self.mesh, stage, self.program, spec=self.spec)
             else:
-                verify(gm, self.mesh, stage, agrees, spec=self.spec)
+                _check(Subject(gm, self.mesh, agrees), stage, SPECS[self.spec], stage not in SPECS)
                 self.program = None  # other passes change values on purpose
 
 
@@ -112,7 +114,7 @@ class VerifyHalf(Hook):
         if stage not in self.overlaps and self.state.is_of(last):
             return
         subject = Subject(gm, self.mesh, no_rules, self.causes)
-        check_all(subject, stage, (*HALF, check_waits) if stage in self.overlaps else HALF)
+        _check(subject, stage, (*HALF, check_waits) if stage in self.overlaps else HALF, stage not in ON_HALVES)
         if stage not in KEEP_VALUES:
             self.prints = None
         elif not self.state.computes(last):
@@ -123,6 +125,21 @@ class VerifyHalf(Hook):
             self.replaced = respelled(gm.graph, self.prints, self.replaced)
         if stage in KEEP_ORDER and (moved := halves.moved(self.order, gm.graph)) is not None:
             raise broken(subject, stage, *moved)
+
+
+def _check(subject: Subject, stage: str, checks: Iterable[Check], of_user: bool) -> None:
+    """Raises VerifyError for what ``checks`` find; if the pass is the user's, with the invariant that it breaks."""
+    for invariant in checks:
+        try:
+            check_all(subject, stage, (invariant,))
+        except VerifyError as error:
+            if not of_user:
+                raise
+            text = (invariant.__doc__ or "").partition("\n")[0]
+            fix = f"mend the pass {stage!r}: what runs after it requires: {text or 'only ops that are legal here.'}"
+            raise VerifyError(
+                error.what, plan_entry=error.plan_entry, source=error.source, program=error.program, fix=fix
+            ) from None
 
 
 def agrees(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | None:

@@ -45,6 +45,7 @@ class Collectives:
 
     cost: Pricing = CostModel()
     name = "collectives"
+    requires = ("reshard",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         reshards = dict.fromkeys(node for node in gm.graph.nodes if node.target is ops.reshard)

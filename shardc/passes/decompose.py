@@ -72,6 +72,7 @@ class Decompose:
     pieces: int | str = "auto"
     report: Callable[[Candidate], None] | None = field(default=None, compare=False, repr=False)
     name = "decompose"
+    requires = ("localize",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         if self.pieces == 1 or (self.cost is None and self.pieces == "auto"):

@@ -30,6 +30,7 @@ class Settle:
     """
 
     name = "settle"
+    requires = ("localize",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         graph, priority = gm.graph, places(gm.graph)

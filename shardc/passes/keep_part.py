@@ -34,6 +34,7 @@ class KeepPart:
 
     axes: Mapping[str, tuple[str, ...]]
     name = "keep_part"
+    requires = ("collectives",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         rewriter = GraphRewriter(gm.graph)

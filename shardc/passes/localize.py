@@ -53,6 +53,7 @@ class Localize:
     fake_mode: Any
     device: torch.device
     name = "localize"
+    requires = ("collectives",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         emitter = Emitter(self.mesh, self.fake_mode, self.device)

@@ -42,6 +42,7 @@ class Objective:
     grad_scale: float = 1.0
     own_losses: bool = True
     name = "objective"
+    requires = ("propagate",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         rewriter, graph = GraphRewriter(gm.graph), gm.graph

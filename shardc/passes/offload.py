@@ -43,6 +43,7 @@ class Offload:
     device: torch.device = HOST
     pending: frozenset[str] = frozenset()
     name = "offload"
+    requires = ("localize",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         graph, rewriter = gm.graph, GraphRewriter(gm.graph)

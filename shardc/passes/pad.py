@@ -77,6 +77,7 @@ class Pad:
     fake_mode: Any
     device: torch.device
     name = "pad"
+    requires = ("seed",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         tags = (node for node in gm.graph.nodes if node.target is ops.tag)

@@ -52,6 +52,7 @@ class Partition:
     save: Mark
     collectives: str = "auto"
     name = "partition"
+    requires = ("localize",)
 
     def __call__(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None]:
         forward_outputs = [role for role, _ in ir.outputs(gm.graph) if role.kind != "grad"]

@@ -15,7 +15,10 @@ from shardc.validate import near
 
 
 class Pass(Protocol):
-    """Interface of a pass: a frozen dataclass that takes a graph and returns one, often the same one, changed."""
+    """Interface of a pass: a frozen dataclass that takes a graph and returns one, often the same one, changed.
+
+    It may have an attribute ``requires``: names of passes that must run before it.
+    """
 
     name: str
 
@@ -58,6 +61,17 @@ class Pipeline:
     def names(self) -> tuple[str, ...]:
         """Names of the passes in order."""
         return tuple(pass_.name for pass_ in self.passes)
+
+    def check_requires(self) -> None:
+        """Raises InputError if a pass runs without a pass that it requires, or before it."""
+        for at, pass_ in enumerate(self.passes):
+            for name in getattr(pass_, "requires", ()):
+                if name in self.names[:at]:
+                    continue
+                what = "runs after it" if name in self.names else "is not in the pipeline"
+                moved = f"insert it behind that one: passes.after({name!r}, ...)"
+                fix = moved if name in self.names else f"leave {name!r} in the pipeline"
+                raise InputError(f"the pass {pass_.name!r} requires {name!r}, which {what}", fix=fix)
 
     def run(self, gm: fx.GraphModule, *hooks: Hook) -> fx.GraphModule:
         """Runs the passes on ``gm``, with ``hooks`` called around each.

@@ -40,6 +40,7 @@ class PlanMemory:
 
     mesh: Mesh
     name = "plan_memory"
+    requires = ("partition",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         slots: list[Slot] = []

@@ -44,6 +44,7 @@ class Precision:
     stored: Mapping[str, torch.dtype] = field(default_factory=dict)
     deferred: Deferred = NOTHING
     name = "precision"
+    requires = ("propagate",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         rewriter, output = GraphRewriter(gm.graph), ir.output_node(gm.graph)

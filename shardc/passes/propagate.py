@@ -72,6 +72,7 @@ class Propagate:
     problem: Problem
     chooser: Chooser
     name = "propagate"
+    requires = ("seed",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         wanted = self.chooser(self.problem, gm.graph)

@@ -26,6 +26,7 @@ class Reshard:
     """
 
     name = "reshard"
+    requires = ("propagate",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         inserted: dict[tuple[fx.Node, Layout], fx.Node] = {}

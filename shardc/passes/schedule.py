@@ -51,6 +51,7 @@ class Schedule:
     blocking: bool = False
     prefetch: tuple[Prefetch, ...] = ()
     name = "schedule"
+    requires = ("partition",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         priority = places(gm.graph)

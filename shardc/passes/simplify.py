@@ -37,6 +37,7 @@ class Simplify:
 
     cost: Pricing
     name = "simplify"
+    requires = ("reshard",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         _share_before_moves(gm.graph)

@@ -30,6 +30,7 @@ class Silence:
 
     kinds: frozenset[str] | None = None
     name = "silence"
+    requires = ("partition",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         rewriter = GraphRewriter(gm.graph)

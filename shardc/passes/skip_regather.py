@@ -21,6 +21,7 @@ class SkipRegather:
     """
 
     name = "skip_regather"
+    requires = ("partition",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         calls = [node for node in gm.graph.nodes if node.op == "call_function"]

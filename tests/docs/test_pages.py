@@ -31,6 +31,7 @@ def test_there_are_pages() -> None:
         "accelerators.md",
         "auto.md",
         "experts.md",
+        "extending.md",
         "sequence.md",
         "troubleshooting.md",
         "coming_from.md",

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import shardc
-from shardc.errors import InputError
+from shardc.errors import InputError, VerifyError
 from shardc.ir.layout import Layout
 from shardc.passes import Bucket, Hook, Pipeline, Propagate, Simplify
 from shardc.passes.greedy import Greedy
@@ -143,3 +143,47 @@ def test_a_users_pass_behind_collectives_is_in_the_reduction_too() -> None:
     sums = Layout.whole(program.mesh, (8, 8)).replace(partial=[("dp", "sum")])
     program.reduction([("weight", sums, torch.float32)])
     assert notes[before:] == ["mine"]
+
+
+@dataclass(frozen=True)
+class OnLocalShapes:
+    """Needs local shapes."""
+
+    name = "on_local_shapes"
+    requires = ("localize",)
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        return gm
+
+
+@dataclass(frozen=True)
+class Reorders:
+    """Breaks what later passes require: moves the last op to the front of the graph."""
+
+    name = "reorders"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+        calls[0].prepend(calls[-1])
+        return gm
+
+
+def test_a_pass_runs_behind_those_that_it_requires() -> None:
+    assert lower(shardc.Options(pipeline=lambda passes: passes.before("offload", OnLocalShapes())))
+    too_early = (
+        "'on_local_shapes' requires 'localize', which runs after it\n  fix: insert it behind that one: passes.after"
+    )
+    with pytest.raises(InputError, match=too_early):
+        lower(shardc.Options(pipeline=lambda passes: passes.before("reshard", OnLocalShapes())))
+    with pytest.raises(InputError, match="'localize' requires 'collectives', which is not in the pipeline"):
+        lower(shardc.Options(pipeline=lambda passes: passes.without("keep_part", "collectives")))
+
+
+@pytest.mark.parametrize("last", ["canonicalize", "reshard", "settle", "skip_regather", "schedule"])
+def test_a_pass_that_breaks_what_later_ones_require_is_told_which(last: str) -> None:
+    wrong = (
+        r"after reorders: .*is not above it(.|\n)*fix: mend the pass 'reorders': what runs after it requires: "
+        "Nodes are in a legal order."
+    )
+    with pytest.raises(VerifyError, match=wrong):
+        lower(shardc.Options(pipeline=lambda passes: passes.after(last, Reorders())))
