@@ -1,8 +1,8 @@
-"""Attention whose queries and keys may be split: an op that knows where in the sequence its elements stand.
+"""Attention of split queries and keys, as an op that knows the positions of its elements in the sequence.
 
-A kernel's causal mask is of places in the tensors that it gets. At global shapes `call` and `gradient` are of places in
-the whole sequence, so they mean the same however queries and keys lie. On one rank (`shardc.rules.sequence_attention`)
-they stand for kernels: of a piece of the keys each gives its part of the output, and the log-sum-exp of its scores.
+A kernel's causal mask counts positions in the kernel's tensors. `call` and `gradient` have global shapes and count
+positions in the sequence, so their meaning does not depend on layouts. On a rank (`shardc.rules.sequence_attention`)
+kernels replace them: each computes the partial output for a block of keys, and the log-sum-exp of its scores.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def call(
     Args:
         query: [b, h, q, e].
         key, value: [b, g, k, e] and [b, g, k, f]; h is a multiple of g.
-        bias: added to the scores: [b, h, q, k], or what broadcasts to it.
-        causal: the query at place i sees the keys up to place i.
-        later: bool []: if it holds, the query at place i sees the keys before place i alone.
+        bias: added to the scores: [b, h, q, k], or a shape that broadcasts to it.
+        causal: the query at position i sees the keys up to position i.
+        later: bool []: if true, the query at position i sees only the keys before position i.
 
     Returns:
-        [b, h, q, f], and the log-sum-exp of each query's scores, [b, h, q]: 0 of one that sees nothing, but -inf if
+        [b, h, q, f], and the log-sum-exp of each query's scores, [b, h, q]; for a query that sees no key 0, or -inf if
         that is because of ``later``.
     """
     if later is not None:
@@ -67,7 +67,7 @@ def gradient(
     causal: bool, scale: float, keys: int, axis: str = "", method: str = "", around: bool = False,
     later: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of query, key and value; ``out`` and ``sums`` may be those of more keys than these."""
+    """Return the gradients of query, key and value; ``out`` and ``sums`` may be totals over more keys than these."""
     if later is not None:
         return _gradient_later(grad, query, key, value, out, sums, bias, scale, keys, later)
     whole = key.shape[2]
@@ -128,13 +128,12 @@ def _gradient_later(
 
 
 def _turned(x: Tensor, later: Tensor, by: int) -> Tensor:
-    """Return ``x``, [b, h, q, ...], with query i at the place of query i + ``by`` in a circle, where ``later``
-    holds."""
+    """Return ``x``, [b, h, q, ...], with queries rotated by ``by`` positions if ``later`` is true."""
     return _by_place(torch.where(later, x.roll(by, 2), x))
 
 
 def _at(sums: Tensor, row: int) -> Tensor:
-    """bool [q]: which query is the one in ``row``."""
+    """Return bool [q]: whether the query is number ``row``."""
     places = torch.arange(sums.shape[2], device=sums.device)
     return places == row % sums.shape[2]
 
@@ -147,17 +146,17 @@ def _true(key: Tensor, value: Tensor, bias: Tensor | None, keys: int) -> tuple[T
 
 
 def _square(causal: bool, query: Tensor, key: Tensor) -> bool:
-    """Return whether every kernel means the same by its causal mask."""
+    """Return whether all kernels agree on the meaning of the causal mask for these shapes."""
     return not causal or query.shape[2] == key.shape[2]
 
 
 def _by_head(x: Tensor, query: Tensor) -> Tensor:
-    """Keys or values for each head of the queries."""
+    """Return keys or values repeated for each head of the queries (GQA)."""
     return x.repeat_interleave(query.shape[1] // x.shape[1], 1)
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """[b, h, q, k], in float32 at least."""
+    """Return the scores [b, h, q, k], in float32 at least."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(wide) @ _by_head(key, query).to(wide).transpose(-1, -2) * scale
     scores = scores if bias is None else scores + bias
@@ -180,7 +179,7 @@ def _written_out(
 
 
 def _by_place(x: Tensor) -> Tensor:
-    """Return ``x`` with what belongs to one place of the sequence side by side, as models take it."""
+    """Return ``x`` in the memory order of models: [b, sequence, heads, features]."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 

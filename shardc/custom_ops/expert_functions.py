@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class PerRow:
-    """Shape and dtype of what a body has for each row."""
+    """Shape and dtype of a tensor per row of a `Body`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,13 +34,13 @@ class Body:
     """The function of one expert on its ``n`` rows, as a forward and a backward graph.
 
     Args:
-        forward: a graph of ``n``, rows [n, d], scale [n, 1] and one expert's parameters; it gives the rows' results
-            [n, o], then what ``saved`` says.
-        backward: a graph of ``n``, the results' gradient, rows, scale, parameters and what was saved; it gives the
-            gradients of rows, scale and parameters, None where there is none.
-        result: of each row.
-        saved: what the forward keeps for the backward.
-        flops: operations of a row, forward and backward.
+        forward: graph from ``n``, rows [n, d], scale [n, 1] and one expert's parameters to the results [n, o] and the
+            saved values.
+        backward: graph from ``n``, the results' gradient, rows, scale, parameters and saved values to the gradients of
+            rows, scale and parameters; None for those without gradient.
+        result: type of the result per row.
+        saved: types of the values that forward saves for backward, per row.
+        flops: operations per row of forward and backward.
     """
 
     forward: fx.Graph
@@ -51,12 +51,14 @@ class Body:
 
     @cached_property
     def name(self) -> str:
-        """A name by content: equal bodies have the same name in every process."""
+        """Return a name by content: equal bodies have the same name in every process."""
         return "experts." + hashlib.sha256(json.dumps(self.to_json()).encode()).hexdigest()[:8]
 
     @cached_property
     def run_forward(self) -> Callable[..., Any]:
-        """``forward``, which takes places for what it saves besides, and gives the rows' results alone."""
+        """Return ``forward`` with output buffers for the saved values as further arguments; its only results are the
+        rows'.
+        """
         graph = _copy(self.forward)
         out, *saved = _outputs(graph)
         for at, node in enumerate(saved):
@@ -65,7 +67,9 @@ class Body:
 
     @cached_property
     def run_backward(self) -> Callable[..., Any]:
-        """``backward``, which takes places for the parameters' gradients besides, and fills those that it can."""
+        """Return ``backward`` with output buffers for the parameters' gradients as further arguments, which it fills if
+        it can.
+        """
         assert self.backward is not None, f"{self.name} has no gradient"
         graph = _copy(self.backward)
         rows, scale, *params = _outputs(graph)
@@ -74,16 +78,16 @@ class Body:
 
     @cached_property
     def grouped_forward(self) -> Callable[..., Any] | None:
-        """``forward`` for the rows of all experts at once, if it has such a form (`shardc.custom_ops.grouped`)."""
+        """Return ``forward`` for the rows of all experts at once, if there is such a form (see ``grouped``)."""
         return grouped(self.forward, 1 + len(self.saved))
 
     @cached_property
     def grouped_backward(self) -> Callable[..., Any] | None:
-        """``backward`` in the same way."""
+        """Return ``backward`` for the rows of all experts at once, if it has such a form."""
         return None if self.backward is None else grouped(self.backward, 2)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the body as plain data, which `from_json` reads."""
+        """Return the body as plain data for `from_json`."""
 
         def per_row(value: PerRow) -> list[Any]:
             return [list(value.shape), str(value.dtype).removeprefix("torch.")]
@@ -98,13 +102,13 @@ class Body:
 
     @classmethod
     def from_json(cls, data: Any, allowed: Callable[[Any], bool]) -> Body:
-        """Read a body from what `to_json` returned.
+        """Return the body that `to_json` encoded.
 
         Args:
             allowed: whether a graph may call an op.
 
         Raises:
-            TextError: it wrote something else.
+            TextError: the data is not a body.
         """
 
         def per_row(entry: Any) -> PerRow:
@@ -125,15 +129,15 @@ _bodies: dict[str, Body] = {}
 
 
 def register(body: Body) -> Body:
-    """Return ``body``, or the one of its name that is there."""
+    """Register ``body`` and return it, or the registered body of the same name."""
     return _bodies.setdefault(body.name, body)
 
 
 def body_of(name: str) -> Body:
-    """Return the body that an op of a graph names.
+    """Return the registered body called ``name``.
 
     Raises:
-        RuleError: nothing of that name was captured or loaded here.
+        RuleError: no body of that name was captured or loaded in this process.
     """
     if name not in _bodies:
         raise RuleError(f"no experts are known by the name {name!r}", fix="capture, or load, the model that has them")
@@ -141,7 +145,7 @@ def body_of(name: str) -> Body:
 
 
 def bodies_in(graph: fx.Graph) -> list[str]:
-    """Return the names of the bodies that the ops of ``graph`` name."""
+    """Return the names of the bodies that ops of ``graph`` use."""
     arguments = (node.args[-1] for node in graph.nodes if getattr(node.target, "namespace", "") == "shardc_experts")
     return sorted({name for name in arguments if isinstance(name, str) and name in _bodies})
 
@@ -159,7 +163,7 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 
 def _outputs(graph: fx.Graph) -> list[Any]:
-    """Return the results; the output node is taken away."""
+    """Remove the output node and return its arguments."""
     end = next(iter(reversed(graph.nodes)))
     results: Any = end.args[0]
     graph.erase_node(end)
@@ -183,7 +187,7 @@ def _into(graph: fx.Graph, node: fx.Node, place: fx.Node) -> None:
 
 
 def _product(graph: fx.Graph, gradient: Any, place: fx.Node) -> Any:
-    """Return ``gradient``; in ``place`` if it is a product, also one that is turned round."""
+    """Return ``gradient``, written into ``place`` if it is a matrix product, possibly transposed."""
     node, turned = gradient, False
     while isinstance(node, fx.Node) and node.target in (aten.t.default, aten.detach.default):
         turned ^= node.target is aten.t.default

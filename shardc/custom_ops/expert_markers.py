@@ -1,7 +1,7 @@
-"""Marker ops around the function of one expert in a trace; outside of a trace the experts run one by one.
+"""Marker ops around the function of one expert in a trace; without a trace the experts run one by one.
 
-The markers are ops. The first gives one expert's parameters and, as its rows, all tokens; the last takes its
-result. The pass `shardc.passes.experts` makes one op of what stands between, and of its gradient.
+The first marker returns one expert's parameters and, as its rows, all tokens; the last takes its result. The pass
+`shardc.passes.experts` turns the ops between them, and their gradient, into one op each.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ Function = Callable[..., Tensor]
 
 
 def experts(function: Function) -> Function:
-    """Return ``function`` of one expert, as a function of all of them, for a model of one's own.
+    """Turn the function of one expert into a function of all experts of a layer; a decorator.
 
     Write what one expert does with its rows, ``function(rows, *weights) -> rows``: each row of the result from that row
     of the argument alone. `shardc.ep` then splits the experts over an axis. In a model that is not compiled, the
@@ -125,7 +125,7 @@ def experts(function: Function) -> Function:
 def one_by_one(
     function: Function, x: Tensor, index: Tensor, weight: Tensor, params: Sequence[Tensor], scaled: bool = False
 ) -> Tensor:
-    """Run the experts one after the other, as one device computes them.
+    """Run the experts one after the other, as on one device.
 
     Args:
         scaled: ``function`` takes the rows' weights, [n, 1], as its second argument and applies them itself.

@@ -1,10 +1,10 @@
-"""Mixtures of experts: rows that are sent to the experts that a router chose for them, as ops.
+"""Mixtures of experts as ops: each token's row is processed by the experts that a router chose for it.
 
-A token goes to ``k`` of the ``e`` experts. An expert takes one row for each token that chose it, and a token's result
-is the weighted sum of what its experts made of it. `call` and `gradient` say this for all experts and all tokens at
-once, at global shapes. What one expert does with its rows is a `Body`, which every graph names by ``body``.
+A token chooses ``k`` of ``e`` experts. An expert gets one row for each token that chose it, and a token's result is the
+weighted sum of its experts' results. `call` and `gradient` do this for all experts and tokens, at global shapes. The
+function of one expert is a `Body`, which the ops name by ``body``.
 
-On one rank (`shardc.rules.routed_experts`) rows are sorted by expert and `run` takes those of the rank's own experts.
+On a rank (`shardc.rules.routed_experts`) rows are sorted by expert, and `run` processes those of the rank's experts.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ _noted: Noted | None = None
 
 @contextmanager
 def noting() -> Iterator[Noted]:
-    """Gives a list that gets, of each layer of experts that runs within, how many of this rank's choices each expert
-    has, and the group of ranks that have others."""
+    """Context that yields a list of (this rank's choices per expert, group of ranks with others) for each layer that
+    runs.
+    """
     global _noted
     before, _noted = _noted, []
     try:
@@ -62,18 +63,19 @@ def noting() -> Iterator[Noted]:
 
 
 def experts_in(graph: fx.Graph) -> list[str]:
-    """Return the modules whose experts `noting` hears of when ``graph`` runs, in order."""
+    """Return the modules of the layers that `noting` records when ``graph`` runs, in order."""
     names = (info(node).name for node in graph.nodes if node.target is NOTED)
     return [name.rpartition(".noted")[0].rpartition("call")[0].rstrip(".") for name in names]
 
 
 def _note(index: Tensor, experts: int, over: str) -> Tensor:
-    """Return ``index``; `noting` hears of it. Choices of no expert, which fill up a batch, go to all of them evenly.
+    """Return ``index``, and record it for `noting`; choices without an expert, from padding, are spread evenly over
+    all.
 
     Args:
-        index: [t, k], ``experts`` where it is a choice of none.
-        experts: how many there are in all.
-        over: the group of ranks that have other tokens, "" if all have the same.
+        index: [t, k]; the value ``experts`` stands for no expert.
+        experts: number of all experts.
+        over: group of ranks that have other tokens; "" if all have the same.
     """
     if _noted is not None:
         chosen = index.flatten()
@@ -84,7 +86,7 @@ def _note(index: Tensor, experts: int, over: str) -> Tensor:
 
 
 def _order(key: Tensor, count: int) -> list[Tensor]:
-    """Return the order that sorts ``key``, the place of each entry in it, and where each of ``count`` keys ends."""
+    """Return the permutation that sorts ``key``, its inverse, and the end of each of ``count`` keys."""
     values, order = key.sort(stable=True)
     ends = torch.searchsorted(values, torch.arange(count, device=key.device), right=True)
     return [order, _inverse(order), ends]
@@ -95,14 +97,14 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def _arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
-    """Rows that came rank by rank, of each rank expert by expert, sorted by expert.
+    """Sort received rows, which are ordered by rank and then by expert, by expert.
 
     Args:
-        came: int64 [ranks e]: how many of each.
-        rows: how many there is room for.
+        came: int64 [ranks e]: the number of rows of each.
+        rows: number of rows that there is room for.
 
     Returns:
-        the order, the place of each row in it, and where each expert's end.
+        the permutation, its inverse, and the end of each expert's rows.
     """
     experts = came.numel() // ranks
     run = torch.searchsorted(came.cumsum(0), torch.arange(rows, device=came.device), right=True)
@@ -112,14 +114,14 @@ def _arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
 
 
 def _within(sends: Tensor, most: Tensor, rows: int) -> Tensor:
-    """Return ``sends``, if there is room for what comes everywhere.
+    """Return ``sends``, if every rank has room for the rows that it would receive.
 
     Args:
-        most: int64 [1]: how many rows come to the rank to which the most do.
-        rows: how many there is room for.
+        most: int64 [1]: the largest number of rows that a rank would receive.
+        rows: number of rows that there is room for.
 
     Raises:
-        InputError: there is not; on every rank, before a row is sent.
+        InputError: a rank has not; raised on every rank, before a row is sent.
     """
     if (come := int(most)) > rows:
         raise InputError(
@@ -130,12 +132,12 @@ def _within(sends: Tensor, most: Tensor, rows: int) -> Tensor:
 
 
 def _counts(ends: Tensor) -> Tensor:
-    """Return how many entries each key has, of which ``ends`` says where they end."""
+    """Return the number of entries per key from ``ends``, the end of each key's entries."""
     return ends.diff(prepend=ends.new_zeros(1))
 
 
 def sort(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return the choices of ``index`` [t, k] sorted by expert, int64 [t k], and where each expert's end, int64 [e]."""
+    """Return the choices of ``index`` [t, k] sorted by expert, int64 [t k], and the end of each expert's, int64 [e]."""
     chosen, order = index.flatten().sort(stable=True)
     return order, torch.searchsorted(chosen, torch.arange(experts, device=index.device), right=True)
 
@@ -163,9 +165,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _live(take: Tensor, ends: Tensor, expected: int) -> tuple[Tensor, Tensor]:
-    """Return the rows to compute at once, int64 [n], and which of them are for this rank's experts, bool [n, 1].
+    """Return the rows to compute, int64 [n], and which of them are for this rank's experts, bool [n, 1].
 
-    The host waits for their number where there is room for many more than are expected.
+    If there is room for many more rows than expected, the host waits for their number.
     """
     rows = take.shape[0] if take.shape[0] <= 2 * expected else int(ends[-1])
     return take[:rows], torch.arange(rows, device=take.device).unsqueeze(1) < ends[-1]

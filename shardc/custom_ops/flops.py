@@ -1,7 +1,7 @@
-"""Operations of dense ops by the shapes of their arguments: the one count that layouts and predictions go by.
+"""Counts the operations of dense ops by the shapes of their arguments, for layouts and predictions alike.
 
-Dense are matrix products, attention, convolution and recurrent layers. They count as in torch, whose counter does not
-know all of them.
+Dense ops are matrix products, attention, convolution and recurrent layers. They count as in torch, whose counter does
+not know all of them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ def _steps(gates: Size, weight: Size) -> int:
 
 
 def _attention(q: Size, k: Size, v: Size, *_: Any) -> int:
-    """Scores and their weighted sums, [batch, heads, length, width]; k and v may have fewer heads than q."""
+    """Return the operations of scores and weighted sums, [batch, heads, length, width]; k and v may have fewer heads
+    than q.
+    """
     return 2 * prod(q[:3]) * k[2] * (q[3] + v[3])
 
 
 def _attention_gradient(grad: Size, q: Size, k: Size, v: Size, *_: Any) -> int:
-    """Return the scores again, then the gradients of all three and of the weights."""
+    """Return the operations of recomputing the scores, and of the gradients of weights, q, k and v."""
     return 2 * prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3])
 
 
@@ -62,17 +64,17 @@ def is_dense(target: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_attention(target: Any) -> bool:
-    """Return whether a dense op is an attention, which reaches another share of the peak."""
+    """Return whether a dense op is attention, which reaches another share of the peak rate."""
     return is_dense(target) and "attention" in str(target)
 
 
 @lru_cache(maxsize=4096)
 def flops(target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], result: Any) -> int:
-    """Operations of a dense op.
+    """Return the operations of a dense op.
 
     Args:
-        args, kwargs: the call's, with shapes in the place of tensors.
-        result: the shape of its result, or those of its results.
+        args, kwargs: those of the call, with shapes in place of tensors.
+        result: shape of the result, or of each result.
     """
     if target in _OTHERS:
         return int(_OTHERS[target](*args))

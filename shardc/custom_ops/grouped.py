@@ -1,7 +1,7 @@
-"""Grouped matrix products: the function of one expert, rewritten for the sorted rows of all experts at once.
+"""Grouped matrix products: rewrites the function of one expert for the sorted rows of all experts at once.
 
-A body of products with one expert's weights, and of ops that look at one row alone, becomes a few kernels for all
-experts, whatever the routing; no number comes to the host for them.
+A `Body` of products with an expert's weights and of row-wise ops becomes a few kernels for all experts, whatever the
+routing. They need no number on the host.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _AT = {  # where an op of one row says along which dim
 
 
 def suits(x: Tensor, params: list[Tensor]) -> bool:
-    """Return whether grouped kernels take these: on a GPU in bf16, in steps of 16 bytes."""
+    """Return whether grouped kernels support these tensors: bf16 on a GPU, with rows of a multiple of 16 bytes."""
     even = all(size % 8 == 0 for param in params for size in param.shape[1:])
     return x.is_cuda and even and {x.dtype, *(param.dtype for param in params)} == {torch.bfloat16}
 
 
 def grouped(graph: fx.Graph, experts_from: int) -> Callable[..., Any] | None:
-    """Return ``graph`` of a `Body` for the rows of all experts, or None where it does something else.
+    """Return ``graph`` of a `Body` for the rows of all experts, or None if it has other ops.
 
     Args:
-        experts_from: from this result on they are of experts; those before are of rows.
+        experts_from: index of the first result that is per expert; earlier results are per row.
 
     Returns:
-        A function of where each expert's rows end (int32 [e]), then as ``graph``; weights and their gradients have a
-        first dim of experts.
+        A function of the end of each expert's rows (int32 [e]) and then the arguments of ``graph``; weights and their
+        gradients have a first dim of experts.
     """
     out = fx.Graph()
     env: dict[fx.Node, Any] = {}
@@ -70,7 +70,7 @@ def grouped(graph: fx.Graph, experts_from: int) -> Callable[..., Any] | None:
 
 
 def _kind(node: fx.Node, kinds: dict[fx.Node, str]) -> str | None:
-    """Return the kind of the result of ``node``, or None if an op other than a product mixes rows."""
+    """Return whether the result of ``node`` is per row or per expert; None if an op other than a product mixes rows."""
     operands = [kinds[x] for x in node.all_input_nodes]
     if node.target is aten.mm.default:
         return {(_ROWS, _EXPERTS): _ROWS, (_TURNED, _ROWS): _EXPERTS}.get((operands[0], operands[-1]))

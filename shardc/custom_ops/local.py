@@ -1,7 +1,7 @@
-"""`shardc.local`: the collectives of a `local_map` region; each function has its gradient.
+"""`shardc.local`: differentiable collectives for `local_map` regions.
 
-On a rank of a mesh they are functional collectives over the group of an axis. Outside of a compiled model every axis
-has one rank, and they return their argument.
+On a mesh they are functional collectives over the group of an axis. Outside of a compiled model every axis has one
+rank, and they return their argument.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ops = torch.ops._c10d_functional
 
 
 def size(axis: str) -> int:
-    """Return how many ranks there are along ``axis``.
+    """Return the number of ranks along ``axis``.
 
     Raises:
         MeshError: the mesh has no such axis.
@@ -34,7 +34,7 @@ def size(axis: str) -> int:
 
 
 def index(axis: str) -> Tensor:
-    """int64 [1]: this rank's index along ``axis``."""
+    """Return this rank's index along ``axis``: int64 [1]."""
     region = ranks()
     return torch.zeros(1, dtype=torch.int64) if size(axis) == 1 or region is None else region.indices[axis]
 
@@ -50,12 +50,12 @@ def all_gather(x: Tensor, axis: str, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: str, dim: int = 0) -> Tensor:
-    """This rank's piece, along ``dim``, of the sum of the ``x`` of all ranks along ``axis``."""
+    """Return this rank's chunk, along ``dim``, of the sum of the ``x`` of all ranks along ``axis``."""
     return x if size(axis) == 1 else _apply(_scatter, _gather, x.movedim(dim, 0), axis).movedim(0, dim)
 
 
 def all_to_all(x: Tensor, axis: str, split: int, join: int) -> Tensor:
-    """Piece r of ``x`` along ``split`` goes to rank r; what comes is joined along ``join``."""
+    """Send chunk r of ``x`` along ``split`` to rank r; return the received chunks concatenated along ``join``."""
     n = size(axis)
     if n == 1:
         return x
@@ -94,7 +94,7 @@ def _exchange(x: Tensor, n: int, group: str) -> Tensor:
 
 
 class _Differentiable(torch.autograd.Function):
-    """A collective whose gradient is another one."""
+    """A collective with another collective as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_op: Collective, backward_op: Collective, n: int, group: str) -> Tensor:

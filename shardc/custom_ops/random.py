@@ -48,9 +48,9 @@ def uniform(key: Tensor, stream: int, size: Sequence[int], *, dtype: torch.dtype
 
 
 def uniform_at(call: Call, key: Any, stream: int, index: Any, numel: int, dtype: torch.dtype) -> Any:
-    """Return the numbers of the elements at flat positions ``index`` (int64, of any shape) in a tensor of ``numel``.
+    """Return the numbers at flat positions ``index`` (int64, of any shape) of a tensor of ``numel`` elements.
 
-    ``call`` makes each op: at once, or in a graph.
+    ``call`` executes each op: eagerly, or by inserting it in a graph.
     """
     first = _word(call, key, 2 * stream, index, numel)
     if dtype != torch.float64:
@@ -64,7 +64,7 @@ def uniform_at(call: Call, key: Any, stream: int, index: Any, numel: int, dtype:
 
 
 def _word(call: Call, key: Any, lane: int, index: Any, numel: int) -> Any:
-    """32 random bits, as int64 in ``range(2 ** 32)``, for each position."""
+    """Return 32 random bits for each position, as int64 in ``range(2 ** 32)``."""
     low = call(aten.bitwise_and.Scalar, key, WORD)
     high = call(aten.bitwise_and.Scalar, call(aten.bitwise_right_shift.Tensor_Scalar, key, 32), WORD)
     seed = _mix(call, call(aten.bitwise_xor.Scalar, low, _hash(lane)))
@@ -95,7 +95,7 @@ def _hash(number: int) -> int:
 
 
 def draw_key(*, device: torch.device | str = "cpu") -> Tensor:
-    """int64 [1]: the key of a step, from torch's CPU generator; all ranks take that of the first."""
+    """Return the key of a step from torch's CPU generator, int64 [1]; all ranks use that of the first."""
     return torch.randint(2**63 - 1, (1,)).to(device)
 
 

@@ -1,8 +1,8 @@
-"""All steps of a recurrent layer as one op, which is as large in a graph for one step as for a thousand.
+"""All time steps of a recurrent layer as one op, whose graph does not grow with the number of steps.
 
-What of a step depends on its input alone (``gates``) is a product outside of the op. A step adds what depends on the
-state: ``state @ weight.t()``. The gates of a GRU are reset, update, new of the input and new of the state, so that
-every gate is a sum; those of an LSTM are input, forget, cell and output, and its state is hidden and cell together.
+The products with the input (``gates``) are outside of the op. A step adds ``state @ weight.t()``. The gates of a GRU
+are reset, update, new of the input and new of the state, so that every gate is a sum; those of an LSTM are input,
+forget, cell and output, and its state is hidden and cell concatenated.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _steps(gates: Tensor, state: Tensor, weight: Tensor, cell: str) -> tuple[Ten
 def _steps_backward(
     grad: Tensor, state: Tensor, weight: Tensor, states: Tensor, activations: Tensor, cell: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the gates and of the first state, from that of the states."""
+    """Return the gradients of the gates and of the first state, given the gradient of the states."""
     size = weight.shape[1]
     grads, d = torch.empty_like(activations), torch.zeros_like(state)
     for at in reversed(range(len(activations))):

@@ -1,8 +1,7 @@
-"""Regions that communicate by themselves: a function of one rank's tensors, and where its tensors lie.
+"""Regions with their own communication (`local_map`): a function of one rank's tensors, with its layouts.
 
-A region is one opaque op in the graph from capture on, at global shapes; `shardc.passes.region` gives it its layouts
-and puts what it does on one rank in its place. Called outside of a compiled model, the function gets the whole
-tensors, and every axis has one rank: so the model that was written is the reference here as everywhere.
+From capture on a region is one opaque op at global shapes; `shardc.passes.region` gives it its layouts and replaces it
+by its ops on one rank. Outside of a compiled model the function gets global tensors, and every axis has one rank.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that a region's function runs on.
+    """The ranks that a region's function is traced for.
 
     Args:
         mesh: their mesh.
@@ -42,13 +41,13 @@ _ranks: ContextVar[Ranks | None] = ContextVar("ranks", default=None)
 
 
 def ranks() -> Ranks | None:
-    """Return the ranks of the region that is being traced; None outside, where every axis has one rank."""
+    """Return the ranks of the region being traced; None outside of one, where every axis has one rank."""
     return _ranks.get()
 
 
 @contextmanager
 def on_ranks(which: Ranks) -> Iterator[None]:
-    """Run a block in which a region's function is traced for one rank of ``which``."""
+    """Context in which a region's function is traced for one rank of ``which``."""
     token = _ranks.set(which)
     try:
         yield
@@ -63,7 +62,7 @@ class Region:
     Args:
         inputs, outputs: the layout of each argument and of each result, as `shardc.plan.spec_forms` reads them.
         source: ``file:line`` of the call of `local_map`.
-        number: what stands for it in a graph.
+        number: its id in a graph.
     """
 
     function: Function
@@ -90,13 +89,13 @@ class Region:
         return tuple(results) if self.many else results[0]
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the function's results as a list, in memory of their own."""
+        """Return the function's results as a list, none of which shares memory with an argument."""
         results = self.function(*tensors)
         argument_ids = {id(x) for x in tensors}
         return [x.clone() if id(x) in argument_ids else x.contiguous() for x in (results if self.many else (results,))]
 
     def gradients(self, tensors: Sequence[Tensor], tangents: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradient of each floating-point tensor of ``tensors``, given one for each result."""
+        """Return the gradient of each floating-point tensor of ``tensors``, given ``tangents`` for the results."""
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
             inputs = [x for x in leaves if x.requires_grad]
@@ -112,12 +111,12 @@ _regions: list[Region] = []
 
 
 def region(number: int) -> Region:
-    """Return the region that an op in a graph stands for."""
+    """Return the region with the id ``number``."""
     return _regions[number]
 
 
 def local_map(function: Function, *, in_layouts: Any, out_layouts: Any) -> Callable[..., Any]:
-    """Return ``function`` as a region of a model that runs on each rank's shards and communicates by itself.
+    """Make ``function`` a region of a model: it runs on each rank's shards, and calls collectives itself.
 
     ``function`` takes one tensor for each of ``in_layouts`` and returns one for each of ``out_layouts``. On a mesh it
     gets this rank's shards, returns this rank's shards, and communicates through `shardc.local`. Its gradient is

@@ -1,9 +1,8 @@
-"""Memory plan of one half of a step: the ranges of one arena that hold the results of its collectives.
+"""The memory plan of one half: ranges of an arena that hold the results of its collectives.
 
-A *slot* is the memory of one result, or of what comes from a peer and is reduced into one. It is *inside* where its
-last use is in its half: such slots share the arena's bytes over time. It is *kept* where the backward reads it: those
-have an arena of their own. It is *outside* where it is handed to the caller (a gradient, an output): fresh memory,
-since the caller may hold it for as long as he likes.
+A *slot* is the memory of one result, or of a received term that is reduced into one. A slot is *inside* if it is last
+used in its half; such slots share bytes over time. It is *kept* if the backward reads it; kept slots have an arena of
+their own. It is *outside* if it is returned to the caller (a gradient, an output): then it is fresh memory.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Slot:
     """Memory of one result of a collective.
 
     Args:
-        name: of the result in the graph's text; with ``.wire`` for what a peer sends.
+        name: that of the result in the graph's text; with ``.wire`` for a received term.
         size: bytes.
         start, end: the first and the last place in the half at which it is in use.
         region: INSIDE, KEPT or OUTSIDE.
@@ -38,13 +37,13 @@ class Slot:
     saved: tuple[str, ...] = ()
 
     def meets(self, other: Slot) -> bool:
-        """Return whether both are in use at one place."""
+        """Return whether the two lifetimes overlap."""
         return self.start <= other.end and other.start <= self.end
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The slots of one half, by the numbers that its collectives give them.
+    """The slots of one half, numbered as its collectives refer to them.
 
     Args:
         slots: the slots.
@@ -60,7 +59,7 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """The most bytes in use at once, of all regions."""
+        """Return the most bytes in use at once, over all regions."""
         return max((self.bytes_at(slot.start) for slot in self.slots), default=0)
 
     def bytes_at(self, at: int) -> int:
@@ -68,7 +67,7 @@ class MemoryPlan:
         return sum(slot.size for slot in self.slots if slot.start <= at <= slot.end)
 
     def peak_after(self, forward: MemoryPlan) -> int:
-        """As `peak`, of a backward: what its forward kept counts until it is read for the last time."""
+        """Return the `peak` of a backward, in which the slots kept by its forward count until their last read."""
         ends = dict(self.given)
         saved = [
             (slot.size, max(ends.get(name, 0) for name in slot.saved)) for slot in forward.slots if slot.region == KEPT
@@ -79,7 +78,7 @@ class MemoryPlan:
     def moved(
         self, lifetimes: Mapping[int, tuple[int, int]], leaving: Iterable[int], argument_ends: Sequence[int]
     ) -> MemoryPlan:
-        """Return the plan for other lifetimes, those of the code that was compiled from the half.
+        """Return the plan with other lifetimes, those of the code compiled from the half.
 
         Args:
             lifetimes: (start, end) by number; a slot that is not there is never made.
@@ -103,17 +102,17 @@ class MemoryPlan:
         return MemoryPlan(place(slots), tuple(zip(names, argument_ends, strict=True)))
 
     def renamed(self, arguments: Mapping[str, str], saved: Mapping[str, str]) -> MemoryPlan:
-        """Return the plan where its half's placeholders, and those of the backward that reads what it keeps, have new
-        names.
+        """Return the plan with other names of its half's placeholders, and of the backward's placeholders that read
+        kept slots.
 
         Raises:
-            KeyError: it has a name that is not among them.
+            KeyError: a name is missing from the mapping.
         """
         slots = (replace(slot, saved=tuple(saved[name] for name in slot.saved)) for slot in self.slots)
         return MemoryPlan(tuple(slots), tuple((arguments[name], at) for name, at in self.given))
 
     def text(self) -> str:
-        """Return a line for each slot, then what it comes to."""
+        """Return a text: one line per slot, then the totals."""
         rows = [("slot", "bytes", "from", "to", "offset", "result")]
         for number, slot in enumerate(self.slots):
             where = str(slot.offset) if slot.region == INSIDE else slot.region
@@ -130,7 +129,7 @@ class MemoryPlan:
 
 
 def place(slots: Iterable[Slot]) -> tuple[Slot, ...]:
-    """Return ``slots`` with offsets: no two of one region that meet share a byte.
+    """Return ``slots`` with offsets: slots of one region with overlapping lifetimes share no byte.
 
     The largest first, each at the lowest place that is free for as long as it is in use ("greedy by size" of Pisarchyk
     and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020). Kept slots lie side by side: all
@@ -159,5 +158,5 @@ def place(slots: Iterable[Slot]) -> tuple[Slot, ...]:
 
 
 def aligned(size: int) -> int:
-    """Return ``size`` rounded up, so that what follows is aligned."""
+    """Return ``size`` rounded up to the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT

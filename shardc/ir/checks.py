@@ -1,7 +1,7 @@
-"""The op that looks whether ids are in range: ranks that hold parts of a table take a wrong one for another rank's.
+"""Defines ``shardc_checks::in_range(index, size)``: returns ``index``, and raises IndexError if an entry is below 0 or
+>= ``size``.
 
-``shardc_checks::in_range(index, size)`` is ``index``; it raises IndexError on the rank that sees an entry below 0 or of
-``size`` and more (on an accelerator, an assertion of the device, as torch's own lookups do there).
+A rank with a shard of a table would take a wrong id for another rank's. On an accelerator it is a device assertion.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Chunking: which chunks of its operands an op needs for one chunk of its result, and the rewrite that chunks nodes."""
+"""Chunking: computes which chunks of its operands an op needs for a chunk of its result, and rewrites nodes chunk by
+chunk.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,7 @@ class ChunkSpec:
         return [n // self.count if d == self.dim else n for d, n in enumerate(whole)]
 
     def split(self, shape: Sequence[int]) -> list[int]:
-        """Return the shape ``shape``, of the whole or of a piece, with what is outside of the cut as a dim of its
-        own."""
+        """Return ``shape``, of the tensor or of a chunk, with the outer part of the dim as a dim of its own."""
         return [*shape[: self.dim], self.outer, shape[self.dim] // self.outer, *shape[self.dim + 1 :]]
 
 
@@ -49,8 +50,7 @@ Operands = dict[fx.Node, ChunkSpec | None]  # None: all pieces take it whole
 
 
 def viewed(cut: ChunkSpec, shape: Sequence[int], new_shape: Sequence[int]) -> ChunkSpec | None:
-    """Return ``cut`` of a tensor of ``shape``, as it is once that is seen as ``new_shape``; None where it spans dims
-    there."""
+    """Return the `ChunkSpec` of a tensor after a view to ``new_shape``; None if a chunk would span dims there."""
     inside = cut.inner * prod(shape[cut.dim + 1 :])
     behind = 1
     for dim in reversed(range(len(new_shape))):
@@ -63,10 +63,10 @@ def viewed(cut: ChunkSpec, shape: Sequence[int], new_shape: Sequence[int]) -> Ch
 
 
 def operands(node: fx.Node, cut: ChunkSpec) -> Operands | None:
-    """Return how each operand of ``node`` is cut, None where all pieces take it whole, if pieces of its result are made
-    so.
+    """Return how each operand of ``node`` is chunked if its result is; None for an operand that all chunks read
+    completely.
 
-    Returns None where they are not made of pieces alone.
+    Returns None if the result cannot be computed chunk by chunk.
     """
     if node.op != "call_function" or not is_tensor(node) or not all(map(is_tensor, node.all_input_nodes)):
         return None
@@ -107,7 +107,9 @@ def operands(node: fx.Node, cut: ChunkSpec) -> Operands | None:
 
 
 def results(node: fx.Node, x: fx.Node, cut: ChunkSpec) -> Iterator[ChunkSpec]:
-    """Yield the cuts of what ``node`` makes that may come of one of its operand ``x``; `operands` says which do."""
+    """Yield candidates for how the results of ``node`` are chunked if operand ``x`` is; `operands` tells which are
+    valid.
+    """
     if node.target in RESHAPES:
         seen = viewed(cut, value(x).shape, value(node).shape)
         yield from () if seen is None else (seen,)
@@ -120,8 +122,7 @@ def results(node: fx.Node, x: fx.Node, cut: ChunkSpec) -> Iterator[ChunkSpec]:
 
 
 def through(node: fx.Node, read: dict[fx.Node, ChunkSpec]) -> ChunkSpec | None:
-    """Return how the result of ``node`` is cut if some operands are cut as ``read`` says; None: it is not made of
-    pieces."""
+    """Return how the result of ``node`` is chunked if operands are chunked as ``read`` says; None if it cannot be."""
     x, cut = next(iter(read.items()))
     for result in results(node, x, cut):
         need = operands(node, result)
@@ -148,13 +149,13 @@ def _of_product(node: fx.Node, cut: ChunkSpec) -> Operands | None:
 
 
 def make_pieces(graph: fx.Graph, cuts: dict[fx.Node, ChunkSpec]) -> None:
-    """Makes the nodes in ``cuts`` in pieces, all in as many, and puts those together that something else reads.
+    """Rewrite the nodes in ``cuts`` as chunks, all of the same number; chunks that other nodes read are concatenated.
 
-    Nodes from one collective to the next are one stretch: it is made whole for one piece after another, so that the
-    first piece travels while the second is computed.
+    Nodes between two collectives are computed together for one chunk after another, so that the first chunk is sent
+    while the second is computed.
 
     Args:
-        cuts: in the graph's order; `operands` of each says that it is made of pieces.
+        cuts: in the graph's order; `operands` accepts each.
     """
     _Rewritten(graph, cuts).run()
 
@@ -192,7 +193,7 @@ class _Rewritten:
             self.graph.erase_node(node)
 
     def _make(self, before: fx.Node) -> None:
-        """Makes all pieces of the stretch, one piece after another, and then what needed them."""
+        """Insert all chunks of the pending nodes, one chunk after another, and then the nodes that need them."""
         for number in range(self.count):
             for node in self.stretch:
                 self.pieces.setdefault(node, []).append(self._piece(node, number, before))
@@ -244,7 +245,7 @@ class _Rewritten:
         return self.parts[x, cut, number]
 
     def _join(self, x: fx.Node, before: fx.Node) -> fx.Node:
-        """Return the pieces of ``x`` put together."""
+        """Return the concatenation of the chunks of ``x``."""
         if x not in self.joined:
             cut, pieces = self.cuts[x], self.pieces[x]
             if cut.outer > 1:

@@ -25,32 +25,31 @@ _COPIED = frozenset({dict, OrderedDict, defaultdict, list, set})
 
 
 def clone_tree(module: nn.Module, tensor_fn: TensorFn) -> nn.Module:
-    """Return a copy of the tree under ``module`` whose parameters and buffers are ``tensor_fn(name, tensor)``.
+    """Return a copy of the module tree with parameters and buffers ``tensor_fn(name, tensor)``, by first qualified
+    name.
 
-    ``name`` is the qualified name under which a tensor is first met. What is shared in the original (a module
-    or a tensor at several places) is shared in the copy; ``None`` entries stay None. Other attributes are copied
-    shallowly, but for lists, tuples and dicts: what these, or attributes themselves, hold of the tree (a module, a
-    tensor, a method of a module) is the copy's. So is what a function, or a `functools.partial`, holds of it in its
-    closure, defaults or arguments, itself or in such a container. An object of another class is the same in both.
-    A tensor's own attributes are those of the original.
+    Sharing stays: a module or tensor at several places is one in the copy, and ``None`` entries stay None. Other
+    attributes are copied shallowly, except that references to the tree (modules, tensors, bound methods) in lists,
+    tuples, dicts, closures, defaults and `functools.partial` become those of the copy. Objects of other classes, and a
+    tensor's own attributes, are shared with the original.
     """
     return _Cloner(tensor_fn, in_place=False).clone(module)
 
 
 def replace_tensors(module: nn.Module, tensor_fn: TensorFn) -> nn.Module:
-    """Gives the tree under ``module`` itself the tensors that its `clone_tree` would have; returns ``module``.
+    """Replace the tensors of ``module`` in place, as `clone_tree` would in a copy; return ``module``.
 
-    What holds nothing of the tree's tensors stays as it is. If ``tensor_fn`` raises, so does all else.
+    If ``tensor_fn`` raises, nothing is changed.
     """
     return _Cloner(tensor_fn, in_place=True).clone(module)
 
 
 def subclass(module: nn.Module, front: type, behind: type, methods: Mapping[str, Any]) -> None:
-    """Gives ``module`` the class ``Sharded<its class>``, a subclass of ``front``, of its own class and of ``behind``.
+    """Set the class of ``module`` to ``Sharded<its class>``, a subclass of ``front``, its own class and ``behind``.
 
-    ``methods`` win over those of ``front``, and so on in this order; those of ``behind`` win over `nn.Module`'s.
-    ``isinstance(module, UserClass)`` still holds. The class and the module have the signature of the
-    user's ``forward``, by which some libraries choose what they pass.
+    Names are looked up in ``methods``, ``front``, the user's class, ``behind``, `nn.Module`. The module is still an
+    instance of the user's class. Class and module have the signature of the user's ``forward``, by which some libraries
+    choose arguments.
     """
     cls = type(module)
     shown = inspect.signature(cls.forward)
@@ -61,14 +60,14 @@ def subclass(module: nn.Module, front: type, behind: type, methods: Mapping[str,
 
 
 def _shown_as(function: Any, signature: inspect.Signature) -> Any:
-    """Return a copy of ``function`` that shows another signature."""
+    """Return a copy of ``function`` with another ``__signature__``."""
     copy = _remade(function, function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function))
     copy.__signature__ = signature
     return copy
 
 
 def _remade(function: Any, closure: Any, defaults: Any, keywords: Any, attributes: dict[str, Any]) -> Any:
-    """Return a copy of ``function`` with other cells, defaults and attributes."""
+    """Return a copy of ``function`` with other closure cells, defaults and attributes."""
     copy: Any = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure)
     update_wrapper(copy, function, updated=())
     del copy.__wrapped__
@@ -78,7 +77,7 @@ def _remade(function: Any, closure: Any, defaults: Any, keywords: Any, attribute
 
 
 def unsharded(module: nn.Module) -> nn.Module:
-    """Return a module of the class that ``module`` had before `subclass`, with the very attributes of ``module``."""
+    """Return a module of the class before `subclass`, with the attributes of ``module`` (not copied)."""
     cls: Any = type(module).__bases__[1]
     view: nn.Module = object.__new__(cls)
     object.__setattr__(view, "__dict__", vars(module))
@@ -133,7 +132,7 @@ class _Cloner:
         return replacement
 
     def _copy(self, value: Any) -> Any:
-        """Return the copy's own of what an attribute holds."""
+        """Return an attribute's value with references to the original tree replaced."""
         if type(value) in _PLAIN:
             return value
         if isinstance(value, nn.Module):
@@ -183,13 +182,15 @@ class _Cloner:
         return copied
 
     def _hook(self, value: WrappedHook) -> WrappedHook:
-        """Return a hook of state dicts, which holds its module weakly: the copy's gets the copy."""
+        """Return a state-dict hook bound to the copied module (such hooks hold it by weak reference)."""
         hook, of = self._copy(value.hook), value.module() if value.with_module else None
         module = self._copy(of)
         return value if hook is value.hook and module is of else WrappedHook(hook, module)
 
     def _cell(self, cell: CellType) -> CellType:
-        """Return a cell with the copy's own; the very cell if it holds nothing of the tree, as others may change it."""
+        """Return a cell with the copied value; the same cell if it does not refer to the tree, since others may change
+        it.
+        """
         try:
             content = cell.cell_contents
         except ValueError:  # it is empty
@@ -201,8 +202,9 @@ class _Cloner:
         return twin
 
     def _copy_content(self, value: Any) -> Any:
-        """Return the copy's own of what a function holds; a container that holds nothing of the tree stays the
-        user's."""
+        """Return a function's closure or default value with references replaced; containers without any are returned as
+        they are.
+        """
         items = value.values() if isinstance(value, dict) else value if isinstance(value, _CONTAINERS) else None
         if items is not None and all(isinstance(x, _CONTAINERS) or self._copy(x) is x for x in items):
             return value

@@ -19,12 +19,12 @@ _IMPORT = dis.opmap["IMPORT_NAME"]
 
 @cache
 def code_hash(code: types.CodeType) -> str:
-    """Return a hash of what ``code`` does, wherever it stands."""
+    """Return a hash of the behaviour of ``code``, independent of its file and lines."""
     return digest(_code_text(code))
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield ``code`` and that of the functions and classes inside of it."""
+    """Yield ``code`` and the code objects of functions and classes nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -51,7 +51,7 @@ def digest(text: str) -> str:
 
 @cache
 def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names that ``code`` uses, and those of its constants that may be names of attributes."""
+    """Return the names that ``code`` uses, and its string constants that may be attribute names."""
     names: set[str] = set()
     texts: set[str] = set()
     for part in codes_in(code):

@@ -1,17 +1,16 @@
-"""Names of process groups in local graphs, and the collectives that torch has no functional op for.
+"""Names of process groups in local graphs, and collectives without a functional op in torch.
 
-A group's name says which axes its ranks differ along, so that one graph serves every rank: the runtime
-gives the name to this rank's group. The ops of ``torch.ops.shardc`` are defined here:
+A group is named after the axes that its ranks differ along, so one graph serves every rank: the runtime maps the name
+to this rank's group. Ops of ``torch.ops.shardc``:
 
-    permute_ranks                      whole shards change ranks; implemented in `shardc.runtime.wire.direct`
-    send_rows_coalesced                rows sorted by the rank that they go to: ``sends`` and ``receives`` say how many
-                                       go to each rank and come from it; results have room for ``rows``
+    permute_ranks                      sends shards to other ranks; implemented in `shardc.runtime.wire.direct`
+    send_rows_coalesced                all-to-all of rows sorted by destination rank: ``sends`` and ``receives`` count
+                                       the rows per rank; results have room for ``rows``
     all_gather_into_tensor_coalesced,
     reduce_scatter_tensor_coalesced,
-    all_reduce_coalesced               what `_c10d_functional`'s of these names do, in messages from each rank
-                                       straight to each other rank, without buffers in between; implemented in
-                                       `shardc.runtime.wire.direct`. ``slots`` are the numbers of planned memory that
-                                       the results lie in (`shardc.passes.plan_memory`); none: memory of their own
+    all_reduce_coalesced               as in `_c10d_functional`, by direct messages between ranks without buffers;
+                                       implemented in `shardc.runtime.wire.direct`. ``slots`` are the numbers of the
+                                       arena slots of the results (`shardc.passes.plan_memory`); none: own memory
 """
 
 from __future__ import annotations
@@ -48,15 +47,16 @@ IN_MESSAGES = (GATHER, REDUCE_SCATTER, ALL_REDUCE)
 
 
 def is_ring(kind: str, ranks: int) -> bool:
-    """Return whether CPU ranks leave a collective to gloo's own ring.
+    """Return whether CPU ranks leave a collective to gloo's ring algorithm.
 
-    In messages an all-reduce sends everything to everyone. Only between two ranks is that as little as a ring sends.
+    As direct messages, an all-reduce sends everything to every rank: only between two ranks that is as little as in a
+    ring.
     """
     return kind == "all_reduce" and ranks != 2
 
 
 def waits_of(node: fx.Node) -> list[fx.Node]:
-    """Return the waits for what ``node``, a collective or move or one of its results, brings."""
+    """Return the waits for the results of ``node``, a collective, a host copy, or one result of it."""
     out = []
     for user in node.users:
         out += [user] if user.target is WAIT else waits_of(user) if user.target is getitem else []

@@ -1,4 +1,4 @@
-"""The communication tally: how many collectives a graph holds and how many bytes they put on the wire.
+"""The communication tally: number of collectives in a graph, and the bytes that each rank sends for them.
 
 Wire bytes are those that each rank sends over its link, for n ranks and a buffer of S bytes a rank, as in
 "Performance reported by NCCL tests" (nccl-tests, doc/PERFORMANCE.md):
@@ -90,7 +90,7 @@ def wire_elements(kind: str, ranks: int, local_elements: int) -> int:
 
 
 def group_axes(group: str, mesh: Mesh) -> tuple[str, ...] | None:
-    """Return the axes of a group name such as ``shardc:dp,tp``, or None where it is not a group of ``mesh``."""
+    """Return the axes of a group name such as ``shardc:dp,tp``, or None if it is not a group of ``mesh``."""
     if not isinstance(group, str) or not group.startswith(GROUP_PREFIX):
         return None
     axes = tuple(group.removeprefix(GROUP_PREFIX).split(","))
@@ -98,20 +98,20 @@ def group_axes(group: str, mesh: Mesh) -> tuple[str, ...] | None:
 
 
 def group_of(node: fx.Node, mesh: Mesh) -> tuple[tuple[str, ...], int]:
-    """Return the axes of the group that a collective of torch's is over, and how many ranks it has."""
+    """Return the axes and the size of the process group of a torch collective."""
     axes = group_axes(arguments_of(node)["group_name"], mesh)
     assert axes is not None, f"{node} is over no group of {mesh}"
     return axes, prod(mesh.size(axis) for axis in axes)
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a node that calls an op of torch, by the names of its schema."""
+    """Return the arguments of a call of a torch op by their schema names."""
     target: Any = node.target
     return {**dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)), **node.kwargs}
 
 
 def collective_kind(node: fx.Node) -> str | None:
-    """Return the kind of collective that ``node`` starts, marker or torch's own, or None."""
+    """Return the kind of the collective that ``node`` starts (a marker op or a torch op), or None."""
     return _kind_of(node.target) if node.op == "call_function" else None
 
 
@@ -125,7 +125,7 @@ def _kind_of(target: Any) -> str | None:
 
 
 def _collectives(gm: fx.GraphModule, mesh: Mesh) -> Iterator[tuple[str, str, int]]:
-    """(kind, axis, wire bytes a rank) of each collective."""
+    """Yield (kind, axis, wire bytes per rank) of each collective."""
     for node in gm.graph.nodes:
         kind = collective_kind(node)
         if kind is None:
@@ -140,7 +140,7 @@ def _collectives(gm: fx.GraphModule, mesh: Mesh) -> Iterator[tuple[str, str, int
 
 
 def wire_bytes(node: fx.Node, kind: str, ranks: int) -> int:
-    """Wire bytes that each of ``ranks`` ranks sends for ``node``, a collective of ``kind``."""
+    """Return the bytes that each of ``ranks`` ranks sends for ``node``, a collective of ``kind``."""
     rows = None if node.target in ops.COLLECTIVES else arguments_of(node).get("rows")
     total = 0
     for x in _moved(node):
@@ -152,12 +152,12 @@ def wire_bytes(node: fx.Node, kind: str, ranks: int) -> int:
 
 
 def _moved(node: fx.Node) -> list[fx.Node]:
-    """Return the tensors that a collective moves: one, or the list that a coalesced one takes."""
+    """Return the tensors that a collective sends: one, or the list of a coalesced collective."""
     moved: Any = node.args[0]
     return list(moved) if isinstance(moved, list | tuple) else [moved]
 
 
 def _local_elements(node: fx.Node) -> int:
-    """Return the elements of a tensor that each rank holds, by its layout or by its local shape."""
+    """Return the number of elements of a tensor on each rank, by its layout or its local shape."""
     tensor = value(node)
     return prod(tensor.shape) if tensor.layout is None else tensor.layout.local_numel

@@ -1,4 +1,4 @@
-"""Gradients that a backward leaves unreduced: which, and how far."""
+"""Gradients that a backward leaves unreduced (``no_sync``), completely or in part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Deferred:
     """Parameters whose gradients are summed up on each rank, to be reduced later.
 
     Args:
-        whole: as they come, nothing reduced.
+        whole: those without any reduction.
         scattered: reduced over the axes that split their storage, and not over those that replicate it.
     """
 
@@ -33,8 +33,9 @@ class Deferred:
         return bool(self.names)
 
     def layout(self, name: str, stored: Layout, incoming: Layout) -> Layout | None:
-        """Return how the gradient of ``name``, which comes in ``incoming``, leaves a backward; None where it is
-        reduced."""
+        """Return the layout in which a backward returns the gradient of ``name``, which has layout ``incoming``; None
+        if it is reduced.
+        """
         if name in self.whole:
             return incoming
         return pending_beside(stored, incoming) if name in self.scattered else None

@@ -27,7 +27,7 @@ _SLOTS = re.compile(r"torch\.ops\.shardc\.\w+_coalesced\.default\(\[[^\]]*\].*\[
 
 
 def of_graph(graph: fx.Graph) -> list[str]:
-    """Return the collectives of a local graph in order: each one's op, with the group that it is over."""
+    """Return (op, group) of each collective of a local graph, in order."""
     out = []
     for node in graph.nodes:
         if collective_kind(node) is not None:
@@ -37,7 +37,7 @@ def of_graph(graph: fx.Graph) -> list[str]:
 
 
 def of_source(source: str) -> list[str]:
-    """Return the collectives of a compiled graph's Python code, as `of_graph`; they may be in-place ops."""
+    """Return the same as `of_graph` from a compiled graph's Python code; ops may be their in-place forms."""
     out = []
     for name, arguments in _CALL.findall(source):
         if name not in ("wait_tensor", *MOVES):
@@ -46,7 +46,7 @@ def of_source(source: str) -> list[str]:
 
 
 def check_order(graph: fx.Graph, source: str) -> None:
-    """Checks that ``source`` starts the collectives of ``graph`` in its order, which is what the ranks agreed on.
+    """Check that ``source`` starts the collectives in the order of ``graph``, on which the ranks agreed.
 
     Raises:
         VerifyError: names the first that differs.
@@ -61,9 +61,9 @@ def check_order(graph: fx.Graph, source: str) -> None:
 
 
 def collective_at(lines: Sequence[str], number: int) -> int | None:
-    """Return which collective, counted from 0, compiled code starts or waits for at a line; None for other lines.
+    """Return the index of the collective that compiled code starts or waits for at a line; None for other lines.
 
-    -1 - k where it waits for what its argument k is.
+    Returns -1 - k for a wait for argument k.
 
     Args:
         lines: of the file.
@@ -90,7 +90,7 @@ def collective_at(lines: Sequence[str], number: int) -> int | None:
 
 @dataclass
 class Uses:
-    """When compiled code uses the slots of its collectives (`shardc.ir.arena`) and its arguments.
+    """Lifetimes of arena slots (`shardc.ir.arena`) and arguments in compiled code, by line.
 
     Args:
         spans: by slot, its first and last line.
@@ -110,15 +110,14 @@ class Uses:
 
     @property
     def leaving(self) -> set[int]:
-        """The slots that are returned."""
+        """Return the slots that the code returns."""
         return {slot for result in self.results for slot in result if slot >= 0}
 
 
 def uses_of(source: str) -> Uses:
-    """Reads the lines of ``call``: a result is in use until the last name for its memory is deleted.
+    """Return the `Uses` of ``call`` in compiled code: a result is in use until the last name for its memory is deleted.
 
-    Inductor fuses ops, and takes memory over for values of its own (``buf9 = buf8; del buf8  # reuse``), so that this
-    may be later, or earlier, than in the graph.
+    Inductor fuses ops and reuses memory (``buf9 = buf8; del buf8  # reuse``), so lifetimes differ from the graph's.
     """
     spans: dict[int, tuple[int, int]] = {}
     behind: dict[str, set[int]] = {}  # by name, the slots and arguments that it may lie in
@@ -167,7 +166,7 @@ def uses_of(source: str) -> Uses:
 def joined(
     uses: Sequence[Uses], segments: Sequence[Segment], arguments: Sequence[str], returned: Sequence[Any]
 ) -> Uses:
-    """Return the uses of a half whose segments run one after the other.
+    """Return the `Uses` of a half whose segments run one after the other.
 
     Args:
         uses: of each segment's code.
@@ -208,7 +207,7 @@ def _behind(behind: dict[str, set[int]], text: str) -> set[int]:
 
 
 def _body(source: str) -> list[str]:
-    """Return the lines of the function ``call``, without what is indented deeper only to be in it."""
+    """Return the lines of the function ``call`` at its own level of indentation."""
     start = source.find("def call(")
     lines = source[start:].splitlines()[1:] if start >= 0 else []
     out = []

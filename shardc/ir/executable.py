@@ -1,4 +1,4 @@
-"""A compiled step: what goes in and out of it, and the local graphs that run, by their place in it."""
+"""A compiled step: its halves (local graphs), their arguments and results."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from shardc.ir.segments import Segment
 class Certificate:
     """The collectives that every rank starts, in order, and where each is waited for.
 
-    One graph serves all ranks, so ranks that have this text start the same collectives on every group, in an
-    order that is the same for all groups: no two ranks can wait for each other in a circle.
+    One graph serves all ranks. So ranks with the same certificate start the same collectives on every group in the same
+    order, and cannot deadlock.
 
     Args:
-        mesh: whose groups they are on.
-        lines: one collective each: which half, kind, axes, dtypes and local shapes, what it stands for, and in front
-            of which ops its results are waited for.
+        mesh: the mesh of their groups.
+        lines: one per collective: half, kind, axes, dtypes, local shapes, cause, and the ops before which it is waited
+            for.
     """
 
     mesh: Mesh
@@ -44,7 +44,7 @@ class Certificate:
 
     @property
     def digest(self) -> str:
-        """A hash of the text."""
+        """Return a hash of the text."""
         return hashlib.sha256(self.text().encode()).hexdigest()
 
     def text(self) -> str:
@@ -52,7 +52,7 @@ class Certificate:
 
 
 def outputs_text(used: Iterable[int]) -> str:
-    """Return the outputs that a backward is of.
+    """Return a description of the outputs that a backward computes gradients of.
 
     >>> outputs_text([2, 0])
     'outputs 0, 2'
@@ -61,7 +61,7 @@ def outputs_text(used: Iterable[int]) -> str:
 
 
 def certify(mesh: Mesh, halves: Sequence[tuple[str, fx.Graph]]) -> Certificate:
-    """Return the certificate of a program's local graphs, given by name in the order in which they run."""
+    """Return the certificate of local graphs, given by name in the order in which they run."""
     lines = []
     for name, graph in halves:
         next_op = _next_ops(graph)
@@ -80,7 +80,7 @@ def certify(mesh: Mesh, halves: Sequence[tuple[str, fx.Graph]]) -> Certificate:
 
 
 def _next_ops(graph: fx.Graph) -> dict[fx.Node, tuple[int, str]]:
-    """Return the first op behind each wait that is no wait, with a number by which waits are in order."""
+    """Return wait -> (the first op after it that is no wait, sort key of the wait)."""
     out: dict[fx.Node, tuple[int, str]] = {}
     next_op = "the outputs"
     for node in reversed(graph.nodes):
@@ -102,7 +102,7 @@ class Port:
     """An argument of a half.
 
     Args:
-        role: what it is.
+        role: parameter, buffer, input and so on.
         name: of the placeholder.
         example: a fake tensor, or a number.
     """
@@ -114,7 +114,7 @@ class Port:
 
 @dataclass(frozen=True, eq=False)
 class Half:
-    """A straight local graph at one place of a step: a forward, a backward, all of an evaluation, or a reduction.
+    """One local graph of a step: a forward, a backward, an inference, or a reduction of accumulated gradients.
 
     Args:
         phase: the place.
@@ -128,12 +128,12 @@ class Half:
 
     @property
     def name(self) -> str:
-        """The phase in words."""
+        """Return the phase in words."""
         return self.phase if isinstance(self.phase, str) else f"{BACKWARD} of {outputs_text(self.phase)}"
 
     @property
     def kind(self) -> str:
-        """The phase, without the outputs that a backward is for."""
+        """Return the phase, without the outputs that a backward is for."""
         return self.phase if isinstance(self.phase, str) else BACKWARD
 
     @property
@@ -142,23 +142,23 @@ class Half:
 
     @cached_property
     def takes(self) -> tuple[Port, ...]:
-        """The arguments in order."""
+        """Return the arguments in order."""
         return tuple(Port(ir.role(node), node.name, node.meta["val"]) for node in ir.placeholders(self.graph))
 
     @cached_property
     def gives(self) -> tuple[Role, ...]:
-        """The roles of the outputs in order."""
+        """Return the roles of the outputs in order."""
         return tuple(role for role, _ in ir.outputs(self.graph))
 
     @cached_property
     def reads(self) -> Mapping[str, Role]:
-        """The role of each argument that is a parameter, buffer or input as stored, by the argument's name."""
+        """Return argument name -> role, for parameters, buffers and inputs."""
         roles = ir.output_node(self.graph).meta.get(ir.READS, {})
         return {port.name: roles[port.name] for port in self.takes if port.name in roles}
 
     @property
     def plan(self) -> MemoryPlan:
-        """The memory plan for the results of its collectives."""
+        """Return the memory plan for the results of its collectives."""
         plan: MemoryPlan = ir.output_node(self.graph).meta.get(PLAN, MemoryPlan())
         return plan
 
@@ -168,11 +168,11 @@ class Compiled:
     """A lowered half: code for each of its segments, which run in order.
 
     Args:
-        half: what was lowered.
-        segments, codes: alike segments have the same code, which takes a list of local tensors (emptied by the call)
-            and gives a list of results.
-        plan: where the results of its collectives lie, at the lines of the code where there is some.
-        source_code: what Inductor made, of all segments that differ; "" of no code.
+        half: the half.
+        segments, codes: equal segments share one code, which takes a list of local tensors (emptied by the call) and
+            returns a list of results.
+        plan: memory plan of the results of collectives, with lifetimes in lines of the code if there is any.
+        source_code: Inductor's source of all distinct segments; "" without Inductor.
     """
 
     half: Half
@@ -182,7 +182,7 @@ class Compiled:
     source_code: str = ""
 
     def __call__(self, inputs: list[Any], enter: Callable[[Segment], None] = lambda _: None) -> Sequence[Any]:
-        """Runs it on ``inputs``, which are emptied; ``enter`` is called in front of each segment."""
+        """Run on ``inputs``, which are emptied; ``enter`` is called before each segment."""
         if len(self.segments) == 1:
             return self.codes[0](inputs)
         values = self._constants | dict(zip(self.takes, inputs, strict=True))
@@ -195,23 +195,23 @@ class Compiled:
 
     @cached_property
     def takes(self) -> tuple[str, ...]:
-        """The names of the half's placeholders."""
+        """Return the names of the half's placeholders."""
         return tuple(port.name for port in self.half.takes)
 
     @cached_property
     def gives(self) -> tuple[Any, ...]:
-        """The outputs: names of values, or constants."""
+        """Return the outputs: names of values, or constants."""
         return tuple(x.name if isinstance(x, fx.Node) else x for _, x in ir.outputs(self.half.graph))
 
     @cached_property
     def _constants(self) -> dict[str, Any]:
-        """The tensors that the half holds, by name."""
+        """Return the constant tensors of the half by name."""
         nodes = self.half.graph.find_nodes(op="get_attr")
         return {node.name: attrgetter(str(node.target))(self.half.gm) for node in nodes}
 
 
 class Executable(ABC):
-    """A compiled step, which a runtime, a simulation or a report can take.
+    """Interface of a compiled step, as the runtime, the simulation and reports use it.
 
     Attributes:
         mesh: what it was compiled for.
@@ -244,7 +244,7 @@ class Executable(ABC):
 
     @abstractmethod
     def make(self, phase: Phase) -> fx.GraphModule | None:
-        """Makes the graph of a phase; None of a forward or backward where nothing needs a gradient."""
+        """Build the graph of a phase; None for a forward or backward if nothing needs a gradient."""
 
     @abstractmethod
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> Half:
@@ -256,58 +256,58 @@ class Executable(ABC):
 
     @abstractmethod
     def cause(self, collective: fx.Node) -> Any:
-        """Return why a collective is there; see `shardc.report.causes.Cause`."""
+        """Return the cause of a collective (`shardc.report.causes.Cause`)."""
 
     @cached_property
     def _half_of_phase(self) -> dict[Phase, Half | None]:
         return {}
 
     def find(self, phase: Phase) -> Half | None:
-        """Return the half of a phase; None of a forward or backward where nothing needs a gradient."""
+        """Return the half of a phase; None for a forward or backward if nothing needs a gradient."""
         if phase not in self._half_of_phase:
             gm = self.make(phase)
             self._half_of_phase[phase] = None if gm is None else Half(phase, gm, self.mesh)
         return self._half_of_phase[phase]
 
     def half(self, phase: Phase) -> Half:
-        """Return the half of a phase, which this step has."""
+        """Return the half of a phase that this step has."""
         half = self.find(phase)
         assert half is not None, f"there is no {phase}: nothing needs a gradient"
         return half
 
     def step(self, training: bool = True) -> tuple[Half, ...]:
-        """Return the halves of a training step in the order in which they run, or that of an evaluation."""
+        """Return the halves of a training step, or of an inference, in the order in which they run."""
         if training and self.trains:
             return self.half(FORWARD), self.half(BACKWARD)
         return (self.half(INFERENCE),)
 
     @property
     def trains(self) -> bool:
-        """Whether something needs a gradient."""
+        """Return whether something needs a gradient."""
         return self.find(FORWARD) is not None
 
     @property
     def forward(self) -> fx.GraphModule | None:
-        """The graph that runs first in training, or None where nothing needs a gradient."""
+        """Return the forward graph of training, or None if nothing needs a gradient."""
         half = self.find(FORWARD)
         return None if half is None else half.gm
 
     @property
     def backward(self) -> fx.GraphModule | None:
-        """The graph that computes the gradients, or None where nothing needs one."""
+        """Return the graph that computes the gradients, or None if nothing needs one."""
         half = self.find(BACKWARD)
         return None if half is None else half.gm
 
     @property
     def inference(self) -> fx.GraphModule:
-        """The graph of an evaluation."""
+        """Return the graph of a call without gradients."""
         return self.half(INFERENCE).gm
 
     def certificate(self, training: bool = True) -> Certificate:
-        """Return the order of the collectives of a training step, or of an evaluation."""
+        """Return the certificate of a training step, or of an inference."""
         return certificate_of(self.step(training))
 
 
 def certificate_of(halves: Sequence[Half]) -> Certificate:
-    """Return the order of the collectives of halves that run one after the other."""
+    """Return the certificate of halves that run one after the other."""
     return certify(halves[0].mesh, [(half.name, half.graph) for half in halves])

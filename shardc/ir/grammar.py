@@ -1,4 +1,4 @@
-"""The words of the text form, each way: names, ops, types and arguments.
+"""Grammar of the text form: prints and reads names, ops, types and arguments.
 
 One program, whole (``shardc.ir.text.dump`` writes it, ``shardc.ir.parse.parse`` reads it)::
 
@@ -63,7 +63,7 @@ ATTRIBUTE = re.compile(r"(?!__)[A-Za-z_]\w{0,200}(?:\.(?!__)\w{1,200}){0,20}", r
 
 
 def word_text(word: str) -> str:
-    """Return ``word`` bare where it can be, else quoted."""
+    """Return ``word``, quoted if necessary."""
     return word if BARE.fullmatch(word) else json.dumps(word)
 
 
@@ -83,12 +83,12 @@ def is_torch_op(target: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def op_text(op: Any) -> str:
-    """Return ``mm``, ``sum.dim_IntList``, ``_c10d_functional.all_reduce``, or the name of a marker op.
+    """Return the text of an op: ``mm``, ``sum.dim_IntList``, ``_c10d_functional.all_reduce``, or a marker op's name.
 
-    The shortest text that `op_of` reads back as the same op.
+    It is the shortest text that `op_of` reads back as the same op.
 
     Raises:
-        VerifyError: for a target that is no op.
+        VerifyError: the target is no op.
     """
     name = getattr(op, "__name__", str(op))
     if MARKERS.get(name) is op:
@@ -106,7 +106,7 @@ def op_text(op: Any) -> str:
 
 @lru_cache(maxsize=4096)
 def op_of(text: str) -> Any | None:
-    """Return the op that ``text`` names, or None: a marker, an aten op, then an op of another namespace."""
+    """Return the op named ``text`` (tried as a marker op, an aten op, an op with namespace), or None."""
     if text in MARKERS:
         return MARKERS[text]
     parts = text.split(".")
@@ -126,7 +126,7 @@ def _overload(namespace: str, packet: str, overload: str) -> Any | None:
 
 @lru_cache(maxsize=4096)
 def defaults(op: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the default of each argument of ``op`` that has one, and the names of those that go by position."""
+    """Return argument name -> default of ``op``, and the names of its positional arguments."""
     if not is_torch_op(op):
         return {"op": "sum", "to": ""}, ("x",)
     arguments = op._schema.arguments
@@ -135,7 +135,7 @@ def defaults(op: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def argument_order(op: Any) -> Callable[[str], int]:
-    """Sort key that puts the names of arguments in the order of the op's schema."""
+    """Return the sort key that orders argument names as in the op's schema."""
     names = [a.name for a in op._schema.arguments] if is_torch_op(op) else []
     return lambda name: names.index(name) if name in names else len(names)
 
@@ -144,7 +144,7 @@ def argument_order(op: Any) -> Callable[[str], int]:
 
 
 def value_text(value: Value | tuple[Value | None, ...] | None, unplaced: str) -> str:
-    """Return the type of what a node makes; ``unplaced`` follows a tensor that has no layout."""
+    """Return the type of a node's result; ``unplaced`` is appended to a tensor without a layout."""
     if value is None:
         return "None"
     if isinstance(value, tuple):
@@ -160,10 +160,10 @@ def dtype_of(word: str) -> torch.dtype | None:
 
 
 def constant_text(value: Any) -> str:
-    """Return an argument that is neither a node nor a list.
+    """Return the text of an argument that is neither a node nor a list.
 
     Raises:
-        VerifyError: for what the text form cannot hold (a tensor, a symbolic size).
+        VerifyError: the text form cannot express it (a tensor, a symbolic size).
     """
     if value is None or type(value) in (bool, int, float):
         return repr(value)
@@ -187,7 +187,7 @@ def small_values(tensor: object) -> list[Any] | None:
 
 
 def constant_of(word: str) -> Any:
-    """Return the constant that a bare ``word`` stands for; raises ValueError where it is none."""
+    """Return the value of an unquoted constant; raises ValueError if ``word`` is none."""
     for table in (CONSTANTS, DTYPES, MEMORY_FORMATS, TORCH_LAYOUTS):
         if word in table:
             return table[word]

@@ -1,8 +1,7 @@
-"""`Info`, shardc's record of each node of an FX graph: one typed value under one key of ``node.meta``.
+"""`Info`, shardc's record of each FX node: one typed value under one key of ``node.meta``.
 
-The graph itself is a plain `torch.fx.Graph`. Before ``localize`` shapes are global and every value has
-(from ``propagate`` on) a layout; after it shapes are local and ``Value.layout`` says of which global
-value the local tensor is a shard.
+The graph itself is a plain `torch.fx.Graph`. Before ``localize`` shapes are global, and from ``propagate`` on every
+value has a layout. After it shapes are local, and ``Value.layout`` is that of the global value.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Value:
     After ``localize``, ``shape`` is the local one and ``layout`` is None.
 
     Args:
-        host: it lies in the host's memory rather than the device's, between a parameter's storage and the move to the
+        host: it is in host memory rather than on the device, between a parameter's storage and the move to the
             device, or behind the move of its gradient from there; such are from ``offload`` on.
     """
 
@@ -59,7 +58,7 @@ class Value:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a tensor of this shape."""
+        """Return the bytes of a tensor of this shape."""
         return prod(self.shape) * self.itemsize
 
     def __str__(self) -> str:
@@ -89,7 +88,7 @@ class Origin:
 
     @property
     def reason(self) -> str:
-        """``cause``, or ``needed by CONSUMER``, or nothing: as text and reports show it."""
+        """Return ``cause``, or ``needed by CONSUMER``, or "", as text and reports show it."""
         return self.cause or (f"{NEEDED_BY}{self.consumer}" if self.consumer else "")
 
 
@@ -142,12 +141,12 @@ class Info:
 
     @property
     def values(self) -> tuple[Value | None, ...]:
-        """``value`` as one or several."""
+        """Return ``value`` as a tuple."""
         return self.value if isinstance(self.value, tuple) else (self.value,)
 
     @property
     def tensors(self) -> list[Value]:
-        """The tensors that the node makes."""
+        """Return the values that are tensors."""
         return [value for value in self.values if value is not None]
 
     def at(self, layout: Layout | tuple[Layout | None, ...] | None) -> Info:
@@ -172,24 +171,24 @@ def set_info(node: fx.Node, record: Info) -> fx.Node:
 
 
 def update(node: fx.Node, **fields: Any) -> fx.Node:
-    """Change ``fields`` of the record of ``node``."""
+    """Set ``fields`` of the record of ``node``."""
     return set_info(node, replace(info(node), **fields))
 
 
 def value(node: fx.Node) -> Value:
-    """Return the one tensor that ``node`` makes."""
+    """Return the value of ``node``, which has a single tensor as its result."""
     tensor = node.meta[KEY].value
     assert isinstance(tensor, Value), f"{node} makes {tensor}, not one tensor"
     return tensor
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Return whether ``node`` makes one tensor."""
+    """Return whether the result of ``node`` is a single tensor."""
     return isinstance(info(node).value, Value)
 
 
 def value_of(val: Any) -> Value | tuple[Value | None, ...] | None:
-    """Return the `Value` of a node whose example value is ``val``: one, a tuple of several, or None for no tensor."""
+    """Return the `Value` for an example value: one, a tuple, or None for non-tensors."""
     if isinstance(val, (tuple, list)):
         return tuple(Value(v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else None for v in val)
     return Value(val.dtype, tuple(val.shape)) if isinstance(val, Tensor) else None
@@ -203,7 +202,7 @@ def role(node: fx.Node) -> Role:
 
 
 def layout(node: fx.Node) -> Layout:
-    """Return the layout of the one tensor that ``node`` makes."""
+    """Return the layout of the single result of ``node``."""
     result = value(node).layout
     assert result is not None, f"{node} has no layout yet"
     return result
@@ -220,19 +219,19 @@ def output_node(graph: fx.Graph) -> fx.Node:
 
 
 def outputs(graph: fx.Graph) -> Iterator[tuple[Role, Any]]:
-    """(role, node or None) of each output in order."""
+    """Return (role, node or None) of each output in order."""
     node = output_node(graph)
     yield from zip(node.meta[ROLES], node.args[0], strict=True)
 
 
 def change_outputs(graph: fx.Graph, change: Callable[[Role, fx.Node], fx.Node]) -> None:
-    """Replace each output that is a node by what ``change`` returns for it."""
+    """Replace each output node by the result of ``change(role, node)``."""
     results = [change(role, node) if isinstance(node, fx.Node) else node for role, node in outputs(graph)]
     output_node(graph).args = (tuple(results),)
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of ``graph`` with records and roles, that later changes of it leave as it is."""
+    """Return a copy of ``graph`` with its records and roles, independent of later changes."""
     copy = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     output = copy.output(copy.graph_copy(graph, env))
@@ -255,7 +254,7 @@ class NameScope:
 
     @classmethod
     def of(cls, graph: fx.Graph, but: Container[fx.Node] = ()) -> NameScope:
-        """Return the names of ``graph`` as taken, those of the nodes in ``but`` as free."""
+        """Return a scope in which the names of ``graph`` are taken, except those of the nodes in ``but``."""
         scope = cls()
         for node in graph.nodes:
             if KEY in node.meta and node not in but:

@@ -1,11 +1,10 @@
-"""Moves between the host's memory and the device's, as ops of local graphs.
+"""Ops of local graphs that copy between host and device memory.
 
-    to_device(x, device)   a copy of host memory on this rank's device of that type
-    to_host(x)             a copy of device memory on the host
+    to_device(x, device)   copies host memory to this rank's device of that type
+    to_host(x)             copies device memory to the host
 
-Both start a copy and return what it will fill; it is waited for by ``wait_tensor``, as a collective's result is. They
-are implemented in `shardc.runtime.host`. Where the device is a CPU, both sides are the same kind of memory and the
-copies are real all the same.
+Both start a copy, which ``wait_tensor`` waits for, as for a collective. They are implemented in
+`shardc.runtime.host`. If the device is a CPU, both are real copies within the same memory.
 """
 
 from __future__ import annotations
@@ -35,5 +34,5 @@ torch.library.register_fake("shardc::to_host", _to_host_fake)
 
 
 def move_kind(node: fx.Node) -> str | None:
-    """Return ``to_device`` or ``to_host`` where ``node`` starts such a move, else None."""
+    """Return ``to_device`` or ``to_host`` if ``node`` starts such a copy, else None."""
     return MOVES.get(node.target) if node.op == "call_function" else None

@@ -1,4 +1,4 @@
-"""Frozen tensors of wrapper subclasses (quantised weights), of which a compiled module holds the inner tensors.
+"""Replaces frozen tensors of wrapper subclasses (quantised weights) by their inner tensors in a compiled module.
 
 A class with ``__tensor_flatten__`` and ``__tensor_unflatten__`` keeps its values in plain tensors, and says by
 ``__torch_dispatch__`` what ops do with these, which is what AOTAutograd traces. A program takes the inner tensors. They
@@ -24,7 +24,7 @@ _DTYPE = "convert the model first, then compile it"
 
 
 class InnerTensors(nn.Module):
-    """The inner tensors of ``x``, a tensor of a wrapper subclass, as a submodule in the place of ``x``.
+    """The inner tensors of ``x``, a tensor of a wrapper subclass, as a submodule that replaces ``x``.
 
     Args:
         x: frozen. Its inner tensors become frozen parameters if it is one, else buffers; inner tensors that are
@@ -62,8 +62,7 @@ class InnerTensors(nn.Module):
             )
 
     def outer(self, of: Callable[[Tensor], Tensor] = lambda x: x, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the tensor that inner tensors, each as ``of`` gives it, make up; as its class converts it to
-        ``dtype``."""
+        """Return the wrapper tensor with inner tensors ``of(tensor)``, converted by its class to ``dtype``."""
         inner = {key: x.outer(of) if isinstance(x, InnerTensors) else of(x) for key, x in self._entries.items()}
         tensor: Tensor = self.cls.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
         for key, value in self.attributes.items():
@@ -78,7 +77,7 @@ class InnerTensors(nn.Module):
         return {key: entries[key] for key in self.names}
 
     def inner_tensors_of(self, x: Any, prefix: str) -> dict[str, Tensor]:
-        """Return the inner tensors of ``x``, by their names behind ``prefix``.
+        """Return the inner tensors of ``x`` by name, each name after ``prefix``.
 
         Raises:
             ValueError: it is of another class, or has other metadata.
@@ -112,7 +111,7 @@ class InnerTensors(nn.Module):
             ) from None
 
     def extra_repr(self) -> str:
-        """Return the class and its metadata, which a program depends on beside the inner tensors."""
+        """Return class and metadata, on which a program depends besides the inner tensors."""
         return f"{self.cls.__module__}.{self.cls.__qualname__}, {self.context!r}, {list(self.shape)}, {self.attributes}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -121,7 +120,7 @@ class InnerTensors(nn.Module):
 
 
 class _Holder(nn.Module):
-    """Stands before the class of a module that has `InnerTensors`: loads the tensors that these make up, keeps them."""
+    """Mixin before the class of a module with `InnerTensors`: loads and saves the wrapper tensors."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(inner := self._modules.get(name), InnerTensors) and value is not inner:
@@ -144,8 +143,7 @@ class _Holder(nn.Module):
 
 
 def flattened(model: nn.Module) -> nn.Module:
-    """Return ``model``, or a copy that has `InnerTensors` in the place of its parameters and buffers of wrapper
-    subclasses.
+    """Return ``model``, or a copy in which `InnerTensors` replace parameters and buffers of wrapper subclasses.
 
     The copy shares all tensors.
     """
@@ -179,13 +177,13 @@ _KINDS = ("_parameters", "_buffers")
 
 
 def unflatten(model: nn.Module, of: Callable[[str, InnerTensors], Tensor]) -> None:
-    """Puts tensors in the places of the `InnerTensors` of ``model``, and its modules back to their own classes.
+    """Replace the `InnerTensors` of ``model`` by tensors, and restore the classes of its modules.
 
     Args:
-        of: makes the tensor, given the path of the module that it is in; once for one that is in several places.
+        of: path of an `InnerTensors` -> its tensor; called once for one at several places.
 
     Raises:
-        CaptureError: an inner tensor is to be trained.
+        CaptureError: an inner tensor requires a gradient.
     """
     tensors: dict[int, Tensor] = {}
     for path, module in list(model.named_modules()):
@@ -208,10 +206,10 @@ def unflatten(model: nn.Module, of: Callable[[str, InnerTensors], Tensor]) -> No
 
 @contextmanager
 def outer_tensors(module: nn.Module) -> Iterator[None]:
-    """A block in which ``module``, whose inner tensors are whole, has the tensors that they make up.
+    """Context in which ``module``, whose inner tensors are unsharded, has the wrapper tensors.
 
     Raises:
-        LayoutError: at the end, one was replaced.
+        LayoutError: at the end, if one was replaced.
     """
     places = [(part, dict(part._modules)) for part in module.modules() if isinstance(part, _Holder)]
     tensors: dict[int, Tensor] = {}
@@ -240,7 +238,7 @@ def outer_tensors(module: nn.Module) -> Iterator[None]:
 
 
 def rebuilt(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict of whole tensors with the tensors that inner ones make up, under the names of the model."""
+    """Return a full state dict with wrapper tensors in place of inner ones, under the model's names."""
     out = dict(state)
     for path, inner in _outermost(module):
         names = {id(x): f"{path}.{name}" for name, x in inner.state_dict(keep_vars=True).items()}
@@ -253,15 +251,13 @@ def rebuilt(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def first_places(module: nn.Module) -> dict[str, str]:
-    """Return the name of each tensor of a wrapper subclass, one name for each of its places -> the first of its
-    names."""
+    """Return every name of each wrapper tensor -> the first of its names."""
     first: dict[int, str] = {}
     return {path: first.setdefault(id(inner), path) for path, inner in _outermost(module)}
 
 
 def outer_names(module: nn.Module) -> dict[str, str]:
-    """Return the name of each parameter of a wrapper subclass -> the inner tensor of its shape, which plans split for
-    it."""
+    """Return name of each parameter of a wrapper subclass -> its inner tensor of equal shape, to which plans apply."""
     out: dict[str, str] = {}
     for path, inner in _outermost(module):
         shaped = [name for name, x in inner.named_parameters() if x.shape == inner.shape]
@@ -270,14 +266,14 @@ def outer_names(module: nn.Module) -> dict[str, str]:
 
 
 def with_inner(x: Any) -> Iterator[Tensor]:
-    """Yield ``x``, its inner tensors if it is of a wrapper subclass, and theirs."""
+    """Yield ``x`` and, if it is of a wrapper subclass, its inner tensors recursively."""
     yield x
     for key in x.__tensor_flatten__()[0] if is_wrapper(x) else ():
         yield from with_inner(getattr(x, key))
 
 
 def metadata(x: Any) -> list[Any]:
-    """All that ``x`` is besides values: of itself, of its inner tensors and of theirs."""
+    """Return all metadata of ``x`` and of its inner tensors."""
     out: list[Any] = []
     for part in with_inner(x):
         out.append((type(part), part.shape, part.stride(), part.dtype, part.requires_grad))
@@ -288,7 +284,7 @@ def metadata(x: Any) -> list[Any]:
 
 
 def check_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
-    """Raises InputError where ``fn`` converts an inner tensor to another dtype, of which its class would not know."""
+    """Raise InputError if ``fn`` converts an inner tensor to another dtype, which its class would not notice."""
     for path, inner in _outermost(module):
         for kind in {inner.dtype, *(x.dtype for x in (*inner.parameters(), *inner.buffers()))}:
             if (wanted := fn(torch.empty(0, dtype=kind)).dtype) != kind:

@@ -1,6 +1,6 @@
-"""Snapshot of the code that classes of wrapper subclasses run for an op: tables and functions that no trace reaches.
+"""A snapshot of the code that wrapper subclasses run for an op: tables and functions that tracing does not reach.
 
-It is compared by identity, within one process: `shardc.ir.reach` names what is traced for other starts, too.
+It is compared by identity within one process. For other starts `shardc.ir.reach` names the traced code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _SEQUENCES = (list, tuple, set, frozenset)
 
 
 class InnerCode:
-    """All that the classes of the wrapper subclasses in ``model`` may call, but for code told by a version."""
+    """The functions and tables that the wrapper subclasses in ``model`` may call, without code that a version
+    identifies.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._mappings: dict[int, Any] = {}  # all of whose entries count
@@ -47,12 +49,12 @@ class InnerCode:
         return bool(self._before)
 
     def holds(self) -> bool:
-        """Return whether all is as it was."""
+        """Return whether nothing has changed."""
         return _same(self._before, tuple(self._now()))
 
     @cached_property
     def text(self) -> str:
-        """A name for what is there: in this process, the same where it is the same."""
+        """Return a text that is equal within this process exactly if the code is the same."""
         for at, state in enumerate(_states):
             if _same(state, self._before):
                 return f"state {at}"
@@ -124,7 +126,7 @@ class InnerCode:
             self._name(function.__globals__, name, names)
 
     def _name(self, scope: dict[str, Any], name: str, names: frozenset[str], versioned: bool = False) -> None:
-        """Notes a global, or an attribute of a module; of a module that it is, those of ``names`` that this has."""
+        """Record a global or a module attribute; of a module, those of ``names`` that it has."""
         self._names[id(scope), name] = scope, name
         value = scope.get(name, _ABSENT)
         if type(value) is not types.ModuleType:

@@ -63,13 +63,12 @@ def why_refused(x: Tensor, stored: bool = False) -> tuple[str, str] | None:
 
 
 def as_plain(x: Tensor) -> Tensor:
-    """Return ``x`` as a tensor of torch's class, where its own overrides nothing; a trace takes no other beside
-    fakes."""
+    """Return ``x`` as a `torch.Tensor` if its class overrides nothing, since a trace takes only these and fakes."""
     return x if type(x) in _PLAIN or _overridden(type(x)) else x.as_subclass(Tensor)
 
 
 def note_attributes(x: Tensor, like: Tensor) -> None:
-    """Gives ``x`` the attributes that ``like`` and its class have, and notes the class for `lost_names`."""
+    """Copy the attributes of ``like`` and its class to ``x``, and record the class for `lost_names`."""
     if isinstance(like, FakeTensor):  # which holds what it is in attributes
         return
     cls = type(like)
@@ -81,22 +80,21 @@ def note_attributes(x: Tensor, like: Tensor) -> None:
 
 
 def lost_names(x: Tensor) -> tuple[type, set[str]]:
-    """Return the class that the user's tensor had, of which ``x`` is a copy, and the names by which code asks for
-    it."""
+    """Return the class of the user's tensor that ``x`` is a copy of, and the attribute names that it adds."""
     cls: type = vars(x).get(CLASS, type(x))
     return cls, {name for name, value in _added(cls).items() if hasattr(value, "__get__")} | {cls.__name__}
 
 
 @cache
 def _added(cls: type) -> dict[str, object]:
-    """Return the attributes that a class which is not torch's adds to those of `torch.Tensor`."""
+    """Return the attributes that a class adds to those of `torch.Tensor`."""
     bases = [base for base in reversed(cls.__mro__) if cls not in _PLAIN and not issubclass(Tensor, base)]
     return {name: value for base in bases for name, value in vars(base).items() if not hasattr(Tensor, name)}
 
 
 @cache
 def _overridden(cls: type) -> list[str]:
-    """Return the names of what ``cls`` overrides of the torch class that it derives from."""
+    """Return the names that ``cls`` overrides of its torch base class."""
     names: list[str] = []
     for base in cls.__mro__:
         if base in _PLAIN or base.__module__.startswith(("shardc.", *_UNWRAPPED)):
@@ -109,5 +107,5 @@ def _overridden(cls: type) -> list[str]:
 
 
 def _is_off(member: object) -> bool:
-    """Return whether a class says by ``member`` that torch's functions take it as any other tensor."""
+    """Return whether ``member`` disables torch-function overriding for the class."""
     return member is torch._C._disabled_torch_function_impl

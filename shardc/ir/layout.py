@@ -114,22 +114,22 @@ class Layout:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The global shape."""
+        """Return the global shape."""
         return tuple(prod(d.radix for d in digits) for digits in self.dims)
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape that each rank holds."""
+        """Return the shape of each rank's shard."""
         return tuple(prod(d.radix for d in digits if d.axis is None) for digits in self.dims)
 
     @cached_property
     def bound(self) -> tuple[str, ...]:
-        """The axes that split some dim, dim by dim."""
+        """Return the axes that split some dim, dim by dim."""
         return tuple(d.axis for digits in self.dims for d in digits if d.axis is not None)
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Every axis that the layout uses, bound ones first."""
+        """Return every axis that the layout uses, those that split a dim first."""
         return self.bound + tuple(axis for axis, _ in self.partial)
 
     @property
@@ -138,7 +138,7 @@ class Layout:
 
     @cached_property
     def shards(self) -> int:
-        """How many distinct shards the tensor is cut into."""
+        """Return the number of distinct shards."""
         return prod(self.mesh.size(axis) for axis in self.bound)
 
     @cached_property
@@ -161,7 +161,7 @@ class Layout:
         return tuple(d.axis for d in self.dims[dim] if d.axis is not None)
 
     def sub_dims(self, dim: int) -> tuple[SubDim, ...]:
-        """Return the digits of ``dim`` grouped into sub-dims: axes, then what is local under them."""
+        """Return the digits of ``dim`` grouped into sub-dims: axes, then the local digits under them."""
         out: list[SubDim] = []
         size, axes = 1, []
         for radix, axis in self.dims[dim]:
@@ -179,7 +179,7 @@ class Layout:
 
     @classmethod
     def whole(cls, mesh: Mesh, shape: Sequence[int]) -> Layout:
-        """Return the replicated layout of ``shape``: every rank holds the whole tensor."""
+        """Return the replicated layout of ``shape``."""
         return cls(mesh, [[Digit(size)] for size in shape])
 
     @classmethod
@@ -218,7 +218,7 @@ class Layout:
         return self.replace(partial=[*self.partial, *((axis, op) for axis in axes)])
 
     def split(self, dim: int, axis: str) -> Layout | None:
-        """Return ``axis`` bound to the first local digit of ``dim`` that it divides, or None."""
+        """Return the layout with ``axis`` bound to the first local digit of ``dim`` that it divides, or None."""
         size = self.mesh.size(axis)
         if size == 1:
             return self
@@ -299,7 +299,7 @@ def canonical(mesh: Mesh, digits: Iterable[Digit | tuple[int, str | None]]) -> D
 
 
 def canonical_partial(mesh: Mesh, pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """(axis, reduce op) in mesh order, without axes of size 1, joinable parts of one axis merged."""
+    """Return (axis, reduce op) pairs in mesh order, without axes of size 1, with joinable parts of one axis merged."""
     out: list[tuple[str, str]] = []
     split = [(axis, op) for axis, op in pairs if mesh.size(axis) > 1]
     for axis, op in sorted(split, key=lambda pair: mesh.order(pair[0])):
@@ -348,7 +348,7 @@ def cut_digits(mesh: Mesh, digits: Digits, parts: Callable[[str], Iterable[str]]
 
 
 def strides(digits: Digits) -> tuple[int, ...]:
-    """For each digit how many elements lie below it."""
+    """Return for each digit the number of elements below it."""
     out, below = [], 1
     for radix, _ in reversed(digits):
         out.append(below)
@@ -369,7 +369,7 @@ def split_top(text: str, separator: str = ",") -> list[str]:
 
 
 def parse_dim(text: str) -> list[tuple[str, tuple[str, ...]]]:
-    """One dim's text as sub-dims (size text, axes): ``(3 512@tp)``, ``32@(tp,dp)``, ``@dp``, ``_``."""
+    """Parse one dim to sub-dims (size text, axes): ``(3 512@tp)``, ``32@(tp,dp)``, ``@dp``, ``_``."""
     text = text.strip()
     if text.startswith("(") and text.endswith(")"):
         return [sub for part in split_top(re.sub(r"\s+", " ", text[1:-1]).strip(), " ") for sub in parse_dim(part)]

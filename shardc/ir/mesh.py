@@ -64,7 +64,7 @@ class Mesh:
 
     @cached_property
     def ranks(self) -> int:
-        """How many ranks the mesh has."""
+        """Return the number of ranks."""
         return prod(size for _, size in self.shape)
 
     def __contains__(self, axis: str) -> bool:
@@ -81,7 +81,7 @@ class Mesh:
         return self._sizes[name] if size is None else size
 
     def order(self, axis: str) -> tuple[int, int]:
-        """Sort key of an axis or part: mesh order, then major to minor."""
+        """Return the sort key of an axis or part: mesh order, then major to minor."""
         name, pre, _ = split_part(axis)
         return self.axes.index(name), pre
 
@@ -93,7 +93,7 @@ class Mesh:
         return self.part(name, pre, major), self.part(name, pre * major, size // major)
 
     def join(self, major: str, minor: str) -> str | None:
-        """Return the axis or part that two adjacent parts make together, or None."""
+        """Return the axis or part that two adjacent parts form together, or None."""
         (name, pre, _), (other, other_pre, _) = split_part(major), split_part(minor)
         if name != other or pre * self.size(major) != other_pre:
             return None
@@ -103,7 +103,7 @@ class Mesh:
         return name if size == self._sizes[name] else f"{name}:{pre}x{size}"
 
     def edges(self, axes: Iterable[str]) -> dict[str, set[int]]:
-        """By the name of each axis, the prefix sizes at which one of ``axes``, which may be parts, begins or ends."""
+        """Return axis name -> the prefix sizes at which one of ``axes`` (or parts) begins or ends."""
         out: dict[str, set[int]] = {}
         for axis in axes:
             name, pre, _ = split_part(axis)
@@ -111,7 +111,7 @@ class Mesh:
         return out
 
     def parts(self, axis: str, edges: Mapping[str, Iterable[int]]) -> list[str]:
-        """Return ``axis`` cut at ``edges`` (as `edges` gives them), major to minor; none of an axis of size 1."""
+        """Return ``axis`` cut at ``edges`` (a result of `edges`), major to minor; nothing for an axis of size 1."""
         name, pre, _ = split_part(axis)
         inside = sorted(edge for edge in edges[name] if pre <= edge <= pre * self.size(axis))
         return [self.part(name, low, high // low) for low, high in pairwise(inside)]
@@ -137,7 +137,7 @@ class Mesh:
         return self.coordinate(rank)[name] // (full // (pre * self.size(axis))) % self.size(axis)
 
     def group(self, axes: Iterable[str], rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` along ``axes`` only, the first axis varying slowest."""
+        """Return the ranks that differ from ``rank`` along ``axes`` only, the last axis varying fastest."""
         return next(group for group in groups_of(self, tuple(axes)) if rank in group)
 
     @staticmethod
@@ -163,7 +163,7 @@ class Mesh:
 
 @lru_cache(maxsize=1024)
 def groups_of(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """All groups of ranks that differ along ``axes`` only, each with the first axis varying slowest.
+    """Return all groups of ranks that differ along ``axes`` only, in each of which the last axis varies fastest.
 
     >>> groups_of(Mesh(dp=2, tp=2), ("dp",))
     ((0, 2), (1, 3))

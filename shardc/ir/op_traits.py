@@ -27,7 +27,7 @@ COPIES = frozenset(
 
 @cache
 def aliases(target: Any) -> bool:
-    """Return whether results may lie in the memory of operands: views, what an in-place op returns, waits, items."""
+    """Return whether results may share memory with operands: views, in-place ops, waits, items."""
     if target is WAIT or target is getitem:
         return True
     schema = getattr(target, "_schema", None)
@@ -36,13 +36,13 @@ def aliases(target: Any) -> bool:
 
 @cache
 def lends(target: Any) -> bool:
-    """Return whether results may lie in the memory of operands, a ``reshape`` being taken for a copy."""
+    """Return whether results may share memory with operands, if ``reshape`` counts as a copy."""
     return aliases(target) and target is not aten.reshape.default
 
 
 @cache
 def is_view(target: Any) -> bool:
-    """Return whether the one result of an op always lies in the memory of its operand; of a ``reshape`` it may not."""
+    """Return whether the single result always shares memory with the operand (not so for ``reshape``)."""
     schema = getattr(target, "_schema", None)
     if schema is None or len(schema.returns) != 1 or target is aten.reshape.default:
         return False
@@ -52,7 +52,7 @@ def is_view(target: Any) -> bool:
 
 @cache
 def moves_data(target: Any) -> bool:
-    """Return whether every element of the results is one of an operand, or padding: views, copies, items."""
+    """Return whether every element of the results is an element of an operand, or padding: views, copies, items."""
     return target is getitem or target in COPIES or getattr(target, "is_view", False)
 
 
@@ -64,8 +64,9 @@ def draws(target: Any) -> bool:
 
 @cache
 def is_pointwise(target: Any) -> bool:
-    """Return whether each element of the result is of those at its place in the operands, which broadcast; no random
-    draws."""
+    """Return whether each element of the result depends on the operands' elements at its (broadcast) position only; no
+    random draws.
+    """
     return torch.Tag.pointwise in getattr(target, "tags", ()) and not draws(target)
 
 

@@ -1,8 +1,7 @@
-"""The data-movement ops of the global graph: FX targets that say what moves, never run.
+"""Data-movement ops of the global graph: FX targets that are never run.
 
-Each takes a value at its global shape and returns the same global value under another layout; the
-layouts stand on the nodes (`shardc.ir.graph.Value`). `passes/localize.py` spells them as local ops and
-collectives.
+Each takes a value at its global shape and returns the same value in another layout; the layouts are those of the nodes
+(`shardc.ir.graph.Value`). `passes/localize.py` lowers them to local ops and collectives.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ def _never(name: str) -> NoReturn:
 
 
 def tag(x: Any, *, name: str) -> Any:
-    """Names the output or input of a module, so that a plan entry finds it; an identity."""
+    """Identity that marks the input or output of a module, so that a plan entry finds it."""
     _never("tag")
 
 
 def reshard(x: Any, *, to: str = "") -> Any:
-    """Any change of layout, before it is spelled as the ops below; the target layout is the node's own.
+    """Changes the layout to that of the node; later lowered to the ops below.
 
     ``to`` is kept empty: the text form shows the layout in the type.
     """
@@ -29,47 +28,47 @@ def reshard(x: Any, *, to: str = "") -> Any:
 
 
 def all_gather(x: Any, *, axis: str) -> Any:
-    """``axis`` (names joined by commas) no longer splits the value."""
+    """Gathers over ``axis`` (names joined by commas), which then no longer splits the value."""
     _never("all_gather")
 
 
 def reduce_scatter(x: Any, *, axis: str, op: str = "sum") -> Any:
-    """A pending reduction over ``axis`` is done, and ``axis`` splits the result."""
+    """Reduces over ``axis``, which then splits the result."""
     _never("reduce_scatter")
 
 
 def all_reduce(x: Any, *, axis: str, op: str = "sum") -> Any:
-    """A pending reduction over ``axis`` is done, and every rank along it holds the result."""
+    """Reduces over ``axis``; every rank along it has the result."""
     _never("all_reduce")
 
 
 def all_to_all(x: Any, *, axis: str) -> Any:
-    """``axis`` moves from one digit to another."""
+    """Moves ``axis`` from one digit to another."""
     _never("all_to_all")
 
 
 def permute_ranks(x: Any, *, axis: str) -> Any:
-    """Whole shards change ranks: the axes exchange their digits."""
+    """Permutes shards among ranks: axes exchange their digits."""
     _never("permute_ranks")
 
 
 def shard(x: Any, *, axis: str) -> Any:
-    """Each rank along ``axis`` takes its own slice of what it holds whole; nothing moves."""
+    """Takes each rank's slice along ``axis`` of a replicated value; no communication."""
     _never("shard")
 
 
 def to_partial(x: Any, *, axis: str, op: str = "sum") -> Any:
-    """A whole value as a pending reduction over ``axis``; nothing moves."""
+    """Makes a replicated value a pending reduction over ``axis``; no communication."""
     _never("to_partial")
 
 
 def pad(x: Any, *, dim: int, size: int) -> Any:
-    """``dim`` grown to ``size`` with zeros at its end."""
+    """Pads ``dim`` to ``size`` with zeros at its end."""
     _never("pad")
 
 
 def unpad(x: Any, *, dim: int, size: int) -> Any:
-    """``dim`` cut to its first ``size`` elements."""
+    """Cuts ``dim`` to its first ``size`` elements."""
     _never("unpad")
 
 

@@ -30,7 +30,7 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 def reorder(graph: fx.Graph, priority: Mapping[fx.Node, float]) -> None:
     """Sort the nodes topologically, the lowest ``priority`` first among those that are ready; ties keep their order.
 
-    Placeholders stay in front and the output at the end. The result depends on the graph and the priorities alone.
+    Placeholders stay first and the output last. The result depends on the graph and the priorities alone.
     """
     present = {node: at for at, node in enumerate(graph.nodes)}
     output = output_node(graph)

@@ -1,9 +1,8 @@
-"""Padding of uneven dims: which places of a padded dim hold elements, and which are filling.
+"""Padding of uneven dims: which positions of a padded dim hold elements, and which hold filling.
 
-A dim is an ordered product of *runs*, major to minor. A run of ``true`` elements stands in ``size`` places,
-the first ``true`` of which hold them. A view may merge a padded dim with others, so a padded run can
-stand anywhere among the runs of a dim: a sequence of 7 in 8 places, merged under a batch of 2, is
-``(2 8/7)``, 16 places of which the 8th and the 16th are filling.
+A dim is an ordered product of *runs*, major to minor. A run has ``size`` positions, the first ``true`` of which hold
+elements. A view may merge a padded dim with others, so a padded run can be anywhere among the runs of a dim: a sequence
+of 7 in 8 positions, merged under a batch of 2, is ``(2 8/7)``, 16 positions of which the 8th and 16th are filling.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """``true`` elements in ``size`` places, so that ``axes`` divide them."""
+    """``size`` positions, which ``axes`` divide, the first ``true`` of which hold elements."""
 
     size: int
     true: int
@@ -30,7 +29,7 @@ Padding = tuple[Runs, ...]  # one entry a dim
 
 
 def unpadded(shape: Sequence[int]) -> Padding:
-    """Return the padding of a tensor of ``shape`` without filling."""
+    """Return the padding of a tensor of ``shape`` that has no filling."""
     return tuple((Run(size, size),) for size in shape)
 
 
@@ -39,12 +38,12 @@ def is_padded(runs: Runs) -> bool:
 
 
 def places(runs: Runs) -> int:
-    """Return how many places a dim has."""
+    """Return the number of positions of a dim."""
     return prod(run.size for run in runs)
 
 
 def elements(runs: Runs) -> int:
-    """Return how many elements a dim has."""
+    """Return the number of elements of a dim."""
     return prod(run.true for run in runs)
 
 
@@ -54,7 +53,7 @@ def axes_of(padding: Padding) -> tuple[str, ...]:
 
 
 def canonical(runs: Sequence[Run]) -> Runs:
-    """Return ``runs`` with every run joined to the full run under it: what fills is then the end of the two together.
+    """Return ``runs`` with each run merged with the unpadded run below it: the filling is then at the end of both.
 
     >>> canonical([Run(3, 3), Run(6, 5), Run(2, 2), Run(4, 4)])
     (Run(size=3, true=3, axes=()), Run(size=48, true=40, axes=()))
@@ -69,7 +68,7 @@ def canonical(runs: Sequence[Run]) -> Runs:
 
 
 def share_out(runs: Runs, sizes: Sequence[int]) -> list[Runs] | None:
-    """Return ``runs`` as the factors of ``sizes`` elements, major to minor, see them; None where a run straddles two.
+    """Split ``runs`` among factors of ``sizes`` elements, major to minor; None if a padded run spans two factors.
 
     >>> share_out((Run(12, 10),), [5, 2])
     [(Run(size=6, true=5, axes=()),), (Run(size=2, true=2, axes=()),)]

@@ -1,4 +1,4 @@
-"""`parse`: the text form back to a graph; `shardc.ir.grammar` has the form, `shardc.ir.text` writes it."""
+"""Parses the text form of a graph (grammar: `shardc.ir.grammar`; printer: `shardc.ir.text`)."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ ROLE = re.compile(r"(\w+)(?: #(\d+))?(?: (?!%)([\w.$/-]+|\"(?:[^\"\\]|\\.)*\"))?
 
 
 def parse(text: str) -> fx.GraphModule:
-    """Return the graph that ``text`` shows, with `Info` on its nodes and roles on its output.
+    """Return the graph of ``text``, with `Info` on its nodes and roles on its output.
 
-    The inverse of `shardc.ir.text.dump`: ``dump(parse(text), mesh) == text``. The graph of a localized program
-    runs; marker ops never do. A ``comm`` section may be left out, but not be wrong.
+    The inverse of `shardc.ir.text.dump`: ``dump(parse(text), mesh) == text``. A localized graph can be run. A ``comm``
+    section is optional, and checked if it is there.
 
     Args:
-        text: a whole program; blank lines and comments may stand anywhere.
+        text: a program; blank lines and comments are ignored.
 
     Raises:
-        TextError: names the line, shows it, and says what was expected there.
+        TextError: with the line, and what was expected.
     """
     return _Parser(text).program()
 
@@ -102,7 +102,7 @@ class _Parser:
     # --- lines
 
     def _read(self, reader: Reader, section: str) -> str:
-        """One line of ``section``; returns the section that follows."""
+        """Parse one line of ``section``; return the section of the next line."""
         if reader.line == grammar.NO_LAYOUTS:
             self.placed = False
         elif heading := re.fullmatch(r"(\w+):", reader.line):
@@ -187,7 +187,7 @@ class _Parser:
         self._define(node, self._info(reader, name, value, phase))
 
     def _info(self, reader: Reader, name: str, value: NodeValue, phase: str, **fields: Any) -> Info:
-        """Return the record of a node whose line has been read up to its comment."""
+        """Return the record of a node whose line is parsed up to its comment."""
         reader.end()
         return Info(name, value, **reader.provenance(phase), **fields)
 
@@ -206,7 +206,7 @@ class _Parser:
     # --- parts of a line
 
     def _role(self, reader: Reader) -> tuple[str, str | None, int]:
-        """(kind, name or None, index)."""
+        """Parse (kind, name or None, index)."""
         match = reader.match(ROLE)
         if not match:
             reader.fail("a kind such as 'param', 'input' or 'output'")
@@ -224,7 +224,7 @@ class _Parser:
         return name
 
     def _defined(self, reader: Reader) -> fx.Node:
-        """Return the node of the name after a ``%``."""
+        """Parse a name after ``%``; return its node."""
         start = reader.at
         name = reader.word()
         if name not in self.values:
@@ -233,7 +233,7 @@ class _Parser:
         return self.values[name]
 
     def _use(self, reader: Reader) -> fx.Node:
-        """Return a value as an argument, and the layout that is wanted of it, if the line says one."""
+        """Parse an argument that is a value; return it and its required layout, if the line gives one."""
         node = self._defined(reader)
         tensor = info(node).value
         if isinstance(tensor, Value):
@@ -242,8 +242,7 @@ class _Parser:
         return node
 
     def _needs(self, reader: Reader) -> tuple[Layout, ...] | None:
-        """Return the layouts that the line's op wants of its tensors, if it says one that differs from what is
-        there."""
+        """Return the required layouts of the op's tensors, if one differs from the tensor's own."""
         wants, self.wants = self.wants, []
         if all(want is None for _, want in wants):
             return None
@@ -253,7 +252,7 @@ class _Parser:
         return tuple(layout for layout in needs if layout is not None)
 
     def _layout(self, reader: Reader, match: re.Match[str] | None, group: int) -> Layout:
-        """Return the layout that ``group`` of what was just read says."""
+        """Return the layout in ``group`` of the last match."""
         if match is None:
             reader.fail("a layout such as [16@dp,8]")
         try:
@@ -337,13 +336,13 @@ class _Parser:
 
 
 def _identifier(name: str) -> str:
-    """Return ``name`` as FX wants the names of its nodes."""
+    """Return ``name`` as a valid FX node name."""
     text = re.sub(r"\W", "_", name, flags=re.ASCII)
     return f"_{text}" if not text or text[0].isdigit() else text
 
 
 def _is_taken(name: str) -> bool:
-    """Return whether a module has an attribute that a constant of this name would hide."""
+    """Return whether a constant named ``name`` would hide an attribute of a module."""
     return name.partition(".")[0] in _attributes()
 
 

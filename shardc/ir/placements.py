@@ -1,9 +1,8 @@
-"""Layouts to and from the placements of ``torch.distributed.tensor``.
+"""Converts layouts to and from placements of ``torch.distributed.tensor``.
 
-A placement list says for each mesh dim what it does; the tensor dims are split by the mesh dims from the
-first to the last. ``Shard`` splits what is left of a dim at its major end; ``_StridedShard`` with a split
-factor leaves that many pieces above and splits inside each. A digit bound to a mesh dim is hence strided
-by the product of what stands above it and is not split off yet: local digits, and later mesh dims.
+Placements are applied mesh dim by mesh dim. ``Shard`` splits the remaining dim at its major end; ``_StridedShard`` with
+a split factor f splits inside each of f pieces. So the split factor of a digit bound to a mesh dim is the product of
+the digits above it that are not split yet: local digits, and those of later mesh dims.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from shardc.ir.view import seen_on
 
 
 def to_placements(layout: Layout, view: Mesh | None = None) -> tuple[Placement, ...]:
-    """One placement for each axis of the mesh, or of a view of it (`shardc.ir.view`).
+    """Return one placement for each axis of the mesh, or of a view of it (`shardc.ir.view`).
 
     Raises:
-        LayoutError: a layout that uses a part of an axis that is no axis of the view; DTensor has no word for it.
+        LayoutError: the layout uses a part of an axis that is no axis of the view; DTensor cannot express it.
     """
     layout = layout if view is None else seen_on(layout, view)
     mesh = layout.mesh
@@ -50,7 +49,7 @@ def to_placements(layout: Layout, view: Mesh | None = None) -> tuple[Placement, 
 
 
 def _split_factor(layout: Layout, dim: int, axis: str, position: int) -> int:
-    """Return how many pieces of the dim stand above the digit of ``axis`` once the earlier mesh dims have split it."""
+    """Return the number of pieces above the digit of ``axis`` after the earlier mesh dims have split the dim."""
     later = layout.mesh.axes[position + 1 :]
     factor = 1
     for radix, bound in layout.dims[dim]:

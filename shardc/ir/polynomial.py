@@ -1,4 +1,4 @@
-"""Polynomials in the sizes of a program's inputs: what a number in a program is at any sizes."""
+"""Polynomials in the sizes of a program's inputs, which stand for the numbers of a program at any sizes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Polynomial:
         return sum((c * monomial(values, powers) for c, powers in self.terms), Fraction(0))
 
     def whole_at(self, sizes: Mapping[str, int]) -> bool:
-        """Return whether the polynomial is a whole number, and not negative, at ``sizes`` (symbol -> value)."""
+        """Return whether the value at ``sizes`` (symbol -> value) is a non-negative integer."""
         value = self.at(sizes)
         return value.denominator == 1 and value >= 0
 
@@ -56,5 +56,5 @@ class Polynomial:
 
 
 def monomial(values: Sequence[int], powers: Powers) -> int:
-    """Return the product of ``values`` to their powers."""
+    """Return the product of ``values``, each to its power."""
     return prod(value**power for value, power in zip(values, powers, strict=True))

@@ -1,12 +1,12 @@
-"""The code that a capture of a model can reach, by what is bound where: classes, functions, and what these name.
+"""The code that a capture of a model can reach, found by what names are bound to: classes, functions, and what they
+name.
 
-A capture says which code it traced. The walk begins at the classes and attributes of the model's modules, and at the
-loss. Of a function that was traced it goes on to its defaults, its cells and the globals that it names; of a class, a
-module or an object to the attributes that traced code names. Of another function it notes the code alone: a trace that
-finds all of this as it was goes the same way, and does not get into it.
+The walk begins at the classes and attributes of the model's modules, and at the loss. From a traced function it goes on
+to its defaults, cells and the globals that it names; from a class, module or object to the attributes that traced code
+names. Of other functions it records the code only. If another start finds the same, its trace would be the same.
 
-Code of torch, shardc and Python is told by its file and line, as their versions are compared elsewhere. Of torch's
-layers and functions the walk looks at what they name, too, where somebody may have put another function.
+Code of torch, shardc and Python is identified by file and line, as their versions are compared elsewhere. The names in
+torch's layers and functions are walked, too, in case a user has replaced what they are bound to.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Reach:
     """The code that a model and a loss reach.
 
     Args:
-        code: thing -> what it is: functions, and what is bound to names, but for plain values.
-        values: the same for plain values: globals, attributes of classes, defaults, cells.
-        code_hashes: the hashes of all code that was met and is not told by a version.
-        constants: functions that a trace calls instead of tracing them, to keep what they return.
-        bound: (class, name, what it has there) of what may have been traced.
-        functions: (function, its code) of what may have been traced.
+        code: name -> text of a function, or of a bound object that is no plain value.
+        values: the same for plain values: globals, class attributes, defaults, cells.
+        code_hashes: hashes of all code met, except code identified by a version.
+        constants: functions that a trace calls (instead of tracing them) and whose results it keeps.
+        bound: (class, name, bound object) of class attributes that may have been traced.
+        functions: (function, its code) of functions that may have been traced.
         ops: the user's ops of `torch.library.custom_op`, and their functions.
-        inner: what the classes of the model's wrapper subclasses run; None where there are none.
+        inner: the code that the model's wrapper subclasses run; None if there are none.
     """
 
     code: Mapping[str, str]
@@ -56,7 +56,7 @@ class Reach:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of ``code``."""
+        """Return a hash of ``code``."""
         return digest("\n".join(f"{thing}: {what}" for thing, what in sorted(self.code.items())))
 
     @cached_property
@@ -67,7 +67,7 @@ class Reach:
 
     @staticmethod
     def of_all(several: Sequence[Reach]) -> Reach:
-        """One that holds where all of ``several`` do."""
+        """Return the union of ``several``."""
         bound = {(cls, name): value for reach in several for cls, name, value in reach.bound}
         functions = {id(function): (function, code) for reach in several for function, code in reach.functions}
         places = tuple((cls, name, value) for (cls, name), value in bound.items())
@@ -76,7 +76,7 @@ class Reach:
         return Reach({}, {}, frozenset(), (), places, tuple(functions.values()), ops, inner)
 
     def holds(self) -> bool:
-        """Return whether classes still have the same methods, and functions the same code: some microseconds."""
+        """Return whether classes still have the same methods and functions the same code; takes some microseconds."""
         classes, names, values, functions, codes = self._getters
         return (
             all(map(is_, map(getattr, classes, names), values))
@@ -90,7 +90,7 @@ def reach(model: nn.Module, loss: Callable[..., Any] | None, traced: Iterable[st
     """Return the code that a capture of ``model`` and ``loss`` can reach.
 
     Args:
-        traced: `code_hash` of the code that a capture went through, but for code that is told by a version.
+        traced: `code_hash` of the traced code, except code identified by a version.
     """
     modules = [type(module) for module in model.modules()]
     key = frozenset(traced), loss, modules

@@ -1,4 +1,4 @@
-"""Reads one line of the text form from left to right, and says where and why where it cannot."""
+"""Scanner for one line of the text form; errors name the position and what was expected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TAGS = re.compile(r"(.*?)(?: \| region (\d+))?(?: \| (kept))?(?: \| regathers (.
 
 
 class Reader:
-    """Reads one line from left to right."""
+    """Scans one line from left to right."""
 
     def __init__(self, line: str, number: int) -> None:
         self.line, self.number, self.at = line, number, 0
@@ -35,7 +35,7 @@ class Reader:
             self.at += 1
 
     def take(self, literal: str) -> bool:
-        """Return whether ``literal`` comes next; steps over it if so."""
+        """Skip ``literal`` if it is next; return whether it was."""
         line, at = self.line, self.at
         while line.startswith(" ", at):
             at += 1
@@ -54,13 +54,13 @@ class Reader:
         return match
 
     def end(self) -> None:
-        """Check that the line, without a comment, ends here."""
+        """Check that nothing but a comment follows."""
         self.skip()
         if self.at < len(self.line) and self.line[self.at] != "#":
             self.fail("the end of the line")
 
     def listed(self, close: str, read_item: Callable[[], Any]) -> list[Any]:
-        """Return the list of what ``read_item`` reads, separated by commas, up to ``close``."""
+        """Parse items by ``read_item``, separated by commas, up to ``close``."""
         out: list[Any] = []
         while not self.take(close):
             if out:
@@ -69,7 +69,7 @@ class Reader:
         return out
 
     def word(self) -> str | None:
-        """Return a bare or a quoted word."""
+        """Parse a bare or a quoted word."""
         if quoted := self.match(STRING):
             return str(json.loads(quoted[0]))
         bare = self.match(grammar.BARE)
@@ -80,8 +80,7 @@ class Reader:
         return int(match[0]) if match else self.fail(what)
 
     def provenance(self, phase: str) -> dict[str, Any]:
-        """Return the fields of `Info` that the comment at the end gives, if there is one
-        (`shardc.ir.text.origin_text`)."""
+        """Parse the comment at the end, if there is one, to fields of `Info` (`shardc.ir.text.origin_text`)."""
         parts = self.line[self.at :].strip().removeprefix("# ").split(" | ", 2)
         if len(parts) != 3:
             return {"origin": Origin(phase=phase)}

@@ -1,7 +1,7 @@
-"""Guards: what a capture read of the model besides its tensors, and the values of these reads now.
+"""Guards: what a capture read of the model besides its tensors, and the current values of these reads.
 
-Attributes, items of containers, globals, cells and functions are named by expressions: ``model._modules['drop'].p``,
-``module('mine').ALPHA``. An expression is looked up by what stands here, never by running it as code.
+Attributes, container items, globals, cells and functions are named by expressions: ``model._modules['drop'].p``,
+``module('mine').ALPHA``. `Lookup` evaluates them; they are never run as code.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ Constant = bool | int | float | str | None
 
 @dataclass(frozen=True)
 class Read:
-    """One thing that a capture looked at.
+    """One value that a capture read.
 
     Args:
-        expression: where it is.
-        what: "value", "type", "length", "keys", "has" (an attribute, or a key), "own" (an attribute of the object
-            itself, not of its class), or "hooks" (of all modules of a model).
+        expression: names the object.
+        what: "value", "type", "length", "keys", "has" (an attribute or key), "own" (an attribute of the object itself,
+            not of its class), or "hooks" (of all modules of a model).
         key: the attribute or key of "has" and "own".
     """
 
@@ -66,12 +66,12 @@ class Read:
 
 @dataclass(frozen=True)
 class Reads:
-    """All that a capture looked at.
+    """All reads of a capture.
 
     Args:
-        scopes: the globals of functions whose module cannot be imported, by name.
-        traced: the code that was traced, but torch's, shardc's and Python's: its hash, and its name and place.
-        sets: attributes that the first call sets to a constant, with which the capture comes out the same.
+        scopes: name -> globals of functions whose module cannot be imported.
+        traced: traced code without torch's, shardc's and Python's: its hash, name and place.
+        sets: attributes that the first call sets to a constant, without effect on the capture.
     """
 
     entries: tuple[Read, ...] = ()
@@ -81,11 +81,11 @@ class Reads:
 
     @property
     def grad_mode(self) -> bool:
-        """Whether what a capture computes depends on whether gradients are recorded."""
+        """Return whether the capture depends on whether gradients are recorded."""
         return Read(GRAD_MODE) in self.entries
 
     def values(self, model: nn.Module, loss: Any = None) -> Values:
-        """Return the value of each read now, and a hash of the reachable code, as text that processes can compare."""
+        """Return the current value of each read, and a hash of the reachable code, as text that ranks can compare."""
         at = Lookup(model, loss, self.scopes)
         return *((str(read), at.text(read)) for read in self.entries), ("its code", self.reach(model, loss).digest)
 
@@ -94,7 +94,7 @@ class Reads:
         return reach(model, loss, [does for does, _ in self.traced])
 
     def joined(self, other: Reads) -> Reads | None:
-        """Return the union of both; None if a scope name stands for other globals there."""
+        """Return the union of both; None if they use a scope name for different globals."""
         if any(other.scopes.get(name, scope) is not scope for name, scope in self.scopes.items()):
             return None
         reads = sorted({*self.entries, *other.entries}, key=lambda read: (read.expression, read.what, repr(read.key)))
@@ -103,10 +103,10 @@ class Reads:
 
 
 class Lookup:
-    """Finds what expressions name; what several have in common is looked up once.
+    """Evaluates the expressions of reads; common prefixes are evaluated once.
 
     Args:
-        model, loss: what ``model`` and ``loss`` stand for.
+        model, loss: the objects that ``model`` and ``loss`` stand for.
     """
 
     def __init__(self, model: nn.Module, loss: Any = None, scopes: Mapping[str, Any] | None = None) -> None:
@@ -114,7 +114,7 @@ class Lookup:
         self._scopes = scopes or {}
 
     def __call__(self, path: Path) -> Any:
-        """Raises AttributeError, KeyError, IndexError or TypeError where there is nothing."""
+        """Return the object at ``path``; raises AttributeError, KeyError, IndexError or TypeError if there is none."""
         if path not in self._values:
             self._values[path] = self._resolve(*path)
         return self._values[path]
@@ -135,7 +135,7 @@ class Lookup:
         raise KeyError(first)
 
     def text(self, read: Read) -> str:
-        """Return the value of ``read`` now, as text."""
+        """Return the current value of ``read`` as text."""
         try:
             value = self(parse(read.expression))
         except _MISSING:
@@ -194,7 +194,7 @@ def _row(x: Any) -> list[Any]:
 
 
 def hooks_of(model: nn.Module) -> list[str]:
-    """Return the hooks of all modules of ``model``, then those of all modules that there are."""
+    """Return the hooks of all modules of ``model``, then torch's global module hooks."""
     of_modules = [
         f"{path}.{kind} {text_of(hook)}{' with kwargs' * (key in getattr(module, f'{kind}_with_kwargs', ()))}"
         for path, module in model.named_modules()
@@ -205,5 +205,5 @@ def hooks_of(model: nn.Module) -> list[str]:
 
 
 def global_hooks() -> list[dict[int, Any]]:
-    """Return the hooks of all modules that there are, kind by kind."""
+    """Return torch's global module hooks by kind."""
     return [getattr(_nn, kind) for kind in _GLOBAL]

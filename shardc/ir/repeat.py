@@ -1,4 +1,4 @@
-"""A run of alike blocks, by the name of their container."""
+"""A run of equal blocks in a container, such as the layers of a decoder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Repeat:
-    """A run of alike blocks.
+    """A run of equal blocks.
 
     Args:
         path: qualified name of the container.
@@ -22,7 +22,7 @@ class Repeat:
 
     @property
     def prefix(self) -> str:
-        """The prefix of the children's qualified names, before their numbers."""
+        """Return the prefix of the children's qualified names, before their numbers."""
         return f"{self.path}." if self.path else ""
 
     def names(self) -> list[str]:
@@ -35,9 +35,9 @@ class Repeat:
 
 
 def short_name(name: str, repeats: Sequence[Repeat], keep: int) -> str | None:
-    """Return the name that ``name`` has in the shortened model, or None if its block is left out there.
+    """Return the name in the shortened (folded) model, or None if that leaves the block of ``name`` out.
 
-    The last block of the shortened model stands for the last one.
+    The last block of the shortened model stands for the last block of the model.
 
     >>> blocks = [Repeat("layers", 0, 8)]
     >>> [short_name(f"layers.{n}.w", blocks, 4) for n in (0, 2, 3, 6, 7, 8)]

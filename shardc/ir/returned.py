@@ -1,4 +1,4 @@
-"""Aliasing of a model's outputs on one device, as autograd sees it: shared memory, views, and values saved."""
+"""Describes how a model's outputs alias on one device, as autograd sees it: shared memory, views, saved values."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ AGAIN = "shardc_again"  # on the output node of a captured graph: outputs that a
 
 @dataclass(frozen=True)
 class Memory:
-    """In what memory one device has an output.
+    """The memory of an output on one device.
 
     Args:
-        number: equal where memory is shared.
+        number: equal for outputs that share memory.
         view: whether it is a view by strides, which a program computes as a copy.
-        fixed: whether torch lets nobody change it in place: a view that a custom autograd function makes.
+        fixed: whether torch refuses in-place changes: a view made by a custom autograd function.
     """
 
     number: int
@@ -32,20 +32,20 @@ class Memory:
 
 @dataclass(frozen=True)
 class Returned:
-    """An output on one device: whose memory it is, and which backwards read its values.
+    """How an output aliases on one device, and which backward passes read its values.
 
     Args:
         first: index of the first output in the same memory, which may be its own.
-        same: index of an earlier output that is the very same tensor; None where there is none.
-        of: the name of the parameter, buffer or input in whose memory it is; None where the model allocates it.
-        itself: whether it is that very parameter, buffer or input.
-        of_output: index of the output that it is a view of, the nearest one, detached or not; None of no output.
-        view: whether autograd takes it for a view of something.
-        part: whether torch lets nobody change it in place: it is one of several views that one op makes, or a view
-            that a custom autograd function makes.
-        overlaps: whether its elements are also of another output that is another tensor, or of what it is ``of``.
-        read_by: indices of the outputs whose backward reads its values: autograd refuses that one after a change.
-        leads_to: indices of other outputs that are made of it, whose gradients it takes part in.
+        same: index of an earlier output that is the same tensor object; None if there is none.
+        of: name of the parameter, buffer or input that owns its memory; None if the model allocates it.
+        itself: whether it is that parameter, buffer or input itself.
+        of_output: index of the nearest output that it is a view of, detached or not; None if there is none.
+        view: whether it is a view to autograd.
+        part: whether torch refuses in-place changes: it is one of several views from one op, or a view made by a custom
+            autograd function.
+        overlaps: whether it shares elements with another output that is another tensor, or with ``of``.
+        read_by: indices of the outputs whose backward reads its values, and is refused by autograd after a change.
+        leads_to: indices of other outputs computed from it, whose gradients flow through it.
     """
 
     first: int
@@ -61,14 +61,13 @@ class Returned:
 
 
 def returned(graph: fx.Graph, memories: Sequence[Memory], owners: Mapping[int, str]) -> tuple[Returned, ...]:
-    """Return the record of each output of a captured joint graph, in the order of their indices.
+    """Return the record of each output of a captured joint graph, by index.
 
-    The values that backward ops read there are those that autograd saves, since the ops are its formulas.
+    The values that backward ops read are those that autograd saves.
 
     Args:
-        memories: of each output that is a tensor. The graph itself does not say it: a view may be traced as a copy,
-            and a copy as a view.
-        owners: the names of the parameters, buffers and inputs in these memories.
+        memories: memory of each tensor output. The graph does not show it: capture may turn a view into a copy or back.
+        owners: names of the parameters, buffers and inputs in these memories.
     """
     outputs = sorted((role.index, x) for role, x in ir.outputs(graph) if role.kind == "output")
     repeated: set[int] = ir.output_node(graph).meta.get(AGAIN, set())
@@ -114,7 +113,7 @@ def returned(graph: fx.Graph, memories: Sequence[Memory], owners: Mapping[int, s
 
 
 def _made_of(outputs: Sequence[tuple[int, Any]]) -> dict[int, set[fx.Node]]:
-    """By index of an output, the nodes that gradients from it flow through."""
+    """Return index of an output -> the nodes that gradients from it flow through."""
     out: dict[int, set[fx.Node]] = {}
     for index, x in outputs:
         work, seen = [x] if isinstance(x, fx.Node) else [], set()
@@ -134,7 +133,7 @@ def _memory(x: Any) -> int | None:
 
 
 def _viewed(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the tensors that ``node`` is a view of to autograd, the nearest first, down to the owner of the memory."""
+    """Yield the tensors that ``node`` is a view of to autograd, the nearest first, up to the owner of the memory."""
     memory = _memory(node)
     while node.op == "call_function" and node.all_input_nodes and _stays_view(node):
         node = node.all_input_nodes[0]
@@ -146,25 +145,24 @@ def _viewed(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _stays_view(node: fx.Node) -> bool:
-    """Return whether the op that was traced to ``node`` is a view; a decomposition may end in views where it is not."""
+    """Return whether the op traced to ``node`` is a view; the decomposition of another op may end in a view, too."""
     op = node.meta.get("original_aten")
     return not isinstance(op, torch._ops.OpOverload) or op.is_view
 
 
 def _is_part(nodes: Sequence[fx.Node]) -> bool:
-    """Return whether a view, of ``nodes`` from it to what allocates its memory, is of one that an op makes several
-    of."""
+    """Return whether a view is of one of an op's several results; ``nodes`` lead from it to the owner of the memory."""
     return any(x.target is getitem for x in nodes[:-1])
 
 
 def _disjoint(nodes: Sequence[fx.Node], others: Sequence[fx.Node]) -> bool:
-    """Return whether two views, as `_is_part` takes them, are of two parts that one op makes."""
+    """Return whether two views (given as for `_is_part`) are of different results of one op."""
     parts = [{x.args[0]: x.args[1] for x in chain[:-1] if x.target is getitem} for chain in (nodes, others)]
     return any(parts[1].get(op, at) != at for op, at in parts[0].items())
 
 
 def _reads(graph: fx.Graph) -> Iterator[tuple[int, set[int]]]:
-    """By the output of each tangent, the memory of the forward's values that the backward from it reads."""
+    """Return the output of each tangent -> the memory of the forward values that the backward from it reads."""
     sources: dict[fx.Node, set[fx.Node]] = {node: {node} for node in ir.placeholders(graph, "tangent")}
     saved: dict[fx.Node, set[int]] = {}  # what backward's values read, by which they are made
     read: dict[fx.Node, set[int]] = {node: set() for node in sources}
@@ -187,8 +185,7 @@ def _reads(graph: fx.Graph) -> Iterator[tuple[int, set[int]]]:
 
 
 def _saved_memory(node: fx.Node) -> set[int]:
-    """Return the memory that autograd keeps so that backward has ``node``: in a checkpoint region, of what that
-    takes."""
+    """Return the memory that autograd saves for ``node``: in a checkpoint region, that of the region's inputs."""
     work, seen, memories = [node], set(), set()
     while work:
         x = work.pop()

@@ -45,7 +45,7 @@ class GraphRewriter:
         return self._fake_mode or next(modes, None) or nullcontext()
 
     def before(self, node: fx.Node, like: fx.Node | None = None, suffix: str = "", **provenance: Any) -> Inserter:
-        """Return an inserter in front of ``node``; consecutive nodes stand in the order of their insertion.
+        """Return an inserter before ``node``; nodes stay in the order of their insertion.
 
         Args:
             like: whose record new nodes inherit; by default ``node``.
@@ -57,7 +57,7 @@ class GraphRewriter:
         return Inserter(self, node, replace(record, origin=origin), suffix)
 
     def after(self, node: fx.Node, like: fx.Node | None = None, suffix: str = "", **provenance: Any) -> Inserter:
-        """Return an inserter behind ``node``; arguments as in `before`."""
+        """Return an inserter after ``node``; arguments as in `before`."""
         return self.before(node.next, node if like is None else like, suffix, **provenance)
 
     def end(self, record: Info, suffix: str = "") -> Inserter:
@@ -65,7 +65,7 @@ class GraphRewriter:
         return Inserter(self, None, record, suffix)
 
     def replace(self, node: fx.Node, new: fx.Node, *, rename: bool = False) -> None:
-        """Gives the uses of ``node`` to ``new`` and erases ``node``.
+        """Replace all uses of ``node`` by ``new``, and erase ``node``.
 
         Args:
             rename: ``new`` takes over the record, and so the name, of ``node``.
@@ -76,7 +76,7 @@ class GraphRewriter:
             set_info(new, info(node))
 
     def erase_unused(self) -> None:
-        """Erases ops without users, waits and collectives among them."""
+        """Erase ops without users, waits and collectives included."""
         for node in reversed(list(self.graph.nodes)):
             if node.op == "call_function" and not node.users:
                 self.graph.erase_node(node)
@@ -84,7 +84,7 @@ class GraphRewriter:
 
 @dataclass(frozen=True)
 class Inserter:
-    """A place in a graph, and the record that nodes inserted there inherit; see `GraphRewriter.before`."""
+    """A position in a graph, and the record that nodes inserted there inherit; see `GraphRewriter.before`."""
 
     rewriter: GraphRewriter
     anchor: fx.Node | None
@@ -92,7 +92,7 @@ class Inserter:
     suffix: str = ""
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Insert an op; running it on the fake values of its arguments gives its type."""
+        """Insert an op; its type is found by running it on the fake values of its arguments."""
         with self.rewriter.fake_mode, torch.no_grad():
             val = target(*fx.map_arg(args, _val), **fx.map_arg(kwargs, _val))
         return self._insert(target, args, kwargs, value_of(val), val)
@@ -110,7 +110,7 @@ class Inserter:
         return node
 
     def copy(self, node: fx.Node, operands: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """Insert a copy of ``node`` that reads ``operands`` in the place of those of ``node``."""
+        """Insert a copy of ``node`` that reads ``operands`` in place of those of ``node``."""
         graph = self.rewriter.graph
         with graph.inserting_before(self.anchor) if self.anchor is not None else nullcontext():
             twin = graph.node_copy(node, lambda x: operands.get(x, x))

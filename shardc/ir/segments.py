@@ -1,7 +1,7 @@
-"""Segments: a half as a row of straight graphs, cut where its nodes repeat, so that alike stretches share one graph.
+"""Segments: cuts a half into consecutive graphs where its nodes repeat, so that equal ones are compiled once.
 
-Nothing is moved: segments are stretches of the half in the order that was scheduled and certified, so a started
-collective, a prefetched gather or a gradient on its way is a value that one segment gives and a later one takes.
+Nothing is moved: segments keep the scheduled and certified order. So a started collective, a prefetched gather or a
+partial gradient may be a result of one segment and an argument of a later one.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ CALLS = 64
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a half's nodes.
+    """A run of a half's nodes as a graph.
 
     Args:
-        gm: its graph, which alike segments share. Collectives count their slots from the segment's first.
-        takes, gives: the half's nodes, by name, that the graph's placeholders and outputs stand for.
-        done: those of ``takes`` that nothing behind it reads.
-        slot, collective: how many slots, and collectives, the half has in front of it.
+        gm: the graph, which equal segments share. Collectives count their slots from the segment's first.
+        takes, gives: names of the half's nodes for the graph's placeholders and outputs.
+        done: those of ``takes`` that no later segment reads.
+        slot, collective: number of slots, and of collectives, in the half before it.
     """
 
     gm: fx.GraphModule
@@ -46,12 +46,12 @@ class Segment:
 
 
 def whole(gm: fx.GraphModule) -> tuple[Segment, ...]:
-    """Return the half as one segment, which has no names: it takes and gives what the half does."""
+    """Return the half as one segment, whose arguments and results are those of the half."""
     return (Segment(gm, (), (), frozenset()),)
 
 
 def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
-    """Return the half as segments, if ``least`` of them are alike; else as one.
+    """Return the half as segments if at least ``least`` of them are equal; else as one.
 
     Args:
         gm: a local graph in the order in which it runs; not changed.
@@ -81,7 +81,7 @@ def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
 
 
 class _Half:
-    """A half on its way to segments: its ops in order, each behind what makes it."""
+    """Analysis of a half for cutting: its ops in order, with getitems directly after the op that they read."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.nodes = _in_order(gm.graph)
@@ -102,7 +102,9 @@ class _Half:
         self.before = list(zip(slots, collectives, strict=True))  # by place, how many there are in front of it
 
     def _crossing(self) -> list[float]:
-        """By place, the bytes that ops in front of it make for ops behind it; infinite where one is no tensor."""
+        """Return for each position the bytes of values that earlier ops compute and later ops read; infinite for
+        non-tensors.
+        """
         change = [0.0] * (len(self.nodes) + 2)
         barred = [0] * (len(self.nodes) + 2)
         for at, node in enumerate(self.nodes):
@@ -122,7 +124,9 @@ class _Half:
         return out
 
     def borders(self, start: int, stop: int, least: int) -> list[int]:
-        """Return where to cut between two places: at each period of the longest repetition, then beside it in turn."""
+        """Return where to cut between two positions: at each period of the longest repetition, then recursively beside
+        it.
+        """
         repeat = _longest([self.mark(node) for node in self.nodes[start:stop]], least)
         if repeat is None:
             return []
@@ -138,8 +142,7 @@ class _Half:
         return sorted({*left, *cuts, *right} - {0, len(self.nodes)})
 
     def rows_of_calls(self) -> list[tuple[int, int]]:
-        """Return the long stretches that only start collectives and wait, each as the places of its first node and its
-        end."""
+        """Return (first, end) of the long runs of nodes that only start collectives and wait."""
         rows, at = [], 0
         for calls, nodes in groupby(self.nodes, is_call):
             start, at = at, at + len(list(nodes))
@@ -148,7 +151,7 @@ class _Half:
         return rows
 
     def ports(self, start: int, stop: int) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:
-        """Return the names of a stretch's operands, of its results, and of the operands that it is the last to read."""
+        """Return the names of a segment's operands, of its results, and of the operands that it reads last."""
         takes, gives = self._ports(start, stop)
         done = frozenset(node.name for node in takes if self.last[node] < stop and node.op != "get_attr")
         return tuple(x.name for x in takes), tuple(x.name for x in gives), done
@@ -160,7 +163,7 @@ class _Half:
         return list(takes), [node for node in inside if self.last[node] >= stop]
 
     def key(self, start: int, stop: int) -> Any:
-        """Return a key that is equal for stretches that one graph can serve: ops, data flow, types of inputs."""
+        """Return a key that is equal for runs of nodes that one graph can serve: ops, data flow, input types."""
         takes, gives = self._ports(start, stop)
         number = {node: -1 - at for at, node in enumerate(takes)}
         number |= {node: at for at, node in enumerate(self.nodes[start:stop])}
@@ -173,7 +176,7 @@ class _Half:
         return tuple(ops), tuple(map(self.kind, takes)), tuple(number[node] for node in gives)
 
     def graph(self, start: int, stop: int) -> fx.Graph:
-        """Return the graph of a stretch."""
+        """Return the graph of the nodes from ``start`` to ``stop``."""
         takes, gives = self._ports(start, stop)
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
@@ -213,12 +216,12 @@ class _Half:
         return self._marks[node]
 
     def _id(self, key: Any) -> int:
-        """Return a number that equal things have, and no others."""
+        """Return a number that is unique to ``key``."""
         return self._ids.setdefault(key, len(self._ids))
 
 
 def _in_order(graph: fx.Graph) -> list[fx.Node]:
-    """Return the ops as they run; an item of what an op makes right behind the op."""
+    """Return the ops as they run, each getitem directly after the op that it reads."""
     out: list[fx.Node] = []
 
     def add(node: fx.Node) -> None:
@@ -234,13 +237,13 @@ def _in_order(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _on_its_way(node: fx.Node) -> bool:
-    """Return whether ``node`` is what a collective makes, before the wait."""
+    """Return whether ``node`` is the result of a collective before its wait."""
     source: Any = node.args[0] if node.target is getitem else node
     return isinstance(source, fx.Node) and collective_kind(source) is not None
 
 
 def is_call(node: fx.Node) -> bool:
-    """Return whether ``node`` starts a collective, takes one of its results, or waits for something."""
+    """Return whether ``node`` starts a collective, selects a result of one, or waits for one."""
     return _on_its_way(node) or node.target is WAIT
 
 
@@ -256,7 +259,7 @@ def type_of(value: Any) -> Any:
 def _longest(marks: Sequence[int], least: int) -> tuple[int, int, int] | None:
     """Return the best repetition as (start, period, length without the last period), or None if none saves enough.
 
-    The period is a distance at which rare marks come again; of these, that which leaves the fewest nodes to lower.
+    Candidate periods are distances at which rare marks recur; the one that leaves the fewest nodes to compile is taken.
     """
     places: dict[int, list[int]] = {}
     for at, mark in enumerate(marks):
@@ -277,7 +280,7 @@ def _longest(marks: Sequence[int], least: int) -> tuple[int, int, int] | None:
 
 
 def _runs(marks: Sequence[int], period: int) -> Iterator[tuple[int, int]]:
-    """Yield the stretches in which every mark comes again after ``period``."""
+    """Yield the ranges in which every mark recurs after ``period``."""
     start = None
     for at in range(len(marks) - period):
         if marks[at] != marks[at + period]:

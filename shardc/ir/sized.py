@@ -1,6 +1,6 @@
-"""A local graph for many sizes: numbers in it are polynomials in the sizes of the program's inputs.
+"""A local graph for many sizes: its numbers are polynomials in the sizes of the program's inputs.
 
-`SizedGraph.at` makes the plain graph at some sizes, `SizedGraph.symbolic` the one that is compiled for all of them.
+`SizedGraph.at` returns the plain graph at given sizes, `SizedGraph.symbolic` the one that is compiled for all sizes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZED = "shardc_sized"  # on ``GraphModule.meta``: the `At` that a graph was mad
 
 @dataclass(frozen=True)
 class Quotient:
-    """A float: ``numerator / denominator``."""
+    """The float ``numerator / denominator``, of polynomials."""
 
     numerator: int | Polynomial
     denominator: int | Polynomial
@@ -34,7 +34,7 @@ class Quotient:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes and strides of a tensor, numbers or polynomials."""
+    """Sizes and strides of a tensor, as numbers or polynomials."""
 
     sizes: tuple[Any, ...]
     strides: tuple[Any, ...]
@@ -45,9 +45,9 @@ class Numbers:
     """The arguments and shapes of one node that depend on sizes.
 
     Args:
-        args, kwargs: the node's, with polynomials and quotients; other nodes stand as they are.
-        val: `Shape`s in the place of the tensors of ``meta["val"]``.
-        shapes: of each value of the node's `Info`; None for what is no tensor.
+        args, kwargs: the node's, with polynomials and quotients; nodes stay as they are.
+        val: ``meta["val"]`` with `Shape`s in place of tensors.
+        shapes: of each value of the node's `Info`; None for non-tensors.
     """
 
     args: Any
@@ -74,11 +74,11 @@ class SizedGraph:
     compiled: list[tuple[Callable[[Mapping[str, int]], bool], Any]] = field(default_factory=list)
 
     def units(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the u of each size."""
+        """Return u for each size."""
         return {name: (sizes[name] - b) // a for name, (a, b) in self.scale.items()}
 
     def at(self, sizes: Mapping[str, int]) -> fx.GraphModule:
-        """Return the graph at ``sizes``, at which all polynomials are whole."""
+        """Return the graph at ``sizes``, at which all polynomials are integers."""
         values: dict[Polynomial, int] = {}
 
         def number(x: Any) -> Any:
@@ -110,11 +110,10 @@ class SizedGraph:
         return gm
 
     def symbolic(self, like: fx.GraphModule) -> fx.GraphModule:
-        """Return the graph with a placeholder for the u of each size, in front of the others; values have no
-        ``meta["val"]``.
+        """Return the graph with a placeholder for the u of each size before the others; nodes have no ``meta["val"]``.
 
         Args:
-            like: the graph `at` some sizes; words, as the names of groups, are taken from it.
+            like: a graph from `at`; strings, such as names of groups, are taken from it.
         """
         words: dict[str, str] = {}
         for base_node, node in zip(self.base.graph.nodes, like.graph.nodes, strict=True):
@@ -138,7 +137,7 @@ class SizedGraph:
         return fx.GraphModule(self.base, graph)
 
     def inputs(self, units: Mapping[str, Any]) -> list[Any]:
-        """Return example arguments of `symbolic`, for the SymInt u of each size; needs a fake mode to be active."""
+        """Return example arguments of `symbolic` for SymInts u; requires an active fake mode."""
 
         def number(x: Any) -> Any:
             if not isinstance(x, Polynomial):
@@ -161,7 +160,7 @@ class SizedGraph:
 
 @dataclass(frozen=True)
 class At:
-    """Origin of a graph that ``graph.at(sizes)`` returned."""
+    """Records that a graph is ``graph.at(sizes)``."""
 
     graph: SizedGraph
     sizes: dict[str, int]
@@ -172,7 +171,7 @@ class At:
 
 
 class _Spelled:
-    """Polynomials as nodes, each once."""
+    """Emits polynomials as nodes, each once."""
 
     def __init__(self, graph: fx.Graph, scale: Mapping[str, tuple[int, int]]) -> None:
         self._graph, self._scale = graph, scale
@@ -209,7 +208,7 @@ def _words(node: fx.Node) -> Iterator[str]:
 
 
 def _example(shape: Any, like: Any, number: Callable[[Any], Any]) -> Any:
-    """Return ``like`` with tensors of ``shape`` in the place of its own."""
+    """Return ``like`` with each tensor replaced by one of ``shape``."""
     if isinstance(shape, Shape):
         sizes, strides = [[number(n) for n in dims] for dims in (shape.sizes, shape.strides)]
         return like.new_empty_strided(sizes, strides)  # in the fake mode of ``like``

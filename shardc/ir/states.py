@@ -38,14 +38,13 @@ def _states() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def in_inference_mode() -> bool:
-    """Return whether a call is in inference mode; also where its program is traced, which is done outside of that
-    mode."""
+    """Return whether the user's call is in inference mode, even while its program is traced outside of that mode."""
     return torch.is_inference_mode_enabled() or _LEFT.get()
 
 
 @contextmanager
 def tracing(grad: bool) -> Iterator[None]:
-    """Leaves inference mode, whose tensors no trace may have; ``grad``: whether gradients are recorded."""
+    """Context without inference mode, whose tensors cannot be traced; ``grad``: whether gradients are recorded."""
     token = _LEFT.set(in_inference_mode())
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(grad):
@@ -63,7 +62,7 @@ STATES: dict[str, Callable[..., Any]] = {
 
 
 def state(name: str, *args: Any) -> Any:
-    """Return the state ``name`` now; raises KeyError if there is none, as for a device that is absent."""
+    """Return the current state ``name``; raises KeyError if it does not exist, as for an absent device."""
     try:
         return STATES[name](*args)
     except (RuntimeError, AssertionError) as error:

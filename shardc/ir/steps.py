@@ -1,4 +1,4 @@
-"""Legality of data-movement ops: how each op of `shardc.ir.ops` may change the layout of its operand."""
+"""Checks data-movement ops: how each op of `shardc.ir.ops` may change the layout of its operand."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardc.ir.layout import Digit, Digits, Layout, cut_digits
 def broken_step(
     op: Callable[..., object], source: Layout, result: Layout, axes: Sequence[str], reduce_op: str
 ) -> str | None:
-    """Return why ``op`` over ``axes`` cannot make ``result`` of ``source``, or None where it does.
+    """Return why ``op`` over ``axes`` does not turn ``source`` into ``result``, or None if it does.
 
     Args:
         op: one of `ops.COLLECTIVES` or `ops.LOCAL_MOVES`.
-        source, result: layouts of the operand and of the result, of one global shape.
+        source, result: layouts of operand and result, of one global shape.
         axes: the mesh axes (or parts) that it works over.
         reduce_op: the reduction that it does or leaves pending.
     """
@@ -31,7 +31,7 @@ def broken_step(
 
 
 class _Step:
-    """A step with every axis cut into *atoms*: the parts that its layouts and its axes have in common."""
+    """A data-movement op with every axis cut into *atoms*: the common parts of its layouts' axes and its own."""
 
     def __init__(self, source: Layout, result: Layout, axes: Sequence[str], reduce_op: str) -> None:
         self.mesh, self.source, self.result = source.mesh, source, result
@@ -40,7 +40,7 @@ class _Step:
         self.over = [atom for axis in axes for atom in self.atoms(axis)]
 
     def broken(self, op: Callable[..., object]) -> str | None:
-        """Return why ``op`` does not make the result."""
+        """Return why ``op`` does not give the result."""
         source, result = self.source, self.result
         if op in (ops.all_gather, ops.shard):
             split, whole = (source, result) if op is ops.all_gather else (result, source)
@@ -58,24 +58,24 @@ class _Step:
     # --- what a step may do
 
     def missing(self, bound: set[str], what: str) -> str | None:
-        """Return which of the axes is not among those that are ``bound``."""
+        """Return a reason if one of the axes is not among ``bound``."""
         lost = next((atom for atom in self.over if atom not in bound), None)
         return None if lost is None else f"{lost!r} splits {what}"
 
     def splits(self, layout: Layout) -> str | None:
-        """Return why the axes do not split the operand or the result, which has this layout."""
+        """Return a reason if the axes do not split the operand or result with this layout."""
         what = "the operand" if layout is self.source else "the result"
         return self.missing(self.bound(layout), f"no dim of {what}, {layout}")
 
     def unbinds(self, split: Layout, whole: Layout) -> str | None:
-        """Return why ``whole`` is not ``split`` with the axes taken from its dims."""
+        """Return a reason if ``whole`` is not ``split`` with the axes removed from its dims."""
         expected = self.without(split)
         if (lost := self.splits(split)) is not None or expected.dims == whole.dims:
             return lost
         return f"[{split.dims_text()}] without {self.axes} is [{expected.dims_text()}], not [{whole.dims_text()}]"
 
     def moves(self) -> str | None:
-        """Return why the axes do not only stand elsewhere in the result."""
+        """Return a reason if more changes than the digits that the axes are bound to."""
         if self.source.dims == self.result.dims:
             return "nothing moves"
         before, after = self.without(self.source), self.without(self.result)
@@ -84,13 +84,13 @@ class _Step:
         return f"without {self.axes}, [{before.dims_text()}] becomes [{after.dims_text()}]"
 
     def whole_shards(self) -> str | None:
-        """Return why the shards, as they are, are not the shards of the result on other ranks."""
+        """Return a reason if the result's shards are not the operand's shards on other ranks."""
         if _cuts(self.source) == _cuts(self.result):
             return None
         return f"the shards of {self.source} are not those of {self.result}"
 
     def reduces(self, pending: Layout, done: Layout) -> str | None:
-        """Return why ``done`` is not ``pending`` with the reductions over the axes gone."""
+        """Return a reason if ``done`` is not ``pending`` without the reductions over the axes."""
         left = self.pending(done)
         if not set(self.over) & set(left) and self.pending(pending) == left | dict.fromkeys(self.over, self.op):
             return None
@@ -110,11 +110,11 @@ class _Step:
     # --- layouts in atoms
 
     def atoms(self, axis: str) -> list[str]:
-        """Return the atoms that ``axis`` is made of, major to minor; none of an axis of size 1."""
+        """Return the atoms of ``axis``, major to minor; none for an axis of size 1."""
         return self.mesh.parts(axis, self.edges)
 
     def digits(self, digits: Digits) -> Digits:
-        """Return ``digits`` with each bound one cut into its atoms."""
+        """Return ``digits`` with each bound digit cut into atoms."""
         return cut_digits(self.mesh, digits, self.atoms)
 
     def bound(self, layout: Layout) -> set[str]:
@@ -124,7 +124,7 @@ class _Step:
         return {atom: op for axis, op in layout.partial for atom in self.atoms(axis)}
 
     def without(self, layout: Layout) -> Layout:
-        """Return ``layout`` with the axes of the step no longer splitting any dim."""
+        """Return ``layout`` without the step's axes in its dims."""
         dims = [
             [Digit(digit.radix) if digit.axis in self.over else digit for digit in self.digits(digits)]
             for digits in layout.dims
@@ -137,7 +137,7 @@ def _pending_text(layout: Layout) -> str:
 
 
 def _cuts(layout: Layout) -> list[list[tuple[bool, int]]]:
-    """For each dim its runs of bound and of local digits: whether bound, and how many values together."""
+    """Return for each dim its maximal runs of bound and of local digits: (whether bound, number of values)."""
     return [
         [(bound, prod(d.radix for d in run)) for bound, run in groupby(digits, lambda d: d.axis is not None)]
         for digits in layout.dims

@@ -1,4 +1,4 @@
-"""`dump`: a graph as text, one op a line; `shardc.ir.grammar` has the form, `shardc.ir.parse` reads it back."""
+"""Prints a graph as text, one op per line (grammar: `shardc.ir.grammar`; parser: `shardc.ir.parse`)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def dump(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> str:
 
 
 def lines(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> list[Line]:
-    """Return the lines of `dump` above the tally, each with the node that it shows (None for headings)."""
+    """Return the lines of `dump` above the tally, each with its node (None for headings)."""
     nodes = list(gm.graph.nodes)
     for node in nodes:
         if node.op != "output" and KEY not in node.meta:
@@ -97,13 +97,13 @@ def op_line(gm: fx.GraphModule, node: fx.Node, unplaced: str = "") -> str:
 
 
 def constant_text(gm: fx.GraphModule, name: str) -> str:
-    """Return the name of an attribute of ``gm`` and, where it is small, what it holds."""
+    """Return the name of an attribute of ``gm`` and, if it is small, its values."""
     content = grammar.small_values(operator.attrgetter(name)(gm))
     return argument_text(name) if content is None else f"{argument_text(name)}, {argument_text(content)}"
 
 
 def shown_arguments(node: fx.Node) -> list[str]:
-    """Return the arguments as text, in the order of the schema, without those that only repeat the op's default."""
+    """Return the arguments as text in schema order, without those that equal the op's default."""
     defaults, positional = grammar.defaults(node.target)
     wants = iter(info(node).needs or ())
     args = list(node.args)
@@ -125,9 +125,9 @@ def is_default(defaults: dict[str, Any], name: str, arg: Any) -> bool:
 
 
 def argument_text(arg: Any, wants: Iterator[Layout | None] = NONE_WANTED) -> str:
-    """Return an argument: a node by its name, a list of arguments, or a constant.
+    """Return an argument as text: a node by its name, a list, or a constant.
 
-    ``wants`` are the layouts in which the tensors among the arguments are wanted, in order.
+    ``wants`` are the required layouts of the tensors among the arguments, in order.
     """
     if isinstance(arg, fx.Node):
         record = info(arg)

@@ -1,4 +1,4 @@
-"""Whose code is told by a version: torch's, shardc's and Python's own."""
+"""Tells code that a version identifies (torch's, shardc's, Python's) from the user's code."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ TOLD = [PACKAGE, Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib"))
 
 @cache
 def told_place(file: str) -> str | None:
-    """Return a file of torch, shardc or Python, from its root on; None of others, also of packages that lie within
-    these."""
+    """Return the path of a file of torch, shardc or Python, relative to its root; None for others, also of packages
+    inside these.
+    """
     if file.startswith("<frozen "):
         return file
     for root in TOLD:
@@ -28,12 +29,12 @@ def told_place(file: str) -> str | None:
 
 
 def is_told(code: types.CodeType) -> bool:
-    """Return whether ``code`` is told by a version."""
+    """Return whether a version identifies ``code``."""
     return told_place(code.co_filename) is not None
 
 
 def calling_line() -> str | None:
-    """Where code that is not told calls torch, shardc or Python, as ``file:line``; None where nothing does."""
+    """Return ``file:line`` of the innermost frame of user code; None if there is none."""
     stack = ((frame.f_code, line) for frame, line in traceback.walk_stack(None))
     return next((f"{code.co_filename}:{line}" for code, line in stack if not is_told(code)), None)
 
@@ -48,7 +49,9 @@ def is_told_module(module: types.ModuleType) -> bool:
 
 @cache
 def _is_told_name(module: str) -> bool:
-    """Return whether a module is of torch, shardc or Python, and not the user's under the name of one of Python's."""
+    """Return whether a module is torch's, shardc's or Python's own, and not a user's module that shadows one of
+    Python's.
+    """
     root = sys.modules.get(module.partition(".")[0])
     file, origin = getattr(root, "__file__", None), getattr(getattr(root, "__spec__", None), "origin", None)
     return origin in ("built-in", "frozen") or file is not None and told_place(file) is not None

@@ -1,4 +1,4 @@
-"""Names of the leaves of a pytree."""
+"""Paths of the leaves of a pytree."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from shardc._compat import pytree
 
 
 def leaf_paths(tree: Any) -> list[tuple[Any, ...]]:
-    """Return the keys, positions and attributes that lead to each leaf of ``tree``, in the order of its leaves.
+    """Return the keys, positions and attributes that lead to each leaf of ``tree``, in order.
 
-    A class that was registered without key paths gives its items (of a mapping) or attributes, where these are what
-    it flattens to, and positions otherwise.
+    A class registered without key paths gives its items (of a mapping) or attributes, if it flattens to these, and
+    positions otherwise.
     """
     try:
         paths, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)

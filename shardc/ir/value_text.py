@@ -1,4 +1,4 @@
-"""Values as text that is the same in each process: no addresses, no order of sets."""
+"""Prints values as text that is equal in every process: no addresses, no set order."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ MAIN = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "__ma
 
 
 def text_of(value: Any) -> str:
-    """Return a value as text: of constants and tensors what they are, of functions their code, of other objects the
-    class."""
+    """Return a value as text: constants and tensors by value, functions by their code, other objects by their class."""
     if is_plain(value):
         return plain_text(value)
     if isinstance(value, Tensor):
@@ -38,8 +37,7 @@ def text_of(value: Any) -> str:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether ``value`` is a constant without parts: a number, a text, a member of an enum, a dtype and the
-    like."""
+    """Return whether ``value`` is an atomic constant: a number, a string, an enum member, a dtype and so on."""
     return value is None or isinstance(value, _PLAIN)
 
 
@@ -50,7 +48,7 @@ _PLAIN = (
 
 
 def plain_text(value: Any) -> str:
-    """Return a value that `is_plain`, as text."""
+    """Return a value that `is_plain` as text."""
     if isinstance(value, enum.Enum):
         return f"{qualified_name(type(value))}.{value.name}={text_of(value.value)}"
     if type(value) in (type(None), bool, str, type(...)):
@@ -62,18 +60,18 @@ def plain_text(value: Any) -> str:
 
 
 def tensor_text(tensor: Tensor) -> str:
-    """Shape, dtype, and a hash of the values where there are any."""
+    """Return shape, dtype, and a hash of the values if there are any."""
     text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     return text if tensor.is_meta else f"{text} sha256 {digest(repr(tensor.detach().reshape(-1).tolist()))}"
 
 
 def module_name(name: str) -> str:
-    """Return the name of a module, of one that runs as ``python -m name`` too."""
+    """Return the name of a module, also if it runs as ``python -m name``."""
     return MAIN if name == "__main__" else name
 
 
 def qualified_name(obj: Any) -> str:
-    """Return the name of a class or a function, with its module's; a builtin's is bare."""
+    """Return the qualified name of a class or function with its module; only the bare name for builtins."""
     owner = getattr(obj, "__objclass__", obj)  # a method of a builtin class has no module
     module = getattr(owner, "__module__", "builtins")
     return f"{module_name(str(module))}.{obj.__qualname__}".removeprefix("builtins.")

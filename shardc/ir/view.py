@@ -1,4 +1,4 @@
-"""Views of a mesh in which parts of an axis are axes: what DTensor placements can say of layouts that use parts."""
+"""Views of a mesh in which parts of an axis are axes, so that DTensor placements can express layouts with parts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shardc.ir.mesh import Mesh, split_part
 
 
 def parts_of(mesh: Mesh, layouts: Iterable[Layout]) -> tuple[str, ...]:
-    """Return the axes of ``mesh`` in order, each that some layout uses a part of cut wherever one does.
+    """Return the axes of ``mesh`` in order, each cut wherever a layout uses a part of it.
 
     Raises:
-        LayoutError: two layouts cut an axis where no common cut is, as 6 ranks by 2 and by 3.
+        LayoutError: two layouts cut an axis such that no common cut exists, as 6 ranks by 2 and by 3.
 
     >>> mesh = Mesh(dp=4, tp=2)
     >>> parts_of(mesh, [Layout.parse("[8@dp:2x2]", mesh)])
@@ -35,7 +35,7 @@ def parts_of(mesh: Mesh, layouts: Iterable[Layout]) -> tuple[str, ...]:
 
 
 def view_of(mesh: Mesh, parts: Iterable[str]) -> Mesh:
-    """Return the mesh whose axes are ``parts``, those that are not whole axes named like ``dp_2x2``."""
+    """Return the mesh with axes ``parts``; a proper part is named like ``dp_2x2``."""
     return Mesh((part.replace(":", "_"), mesh.size(part)) for part in parts)
 
 
@@ -43,7 +43,7 @@ def seen_on(layout: Layout, view: Mesh) -> Layout:
     """Return ``layout`` on ``view``, a view of its mesh.
 
     Raises:
-        LayoutError: it uses a part that the view does not cut off.
+        LayoutError: it uses a part that is no axis of the view.
     """
     mesh = layout.mesh
     if view == mesh:
@@ -68,7 +68,7 @@ def seen_on(layout: Layout, view: Mesh) -> Layout:
 
 
 def _place(seen: str, mesh: Mesh) -> tuple[str, int, int]:
-    """(axis, prefix, size) of an axis of a view."""
+    """Return (axis, prefix, size) of an axis of a view."""
     if seen in mesh.axes:
         return seen, 1, mesh.size(seen)
     name, _, part = seen.rpartition("_")

@@ -1,4 +1,4 @@
-"""The walk through what a model binds: see `shardc.ir.reach`."""
+"""The walk over the objects that a model binds (see `shardc.ir.reach`)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Holder:
 
 
 class Walk:
-    """Notes what is bound, from the modules of ``model`` on.
+    """Records what names are bound to, starting at the modules of ``model``.
 
     Args:
         traced: see `shardc.ir.reach.reach`.
@@ -89,11 +89,11 @@ class Walk:
         self._distributed = False
 
     def root(self, path: str, module: nn.Module) -> None:
-        """Begins at a module of the tree."""
+        """Start at a module of the tree."""
         self._attributes_of(f"module {path!r}", module, [])
 
     def _attributes_of(self, label: str, module: nn.Module, more: Iterable[str]) -> None:
-        """Binds the class of a module, its attributes that are no constants, its hooks, and ``more`` of torch's own."""
+        """Bind the class of a module, its non-constant attributes, its hooks, and ``more`` of torch's attributes."""
         self.bind(label, "class", type(module))
         for key, value in sorted(vars(module).items()):
             if key in _HOOKS and value:
@@ -102,7 +102,7 @@ class Walk:
                 self.bind(label, key, value)
 
     def run(self) -> None:
-        """Goes on to all that is reached."""
+        """Walk everything reachable."""
         self.ref(Tensor)  # whose methods any code may call
         while self._queue or self._new:
             while self._queue:
@@ -119,7 +119,7 @@ class Walk:
                 self.values[what] = str(now()) if dist.is_available() and dist.is_initialized() else "none"
 
     def bind(self, label: str, name: str, value: Any) -> None:
-        """Notes what ``name`` is in what ``label`` names."""
+        """Record what ``name`` is bound to in the scope ``label``."""
         key = f"{label}.{name}"
         if key in self.code or key in self.values:
             return
@@ -129,7 +129,7 @@ class Walk:
         (self.values if is_plain(value) or isinstance(value, _CONTAINERS) else self.code)[key] = text
 
     def ref(self, value: Any) -> str:
-        """Return a value as text; what it reaches is walked later."""
+        """Return a value as text, and queue what it reaches."""
         if is_plain(value):
             return plain_text(value)
         if id(value) in self._refs:
@@ -169,7 +169,7 @@ class Walk:
         return self._object(value)
 
     def _named(self, value: Any, name: str) -> str:
-        """Return a name for ``value``, with a number behind it where another thing has it."""
+        """Return a unique name for ``value``: ``name``, or with a number if that is taken."""
         number = self._counts[name] = self._counts.get(name, 0) + 1
         self._alive.append(value)
         text = self._refs[id(value)] = name if number == 1 else f"{name} #{number}"
@@ -199,7 +199,7 @@ class Walk:
         return not isinstance(item, types.FunctionType) or self._was_traced(item)
 
     def _was_traced(self, value: Any) -> bool:
-        """Return whether the code of a function, or of what is made of one, was traced and is told by no version."""
+        """Return whether a function's code was traced and is not identified by a version."""
         function = value.fget if isinstance(value, property) else value
         if isinstance(function, (staticmethod, classmethod, types.MethodType)):
             function = function.__func__
@@ -270,7 +270,7 @@ class Walk:
         return name
 
     def _op(self, value: Any, op: str, parts: Mapping[str, Any]) -> str:
-        """Return an op of the user's, whose functions are called and not traced by Dynamo."""
+        """Record a user's op: Dynamo calls its functions without tracing them."""
         name = self._refs[id(value)] = f"op {op}"
         self._alive.append(value)
         if op not in self.ops:
@@ -285,7 +285,7 @@ class Walk:
         self._look(holder, self._names)
 
     def _look(self, holder: _Holder, names: set[str]) -> None:
-        """Binds what ``holder`` has under ``names``, and of a class what is called without being named."""
+        """Bind the ``names`` that ``holder`` has, and of a class the methods that are called implicitly."""
         names_here = {name for name in holder.attributes.keys() & names if name not in _INERT}
         if holder.cls is not None and not holder.done:
             holder.done.add("")
@@ -310,15 +310,14 @@ class Walk:
                     yield cls, name, value
 
     def _without_name(self, name: str, value: Any) -> bool:
-        """Return whether an attribute of a class is used where no code names it: by Python, or by a name that is
-        computed."""
+        """Return whether a class attribute is used without being named in code: by Python, or by a computed name."""
         if name.startswith("__"):
             versioned = isinstance(value, types.FunctionType) and is_told(value.__code__)
             return name not in _INERT and (not versioned or name == "__call__")
         return self._was_traced(value)
 
     def _expand(self, function: types.FunctionType, name: str) -> None:
-        """Goes on to what a function names."""
+        """Queue what a function names."""
         names, texts = names_in(function.__code__)
         if told_place(function.__code__.co_filename) is None:
             self._new |= names
@@ -344,7 +343,7 @@ class Walk:
                 self.values[f"environment {text}"] = repr(os.environ.get(text))
 
     def _attributes(self, module: types.ModuleType, names: frozenset[str], seen: set[int]) -> None:
-        """Binds what a function that names ``module`` may look up in it."""
+        """Bind the names that a function which names ``module`` may look up in it."""
         if id(module) in seen:
             return
         seen.add(id(module))
@@ -366,7 +365,7 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def _is_native(function: types.FunctionType) -> bool:
-    """Return whether a function of the user's is called for a trace, instead of being traced."""
+    """Return whether a trace calls a user's function instead of tracing it."""
     return is_called_by_trace(function) or function.__module__ == "transformers.utils.output_capturing"
 
 
@@ -374,7 +373,7 @@ _builtins: Any = sys.modules["builtins"]
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
-    """Return the attributes of an object, those in slots too."""
+    """Return the attributes of an object, slots included."""
     out = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
         for name, slot in vars(cls).items():

@@ -1,4 +1,4 @@
-"""Lower: halves as callables, through Inductor or as they are."""
+"""Lowers halves to callables, by Inductor or op by op."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Code:
     """A compiled local graph.
 
     Args:
-        run: what is called with a list of local tensors, which it empties; it gives a list of results.
+        run: the callable: takes a list of local tensors, which it empties, and returns a list of results.
         source: its code; "" of a graph without ops.
     """
 
@@ -45,7 +45,7 @@ class Code:
 
 
 def lower(*halves: Half, backend: str, by: str = "auto") -> list[Compiled]:
-    """Halves of a step as something that runs.
+    """Lower the halves of a step to `Compiled` values.
 
     Args:
         halves: localized, with fake tensors as their placeholders' ``meta["val"]``.
@@ -77,7 +77,7 @@ def lower(*halves: Half, backend: str, by: str = "auto") -> list[Compiled]:
 
 
 def _compiled(half: Half, segments: tuple[Segment, ...], codes: Sequence[Code]) -> Compiled:
-    """``half`` by code for each of its segments, with its memory planned at the lifetimes of the code."""
+    """Return ``half`` with the code of its segments, its memory planned by the lifetimes that the code shows."""
     sources = dict.fromkeys(code.source for code in codes)
     compiled = Compiled(half, segments, tuple(codes), half.plan, "\n".join(sources))
     if not compiled.plan.slots or not all(sources):

@@ -1,4 +1,4 @@
-"""Stretches that only start collectives and wait for them: called one by one, by code in the form of Inductor's.
+"""Runs segments that only start collectives and wait for them: a sequence of calls, without Inductor.
 
 Inductor has nothing to fuse there, and takes some 10 ms for each result of a collective.
 """
@@ -27,13 +27,13 @@ class _Name(str):
 
 
 def only_calls(graph: fx.Graph) -> bool:
-    """Whether ``graph`` starts collectives, waits for some, and does nothing else."""
+    """Return whether ``graph`` starts collectives, waits for some, and does nothing else."""
     ops = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     return bool(ops) and all(map(is_call, ops))
 
 
 def called(gm: fx.GraphModule) -> tuple[Run, str]:
-    """Returns a callable for ``gm``, of which `only_calls` holds, and its source."""
+    """Return a callable for ``gm``, for which `only_calls` is true, and its source."""
     source = "\n".join(["import torch", "", "def call(args):", *(f"    {line}" for line in _lines(gm.graph)), ""])
     check_order(gm.graph, source)
     run: Run = PyCodeCache.load(source).call
@@ -65,7 +65,7 @@ def _lines(graph: fx.Graph) -> Iterator[str]:
 
 
 def _last(ops: Sequence[fx.Node], name: dict[fx.Node, _Name]) -> dict[_Name, int]:
-    """By name of a value, the last op that it is in use at: what is sent is so until what comes is waited for."""
+    """Return value name -> the last op at which it is in use; what a collective sends is in use until its wait."""
     place, last = {node: at for at, node in enumerate(ops)}, dict[_Name, int]()
     for at, node in enumerate(ops):
         until = at

@@ -1,4 +1,6 @@
-"""Graphs that several ranks of a machine lower: each is compiled by one of them, and the others find it in a cache."""
+"""Divides the compilation of graphs among the ranks of a machine: one rank compiles a graph, the others load it from
+the cache.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,10 @@ T = TypeVar("T")
 
 
 def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModule, str], T]) -> dict[fx.GraphModule, T]:
-    """Compiles ``graphs`` by ``make``, which takes a graph and its kind; shares the work with other local ranks.
+    """Compile ``graphs`` by ``make(graph, kind)``, sharing the work with the other ranks of this machine.
 
-    Every rank begins with another one and leaves those for later that another process has in work or has made. So all
-    of them compile side by side, and each reads from Inductor's cache at the end what others have made. What that
-    cannot hold every rank compiles, and nobody waits for it.
+    Each rank begins with another graph and defers those that another process is compiling or has compiled. At the end
+    it loads these from Inductor's cache. Graphs that the cache cannot hold are compiled by every rank.
     """
     results: dict[fx.GraphModule, T] = {}
     several = dist.is_initialized() and dist.get_world_size() > 1
@@ -58,9 +59,9 @@ def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModul
 
 
 def _free(waiting: deque[fx.GraphModule], locks: Mapping[fx.GraphModule, BaseFileLock]) -> fx.GraphModule:
-    """Takes one of ``waiting`` that no other process has in work, and its lock where it can be shared.
+    """Take a graph of ``waiting`` that no other process is compiling, with its lock if there can be one.
 
-    One that nobody has made comes first: g++ may still be at work for those that are made.
+    Graphs that nobody has compiled come first: g++ may still be at work for the others.
     """
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
@@ -79,35 +80,35 @@ def _free(waiting: deque[fx.GraphModule], locks: Mapping[fx.GraphModule, BaseFil
 
 
 def _uncached() -> int:
-    """How many graphs of this process Inductor's cache could not hold."""
+    """Return how many graphs of this process Inductor's cache could not hold."""
     return int(counters["inductor"]["fxgraph_cache_bypass"])
 
 
 def _mark(lock: BaseFileLock, what: str) -> Path:
-    """The file that says of what ``lock`` is for that it was made, or that the cache cannot hold it."""
+    """Return the file that records that the graph of ``lock`` is compiled, or cannot be cached."""
     return Path(lock.lock_file).with_suffix(what)
 
 
 def caches() -> bool:
-    """Whether Inductor may use its cache of graphs."""
+    """Return whether Inductor may use its cache of graphs."""
     return bool(config.fx_graph_cache) and not config.force_disable_caches
 
 
 def cache_folder(name: str) -> Path:
-    """A folder of shardc's own beside Inductor's cache of graphs."""
+    """Return a folder of shardc's own beside Inductor's cache of graphs."""
     folder = Path(cache_dir()) / "shardc" / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def program_folder() -> Path:
-    """Returns the folder of stored programs: ``SHARDC_STORE``, or a folder beside Inductor's cache."""
+    """Return the folder of stored programs: ``SHARDC_STORE``, or a folder beside Inductor's cache."""
     named = os.environ.get("SHARDC_STORE", "")
     return Path(named) if os.path.isabs(named) else cache_folder("programs")
 
 
 def name_of(gm: fx.GraphModule, kind: str, settings: str = "") -> str:
-    """Returns a hash of the graph and ``settings``; names of nodes do not count."""
+    """Return a hash of the graph and ``settings``, independent of the names of nodes."""
     number = {node: f"%{at}" for at, node in enumerate(gm.graph.nodes)}
     lines = [kind, settings]
     for node in gm.graph.nodes:

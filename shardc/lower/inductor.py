@@ -1,4 +1,4 @@
-"""One local graph through Inductor, whose cache of graphs is used from one start to the next."""
+"""Compiles one local graph by Inductor, and uses Inductor's cache of graphs across starts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from shardc.lower.upcast_low_precision import slow_dtypes, widened
 
 
 def _unlike(values: Sequence[Any]) -> list[Any]:
-    """Fake tensors like ``values``, no two of which are one: an op's operands are found by identity."""
+    """Return fake tensors like ``values``, each a separate object: an op's operands are found by identity."""
     mode = next((x.fake_mode for x in values if isinstance(x, FakeTensor)), None) or FakeTensorMode()
     with mode:
         return [
@@ -48,10 +48,10 @@ def _unlike(values: Sequence[Any]) -> list[Any]:
 
 
 def lowered(gm: fx.GraphModule, kind: str, settings: Callable[[], str]) -> tuple[Any, str]:
-    """As `lowered_for`, at the sizes of the graph's placeholders, by Inductor's cache of graphs where that has it.
+    """Compile ``gm`` at the sizes of its placeholders, or load it from Inductor's cache; see `lowered_for`.
 
     Args:
-        settings: `settings`, or what it gave.
+        settings: the result of `settings`.
     """
     inputs = _unlike([n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")])
     with _graph_cache(inputs), _as_here(inputs):
@@ -67,10 +67,10 @@ def lowered(gm: fx.GraphModule, kind: str, settings: Callable[[], str]) -> tuple
 
 
 def _cached_graph(key: Path, inputs: Sequence[Any], kind: str) -> CompiledFxGraph | None:
-    """Loads a graph that was lowered before from Inductor's cache, without decomposing or hashing it again.
+    """Load a graph from Inductor's cache without decomposing or hashing it; None if it is not there.
 
     Args:
-        key: the file that holds its key in that cache.
+        key: the file with its key in that cache.
     """
     if not key.exists():
         return None
@@ -87,7 +87,9 @@ def _cached_graph(key: Path, inputs: Sequence[Any], kind: str) -> CompiledFxGrap
 
 
 def settings() -> str:
-    """Returns Inductor's cache key of an empty graph (config, versions, device) and the dtypes that shardc upcasts."""
+    """Return what a cached graph depends on: Inductor's configuration, versions, device, and the dtypes that shardc
+    upcasts.
+    """
     with _graph_cache(()), _as_here(()), FakeTensorMode():
         return compiled_fx_graph_hash(fx.GraphModule({}, fx.Graph()), [], {}, [])[0] + str(
             sorted(map(str, slow_dtypes()))
@@ -95,7 +97,7 @@ def settings() -> str:
 
 
 def lowered_for(gm: fx.GraphModule, inputs: Sequence[Any], kind: str) -> tuple[Any, str]:
-    """Compiles ``gm`` by Inductor; returns the callable and its source.
+    """Compile ``gm`` by Inductor; return the callable and its source.
 
     Args:
         inputs: fake tensors, and numbers that may be symbolic.
@@ -113,7 +115,7 @@ def lowered_for(gm: fx.GraphModule, inputs: Sequence[Any], kind: str) -> tuple[A
 
 @contextmanager
 def _as_here(inputs: Sequence[Any]) -> Iterator[None]:
-    """A block in which Inductor keeps the schedule's order, and kernels share files."""
+    """Context in which Inductor keeps the schedule's order, and kernels share files."""
     if any(isinstance(x, Tensor) and x.device.type == "cpu" for x in inputs):
         check_vectors()
     with inductor_config.patch(reorder_for_peak_memory=False, reorder_for_locality=False), together():
@@ -122,7 +124,7 @@ def _as_here(inputs: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def _graph_cache(inputs: Sequence[Any]) -> Iterator[None]:
-    """A block in which Inductor may cache whole graphs, under keys that the lowerings of this folder are part of."""
+    """Context in which Inductor may cache graphs, with shardc's lowerings as a part of the key."""
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
     if mode.shape_env is None:
         mode.shape_env = ShapeEnv()  # without one, Inductor caches nothing
@@ -137,7 +139,7 @@ def _tag() -> str:
 
 
 def _decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """``gm`` in the ops that Inductor lowers; the order of its collectives stays."""
+    """Return ``gm`` in the ops that Inductor lowers; the order of its collectives stays."""
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
     with mode, torch.no_grad():
         decomposed = make_fx(gm, decomposition_table=widened(select_decomp_table()))(*inputs)
@@ -151,7 +153,7 @@ def _decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
 
 
 def artifacts(compile_all: Callable[[], object]) -> bytes | None:
-    """Inductor's artifacts of what ``compile_all`` lowers; None if there are none."""
+    """Return the cache artifacts of the graphs that ``compile_all`` compiles; None if there are none."""
     with CacheArtifactManager.with_fresh_cache(), inductor_config.patch(fx_graph_cache=True):
         compile_all()
         saved = torch.compiler.save_cache_artifacts()
@@ -159,12 +161,12 @@ def artifacts(compile_all: Callable[[], object]) -> bytes | None:
 
 
 def load_artifacts(data: bytes) -> None:
-    """Puts artifacts into Inductor's cache. They are unpickled: only of those whom one trusts."""
+    """Load artifacts into Inductor's cache. This unpickles them, so they must come from a trusted source."""
     torch.compiler.load_cache_artifacts(data)
 
 
 def fakes(values: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Fake tensors of one mode for a graph's placeholders; a constant is itself.
+    """Return fake tensors of one mode for a graph's placeholders; constants stay as they are.
 
     Args:
         values: ``shape``, ``stride``, ``dtype`` and ``device`` of each tensor, or ``constant``.
@@ -179,7 +181,7 @@ def fakes(values: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _keep_inputs(op: Any) -> None:
-    """Makes Inductor lower ``op`` as a collective, whose inputs' memory is not used again before the wait."""
+    """Make Inductor lower ``op`` as a collective, so that the memory of its inputs is not reused before the wait."""
 
     @register_lowering(op, type_promotion_kind=None)
     def lowered(*args: Any) -> Any:

@@ -1,9 +1,8 @@
-"""C++ kernels of a graph, compiled several at a time: most of what g++ does for one kernel is the same for all.
+"""Compiles the C++ kernels of a graph several to a file, since g++ does most of its work per file.
 
-Inductor gives each kernel a file and a g++ of its own. Each of them reads the same headers and makes the same
-templates, which takes longer than the kernel itself: on a 2-core AMD EPYC five kernels took 4.3 s apart and 1.1 s in
-one file. The code of each kernel, the flags and the way it is called stay as they are. A kernel that several
-graphs have is compiled with the first of them: an index beside Inductor's cache says which file it is in.
+Inductor gives each kernel a file and a g++ of its own, each of which reads the same headers and instantiates the same
+templates: on a 2-core AMD EPYC five kernels took 4.3 s in five files and 1.1 s in one. Code, flags and calls stay the
+same. A kernel of several graphs is compiled with the first of them: an index beside Inductor's cache names its file.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _CALL, _TABLE = "static PyObject* {}_py", "static PyMethodDef"
 
 
 class _Kernel(CodeCacheFuture):
-    """A kernel that is compiled with others.
+    """A C++ kernel that shares a file with others.
 
     Args:
         argtypes: of its arguments, in C++.
@@ -59,7 +58,7 @@ _later: ContextVar[_Scopes | None] = ContextVar("_later", default=None)  # the g
 
 @contextmanager
 def together() -> Iterator[None]:
-    """A block in which the C++ kernels of each graph that this thread compiles or loads share files."""
+    """Context in which the C++ kernels of each graph that this thread compiles or loads share files."""
     alone, wait, thread = AsyncCompile.cpp_pybinding, AsyncCompile.wait, get_ident()
 
     def defer_kernel(self: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
@@ -91,9 +90,9 @@ def together() -> Iterator[None]:
 
 @contextmanager
 def at_end() -> Iterator[None]:
-    """A block that waits at its end for the kernels of its graphs: g++ works while the next graph is lowered.
+    """Context that waits at its end for the kernels of its graphs, so that g++ works while the next graph is lowered.
 
-    The graphs cannot run inside of the block.
+    The graphs cannot run inside of it.
     """
     graphs: _Scopes = []
     token = _later.set(graphs)
@@ -110,7 +109,7 @@ def _put(scope: dict[str, Any], kernels: dict[str, _Kernel]) -> None:
 
 
 def _take_cached(kernel: _Kernel, loads: Loads, by: AsyncCompile) -> bool:
-    """Takes ``kernel`` from a file of an earlier graph, if one has it; ``loads`` are those that were asked for."""
+    """Load ``kernel`` from the file of an earlier graph, if there is one; ``loads`` are the files already requested."""
     if not caches():
         return False
     with suppress(OSError, ValueError):  # nothing is there, or it is damaged
@@ -122,7 +121,7 @@ def _take_cached(kernel: _Kernel, loads: Loads, by: AsyncCompile) -> bool:
 
 
 def _start(kernels: Sequence[_Kernel], by: AsyncCompile) -> None:
-    """Starts to compile ``kernels`` in one file."""
+    """Start to compile ``kernels`` in one file."""
     lines = list(dict.fromkeys(kernel.include for kernel in kernels))
     for at, kernel in enumerate(kernels):
         kernel.name = f"kernel_{at}"
@@ -139,7 +138,7 @@ def _start(kernels: Sequence[_Kernel], by: AsyncCompile) -> None:
 
 
 def _load(text: str, by: AsyncCompile) -> Load:
-    """Gives the module of the file ``text``, which is compiled meanwhile if it was not yet."""
+    """Return the module of the C++ source ``text``, after compiling it if necessary."""
     # `load_async` submits while it holds the lock that the work takes. With one thread, that would wait for itself.
     submit = by.submit if get_compile_threads() > 1 else None
     load: Load = CppPythonBindingsCodeCache.load_async(text, submit_fn=submit)
@@ -147,7 +146,7 @@ def _load(text: str, by: AsyncCompile) -> Load:
 
 
 def _place(kernel: _Kernel) -> Path:
-    """The file that says where ``kernel`` is."""
+    """Return the index entry of ``kernel``: a file that names the file it is compiled in."""
     return cache_folder("kernels") / _hash(torch.__version__, *kernel.argtypes, kernel.include, kernel.code)
 
 
@@ -156,7 +155,7 @@ def _hash(*texts: str) -> str:
 
 
 def _bindings(kernels: Sequence[_Kernel]) -> str:
-    """A Python module of ``kernels``, by Inductor's own text for a module of one."""
+    """Return the Python bindings of ``kernels`` as one module, derived from Inductor's template for a single kernel."""
     texts = [_binding(kernel) for kernel in kernels]
     calls = [
         text[text.index(_CALL.format(kernel.name)) : text.index(_TABLE)]
@@ -170,7 +169,7 @@ def _bindings(kernels: Sequence[_Kernel]) -> str:
 
 
 def _binding(kernel: _Kernel) -> str:
-    """Inductor's text for a module of ``kernel`` alone."""
+    """Return Inductor's bindings for ``kernel`` alone."""
     of = CppPythonBindingsCodeCache
     arguments = ", ".join(
         f"parse_arg<{kind.replace('const ', '')}>(args, {at})" for at, kind in enumerate(kernel.argtypes)
@@ -185,7 +184,7 @@ def _binding(kernel: _Kernel) -> str:
 
 @cache
 def _has_parts() -> bool:
-    """Whether Inductor's text for a module has the parts that `_bindings` takes."""
+    """Return whether Inductor's template has the parts that `_bindings` replaces."""
     kernel = _Kernel([], "", "")
     kernel.name = "kernel_0"
     text = _binding(kernel)
@@ -194,7 +193,7 @@ def _has_parts() -> bool:
 
 
 def begin_check() -> None:
-    """Starts `check_vectors` beside what this thread does next: g++ takes some seconds for a test."""
+    """Start `check_vectors` in the background, since g++ takes some seconds for a test."""
     if _begun or _is_known():
         return
     thread = Thread(target=copy_context().run, args=(_try_check,), name="vector instructions", daemon=True)
@@ -203,11 +202,10 @@ def begin_check() -> None:
 
 
 def check_vectors() -> None:
-    """Finds out which vector instructions Inductor can use on this machine, if nobody has yet.
+    """Find the vector instructions that Inductor can use on this machine.
 
-    Inductor compiles a test for each kind that the processor has (AVX2, AVX-512 and so on), loads it in a process of
-    its own, and then uses one kind. Here that one alone is tested, and one that passed is not tested again by a later
-    start. If its test fails, Inductor tests all.
+    Inductor would compile and run a test for each kind that the processor has (AVX2, AVX-512 and so on), and then use
+    one. Here only that kind is tested, once per machine. If its test fails, Inductor tests all.
     """
     if _begun and _begun[0] is not current_thread():
         _begun[0].join()

@@ -1,4 +1,4 @@
-"""How a joint graph is cut into forward and backward: AOTAutograd's min-cut, and marks that it heeds."""
+"""Splits a joint graph into forward and backward by AOTAutograd's min-cut, with nodes marked as saved or recomputed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ c10d = torch.ops._c10d_functional
 
 
 def min_cut(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Splits a joint graph by AOTAutograd's min-cut: little is saved, cheap ops run again in backward.
+    """Split a joint graph by AOTAutograd's min-cut, which saves little and recomputes cheap ops in backward.
 
-    ``joint`` stays as it is: what an inference takes of it must not depend on whether it was cut before.
+    ``joint`` itself stays unchanged.
     """
     joint = fx.GraphModule(joint, joint.graph)  # the min-cut gives its module a graph without repeated ops
     inputs = [n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"]
@@ -41,11 +41,11 @@ def min_cut(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule
 
 
 class _NegativeZero(float):
-    """-0.0, which is equal to 0.0: the cut makes one op of those whose arguments are equal and of one type."""
+    """Stands for -0.0, which the cut's common-subexpression elimination would take for 0.0."""
 
 
 def _numbers(graph: fx.Graph, change: Callable[[float], float]) -> bool:
-    """Puts ``change`` of each float in its place, among the arguments of ops; whether any is another object now."""
+    """Replace each float among the arguments of ops by ``change`` of it; return whether any was replaced."""
     changed = False
 
     def put(x: Any) -> Any:
@@ -64,7 +64,7 @@ def _numbers(graph: fx.Graph, change: Callable[[float], float]) -> bool:
 
 @contextmanager
 def _nothing_draws() -> Iterator[None]:
-    """No random state is kept for what runs again: an attention kernel that drops nothing is tagged as if it drew."""
+    """Context in which the cut keeps no random state: attention kernels without dropout are tagged as random, too."""
     original = partitioners.has_recomputable_rng_ops
     partitioners.has_recomputable_rng_ops = lambda fx_g: False
     try:
@@ -75,7 +75,7 @@ def _nothing_draws() -> Iterator[None]:
 
 @contextmanager
 def _unread_waits_go() -> Iterator[None]:
-    """A collective that nobody reads is dead: each half has those that it reads, and the cut does not keep the rest."""
+    """Context in which collectives without a reader are dead, so that each half gets only those that it reads."""
     waits = _side_effectful_functions & {c10d.wait_tensor, c10d.wait_tensor.default}
     _side_effectful_functions.difference_update(waits)
     try:
@@ -86,7 +86,7 @@ def _unread_waits_go() -> Iterator[None]:
 
 @contextmanager
 def _lookups_fuse() -> Iterator[None]:
-    """Inductor fuses an embedding's lookup as it does indexing: a block behind one saves what alike blocks do."""
+    """Context in which an embedding lookup counts as an op that fuses, as it does in Inductor."""
     listed = partitioners.get_default_op_list
 
     def with_lookups() -> partitioners.OpTypes:
@@ -101,12 +101,12 @@ def _lookups_fuse() -> Iterator[None]:
 
 
 def must_recompute(node: fx.Node, region: int) -> None:
-    """Marks ``node``, which does not draw, to run again in backward instead of being saved."""
+    """Mark ``node``, which draws no random numbers, to be recomputed in backward."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = region
 
 
 def must_save(node: fx.Node, region: int) -> None:
-    """Marks ``node`` to be saved for backward."""
+    """Mark ``node`` to be saved for backward."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     node.meta["ac_graph_id"] = region

@@ -1,4 +1,4 @@
-"""A local graph for many sizes: compiled once for all sizes that what Inductor looked at holds for."""
+"""Compiles a local graph once for many sizes, within the guards that Inductor adds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardc.lower.inductor import lowered_for
 
 
 def lowered_at_any_sizes(half: Half) -> tuple[Callable[[list[Tensor]], Sequence[Any]], str] | None:
-    """Returns a callable for ``half`` and its source; None if its graph is not one for many sizes."""
+    """Return a callable for ``half`` at any sizes, and its source; None if its graph has no symbolic form."""
     at: At | None = half.gm.meta.get(SIZED)
     if at is None:
         return None
@@ -51,7 +51,7 @@ def _symbol(env: ShapeEnv, name: str, value: int) -> Any:
 
 
 def _holds(env: ShapeEnv, symbols: Mapping[str, Any], units: Mapping[str, int]) -> bool:
-    """Whether what was asked of the sizes while compiling has the same answers for ``units``."""
+    """Return whether the guards of a compilation hold for ``units``."""
     fixed = {name: x for name, x in symbols.items() if isinstance(x, int)}
     if any(units[name] != x if name in fixed else units[name] < 2 for name, x in symbols.items()):
         return False

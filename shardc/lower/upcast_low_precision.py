@@ -1,4 +1,4 @@
-"""Products, convolutions and attention of few bits where the CPU has no units for them: computed in float32."""
+"""Computes 16-bit matrix products, convolutions and attention in float32 on CPUs without units for them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _DENSE = (
 
 
 def widened(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """``table``, with matrix products, convolutions and attention of few bits in float32 on a CPU that lacks them.
+    """Return the decompositions ``table`` with float32 versions of 16-bit products, convolutions and attention.
 
-    There torch takes 3 to 50 times as long for them as for float32, by layout. What is added up is the same.
+    On a CPU without 16-bit units torch takes 3 to 50 times as long for them, by layout. The sums have the same terms.
     """
     casts: dict[int, tuple[Tensor, Tensor]] = {}  # casts, by the tensor's identity; the tensor is held with it
 
@@ -55,13 +55,13 @@ def widened(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., 
 
 
 def _is_slow(x: Any) -> bool:
-    """Whether ``x`` is a tensor of a dtype in which this CPU has no fast matrix products."""
+    """Return whether ``x`` has a dtype for which this CPU has no fast matrix products."""
     return isinstance(x, Tensor) and x.device.type == "cpu" and x.dtype in slow_dtypes()
 
 
 @cache
 def slow_dtypes() -> frozenset[torch.dtype]:
-    """The dtypes of few bits that torch's CPU library does not compute in on this machine."""
+    """Return the 16-bit dtypes that torch's CPU library does not compute in on this machine."""
     mkldnn = torch.ops.mkldnn
     has = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     return frozenset(dtype for dtype, asked in has.items() if not (hasattr(mkldnn, asked) and getattr(mkldnn, asked)()))

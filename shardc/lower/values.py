@@ -1,4 +1,4 @@
-"""Fake tensors on the nodes of a graph that was read from text, which has them at its placeholders alone."""
+"""Computes the fake tensors of a graph that was parsed from text, which gives them at placeholders only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardc.ir.segments import type_of
 
 
 def give_values(gm: fx.GraphModule) -> None:
-    """Puts a fake tensor on each node of a local graph that has none; calls that are alike share one."""
+    """Set a fake tensor on each node of a local graph that has none; equal calls share one."""
     kinds: dict[Any, int] = {}
     seen: dict[int, str] = {}  # what is shared is looked at once
     values: dict[Any, Any] = {}

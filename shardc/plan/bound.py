@@ -53,7 +53,7 @@ class BoundPlan:
 
     @property
     def reduce(self) -> str:
-        """Return whether gradients are of the "mean" or of the "sum" of the ranks' losses (no loss in the graph)."""
+        """Return "mean" or "sum": how the ranks' losses are combined if no loss is in the graph."""
         return str(self.plan.setting("reduce"))
 
     @property
@@ -63,7 +63,7 @@ class BoundPlan:
 
     @property
     def own_losses(self) -> bool:
-        """Return whether each rank has a loss of its own; False if outputs are DTensors of a global loss."""
+        """Return whether each rank computes its own loss; False if outputs are DTensors of a global loss."""
         return not self.plan.setting("dtensor_outputs")
 
     @property

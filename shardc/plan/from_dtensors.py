@@ -49,7 +49,7 @@ def dtensor_entries(model: nn.Module, mesh: DeviceMesh | Mesh) -> list[Param]:
 
 
 def check_kept(entries: Sequence[Param], stored: Mapping[str, ParamPlan]) -> None:
-    """Raise PlanError if the complete plan stores a parameter in another layout than the model's DTensor has.
+    """Raise PlanError if the plan stores a parameter in another layout than that of the model's DTensor.
 
     Args:
         entries: the result of `dtensor_entries`.

@@ -25,7 +25,7 @@ def _matches(glob: str, name: str) -> bool:
 
 
 def by_part(path: str) -> str:
-    """Return a path in which each star stands for one part, as a glob."""
+    """Return the path as a glob in which each star matches one part of a name, without dots."""
     return f"./{path}" if any(char in path for char in "*?[") else path
 
 

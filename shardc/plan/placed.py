@@ -1,4 +1,4 @@
-"""One parameter while entries are applied to it: its compute layout, then its storage layout."""
+"""The layouts of one parameter while the plan's entries are applied: `Placed` (compute), `ParamPlan` (storage, too)."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Placed:
         return {dim for dim, size in enumerate(self.shape) if self.layout.shape[dim] != size}
 
     def by_spec(self, spec: Form, entry: str) -> Placed:
-        """Return it with the layout of ``spec``."""
+        """Return the parameter with the layout of ``spec``."""
         what, base = f"parameter {self.name!r}", self.layout
         mesh, padded = base.mesh, base.shape
         larger = grown_layout(spec, mesh, self.shape, what=what, entry=entry, padded=padded)
@@ -100,11 +100,11 @@ class Placed:
         return replace(self, layout=layout, causes=causes)
 
     def keeping(self, axis: str) -> Placed:
-        """Return it split over ``axis`` for compute, even if entries split storage over that axis."""
+        """Return the parameter split over ``axis`` for compute, even if entries split storage over that axis."""
         return replace(self, compute_axes=self.compute_axes | {axis})
 
     def split(self, dim: int, axis: str, entry: str) -> Placed:
-        """Return it with ``dim`` split over ``axis``, too; the dim is padded if it does not divide."""
+        """Return the parameter with ``dim`` also split over ``axis``; the dim is padded if it does not divide."""
         free = self.layout.unbind([axis])
         if shared := [bound for bound in free.bound if free.mesh.overlap(bound, axis)]:
             raise PlanError(

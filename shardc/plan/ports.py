@@ -128,7 +128,7 @@ def numbered(plan: Plan, names: Sequence[str]) -> dict[int, int]:
 
 
 def _in_a_row(form: PerRank, plan: Plan, mesh: Mesh, shape: Sequence[int], name: str, entry: str) -> Form:
-    """Return the form that splits, over the batch axes, the dim along which the ranks' values are concatenated."""
+    """Return the form that splits the dim of concatenation of a `per_rank` input over the batch axes."""
     if not -len(shape) <= form.dim < len(shape):
         raise PlanError(
             f"input {name!r} of shape {tuple(shape)} has no dim {form.dim}", plan_entry=entry, fix="write another dim="

@@ -122,7 +122,7 @@ def freeze(spec: Any, entry: str = "") -> Form:
 
 
 def is_one(spec: Any) -> bool:
-    """Return whether ``spec`` is the spec of one tensor, not a list or dict of specs.
+    """Return whether ``spec`` is for one tensor, rather than a list or dict of specs.
 
     A tuple is one if it can be read as one; a list only if it has at most one axis per dim; a dict if its values are
     placements.
@@ -287,7 +287,7 @@ def spec_axes(form: Form) -> tuple[str, ...]:
 
 
 def leaves_dims(form: Form) -> bool:
-    """Return whether ``form`` keeps some dims of the base layout."""
+    """Return whether ``form`` refers to dims of the base layout."""
     if isinstance(form, OnAxes) or is_placements(form):
         return isinstance(form, OnAxes)
     spec = read(form)

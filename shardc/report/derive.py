@@ -55,7 +55,7 @@ Form = tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], int], ...]
 
 @dataclass(frozen=True)
 class _Sample:
-    """The measurements of one capture: form and global tensor bytes of its collectives, and operations."""
+    """The result of one capture: form and global tensor bytes of its collectives, and operations."""
 
     form: Form
     sizes: tuple[int, ...]

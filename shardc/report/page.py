@@ -92,7 +92,7 @@ def curve(schedule: Prediction) -> list[tuple[float, tuple[int, ...]]]:
 
 
 class _Places:
-    """Positions of a step's ops by name; a parameter that is gathered twice has two."""
+    """Positions of a step's ops by name; a parameter that is gathered twice has two positions."""
 
     def __init__(self, step: Sequence) -> None:
         self._at: dict[str, list[int]] = {}

@@ -158,7 +158,7 @@ def _streams(moved: _Moved) -> tuple[str, ...]:
 
 
 def _loaded(kernel: Kernel, node: fx.Node, skew: float) -> Kernel:
-    """Return ``kernel`` with ``skew`` times the mean number of rows, if it is a kernel of experts."""
+    """Return ``kernel`` with ``skew`` times the mean number of rows if it runs experts, else unchanged."""
     if node.target not in (RUN, RUN_GRADIENT):
         return kernel
     return replace(kernel, flops=round(kernel.flops * skew), bytes=round(kernel.bytes * skew))
@@ -178,7 +178,7 @@ def room_of_rows(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
 
 
 def _moved(node: fx.Node, mesh: Mesh, skew: float) -> _Moved:
-    """Return what a collective, or a host copy, moves."""
+    """Return the tensors that a collective, or a host copy, moves."""
     if (copy := move_kind(node)) is not None:
         value = ir.value(node)
         name = ir.DTYPE_NAMES.get(value.dtype, str(value.dtype))

@@ -90,7 +90,7 @@ def is_registered(target: Any) -> bool:
 
 
 def is_written_out(target: Any) -> bool:
-    """Return whether the user's rule for this overload has its own ``localize``, which emits the local ops."""
+    """Return whether the user's rule for this overload has its own ``localize`` function."""
     op_rule = find_rule(target) if is_registered(target) else None
     return op_rule is not None and op_rule.localize is not Local.same
 

@@ -72,7 +72,7 @@ def windowed(ops: str, ndim: int, linear: bool = False) -> list[Rule]:
 
 
 def _resize_backward(ops: str, ndim: int) -> list[Rule]:
-    """Return rules as `windowed` does, for ops with an argument that is the shape of their result."""
+    """Return rules as `windowed` does, for backward ops, one of whose arguments is the shape of the result."""
     return [replace(rule, localize=sized("input_size")) for rule in windowed(ops, ndim, linear=True)]
 
 

@@ -105,14 +105,16 @@ class KeyBlocks:
         return [self.packed]
 
     def parted(self, tensors: list[Any]) -> list[Any]:
-        """Split the result of `joined` (or a block of it) into key and value."""
+        """Split the result of `joined` (or a block of it) into keys and values."""
         if len(tensors) == 2:
             return tensors
         half = self.local.builder.shape(tensors[0])[0] // 2
         return [self.run(aten.slice.Tensor, tensors[0], 0, at, at + half) for at in (0, half)]
 
     def reached(self, tensors: list[Any]) -> list[Any]:
-        """Return what blocks are taken from: gathered keys [ranks, b, g, k, e], or this rank's if keys go around."""
+        """Return the tensors that blocks are taken from: gathered keys [ranks, b, g, k, e], or this rank's keys in a
+        ring.
+        """
         out = []
         for x in tensors if self.gathers else ():
             started = self.run(functional.all_gather_into_tensor.default, self._packed(x), self.ranks, self.group)
@@ -121,7 +123,7 @@ class KeyBlocks:
         return out or tensors
 
     def total(self, parts: list[tuple[int, Any]]) -> Any:
-        """Return the gradient of this rank's keys or values from (source, gradient of a block) pairs."""
+        """Return the gradient of this rank's keys or values, given (source rank, gradient) of each block."""
         if not self.gathers:
             return added(self.local, [x for _, x in parts])
         if len(parts) == 1:

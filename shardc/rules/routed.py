@@ -42,7 +42,7 @@ class Routed:
 
 
 class SpecLike(Protocol):
-    """The part of `shardc.rules.spec.Spec` that this module reads."""
+    """Interface of `shardc.rules.spec.Spec`, as far as this module reads it."""
 
     @property
     def routed(self) -> Routed | None: ...
@@ -83,7 +83,9 @@ def required_splits(spec: SpecLike, mesh: Mesh, routed: Routed, proposals: Seque
 
 
 def in_part(spec: SpecLike, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
-    """Return whether axes of both factors of a `Routed` overlap without being equal (one is a part of the other)."""
+    """Return whether the axes of the two factors of a `Routed` overlap without being equal (one is a part of the
+    other).
+    """
     if spec.routed is None:
         return False
     sides = (spec.routed.rows, spec.routed.owners)

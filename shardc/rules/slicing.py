@@ -75,7 +75,7 @@ def _slice_local(local: Local) -> Any:
 
 
 def _to_local(layout: Layout, dim: int, edge: int) -> int:
-    """Return the position of a block edge in the local dim."""
+    """Return the local index of a block edge."""
     return edge * layout.local_shape[dim] // layout.shape[dim] if layout.dim_axes(dim) else edge
 
 

@@ -18,11 +18,11 @@ ABOVE = 1e-9  # relative margin of a ceiling above a solution found before, so t
 
 
 class Point(Protocol):
-    """A solution."""
+    """A solution of the layout problem: its seconds and bytes."""
 
     @property
     def bytes(self) -> float:
-        """Return its memory."""
+        """Return its bytes."""
         ...
 
     def at(self, byte: float) -> float:

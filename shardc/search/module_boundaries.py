@@ -63,7 +63,7 @@ class Pinner:
 
 
 def borders(planned: PlannedGraph) -> dict[str, Layout]:
-    """Return the layout at each module boundary in program order: what its uses need, if they agree."""
+    """Return the layout at each module boundary in program order: the one that its uses need, if they agree."""
     order = {node: at for at, node in enumerate(planned.graph.nodes)}
     names = sorted(planned.borders, key=lambda name: (order[planned.borders[name]], name))
     return {name: _border(planned.borders[name]) for name in names}

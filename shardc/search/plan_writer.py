@@ -176,13 +176,13 @@ class Writer:
         return None
 
     def _at(self, glob: str, block: int) -> str:
-        """Return the name that ``glob`` has in the first or in the last block of the complete model."""
+        """Return the name of ``glob`` in the first or last block of the complete model."""
         repeat = next(r for r in self.repeats if glob.startswith(f"{r.prefix}*"))
         number = repeat.first + (block if block == 0 else repeat.count - 1)
         return f"{repeat.prefix}{number}{glob.removeprefix(f'{repeat.prefix}*')}"
 
     def _long(self, name: str) -> str:
-        """Map a name in the model captured with few blocks to the whole model, which numbers later blocks on."""
+        """Return the name in the complete model of ``name`` in the model captured with few blocks."""
         for repeat in self.repeats:
             match = re.fullmatch(rf"{re.escape(repeat.prefix)}(\d+)(\..*)?", name)
             if match and int(match[1]) >= repeat.first + self.keep:

@@ -1,4 +1,4 @@
-"""Searches a plan on rank 0, and broadcasts it to all ranks."""
+"""Runs the search for a plan on rank 0, and broadcasts the plan to all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def search_once(
     options: Options,
     groups: Groups | None,
 ) -> Found:
-    """Return the result of the search for a model that is about to be compiled; on several ranks, that of rank 0.
+    """Return the result of the search for a model to compile; ranks other than 0 receive that of rank 0.
 
     Raises:
         ShardcError: the error of the search; ranks other than 0 raise it as a PlanError.

@@ -1,4 +1,4 @@
-"""Better labels by solving a block of variables at a time, with all others as they are."""
+"""Improves a labelling by solving a block of variables at a time, with all other labels fixed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROUNDS = 3
 
 
 def improve_blocks(graph: Graph, chosen: dict[int, int], clock: Clock) -> dict[int, int]:
-    """Return labels that cost no more. A block is as large as its elimination allows, around some variable.
+    """Return labels of equal or lower cost. A block is as large as its elimination allows, around some variable.
 
     Args:
         graph: the costs.

@@ -1,4 +1,4 @@
-"""Branch and bound: tighten the bound of a graph, and split in two what stays open."""
+"""Branch and bound: raises the lower bound of a graph, and splits it in two if that stalls."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Search:
         return self.chosen, self.value, min(self.value, *bounds)
 
     def closes(self, bound: float) -> bool:
-        """Return whether nothing better than the best labels can have this bound."""
+        """Return whether a graph with this bound cannot have better labels than the best so far."""
         return bound >= self.value - CLOSED * abs(self.value)
 
     def propose(self, value: float, chosen: dict[int, int], graph: Graph) -> None:
@@ -161,7 +161,7 @@ class Search:
                 return bound, messages.bounds
 
     def sweep(self, messages: Messages) -> float:
-        """Do a batch of sweeps, or fewer if the time is over; the bound of the last one."""
+        """Run a batch of sweeps, fewer if the time is over; return the bound of the last one."""
         with self.effort.clock.stage("messages"):
             for step in range(BATCH):
                 messages.sweep(forward=True)
@@ -181,7 +181,7 @@ class Search:
         return before > -math.inf and bound - before <= part * (self.value - before)
 
     def solve_exactly(self, graph: Graph) -> bool:
-        """Solve a graph if it falls apart or if its tables are small enough; whether it did."""
+        """Solve a graph if it is disconnected or its tables are small enough; return whether it did."""
         if self.effort.depth < DEEPEST and len(graph.components()) > 1:
             chosen, value, bound = search(graph, self.effort)
             if chosen is not None:
@@ -196,7 +196,7 @@ class Search:
             return True
 
     def round(self, graph: Graph, messages: Messages, blocks: bool = False) -> None:
-        """Look for better labels, with more effort if by blocks."""
+        """Search for better labels; ``blocks`` also improves them block by block."""
         rounded = [descend(graph, round_messages(messages, forward)) for forward in (True, False)]
         value, chosen = min(((cost(graph, labels), labels) for labels in rounded), key=lambda pair: pair[0])
         if blocks and value < math.inf:
@@ -207,9 +207,10 @@ class Search:
 
 
 def split(graph: Graph, bounds: Mapping[int, np.ndarray]) -> list[Graph]:
-    """Return the graph without, and with only, the best label of the variable that is hardest to tell labels of.
+    """Split on the variable with the closest labels: return the graph without its best label, and the graph with only
+    that.
 
-    Both halves are reduced; one that has no labels is left out.
+    Both are reduced; one without labels is left out.
     """
     variable = min(graph.unary, key=lambda i: (_lead(bounds[i]), -len(graph.near[i]), i))
     only = np.zeros(len(graph.unary[variable]), dtype=bool)

@@ -1,4 +1,4 @@
-"""The part of an energy that is still to be decided, and how to get back the labels that were decided already."""
+"""The undecided part of an energy, with what is needed to recover the labels decided already."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardc.solver.pair import PairCosts
 
 @dataclass(frozen=True)
 class Eliminated:
-    """A variable that was minimised out. Its label follows from those of the variables it shared costs with.
+    """A variable that was minimised out. Its label follows from those of its former neighbours.
 
     Args:
         variable: its index in the energy.
@@ -45,7 +45,7 @@ class Eliminated:
 
 
 class Graph:
-    """Costs of the variables that are left, and of pairs of them.
+    """Costs of the remaining variables, and of pairs of them.
 
     No array is ever changed in place, so that copies of a graph share them.
 
@@ -117,14 +117,14 @@ class Graph:
         del self.near[i][j], self.near[j][i]
 
     def remove(self, i: int, factors: tuple) -> None:
-        """Take out a variable whose costs the others have taken over, and note how to find its label."""
+        """Remove a variable whose costs are merged into others, and record how to find its label."""
         self.trail.append(Eliminated(i, self.labels[i], self.unary[i], factors))
         for j in self.near[i]:
             del self.near[j][i]
         del self.near[i], self.unary[i], self.labels[i]
 
     def keep(self, masks: Mapping[int, np.ndarray]) -> list[int]:
-        """Keep only the labels that are True in the mask of their variable. Return the variables that lost some."""
+        """Keep only the labels that are True in their variable's mask; return the variables that lost labels."""
         changed = [i for i in self.unary if i in masks and not masks[i].all()]
         lost = set(changed)
         indices = {i: np.flatnonzero(masks[i]) for i in changed}

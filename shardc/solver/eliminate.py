@@ -1,4 +1,4 @@
-"""Dynamic programming over what is left of a graph: exact, where the tables of costs it needs are small."""
+"""Exact dynamic programming on a graph, for which the tables of costs must be small enough."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Factor = tuple[tuple[int, ...], np.ndarray | PairCosts]
 
 @dataclass(frozen=True)
 class Order:
-    """An order in which to eliminate all variables, and how many table entries that creates."""
+    """An order in which to eliminate all variables, and the number of table entries that it creates."""
 
     variables: tuple[int, ...]
     entries: int

@@ -1,4 +1,4 @@
-"""The problem: costs of variables and of pairs of variables, and what a labelling costs."""
+"""The problem: costs of variables and of pairs of variables; `evaluate` gives the cost of a labelling."""
 
 from __future__ import annotations
 

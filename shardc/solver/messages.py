@@ -23,7 +23,7 @@ CHUNK = 1 << 15
 
 @dataclass(frozen=True)
 class Send:
-    """How a variable sends a message to a neighbour: the least of its costs and those of the pair.
+    """How a variable sends a message to a neighbour: the minimum of its costs plus those of the pair.
 
     Attributes:
         costs: of each class of labels of either variable, in the order in which they lie in memory.
@@ -165,7 +165,7 @@ class Messages:
         return passed
 
     def absorb(self, graph: Graph, masks: Mapping[int, np.ndarray]) -> list[int]:
-        """Move what the messages say into the costs of the graph: no labelling costs more or less than before.
+        """Reparametrize the graph by the messages: the cost of every labelling stays.
 
         Args:
             graph: the one of these messages, changed in place.

@@ -1,4 +1,4 @@
-"""Make a graph smaller without changing its least cost."""
+"""Reduces a graph to a smaller one with the same least cost."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def merge_small_degrees(graph: Graph, variables: Iterable[int]) -> list[int]:
 
 
 def _eliminate(graph: Graph, i: int, products: dict[tuple, tuple]) -> bool:
-    """Eliminate a variable if that makes the graph smaller; whether it did."""
+    """Eliminate a variable if that makes the graph smaller; return whether it did."""
     costs, near = graph.unary[i], graph.near[i]
     if not np.isfinite(costs.min()):
         raise Infeasible("the labels of finite cost cannot be combined")
@@ -283,7 +283,8 @@ def _eliminate(graph: Graph, i: int, products: dict[tuple, tuple]) -> bool:
 
 
 def _through(costs: np.ndarray, to_a: PairCosts, to_b: PairCosts) -> tuple[PairCosts, int | None]:
-    """Return the least costs of two neighbours of a variable, over its labels, and which neighbour decides its label.
+    """Return the costs of two neighbours of a variable, minimised over its labels, and which neighbour decides its
+    label.
 
     That neighbour is 0 or 1 if its label alone leaves the variable one class of labels, else None.
     """

@@ -18,7 +18,7 @@ class Entry:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return the identity of what it is about: of two entries with the same key the later one is used."""
+        """Return the subject of the entry: of two entries with equal keys the later one is used."""
         return (self,)
 
     def on(self, mesh: Mesh) -> Entry:
@@ -33,26 +33,26 @@ class Entry:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Return the mesh axes that it names."""
+        """Return the mesh axes that the entry names."""
         return ()
 
     @property
     def batch(self) -> tuple[str, ...]:
-        """Return the axes over which it splits dim 0 of the inputs."""
+        """Return the axes over which the entry splits dim 0 of the inputs."""
         return ()
 
     @property
     def sequence(self) -> tuple[int, str, bool] | None:
-        """Return (dim, axis, striped) if it splits another dim of the inputs over one of its axes of ``batch``."""
+        """Return (dim, axis, striped) if the entry also splits another input dim, over one of its ``batch`` axes."""
         return None
 
     @property
     def storage(self) -> tuple[tuple[str, ...], int]:
-        """Return the axes over which it splits parameters in storage only, and the ``fsdp`` level (0: none)."""
+        """Return the axes over which the entry splits parameters in storage only, and its ``fsdp`` level (0: none)."""
         return (), 0
 
     def level_of(self, param: Placed) -> int:
-        """Return the level at which it stores a parameter; 0 if it does not."""
+        """Return the ``fsdp`` level at which the entry stores a parameter; 0 if it does not."""
         return self.storage[1]
 
     def regather_axes(self, param: Placed) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ class Entry:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Return the settings of the plan that it gives, by name."""
+        """Return the settings of the plan that the entry gives, by name."""
         return {}
 
     def check(self, mesh: Mesh, batch: Mapping[str, Entry]) -> None:
@@ -71,7 +71,7 @@ class Entry:
         """
 
     def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> Mapping[str, Placed]:
-        """Return the parameters that it is about, as it places them.
+        """Return the new `Placed` of each parameter that the entry applies to.
 
         Args:
             params: every parameter, as placed by the entries before this one.
@@ -91,11 +91,11 @@ class Entry:
         return stored
 
     def ports(self, kind: str, names: Sequence[str]) -> Mapping[int, Form]:
-        """Return position in ``names`` -> the spec that it gives "inputs" or "outputs" (``kind``)."""
+        """Return position in ``names`` -> the spec that the entry gives to "inputs" or "outputs" (``kind``)."""
         return {}
 
     def pins(self, modules: Sequence[str]) -> Mapping[tuple[str, str, int | str], Form]:
-        """Return (module, "input" or "output", position or keyword) -> the spec that it gives an activation."""
+        """Return (module, "input" or "output", position or keyword) -> the spec that the entry gives an activation."""
         return {}
 
     def regions(self, modules: Sequence[str]) -> Sequence[str]:
@@ -106,18 +106,18 @@ class Entry:
 
     @property
     def call(self) -> Call:
-        """Return the constructor that creates it, by name, and the arguments that are not defaults."""
+        """Return the constructor that creates the entry, by name, and its arguments that are not defaults."""
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         return type(self).__name__, {name: value for name, (value, default) in values.items() if value != default}
 
     @property
     def group(self) -> tuple[tuple[str, ...], int] | None:
-        """Return (the identity of the constructor call, position of this one's argument); None if it is alone."""
+        """Return (key of the constructor call, position of the entry in its arguments); None for a call of its own."""
         return None
 
     @property
     def row(self) -> tuple[str, str, str]:
-        """Return (what, of, where) for a table."""
+        """Return (kind, subject, effect) for a table."""
         name, arguments = self.call
         return name, "", call_text("", arguments)[1:-1]
 

@@ -20,7 +20,7 @@ from shardc.validate import Bytes, Range, check_fields, checked
 
 
 class Raw(Entry):
-    """An entry given by an argument of `Plan`."""
+    """Base of entries that are arguments of `Plan`."""
 
     @property
     def group(self) -> tuple[tuple[str, ...], int]:
@@ -29,7 +29,7 @@ class Raw(Entry):
 
 
 class Spec(Raw):
-    """An item of an argument of `Plan` that takes specs; ``key`` is the argument, and what the item is about."""
+    """Base of entries with a spec; ``key`` is the argument of `Plan` and the target."""
 
     spec: Form
 
@@ -157,7 +157,7 @@ class Prefetch(Raw):
         return ("prefetch", self.module)
 
     def pins(self, modules: Sequence[str]) -> dict[tuple[str, str, int | str], Form]:
-        """Return nothing; raises PlanError if one of the modules does not exist."""
+        """Return no pins; raise PlanError if one of the modules does not exist."""
         for name in (self.module, *self.modules):
             if name not in modules:
                 near = near_names(name, list(modules))
