@@ -151,7 +151,7 @@ _keeping: WeakSet[DeviceMesh] = WeakSet()
 
 
 def _keep_strides(device_mesh: DeviceMesh) -> None:
-    """Before 2.13: makes results of ops on ``device_mesh`` inherit the reading of strides in `dtensor_spec`."""
+    """Before 2.13: makes results of ops on ``device_mesh`` read strided placements as `dtensor_spec` does."""
     first, read = not _keeping, DTensorSpec.__post_init__
     _keeping.add(device_mesh)
 

@@ -200,7 +200,7 @@ class _Shard:
         self._left: list[Any] = []  # and of the shard's
 
     def take_grad(self) -> bool:
-        """Sets the local gradient; returns whether a fused kernel can handle both."""
+        """Sets the shard's gradient; returns whether a fused kernel can update the shard with it."""
         grad = self.param.grad
         if grad is None:
             return self.fuses

@@ -23,7 +23,7 @@ from shardc.passes import PlanMemory
 from shardc.program import Program
 
 Sizes = Mapping[str, int]
-# Factors of the modulus. 16 keeps sizes even after the halvings of strides and pools.
+# Factors of the modulus. With 16, strides and pools halve the sizes as they halve the example's.
 _FINER = (1, 16)
 _MOST = 8  # families per signature; other sizes are compiled separately
 
@@ -224,7 +224,7 @@ class Families:
     def program(
         self, key: Any, sizes: Sizes, family: Callable[[], Family | None], alone: Callable[[], Program]
     ) -> Program:
-        """Returns the program for a call; compiles it if needed.
+        """Returns the program for a call with dynamic sizes; compiles it if needed.
 
         Args:
             key: the call's signature without sizes.

@@ -34,7 +34,7 @@ _NOT_OF_ENCODERS = ("decoder_", "cross_attn", "use_cache", "cache", "past_key_va
 
 
 class PretrainedNamespace(Namespace):
-    """``module.shardc`` of a compiled `transformers.PreTrainedModel`."""
+    """``module.shardc`` of a compiled `transformers.PreTrainedModel`: adds loading of checkpoints."""
 
     @shares_errors
     def load_pretrained(self, folder: str | Path) -> None:

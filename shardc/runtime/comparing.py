@@ -122,7 +122,8 @@ class Comparisons:
         return {rank: store.get(f"{self.at(number)}said/{self.ranks[rank]}").decode() for rank in ranks}
 
     def hear_all(self, store: dist.Store, number: int) -> str:
-        """Counts this rank as informed of the difference at ``number``; the key returned exists once all ranks are."""
+        """Records that this rank has read the difference at ``number``; returns a key that is set once all ranks have.
+        """
         heard = f"{self.at(number)}all heard"
         if store.add(f"{self.at(number)}heard", 1) == len(self.ranks):
             store.set(heard, "")

@@ -115,7 +115,7 @@ class InitShard:
 
 
 class Virtual(torch.Tensor):
-    """A view of an `InitShard` at global shape; ``meta`` is the same view of a meta tensor, used to compute views."""
+    """CPU tensor of global shape, or a view of one, that stores only this rank's shard; ``meta`` has its strides."""
 
     meta: torch.Tensor
     init_shard: InitShard

@@ -81,7 +81,7 @@ class Signature:
         return cls(tuple(names), described, spec, mode.training, mode.grads, mode.dtypes, surroundings)
 
     def without(self, dims: Mapping[str, Mapping[int, str]]) -> Signature:
-        """Replaces dynamic sizes by names, given as input -> dim -> name."""
+        """Returns the signature with dynamic sizes replaced by names, given as input -> dim -> name."""
         leaves = tuple(
             replace(x, shape=tuple(dims[name].get(at, n) for at, n in enumerate(x.shape)))
             if isinstance(x, Like) and name in dims
