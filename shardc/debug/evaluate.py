@@ -84,6 +84,8 @@ def on_layouts(gm: fx.GraphModule, mesh: Mesh, feed: Mapping[Key, Tensor]) -> Va
 
 
 def _on_layouts(gm: fx.GraphModule, ranks: Lockstep, feed: Mapping[Key, Tensor], layout_of: LayoutOf) -> Values:
+    """Run a graph at global shapes on all ranks; reshard operands to the layouts that each op needs."""
+
     def moved(x: PerRank, have: Layout | None, want: Layout | None) -> PerRank:
         return x if have == want or have is None or want is None else ranks.shard(ranks.assemble(x, have), want)
 

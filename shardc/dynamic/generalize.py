@@ -56,6 +56,7 @@ def generalize(graphs: Sequence[fx.GraphModule], fit: Fit, sizes: Mapping[str, i
 def _node(
     graphs: Sequence[fx.GraphModule], nodes: tuple[fx.Node, ...], places: Sequence[dict[fx.Node, int]], fit: Fit
 ) -> Numbers | None:
+    """Returns the fitted numbers of one node in all graphs (None if none differ); raises Differs if ops differ."""
     first = nodes[0]
     for gm, node in zip(graphs, nodes, strict=True):
         same = (node.op, node.target, node.name) == (first.op, first.target, first.name)
@@ -81,6 +82,7 @@ def _fitted(values: Sequence[Any], places: Sequence[dict[fx.Node, int]], fit: Fi
 
 
 def _leaf(values: Sequence[Any], places: Sequence[dict[fx.Node, int]], fit: Fit) -> Any:
+    """Merges one argument of a node in all graphs: the value if it is equal, a polynomial for integers."""
     first = values[0]
     if isinstance(first, slice) and all(isinstance(x, slice) for x in values):
         return slice(*(_leaf([getattr(x, at) for x in values], places, fit) for at in ("start", "stop", "step")))
@@ -130,6 +132,7 @@ def _shapes(records: Sequence[Info], fit: Fit) -> tuple[tuple[Any, ...] | None, 
 
 
 def _roles(roles: Sequence[tuple[ir.Role, ...]], fit: Fit) -> tuple[Any, ...]:
+    """Returns the fitted layouts of the outputs."""
     out: list[Any] = []
     for outputs in zip(*roles, strict=True):
         layouts = [role.layout for role in outputs]

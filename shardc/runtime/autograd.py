@@ -85,6 +85,7 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        """Checks versions, runs the backward for the outputs that have gradients, and returns gradients of the feed."""
         runner: Runner = ctx.runner
         if torch.is_grad_enabled():
             raise BackwardError(

@@ -94,6 +94,7 @@ class Comparisons:
         return None
 
     def _wait(self, store: dist.Store, at: str) -> None:
+        """Polls the store for the verdict at ``at``; raises MeshError if a rank has ended or is late."""
         pause, end = 0.0005, time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
         while True:
             try:
@@ -122,8 +123,7 @@ class Comparisons:
         return {rank: store.get(f"{self.at(number)}said/{self.ranks[rank]}").decode() for rank in ranks}
 
     def hear_all(self, store: dist.Store, number: int) -> str:
-        """Records that this rank has read the difference at ``number``; returns a key that is set once all ranks have.
-        """
+        """Records that this rank has read the difference at ``number``; returns a key that is set once all have."""
         heard = f"{self.at(number)}all heard"
         if store.add(f"{self.at(number)}heard", 1) == len(self.ranks):
             store.set(heard, "")

@@ -63,6 +63,7 @@ class Guards:
         )
 
     def _note(self, read: Read, lookup: Lookup, seen: set[Path]) -> None:
+        """Adds the guards for one read of a capture."""
         path = parse(read.expression)
         try:
             self._path(path, lookup, seen)

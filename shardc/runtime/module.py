@@ -162,6 +162,7 @@ def _forward(module: ShardedModule, args: Any, kwargs: Any) -> Any:
 
 
 def _step(state: State, args: Any, kwargs: Any) -> Any:
+    """Finds the program of a call, runs it on local inputs, and wraps outputs as DTensors if the plan asks for it."""
     assert state.groups is not None
     state.check(runs=True)
     if kwargs:
@@ -275,6 +276,7 @@ def _uneven(state: State, rows: Rows, args: Any, kwargs: Any, leaves: list[Any],
 
 
 def _find_program(state: State, call: Signature, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Executable:
+    """Returns the program that a call with local inputs needs; compiles it unless `lower` was called."""
     check_kinds(call.names, leaves, values=True)
     state.mark(call.names, args, kwargs)
     tensors = [x for x in leaves if isinstance(x, Tensor)]

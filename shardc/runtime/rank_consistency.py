@@ -235,6 +235,7 @@ class Agreement:
     # --- comparing
 
     def _compare(self, act: Act) -> None:
+        """Publishes this rank's event, waits for the verdict of all ranks, and raises if they differ."""
         store, number, comparisons = self._connected(), self.number, self._comparisons
         comparisons.tell(store, act)
         self._waits = number
@@ -295,6 +296,7 @@ class Agreement:
             raise self._raised()
 
     def _answer(self, store: dist.Store, number: int) -> None:
+        """Publishes this rank's event ``number``, which another rank compares; if it differs, interrupts this rank."""
         with self._lock:
             behind = self.number - number
             if number in self._comparisons.answered or behind >= len(self._past):

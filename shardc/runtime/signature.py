@@ -191,6 +191,7 @@ def _shown(signature: Signature) -> str:
 
 
 def _leaf(name: str, x: Any) -> Like | Constant:
+    """Describes one pytree leaf of the arguments; InputError if it is neither a tensor nor hashable."""
     if isinstance(x, Tensor):
         return Like(() if x.is_nested else tuple(x.shape), x.dtype, x.requires_grad)
     if is_dataclass(x) and not isinstance(x, type):

@@ -115,6 +115,7 @@ class Lockstep:
     # --- collectives
 
     def _collective(self, target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs a functional collective on all ranks, group by group, by its reference in `shardc.runtime.exchange`."""
         name = target._opname
         if name == "wait_tensor":
             return args[0]

@@ -151,6 +151,7 @@ class _Exchange(dist.Work):
 
 
 def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: Sequence[int] = ()) -> list[Tensor]:
+    """Implements ``all_gather_into_tensor_coalesced`` on CPU ranks by direct messages."""
     group, rank, peers = _group(group_name)
     inputs = [x.contiguous() for x in inputs]
     gathered = [
@@ -180,6 +181,7 @@ def _reduce_scatter(
 
 
 def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Sequence[int] = ()) -> list[Tensor]:
+    """Implements ``all_reduce_coalesced`` on CPU ranks: direct messages for two ranks, gloo's ring for more."""
     group, _, _ = _group(group_name)
     if not is_ring("all_reduce", group.size()):
         terms = [x.contiguous().view(1, -1).expand(2, -1) for x in inputs]

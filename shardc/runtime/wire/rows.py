@@ -37,6 +37,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _send(inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, group_name: str) -> list[Tensor]:
+    """Sends rows in direct messages between CPU ranks; ``sends`` and ``receives`` are row counts per rank."""
     group, rank, peers = _group(group_name)
     inputs = [x.contiguous() for x in inputs]
     received = [x.new_empty((rows, *x.shape[1:])) for x in inputs]
@@ -79,6 +80,7 @@ def _bytes_into(place: Tensor, part: Tensor) -> None:
 
 
 def _exchange(inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, group_name: str) -> list[Tensor]:
+    """Sends rows by one all-to-all per tensor; arguments as `_send`."""
     group, _, _ = _group(group_name)
     goes, comes = sends.tolist(), receives.tolist()
     received = [x.new_empty((rows, *x.shape[1:])) for x in inputs]
