@@ -110,7 +110,7 @@ class State:
         device: device on which the program runs.
         sync: settings and local sums of unreduced gradients.
         homes: device of each parameter between steps.
-        unit: (roles of the outputs, layout of an input) -> factor between the objective's and this rank's gradient.
+        unit: (roles of the outputs, layout of an input) -> this rank's gradient of it divided by the objective's.
         dtensor_outputs: whether outputs are returned as DTensors.
         buffers: memory for results of collectives of all programs.
         programs: programs by signature.
