@@ -1,8 +1,8 @@
-"""Attention of split queries and keys, as an op that knows the positions of its elements in the sequence.
+"""Attention ops for split sequences: their causal mask is in positions of the global sequence.
 
-A kernel's causal mask counts positions in the kernel's tensors. `call` and `gradient` have global shapes and count
-positions in the sequence, so their meaning does not depend on layouts. On a rank (`shardc.rules.sequence_attention`)
-kernels replace them: each computes the partial output for a block of keys, and the log-sum-exp of its scores.
+A kernel's causal mask is in positions of its operands. `call` and `gradient` use positions of the global sequence, so
+they mean the same for any layout of queries and keys. On one rank (`shardc.rules.sequence_attention`) they are lowered
+to kernels, each of which returns its part of the output for some of the keys, and the log-sum-exp of its scores.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from torch import Tensor
 
 aten = torch.ops.aten
 _library = torch.library.Library("shardc_attention", "DEF")
-# keys: how many there are without filling, which stands behind them. axis, method: axes, with the
-# method of `shardc.cp` that each goes by. around:
-# where an axis splits queries and keys, the keys go round its ranks; else they are gathered. later: of a piece alone.
+# keys: number of keys before the padding. axis, method: axes, each with its method of `shardc.cp`. around: if an axis
+# splits queries and keys, the keys pass round a ring of its ranks; else they are gathered. later: on one rank only.
 _HOW = "bool causal, float scale, int keys, str axis='', str method='', bool around=False, Tensor? later=None"
 _library.define(f"call(Tensor query, Tensor key, Tensor value, Tensor? bias, {_HOW}) -> (Tensor, Tensor)")
 _library.define(
@@ -37,13 +36,13 @@ def call(
     Args:
         query: [b, h, q, e].
         key, value: [b, g, k, e] and [b, g, k, f]; h is a multiple of g.
-        bias: added to the scores: [b, h, q, k], or a shape that broadcasts to it.
-        causal: the query at position i sees the keys up to position i.
-        later: bool []: if true, the query at position i sees only the keys before position i.
+        bias: added to the scores: [b, h, q, k], or broadcastable to it.
+        causal: query i attends to keys 0 to i.
+        later: bool []: if true, query i attends to keys 0 to i - 1 only.
 
     Returns:
-        [b, h, q, f], and the log-sum-exp of each query's scores, [b, h, q]; for a query that sees no key 0, or -inf if
-        that is because of ``later``.
+        [b, h, q, f], and the log-sum-exp of each query's scores, [b, h, q]: 0 for a query that attends to nothing, but
+        -inf if that is because of ``later``.
     """
     if later is not None:
         return _call_later(query, key, value, bias, scale, keys, later)
@@ -67,7 +66,7 @@ def gradient(
     causal: bool, scale: float, keys: int, axis: str = "", method: str = "", around: bool = False,
     later: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of query, key and value; ``out`` and ``sums`` may be totals over more keys than these."""
+    """Return the gradients of query, key and value; ``out`` and ``sums`` may be those of attention to more keys."""
     if later is not None:
         return _gradient_later(grad, query, key, value, out, sums, bias, scale, keys, later)
     whole = key.shape[2]
@@ -92,7 +91,7 @@ def gradient(
 def _call_later(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, keys: int, later: Tensor
 ) -> tuple[Tensor, Tensor]:
-    if later.device.type == "cpu":  # reading it waits for nothing
+    if later.device.type == "cpu":  # reading it does not synchronize
         if not later:
             return call(query, key, value, bias, True, scale, keys)
         out, sums = _fake_call(query, key, value)
@@ -121,42 +120,42 @@ def _gradient_later(
         dq[:, :, 1:], dk, dv = gradient(grad, query, key, value, out, sums, bias, True, scale, keys)
         return dq, dk, dv
     grad, query, out, sums = (_turned(x, later, -1) for x in rows)
-    last = _at(sums, -1) & later  # the first query, which sees nothing
+    last = _at(sums, -1) & later  # the first query, which attends to nothing
     grad = torch.where(last.unsqueeze(-1), 0, grad)
     dq, dk, dv = gradient(grad, query, key, value, out, torch.where(last, torch.inf, sums), bias, True, scale, keys)
     return _turned(dq, later, 1), dk, dv
 
 
 def _turned(x: Tensor, later: Tensor, by: int) -> Tensor:
-    """Return ``x``, [b, h, q, ...], with queries rotated by ``by`` positions if ``later`` is true."""
+    """Return ``x`` [b, h, q, ...] rolled by ``by`` along the queries if ``later`` is true, else as it is."""
     return _by_place(torch.where(later, x.roll(by, 2), x))
 
 
 def _at(sums: Tensor, row: int) -> Tensor:
-    """Return bool [q]: whether the query is number ``row``."""
+    """Return the mask of query ``row``: bool [q]."""
     places = torch.arange(sums.shape[2], device=sums.device)
     return places == row % sums.shape[2]
 
 
 def _true(key: Tensor, value: Tensor, bias: Tensor | None, keys: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return key, value and bias without the padding behind the first ``keys`` keys."""
+    """Return key, value and bias without the padding after the first ``keys`` keys."""
     if keys == key.shape[2]:
         return key, value, bias
     return key[:, :, :keys], value[:, :, :keys], bias if bias is None or bias.shape[-1] == 1 else bias[..., :keys]
 
 
 def _square(causal: bool, query: Tensor, key: Tensor) -> bool:
-    """Return whether all kernels agree on the meaning of the causal mask for these shapes."""
+    """Return whether all kernels interpret their causal mask in the same way."""
     return not causal or query.shape[2] == key.shape[2]
 
 
 def _by_head(x: Tensor, query: Tensor) -> Tensor:
-    """Return keys or values repeated for each head of the queries (GQA)."""
+    """Return keys or values repeated for each head of the queries."""
     return x.repeat_interleave(query.shape[1] // x.shape[1], 1)
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Return the scores [b, h, q, k], in float32 at least."""
+    """Return the masked scores [b, h, q, k], in float32 at least."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(wide) @ _by_head(key, query).to(wide).transpose(-1, -2) * scale
     scores = scores if bias is None else scores + bias
@@ -179,7 +178,7 @@ def _written_out(
 
 
 def _by_place(x: Tensor) -> Tensor:
-    """Return ``x`` in the memory order of models: [b, sequence, heads, features]."""
+    """Return ``x`` [b, h, q, ...] with the memory order of [b, q, h, ...], which models use."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""Expert functions: forward and backward of an expert as small graphs, which `shardc.custom_ops.experts` run."""
+"""Functions of one expert: forward and backward as small graphs, which the ops of `shardc.custom_ops.experts` run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class PerRow:
-    """Shape and dtype of a tensor per row of a `Body`."""
+    """Shape and dtype of a value that has one entry per row."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,13 +34,12 @@ class Body:
     """The function of one expert on its ``n`` rows, as a forward and a backward graph.
 
     Args:
-        forward: graph from ``n``, rows [n, d], scale [n, 1] and one expert's parameters to the results [n, o] and the
-            saved values.
-        backward: graph from ``n``, the results' gradient, rows, scale, parameters and saved values to the gradients of
-            rows, scale and parameters; None for those without gradient.
-        result: type of the result per row.
-        saved: types of the values that forward saves for backward, per row.
-        flops: operations per row of forward and backward.
+        forward: graph of (``n``, rows [n, d], scale [n, 1], one expert's parameters) -> (results [n, o], saved values).
+        backward: graph of (``n``, gradient of the results, rows, scale, parameters, saved values) -> gradients of rows,
+            scale and parameters; None for those without one.
+        result: type of a row of the result.
+        saved: types of the values that forward saves for backward.
+        flops: operations per row, forward and backward.
     """
 
     forward: fx.Graph
@@ -56,9 +55,7 @@ class Body:
 
     @cached_property
     def run_forward(self) -> Callable[..., Any]:
-        """Return ``forward`` with output buffers for the saved values as further arguments; its only results are the
-        rows'.
-        """
+        """``forward`` with output buffers for the saved values as further arguments; it returns the results only."""
         graph = _copy(self.forward)
         out, *saved = _outputs(graph)
         for at, node in enumerate(saved):
@@ -67,9 +64,7 @@ class Body:
 
     @cached_property
     def run_backward(self) -> Callable[..., Any]:
-        """Return ``backward`` with output buffers for the parameters' gradients as further arguments, which it fills if
-        it can.
-        """
+        """``backward`` with buffers for the parameters' gradients as further arguments; it fills those that it can."""
         assert self.backward is not None, f"{self.name} has no gradient"
         graph = _copy(self.backward)
         rows, scale, *params = _outputs(graph)
@@ -78,12 +73,12 @@ class Body:
 
     @cached_property
     def grouped_forward(self) -> Callable[..., Any] | None:
-        """Return ``forward`` for the rows of all experts at once, if there is such a form (see ``grouped``)."""
+        """``forward`` for the rows of all experts at once; None if `shardc.custom_ops.grouped` cannot rewrite it."""
         return grouped(self.forward, 1 + len(self.saved))
 
     @cached_property
     def grouped_backward(self) -> Callable[..., Any] | None:
-        """Return ``backward`` for the rows of all experts at once, if it has such a form."""
+        """``backward`` for the rows of all experts at once; None if it cannot be rewritten."""
         return None if self.backward is None else grouped(self.backward, 2)
 
     def to_json(self) -> dict[str, Any]:
@@ -102,13 +97,13 @@ class Body:
 
     @classmethod
     def from_json(cls, data: Any, allowed: Callable[[Any], bool]) -> Body:
-        """Return the body that `to_json` encoded.
+        """Return the body that `to_json` wrote.
 
         Args:
-            allowed: whether a graph may call an op.
+            allowed: tells whether a graph may call an op.
 
         Raises:
-            TextError: the data is not a body.
+            TextError: ``data`` is not a body.
         """
 
         def per_row(entry: Any) -> PerRow:
@@ -129,12 +124,12 @@ _bodies: dict[str, Body] = {}
 
 
 def register(body: Body) -> Body:
-    """Register ``body`` and return it, or the registered body of the same name."""
+    """Register ``body`` by its name, unless it is registered; return the registered one."""
     return _bodies.setdefault(body.name, body)
 
 
 def body_of(name: str) -> Body:
-    """Return the registered body called ``name``.
+    """Return the body called ``name``.
 
     Raises:
         RuleError: no body of that name was captured or loaded in this process.
@@ -145,12 +140,12 @@ def body_of(name: str) -> Body:
 
 
 def bodies_in(graph: fx.Graph) -> list[str]:
-    """Return the names of the bodies that ops of ``graph`` use."""
+    """Return the names of the bodies that the ops of ``graph`` use."""
     arguments = (node.args[-1] for node in graph.nodes if getattr(node.target, "namespace", "") == "shardc_experts")
     return sorted({name for name in arguments if isinstance(name, str) and name in _bodies})
 
 
-# --- what runs
+# --- as functions
 
 _OUT = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out}
 
@@ -163,7 +158,7 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 
 def _outputs(graph: fx.Graph) -> list[Any]:
-    """Remove the output node and return its arguments."""
+    """Return the results of ``graph``, and erase its output node."""
     end = next(iter(reversed(graph.nodes)))
     results: Any = end.args[0]
     graph.erase_node(end)
@@ -187,7 +182,7 @@ def _into(graph: fx.Graph, node: fx.Node, place: fx.Node) -> None:
 
 
 def _product(graph: fx.Graph, gradient: Any, place: fx.Node) -> Any:
-    """Return ``gradient``, written into ``place`` if it is a matrix product, possibly transposed."""
+    """Return ``gradient``; if it is a matrix product, or the transpose of one, it is computed into ``place``."""
     node, turned = gradient, False
     while isinstance(node, fx.Node) and node.target in (aten.t.default, aten.detach.default):
         turned ^= node.target is aten.t.default

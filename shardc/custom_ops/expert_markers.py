@@ -1,7 +1,7 @@
-"""Marker ops around the function of one expert in a trace; without a trace the experts run one by one.
+"""Marker ops around the function of one expert in a trace; outside of a trace the experts run one after another.
 
-The first marker returns one expert's parameters and, as its rows, all tokens; the last takes its result. The pass
-`shardc.passes.experts` turns the ops between them, and their gradient, into one op each.
+The first marker returns all tokens as the rows of one expert, and that expert's parameters; the last one takes its
+result. `shardc.passes.experts` replaces the ops between them by one op, and their gradient by another.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _enter_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor |
         for grad, (shape, dtype, device) in zip(grads, ctx.like, strict=True)
     ]
     results = torch.ops.shardc_experts.enter_grad(whole, ctx.saved_tensors[0], ctx.sizes)
-    # What no expert reads has no gradient, which an optimizer tells from one of zeros.
+    # A tensor that no expert reads has no gradient: optimizers treat None and zeros differently.
     return [None if grad is None else result for grad, result in zip(grads, results, strict=True)], None
 
 
@@ -84,19 +84,20 @@ Function = Callable[..., Tensor]
 
 
 def experts(function: Function) -> Function:
-    """Turn the function of one expert into a function of all experts of a layer; a decorator.
+    """Return a function of all experts from ``function``, the function of one, for a model of your own.
 
-    Write what one expert does with its rows, ``function(rows, *weights) -> rows``: each row of the result from that row
-    of the argument alone. `shardc.ep` then splits the experts over an axis. In a model that is not compiled, the
-    experts run one after the other.
+    ``function(rows, *weights) -> rows`` computes each row of its result from that row of its argument alone.
+    `shardc.ep` then splits the experts over an axis. In a model that is not compiled, the experts run one after
+    another.
 
     Returns:
-        A function of ``(x, index, weight, *weights)``: tokens [t, d], the experts that each goes to, int64 [t, k],
-        their weights [t, k], and all experts' weights, [e, ...] each. It gives each token's weighted sum, [t, o].
+        A function of ``(x, index, weight, *weights)``: tokens [t, d], the experts chosen for each token, int64 [t, k],
+        their routing weights [t, k], and the parameters of all experts, [e, ...] each. It returns the weighted sum of
+        the results for each token, [t, o].
 
     Raises:
-        InputError: shapes that are others. When a model is compiled, CaptureError: the function mixes rows, or reads a
-            tensor that it is not given.
+        InputError: the shapes are different. At compile time, CaptureError: the function mixes rows, or reads a tensor
+            that is not an argument.
 
     >>> import shardc, torch
     >>> @shardc.experts
@@ -125,10 +126,10 @@ def experts(function: Function) -> Function:
 def one_by_one(
     function: Function, x: Tensor, index: Tensor, weight: Tensor, params: Sequence[Tensor], scaled: bool = False
 ) -> Tensor:
-    """Run the experts one after the other, as on one device.
+    """Run the experts one after another, as on one device.
 
     Args:
-        scaled: ``function`` takes the rows' weights, [n, 1], as its second argument and applies them itself.
+        scaled: ``function`` takes the rows' routing weights, [n, 1], as its second argument and applies them itself.
     """
     order, ends = sort(index, params[0].shape[0])
     take, scale = order // index.shape[1], weight.flatten()[order].unsqueeze(1)
@@ -145,7 +146,7 @@ def marked(
     function: Function, x: Tensor, index: Tensor, weight: Tensor, params: Sequence[Tensor], scaled: bool = False
 ) -> Tensor:
     """Trace ``function`` once, for one expert, between the marker ops; arguments and result as `one_by_one`."""
-    index = index.clone()  # of this call alone
+    index = index.clone()  # unique to this call
     rows, scale, *weights = ENTER([x, weight, *params], index)
     result = function(rows, scale, *weights) if scaled else function(rows, *weights) * scale
     out: Tensor = EXIT(result.to(x.dtype), index)

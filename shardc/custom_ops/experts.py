@@ -1,10 +1,8 @@
-"""Mixtures of experts as ops: each token's row is processed by the experts that a router chose for it.
+"""Ops of mixtures of experts: rows (tokens) are computed by the experts that a router chose for them.
 
-A token chooses ``k`` of ``e`` experts. An expert gets one row for each token that chose it, and a token's result is the
-weighted sum of its experts' results. `call` and `gradient` do this for all experts and tokens, at global shapes. The
-function of one expert is a `Body`, which the ops name by ``body``.
-
-On a rank (`shardc.rules.routed_experts`) rows are sorted by expert, and `run` processes those of the rank's experts.
+A token is routed to ``k`` of ``e`` experts, and its result is the weighted sum of theirs. `call` and `gradient` compute
+all experts and tokens at once, at global shapes; their argument ``body`` names the function of one expert (`Body`). On
+one rank (`shardc.rules.routed_experts`) rows are sorted by expert, and `run` computes the rank's own experts.
 """
 
 from __future__ import annotations
@@ -51,8 +49,10 @@ _noted: Noted | None = None
 
 @contextmanager
 def noting() -> Iterator[Noted]:
-    """Context that yields a list of (this rank's choices per expert, group of ranks with others) for each layer that
-    runs.
+    """Collect the routing of each layer of experts that runs in the block.
+
+    Yields:
+        A list that gets (rows of this rank per expert, process group of the ranks with other tokens) for each layer.
     """
     global _noted
     before, _noted = _noted, []
@@ -63,19 +63,18 @@ def noting() -> Iterator[Noted]:
 
 
 def experts_in(graph: fx.Graph) -> list[str]:
-    """Return the modules of the layers that `noting` records when ``graph`` runs, in order."""
+    """Return the modules whose experts `noting` records when ``graph`` runs, in order."""
     names = (info(node).name for node in graph.nodes if node.target is NOTED)
     return [name.rpartition(".noted")[0].rpartition("call")[0].rstrip(".") for name in names]
 
 
 def _note(index: Tensor, experts: int, over: str) -> Tensor:
-    """Return ``index``, and record it for `noting`; choices without an expert, from padding, are spread evenly over
-    all.
+    """Record ``index`` for `noting`; return it with entries of no expert (padding) spread over all experts.
 
     Args:
-        index: [t, k]; the value ``experts`` stands for no expert.
-        experts: number of all experts.
-        over: group of ranks that have other tokens; "" if all have the same.
+        index: [t, k]; ``experts`` for no expert.
+        experts: number of experts.
+        over: the process group of the ranks that have other tokens, "" if all have the same.
     """
     if _noted is not None:
         chosen = index.flatten()
@@ -86,7 +85,7 @@ def _note(index: Tensor, experts: int, over: str) -> Tensor:
 
 
 def _order(key: Tensor, count: int) -> list[Tensor]:
-    """Return the permutation that sorts ``key``, its inverse, and the end of each of ``count`` keys."""
+    """Return the order that sorts ``key``, the inverse order, and the end of each of ``count`` keys in it."""
     values, order = key.sort(stable=True)
     ends = torch.searchsorted(values, torch.arange(count, device=key.device), right=True)
     return [order, _inverse(order), ends]
@@ -97,14 +96,14 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def _arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
-    """Sort received rows, which are ordered by rank and then by expert, by expert.
+    """Sort received rows by expert; they come rank by rank, and of each rank expert by expert.
 
     Args:
-        came: int64 [ranks e]: the number of rows of each.
-        rows: number of rows that there is room for.
+        came: int64 [ranks e]: number of rows from each rank for each expert.
+        rows: number of rows in the buffer.
 
     Returns:
-        the permutation, its inverse, and the end of each expert's rows.
+        the order, the inverse order, and the end of each expert's rows.
     """
     experts = came.numel() // ranks
     run = torch.searchsorted(came.cumsum(0), torch.arange(rows, device=came.device), right=True)
@@ -114,14 +113,14 @@ def _arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
 
 
 def _within(sends: Tensor, most: Tensor, rows: int) -> Tensor:
-    """Return ``sends``, if every rank has room for the rows that it would receive.
+    """Return ``sends`` if the received rows fit into every rank's buffer.
 
     Args:
-        most: int64 [1]: the largest number of rows that a rank would receive.
-        rows: number of rows that there is room for.
+        most: int64 [1]: the largest number of rows that one rank receives.
+        rows: number of rows in the buffer.
 
     Raises:
-        InputError: a rank has not; raised on every rank, before a row is sent.
+        InputError: they do not fit; on every rank, before a row is sent.
     """
     if (come := int(most)) > rows:
         raise InputError(
@@ -132,12 +131,12 @@ def _within(sends: Tensor, most: Tensor, rows: int) -> Tensor:
 
 
 def _counts(ends: Tensor) -> Tensor:
-    """Return the number of entries per key from ``ends``, the end of each key's entries."""
+    """Return the number of entries of each key, from the end of each."""
     return ends.diff(prepend=ends.new_zeros(1))
 
 
 def sort(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return the choices of ``index`` [t, k] sorted by expert, int64 [t k], and the end of each expert's, int64 [e]."""
+    """Return the order that sorts ``index`` [t, k] by expert, int64 [t k], and each expert's end, int64 [e]."""
     chosen, order = index.flatten().sort(stable=True)
     return order, torch.searchsorted(chosen, torch.arange(experts, device=index.device), right=True)
 
@@ -165,9 +164,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _live(take: Tensor, ends: Tensor, expected: int) -> tuple[Tensor, Tensor]:
-    """Return the rows to compute, int64 [n], and which of them are for this rank's experts, bool [n, 1].
+    """Return the rows to compute, int64 [n], and which of them belong to this rank's experts, bool [n, 1].
 
-    If there is room for many more rows than expected, the host waits for their number.
+    If the buffer is more than twice the expected size, the host waits for the number of rows.
     """
     rows = take.shape[0] if take.shape[0] <= 2 * expected else int(ends[-1])
     return take[:rows], torch.arange(rows, device=take.device).unsqueeze(1) < ends[-1]
@@ -180,11 +179,11 @@ def _run(
 
     Args:
         x: [m, d].
-        take: int64 [r]: the row of ``x`` that each choice is about, sorted by expert.
+        take: int64 [r]: the row of ``x`` of each choice, sorted by expert.
         scale: [r, 1].
-        ends: int64 [e]: where in ``take`` each expert's end; what stands behind the last is for none of them.
+        ends: int64 [e]: end of each expert's choices in ``take``; those after the last belong to no expert.
         params: [e, ...] each.
-        expected: how many of ``take`` are for this rank's experts, as predictions count them.
+        expected: predicted number of choices for this rank's experts.
 
     Returns:
         [m, o], and each of the body's saved values, [r, ...].
@@ -214,7 +213,7 @@ def _run_gradient(
     grad: Tensor, x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], saved: list[Tensor],
     expected: int, body: str,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the gradients of ``x``, ``scale`` and ``params``; ``grad`` is that of `run`'s first result."""
+    """Return the gradients of ``x``, ``scale`` and ``params``; ``grad`` is that of the first result of `_run`."""
     it, start = body_of(body), 0
     dx = x.new_zeros(x.shape, dtype=_wide(x.dtype))
     dscale, grads = torch.zeros_like(scale), [torch.empty_like(p) for p in params]
@@ -227,7 +226,7 @@ def _run_gradient(
             dx.index_add_(0, at, torch.where(live, drows, 0).to(dx.dtype))
         if ds is not None:
             dscale[:n] = torch.where(live, ds, 0)
-        some = _counts(ends) > 0  # a kernel may leave the gradient of an expert without rows as it is
+        some = _counts(ends) > 0  # a kernel may not write the gradient of an expert without rows
         grads = [torch.zeros_like(p) if dp is None else torch.where(some.view(-1, *[1] * (p.dim() - 1)), dp, 0)
                 for p, dp in zip(params, rest, strict=True)]  # fmt: skip
         return [dx.to(x.dtype), dscale, *grads]

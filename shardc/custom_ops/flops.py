@@ -1,7 +1,7 @@
-"""Counts the operations of dense ops by the shapes of their arguments, for layouts and predictions alike.
+"""FLOPs of dense ops from the shapes of their arguments, used both to choose layouts and to predict steps.
 
-Dense ops are matrix products, attention, convolution and recurrent layers. They count as in torch, whose counter does
-not know all of them.
+Dense ops are matrix products, attention, convolution and recurrent layers. Counts are those of torch's counter, which
+does not know all of them.
 """
 
 from __future__ import annotations
@@ -27,19 +27,17 @@ def _steps(gates: Size, weight: Size) -> int:
 
 
 def _attention(q: Size, k: Size, v: Size, *_: Any) -> int:
-    """Return the operations of scores and weighted sums, [batch, heads, length, width]; k and v may have fewer heads
-    than q.
-    """
+    """Return the operations of attention: scores and weighted sums. k and v may have fewer heads than q."""
     return 2 * prod(q[:3]) * k[2] * (q[3] + v[3])
 
 
 def _attention_gradient(grad: Size, q: Size, k: Size, v: Size, *_: Any) -> int:
-    """Return the operations of recomputing the scores, and of the gradients of weights, q, k and v."""
+    """Return the operations of attention's backward: scores, then the gradients of weights, q, k and v."""
     return 2 * prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3])
 
 
 _KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-# What torch's counter knows nothing of, or not with fewer heads of keys than of queries (torch 2.11).
+# Ops that torch's counter does not know, or not with fewer heads of keys than of queries (torch 2.11).
 _OTHERS: dict[Any, Callable[..., int]] = {
     **{getattr(aten, f"_scaled_dot_product_{name}").default: _attention for name in _KERNELS},
     **{getattr(aten, f"_scaled_dot_product_{name}_backward").default: _attention_gradient for name in _KERNELS},
@@ -64,7 +62,7 @@ def is_dense(target: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_attention(target: Any) -> bool:
-    """Return whether a dense op is attention, which reaches another share of the peak rate."""
+    """Return whether an op is an attention kernel, which reaches another share of the peak than products."""
     return is_dense(target) and "attention" in str(target)
 
 
@@ -73,8 +71,8 @@ def flops(target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...
     """Return the operations of a dense op.
 
     Args:
-        args, kwargs: those of the call, with shapes in place of tensors.
-        result: shape of the result, or of each result.
+        args, kwargs: of the call, with shapes in place of tensors.
+        result: the shape of its result, or those of its results.
     """
     if target in _OTHERS:
         return int(_OTHERS[target](*args))

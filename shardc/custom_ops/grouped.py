@@ -1,7 +1,7 @@
 """Grouped matrix products: rewrites the function of one expert for the sorted rows of all experts at once.
 
-A `Body` of products with an expert's weights and of row-wise ops becomes a few kernels for all experts, whatever the
-routing. They need no number on the host.
+A function of products with the expert's weights and of row-wise ops becomes a few kernels for all experts, whatever the
+routing, without a synchronization of host and device.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from shardc import _compat
 aten = torch.ops.aten
 _ROWS, _TURNED, _EXPERTS, _ONCE = "rows", "turned", "experts", "once"
 _SAME = {aten.detach.default, aten._to_copy.default, aten.clone.default}
-_AT = {  # where an op of one row says along which dim
+_AT = {  # position of the argument ``dim`` of row-wise ops
     aten.slice.Tensor: 1, aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.cat.default: 1,
     aten.unsqueeze.default: 1,
 }  # fmt: skip
 
 
 def suits(x: Tensor, params: list[Tensor]) -> bool:
-    """Return whether grouped kernels support these tensors: bf16 on a GPU, with rows of a multiple of 16 bytes."""
+    """Return whether grouped kernels support these tensors: on a GPU, in bf16, with sizes in steps of 16 bytes."""
     even = all(size % 8 == 0 for param in params for size in param.shape[1:])
     return x.is_cuda and even and {x.dtype, *(param.dtype for param in params)} == {torch.bfloat16}
 
 
 def grouped(graph: fx.Graph, experts_from: int) -> Callable[..., Any] | None:
-    """Return ``graph`` of a `Body` for the rows of all experts, or None if it has other ops.
+    """Rewrite ``graph`` of a `Body` for the rows of all experts at once; return None if that is not possible.
 
     Args:
-        experts_from: index of the first result that is per expert; earlier results are per row.
+        experts_from: index of the first result with a dim of experts; earlier results have one of rows.
 
     Returns:
-        A function of the end of each expert's rows (int32 [e]) and then the arguments of ``graph``; weights and their
-        gradients have a first dim of experts.
+        A function of the ends of each expert's rows (int32 [e]) and the arguments of ``graph``; weights and their
+        gradients have experts as dim 0.
     """
     out = fx.Graph()
     env: dict[fx.Node, Any] = {}

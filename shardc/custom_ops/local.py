@@ -1,4 +1,4 @@
-"""`shardc.local`: differentiable collectives for `local_map` regions.
+"""`shardc.local`: the collectives of a `local_map` region, with gradients.
 
 On a mesh they are functional collectives over the group of an axis. Outside of a compiled model every axis has one
 rank, and they return their argument.
@@ -40,22 +40,22 @@ def index(axis: str) -> Tensor:
 
 
 def all_reduce(x: Tensor, axis: str) -> Tensor:
-    """Return the sum of the ``x`` of all ranks along ``axis``."""
+    """Return the sum of ``x`` over all ranks along ``axis``."""
     return x if size(axis) == 1 else _apply(_sum, _sum, x, axis)
 
 
 def all_gather(x: Tensor, axis: str, dim: int = 0) -> Tensor:
-    """Return the ``x`` of all ranks along ``axis``, concatenated along ``dim``."""
+    """Return ``x`` of all ranks along ``axis``, concatenated along ``dim``."""
     return x if size(axis) == 1 else _apply(_gather, _scatter, x.movedim(dim, 0), axis).movedim(0, dim)
 
 
 def reduce_scatter(x: Tensor, axis: str, dim: int = 0) -> Tensor:
-    """Return this rank's chunk, along ``dim``, of the sum of the ``x`` of all ranks along ``axis``."""
+    """Return this rank's shard, along ``dim``, of the sum of ``x`` over all ranks along ``axis``."""
     return x if size(axis) == 1 else _apply(_scatter, _gather, x.movedim(dim, 0), axis).movedim(0, dim)
 
 
 def all_to_all(x: Tensor, axis: str, split: int, join: int) -> Tensor:
-    """Send chunk r of ``x`` along ``split`` to rank r; return the received chunks concatenated along ``join``."""
+    """Send chunk r of ``x`` along dim ``split`` to rank r; concatenate the received chunks along dim ``join``."""
     n = size(axis)
     if n == 1:
         return x
@@ -94,7 +94,7 @@ def _exchange(x: Tensor, n: int, group: str) -> Tensor:
 
 
 class _Differentiable(torch.autograd.Function):
-    """A collective with another collective as its gradient."""
+    """A collective whose gradient is another collective."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_op: Collective, backward_op: Collective, n: int, group: str) -> Tensor:

@@ -1,12 +1,11 @@
 """Random numbers that do not depend on the mesh: a function of a key, a stream and a global position.
 
-Two ops stand for them in a graph. ``shardc_random::key`` is the key of the step, one number for all ranks, which
-the runtime feeds;
-``shardc_random::uniform`` draws a tensor, of which each rank computes its own elements. Nothing has a state, so a
-draw that is computed again, by another rank or in backward, gives the same numbers.
+``shardc_random::key`` is the key of the step, one number for all ranks, which the runtime passes in;
+``shardc_random::uniform`` draws a tensor, of which each rank computes its own elements. There is no state, so a draw
+that is computed on another rank or in backward gives the same numbers.
 
-The hash is a multiply-xorshift mixer of 32-bit words (the constants are those of Chris Wellons' hash
-prospector, ``lowbias32``), run once a part of the counter, in 64-bit integers that never overflow.
+The hash is a multiply-xorshift mixer of 32-bit words (the constants are those of Chris Wellons' hash prospector,
+``lowbias32``), applied once to each part of the counter, in 64-bit integers that never overflow.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor
 aten = torch.ops.aten
 
 WORD = 0xFFFFFFFF
-# Of the float that holds the numbers: how many of a word's bits it can tell apart.
+# dtype -> number of random bits in its mantissa.
 BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 Call = Callable[..., Any]
@@ -35,11 +34,11 @@ _library.define(
 
 
 def uniform(key: Tensor, stream: int, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the numbers in ``[0, 1)`` of shape ``size``.
+    """Return numbers in ``[0, 1)`` of shape ``size``.
 
     Args:
         key: int64 [1].
-        stream: tells the draws of one program apart.
+        stream: number of the draw within its program.
         dtype: float64, float32, float16 or bfloat16.
     """
     index = torch.arange(prod(size), device=device).reshape(tuple(size))
@@ -48,9 +47,9 @@ def uniform(key: Tensor, stream: int, size: Sequence[int], *, dtype: torch.dtype
 
 
 def uniform_at(call: Call, key: Any, stream: int, index: Any, numel: int, dtype: torch.dtype) -> Any:
-    """Return the numbers at flat positions ``index`` (int64, of any shape) of a tensor of ``numel`` elements.
+    """Return the numbers at flat positions ``index`` (int64, any shape) of a tensor of ``numel`` elements.
 
-    ``call`` executes each op: eagerly, or by inserting it in a graph.
+    ``call`` runs each op, or inserts it in a graph.
     """
     first = _word(call, key, 2 * stream, index, numel)
     if dtype != torch.float64:
@@ -95,7 +94,7 @@ def _hash(number: int) -> int:
 
 
 def draw_key(*, device: torch.device | str = "cpu") -> Tensor:
-    """Return the key of a step from torch's CPU generator, int64 [1]; all ranks use that of the first."""
+    """Return the key of a step, int64 [1], from torch's CPU generator; all ranks use that of the first."""
     return torch.randint(2**63 - 1, (1,)).to(device)
 
 

@@ -1,8 +1,8 @@
-"""All time steps of a recurrent layer as one op, whose graph does not grow with the number of steps.
+"""All steps of a recurrent layer as one op, whose graph does not grow with the number of steps.
 
-The products with the input (``gates``) are outside of the op. A step adds ``state @ weight.t()``. The gates of a GRU
-are reset, update, new of the input and new of the state, so that every gate is a sum; those of an LSTM are input,
-forget, cell and output, and its state is hidden and cell concatenated.
+The products of the inputs (``gates``) are computed before the op; a step adds ``state @ weight.t()``. The gates of a
+GRU are reset, update, new of the input and new of the state, so that every gate is a sum; those of an LSTM are input,
+forget, cell and output, and its state is [hidden, cell].
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _library.define(
 
 
 def _steps(gates: Tensor, state: Tensor, weight: Tensor, cell: str) -> tuple[Tensor, Tensor]:
-    """Return the state after each step, [time, batch, features], and what backward needs of its gates, as ``gates``.
+    """Return the state after each step, [time, batch, features], and activations of the gates for backward.
 
     Args:
         cell: "lstm", "gru", "tanh" or "relu".
@@ -51,7 +51,7 @@ def _steps(gates: Tensor, state: Tensor, weight: Tensor, cell: str) -> tuple[Ten
 def _steps_backward(
     grad: Tensor, state: Tensor, weight: Tensor, states: Tensor, activations: Tensor, cell: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the gates and of the first state, given the gradient of the states."""
+    """Return the gradients of the gates and of the first state; ``grad`` is that of the states."""
     size = weight.shape[1]
     grads, d = torch.empty_like(activations), torch.zeros_like(state)
     for at in reversed(range(len(activations))):

@@ -1,7 +1,8 @@
-"""Regions with their own communication (`local_map`): a function of one rank's tensors, with its layouts.
+"""Regions of `local_map`: functions of one rank's shards that communicate by themselves.
 
-From capture on a region is one opaque op at global shapes; `shardc.passes.region` gives it its layouts and replaces it
-by its ops on one rank. Outside of a compiled model the function gets global tensors, and every axis has one rank.
+A region is one opaque op at global shapes from capture on; `shardc.passes.region` gives it its layouts and replaces it
+by its ops on one rank. Outside of a compiled model the function gets the global tensors, and every axis has one rank:
+that run is the reference.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that a region's function is traced for.
+    """The mesh and this rank's place in it, for a region's function.
 
     Args:
-        mesh: their mesh.
-        indices: for each axis, int64 [1]: this rank's index along it.
+        mesh: the mesh.
+        indices: axis -> this rank's index along it, int64 [1].
     """
 
     mesh: Mesh
@@ -47,7 +48,7 @@ def ranks() -> Ranks | None:
 
 @contextmanager
 def on_ranks(which: Ranks) -> Iterator[None]:
-    """Context in which a region's function is traced for one rank of ``which``."""
+    """Set the result of `ranks` in the block, in which a region's function is traced."""
     token = _ranks.set(which)
     try:
         yield
@@ -62,7 +63,7 @@ class Region:
     Args:
         inputs, outputs: the layout of each argument and of each result, as `shardc.plan.spec_forms` reads them.
         source: ``file:line`` of the call of `local_map`.
-        number: its id in a graph.
+        number: its number, by which an op of a graph names it.
     """
 
     function: Function
@@ -89,13 +90,13 @@ class Region:
         return tuple(results) if self.many else results[0]
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the function's results as a list, none of which shares memory with an argument."""
+        """Return the function's results as a list, contiguous; a result that is an argument is cloned."""
         results = self.function(*tensors)
         argument_ids = {id(x) for x in tensors}
         return [x.clone() if id(x) in argument_ids else x.contiguous() for x in (results if self.many else (results,))]
 
     def gradients(self, tensors: Sequence[Tensor], tangents: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradient of each floating-point tensor of ``tensors``, given ``tangents`` for the results."""
+        """Return the gradient of each floating-point tensor of ``tensors``; ``tangents`` has one for each result."""
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
             inputs = [x for x in leaves if x.requires_grad]
@@ -111,16 +112,16 @@ _regions: list[Region] = []
 
 
 def region(number: int) -> Region:
-    """Return the region with the id ``number``."""
+    """Return the region with this number."""
     return _regions[number]
 
 
 def local_map(function: Function, *, in_layouts: Any, out_layouts: Any) -> Callable[..., Any]:
-    """Make ``function`` a region of a model: it runs on each rank's shards, and calls collectives itself.
+    """Wrap ``function``, which runs on each rank's shards and communicates by itself, for use in a model.
 
-    ``function`` takes one tensor for each of ``in_layouts`` and returns one for each of ``out_layouts``. On a mesh it
-    gets this rank's shards, returns this rank's shards, and communicates through `shardc.local`. Its gradient is
-    derived: if an argument is whole on several ranks, their gradients of it are summed.
+    ``function`` takes one tensor for each of ``in_layouts`` and returns one for each of ``out_layouts``. On a mesh
+    these are this rank's shards, and it communicates through `shardc.local`. Its gradient is derived: if an argument is
+    replicated over ranks, their gradients of it are summed.
 
     Args:
         in_layouts: a tuple of a layout for each argument, such as ``("_, @tp", "@tp, _")``; a string for one.
@@ -131,8 +132,8 @@ def local_map(function: Function, *, in_layouts: Any, out_layouts: Any) -> Calla
         ``function`` itself, with one rank along every axis.
 
     Raises:
-        InputError: a call with another number of arguments. When a model is compiled, PlanError for a layout that
-            does not fit, RuleError for a result that is no shard of what ``function`` makes of whole tensors.
+        InputError: a call with another number of arguments. At compile time, PlanError for a layout that does not fit,
+            RuleError for a result that is not this rank's shard of the result on global tensors.
 
     >>> import shardc, torch
     >>> def row_parallel(x, weight):

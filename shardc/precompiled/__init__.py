@@ -1,4 +1,4 @@
-"""Programs that are compiled once and loaded by every rank: text and JSON, checked against what they are used for."""
+"""Saved programs: text and JSON that every rank loads, checked against the model, mesh and plan in use."""
 
 from shardc.precompiled.identity import Identity
 from shardc.precompiled.load import Precompiled, load

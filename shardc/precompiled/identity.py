@@ -1,4 +1,4 @@
-"""The identity of a program as JSON: the call, model and loss that it was compiled for; names what differs."""
+"""The identity of a program (the call, model and loss that it was compiled for) as JSON, and its comparison."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Identity:
 
     Args:
         signature: the arguments of the call, at global shapes, and the modes of the model.
-        model: thing -> what it is: every parameter, buffer and module, and the code that these and the loss reach.
-        device: the type of device that it runs on.
+        model: parameter, buffer, module or function -> its description, for all that the model and the loss reach.
+        device: the device type that it runs on.
     """
 
     signature: Signature
@@ -37,11 +37,11 @@ class Identity:
 
 
 def described(model: nn.Module, loss: Callable[..., Any] | None, reads: Reads = NOTHING_READ) -> dict[str, str]:
-    """Lists, one line each, the parts of ``model`` and ``loss`` that a program depends on.
+    """Return name -> description of each part of ``model`` and ``loss`` that a program depends on.
 
-    Values of the model's parameters and buffers do not count, nor do modes, which are the signature's; those of its
-    other tensors, and of the loss's, are constants of the program. Code is all that the model and the loss reach
-    (`shardc.ir.reach`), given what a capture ``reads``.
+    Parts are parameters and buffers (shapes and dtypes, not values), modules, other tensors (by value, since they are
+    constants of a program) and code that the model and the loss reach (`shardc.ir.reach`), given what a capture
+    ``reads``. Modes are not among them: they are in the signature.
     """
     out = {}
     first: dict[int, str] = {}
@@ -62,7 +62,7 @@ def described(model: nn.Module, loss: Callable[..., Any] | None, reads: Reads = 
 
 
 def _shown(module: nn.Module) -> str:
-    """The class of a module, and its plain attributes; of tensors that are none of its state, a hash of the values."""
+    """Return the class and the plain attributes of a module, with a hash of each tensor outside of its state."""
     text = f"{type(module).__qualname__}({module.extra_repr()})"
     for key, value in sorted(vars(module).items()):
         if isinstance(value, _PLAIN) and key != "training" and not key.startswith("_"):
@@ -73,7 +73,7 @@ def _shown(module: nn.Module) -> str:
 
 
 def check_same(what: str, saved: Mapping[str, str], now: Mapping[str, str], fix: str) -> None:
-    """Raises PrecompiledError that says in what ``saved`` and ``now`` differ, if they do."""
+    """Raise PrecompiledError, with the differences, if ``saved`` and ``now`` differ."""
     wrong = []
     for key in dict.fromkeys((*saved, *now)):
         if saved.get(key) != now.get(key):
@@ -87,7 +87,11 @@ def check_same(what: str, saved: Mapping[str, str], now: Mapping[str, str], fix:
 
 
 def signature_to_json(signature: Signature) -> dict[str, Any]:
-    """Raises PrecompiledError for a constant, or a structure of arguments, that JSON cannot hold."""
+    """Return ``signature`` as JSON data.
+
+    Raises:
+        PrecompiledError: it has a constant or a structure of arguments that JSON cannot represent.
+    """
     around = signature.surroundings
     leaves = []
     for name, leaf in zip(signature.names, signature.leaves, strict=True):
@@ -117,7 +121,11 @@ def signature_to_json(signature: Signature) -> dict[str, Any]:
 
 
 def reads_to_json(reads: Reads) -> list[dict[str, Any]]:
-    """Raises PrecompiledError for what is in globals that only this process knows."""
+    """Return ``reads`` as JSON data.
+
+    Raises:
+        PrecompiledError: code read a global that cannot be imported in another process.
+    """
     for read in reads.entries:
         if "scope(" in read.expression:
             raise PrecompiledError(
@@ -128,10 +136,10 @@ def reads_to_json(reads: Reads) -> list[dict[str, Any]]:
 
 
 def signature_of(call: Call) -> Signature:
-    """The signature that `signature_to_json` wrote.
+    """Return the signature that `signature_to_json` wrote.
 
     Raises:
-        PrecompiledError: it is of another number of arguments than its structure has, or a constant is of another kind.
+        PrecompiledError: arguments and structure differ in number, or a constant is not of its kind.
     """
     leaves: list[Like | Constant] = []
     for leaf in call.leaves:
@@ -154,7 +162,7 @@ def _dtype_text(dtype: torch.dtype) -> str:
 
 
 def value_to_json(value: Any) -> dict[str, Any]:
-    """The type of a placeholder's value: a tensor's sizes, strides, dtype and device, or a number."""
+    """Return a placeholder's value as JSON data: sizes, strides, dtype and device of a tensor, or a number."""
     if isinstance(value, Tensor):
         return {
             "shape": tuple(value.shape), "stride": value.stride(), "dtype": _dtype_text(value.dtype),

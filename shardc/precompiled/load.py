@@ -1,4 +1,4 @@
-"""Loading a saved program: the text parsed back, what it is for checked, nothing of it unpickled."""
+"""Loads a saved program: parses its text, checks it, and unpickles nothing."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from shardc.validate import checked
 from shardc.verify import check, verify
 
 _MOST_RANKS = 1 << 20
-_ORDER = (BACKWARD, FORWARD, INFERENCE)  # the backward first: by its names the forward says what it saves
+_ORDER = (BACKWARD, FORWARD, INFERENCE)  # the backward first: forward names saved values as its placeholders
 
 
 class Precompiled(Executable):
-    """A program that was saved: its local graphs, without the stages before them.
+    """A saved program: its local graphs, without the stages before them.
 
-    It is given to `shardc.compile`, which checks that it is of that mesh, plan and model.
+    Pass it to `shardc.compile`, which checks that it was compiled for that mesh, plan and model.
 
     Attributes:
-        plan: what it was compiled for.
-        folder: where it lies.
+        plan: the plan that it was compiled for.
+        folder: the folder that it was loaded from.
         cached: Inductor's artifacts were loaded with it.
     """
 
@@ -67,7 +67,7 @@ class Precompiled(Executable):
             if register(Body.from_json(body, allowed_op)).name != name:
                 raise PrecompiledError(f"what the record has as the experts {name!r} is something else")
         self._halves: dict[Phase, fx.GraphModule] = {}
-        names: dict[str, str] = {}  # of what the backward takes, in the record and now
+        names: dict[str, str] = {}  # name of a backward placeholder in the record -> its name in the parsed graph
         for half in sorted(record.halves, key=_ORDER.index):
             self._halves[half], now = self._half(half, record, names)
             names = now if half == BACKWARD else names
@@ -94,10 +94,10 @@ class Precompiled(Executable):
         return self._halves.get(phase)
 
     def _half(self, half: str, record: Record, saved: Mapping[str, str]) -> tuple[fx.GraphModule, dict[str, str]]:
-        """A graph as it was saved, and the names in it by those that its placeholders have in the record.
+        """Return (the graph of ``half``, placeholder name in the record -> its name in the graph).
 
         Args:
-            saved: the same of the backward, by which a forward names what it saves.
+            saved: that map of the backward, by which a forward names the values that it saves.
         """
         fields = record.halves[half]
         gm = parse(read(self.folder, record, f"{half}.txt").decode())
@@ -130,7 +130,7 @@ class Precompiled(Executable):
         return gm, now
 
     def cause(self, collective: fx.Node) -> Cause:
-        """Why a collective of one of the local graphs is there."""
+        """Return why a collective of one of the local graphs exists."""
         return cause_of(self, collective, map(str, self.plan.entries))
 
     def reduction(self, sums: Sequence[Any]) -> Half:
@@ -139,7 +139,7 @@ class Precompiled(Executable):
     def check(
         self, mesh: Mesh, plan: Plan, model: nn.Module, loss: Callable[..., Any] | None, device: torch.device
     ) -> None:
-        """Raises PrecompiledError, with the difference, where it is not of this mesh, plan, model, loss and device."""
+        """Raise PrecompiledError, with the differences, if it is of another mesh, plan, model, loss or device."""
         saved = {"the mesh": str(self.mesh), "the plan": str(self.plan), "the device": self.identity.device}
         now = {"the mesh": str(mesh), "the plan": str(plan), "the device": device.type}
         what = f"the program in {self.folder}"
@@ -147,21 +147,21 @@ class Precompiled(Executable):
 
 
 def load(folder: str | Path, *, trust: bool = False) -> Precompiled:
-    """The program that ``program.save(folder)`` wrote.
+    """Return the program that ``program.save(folder)`` wrote.
 
-    Without ``trust`` nothing in the folder runs as code. Its graphs, tables and numbers are read and checked before
-    they are used. They can only say which tensor operations and which collectives of the mesh's groups run, in which
-    order. A stranger's folder may still compute something else than it says, so do not rely on its results.
+    Without ``trust`` nothing in the folder runs as code: graphs and tables are checked before they are used, and can
+    only say which tensor operations and collectives of the mesh run, in which order. A stranger's folder may still
+    compute something other than it claims, so do not rely on its results.
 
     Args:
-        folder: where it was saved. Only ``program.json`` and the files that it lists with their hashes are read. They
-            must be plain files of the folder: links are not followed.
-        trust: also read Inductor's artifacts, if there are any, so that nothing is compiled again. They are pickles
-            and machine code that run with your rights: pass True only for a folder that nobody else can write.
+        folder: where it was saved. Only ``program.json`` and the files that it lists with their hashes are read; they
+            must be plain files, since links are not followed.
+        trust: also read Inductor's artifacts, if there are any, so that nothing is compiled. They are pickles and
+            machine code that run with your rights: pass True only for a folder that nobody else can write.
 
     Raises:
-        PrecompiledError: nothing was saved there, the save is incomplete or was changed, it is of another torch, or it
-            is not a program: it calls an op that no program has, or a table has unexpected contents.
+        PrecompiledError: the folder has no program, or one that is incomplete, changed or of another torch; or a file
+            is not that of a program: it calls an op that programs may not call, or a table has unexpected contents.
     """
     folder = Path(checked(folder, str | Path, "folder"))
     checked(trust, bool, "trust")
@@ -171,7 +171,7 @@ def load(folder: str | Path, *, trust: bool = False) -> Precompiled:
         artifacts = read(folder, record, ARTIFACTS) if program.cached else None
     except PrecompiledError:
         raise
-    except Exception as error:  # what a file holds may be wrong in any way
+    except Exception as error:  # any content is possible
         reason = str(error) or type(error).__name__
         raise PrecompiledError(f"the program in {folder} cannot be read: {reason}", fix=AGAIN) from error
     if artifacts is not None:
@@ -180,10 +180,10 @@ def load(folder: str | Path, *, trust: bool = False) -> Precompiled:
 
 
 def fill(gm: fx.GraphModule, entries: Sequence[Held], data: bytes) -> None:
-    """Puts the constants that the text does not show into ``gm``.
+    """Set the constants that are saved outside of the text on ``gm``.
 
     Raises:
-        PrecompiledError: one is not in the graph, is of another type there, or there are other bytes than theirs.
+        PrecompiledError: one is not in the graph, is of another type there, or ``data`` has another number of bytes.
     """
     types = {str(node.target): ir.value(node) for node in gm.graph.find_nodes(op="get_attr")}
     raw, at = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8), 0

@@ -1,9 +1,8 @@
-"""Which ops a saved program may call: those that make tensors of tensors and numbers, and nothing else.
+"""The ops that a saved program may call: those that compute tensors from tensors and numbers.
 
-Others could read and write files, open sockets or print: a file from somebody else must not say that they are run.
-Allowed are the ops that a compiled graph can have: functional ones of aten and prims, collectives over the
-mesh's groups,
-shardc's own, and those of the user's libraries for which the program has registered a rule.
+Other ops could read and write files, open sockets or print, and a program may come from somebody else. Allowed are
+functional ops of aten and prims, collectives over the mesh's groups, shardc's own ops, and ops of the user's libraries
+with a registered rule.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _NAMESPACES = (
 _TYPES = re.compile(r"(Optional|List|Tuple)\[(.*)\]")
 _VALUES = {"Tensor", "int", "SymInt", "float", "bool", "number", "Scalar", "ScalarType", "Layout", "Device",
            "MemoryFormat", "SymBool", "SymFloat", "Generator", "Any"}  # fmt: skip
-# Arguments that are text, and what it is about: none is a path, code or a message.
+# String arguments that are allowed: none of them is a path, code or a message.
 _WORDS = {
     "api_name", "approximate", "axis", "body", "cell", "device", "driver", "equation", "group_name", "held",
     "indexing", "interpolation", "method", "mode", "norm", "ord", "over", "padding", "reduce", "reduce_op",
@@ -44,12 +43,12 @@ _WORDS = {
 }  # fmt: skip
 _CHECK: Any = torch.ops.aten._linalg_check_errors.default  # the one op without a result
 _WORD = re.compile(r"[\w:,.> -]{0,200}", re.ASCII)
-# They view memory as what it is not, or trust an index.
+# Ops that reinterpret memory, or do not check an index.
 _UNCHECKED = re.compile(r"_test|_nested|.*_unsafe$|_reinterpret|_debug|_validate_sparse|.*_make_per_")
 
 
 def allowed(subject: Subject) -> Broken:
-    """Every op is one that a saved program may call, and its arguments are those of its schema."""
+    """Check that a saved program may call every op, with arguments of its schema."""
     for node in subject.calls:
         if node.target is operator.getitem:
             continue
@@ -70,29 +69,29 @@ def allowed(subject: Subject) -> Broken:
 
 @cache
 def allowed_op(op: Any) -> bool:
-    """Whether a saved program may call ``op``, by its schema."""
+    """Return whether a saved program may call ``op``, by its schema."""
     schema = op._schema
     if op.namespace not in _NAMESPACES:
         return is_registered(op)
-    # What TorchScript alone knows (aten::save) is not dispatched.
+    # Ops of TorchScript only (aten::save) are not dispatched.
     if op is _CHECK:
         return True
     if not is_dispatched(op) or _UNCHECKED.match(schema.name.partition("::")[2]) or not schema.returns:
         return False
     words = {argument.name for argument in schema.arguments if _kind(argument.type) == "str"}
     kinds = {_kind(x.type) for x in (*schema.arguments, *schema.returns)} - {"str"}
-    # A collective may write into the memory that it is given.
+    # Only collectives may write to their arguments.
     return words <= _WORDS and kinds <= _VALUES and (not schema.is_mutable or op.namespace == NAMESPACE)
 
 
 def is_own(op: Any) -> bool:
-    """Whether what a graph calls, and its rule, are torch's or shardc's, and not of code of the user's."""
+    """Return whether ``op`` and its rule are torch's or shardc's, not the user's."""
     plain = op is operator.getitem or grammar.is_torch_op(op) and op.namespace in _NAMESPACES
     return plain and not is_registered(op)
 
 
 def _kind(kind: Any) -> str:
-    """The innermost type of a schema's argument."""
+    """Return the innermost type of a schema's argument: of ``Optional[List[int]]``, ``int``."""
     text = str(kind)
     while match := _TYPES.fullmatch(text):
         text = match[2]

@@ -1,4 +1,4 @@
-"""The record of a saved program, ``program.json``: what it must hold, and how it and its neighbours are read."""
+"""The record of a saved program, ``program.json``: its schema, and how it and the files beside it are read."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class TensorType:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A placeholder that is no tensor."""
+    """A placeholder's value that is not a tensor."""
 
     constant: Plain
 
 
 @dataclass(frozen=True)
 class Held:
-    """A constant that the text does not show: where its bytes stand follows from the order."""
+    """A constant that is saved outside of the graph's text; entries are in the order of their bytes."""
 
     name: str
     shape: Sizes
@@ -63,11 +63,11 @@ class Held:
 
 @dataclass(frozen=True)
 class Half:
-    """The data of a half that its text does not hold.
+    """The data of a forward, backward or inference graph that its text does not contain.
 
     Args:
         placeholders: (name in the graph, value).
-        reads: of a backward, (name of the placeholder, kind, name) of what it reads; see `shardc.ir.graph.READS`.
+        reads: of a backward, (placeholder, kind, name) of the forward input that it reads; see `shardc.ir.graph.READS`.
     """
 
     placeholders: tuple[tuple[str, TensorType | Fixed], ...]
@@ -78,7 +78,7 @@ class Half:
 
 @dataclass(frozen=True)
 class TensorLeaf:
-    """A tensor of the call's arguments."""
+    """A tensor argument of the call."""
 
     shape: Sizes
     dtype: torch.dtype
@@ -87,7 +87,7 @@ class TensorLeaf:
 
 @dataclass(frozen=True)
 class ConstantLeaf:
-    """An argument that is none."""
+    """A constant argument of the call."""
 
     constant: Plain
     kind: Literal["bool", "int", "float", "str", "NoneType"]
@@ -109,13 +109,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Record:
-    """A saved program but for its graphs.
+    """A saved program without its graphs.
 
     Args:
         mesh: axes and sizes.
         plan: as `shardc.plan.plan_file` writes it.
-        traced, sets: the code that was traced, and what the first call sets, as `shardc.ir.reads.Reads` has them.
-        files: the other files and their sha256.
+        traced, sets: the traced code, and the attributes that the first call sets, as in `shardc.ir.reads.Reads`.
+        files: the other files -> their sha256.
     """
 
     shardc_program: int
@@ -139,13 +139,13 @@ class Record:
 
 
 def read_record(folder: Path, evaluates: bool = True) -> Record:
-    """The record in ``folder``.
+    """Return the record in ``folder``.
 
     Args:
-        evaluates: whether it must have what runs where no gradients are recorded.
+        evaluates: require the inference graph, which runs if no gradients are recorded.
 
     Raises:
-        PrecompiledError: there is none, or it is of another version or torch, or holds what no record does.
+        PrecompiledError: there is none, or it is of another version or torch, or has unexpected contents.
     """
     path = folder / RECORD
     data = _read(folder, RECORD, LARGEST_TEXT)
@@ -176,15 +176,15 @@ def read_record(folder: Path, evaluates: bool = True) -> Record:
 
 
 def constants(half: str) -> str:
-    """The file of a half's large constants."""
+    """Return the name of the file with a half's large constants."""
     return f"{half}.constants.bin"
 
 
 def read(folder: Path, record: Record, name: str) -> bytes:
-    """A file of the program, which is what the record says.
+    """Return the contents of a file of the program, checked against the record's hash.
 
     Raises:
-        PrecompiledError: it is missing, is no plain file of the folder, or changed since it was saved.
+        PrecompiledError: it is missing, is not a plain file of the folder, or changed since it was saved.
     """
     data = _read(folder, name, LARGEST_TEXT if name.endswith(".txt") else None)
     if data is None or hashlib.sha256(data).hexdigest() != record.files[name]:
@@ -194,7 +194,7 @@ def read(folder: Path, record: Record, name: str) -> bytes:
 
 
 def _read(folder: Path, name: str, most: int | None) -> bytes | None:
-    """The bytes of a plain file of ``folder``; None where there is none. No link is followed, no pipe waited for."""
+    """Return the bytes of a plain file of ``folder``, None if there is none; links and pipes are refused."""
     path = folder / name
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Saving a program: its local graphs as text, what they are for as JSON, large constants as plain bytes."""
+"""Saves a program: its local graphs as text, its identity as JSON, large constants as plain bytes."""
 
 from __future__ import annotations
 
@@ -37,20 +37,17 @@ def save_program(
     lower_again: Callable[[Path], bytes | None] | None,
     evaluates: bool = True,
 ) -> list[Path]:
-    """Writes ``program``; the record, which names and hashes the other files, comes last and at once.
+    """Write ``program`` to ``folder`` and return the paths; the record, which lists the other files, is renamed last.
 
-    A save that is cut off leaves a record that does not fit, or none, and `load` says so.
+    A save that is interrupted leaves no valid record, and `load` says so.
 
     Args:
-        plan: what it was compiled for.
-        lower_again: makes Inductor's artifacts of what was saved.
-        evaluates: also write what runs where no gradients are recorded.
-
-    Returns:
-        The paths.
+        plan: the plan that it was compiled for.
+        lower_again: returns Inductor's artifacts of the program in a folder; None to save none.
+        evaluates: also write the inference graph, which runs if no gradients are recorded.
 
     Raises:
-        PrecompiledError: something in the program has no form on disk, or it is for steps that reduce no gradients.
+        PrecompiledError: a part of the program cannot be written to disk, or it leaves its gradients unreduced.
     """
     identity: Identity | None = program.identity
     if identity is None or program.deferred:
@@ -95,7 +92,7 @@ def save_program(
         half, gm = local_half.name, untied(local_half.gm) if _is_tied(local_half.graph) else local_half.gm
         try:
             check(gm, program.mesh, half, (allowed,))
-        except VerifyError as error:  # better told now than when it is loaded
+        except VerifyError as error:  # an error now, not when it is loaded
             raise PrecompiledError(f"the program cannot be saved: {error.what}", program=error.program) from None
         write(f"{half}.txt", dump(gm, program.mesh, origins=True).encode())
         record["experts"] |= {name: body_of(name).to_json() for name in bodies_in(gm.graph)}
@@ -124,7 +121,7 @@ def _write_record(folder: Path, record: dict[str, Any]) -> None:
 
 
 def untied(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph with its groups under the names that it was compiled with, whatever a runtime made of them."""
+    """Return a copy of ``gm`` with the process group names of the compile, not those that a runtime wrote."""
     graph = ir.copied(gm.graph)
     for node in graph.nodes:
         if node.op == "call_function":
@@ -134,18 +131,18 @@ def untied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_tied(graph: fx.Graph) -> bool:
-    """Whether a runtime has written names of its groups into a graph."""
+    """Return whether a runtime has written the names of its process groups into a graph."""
     return any(_group(x) is not x for node in graph.nodes for x in (*node.args, *node.kwargs.values()))
 
 
 def _group(arg: Any) -> Any:
-    """``shardc.1:dp``, a second mesh's name for a group, as ``shardc:dp``; anything else as it is."""
+    """Return ``shardc:dp`` for ``shardc.1:dp`` (that group of a second mesh); other arguments as they are."""
     match = re.fullmatch(r"shardc\.\d+:(.*)", arg) if isinstance(arg, str) else None
     return GROUP_PREFIX + match[1] if match else arg
 
 
 def _large_constants(gm: fx.GraphModule) -> tuple[list[dict[str, Any]], bytes]:
-    """The constants that the text does not show, and their bytes in a row."""
+    """Return (record entries, bytes) of the constants that the text does not show."""
     out, data = [], b""
     for name in dict.fromkeys(str(node.target) for node in gm.graph.find_nodes(op="get_attr")):
         tensor = gm.get_buffer(name) if name in dict(gm.named_buffers()) else getattr(gm, name)

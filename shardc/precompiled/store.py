@@ -1,10 +1,8 @@
-"""Programs that earlier starts or other ranks have made, in a folder of the user's.
+"""Store of programs from earlier starts and other ranks, in a folder; a program in it saves capture and planning.
 
-Who finds one there neither captures nor plans.
-
-A program is found by all that it was made from: the call and the model (`Identity`), the mesh, plan and options, the
-versions of torch and shardc, the rules that the user registered, what its capture read, and the code that it traced, by
-what is bound where (`shardc.ir.reach`). Of all programs the `KEPT` that were used last stay on disk.
+The key of a program is everything that it was compiled from: the call and the model (`Identity`), the mesh, plan and
+options, the versions of torch and shardc, the rules that the user registered, the values that its capture read, and the
+code that it traced (`shardc.ir.reach`). The `KEPT` most recently used programs stay on disk.
 """
 
 from __future__ import annotations
@@ -44,18 +42,18 @@ from shardc.precompiled.record import VERSION, Record, read_record
 from shardc.precompiled.save import save_program
 from shardc.rules import is_written_out, registered
 
-MADE = "made.json"  # beside a program: the warnings that it gave
-PATIENCE = 120.0  # seconds; who waits longer for another process makes the program itself
+MADE = "made.json"  # beside a program: the warnings of its compile
+PATIENCE = 120.0  # seconds; a process that waits longer for another one compiles by itself
 _POLL = 0.05  # seconds
 KEPT = 256  # programs, of all calls and models
 PACKAGE = Path(__file__).parents[1]
 
 
 class Stored(Precompiled):
-    """A program of an earlier start, or of another rank.
+    """A program that an earlier start or another rank compiled.
 
     Args:
-        fresh: makes it again; asked for the halves that were not saved.
+        fresh: compiles it, for halves that were not saved.
     """
 
     from_store = True
@@ -73,11 +71,11 @@ class Stored(Precompiled):
 
 @dataclass(frozen=True)
 class Store:
-    """The stored programs for one call of one model, which differ in what their captures read.
+    """The stored programs for one call of one model, which differ in the values that their captures read.
 
     Args:
-        folder: where they lie.
-        mesh, plan: what they are for.
+        folder: the folder of these programs.
+        mesh, plan: the mesh and plan that they were compiled for.
     """
 
     folder: Path
@@ -86,7 +84,7 @@ class Store:
 
     @classmethod
     def of(cls, root: Path, identity: Identity, mesh: Mesh, plan: Plan, options: Options) -> Store | str:
-        """The store for a call, under ``root``; a text where it cannot be told what a program would depend on."""
+        """Return the store for a call, under ``root``; or a text that says why its program cannot be stored."""
         unstorable = [name for name in ("capture", "pipeline", "hooks", "dump") if getattr(options, name)]
         if type(options.cost) not in (CostModel, Hardware):
             unstorable.append("cost")
@@ -97,7 +95,7 @@ class Store:
             return f"the plan entry {foreign[0]} is of a class of its own"
         try:
             call = signature_to_json(replace(identity.signature, reads=()))
-        except PrecompiledError as error:  # a constant, or a class of arguments, that has no form on disk
+        except PrecompiledError as error:  # a constant or a class of arguments that cannot be written to disk
             return error.what
         versions = VERSION, _code(), torch.__version__, platform.python_version()
         key = json.dumps(
@@ -115,10 +113,10 @@ class Store:
         return cls(root / _hash(key.encode()), mesh, plan)
 
     def find(self, model: nn.Module, loss: Callable[..., Any] | None, fresh: Callable[[], Executable]) -> Stored | None:
-        """The program for ``model`` as it is now, whose warnings are given again; None where there is none.
+        """Return the stored program for ``model`` as it is now, and issue its warnings; None if there is none.
 
         Args:
-            fresh: makes the program.
+            fresh: compiles the program.
         """
         for folder in sorted(self.folder.glob("*/")):
             try:
@@ -127,7 +125,7 @@ class Store:
                 if reads.values(model, loss) != record.signature.reads or described(model, loss, reads) != record.model:
                     continue
                 program = Stored(folder, record, fresh)
-            except Exception:  # cut off, or of a disk that is full: as if it were not there
+            except Exception:  # incomplete, such as of a full disk: as if it were missing
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
             with suppress(OSError):
@@ -139,14 +137,14 @@ class Store:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """A block in which a program is made and added: of all processes of a machine, one begins, and the others wait.
+        """Run a block that compiles and adds a program: one process of a machine enters first, the others after it.
 
-        Then they look for what it added. Who finds nothing makes a program without keeping others waiting. Nobody waits
-        where a start made a program that cannot be stored; where it failed, the next try is as the first.
+        They should look for the added program first. Nobody waits if an earlier program could not be stored; a block that
+        raises does not count as one.
         """
         lock = FileLock(self.folder / "lock", timeout=PATIENCE, poll_interval=_POLL)
         first = False
-        with suppress(OSError, NotImplementedError):  # no locks on this disk, or a wait too long: all make it
+        with suppress(OSError, NotImplementedError):  # no locks on this disk, or a wait too long: all compile
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 lock.acquire(timeout=0)
@@ -165,20 +163,20 @@ class Store:
 
     @property
     def _none(self) -> Path:
-        """A file that says that a program was made, and none could be added."""
+        """The marker file of a program that could not be stored."""
         return self.folder / "none"
 
     def add(
         self, program: Executable, reached: Reach, ops: Iterable[object], warned: Sequence[str], evaluates: bool = False
     ) -> str:
-        """Writes ``program``, unless it depends on what cannot be told; returns where it is, or why not.
+        """Write ``program``, unless it depends on something unknown; return where it is, or why it was not stored.
 
         Args:
             reached: the code of its model and loss.
-            ops: what was captured. Of ops that are neither torch's nor shardc's, the code is known where they are of
-                `torch.library.custom_op`.
-            warned: the warnings that it gave.
-            evaluates: also what runs where no gradients are recorded.
+            ops: the captured ops. Of ops that are neither torch's nor shardc's, only those of `torch.library.custom_op`
+                have known code.
+            warned: the warnings of its compile.
+            evaluates: also write the inference graph, which runs if no gradients are recorded.
         """
         if (why := _unknown(program, reached, ops)) is not None:
             return f"not stored: {why}"
@@ -201,14 +199,14 @@ class Store:
         return f"added to {self.folder}"
 
     def _forget(self) -> None:
-        """Removes the programs under the same root, whatever they are of, that were used least recently."""
+        """Remove the least recently used programs of the whole root."""
         used = sorted(self.folder.parent.glob(f"*/*/{MADE}"), key=lambda path: path.stat().st_mtime)
-        for path in used[:-KEPT]:  # who reads one now finds that it is cut off
+        for path in used[:-KEPT]:  # a process that reads one now finds it incomplete
             shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def _unknown(program: Executable, reached: Reach, ops: Iterable[object]) -> str | None:
-    """Something that ``program`` depends on and that cannot be told."""
+    """Return a text on a dependency of ``program`` that cannot be compared, or None."""
     foreign = [
         op for op in ops if not is_own(op) and (getattr(op, "_name", "") not in reached.ops or is_written_out(op))
     ]
@@ -222,7 +220,7 @@ def _unknown(program: Executable, reached: Reach, ops: Iterable[object]) -> str 
 
 @cache
 def _code() -> str:
-    """A hash of shardc's own code."""
+    """Return a hash of shardc's own code."""
     return _hash(b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))))
 
 

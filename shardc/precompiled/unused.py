@@ -1,4 +1,4 @@
-"""The backward for a loss that uses some of the outputs only, derived from the backward for all of them."""
+"""Derives the backward for a loss that uses some of the outputs only from the backward for all of them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shardc.precompiled.save import untied
 
 
 def backward_for(used: frozenset[int], backward: Half, *hooks: Hook) -> fx.GraphModule:
-    """The backward for a loss that uses the outputs ``used``.
+    """Return the backward graph for a loss that uses the outputs ``used``.
 
-    It is derived from the half that runs, whose text the ranks have compared, and from nothing that only a compiled
-    program knows: so a rank that compiled the program and one that loaded it derive the same graph.
+    It depends only on the text of ``backward``, which ranks have compared, so a rank that compiled the program and one
+    that loaded it derive the same graph.
 
     Args:
-        backward: the half for all outputs. It stays as it is.
+        backward: the backward half for all outputs; it is not changed.
     """
     gm = untied(backward.gm)
     for node in gm.graph.nodes:
