@@ -139,8 +139,8 @@ class Store:
     def turn(self) -> Iterator[None]:
         """Run a block that compiles and adds a program: one process of a machine enters first, the others after it.
 
-        They should look for the added program first. Nobody waits if an earlier program could not be stored; a block that
-        raises does not count as one.
+        They should look for the added program first. Nobody waits if an earlier program could not be stored; a block
+        that raises does not count as one.
         """
         lock = FileLock(self.folder / "lock", timeout=PATIENCE, poll_interval=_POLL)
         first = False
