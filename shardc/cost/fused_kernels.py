@@ -1,5 +1,4 @@
-"""Estimates what a step's ops do: the buffers they allocate, the kernels they fuse to, and FLOPs and bytes of each
-kernel.
+"""Estimates the work of a step's ops: buffers that they allocate, kernels into which they fuse, FLOPs and bytes.
 
 Consecutive ops between matrix products, attentions, convolutions and collectives count as one kernel. It reads values
 from outside and writes those that are used outside: roughly what Inductor's fusion does.
@@ -32,7 +31,7 @@ class Buffer:
         size: bytes.
         allocated: position of the op that allocates it.
         last: position of the last op that reads it, directly or through views.
-        readers: positions of these ops.
+        readers: positions of all readers, except views and waits.
     """
 
     size: int
@@ -51,7 +50,7 @@ class Kernel:
         flops: operations of its dense ops.
         bytes: bytes read from and written to memory.
         dtype: selects the peak of the hardware.
-        attention: whether it is an attention kernel.
+        attention: it is an attention kernel.
     """
 
     ops: tuple[int, ...]
@@ -82,12 +81,12 @@ def _shape(node: fx.Node) -> Any:
 
 
 def is_dense(node: fx.Node) -> bool:
-    """Return whether ``node`` is a kernel of its own (`shardc.custom_ops.flops`)."""
+    """Return whether ``node`` is a matrix product, attention, convolution or recurrent layer, which no kernel fuses."""
     return is_dense_op(node.target)
 
 
 def buffers(step: Sequence) -> list[tuple[Buffer | None, ...]]:
-    """Return for each op the buffer of each of its results."""
+    """Return, for each op, the buffer of each of its results."""
     out: list[tuple[Buffer | None, ...]] = []
     for at, op in enumerate(step.ops):
         behind = _behind(op, at, out)
@@ -121,7 +120,7 @@ def tensor_bytes(x: Any) -> int:
 
 
 def kernels(step: Sequence, memory: list[tuple[Buffer | None, ...]]) -> dict[int, Kernel]:
-    """Return the kernels of a step by the position of their last op."""
+    """Return position of its last op -> kernel, for a step."""
     step_outputs = {id(b) for _, at in step.outputs for b in memory[at]}
     out: dict[int, Kernel] = {}
     run: list[int] = []

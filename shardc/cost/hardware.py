@@ -1,5 +1,4 @@
-"""Hardware descriptions: what a rank computes, stores and sends, and how a mesh is placed on nodes; and prices of
-collectives.
+"""Hardware descriptions: compute, memory and links of a rank, placement of a mesh on nodes, prices of collectives.
 
 Peaks are the vendors' data sheet values without sparsity; efficiencies are the share of a peak that a good kernel or a
 large message reaches. ``sources`` says which values were fitted to published runs; ``docs/looking.md`` compares the
@@ -123,7 +122,7 @@ class Hardware:
         return self.start + hop + wire_bytes / (self.wire * (self.inside.bandwidth + self.between.bandwidth))
 
     def copy_seconds(self, nbytes: float) -> float:
-        """Return the seconds of a local kernel that reads and writes ``nbytes`` in total, and computes nothing."""
+        """Return the seconds of a local kernel that reads and writes ``nbytes`` in total and has no FLOPs."""
         return self.compute_seconds(0, nbytes)
 
     def linear(self, direct: bool) -> tuple[float, float]:
@@ -167,7 +166,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Route:
-    """How a group of ranks is placed on nodes.
+    """Placement of a group of ranks on nodes.
 
     Args:
         ranks: size of the group.
@@ -194,7 +193,7 @@ class Route:
 
 @lru_cache(maxsize=4096)
 def route(mesh: Mesh, axes: tuple[str, ...], node: int) -> Route:
-    """Return how the groups along ``axes`` are placed on nodes of ``node`` ranks; rank 0 is the first rank of the first
+    """Return how the groups along ``axes`` are placed on nodes of ``node`` ranks; rank 0 is the first of the first
     node.
 
     The last axes of a mesh vary fastest, so they are inside a node. If a node does not hold a whole number of groups,
@@ -231,8 +230,7 @@ class Price:
 
 
 def price(hardware: Hardware, kind: str, where: Route, wire_bytes: float) -> Price:
-    """Return the seconds of a collective in which each rank sends ``wire_bytes``: start, hops, and bytes over
-    bandwidth.
+    """Return the price of a collective in which each rank sends ``wire_bytes``: start, hops, bytes over bandwidth.
 
     The fastest of a ring, a double binary tree (all-reduce; Sanders, Speck and Traeff, 2009) and, with one rank per
     node, NCCL 2.23's logarithmic all-gather and reduce-scatter. An all-to-all sends point to point.
@@ -261,7 +259,7 @@ def price(hardware: Hardware, kind: str, where: Route, wire_bytes: float) -> Pri
 
 
 def direct_bandwidth(hardware: Hardware, kind: str, where: Route) -> float:
-    """Return the bytes per second that a rank sends point to point, in its node and between nodes at once."""
+    """Return the bytes per second that a rank sends point to point, within its node and between nodes concurrently."""
     outside = 0.0 if where.nodes == 1 else 1.0
     if kind == "all_to_all" and where.ranks > 1:
         outside *= (where.ranks - where.per_node) / (where.ranks - 1)
@@ -342,7 +340,7 @@ CPU = Hardware(
 
 
 def calibrated(cost: CostModel) -> Hardware:
-    """Return this machine's CPU ranks as ``python -m shardc calibrate`` measured them: reached rates, not peaks."""
+    """Return the hardware of this machine's CPU ranks, with the rates of a ``cost`` that ``calibrate`` measured."""
     sent = cost.messages or Messages(cost.latency, 0.0, 0.0, cost.hop, cost.bandwidth, 0.0)
     link = Link("measured", sent.bandwidth, sent.hop, sent.hop)
     flops = tuple((dtype, cost.flops * part) for dtype, part in ((torch.float32, 1.0), (torch.float64, 0.5)))
@@ -359,7 +357,7 @@ KNOWN: dict[str, Hardware] = {hardware.name: hardware for hardware in (A100, H10
 
 
 def find(name: str) -> Hardware:
-    """Return the description called ``name``, or that of the machine on which the file ``name`` was calibrated.
+    """Return the hardware called ``name``; for a ``.json`` file of ``calibrate``, the machine that it measured.
 
     Raises:
         MeshError: there is no such description.

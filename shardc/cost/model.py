@@ -25,7 +25,7 @@ _EXCHANGEABLE = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 class Pricing(Protocol):
-    """Predicts the seconds of a rank's collectives and local ops; implementations are frozen and hashable.
+    """Interface of a cost model: predicts the seconds of a rank's collectives and local ops; frozen and hashable.
 
     `CostModel` prices a collective by the size of its group, `shardc.cost.hardware.Hardware` also by the links between
     its ranks. Layouts are chosen, and steps predicted, with the same methods.
@@ -45,14 +45,13 @@ class Pricing(Protocol):
         """Return the seconds of a local op with ``flops`` operations in ``dtype`` that reads and writes ``nbytes``."""
 
     def copy_seconds(self, nbytes: float) -> float:
-        """Return the seconds of a local op that reads and writes ``nbytes``, and computes nothing."""
+        """Return the seconds of a local op that reads and writes ``nbytes`` in total and has no FLOPs."""
 
     def linear(self, direct: bool) -> tuple[float, float]:
-        """Return (seconds before the first byte, bytes per second after it) of a collective, by which buckets are
-        sized.
+        """Return (seconds before the first byte, bytes per second after it) of a collective, which set the bucket size.
 
         Args:
-            direct: whether collectives may be messages between ranks.
+            direct: collectives may be messages between ranks.
         """
 
 
@@ -172,7 +171,7 @@ class CostModel:
         return self.seconds("all_to_all", ranks, wire_bytes) + local
 
     def least_seconds(self, wire_bytes: float) -> float:
-        """Return a lower bound of ``seconds`` for receiving ``wire_bytes`` by any collectives."""
+        """Return a lower bound of the seconds of any collectives in which a rank receives ``wire_bytes`` in total."""
         latency, bandwidth = self._best
         return latency + wire_bytes / bandwidth
 
@@ -184,7 +183,6 @@ class CostModel:
         return max(flops / rate, nbytes / self.memory_bandwidth)
 
     def copy_seconds(self, nbytes: float) -> float:
-        """Return the seconds of a local op that reads and writes ``nbytes`` in total, and computes nothing."""
         return self.compute_seconds(0, nbytes)
 
     def linear(self, direct: bool) -> tuple[float, float]:
@@ -196,7 +194,7 @@ class CostModel:
     # --- files
 
     def save(self, path: str | Path) -> None:
-        """Write the numbers as JSON, and create the folder."""
+        """Write the numbers to ``path`` as JSON; creates its folder."""
         table = asdict(self) | {"kinds": [row._asdict() for row in self.kinds]}
         if self.messages is not None:
             table["messages"] = self.messages._asdict()

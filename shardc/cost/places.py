@@ -1,8 +1,8 @@
-"""Translates two layouts of one tensor into common terms for the redistribution search: axis parts and their places.
+"""Common terms of two layouts of one tensor, for the redistribution search: axis parts and their places.
 
 A *place* is an interval of strides of one dim; an axis part bound there splits the digit between these strides. A
-layout is then one location per axis part: a place, whole (it splits nothing), or a partial reduction. A redistribution
-changes locations, and the search runs over tuples of small integers.
+layout is then one location per axis part: a place, `WHOLE` (it splits nothing), or a partial reduction. A
+redistribution changes locations, and the search runs over tuples of small integers.
 
 Example: from ``[8@x, 4]`` to ``[8, 4@x]`` axis x moves from place (dim 0, strides 4 to 8) to (dim 1, strides 2 to 4).
 """
@@ -32,7 +32,7 @@ class Place(NamedTuple):
         return self.high // self.low
 
     def fits(self, other: Place) -> bool:
-        """Return whether one tensor can be split at both places at once: their digits of a dim do not overlap."""
+        """Return whether a tensor can be split at both places: their digits do not overlap."""
         if self.dim != other.dim:
             return True
         return self.low % other.high == 0 or other.low % self.high == 0
@@ -55,12 +55,12 @@ class Places:
     """The common terms of a source and a target layout.
 
     Args:
-        parts: the axis parts. Parts of the source and of the target may overlap, if the two layouts cut an axis in
-            ways that have no common refinement.
+        parts: the axis parts. Parts of the source and of the target may overlap, if the two layouts cut an axis in ways
+            that have no common refinement.
         sizes: ranks along each part.
         places: all places of the search; location ``k + 1`` is ``places[k]``.
         source, target: the location of each part.
-        parks: per part the locations, other than its target, that it may have temporarily.
+        parks: for each part, the temporary locations that it may have on the way to its target.
         neutral: bit mask of the locations that block no target.
     """
 
@@ -166,7 +166,7 @@ def _is_chain(cuts: set[int]) -> bool:
 
 
 def _cut_at_edges(src: Layout, dst: Layout, src_cuts: dict[str, set[int]], dst_cuts: dict[str, set[int]]) -> None:
-    """Cut the axes of each layout where the other layout cuts them, or has a digit's edge inside its digit."""
+    """Cut each layout's axes where the other layout cuts them, or has the edge of a digit."""
     shared = {
         name
         for name in src_cuts.keys() | dst_cuts.keys()
@@ -195,7 +195,7 @@ def _cut_at_edges(src: Layout, dst: Layout, src_cuts: dict[str, set[int]], dst_c
 
 
 def _edges(layout: Layout, cuts: dict[str, set[int]]) -> list[set[int]]:
-    """Return per dim the strides at which a digit begins or ends after the axes are cut."""
+    """Return, for each dim, the strides at which a digit begins or ends after the axes are cut."""
     out: list[set[int]] = [set() for _ in layout.dims]
     for place in _located(layout, cuts).values():
         if isinstance(place, Place):
@@ -220,7 +220,7 @@ def _located(layout: Layout, cuts: dict[str, set[int]]) -> dict[str, Place | int
 
 
 def _parks(shape: tuple[int, ...], places: list[Place], sizes: tuple[int, ...]) -> list[Place]:
-    """Return places at both ends of the digits that ``places`` leave local, for each size of a part."""
+    """Return, for each size of a part, places at both ends of the digits that ``places`` leave unsplit."""
     out = []
     for dim, size in enumerate(shape):
         edges = sorted({1, size, *(e for p in places if p.dim == dim for e in (p.low, p.high))})

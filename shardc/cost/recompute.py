@@ -1,6 +1,4 @@
-"""Selects the forward ops that backward recomputes: those of checkpointed regions, and the exchange of keys of a split
-sequence.
-"""
+"""Selects the forward ops that backward recomputes: checkpointed regions, and exchanges of keys under ``cp``."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from shardc.ir.host import move_kind
 from shardc.ir.op_traits import draws
 
 CHOICES = ("auto", "keep", "recompute")
-# Kinds whose result is larger than what a rank sends, (n-1)/n of it. Reductions send at least as much as their result.
+# Kinds of which a rank sends less than their result, (n-1)/n of it. Reductions send at least as much as their result.
 _LARGE = ("all_gather", "all_to_all")
 _PACKS = (torch.ops.aten.clone.default, torch.ops.aten.cat.default)  # ops that copy values into a message
 
@@ -23,14 +21,14 @@ _PACKS = (torch.ops.aten.clone.default, torch.ops.aten.cat.default)  # ops that 
 def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
     """Return the forward nodes that backward recomputes.
 
-    These are the nodes of checkpointed regions, and the nodes that bring keys and values of other ranks: to save them
+    These are the nodes of checkpointed regions, and the nodes that receive keys and values of other ranks: to save them
     would cost the memory that splitting the sequence saves. Excluded are values used after their region (as in eager
     checkpointing), kernels with random numbers of their own (a second run would draw others), and host copies.
 
     Args:
         graph: a localized joint graph.
         collectives: "recompute" repeats all collectives of these regions, "keep" none, and "auto" those whose result is
-            larger than what they send.
+            larger than the data that a rank sends.
     """
     recomputed: set[fx.Node] = set()
     for node in graph.nodes:
@@ -49,7 +47,7 @@ def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
 
 
 def _bringing_keys(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes between a rank's own keys and values and an attention, if they are sent."""
+    """Return the nodes between a rank's own keys and values and an attention, if they include a collective."""
     nodes: set[fx.Node] = set()
     for call in graph.find_nodes(op="call_function", target=CALL):
         for node in call.args[1:3]:

@@ -1,7 +1,7 @@
 """Plans redistributions: the cheapest sequence of collectives and local ops from one layout to another.
 
-Each step is one collective or local op, and changes the location of some axis parts (`shardc.cost.places`).
-`shardc.cost.redistribution_search` searches the sequence.
+Each step is one collective or local op, and changes the location of some axis parts (`shardc.cost.places`);
+`shardc.cost.redistribution_search` finds the sequence.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class Step:
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute_ranks", "shard" or "to_partial".
         axes: the mesh axes, or parts of axes, that it acts on.
         op: the reduce op, for "reduce_scatter", "all_reduce" and "to_partial".
-        src: the layout before.
-        dst: the layout after.
+        src, dst: the layouts before and after.
     """
 
     kind: str
@@ -40,15 +39,13 @@ class Step:
 
     @property
     def ranks(self) -> int:
-        """Return the size of each group."""
+        """The size of each group."""
         return prod(self.src.mesh.size(axis) for axis in self.axes)
 
     def wire_elements(self) -> int:
-        """Return the elements that a rank receives."""
         return 0 if self.kind in LOCAL else comm_volume.wire_elements(self.kind, self.ranks, self.src.local_numel)
 
     def wire_bytes(self, itemsize: int) -> int:
-        """Return the bytes that a rank receives."""
         return self.wire_elements() * itemsize
 
     def seconds(self, itemsize: int, cost: Pricing) -> float:
@@ -84,19 +81,19 @@ def steps(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> tuple[Step,
 
 @lru_cache(maxsize=1 << 20)
 def seconds(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> float:
-    """Return the predicted seconds of the cheapest steps."""
+    """Return the predicted seconds of the cheapest steps from ``src`` to ``dst``."""
     return sum(step.seconds(itemsize, cost) for step in steps(src, dst, itemsize, cost))
 
 
 def wire_bytes(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> int:
-    """Return the bytes that a rank receives in the cheapest steps."""
+    """Return the bytes that a rank receives in the cheapest steps from ``src`` to ``dst``."""
     return sum(step.wire_bytes(itemsize) for step in steps(src, dst, itemsize, cost))
 
 
 def step_seconds(
     kind: str, mesh: Mesh, axes: tuple[str, ...], before: int, after: int, itemsize: int, cost: Pricing
 ) -> float:
-    """Return the predicted seconds of one step over ``axes`` of a rank with ``before`` and ``after`` local elements."""
+    """Return the predicted seconds of one step; a rank has ``before`` and ``after`` local elements."""
     if kind in LOCAL:
         return cost.copy_seconds(2 * after * itemsize)
     wire = comm_volume.wire_elements(kind, prod([mesh.size(axis) for axis in axes]), before) * itemsize

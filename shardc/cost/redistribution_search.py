@@ -1,4 +1,4 @@
-"""Searches the cheapest redistribution: moves of axis parts between places, by A*.
+"""Searches the cheapest redistribution with A*: moves of axis parts between places.
 
 A* (Hart, Nilsson and Raphael, 1968): uniform cost with a lower bound. A state is a tuple with the location of each part
 (`shardc.cost.places`): `WHOLE`, a place, or a partial reduction. The moves below restrict which states are visited;
@@ -41,7 +41,7 @@ class Prices:
     """The costs that the search minimizes.
 
     Args:
-        seconds: (kind, axes, elements held before, elements held after) -> seconds of a step.
+        seconds: (kind, axes, local elements before, local elements after) -> seconds of a step.
         least: elements that a rank still must receive -> a lower bound of the seconds for them.
     """
 
@@ -96,7 +96,7 @@ def _straight(
     came: dict[State, tuple[State, Move]],
     states: list[State],
 ) -> list[tuple[Move, State]]:
-    """Return the cheapest path through one of ``states`` that continues from it straight to the target."""
+    """Return the cheapest path through one of ``states`` that continues from it with `_Moves.straight`."""
     paths = []
     for at, start in enumerate(states):
         path, total, state = _trace(came, start), best[start], start
@@ -145,7 +145,6 @@ class _StateCache:
         return seconds
 
     def axes(self, move: Move) -> tuple[str, ...]:
-        """Return the mesh axes that ``move`` acts on."""
         if (axes := self._axes.get(move.parts)) is None:
             places = self.places
             axes = self._axes[move.parts] = join_axes(places.mesh, [places.parts[k] for k in move.parts])
@@ -167,7 +166,7 @@ class _StateCache:
         return (self.numel * partial * (terms - 2) + ranks * self.target_numel) // ranks
 
     def tilings(self, region: Region, state: State) -> list[State]:
-        """Return the states that split exactly the digits of ``region``; partial parts of ``state`` stay so."""
+        """Return the states that split exactly the digits of ``region``; partial parts of ``state`` stay partial."""
         key = region, tuple(min(at, WHOLE) for at in state)
         if key not in self._tilings:
             inside = [
@@ -179,7 +178,7 @@ class _StateCache:
         return self._tilings[key]
 
     def _fill(self, inside: list[int], left: int, state: State, part: int, blocked: int) -> Iterator[State]:
-        """Yield ``state`` with parts from ``part`` on at some of ``inside``, whose radices multiply to ``left``."""
+        """Yield ``state`` with parts from ``part`` on at ``inside`` locations, whose radices multiply to ``left``."""
         places = self.places
         if left == 1:
             yield state
@@ -212,7 +211,7 @@ class _Moves:
 
     @cached_property
     def blocked(self) -> int:
-        """Return the bit mask of the locations where nothing can be placed now."""
+        """The bit mask of the locations that cannot be bound now."""
         mask = 0
         for at in self.state:
             if at > WHOLE:
@@ -221,7 +220,7 @@ class _Moves:
 
     @cached_property
     def crossed(self) -> bool:
-        """Return whether the place of some part clashes with its target; then every temporary place is considered."""
+        """Return whether some part's place blocks its own target; then every temporary place is considered."""
         return any(self.goal[k] > WHOLE and self.places.clashes[self.state[k]] >> self.goal[k] & 1 for k in self.bound)
 
     def all(self) -> Iterator[tuple[Move, State]]:
@@ -240,7 +239,7 @@ class _Moves:
             yield from self._waiting_slices()
 
     def straight(self) -> tuple[Move, State]:
-        """Return a move towards the target regardless of its price: the first of slices, reductions and gathers."""
+        """Return a move towards the target, whatever its price: the first of slices, reductions and gathers."""
         binds = {k: self.goal[k] for k in self.idle if self._open(self.goal[k])}
         if binds:
             return self._set("shard", binds)
@@ -258,7 +257,7 @@ class _Moves:
         return at > WHOLE and not self.blocked >> at & 1
 
     def _waits(self, part: int, every: bool) -> list[int]:
-        """Return temporary places for ``part``; unless ``every``, one that blocks no target represents all."""
+        """Return temporary places for ``part``; unless ``every``, one that blocks no target stands for all."""
         free = [at for at in self.places.parks[part] if self._open(at)]
         return free if every else [at for at in free if self.places.neutral >> at & 1][:1] or free
 
@@ -289,10 +288,10 @@ class _Moves:
                 yield self._set("all_reduce", dict.fromkeys(some, WHOLE), op)
 
     def _bindings(self, parts: list[int], every: bool) -> Iterator[dict[int, int]]:
-        """Yield the choices of locations for some of ``parts``: the target if it is free, or else a temporary place.
+        """Yield choices of locations for some of ``parts``: the target if it is free, or else a temporary place.
 
         Args:
-            every: whether a part may wait for its target at any temporary place.
+            every: a part may wait for its target at any temporary place.
         """
         choices = {}
         for k in parts:
@@ -306,7 +305,7 @@ class _Moves:
                     yield dict(zip(members, chosen, strict=True))
 
     def _permutes(self) -> Iterator[tuple[Move, State]]:
-        """Yield other splits of the value into the same shards, in which some part is at its target."""
+        """Yield permutations of shards between ranks after which some part is at its target."""
         if not self.bound:
             return
         for after in self.cache.tilings(_region(self.places, self.state), self.state):

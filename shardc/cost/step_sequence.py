@@ -1,5 +1,4 @@
-"""The ops of one training step in the order in which a rank runs them, from the graphs that run or from the joint
-graph.
+"""The ops of one training step in the order in which a rank runs them.
 
 `of_halves` reads the forward and backward graphs that run. `of_joint` reads the localized joint graph, before it is
 partitioned: forward ops, then backward ops, with gathers of level-3 parameters and checkpointed regions repeated before
@@ -73,7 +72,7 @@ class Sequence:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Return the positions of collectives and host copies."""
+        """The positions of collectives and host copies."""
         return tuple(at for at, op in enumerate(self.ops) if op.kind == START)
 
 
@@ -83,7 +82,7 @@ def of_joint(graph: fx.Graph, levels: Mapping[str, int], collectives: str = "aut
 
     Args:
         graph: has local shapes, forward and backward, and ``meta["val"]`` on every node.
-        levels: reshard level of each gathered parameter; those of level 3 are gathered again in backward.
+        levels: FSDP level of each gathered parameter; those of level 3 are gathered again in backward.
         collectives: which collectives of checkpointed regions are repeated (`shardc.cost.recompute`).
     """
     builder = _Builder(gathered_parameters(graph, levels))
@@ -109,11 +108,11 @@ def of_joint(graph: fx.Graph, levels: Mapping[str, int], collectives: str = "aut
 
 @uncollected()
 def of_halves(halves: Iterable[Half], levels: Mapping[str, int]) -> Sequence:
-    """Return the step of graphs that were cut from one joint graph: a forward and its backward, or an inference graph.
+    """Return the step of a forward and its backward graph, or of an inference graph.
 
     Args:
         halves: in order; placeholders of the backward have the names of the values that the forward saves.
-        levels: reshard level of each gathered parameter.
+        levels: FSDP level of each gathered parameter.
     """
     builder, plans = _Builder({}), {}
     outputs: tuple[tuple[Role, int], ...] = ()
@@ -138,7 +137,12 @@ def _placed(start: Op, plan: MemoryPlan) -> tuple[int, ...]:
 
 
 class _Builder:
-    """Collects the ops of a step; ``at`` maps each node to its position, ``names`` its name."""
+    """Collects the ops of a step.
+
+    Attributes:
+        gathered: node with an unsharded parameter -> FSDP level.
+        at, names: node, and node's name -> position of its op.
+    """
 
     def __init__(self, gathered: dict[fx.Node, int]) -> None:
         self.gathered = gathered
@@ -147,7 +151,7 @@ class _Builder:
         self.names: dict[str, int] = {}
 
     def forget(self, recomputed: Set[fx.Node]) -> None:
-        """Forget the values that backward does not have: parameters of level 3, and what is ``recomputed``."""
+        """Drop the positions of values that backward gathers or recomputes."""
         resharded = {node for node, level in self.gathered.items() if level == 3}
         unsharded = {node for node, level in self.gathered.items() if level < 3}
         for node in resharded | (recomputed - unsharded):
@@ -226,7 +230,7 @@ def _viewable(shape: tuple[int, ...], stride: tuple[int, ...], to: tuple[int, ..
 
 
 def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.Node, int]:
-    """Return node -> reshard level of the nodes whose value is an unsharded (gathered) parameter."""
+    """Return node -> FSDP level, for the nodes whose value is an unsharded (gathered) parameter."""
     alone: dict[fx.Node, int] = {}
     whole: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -252,6 +256,6 @@ def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.N
 
 
 def is_coordinate(node: fx.Node) -> bool:
-    """Whether ``node`` is the rank's own index along some axes."""
+    """Return whether ``node`` is the rank's own index along some axes."""
     role = ir.info(node).role if node.op == "placeholder" else None
     return role is not None and role.kind == "coordinate"

@@ -33,10 +33,10 @@ class Gathered:
 
     @property
     def order(self) -> tuple[bool, float, float, str]:
-        """Return the sort key: the most seconds saved per byte first; of equal ones the one that backward uses first.
+        """The sort key: the most seconds saved per byte first; on a tie the one that backward uses first.
 
-        The one that backward uses first is the one that forward used last: it stays unsharded for the shortest time,
-        and its second gather would have the least compute to overlap with.
+        That one is unsharded for the shortest time, since forward used it last, and its second gather would have the
+        least compute to overlap with.
         """
         saved = float(f"{self.seconds / self.size:.6g}")  # rounded, so that it is equal for equal parameters
         return isinf(self.first_use), -saved, self.first_use, self.name
@@ -45,12 +45,11 @@ class Gathered:
 def keep_within(
     graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], budget: int, cost: Pricing, bucket: int
 ) -> dict[str, int]:
-    """Return ``levels`` with 2 instead of 3 for the parameters that save the most time per byte, up to ``budget``
-    bytes.
+    """Return ``levels`` with 2 instead of 3 for the parameters that save the most time per byte, within ``budget``.
 
     Args:
         graph: the localized joint graph.
-        levels: reshard level of each parameter; those of level 3 are gathered again in backward.
+        levels: FSDP level of each parameter; those of level 3 are gathered again in backward.
         budget: bytes per rank for unsharded parameters; -1 for no limit.
         bucket: bytes of a bucket, whose collectives share one latency; -1: all are in one bucket, 0: no buckets.
     """
@@ -67,7 +66,7 @@ def keep_within(
 def _gathered_again(
     graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], cost: Pricing, bucket: int
 ) -> list[Gathered]:
-    """Return the parameters of level 3, without empty ones and those of which the plan keeps a part."""
+    """Return the parameters of level 3, without empty ones and those of which forward saves a slice (`KeepPart`)."""
     whole = gathered_parameters(graph, {name: 3 for name, level in levels.items() if level == 3})
     made_of: dict[fx.Node, set[str]] = {}
     by_name: dict[str, Gathered] = {}
@@ -88,7 +87,7 @@ def _gathered_again(
 
 
 def _parameters(node: fx.Node, cache: dict[fx.Node, set[str]]) -> set[str]:
-    """Return the parameters from which ``node`` is computed; ``cache`` is filled."""
+    """Return the names of the parameters from which ``node`` is computed; ``cache`` is filled."""
     if node not in cache:
         if node.op == "placeholder":
             record = ir.info(node)

@@ -1,8 +1,7 @@
-"""The verifier: what must hold of a graph after each stage, checked between passes.
+"""Verifier: checks what must hold of a graph after each pass.
 
-A stage's spec is a tuple of checks (`SPECS`); each check goes over the graph and yields what is broken and
-where. Rules of ops are not known here: the caller passes ``agrees``, which says of one node why the layouts of
-its operands do not give those of its results.
+The spec of a stage (the state after a pass) is a tuple of checks (`SPECS`); a check yields (node, what is wrong).
+Sharding rules come from the caller: ``agrees`` says why an op's operand layouts do not give its results' layouts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ DECIDED = (*PLACED, structure.legal(ops.reshard, ops.pad, ops.unpad), layouts.de
 AGREED = (*PLACED, layouts.moves, layouts.agreement, layouts.results)
 STEPS = (*AGREED, structure.legal(*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.pad, ops.unpad))
 LOCAL = (*GRAPH, structure.legal(collectives=True), local.types, local.places, local.groups, local.waits)
-HALF = (*LOCAL, halves.read, halves.once, halves.slots)  # from the cut on
+HALF = (*LOCAL, halves.read, halves.once, halves.slots)  # forward and backward graphs, from partition on
 
 SPECS: dict[str, tuple[Check, ...]] = {
     "capture": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
@@ -46,19 +45,18 @@ SPECS: dict[str, tuple[Check, ...]] = {
     "decompose": LOCAL,
     "partition": LOCAL,
 }
-# The stages whose passes move data and change no value: what was computed before is computed after.
+# Passes that only move data: the values that are computed stay the same.
 MOVING = ("seed", "propagate", "reshard", "simplify", "collectives", "keep_part")
 
 
 def verify(gm: fx.GraphModule, mesh: Mesh, stage: str, agrees: Agrees = no_rules, *, spec: str | None = None) -> None:
-    """Checks ``gm`` against the spec of ``stage``.
+    """Check ``gm`` against the spec of ``stage``.
 
     Args:
-        gm: the graph as ``stage`` left it.
-        mesh: the mesh that it is for.
-        stage: a key of `SPECS`, if there is no ``spec``.
-        agrees: why an op's operands, at the layouts given or at their own, do not give its results' layouts.
-        spec: the stage whose spec it is, where that is not its own.
+        gm: the graph after ``stage``.
+        stage: name of a pass, for errors; a key of `SPECS` unless ``spec`` is set.
+        agrees: (op, operand layouts or None for their own) -> why they do not give the results' layouts, or None.
+        spec: the stage whose spec is checked, if not ``stage``.
 
     Raises:
         VerifyError: with the stage, what is broken, and the line of the dump with two lines around it.
@@ -67,33 +65,29 @@ def verify(gm: fx.GraphModule, mesh: Mesh, stage: str, agrees: Agrees = no_rules
 
 
 def check(gm: fx.GraphModule, mesh: Mesh, stage: str, checks: Iterable[Check], agrees: Agrees = no_rules) -> None:
-    """Raises VerifyError, as `verify` does, for the first thing that ``checks`` find broken."""
+    """Raise VerifyError, as `verify` does, for the first failure of ``checks``."""
     check_all(Subject(gm, mesh, agrees), stage, checks)
 
 
 def check_all(subject: Subject, stage: str, checks: Iterable[Check]) -> None:
-    """Raises VerifyError, as `verify` does, for the first thing that ``checks`` find broken in ``subject``."""
+    """Raise VerifyError, as `verify` does, for the first failure of ``checks`` on ``subject``."""
     for run_check in checks:
         for node, reason in run_check(subject):
             raise broken(subject, stage, node, reason)
 
 
 def verify_half(gm: fx.GraphModule, mesh: Mesh, stage: str) -> None:
-    """Checks a half after ``stage``, from the cut on.
-
-    Raises:
-        VerifyError: as `verify`.
-    """
+    """Check a forward, backward or inference graph after ``stage``; raises VerifyError as `verify` does."""
     check(gm, mesh, stage, HALF)
 
 
 def verify_halves(
     forward: fx.GraphModule, backward: fx.GraphModule | None, mesh: Mesh, joint: fx.Graph | None = None
 ) -> None:
-    """Checks each half as the cut made it, and that the second runs nothing again that the first has kept.
+    """Check both halves after partition, and that backward recomputes no collective whose result forward saves.
 
     Args:
-        joint: what was cut; the halves together must give what it gives.
+        joint: the graph that was partitioned; the halves together must return its results.
 
     Raises:
         VerifyError: as `verify`.
@@ -108,7 +102,7 @@ def verify_halves(
 
 
 def broken(subject: Subject, stage: str, node: fx.Node, reason: str) -> VerifyError:
-    """Return the error that ``node`` is broken after ``stage``."""
+    """Return the error for ``node``, which fails a check after ``stage`` for this reason."""
     collective = provenance.collective_of(node)
     where = "the outputs" if node.op == "output" else f"the node {node.name!r}"
     if node.op != "output" and isinstance(node.meta.get(KEY), Info):

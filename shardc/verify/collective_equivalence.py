@@ -1,4 +1,4 @@
-"""Checks that ops which implement a collective by an algorithm have its operand, its group and its reduction."""
+"""Checks that the ops that implement a collective have its operand, group and reduction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.graph import info
 
 aten = torch.ops.aten
-# What may bring the ranks' terms together, by the op that a collective reduces with.
+# Reduce op of a collective -> local ops that may combine the ranks' terms.
 _TOGETHER: dict[str, tuple[Any, ...]] = {
     "sum": (aten.sum.dim_IntList, aten.add.Tensor),
     "avg": (aten.mean.dim, aten.sum.dim_IntList, aten.add.Tensor),
@@ -27,12 +27,12 @@ _TOGETHER: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of one tensor, by the fingerprints of its operand and its result.
+    """A collective of one tensor.
 
     Args:
-        value, operand: the fingerprints of its result and of what it takes.
-        group: the name of its ranks' group.
-        reduces: how it reduces, "" if it does not.
+        value, operand: fingerprints (`shardc.verify.identity`) of its result and its operand.
+        group: name of its process group.
+        reduces: reduce op, "" if it does not reduce.
     """
 
     value: bytes
@@ -41,11 +41,10 @@ class Collective:
     reduces: str
 
     def is_spelled_by(self, result: fx.Node, prints: Mapping[fx.Node, Any]) -> bool:
-        """Return whether ``result`` is made of what it takes alone, by collectives of its group, and by a reduction
-        like its.
+        """Return whether ``result`` is its operand after collectives of its group and a reduction like its.
 
         Args:
-            prints: the fingerprints of the values above ``result``.
+            prints: fingerprints of the nodes before ``result``.
         """
         sent, reduced = False, not self.reduces
         seen, todo = {result}, [result]
@@ -66,7 +65,7 @@ class Collective:
 
 
 def collectives(graph: fx.Graph, prints: Mapping[fx.Node, Any]) -> dict[str, Collective]:
-    """Return the collectives of one tensor in ``graph``, by the names of what waits for them."""
+    """Return the name of the wait -> `Collective`, for each collective of one tensor in ``graph``."""
     out = {}
     for wait in graph.nodes:
         start = wait.args[0] if wait.target is WAIT else None

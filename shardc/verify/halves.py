@@ -1,4 +1,4 @@
-"""Checks of the halves of a step: they compute what the joint graph did, in one order, in memory of their own."""
+"""Checks of forward and backward graphs (halves): results, order of ops, redundant collectives, arena memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardc.verify.subject import Broken, Subject
 
 
 def cut(joint: fx.Graph, forward: fx.Graph, backward: fx.Graph) -> str | None:
-    """Return which result of ``joint`` the halves together do not give, or None."""
+    """Return a text on the first result of ``joint`` that the halves together do not return, or None."""
     first = computed(forward)
     handed = {name: value for (kind, name, _), value in first.items() if kind == "saved"}
     of_forward = {role: value for role, value in first.items() if role[0] != "saved"}
@@ -28,12 +28,12 @@ def cut(joint: fx.Graph, forward: fx.Graph, backward: fx.Graph) -> str | None:
 
 
 def order(graph: fx.Graph) -> list[str]:
-    """Return the names of the ops in the order in which they run, which items of results do not."""
+    """Return the names of the ops in the order in which they run, without getitems."""
     return [info(node).name for node in graph.nodes if node.op == "call_function" and node.target is not getitem]
 
 
 def moved(scheduled: list[str], graph: fx.Graph) -> tuple[fx.Node, str] | None:
-    """Return the first op of ``graph`` that does not run where it was ``scheduled``, with the reason; or None."""
+    """Return (first op of ``graph`` that does not run where it was ``scheduled``, reason), or None."""
     now = order(graph)
     if now == scheduled:
         return None
@@ -41,7 +41,7 @@ def moved(scheduled: list[str], graph: fx.Graph) -> tuple[fx.Node, str] | None:
         return output_node(graph), "other ops were scheduled"
     at = next(at for at, pair in enumerate(zip(now, scheduled, strict=True)) if pair[0] != pair[1])
     nodes = {info(node).name: node for node in graph.nodes if node.op == "call_function"}
-    if now[at] == scheduled[at + 1] and now[at + 1] != scheduled[at]:  # one went back; else one came ahead
+    if now[at] == scheduled[at + 1] and now[at + 1] != scheduled[at]:  # an op runs too late
         late = now.index(scheduled[at])
         ahead, behind = grammar.name_text(scheduled[at + 1]), grammar.name_text(now[late - 1])
         return nodes[scheduled[at]], f"it runs behind {behind}, and not in front of {ahead} as scheduled"
@@ -50,16 +50,16 @@ def moved(scheduled: list[str], graph: fx.Graph) -> tuple[fx.Node, str] | None:
 
 
 def slots(subject: Subject) -> Broken:
-    """Planned memory is not shared by results that are live at one time.
+    """Check that results that are live at the same time share no memory of the arena.
 
     - Two slots of the arena whose uses overlap have no byte in common. A use lasts until the wait of the collective.
-    - No output lies in a slot of the arena, which the next collectives overwrite.
+    - No output is in a slot of the arena, which the next collectives overwrite.
     """
     plan = subject.nodes[-1].meta.get(PLAN)
     if plan is None:
         return
     maker: dict[int, fx.Node] = {}
-    lies: dict[fx.Node, frozenset[int]] = {}  # the slots that a value may lie in
+    lies: dict[fx.Node, frozenset[int]] = {}  # value -> the slots that may hold it
     used: dict[int, tuple[int, int]] = {}
     for at, node in enumerate(subject.nodes):
         read = frozenset().union(*(lies.get(x, frozenset()) for x in node.all_input_nodes))
@@ -73,7 +73,7 @@ def slots(subject: Subject) -> Broken:
         if node.target in IN_MESSAGES:
             numbers: Any = arguments_of(node)["slots"]
             arrived = min((subject.place[wait] for wait in sent), default=at)
-            results = len(info(node).tensors)  # what comes and goes in one message is behind them
+            results = len(info(node).tensors)  # slots of shared messages come after them
             for k, number in enumerate(numbers):
                 maker[number], used[number] = node, (at, at if k < results else max(at, arrived))
             lies[node] = frozenset(numbers[:results])
@@ -109,10 +109,7 @@ def _sharing(
 
 
 def read(subject: Subject) -> Broken:
-    """Every result of a collective reaches an output.
-
-    - Each collective has a path of uses to the output node.
-    """
+    """Check that every result of a collective has a path of uses to an output."""
     live: set[fx.Node] = set()
     for node in reversed(subject.nodes):
         if node.op == "output" or node in live:
@@ -123,10 +120,7 @@ def read(subject: Subject) -> Broken:
 
 
 def once(subject: Subject) -> Broken:
-    """No collective is redundant.
-
-    - No two collectives have the same kind, operand, group and reduction.
-    """
+    """Check that no two collectives have the same kind, operand, group and reduction."""
     seen: dict[Any, fx.Node] = {}
     for node in subject.calls:
         for value, rest in _sent(node):
@@ -136,10 +130,7 @@ def once(subject: Subject) -> Broken:
 
 
 def rerun(forward: fx.GraphModule, backward: fx.GraphModule) -> Broken:
-    """The backward repeats no collective of the forward.
-
-    - No collective of ``backward`` has a result that ``forward`` saves.
-    """
+    """Check that no collective of ``backward`` has a result that ``forward`` saves."""
     saved_names = {
         info(_brought(x)).name for role, x in outputs(forward.graph) if role.kind == "saved" and isinstance(x, fx.Node)
     }
@@ -151,7 +142,7 @@ def rerun(forward: fx.GraphModule, backward: fx.GraphModule) -> Broken:
 
 
 def _sent(node: fx.Node) -> list[tuple[fx.Node, Any]]:
-    """Each value that a collective sends, with what else says what becomes of it."""
+    """Return (operand, the other arguments as text) of each tensor that a collective sends."""
     if collective_kind(node) is None:
         return []
     arguments = arguments_of(node)

@@ -1,9 +1,8 @@
-"""Checks that a pass which only moves data left the program the same: each op computes what one computed before.
+"""Checks that a pass that only moves data left the program the same, by fingerprints of values.
 
-Every value gets a fingerprint: of a placeholder its role, of an op its name, its constants and the fingerprints
-of what it takes. Data movement changes none, so a value that is gathered, scattered, padded or resharded has
-the fingerprint of what it was made from; an op that takes the wrong value, though of the right type, gets one
-that was never there before.
+The fingerprint of a placeholder is its role; that of an op is its target, its constants and the fingerprints of its
+operands. Data movement (collectives, slices, pads, reshards) keeps the fingerprint of its operand. So an op that takes
+the wrong value, though of the right type, has a fingerprint that did not exist before.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ Computed = dict[tuple[str, str, int], bytes]  # fingerprints by an output's kind
 
 @dataclass(frozen=True)
 class Program:
-    """Fingerprints of all values and of the outputs of a graph.
+    """Fingerprints of a graph.
 
     Args:
-        values: the fingerprints of its values.
-        results: those of its outputs.
+        values: of its values.
+        results: of its outputs.
     """
 
     values: frozenset[bytes]
@@ -39,18 +38,17 @@ class Program:
 
 
 def program(gm: fx.GraphModule, prints: Mapping[fx.Node, Any] | None = None) -> Program:
-    """Return the fingerprints of ``gm``, a graph at global shapes; data movement has none of its own.
+    """Return the fingerprints of ``gm``, a graph at global shapes.
 
     Args:
-        prints: its `fingerprints`, where there are some already.
+        prints: the result of `fingerprints`, if it is there already.
     """
     prints = prints or fingerprints(gm.graph)
     return Program(frozenset(prints.values()), of_outputs(gm.graph, prints))
 
 
 def changed(before: Program, gm: fx.GraphModule, prints: Mapping[fx.Node, Any]) -> tuple[fx.Node, str] | None:
-    """Return the first node of ``gm`` that computes what ``before`` did not, and what it takes; None where all is the
-    same.
+    """Return (first node of ``gm`` whose value ``before`` does not have, reason), or None.
 
     Args:
         prints: the `fingerprints` of ``gm``.
@@ -67,20 +65,20 @@ def computed(graph: fx.Graph, saved: Mapping[str, bytes] | None = None) -> Compu
     """Return the fingerprint of each output.
 
     Args:
-        saved: fingerprints of placeholders for saved values, by their role's name.
+        saved: role name -> fingerprint of placeholders for saved values.
     """
     return of_outputs(graph, fingerprints(graph, saved))
 
 
 def of_outputs(graph: fx.Graph, prints: Mapping[fx.Node, Any]) -> Computed:
-    """Return the fingerprint of each output, of those of the nodes."""
+    """Return the fingerprint of each output, from those of the nodes."""
     return {
         (role.kind, role.name, role.index): prints[node] for role, node in outputs(graph) if isinstance(node, fx.Node)
     }
 
 
 def same(before: Computed, now: Computed) -> str | None:
-    """Return a text on the first output whose fingerprint differs between two graphs, or None if all are the same."""
+    """Return a text on the first output whose fingerprint differs between two graphs, or None."""
     for role in [*before, *(role for role in now if role not in before)]:
         if before.get(role) != now.get(role):
             kind, name, _ = role
@@ -91,15 +89,14 @@ def same(before: Computed, now: Computed) -> str | None:
 def fingerprints(
     graph: fx.Graph, saved: Mapping[str, bytes] | None = None, replaced: Mapping[str, Collective] | None = None
 ) -> dict[fx.Node, Any]:
-    """Return the fingerprint of each node but the output; a list of them of one that makes several tensors by a
-    collective.
+    """Return node -> fingerprint, without the output node; a list for a coalesced collective.
 
-    Data movement at global shapes changes none. A local collective's fingerprint depends on its operands only:
+    Data movement at global shapes keeps the fingerprint. A local collective's fingerprint depends on its operands only:
     bucketing, transport and waits do not change it.
 
     Args:
-        saved: as `computed` says.
-        replaced: collectives that other ops may stand for, by the name of the result.
+        saved: as in `computed`.
+        replaced: result name -> collective that other ops may implement; such a result keeps its fingerprint.
     """
     out: dict[fx.Node, Any] = {}
     for node in graph.nodes:
@@ -143,19 +140,19 @@ def _fingerprint(node: fx.Node, prints: Mapping[fx.Node, Any]) -> Any:
 
 
 def with_fingerprints(argument: Any, prints: Mapping[fx.Node, Any]) -> Any:
-    """Return ``argument`` with the fingerprints of values in their place."""
+    """Return ``argument`` with fingerprints in place of nodes."""
     if isinstance(argument, fx.Node):
         return prints[argument]
     return [with_fingerprints(part, prints) for part in argument] if isinstance(argument, list | tuple) else argument
 
 
 def digest(*parts: Any) -> bytes:
-    """Return a fingerprint of ``parts``, by how they print."""
+    """Return a fingerprint of ``parts``, by their repr."""
     return blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
 def _moved(node: fx.Node) -> fx.Node:
-    """Return the value that ``node`` is before data movement."""
+    """Return the value before the data movement that leads to ``node``."""
     while node.target in ops.MARKERS.values():
         node = node.args[0]
     return node

@@ -1,4 +1,4 @@
-"""Checks of layouts: there, on the mesh, in agreement at every use, changed only as each op may."""
+"""Checks of layouts: present, on the mesh, consistent with rules at every use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardc.verify.subject import Broken, Subject
 
 
 def pins(subject: Subject) -> Broken:
-    """Placeholders have a usable layout.
+    """Check that placeholders have a usable layout.
 
     - Each parameter, buffer and input has a layout.
     - None of these has a pending reduction: a caller cannot pass a partial sum.
@@ -30,10 +30,7 @@ def pins(subject: Subject) -> Broken:
 
 
 def present(subject: Subject) -> Broken:
-    """Every tensor has a layout.
-
-    - Each value of each node has one; `shapes` checks that it fits.
-    """
+    """Check that every tensor has a layout; `shapes` checks that it fits."""
     for node in subject.nodes[:-1]:
         for value in info(node).tensors:
             if value.layout is None:
@@ -41,11 +38,7 @@ def present(subject: Subject) -> Broken:
 
 
 def shapes(subject: Subject) -> Broken:
-    """Layouts fit their values; a value without a layout passes.
-
-    - The layout is on the mesh of the graph.
-    - Its global shape is that of the value.
-    """
+    """Check that layouts are on the mesh of the graph and have the global shapes of their values."""
     for node in subject.nodes[:-1]:
         for value in info(node).tensors:
             if value.layout is not None and value.layout.mesh != subject.mesh:
@@ -55,33 +48,27 @@ def shapes(subject: Subject) -> Broken:
 
 
 def decisions(subject: Subject) -> Broken:
-    """The rules accept each op at the operand layouts that it needs.
-
-    - By its rule, the layouts in `Info.needs` give exactly the layouts of the results.
-    """
+    """Check that, by its rule, each op's operand layouts in `Info.needs` give exactly its results' layouts."""
     for node in _computing(subject):
         if (reason := subject.agrees(node, info(node).needs)) is not None:
             yield node, reason
 
 
 def agreement(subject: Subject) -> Broken:
-    """The rules accept each op at the layouts that its operands have, so no reshard is missing.
-
-    - By its rule, the operands' layouts give exactly the layouts of the results.
-    """
+    """Check that, by its rule, the layouts of each op's operands give exactly its results': no reshard is missing."""
     for node in _computing(subject):
         if (reason := subject.agrees(node, None)) is not None:
             yield node, reason
 
 
 def _computing(subject: Subject) -> list[fx.Node]:
-    """Return the ops that compute: neither data movement nor the picking of a result."""
+    """Return the ops that compute: all except data movement and getitems."""
     moving = (operator.getitem, *ops.MARKERS.values())
     return [node for node in subject.calls if node.target not in moving]
 
 
 def moves(subject: Subject) -> Broken:
-    """Data-movement ops keep the value and change only what their kind allows.
+    """Check that data-movement ops keep the value and change only what their kind allows.
 
     - The op takes one tensor and returns one of the same dtype.
     - ``pad`` and ``unpad`` change the size of one dim, which no axis splits; every other op keeps the global shape.
@@ -133,7 +120,7 @@ def _broken_pad(node: fx.Node, source: Value, result: Value) -> str | None:
 
 
 def results(subject: Subject) -> Broken:
-    """Outputs have the layout that the caller expects.
+    """Check that outputs have the layout that the caller expects.
 
     - An output with a layout in its role has that layout.
     - Without one, a gradient or updated buffer has the layout of the stored tensor, and no pending reduction.

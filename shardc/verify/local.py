@@ -1,4 +1,4 @@
-"""Checks of local programs: local shapes, groups of the mesh, every collective waited on."""
+"""Checks of local graphs: local shapes, host memory, process groups of the mesh, waits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardc.verify.subject import Broken, Subject
 
 
 def types(subject: Subject) -> Broken:
-    """Shapes are local.
+    """Check that shapes are local.
 
-    - No tensor has a layout any more.
+    - No tensor has a layout.
     - An output has the local shape of its role's layout.
     - Without one, a gradient or updated buffer has the shape of the stored tensor.
     """
@@ -35,7 +35,7 @@ def types(subject: Subject) -> Broken:
 
 
 def places(subject: Subject) -> Broken:
-    """Host memory is reached only by moves between host and device.
+    """Check that only moves between host and device access host memory.
 
     - ``to_device`` reads from the host, ``to_host`` writes to it; a wait changes nothing.
     - No other op has an operand or result on the host.
@@ -72,7 +72,7 @@ def places(subject: Subject) -> Broken:
 
 
 def groups(subject: Subject) -> Broken:
-    """Every collective is over a group of the mesh.
+    """Check that every collective is over a process group of the mesh.
 
     - The group's name lists axes of the mesh.
     - Its ``group_size``, if it has that argument, is the number of ranks in the group.
@@ -92,7 +92,7 @@ def groups(subject: Subject) -> Broken:
 
 
 def waits(subject: Subject) -> Broken:
-    """Every collective, and every move between host and device, is waited for.
+    """Check that every collective, and every move between host and device, is waited for.
 
     - Each of its results has a user.
     - Every user is a wait: nothing else reads memory that is still being written.

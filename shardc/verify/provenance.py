@@ -1,4 +1,4 @@
-"""Provenance of a broken collective: the plan entry and the line of the user's code that it comes from."""
+"""Provenance of a collective that fails a check: its plan entry and its line of the user's code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardc.ir.comm import WAIT
 from shardc.ir.comm_volume import GROUP_PREFIX, arguments_of, collective_kind
 from shardc.ir.graph import Origin, info, placeholders
 
-_FAR = 64  # ops that are looked at behind a collective for a line
+_FAR = 64  # most ops after a collective that are searched for a line
 
 
 def collective_of(node: fx.Node) -> fx.Node | None:
@@ -23,10 +23,10 @@ def collective_of(node: fx.Node) -> fx.Node | None:
 
 
 def entry_of(node: fx.Node, causes: Mapping[str, str]) -> str | None:
-    """Return the plan entry behind the collective ``node``, or None where none is found.
+    """Return the plan entry that caused the collective ``node``, or None.
 
     Args:
-        causes: of each parameter, which plan entries say how it is computed with.
+        causes: parameter -> the plan entries that decide its compute layout.
     """
     origin: Origin = info(node).origin
     if not origin.consumer:
@@ -40,7 +40,7 @@ def entry_of(node: fx.Node, causes: Mapping[str, str]) -> str | None:
 
 
 def source_of(node: fx.Node) -> str | None:
-    """Return the line of the user's code that the collective ``node``, or what first uses its result, was made for."""
+    """Return the user's line that caused the collective ``node``: its own, or that of the first op that uses it."""
     seen = [node]
     for user_node in seen:
         if user_node.op != "output" and (source := info(user_node).origin.source):

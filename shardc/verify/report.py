@@ -1,4 +1,4 @@
-"""Writes a report file for an error of the verifier: the program before and after the pass, and versions."""
+"""Writes a report file for an error of the verifier: the graph before and after the pass, and versions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ from shardc.ir.mesh import Mesh
 
 @contextmanager
 def reporting(mesh: Mesh, programs: Mapping[str, fx.GraphModule | None]) -> Iterator[None]:
-    """A block whose errors of the verifier say whose fault they are, and name a file to report them with.
+    """Write a report file for a VerifyError of the block that has no fix, and raise it with a fix that names the file.
 
     Args:
-        programs: by what they are called in the file; None for what is not there.
-
-    Raises:
-        VerifyError: the block's, with a fix that names the file. Ranks of one machine write one file.
+        programs: title in the file -> graph; None for a graph that does not exist.
     """
     try:
         yield
@@ -50,5 +47,5 @@ def reporting(mesh: Mesh, programs: Mapping[str, fx.GraphModule | None]) -> Iter
 def _text(gm: fx.GraphModule, mesh: Mesh) -> str:
     try:
         return text.dump(gm, mesh)
-    except VerifyError as error:  # what is broken may have no text
+    except VerifyError as error:  # a broken graph may not be printable
         return f"{error}\n{gm.graph}"

@@ -1,4 +1,4 @@
-"""Checks that a half which was cut into segments still runs its ops in the order that was scheduled."""
+"""Checks that the segments of a half, as Inductor lowers them, run its ops in the scheduled order."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardc.verify.subject import Broken, Subject
 
 
 def in_order(subject: Subject, segments: Sequence[Segment]) -> Broken:
-    """The segments run the half's schedule; a single segment is the half itself and passes.
+    """Check that the segments run the half's schedule; a single segment is the half itself and passes.
 
     - Their ops, in order, are the ops of the half, in its order.
     - Each op has the operands that it has in the half.
-    - Each segment returns the values that it is said to return.
+    - Each segment returns the values in its ``gives``.
     """
     if len(segments) == 1:
         return  # the half itself
@@ -47,5 +47,5 @@ def in_order(subject: Subject, segments: Sequence[Segment]) -> Broken:
 
 
 def _value(node: fx.Node) -> Any:
-    """Return the op, or which of its results."""
+    """Return an op, or (op, index) for a getitem."""
     return (node.args[0], node.args[1]) if node.target is getitem else node

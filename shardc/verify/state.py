@@ -1,4 +1,4 @@
-"""Whether a pass has changed a graph at all, so that what was verified in front of it need not be verified again."""
+"""Detects whether a pass has changed a graph, so that an unchanged one is not verified twice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardc.ir.graph import KEY, ROLES
 
 
 class State:
-    """All of a graph that checks look at."""
+    """Snapshot of the parts of a graph that checks read."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.nodes = list(graph.nodes)
@@ -23,13 +23,13 @@ class State:
         self.ends = [self.nodes[-1].meta.get(key) for key in (ROLES, PLAN)]
 
     def is_of(self, other: State | None) -> bool:
-        """Return whether the graph is as it was in ``other``."""
+        """Return whether the graph is the same as in ``other``."""
         if other is None or self.nodes != other.nodes or self.ends != other.ends or not self.computes(other):
             return False
         return all(map(is_, self.values, other.values))
 
     def computes(self, other: State | None) -> bool:
-        """Return whether its ops are those of ``other``, on the same operands, in whatever order."""
+        """Return whether it has the same ops on the same operands as ``other``, in any order."""
         if other is None or self.targets != other.targets or self.args != other.args:
             return False
         return self.kwargs == other.kwargs and self.records == other.records

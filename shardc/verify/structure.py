@@ -1,4 +1,4 @@
-"""Checks of the graph itself: records, order, types, legal ops."""
+"""Checks of a graph's structure: records, order, types, legal ops."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardc.verify.subject import Broken, Check, Subject
 
 
 def records(subject: Subject) -> Broken:
-    """Every node has a record.
+    """Check that every node has a record (`Info`).
 
-    - Each node but the output carries an `Info`.
+    - Each node except the output has an `Info`.
     - Names are unique in the graph.
     - Placeholders have a role, other nodes have none.
     """
@@ -38,10 +38,10 @@ def records(subject: Subject) -> Broken:
 
 
 def order(subject: Subject) -> Broken:
-    """Nodes are in a legal order.
+    """Check that nodes are in a legal order.
 
     - Placeholders come before ops; the only other nodes are constants and the output.
-    - Every operand of a node stands above it.
+    - Every operand of a node stands before it.
     - The one output node is the last, and has a role for each value.
     """
     above: set[fx.Node] = set()
@@ -64,7 +64,7 @@ def order(subject: Subject) -> Broken:
 
 
 def types(subject: Subject) -> Broken:
-    """Records agree with the fake values that capture or a pass left on nodes.
+    """Check that records agree with the fake values that capture or a pass left on nodes.
 
     - A record is a tuple exactly if the fake value is one.
     - Dtype and shape of each tensor are those of its fake value.
@@ -87,11 +87,7 @@ def types(subject: Subject) -> Broken:
 
 
 def results(subject: Subject) -> Broken:
-    """Items have the type of what they select.
-
-    - The source of a ``getitem`` has a result of its index.
-    - The node's value equals that result.
-    """
+    """Check that each ``getitem`` has the type of the result that it selects, and that this result exists."""
     for node in subject.calls:
         if node.target is operator.getitem:
             source, index = node.args
@@ -103,10 +99,9 @@ def results(subject: Subject) -> Broken:
 
 
 def legal(*allowed: Callable[..., Any], collectives: bool = False) -> Check:
-    """Return the check of which ops a stage may contain.
+    """Return the check that a stage has legal ops only: ``getitem``, ``allowed``, and overloads of ``torch.ops``.
 
-    - Every op is a ``getitem``, one of ``allowed``, or an overload of ``torch.ops``.
-    - Without ``collectives``, as before localize, no op is a collective of torch.
+    Without ``collectives``, as before localize, collectives of torch are not legal.
     """
 
     def legal(subject: Subject) -> Broken:

@@ -1,4 +1,4 @@
-"""The input of a check (`Subject`) and the type of what it yields."""
+"""The input of a check (`Subject`) and the type of its failures (`Broken`)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ def no_rules(node: fx.Node, operands: tuple[Layout, ...] | None) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """The graph to verify, its mesh, and the callback that tells whether an op's layouts fit together.
-
-    A check is a function of it that yields (node, what is broken there).
+    """A graph to verify, with its mesh; a check takes it and yields (node, what is wrong).
 
     Args:
-        causes: of each parameter, which plan entries say how it is computed with, for errors.
+        agrees: (op, operand layouts or None for their own) -> why they do not give the results' layouts, or None.
+        causes: parameter -> the plan entries that decide its compute layout, for errors.
     """
 
     gm: fx.GraphModule
@@ -41,7 +40,7 @@ class Subject:
 
     @cached_property
     def place(self) -> dict[fx.Node, int]:
-        """The place of each node."""
+        """Position of each node."""
         return {node: at for at, node in enumerate(self.nodes)}
 
     @cached_property
@@ -50,12 +49,12 @@ class Subject:
 
     @cached_property
     def stored(self) -> dict[tuple[str, str], Value]:
-        """The placeholders' tensors by kind and name."""
+        """(kind, name) of a role -> the placeholder's tensor."""
         pairs = ((info(node).role, info(node).value) for node in self.nodes if node.op == "placeholder")
         return {(role.kind, role.name): value for role, value in pairs if role is not None and isinstance(value, Value)}
 
     def owner_value(self, kind: str, name: str) -> Value | None:
-        """Return the stored tensor that an output of this role is the gradient of, or updates."""
+        """Return the placeholder's tensor of which an output with this role is the gradient or the update."""
         return self.stored.get(("param" if kind == "grad" else kind, name))
 
 
