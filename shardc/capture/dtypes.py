@@ -19,12 +19,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True)
 class ModuleDtypes:
-    """Floating-point dtypes of one module; None leaves a dtype unchanged.
-
-    Args:
-        param, buffers: of its direct parameters and buffers.
-        takes, gives: of its arguments and of its results.
-    """
+    """Floating-point dtypes of a module's parameters, buffers, arguments and results; None leaves one unchanged."""
 
     param: torch.dtype | None = None
     buffers: torch.dtype | None = None

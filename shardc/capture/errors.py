@@ -42,11 +42,7 @@ def capture_error(
     inputs: Sequence[tuple[str, Tensor]] = (),
     uncast: tuple[str, str] = ("", ""),
 ) -> CaptureError:
-    """Return the `CaptureError` for ``error``, which the trace of ``model`` on these inputs raised.
-
-    Args:
-        uncast: the result of `Dtypes.uncast`.
-    """
+    """Return the `CaptureError` for ``error`` of a trace of ``model``; ``uncast`` is the result of `Dtypes.uncast`."""
     text = str(error)
     if gave := re.search(rf"{LOSS_GAVE}([^'\"\\]*)", text):
         if loss is None:
@@ -180,11 +176,7 @@ def check_dtypes(graph: fx.Graph, uncast: tuple[str, str]) -> None:
 
 
 def refuse_sparse(graph: fx.Graph) -> None:
-    """Refuses a traced graph with a sparse tensor in it, as the gradient of an embedding with ``sparse=True`` is.
-
-    Raises:
-        CaptureError: with the op and its line.
-    """
+    """Raises CaptureError if the graph has a sparse tensor, such as the gradient of a sparse embedding."""
     for node in graph.nodes:
         results = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
         if any(x.layout is not torch.strided for x in results):
@@ -206,11 +198,7 @@ _IN_PLACE_OF = {
 
 
 def refuse_higher_order(graph: fx.Graph) -> None:
-    """Refuses a traced graph with a higher-order op, an op that writes to its arguments, or a collective.
-
-    Raises:
-        CaptureError: with the op and its line.
-    """
+    """Raises CaptureError for a higher-order op, an op that writes to its arguments, or a collective."""
     for node in graph.nodes:
         if str(getattr(node.target, "namespace", "")).endswith("c10d_functional"):
             raise CaptureError(

@@ -43,11 +43,7 @@ class GradMode:
         self._left = False  # whether forward entered inference_mode(False)
 
     def note(self, tx: Any) -> bool:
-        """Notes a read of the grad mode; returns False for torch's own code, which computes the same in both modes.
-
-        Raises:
-            Unsupported: the code is in a reentrant checkpoint.
-        """
+        """Notes a read of the grad mode; returns False in torch's own code. Unsupported in a reentrant checkpoint."""
         if is_told(tx.f_code) and "polyfills" not in tx.f_code.co_filename:
             return False
         if self._reentrant:

@@ -17,11 +17,7 @@ _BACKWARD_FIX = (
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Refuses backward hooks and global hooks; forward hooks of modules are traced.
-
-    Raises:
-        CaptureError: a module has a backward hook, or there is a hook of all modules.
-    """
+    """Raises CaptureError for backward hooks of modules and for global hooks; forward hooks are traced."""
     for path, module in model.named_modules():
         for kind in BACKWARD_HOOKS:
             for hook in getattr(module, kind).values():

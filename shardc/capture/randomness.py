@@ -83,11 +83,7 @@ def _fine(dtype: torch.dtype) -> torch.dtype:
 
 
 def refuse_draws(graph: fx.Graph) -> None:
-    """Refuses ops of a traced graph that draw from torch's generators, which differ from rank to rank.
-
-    Raises:
-        CaptureError: with the op and its line.
-    """
+    """Raises CaptureError for an op that draws from torch's generators, which differ from rank to rank."""
     for node in graph.nodes:
         if not draws(node.target) or node.target.namespace == "shardc_random":
             continue

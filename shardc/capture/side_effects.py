@@ -115,7 +115,7 @@ def _restored(model: nn.Module) -> Iterator[dict[str, tuple[nn.Module, dict[str,
 
 
 def _change_text(ref: str) -> str | None:
-    """Return a text for the changed ``ref``, such as ``L['self']._modules['model']._modules['sub'].count``.
+    """Return a warning text for a changed object, ``ref`` in Dynamo's notation (``L['self']._modules['model'].count``).
 
     None for globals of an installed library, which may keep a context there during a call.
     """

@@ -38,11 +38,7 @@ def fake_like(x: Tensor, device: torch.device, dtype: torch.dtype | None = None)
 
 
 def without_strides(graph: fx.Graph, mode: Any) -> None:
-    """Replaces ``as_strided``, its copy and its scatter in a traced graph whose nodes have fake values of ``mode``.
-
-    Raises:
-        CaptureError: an op reads memory outside of the tensor's elements.
-    """
+    """Replaces ``as_strided`` ops of a traced graph; CaptureError if one reads outside of the tensor's elements."""
     nodes = [node for node in graph.nodes if node.op == "call_function" and node.target in (*_READS, *_WRITES)]
     if not nodes:
         return

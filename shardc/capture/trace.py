@@ -123,11 +123,7 @@ def loss_arity(loss: Loss) -> int:
 
 
 def target_names(loss: Loss) -> tuple[str, ...]:
-    """Return the names of the arguments that ``loss`` needs after the model's output: the targets.
-
-    Raises:
-        InputError: ``loss`` is a builtin without a signature.
-    """
+    """Return the names of the targets: arguments that ``loss`` needs after the output; InputError for a builtin."""
     target = loss.forward if isinstance(loss, nn.Module) else loss
     try:
         parameters = inspect.signature(target).parameters.values()

@@ -166,13 +166,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Route:
-    """Placement of a group of ranks on nodes.
-
-    Args:
-        ranks: size of the group.
-        nodes: number of nodes that the group spans.
-        per_node: ranks of the group in each node.
-    """
+    """Placement of a group of ranks: its size, the ``nodes`` that it spans, and its ranks in each (``per_node``)."""
 
     ranks: int
     nodes: int

@@ -114,11 +114,7 @@ def join_axes(mesh: Mesh, parts: list[str]) -> tuple[str, ...]:
 
 
 def common_places(src: Layout, dst: Layout) -> Places:
-    """Translate ``src`` and ``dst`` into common terms.
-
-    Raises:
-        LayoutError: the meshes or global shapes differ.
-    """
+    """Return the common terms of ``src`` and ``dst``; LayoutError if their meshes or global shapes differ."""
     if src.mesh != dst.mesh:
         raise LayoutError(f"cannot go from {src} on {src.mesh!r} to {dst} on {dst.mesh!r}", fix="use one mesh for both")
     if src.shape != dst.shape:

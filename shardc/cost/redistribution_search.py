@@ -23,13 +23,7 @@ Region = tuple[Place, ...]
 
 @dataclass(frozen=True)
 class Move:
-    """One step between states.
-
-    Args:
-        kind: the kind of step, as in `shardc.cost.redistribute.Step`.
-        parts: the parts whose location changes.
-        op: the reduce op, if it reduces.
-    """
+    """One step between states: its kind (as in `Step`), the parts whose location changes, and its reduce op."""
 
     kind: str
     parts: tuple[int, ...]
@@ -166,7 +160,7 @@ class _StateCache:
         return (self.numel * partial * (terms - 2) + ranks * self.target_numel) // ranks
 
     def tilings(self, region: Region, state: State) -> list[State]:
-        """Return the states that split exactly the digits of ``region``; partial parts of ``state`` stay partial."""
+        """Return the states that split the digits in ``region`` and no others; partial parts of ``state`` stay partial."""
         key = region, tuple(min(at, WHOLE) for at in state)
         if key not in self._tilings:
             inside = [

@@ -97,14 +97,7 @@ class Body:
 
     @classmethod
     def from_json(cls, data: Any, allowed: Callable[[Any], bool]) -> Body:
-        """Return the body that `to_json` wrote.
-
-        Args:
-            allowed: tells whether a graph may call an op.
-
-        Raises:
-            TextError: ``data`` is not a body.
-        """
+        """Return the body that `to_json` wrote; TextError for other data, or an op that is not ``allowed``."""
 
         def per_row(entry: Any) -> PerRow:
             shape, dtype = entry
@@ -129,11 +122,7 @@ def register(body: Body) -> Body:
 
 
 def body_of(name: str) -> Body:
-    """Return the body called ``name``.
-
-    Raises:
-        RuleError: no body of that name was captured or loaded in this process.
-    """
+    """Return the body called ``name``; RuleError if it was neither captured nor loaded in this process."""
     if name not in _bodies:
         raise RuleError(f"no experts are known by the name {name!r}", fix="capture, or load, the model that has them")
     return _bodies[name]

@@ -126,11 +126,7 @@ def experts(function: Function) -> Function:
 def one_by_one(
     function: Function, x: Tensor, index: Tensor, weight: Tensor, params: Sequence[Tensor], scaled: bool = False
 ) -> Tensor:
-    """Run the experts one after another, as on one device.
-
-    Args:
-        scaled: ``function`` takes the rows' routing weights, [n, 1], as its second argument and applies them itself.
-    """
+    """Run the experts one after another; if ``scaled``, ``function`` takes [n, 1] routing weights and applies them."""
     order, ends = sort(index, params[0].shape[0])
     take, scale = order // index.shape[1], weight.flatten()[order].unsqueeze(1)
     results, start = [], 0

@@ -113,15 +113,7 @@ def _arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
 
 
 def _within(sends: Tensor, most: Tensor, rows: int) -> Tensor:
-    """Return ``sends`` if the received rows fit into every rank's buffer.
-
-    Args:
-        most: int64 [1]: the largest number of rows that one rank receives.
-        rows: number of rows in the buffer.
-
-    Raises:
-        InputError: they do not fit; on every rank, before a row is sent.
-    """
+    """Return ``sends`` if ``most``, the rows of the busiest rank, fit into ``rows``; else InputError on all ranks."""
     if (come := int(most)) > rows:
         raise InputError(
             f"{come} rows come to one rank, and its bound leaves room for {rows}",

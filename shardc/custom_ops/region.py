@@ -27,12 +27,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Ranks:
-    """The mesh and this rank's place in it, for a region's function.
-
-    Args:
-        mesh: the mesh.
-        indices: axis -> this rank's index along it, int64 [1].
-    """
+    """A mesh, and this rank's index along each axis, int64 [1], for a region's function."""
 
     mesh: Mesh
     indices: dict[str, Tensor]

@@ -76,10 +76,6 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
     """Returns all passes for ``plan``, in order; those after ``partition`` run on the forward and the backward graph.
 
     Args:
-        plan: the plan, resolved against the model.
-        options: how to compile; see `Options`.
-        fake_mode: mode of the captured graph's fake values.
-        device: the device that the program runs on.
         cut: (partitioner of a joint graph, marks a node as recomputed in backward, marks a node as saved).
 
     Raises:

@@ -37,11 +37,7 @@ _REDUCE: dict[str, Callable[[torch.dtype], tuple[Any, Any, dict[str, Any]]]] = {
 
 
 class Algorithm(ABC):
-    """An algorithm for one kind of collective.
-
-    Attributes:
-        kind: "reduce_scatter", "all_gather" or "all_reduce".
-    """
+    """An algorithm for a ``kind`` of collective: "reduce_scatter", "all_gather" or "all_reduce"."""
 
     kind: str
 
@@ -56,13 +52,7 @@ class Algorithm(ABC):
 
 @dataclass(frozen=True)
 class Group:
-    """Process group of a collective, with the algorithms to choose from.
-
-    Args:
-        name, ranks: of the process group.
-        cost: a measured cost model.
-        algorithms: candidates; on a tie the first is taken.
-    """
+    """Process group of a collective, a measured cost model, and candidate algorithms (on a tie, the first wins)."""
 
     name: str
     ranks: int
@@ -93,12 +83,7 @@ class Spelling:
     """Insertion points of an algorithm's nodes: before the replaced collective, and before its wait.
 
     Nodes that start a collective go to the first, nodes that use its result to the second, so that compute between the
-    two still overlaps with it.
-
-    Args:
-        node, wait: the collective that is replaced, and its wait.
-        group: its process group.
-        op: its reduce op; "" for gathers.
+    two still overlaps with it. ``op`` is the collective's reduce op, "" for gathers.
     """
 
     node: fx.Node

@@ -99,11 +99,7 @@ class Attention:
         return passing_seconds(self.mesh, axes, part, computed, self.cost) <= gathered
 
     def _check_unapplied(self, graph: fx.Graph, applied: set[Cp]) -> None:
-        """Warns of entries that name a method which no kernel could use.
-
-        Raises:
-            PlanError: the entry's modules compute no attention at all.
-        """
+        """Warns of entries whose method applied to no kernel; PlanError if their modules compute no attention."""
         for entry in self.entries:
             if entry.method not in ("ring", "heads") or entry in applied or self.mesh.size(entry.axis) == 1:
                 continue

@@ -119,11 +119,7 @@ class Bucket:
 
 @dataclass
 class _Open:
-    """Bucket that may still grow.
-
-    Attributes:
-        first, ready, use: positions in the graph of its first member, its last input and its first use.
-    """
+    """Bucket that may still grow; ``first``, ``ready``, ``use``: positions of first member, last input, first use."""
 
     members: list[fx.Node]
     first: float

@@ -26,13 +26,7 @@ _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True)
 class Candidate:
-    """Collective next to a matrix product, with the decision about it.
-
-    Args:
-        name, module, source: of the collective.
-        pieces: number of its chunks; 1 if it is not split.
-        reason: why.
-    """
+    """Collective next to a matrix product, with its number of chunks (1 if it is not split) and the reason."""
 
     name: str
     module: str

@@ -21,9 +21,7 @@ class Sum:
     """Accumulator of one parameter's unreduced gradients.
 
     Args:
-        name: the parameter.
-        layout: its layout, at the stored (padded) shape, with pending sums over the axes of the reduction.
-        dtype: dtype of the accumulation.
+        layout: of the stored (padded) shape, with pending sums over the axes of the reduction.
     """
 
     name: str

@@ -106,8 +106,7 @@ def _replace(node: fx.Node, target: Any, args: tuple[Any, ...], name: str) -> No
 def _between(ends: Iterable[Any], stops: set[fx.Node], border: fx.Node) -> list[fx.Node]:
     """Returns the nodes that ``ends`` depend on, back to ``stops`` (exclusive), in graph order.
 
-    Raises:
-        CaptureError: they depend on a placeholder or on another call's mark.
+    CaptureError if they depend on a placeholder or on another call's mark.
     """
     inside: set[fx.Node] = set()
     work = [node for node in ends if isinstance(node, fx.Node) and node not in stops]
@@ -230,7 +229,11 @@ class _Builder:
     def _graph(
         self, nodes: Sequence[fx.Node], before: Sequence[fx.Node], results: Sequence[Any], where: Where
     ) -> fx.Graph:
-        """Builds a graph of ``nodes``; its inputs are the tangent (``before[0]``), the marks' results, saved values."""
+        """Builds the graph that computes ``results`` with ``nodes``.
+
+        Its inputs are the number of rows, the tangent (``before[0]``) if there is one, rows, scale, parameters and
+        saved values (``before[1:]``).
+        """
         graph = fx.Graph()
         size = ir.set_info(graph.placeholder("n"), Info("n", None))
         env: dict[fx.Node, Any] = {}

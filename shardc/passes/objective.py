@@ -80,10 +80,9 @@ class Objective:
 
 
 def unit(layout: Layout, losses: Collection[str], reduce: str) -> float:
-    """Returns the factor from the gradient of the objective to the gradient of this rank's own loss, for an input.
+    """Returns the factor from an input's gradient of the objective to that of this rank's own loss.
 
     Args:
-        layout: of the input.
         losses: axes along which the ranks have different losses.
     """
     size = _size(layout, [axis for axis in losses if (axis in layout.bound) == (reduce == "mean")])

@@ -25,13 +25,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Padded:
-    """Padded form of a value.
-
-    Args:
-        node: in the new graph.
-        padding: which places of each dim hold elements.
-        filling: value of the other places; None if it is not defined.
-    """
+    """Padded form of a value; ``filling`` is the value of places without elements, None if undefined."""
 
     node: fx.Node
     padding: Padding

@@ -51,11 +51,7 @@ def ask(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.Node, fl
 
 
 def check(graph: fx.Graph, wanted: Wanted) -> None:
-    """Checks that each gather starts before the op that its entry names.
-
-    Raises:
-        PlanError: it does not.
-    """
+    """Raises PlanError if a gather does not start before the op that its entry names."""
     place = {node: at for at, node in enumerate(graph.nodes)} if wanted else {}
     for entry, gather, first in wanted:
         if place[gather] > place[first]:

@@ -85,11 +85,7 @@ def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
 
 
 def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[Any]:
-    """Traces the region's function on shards and emits its ops; returns its results.
-
-    Raises:
-        RuleError: a result's shape is not that of this rank's shard.
-    """
+    """Traces the region's function on shards and emits its ops; returns its results. RuleError for a wrong shape."""
     it, mesh = _region(node), ir.layout(operands_of(node)[0]).mesh
     operands = [emitter.like(x, old) for x, old in zip(operands, operands_of(node), strict=True)]
     fakes = [x.meta["val"] for x in operands]
@@ -176,7 +172,7 @@ def _region(node: fx.Node) -> Region:
 
 
 def _tangents(it: Region, mesh: Mesh, values: Sequence[Value]) -> list[Layout]:
-    """Returns the layout of each result with pending sums, for tangents of these ``values``."""
+    """Returns the `Layout` of each result of the region, from its out_layouts, for tangents with these ``values``."""
     return [_layout(it, "out", at, it.outputs[at], mesh, value) for at, value in enumerate(values)]
 
 

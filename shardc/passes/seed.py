@@ -147,11 +147,7 @@ class Seed:
 
 
 def _check_experts(param: fx.Node, plan: ParamPlan) -> None:
-    """Checks that ``plan`` splits the weights of experts only between experts, along dim 0.
-
-    Raises:
-        PlanError: its compute layout splits another dim.
-    """
+    """Raises PlanError if ``plan`` splits the weights of experts along another dim than the experts (dim 0)."""
     casts = [user for user in param.users if user.target is torch.ops.aten._to_copy.default]
     call = next((user for x in (param, *casts) for user in x.users if user.target is experts.CALL), None)
     layout = plan.split or plan.compute

@@ -23,12 +23,7 @@ PIN_PENALTY = 1e4  # factor on the cost of resharding a value whose layout the p
 
 @dataclass(frozen=True)
 class Work:
-    """Properties of an op, besides sizes and layouts, on which its compute time depends.
-
-    Args:
-        dtypes: of its operands, then of its results.
-        attention: the op is a fused attention kernel.
-    """
+    """Properties of an op for its compute time: dtypes of operands and results, and whether it is attention."""
 
     dtypes: tuple[torch.dtype, ...]
     attention: bool = False

@@ -87,11 +87,7 @@ def check_same(what: str, saved: Mapping[str, str], now: Mapping[str, str], fix:
 
 
 def signature_to_json(signature: Signature) -> dict[str, Any]:
-    """Return ``signature`` as JSON data.
-
-    Raises:
-        PrecompiledError: it has a constant or a structure of arguments that JSON cannot represent.
-    """
+    """Return ``signature`` as JSON data; PrecompiledError for a constant or structure that JSON cannot represent."""
     around = signature.surroundings
     leaves = []
     for name, leaf in zip(signature.names, signature.leaves, strict=True):
@@ -121,11 +117,7 @@ def signature_to_json(signature: Signature) -> dict[str, Any]:
 
 
 def reads_to_json(reads: Reads) -> list[dict[str, Any]]:
-    """Return ``reads`` as JSON data.
-
-    Raises:
-        PrecompiledError: code read a global that cannot be imported in another process.
-    """
+    """Return ``reads`` as JSON data; PrecompiledError for a global that another process cannot import."""
     for read in reads.entries:
         if "scope(" in read.expression:
             raise PrecompiledError(
@@ -136,11 +128,7 @@ def reads_to_json(reads: Reads) -> list[dict[str, Any]]:
 
 
 def signature_of(call: Call) -> Signature:
-    """Return the signature that `signature_to_json` wrote.
-
-    Raises:
-        PrecompiledError: arguments and structure differ in number, or a constant is not of its kind.
-    """
+    """Return the signature that `signature_to_json` wrote; PrecompiledError if it is inconsistent."""
     leaves: list[Like | Constant] = []
     for leaf in call.leaves:
         if isinstance(leaf, TensorLeaf):

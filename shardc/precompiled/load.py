@@ -180,11 +180,7 @@ def load(folder: str | Path, *, trust: bool = False) -> Precompiled:
 
 
 def fill(gm: fx.GraphModule, entries: Sequence[Held], data: bytes) -> None:
-    """Set the constants that are saved outside of the text on ``gm``.
-
-    Raises:
-        PrecompiledError: one is not in the graph, is of another type there, or ``data`` has another number of bytes.
-    """
+    """Set the constants that are saved outside of the text on ``gm``; PrecompiledError if types or sizes differ."""
     types = {str(node.target): ir.value(node) for node in gm.graph.find_nodes(op="get_attr")}
     raw, at = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8), 0
     if len(data) != sum(constant.bytes for constant in entries):

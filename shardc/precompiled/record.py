@@ -78,7 +78,7 @@ class Half:
 
 @dataclass(frozen=True)
 class TensorLeaf:
-    """A tensor argument of the call."""
+    """A tensor argument of the call that a program was compiled for."""
 
     shape: Sizes
     dtype: torch.dtype
@@ -87,7 +87,7 @@ class TensorLeaf:
 
 @dataclass(frozen=True)
 class ConstantLeaf:
-    """A constant argument of the call."""
+    """A constant argument of the call that a program was compiled for."""
 
     constant: Plain
     kind: Literal["bool", "int", "float", "str", "NoneType"]
@@ -95,7 +95,7 @@ class ConstantLeaf:
 
 @dataclass(frozen=True)
 class Call:
-    """The signature; ``spec`` is read by `shardc.precompiled.tree_spec`."""
+    """The signature of the call that a program was compiled for; `tree_spec` reads ``spec``."""
 
     names: tuple[str, ...]
     leaves: tuple[TensorLeaf | ConstantLeaf, ...]
@@ -181,11 +181,7 @@ def constants(half: str) -> str:
 
 
 def read(folder: Path, record: Record, name: str) -> bytes:
-    """Return the contents of a file of the program, checked against the record's hash.
-
-    Raises:
-        PrecompiledError: it is missing, is not a plain file of the folder, or changed since it was saved.
-    """
+    """Return a file of the program; PrecompiledError if it is missing, a link, or differs from the record's hash."""
     data = _read(folder, name, LARGEST_TEXT if name.endswith(".txt") else None)
     if data is None or hashlib.sha256(data).hexdigest() != record.files[name]:
         became = "is missing" if data is None else "changed since it was saved"

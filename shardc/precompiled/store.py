@@ -50,11 +50,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 class Stored(Precompiled):
-    """A program that an earlier start or another rank compiled.
-
-    Args:
-        fresh: compiles it, for halves that were not saved.
-    """
+    """A program that an earlier start or another rank compiled; ``fresh`` compiles halves that were not saved."""
 
     from_store = True
 
@@ -71,12 +67,7 @@ class Stored(Precompiled):
 
 @dataclass(frozen=True)
 class Store:
-    """The stored programs for one call of one model, which differ in the values that their captures read.
-
-    Args:
-        folder: the folder of these programs.
-        mesh, plan: the mesh and plan that they were compiled for.
-    """
+    """The stored programs for one call of one model, in ``folder``; they differ in the values that captures read."""
 
     folder: Path
     mesh: Mesh
@@ -113,11 +104,7 @@ class Store:
         return cls(root / _hash(key.encode()), mesh, plan)
 
     def find(self, model: nn.Module, loss: Callable[..., Any] | None, fresh: Callable[[], Executable]) -> Stored | None:
-        """Return the stored program for ``model`` as it is now, and issue its warnings; None if there is none.
-
-        Args:
-            fresh: compiles the program.
-        """
+        """Return the stored program for ``model`` as it is now, or None; issues its warnings. ``fresh`` compiles it."""
         for folder in sorted(self.folder.glob("*/")):
             try:
                 notes, record = json.loads((folder / MADE).read_text()), read_record(folder, evaluates=False)

@@ -32,11 +32,7 @@ _DEEPEST = 100
 
 
 def spec_to_json(spec: pytree.TreeSpec, what: str) -> Any:
-    """Return a pytree structure as JSON data.
-
-    Raises:
-        PrecompiledError: it has a container class or a key that cannot be written to disk.
-    """
+    """Return a pytree structure as JSON data; PrecompiledError if a container class or a key has no JSON form."""
     kind, children = spec.type, [spec_to_json(child, what) for child in spec_children(spec)]
     if spec.is_leaf():
         return LEAF
@@ -56,11 +52,7 @@ def spec_to_json(spec: pytree.TreeSpec, what: str) -> Any:
 
 
 def spec_from_json(data: Any, what: str, depth: int = 0) -> pytree.TreeSpec:
-    """Return the structure that `spec_to_json` wrote.
-
-    Raises:
-        PrecompiledError: ``data`` is not a structure, or has a class that this program has not registered.
-    """
+    """Return the structure that `spec_to_json` wrote; PrecompiledError for other data or an unregistered class."""
     if data == LEAF:
         return pytree.tree_flatten(0)[1]
     if depth > _DEEPEST or not isinstance(data, dict):

@@ -84,13 +84,9 @@ def verify_half(gm: fx.GraphModule, mesh: Mesh, stage: str) -> None:
 def verify_halves(
     forward: fx.GraphModule, backward: fx.GraphModule | None, mesh: Mesh, joint: fx.Graph | None = None
 ) -> None:
-    """Check both halves after partition, and that backward recomputes no collective whose result forward saves.
+    """Check both halves after partition, and that together they return the results of ``joint``.
 
-    Args:
-        joint: the graph that was partitioned; the halves together must return its results.
-
-    Raises:
-        VerifyError: as `verify`.
+    Backward may recompute no collective whose result forward saves. Raises VerifyError, as `verify` does.
     """
     verify_half(forward, mesh, "partition")
     if backward is not None:

@@ -41,11 +41,7 @@ class Collective:
     reduces: str
 
     def is_spelled_by(self, result: fx.Node, prints: Mapping[fx.Node, Any]) -> bool:
-        """Return whether ``result`` is its operand after collectives of its group and a reduction like its.
-
-        Args:
-            prints: fingerprints of the nodes before ``result``.
-        """
+        """Return whether ``result`` is its operand after collectives of its group and a reduction like its."""
         sent, reduced = False, not self.reduces
         seen, todo = {result}, [result]
         while todo:

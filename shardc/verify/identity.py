@@ -26,33 +26,20 @@ Computed = dict[tuple[str, str, int], bytes]  # fingerprints by an output's kind
 
 @dataclass(frozen=True)
 class Program:
-    """Fingerprints of a graph.
-
-    Args:
-        values: of its values.
-        results: of its outputs.
-    """
+    """Fingerprints of a graph: of its ``values``, and of its outputs (``results``)."""
 
     values: frozenset[bytes]
     results: Computed
 
 
 def program(gm: fx.GraphModule, prints: Mapping[fx.Node, Any] | None = None) -> Program:
-    """Return the fingerprints of ``gm``, a graph at global shapes.
-
-    Args:
-        prints: the result of `fingerprints`, if it is there already.
-    """
+    """Return the fingerprints of ``gm`` at global shapes; ``prints`` is its `fingerprints`, if computed already."""
     prints = prints or fingerprints(gm.graph)
     return Program(frozenset(prints.values()), of_outputs(gm.graph, prints))
 
 
 def changed(before: Program, gm: fx.GraphModule, prints: Mapping[fx.Node, Any]) -> tuple[fx.Node, str] | None:
-    """Return (first node of ``gm`` whose value ``before`` does not have, reason), or None.
-
-    Args:
-        prints: the `fingerprints` of ``gm``.
-    """
+    """Return (first node of ``gm`` whose value is not in ``before``, reason), or None; ``prints`` are those of ``gm``."""
     for node in gm.graph.nodes:
         if node.op != "output" and prints[node] not in before.values:
             operands = ", ".join(dict.fromkeys(grammar.name_text(info(_moved(x)).name) for x in node.all_input_nodes))
@@ -62,11 +49,7 @@ def changed(before: Program, gm: fx.GraphModule, prints: Mapping[fx.Node, Any]) 
 
 
 def computed(graph: fx.Graph, saved: Mapping[str, bytes] | None = None) -> Computed:
-    """Return the fingerprint of each output.
-
-    Args:
-        saved: role name -> fingerprint of placeholders for saved values.
-    """
+    """Return the fingerprint of each output; ``saved`` maps the names of saved values to their fingerprints."""
     return of_outputs(graph, fingerprints(graph, saved))
 
 

@@ -23,11 +23,7 @@ def collective_of(node: fx.Node) -> fx.Node | None:
 
 
 def entry_of(node: fx.Node, causes: Mapping[str, str]) -> str | None:
-    """Return the plan entry that caused the collective ``node``, or None.
-
-    Args:
-        causes: parameter -> the plan entries that decide its compute layout.
-    """
+    """Return the plan entry that caused the collective ``node``, or None; ``causes``: parameter -> its entries."""
     origin: Origin = info(node).origin
     if not origin.consumer:
         return origin.cause or None
