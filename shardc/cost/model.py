@@ -48,7 +48,7 @@ class Pricing(Protocol):
         """Return the seconds of a local op that reads and writes ``nbytes`` in total and has no FLOPs."""
 
     def linear(self, direct: bool) -> tuple[float, float]:
-        """Return (seconds before the first byte, bytes per second after it) of a collective; ``direct``: by messages."""
+        """Return (seconds before the first byte, bytes per second) of a collective; of messages if ``direct``."""
 
 
 class Measured(NamedTuple):

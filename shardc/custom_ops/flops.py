@@ -68,7 +68,7 @@ def is_attention(target: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def flops(target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], result: Any) -> int:
-    """Return the operations of a dense op, called with shapes in place of tensors; ``result``: shapes of its results."""
+    """Return the operations of a dense op, called with shapes in place of tensors; ``result``: shapes of results."""
     if target in _OTHERS:
         return int(_OTHERS[target](*args))
     return int(flop_registry[target.overloadpacket](*args, **dict(kwargs), out_val=result))

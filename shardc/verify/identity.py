@@ -39,7 +39,7 @@ def program(gm: fx.GraphModule, prints: Mapping[fx.Node, Any] | None = None) -> 
 
 
 def changed(before: Program, gm: fx.GraphModule, prints: Mapping[fx.Node, Any]) -> tuple[fx.Node, str] | None:
-    """Return (first node of ``gm`` whose value is not in ``before``, reason), or None; ``prints`` are those of ``gm``."""
+    """Return (first node of ``gm`` whose value ``before`` lacks, reason), or None; ``prints`` are those of ``gm``."""
     for node in gm.graph.nodes:
         if node.op != "output" and prints[node] not in before.values:
             operands = ", ".join(dict.fromkeys(grammar.name_text(info(_moved(x)).name) for x in node.all_input_nodes))
