@@ -31,7 +31,7 @@ def transformers_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, 
             product = F.linear(inner, down.t() if turned else down, biases[1] if bias else None)
             norm_params = dict(zip(norm, biases[2:] if bias else biases, strict=True))
             return functional_call(self.post_expert_norm, norm_params, (product,)) * scale
-        # The weights are applied to what is narrower than the result, which then need not be kept for their gradient.
+        # Scales the narrower `inner`, so that the result need not be saved for the gradient of the weights.
         product = F.linear((inner * scale).to(inner.dtype), down.t() if turned else down)
         return product + scale * biases[1] if bias else product
 

@@ -138,7 +138,10 @@ class GradMode:
             yield
 
     def _in_inference(self, name: str, answer: Any, view: bool) -> Any:
-        """Return ``answer``, or its value in inference mode; a view of a parameter requires a gradient there too."""
+        """Return the ``answer`` to a read of attribute ``name``, corrected for inference mode.
+
+        A view of a parameter requires a gradient there too, so such a read is refused.
+        """
         recorded = answer.as_python_constant() is _RECORDED[name]
         if not (recorded or view):
             return answer

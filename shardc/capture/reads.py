@@ -95,7 +95,7 @@ def _wrapper_code(model: nn.Module) -> set[CodeType]:
 
 
 def reads_of(trace: Any, model: nn.Module, loss: Any, states: Iterable[Read] = ()) -> Reads:
-    """Return the values that a trace of ``loss(model(...))`` read, including ``states`` of torch.
+    """Return the attributes, globals and properties that a trace of ``loss(model(...))`` read, and ``states`` of torch.
 
     Raises:
         CaptureError: the code asks for the class of a tensor; or it reads a tensor that is no parameter, buffer or

@@ -145,7 +145,7 @@ class Traced(Captured):
         stored: dtype of each parameter and buffer.
         dynamo: the fake mode that Dynamo ran the model in.
         uncast: the result of `Dtypes.uncast`.
-        memories, owners: as `returned` takes them.
+        memories, owners: the result of `memories_of`.
     """
 
     names: dict[str, str]

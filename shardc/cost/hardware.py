@@ -91,7 +91,7 @@ class Hardware:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Without the cached hash: that of a string differs from process to process.
+        # Without the cached hash: a string's hash differs between processes.
         return Hardware, self._values
 
     @cached_property

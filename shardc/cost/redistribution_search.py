@@ -125,7 +125,7 @@ class _StateCache:
         self.target_numel = self.local_numel(places.target)
 
     def local_numel(self, state: State) -> int:
-        """Return the elements of a rank's shard."""
+        """Return the number of elements of a rank's shard in ``state``."""
         if (numel := self._local_numel.get(state)) is None:
             shards = prod([size for size, at in zip(self.places.sizes, state, strict=True) if at > WHOLE])
             numel = self._local_numel[state] = self.numel // shards

@@ -37,7 +37,7 @@ def check_waits(subject: Subject) -> Broken:
         if wait not in leaves:
             first = min(map(place.__getitem__, wait.users), default=0)
             blocking = _idle(graph, nodes[place[wait] + 1 : first])
-        elif start in leaves:  # a second reduction on the way out starts where the first has come
+        elif start in leaves:  # a second reduction, which starts when the first is done
             continue
         elif bisect_right(starts, place[start]) == bisect_right(starts, place[wait]) and last > place[wait]:
             blocking = _idle(graph, [node for node in nodes[place[wait] + 1 : last + 1] if node not in leaves])

@@ -80,7 +80,7 @@ class Objective:
 
 
 def unit(layout: Layout, losses: Collection[str], reduce: str) -> float:
-    """Returns the factor from an input's gradient of the objective to that of this rank's own loss.
+    """Returns the factor that turns an input's gradient of the objective into one of this rank's own loss.
 
     Args:
         losses: axes along which the ranks have different losses.

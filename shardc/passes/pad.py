@@ -128,7 +128,7 @@ class _Padder(PaddedValues):
         with self.graph.inserting_before(copy):
             copy.args, copy.kwargs = self.with_strides(
                 copy.target, copy.args, copy.kwargs
-            )  # what is unpadded is a slice
+            )  # unpadded operands are slices
         return copy
 
     def _inputs(self) -> None:
@@ -220,7 +220,7 @@ class _Padder(PaddedValues):
         if any(map(is_padded, padding)):
             self.padded[node] = Padded(result, padding, filling)
             if any(user.op == "output" for user in node.users):
-                # An output of the forward lies in memory as on one device.
+                # An output of the forward has the strides of a run on one device.
                 self.plain[node] = self.like(self.without(node), node)
         else:
             self.plain[node] = result

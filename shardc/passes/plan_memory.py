@@ -1,4 +1,4 @@
-"""Plan memory: place the results of direct collectives in an arena, by their lifetimes."""
+"""Plan memory: place the results of direct collectives (messages between ranks) in an arena, by their lifetimes."""
 
 from __future__ import annotations
 

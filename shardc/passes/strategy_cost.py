@@ -179,5 +179,5 @@ def _deferred(spec: Spec, operands: tuple[Layout, ...], strategy: Strategy, item
         carried = [axis for axis, _ in layout.partial if axis in brought]
         if carried:
             total += redistribute.seconds(layout, layout.without_partial(carried), itemsize, cost)
-    # On a tie a move carries (its consumer knows where the value should go), arithmetic reduces first.
+    # On a tie, ops that move data carry the partial sum (their consumer decides its layout), others reduce first.
     return total * (0.999 if spec.moves else 1.001)

@@ -61,7 +61,7 @@ class Stored(Precompiled):
     def make(self, phase: Phase) -> fx.GraphModule | None:
         if phase != INFERENCE or phase in self._halves or FORWARD not in self._halves:
             return super().make(phase)
-        with tracing(grad=True):  # as where no program was stored
+        with tracing(grad=True):  # as if no program was stored
             return self.fresh().make(phase)
 
 

@@ -15,7 +15,7 @@ class State:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.nodes = list(graph.nodes)
-        # Not a tuple for each node: making many objects makes Python look for garbage.
+        # Dicts, not a tuple for each node: many new objects trigger Python's garbage collector.
         self.targets = {node: node.target for node in self.nodes}
         self.args, self.kwargs = {node: node.args for node in self.nodes}, {node: node.kwargs for node in self.nodes}
         self.records = {node: node.meta.get(KEY) for node in self.nodes}
