@@ -105,7 +105,7 @@ def call_act(
     deferred: Deferred,
     row_axes: Sequence[tuple[str, ...]] = (),
 ) -> Act:
-    """Returns the event of a module call.
+    """Returns the event by which ranks compare a module call.
 
     Args:
         name: name of the module.

@@ -18,7 +18,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class Forward:
-    """Descriptor of ``forward`` in the class of a compiled module.
+    """Descriptor of ``forward`` in a compiled module's class: setting it wraps or replaces the compiled forward.
 
     A function that reaches the compiled forward, as in ``module.forward = wrap(module.forward)``, is stored in
     ``module.shardc.around``; calls run it eagerly. Any other function replaces the model's forward and is compiled into

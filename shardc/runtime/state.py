@@ -78,7 +78,7 @@ class Build(Protocol):
 
 @dataclass
 class CallCacheEntry:
-    """Cached facts about calls with one key.
+    """Event, row axes and compiled program of the calls that share a key (`call_key`).
 
     Args:
         act: event to compare with other ranks.
