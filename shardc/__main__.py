@@ -12,11 +12,11 @@ from typing import NoReturn
 import torch
 
 import shardc
-from shardc.cli import bisect, calibrate, cost, diff, dump, explain, lint, measure, plan, rules, schedule, sweep
+from shardc.cli import calibrate, graphs, plan, predictions, real_steps, rules, sweep
 from shardc.errors import ShardcError, VerifyError
 
-# Named after their files.
-COMMANDS = (bisect, calibrate, cost, diff, dump, explain, lint, measure, plan, rules, schedule, sweep)
+MODULES = (calibrate, graphs, plan, predictions, real_steps, rules, sweep)
+COMMANDS = sorted((command for module in MODULES for command in module.COMMANDS), key=lambda command: command.name)
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
-        mine = commands.add_parser(command.__name__.rpartition(".")[2], help=command.HELP)
+        mine = commands.add_parser(command.name, help=command.help)
         command.add_arguments(mine)
         mine.set_defaults(run=command.run)
     options = parser.parse_args(arguments)

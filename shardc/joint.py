@@ -18,7 +18,7 @@ from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.mesh import Mesh
-from shardc.lower.partition import min_cut, must_recompute, must_save
+from shardc.lower.min_cut import min_cut, must_recompute, must_save
 from shardc.passes.check import Verify
 from shardc.passes.options import Options
 from shardc.plan import ports

@@ -23,8 +23,8 @@ from shardc.ir.text import dump
 from shardc.joint import CUT, Joint, StageRecorder
 from shardc.passes.check import VerifyHalf
 from shardc.passes.decompose import candidates
-from shardc.passes.deferred import Sum, deferred_reduction
 from shardc.passes.folded import Folded
+from shardc.passes.reduce_accumulated import Sum, deferred_reduction
 from shardc.plan.match import near_names
 from shardc.precompiled import Identity, save_program
 from shardc.precompiled.unused import backward_for

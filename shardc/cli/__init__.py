@@ -1,1 +1,1 @@
-"""The command line: one module per command, each with ``HELP``, ``add_arguments`` and ``run``."""
+"""The command line: each module has its ``COMMANDS``."""

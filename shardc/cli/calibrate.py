@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
+from shardc.cli.target import Command
 from shardc.cost.hardware import CPU
 from shardc.cost.model import CostModel, Measured
 from shardc.errors import InputError
@@ -24,9 +25,6 @@ from shardc.links import messages
 from shardc.runtime.wire.measure import measure_collectives, measure_compute, measure_messages
 
 DEFAULT_PATH = "shardc-cost.json"
-
-
-HELP = "measure this machine's collectives and write a cost model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,3 +117,6 @@ def _print(cost: CostModel) -> None:
         f"compute: {cost.flops / 1e9:.1f} Gflop/s, {cost.attention:.0%} of that in attention, "
         f"{cost.memory_bandwidth / 1e9:.1f} GB/s, {cost.launch * 1e6:.0f} us a kernel"
     )
+
+
+COMMANDS = (Command("calibrate", "measure this machine's collectives and write a cost model", add_arguments, run),)

@@ -10,13 +10,12 @@ from tqdm import tqdm
 
 import shardc
 from shardc.cli import target
+from shardc.cli.target import Command
 from shardc.errors import InputError
 from shardc.ir.mesh import Mesh
 from shardc.report.export import gigabytes, milliseconds, plain, write
 from shardc.search.request import Auto
 from shardc.search.result import Found, Trial
-
-HELP = "find the fastest plan that fits in memory"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,3 +100,6 @@ def _commands(result: Found, options: argparse.Namespace) -> list[str]:
         loss = f", loss={options.loss}" if options.loss else ""
         lines.append(f"shardc.compile(model, shardc.{result.mesh!r}, shardc.Plan.load({options.json!r}){loss})")
     return lines
+
+
+COMMANDS = (Command("plan", "find the fastest plan that fits in memory", add_arguments, run),)

@@ -12,6 +12,7 @@ from tabulate import tabulate
 
 from shardc._compat import aten_overloads
 from shardc.capture import decompositions
+from shardc.cli.target import Command
 from shardc.rules import RULES, find_rule
 from shardc.rules.fallback import TEXT as FROM_TORCH
 
@@ -27,9 +28,6 @@ class Line(NamedTuple):
     op: str
     text: str
     source: str
-
-
-HELP = "list the sharding rules"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,3 +98,6 @@ def coverage() -> str:
     parts = ", ".join(f"{len(by_source[kind])} {kind}" for kind in ("own", "decomposed", "torch"))
     missing = f"; without: {' '.join(sorted(by_source['none']))}" if by_source["none"] else ""
     return f"core ATen: {covered} of {total} overloads ({100 * covered / total:.1f}%): {parts}{missing}"
+
+
+COMMANDS = (Command("rules", "list the sharding rules", add_arguments, run),)

@@ -15,6 +15,7 @@ from tqdm import tqdm
 import shardc
 from shardc.capture import CaptureOnce
 from shardc.cli import target
+from shardc.cli.target import Command
 from shardc.cost import hardware
 from shardc.cost.hardware import Hardware
 from shardc.errors import InputError, ShardcError, ShardcWarning
@@ -22,8 +23,6 @@ from shardc.ir.mesh import Mesh
 from shardc.plan import Plan
 from shardc.report import picture
 from shardc.report.export import gigabytes, milliseconds, plain, shorten, write
-
-HELP = "compare meshes and plans from one capture"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -224,3 +223,6 @@ def draw(rows: Sequence[Row]) -> Any:
     memory.set_xlabel("ranks (hollow: does not fit)")
     times.legend(fontsize="small")
     return drawn
+
+
+COMMANDS = (Command("sweep", "compare meshes and plans from one capture", add_arguments, run),)

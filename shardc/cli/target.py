@@ -1,4 +1,4 @@
-"""Common arguments of commands: a model (by the function that builds it), a mesh, a plan."""
+"""`Command`, and common arguments of commands: a model (by the function that builds it), a mesh, a plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -21,6 +21,15 @@ from shardc.errors import InputError, MeshError, PlanError
 from shardc.ir.mesh import Mesh
 from shardc.plan import Plan, parse_plan
 from shardc.validate import near
+
+
+class Command(NamedTuple):
+    """A command: its name and help, the function that adds its arguments, and the one that runs it."""
+
+    name: str
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int | None]
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from torch import fx
 
 from shardc.custom_ops.attention import CALL
 from shardc.ir import graph as ir
-from shardc.ir.comm import WAIT
+from shardc.ir.comm import WAIT, move_kind
 from shardc.ir.comm_volume import arguments_of, collective_kind
-from shardc.ir.host import move_kind
 from shardc.ir.op_traits import draws
 
 CHOICES = ("auto", "keep", "recompute")

@@ -21,10 +21,10 @@ from shardc.cost.recompute import runs_again
 from shardc.ir import comm, comm_volume
 from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, MemoryPlan
+from shardc.ir.comm import move_kind
 from shardc.ir.executable import BACKWARD, FORWARD, Half
 from shardc.ir.gc_control import uncollected
 from shardc.ir.graph import Role
-from shardc.ir.host import move_kind
 from shardc.ir.op_traits import CAST, COPIES, is_view
 
 aten = torch.ops.aten

@@ -23,7 +23,7 @@ from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes import region
-from shardc.passes.calls import call_of, operands_of
+from shardc.passes.op_calls import call_of, operands_of
 from shardc.rules import find_rule, spec_of
 from shardc.rules.rule import Local
 from shardc.runtime.sim.lockstep import Lockstep, PerRank

@@ -14,7 +14,7 @@ from shardc.errors import InputError
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
-from shardc.passes.calls import call_of, operands_of
+from shardc.passes.op_calls import call_of, operands_of
 from shardc.passes.strategy_cost import Work, priced
 from shardc.program import Program
 from shardc.report.export import milliseconds, plain

@@ -1,4 +1,4 @@
-"""Names of process groups in local graphs, and collectives without a functional op in torch.
+"""Names of process groups in local graphs; collectives without a functional op in torch; host copies.
 
 A group is named after the axes that its ranks differ along, so one graph serves every rank: the runtime maps the name
 to this rank's group. Ops of ``torch.ops.shardc``:
@@ -11,6 +11,8 @@ to this rank's group. Ops of ``torch.ops.shardc``:
     all_reduce_coalesced               as in `_c10d_functional`, by direct messages between ranks without buffers;
                                        implemented in `shardc.runtime.wire.direct`. ``slots`` are the numbers of the
                                        arena slots of the results (`shardc.passes.plan_memory`); none: own memory
+    to_device(x, device), to_host(x)   copies between host and device memory, waited for as collectives are; implemented
+                                       in `shardc.runtime.host`. If the device is a CPU, they are real copies, too
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ _library.define(
     "send_rows_coalesced(Tensor[] inputs, Tensor sends, Tensor receives, int rows, str group_name) -> Tensor[]"
 )
 _library.define("all_reduce_coalesced(Tensor[] inputs, str reduce_op, str group_name, int[] slots=[]) -> Tensor[]")
+_library.define("to_device(Tensor x, str device) -> Tensor")
+_library.define("to_host(Tensor x) -> Tensor")
 
 
 GATHER = torch.ops.shardc.all_gather_into_tensor_coalesced.default
@@ -44,6 +48,8 @@ REDUCE_SCATTER = torch.ops.shardc.reduce_scatter_tensor_coalesced.default
 ALL_REDUCE = torch.ops.shardc.all_reduce_coalesced.default
 SEND_ROWS = torch.ops.shardc.send_rows_coalesced.default
 IN_MESSAGES = (GATHER, REDUCE_SCATTER, ALL_REDUCE)
+HOST = torch.device("cpu")
+MOVES = {torch.ops.shardc.to_device.default: "to_device", torch.ops.shardc.to_host.default: "to_host"}
 
 
 def is_ring(kind: str, ranks: int) -> bool:
@@ -91,11 +97,26 @@ def _send_rows_fake(
     return [x.new_empty((rows, *x.shape[1:])) for x in inputs]
 
 
+def _to_device_fake(x: torch.Tensor, device: str) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=device)
+
+
+def _to_host_fake(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=HOST)
+
+
+torch.library.register_fake("shardc::to_device", _to_device_fake)
+torch.library.register_fake("shardc::to_host", _to_host_fake)
 torch.library.register_fake("shardc::send_rows_coalesced", _send_rows_fake)
 torch.library.register_fake("shardc::permute_ranks", _permute_ranks_fake)
 torch.library.register_fake("shardc::all_gather_into_tensor_coalesced", _all_gather_fake)
 torch.library.register_fake("shardc::reduce_scatter_tensor_coalesced", _reduce_scatter_fake)
 torch.library.register_fake("shardc::all_reduce_coalesced", _all_reduce_fake)
+
+
+def move_kind(node: fx.Node) -> str | None:
+    """Return ``to_device`` or ``to_host`` if ``node`` starts a copy between host and device, else None."""
+    return MOVES.get(node.target) if node.op == "call_function" else None
 
 
 def group_name(axes: Iterable[str]) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 from torch import fx
 
 from shardc.errors import VerifyError
+from shardc.ir.comm import MOVES
 from shardc.ir.comm_volume import arguments_of, collective_kind
-from shardc.ir.host import NAMES as MOVES
 from shardc.ir.layout import split_top
 from shardc.ir.segments import Segment
 
@@ -40,7 +40,7 @@ def of_source(source: str) -> list[str]:
     """Return the same as `of_graph` from a compiled graph's Python code; ops may be their in-place forms."""
     out = []
     for name, arguments in _CALL.findall(source):
-        if name not in ("wait_tensor", *MOVES):
+        if name not in ("wait_tensor", *MOVES.values()):
             out.append(f"{_plain(name)}({_NAME.findall(arguments)[-1]})")
     return out
 
@@ -78,7 +78,7 @@ def collective_at(lines: Sequence[str], number: int) -> int | None:
             behind = {argument: -1 - at for at, argument in enumerate(arguments)}
         if call and call[1] == "wait_tensor":
             position = next((behind[name] for name in re.findall(r"\w+", call[2]) if name in behind), None)
-        elif call and call[1] not in MOVES:
+        elif call and call[1] not in MOVES.values():
             position, count = count, count + 1
             # One in place has its results where its operands were.
             names = [assigned[1]] if assigned else re.findall(r"\bbuf\d+|\b\w+_\d+", call[2])

@@ -13,12 +13,10 @@ from torch import Tensor, fx
 from shardc.ir.emitted import joined, uses_of
 from shardc.ir.executable import Compiled, Half
 from shardc.ir.segments import LEAST, Segment, cut, whole
-from shardc.lower.calls import called, only_calls
+from shardc.lower.collective_calls import called, only_calls
 from shardc.lower.compile_lock import in_turns
-from shardc.lower.inductor import lowered, settings
+from shardc.lower.inductor import give_values, lowered, lowered_at_any_sizes, settings
 from shardc.lower.kernels import at_end
-from shardc.lower.sized import lowered_at_any_sizes
-from shardc.lower.values import give_values
 from shardc.verify import check_all
 from shardc.verify.segment_order import in_order
 from shardc.verify.subject import Subject, no_rules

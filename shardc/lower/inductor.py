@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import ir as inductor
@@ -24,14 +27,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.compiler import config
 from torch.compiler._cache import CacheArtifactManager
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 
-import shardc.ir.comm
-import shardc.ir.host  # noqa: F401  (the ops of both are lowered here)
+import shardc.ir.comm  # noqa: F401  (its ops are lowered here)
 from shardc.ir.emitted import check_order
-from shardc.ir.executable import BACKWARD, INFERENCE
+from shardc.ir.executable import BACKWARD, INFERENCE, Half
 from shardc.ir.graph import output_node
+from shardc.ir.segments import type_of
+from shardc.ir.sized import SIZED, At
 from shardc.lower.compile_lock import cache_folder, caches, name_of
 from shardc.lower.kernels import check_vectors, together
 from shardc.lower.upcast_low_precision import slow_dtypes, widened
@@ -198,3 +202,73 @@ for _op in (
     torch.ops.shardc.to_host.default,
 ):
     _keep_inputs(_op)
+
+
+def give_values(gm: fx.GraphModule) -> None:
+    """Set a fake tensor on each node of a local graph that has none; equal calls share one."""
+    kinds: dict[Any, int] = {}
+    seen: dict[int, str] = {}  # what is shared is looked at once
+    values: dict[Any, Any] = {}
+    examples = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    mode = next((x.fake_mode for x in examples if isinstance(x, FakeTensor)), None) or FakeTensorMode()
+
+    def kind(node: fx.Node) -> str:
+        value = node.meta["val"]
+        if id(value) not in seen:
+            seen[id(value)] = f"%{kinds.setdefault(type_of(value), len(kinds))}"
+        return seen[id(value)]
+
+    for node in gm.graph.nodes:
+        if "val" in node.meta or node.op == "output":
+            continue
+        if node.op == "get_attr":
+            node.meta["val"] = mode.from_tensor(attrgetter(str(node.target))(gm), static_shapes=True)
+            continue
+        key = node.target, repr(fx.node.map_arg((node.args, node.kwargs), kind))
+        if key not in values:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+            with mode:
+                values[key] = node.target(*args, **kwargs)
+        node.meta["val"] = values[key]
+
+
+def lowered_at_any_sizes(half: Half) -> tuple[Callable[[list[Tensor]], Sequence[Any]], str] | None:
+    """Return a callable for ``half`` at any sizes, and its source; None if its graph has no symbolic form."""
+    at: At | None = half.gm.meta.get(SIZED)
+    if at is None:
+        return None
+    units = at.units
+    compiled = next((one for holds, one in at.graph.compiled if holds(units)), None)
+    if compiled is None:
+        env = ShapeEnv()
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+        # Torch takes 0 and 1 for sizes of their own: what has one element is broadcast.
+        symbols = {name: _symbol(env, name, unit) if unit > 1 else unit for name, unit in units.items()}
+        with mode:
+            inputs = at.graph.inputs(symbols)
+        compiled = lowered_for(at.graph.symbolic(half.gm), inputs, half.kind)
+        at.graph.compiled.append((partial(_holds, env, symbols), compiled))
+    code, source = compiled
+    sizes = list(units.values())
+
+    def run(inputs: list[Tensor]) -> Sequence[Any]:
+        both: list[Any] = [*sizes, *inputs]
+        inputs.clear()
+        return code(both)
+
+    return run, source
+
+
+def _symbol(env: ShapeEnv, name: str, value: int) -> Any:
+    source = ConstantSource(name)
+    symbol = env.create_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    return env.create_symintnode(symbol, hint=value, source=source)
+
+
+def _holds(env: ShapeEnv, symbols: Mapping[str, Any], units: Mapping[str, int]) -> bool:
+    """Return whether the guards of a compilation hold for ``units``."""
+    fixed = {name: x for name, x in symbols.items() if isinstance(x, int)}
+    if any(units[name] != x if name in fixed else units[name] < 2 for name, x in symbols.items()):
+        return False
+    values = {x.node._expr: sympy.Integer(units[name]) for name, x in symbols.items() if name not in fixed}
+    return all(guard.expr.xreplace(values) == sympy.true for guard in env.guards)

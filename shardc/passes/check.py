@@ -13,8 +13,8 @@ from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes import region
-from shardc.passes.calls import call_of, operands_of
 from shardc.passes.check_waits import check_waits
+from shardc.passes.op_calls import call_of, operands_of
 from shardc.passes.pipeline import Hook, Pass
 from shardc.passes.precision import REDUCED_IN
 from shardc.passes.schedule import Schedule

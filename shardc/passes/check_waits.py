@@ -11,8 +11,8 @@ from shardc.ir import grammar
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT
 from shardc.ir.comm_volume import collective_kind
+from shardc.passes.op_calls import is_start, leaving
 from shardc.passes.prefetchable import prefetchable
-from shardc.passes.starts import is_start, leaving
 from shardc.verify.provenance import collective_of
 from shardc.verify.subject import Broken, Subject
 

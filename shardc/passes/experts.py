@@ -17,7 +17,7 @@ from shardc.errors import CaptureError
 from shardc.ir import graph as ir
 from shardc.ir.graph import Info, NameScope, Value
 from shardc.ir.rewriter import GraphRewriter
-from shardc.passes.calls import call_of, operands_of
+from shardc.passes.op_calls import call_of, operands_of
 from shardc.plan.entries import Ep
 from shardc.rules import spec_of
 

@@ -24,7 +24,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.op_traits import RESHAPES
 from shardc.passes import region
-from shardc.passes.calls import call_of, move_of, operands_of
+from shardc.passes.op_calls import call_of, move_of, operands_of
 from shardc.passes.propagate import Problem, decide, padded, pin, take
 from shardc.passes.strategy_cost import Gradient, Work, cheapest_strategy, compute_seconds
 from shardc.rules import spec_of

@@ -10,7 +10,7 @@ from torch import fx
 from shardc.cost.fused_kernels import is_dense
 from shardc.ir import graph as ir
 from shardc.ir.op_traits import draws
-from shardc.ir.order import places, reorder
+from shardc.ir.rewriter import places, reorder
 
 
 @dataclass(frozen=True)

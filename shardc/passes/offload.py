@@ -10,8 +10,7 @@ import torch
 from torch import fx
 
 from shardc.ir import graph as ir
-from shardc.ir.comm import WAIT
-from shardc.ir.host import HOST
+from shardc.ir.comm import HOST, WAIT
 from shardc.ir.rewriter import GraphRewriter
 
 _TO_DEVICE, _TO_HOST = torch.ops.shardc.to_device.default, torch.ops.shardc.to_host.default

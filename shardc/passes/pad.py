@@ -38,10 +38,9 @@ from shardc.ir.padding import (
     share_out,
     unpadded,
 )
-from shardc.passes.calls import call_of, operands_of, with_operands
-from shardc.passes.padded_values import Padded, PaddedValues
-from shardc.passes.reduction_identity import reduction_identity
-from shardc.rules import find_rule, linalg, pointwise, random_draws, spec_of
+from shardc.passes.op_calls import call_of, operands_of, with_operands
+from shardc.passes.padded_values import Padded, PaddedValues, reduction_identity
+from shardc.rules import factory, find_rule, linalg, pointwise, spec_of
 from shardc.rules.rule import Call, Local
 from shardc.rules.spec import Spec
 
@@ -237,7 +236,7 @@ class _Padder(PaddedValues):
         """Returns the padding of each factor (loop of the op) that can run padded; warns of the other operands."""
         padded_factors: dict[str, Runs] = {}
         lost: dict[fx.Node, str] = {}
-        drawn = find_rule(node.target) in random_draws.TABLE.values()
+        drawn = find_rule(node.target) in factory.DRAWS.values()
         for x, dims in zip(operands, spec.operands, strict=True):
             if x not in self.padded:
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
+from math import gcd, inf, prod
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from shardc.ir.graph import Info, NameScope
 from shardc.ir.padding import Padding, Run, Runs, is_padded, places
 from shardc.ir.rewriter import GraphRewriter
 from shardc.rules import strides_of
-from shardc.rules.operand_strides import lies_like, memory_order
-from shardc.rules.rule import ANY, CONTIGUOUS, TRACED
+from shardc.rules.rule import ANY, CONTIGUOUS, TRACED, Call
+from shardc.rules.spec import Spec
 
 aten = torch.ops.aten
 
@@ -229,3 +229,69 @@ def _as(filling: float, dtype: torch.dtype) -> float | int | bool:
         return filling > 0
     info = torch.iinfo(dtype)
     return int(min(max(filling, info.min), info.max))
+
+
+# Reductions of the elements themselves; others (a norm, a deviation) transform each element before.
+PLAIN = {
+    "aten.sum": 0.0,
+    "aten.nansum": 0.0,
+    "aten.count_nonzero": 0.0,
+    "aten.amax": -inf,
+    "aten.amin": inf,
+    "aten.prod": 1.0,
+    "aten.any": 0.0,
+    "aten.all": 1.0,
+}
+
+
+def reduction_identity(call: Call, spec: Spec, factor: str) -> float | None:
+    """Returns the filling of operands along ``factor`` (a loop of the op) that does not change the op's result.
+
+    It is zero if the op sums over the factor and is linear in some operand that runs over it: that operand's slice is
+    zero there, and so is its term of the sum. None if no such value is known.
+    """
+    if spec.routed is not None and factor == spec.routed.owners:
+        return 0.0  # padded experts get no rows
+    plain = PLAIN.get(call.name.rpartition(".")[0])
+    if plain is None and dict(spec.reduce).get(factor) == "sum":
+        runs = {at for at, dims in enumerate(spec.operands) if any(factor in factors for factors in dims)}
+        return 0.0 if any(len(group) == 1 and group <= runs for group in spec.linear) else None
+    return plain
+
+
+# A kernel accepts the strides that were traced. A shard may have others: ops that do not accept any strides
+# (`Rule.strides`) get a copy of it with the dims in the traced memory order.
+_VECTOR = 16  # bytes: the width of vectorized loads, which kernels use if strides are multiples of it
+
+
+def lies_like(x: Tensor, traced: Tensor | None) -> bool:
+    """Return whether a kernel that accepts ``traced`` also accepts ``x`` of the same rank, maybe of another size.
+
+    If ``traced`` is contiguous (or None: unknown), ``x`` must be. Otherwise the dims must have the same memory order,
+    a dim of stride 1 must keep it, strides must stay as aligned to vectors as they were, and no further dim may be
+    expanded.
+    """
+    if traced is None or traced.is_contiguous() or not x.numel():
+        return x.is_contiguous()
+    order = memory_order(traced)
+    if x.permute(order).is_contiguous():
+        return True
+    below, itemsize = 0, x.element_size()
+    for dim in reversed(order):
+        step, before = x.stride(dim), traced.stride(dim)
+        if x.shape[dim] == 1 or before == 0:
+            continue
+        if step < max(below, 1) or (before == 1 and step != 1):
+            return False
+        if gcd(step * itemsize, _VECTOR) < gcd(before * itemsize, _VECTOR):
+            return False
+        below = step
+    return True
+
+
+def memory_order(traced: Tensor | None) -> list[int]:
+    """Return the dims of ``traced`` in memory order, the slowest first; expanded dims are ordered as in a copy."""
+    if traced is None:
+        return []
+    strides = torch.empty_like(torch.empty_strided(traced.shape, traced.stride(), device="meta")).stride()
+    return sorted(range(traced.ndim), key=lambda dim: (-strides[dim], dim))

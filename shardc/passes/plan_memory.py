@@ -17,7 +17,7 @@ from shardc.ir.comm_volume import group_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.op_traits import lends
 from shardc.ir.packing import Packing, rows_of
-from shardc.passes.starts import is_start
+from shardc.passes.op_calls import is_start
 
 
 @dataclass(frozen=True)

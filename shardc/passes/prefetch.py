@@ -10,7 +10,7 @@ from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.comm import waits_of
 from shardc.ir.comm_volume import collective_kind
-from shardc.passes.starts import is_start, result_bytes
+from shardc.passes.op_calls import is_start, result_bytes
 from shardc.plan.entries import Prefetch
 
 # (entry, gather, op before which the gather has to start)

@@ -10,10 +10,9 @@ from torch import fx
 
 from shardc.cost.fused_kernels import is_dense
 from shardc.ir import graph as ir
-from shardc.ir.comm import WAIT
+from shardc.ir.comm import WAIT, move_kind
 from shardc.ir.graph import Value, output_node
-from shardc.ir.host import move_kind
-from shardc.passes.starts import is_start, result_bytes
+from shardc.passes.op_calls import is_start, result_bytes
 
 # Below this an op costs no more than its launch, and keeping its result longer costs no memory worth counting.
 SMALL = 1 << 16  # bytes

@@ -17,7 +17,7 @@ from shardc.ir import graph as ir
 from shardc.ir.graph import Value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.passes.calls import operands_of
+from shardc.passes.op_calls import operands_of
 from shardc.plan.spec_layout import to_layout
 from shardc.rules.spec import Strategy
 

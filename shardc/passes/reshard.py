@@ -10,7 +10,7 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
 from shardc.ir.rewriter import GraphRewriter, Inserter
-from shardc.passes.calls import operands_of, with_operands
+from shardc.passes.op_calls import operands_of, with_operands
 
 
 @dataclass(frozen=True)

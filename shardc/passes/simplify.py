@@ -12,7 +12,7 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
 from shardc.ir.rewriter import GraphRewriter, Inserter
-from shardc.passes.calls import move_of
+from shardc.passes.op_calls import move_of
 from shardc.rules.spec import from_results
 
 

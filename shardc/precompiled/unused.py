@@ -8,7 +8,7 @@ from shardc import _compat
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN
 from shardc.ir.executable import Half
-from shardc.lower.values import give_values
+from shardc.lower.inductor import give_values
 from shardc.passes import Absent, PlanMemory
 from shardc.passes.pipeline import Hook, Pipeline
 from shardc.precompiled.save import untied

@@ -20,9 +20,8 @@ from shardc.custom_ops.experts import RUN, RUN_GRADIENT
 from shardc.errors import PlanError
 from shardc.ir import comm_volume
 from shardc.ir import graph as ir
-from shardc.ir.comm import SEND_ROWS, is_ring
+from shardc.ir.comm import SEND_ROWS, is_ring, move_kind
 from shardc.ir.gc_control import uncollected
-from shardc.ir.host import move_kind
 from shardc.ir.mesh import Mesh, split_part
 from shardc.ir.packing import Packing, rows_of
 from shardc.report import export, page, picture

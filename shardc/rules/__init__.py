@@ -15,17 +15,14 @@ from shardc.errors import RuleError
 from shardc.ir.graph import Value
 from shardc.rules import (
     advanced_indexing,
-    contraction,
     convolution,
     factory,
     fused_attention,
     indexing,
     linalg,
     pointwise,
-    random_draws,
     reduction,
     routed_experts,
-    scan,
     sequence_attention,
     slicing,
     view_ops,
@@ -38,7 +35,6 @@ from shardc.validate import typed
 
 FAMILIES = (
     pointwise,
-    contraction,
     reduction,
     view_ops,
     slicing,
@@ -48,10 +44,8 @@ FAMILIES = (
     sequence_attention,
     convolution,
     routed_experts,
-    scan,
     linalg,
     factory,
-    random_draws,
 )
 RULES: Mapping[str, Rule] = table(list(chain.from_iterable(family.TABLE.values() for family in FAMILIES)))
 _registered: dict[str, Rule] = {}

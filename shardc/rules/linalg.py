@@ -1,15 +1,42 @@
-"""Rules for matrix functions and Fourier transforms. Batch dims may be split; those of a matrix
-function or a transform must be whole.
-"""
+"""Rules for contractions, matrix functions and Fourier transforms. The latter two may be split in batch dims only."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from shardc.rules.loops import FREE, Loops, mixed
-from shardc.rules.notation import WHOLE, rule
-from shardc.rules.rule import CONTIGUOUS, Call, Rule, rules_for, table
+from shardc.rules.notation import WHOLE, bind, parse, rule
+from shardc.rules.rule import ANY, CONTIGUOUS, Call, Rule, rules_for, table
 from shardc.rules.spec import Dims, Spec
+
+
+def biased(op: str, text: str, *summed: str) -> Rule:
+    """Return the rule of ``operand 0 + product``; ``summed`` is whole, or each rank would add operand 0."""
+    operands, results = parse(text)
+    kinds = dict.fromkeys(summed, "whole")
+
+    def spec(call: Call) -> Spec:
+        first = operands[0][len(operands[0]) - len(call.operands[0].shape) :]
+        linear = (frozenset({0, 1}), frozenset({0, 2}))
+        return bind(call, (first, *operands[1:]), results, kinds, linear, False)
+
+    return Rule(f"aten.{op}", spec, f"{text}    {', '.join(summed)}: whole".removesuffix("    : whole"))
+
+
+CONTRACTIONS = table(
+    rule("mm", "i k, k j -> i j", k="sum", linear="0|1"),
+    rule("bmm", "b i k, b k j -> b i j", k="sum", linear="0|1"),
+    rule("mv", "i k, k -> i", k="sum", linear="0|1"),
+    rule("dot", "k, k -> ", k="sum", linear="0|1"),
+    rule("vdot", "k, k -> ", k="sum", linear="0|1"),
+    rule("outer", "i, j -> i j", linear="0|1"),
+    biased("addmm", "i j, i k, k j -> i j", "k"),
+    biased("baddbmm", "b i j, b i k, b k j -> b i j", "k"),
+    biased("addbmm", "i j, b i k, b k j -> i j", "b", "k"),
+    biased("addmv", "i, i k, k -> i", "k"),
+    biased("addr", "i j, i, j -> i j"),
+    strides=ANY,
+)
 
 
 def matrices(ops: str) -> list[Rule]:
@@ -60,7 +87,7 @@ def _trilinear(call: Call) -> Spec:
 # Arguments with LAPACK pivots (the rows exchanged, counted from 1): one dim less than the matrix.
 PIVOTS = ("pivots", "LU_pivots")
 
-TABLE = table(
+TABLE = CONTRACTIONS | table(
     matrices(
         "_linalg_eigh _linalg_solve_ex _linalg_svd cholesky cholesky_inverse cholesky_solve linalg_cholesky_ex "
         "linalg_eig linalg_inv_ex linalg_ldl_factor_ex linalg_ldl_solve linalg_lu linalg_lu_factor_ex linalg_lu_solve "

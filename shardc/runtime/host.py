@@ -1,4 +1,4 @@
-"""Offloaded parameters: their host memory, and copies between host and device (`shardc.ir.host`).
+"""Offloaded parameters: their host memory, and copies between host and device (`shardc.ir.comm`).
 
 On an accelerator, each direction has its own stream, concurrent with compute and with the other direction:
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _register_work
 
-from shardc.ir.host import HOST
+from shardc.ir.comm import HOST
 
 _library = torch.library.Library("shardc", "IMPL")
 

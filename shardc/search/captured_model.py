@@ -21,7 +21,7 @@ from shardc.ir import ops
 from shardc.ir.mesh import Mesh
 from shardc.ir.repeat import Repeat, short_name
 from shardc.joint import Request, bound_of, build_joint
-from shardc.lower.partition import min_cut, must_recompute, must_save
+from shardc.lower.min_cut import min_cut, must_recompute, must_save
 from shardc.passes.folded import Folded
 from shardc.passes.options import Options
 from shardc.passes.propagate import Chooser, Problem, Propagate

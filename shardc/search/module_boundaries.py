@@ -13,8 +13,8 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.passes.calls import operands_of
 from shardc.passes.greedy import Greedy
+from shardc.passes.op_calls import operands_of
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
 from shardc.search.captured_model import CapturedModel, PlannedGraph

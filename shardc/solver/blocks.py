@@ -6,9 +6,9 @@ from collections.abc import Collection
 
 import numpy as np
 
-from shardc.solver.clock import Clock
 from shardc.solver.cost_graph import Graph, recover
 from shardc.solver.eliminate import eliminate, plan_order
+from shardc.solver.energy import Clock
 
 # The largest table that the elimination of a block may make.
 TABLE = 50_000

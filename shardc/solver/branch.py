@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardc.solver.blocks import improve_blocks
-from shardc.solver.clock import Clock
 from shardc.solver.cost_graph import Graph, recover
 from shardc.solver.eliminate import eliminate, plan_order
-from shardc.solver.energy import Infeasible
+from shardc.solver.energy import Clock, Infeasible
 from shardc.solver.messages import Messages
 from shardc.solver.reduce import reduce
 from shardc.solver.rounding import cost, descend, round_messages

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardc.solver.clock import Clock
 from shardc.solver.cost_graph import Graph
-from shardc.solver.energy import Infeasible
+from shardc.solver.energy import Clock, Infeasible
 from shardc.solver.pair import PairCosts
 
 # Limits of the entries that all tables together add up, and that they store, in units of the largest allowed table.

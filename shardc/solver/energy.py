@@ -1,8 +1,10 @@
-"""The problem: costs of variables and of pairs of variables; `evaluate` gives the cost of a labelling."""
+"""The problem (costs of variables and of pairs of variables), and the budget of work for solving it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,3 +63,35 @@ def evaluate(energy: Energy, labels: Sequence[int]) -> float:
     """Return the cost of a labelling: one label index for each variable."""
     unary = sum(float(costs[x]) for costs, x in zip(energy.unary, labels, strict=True))
     return unary + sum(float(costs[labels[i], labels[j]]) for i, j, costs in energy.pairs)
+
+
+class Clock:
+    """Counts work, which is the same on every machine, and the seconds since its creation.
+
+    Attributes:
+        spent: entries of tables that were visited.
+        seconds: seconds spent, by stage.
+    """
+
+    def __init__(self, seconds: float, work: float) -> None:
+        self.started = time.perf_counter()
+        self.limit, self.work = seconds, work
+        self.spent = 0
+        self.seconds: dict[str, float] = {}
+
+    def spend(self, entries: int) -> None:
+        """Count entries of tables that are visited."""
+        self.spent += entries
+
+    def over(self) -> bool:
+        """Return whether the work or the time is used up."""
+        return self.spent > self.work or time.perf_counter() - self.started > self.limit
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time of the block to a stage."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started

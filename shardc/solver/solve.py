@@ -7,9 +7,8 @@ import sys
 from dataclasses import dataclass, field
 
 from shardc.solver.branch import CLOSED, Effort, search
-from shardc.solver.clock import Clock
 from shardc.solver.cost_graph import Graph
-from shardc.solver.energy import Energy, Infeasible, evaluate
+from shardc.solver.energy import Clock, Energy, Infeasible, evaluate
 from shardc.solver.reduce import reduce
 
 # Entries of tables; a core visits about 8e8 per second.

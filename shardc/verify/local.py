@@ -8,10 +8,9 @@ from math import prod
 from torch import fx
 
 from shardc.ir import grammar
-from shardc.ir.comm import WAIT
+from shardc.ir.comm import WAIT, move_kind
 from shardc.ir.comm_volume import arguments_of, collective_kind, group_axes
 from shardc.ir.graph import Value, info, outputs
-from shardc.ir.host import move_kind
 from shardc.verify.subject import Broken, Subject
 
 

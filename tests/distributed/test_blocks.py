@@ -21,7 +21,7 @@ from shardc.errors import CollectiveError
 from shardc.ir import graph as ir
 from shardc.ir.comm_volume import collective_kind
 from shardc.ir.segments import cut
-from shardc.lower.calls import only_calls
+from shardc.lower.collective_calls import only_calls
 from shardc.runtime.wire import direct
 from tests.ranks import run_ranks
 

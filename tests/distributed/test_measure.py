@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardc.__main__ import main
-from shardc.cli.measure import order
-from shardc.cli.real_steps import Comparison
+from shardc.cli.real_steps import Comparison, order
 from tests.test_cli import SMALL
 
 LLAMA = str(Path(__file__).parents[2] / "examples/models/llama.py")

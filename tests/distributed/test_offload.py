@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 from shardc.errors import LayoutError
-from shardc.ir.host import move_kind
+from shardc.ir.comm import move_kind
 from tests.distributed.test_checkpoint import STEPS, adamw, state_of, train, trained
 from tests.distributed.test_no_sync import MICRO, big_batch, micro
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ from torch import fx, nn
 import shardc
 from shardc.errors import VerifyError
 from shardc.ir import graph as ir
-from shardc.ir.host import move_kind
+from shardc.ir.comm import move_kind
 from shardc.ir.parse import parse
 from shardc.ir.text import dump
 from shardc.passes.check import check

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 import shardc
 from shardc.ir import graph as ir
-from shardc.passes.calls import call_of, operands_of
+from shardc.passes.op_calls import call_of, operands_of
 from shardc.rules import spec_of
 
 STEPS, BATCH, LENGTH, VOCAB, CLASSES = 3, 4, 8, 64, 8

@@ -17,7 +17,7 @@ from torch import fx
 from shardc.ir import graph as ir
 from shardc.ir.layout import Digit, Layout, canonical
 from shardc.ir.mesh import Mesh
-from shardc.passes.calls import call_of, operands_of
+from shardc.passes.op_calls import call_of, operands_of
 from shardc.rules import spec_of
 from shardc.rules.spec import Dims, Spec, Strategy, carries, infer, place, project, results_of, strategies
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import shardc
 from shardc.ir.comm import waits_of
-from shardc.passes.starts import is_start, result_bytes
+from shardc.passes.op_calls import is_start, result_bytes
 
 WIDTH, LAYERS = 32, 6
 SHARD = 4 * WIDTH * WIDTH // 2  # bytes of a reduced gradient

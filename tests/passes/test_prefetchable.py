@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 import shardc
 from shardc.ir import graph as ir
 from shardc.ir.comm import waits_of
-from shardc.passes.starts import is_start
+from shardc.passes.op_calls import is_start
 
 WIDTH = 256  # weights of more than a small op's bytes
 LAYERS = 6

@@ -9,19 +9,18 @@ import torch
 from torch import fx
 
 from shardc.ir import graph as ir
-from shardc.ir.comm import waits_of
+from shardc.ir.comm import move_kind, waits_of
 from shardc.ir.executable import certify
 from shardc.ir.graph import Info, NameScope, Role, Value
-from shardc.ir.host import move_kind
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
 from shardc.ir.text import dump
 from shardc.passes import check_waits
 from shardc.passes.bucket import Bucket
+from shardc.passes.op_calls import is_start, result_bytes
 from shardc.passes.plan_memory import PlanMemory
 from shardc.passes.prefetchable import prefetchable
 from shardc.passes.schedule import Schedule
-from shardc.passes.starts import is_start, result_bytes
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
 from shardc.verify import halves, identity
 from shardc.verify.subject import Subject, no_rules

@@ -15,7 +15,7 @@ from examples.models import llama
 from shardc.errors import VerifyError
 from shardc.ir import graph as ir
 from shardc.ir.comm_volume import collective_kind, tally
-from shardc.lower.partition import min_cut, must_recompute, must_save
+from shardc.lower.min_cut import min_cut, must_recompute, must_save
 from shardc.passes.partition import Partition
 from shardc.verify import verify_halves
 

@@ -13,7 +13,7 @@ import shardc
 from shardc import Mesh, fsdp, hsdp, precision, tp
 from shardc.ir import graph as ir
 from shardc.ir.comm import waits_of
-from shardc.passes.starts import is_start, result_bytes
+from shardc.passes.op_calls import is_start, result_bytes
 
 WIDTH, LAYERS = 256, 6
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)

@@ -20,8 +20,8 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.comm import is_ring
 from shardc.ir.comm_volume import collective_kind
-from shardc.passes.calls import call_of
 from shardc.passes.collectives import step_of
+from shardc.passes.op_calls import call_of
 from shardc.passes.strategy_cost import Work, compute_seconds
 from shardc.report.predicted_schedule import Schedule
 from shardc.rules import spec_of

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardc
 from shardc.cost.fused_kernels import flops_of
 from shardc.custom_ops.flops import is_dense
-from shardc.passes.calls import call_of
+from shardc.passes.op_calls import call_of
 from shardc.rules import RULES, spec_of
 from shardc.rules.proof import Sample
 from tests.rules.samples import samples

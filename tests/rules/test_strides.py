@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardc.passes.padded_values import lies_like
 from shardc.rules import RULES
-from shardc.rules.operand_strides import lies_like
 from shardc.rules.proof import COARSER, COMPUTED, Sample, close
 from shardc.rules.rule import ANY
 from tests.rules.samples import samples

@@ -10,7 +10,7 @@ from examples.models.llama import Llama, LlamaConfig, loss
 from shardc.custom_ops.flops import is_attention
 from shardc.ir import graph as ir
 from shardc.ir.comm_volume import tally
-from shardc.passes.calls import call_of
+from shardc.passes.op_calls import call_of
 from shardc.rules import spec_of
 from tests.sequence.models import Own
 

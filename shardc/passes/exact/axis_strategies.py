@@ -19,7 +19,7 @@ from shardc.ir import ops
 from shardc.ir.layout import Digit, Digits, Layout, canonical
 from shardc.ir.mesh import Mesh
 from shardc.passes import region
-from shardc.passes.calls import call_of, operands_of
+from shardc.passes.op_calls import call_of, operands_of
 from shardc.rules import spec_of
 from shardc.rules.routed import Assignment, meets_requirements
 from shardc.rules.spec import Spec, carries, place, project, results_of

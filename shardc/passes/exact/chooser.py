@@ -20,12 +20,12 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
 from shardc.passes import region
-from shardc.passes.calls import operands_of
 from shardc.passes.exact.axis_strategies import Closure, Slot, slot_of, spec_at
 from shardc.passes.exact.combine_axes import combine_axes
 from shardc.passes.exact.problem import Builder, Label, Use, kernel_seconds
 from shardc.passes.exact.traffic import Traffic, traffic_of
 from shardc.passes.greedy import Greedy
+from shardc.passes.op_calls import operands_of
 from shardc.passes.propagate import Problem, decide, padded, pin, take
 from shardc.rules.spec import Strategy, strategies
 from shardc.solver import Energy, solve

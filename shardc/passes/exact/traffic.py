@@ -15,7 +15,7 @@ from shardc.cost.fused_kernels import is_dense
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.op_traits import aliases
-from shardc.passes.calls import operands_of
+from shardc.passes.op_calls import operands_of
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,12 @@ from torch._ops import OpOverload
 from shardc import _compat
 from shardc.custom_ops.random import draw_key
 from shardc.errors import MeshError
-from shardc.ir.comm import group_name
+from shardc.ir.comm import MOVES, group_name
 from shardc.ir.comm_volume import group_axes
-from shardc.ir.host import MOVES
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh, groups_of
 from shardc.ir.op_traits import communicates
-from shardc.ir.order import last_uses
+from shardc.ir.rewriter import last_uses
 from shardc.runtime import shards
 from shardc.runtime.exchange import COLLECTIVES
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardc.rules import contraction, convolution, reduction
+from shardc.rules import convolution, linalg, reduction
 from shardc.rules.fused_attention import TABLE as ATTENTION
 from shardc.rules.pointwise import TABLE as POINTWISE
 from shardc.rules.proof import Sample
@@ -20,7 +20,12 @@ def samples(op: str) -> list[Sample]:
         return list(attention.of_a_sequence(op))
     if op in convolution.TABLE and any(word in op for word in ("pool", "pad", "upsample")):
         return list(windows.samples(op))
-    for family in (contraction, reduction, convolution):
-        if op in family.TABLE:
-            return list(structured.samples(op, family.__name__.rpartition(".")[2]))
+    families = {
+        "contraction": linalg.CONTRACTIONS,
+        "reduction": reduction.REDUCTIONS,
+        "convolution": convolution.TABLE,
+    }
+    for family, table in families.items():
+        if op in table:
+            return list(structured.samples(op, family))
     return elements.samples(op) or indexing.samples(op) or matrices.samples(op)

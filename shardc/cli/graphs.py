@@ -1,0 +1,103 @@
+"""Commands about graphs: ``dump`` prints one, ``explain`` a layout in it, ``bisect`` finds the pass that is wrong."""
+
+from __future__ import annotations
+
+import argparse
+
+from torch import Tensor, nn
+
+import shardc
+from shardc.cli import target
+from shardc.cli.target import Command
+from shardc.cost import hardware
+from shardc.debug.bisect_passes import TOLERANCE, bisect
+from shardc.debug.explain_layout import explain
+from shardc.errors import InputError
+
+# --- dump
+
+
+DEFAULT_STAGE = "collectives"
+
+
+def _add_dump(parser: argparse.ArgumentParser) -> None:
+    target.add_arguments(parser)
+    parser.add_argument("--stage", help=f"the stage to print (default: {DEFAULT_STAGE})")
+    target.add_passes(parser, "print the stage after the last of these, or write only these")
+    parser.add_argument("--origins", action="store_true", help="end each line with its module, source and cause")
+    parser.add_argument("--out", metavar="DIR", help="write the text of every stage to DIR")
+
+
+def _run_dump(options: argparse.Namespace) -> None:
+    """Print the requested stage; with ``--out``, write all stages and print the paths."""
+    loaded, mesh, plan, loss = target.resolve(options)
+    program = shardc.compile(loaded.model, mesh, plan, loss=loss).shardc.lower(*loaded.args)
+    if options.stage is not None and options.stage not in program.stages:
+        raise InputError(f"--stage {options.stage}: no such stage", fix=f"use one of {', '.join(program.stages)}")
+    stages = target.stages_of(options.passes, program.stages)
+    if options.out is not None:
+        for path in program.write_stages(options.out, stages):
+            print(path)
+    if options.stage is not None or options.out is None:
+        shown = options.stage or (DEFAULT_STAGE if options.passes is None else stages[-1])
+        print(program.text(shown, origins=options.origins), end="")
+
+
+# --- explain
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    target.add_arguments(parser)
+    parser.add_argument("--tensor", required=True, metavar="NAME", help="a parameter, or a value as dumps name it")
+    target.add_hardware(parser)
+    target.add_fold(parser)
+
+
+def _run_explain(options: argparse.Namespace) -> None:
+    """Print the layouts and what decided them, the alternative strategies, the uses and the collectives."""
+    described = hardware.find(options.hardware)
+    loaded, mesh, plan, loss = target.resolve(options)
+    program = shardc.compile(
+        loaded.model, mesh, plan, loss=loss, options=shardc.Options(fold=options.fold)
+    ).shardc.lower(*loaded.args)
+    print(explain(program, options.tensor, described).text(), end="")
+
+
+# --- bisect
+
+
+def _add_bisect(parser: argparse.ArgumentParser) -> None:
+    target.add_arguments(parser)
+    target.add_passes(parser, "look at these stages only")
+    parser.add_argument(
+        "--tolerance", type=float, default=TOLERANCE, help=f"largest relative error, in float64 (default: {TOLERANCE})"
+    )
+
+
+def _run_bisect(options: argparse.Namespace) -> int:
+    """Print each stage's error and the verdict; return 1 if a stage is wrong.
+
+    Raises:
+        InputError: the model has no values, or cannot be compared with one device.
+    """
+    loaded, mesh, plan, loss = target.resolve(options)
+    if not isinstance(loaded.model, nn.Module):
+        raise InputError(f"{loaded.name} returns a function, not a module", fix="return an nn.Module and its arguments")
+    model = loaded.model.double()
+    args = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in loaded.args)
+    if any(x.is_meta for x in (*model.parameters(), *(x for x in args if isinstance(x, Tensor)))):
+        raise InputError(f"{loaded.name} has no values", fix="use a target with real values on the CPU")
+    # The compiler's verifier would raise at the first invalid stage; `bisect` verifies each stage itself.
+    module = shardc.compile(model, mesh, plan, loss=loss, backend="eager", options=shardc.Options(verify=False))
+    program = module.shardc.lower(*args)
+    stages = target.stages_of(options.passes, program.stages)
+    verdict = bisect(program, model, *args, loss=loss, stages=stages, tolerance=options.tolerance)
+    print(verdict.text(), end="")
+    return int(verdict.stage is not None)
+
+
+COMMANDS = (
+    Command("dump", "print the graph after a stage of the compiler", _add_dump, _run_dump),
+    Command("explain", "why a tensor has its layout, and its costs", _add_explain, _run_explain),
+    Command("bisect", "find the pass that changed a result", _add_bisect, _run_bisect),
+)

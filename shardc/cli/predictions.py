@@ -1,0 +1,173 @@
+"""Commands that predict, without devices: ``schedule``, ``lint``, ``cost``, and ``diff`` of two schedules."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import shardc
+from shardc.cli import target
+from shardc.cli.target import Command
+from shardc.cost import hardware
+from shardc.errors import MeshError
+from shardc.report.difference import Limit, broken, compare, load
+from shardc.report.export import milliseconds, plain, write
+from shardc.report.formulas import unrounded
+from shardc.report.lint_rules import SEVERITIES, merged
+from shardc.report.simulate import ORDERS
+
+# --- schedule
+
+
+DEFAULT_ROWS = 40
+
+
+def add_prediction(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that select what to predict: target, mesh, plan, hardware, order."""
+    target.add_arguments(parser)
+    target.add_hardware(parser)
+    parser.add_argument(
+        "--stage", default="schedule", choices=("schedule", "localize"),
+        help="the compiled graphs, or the joint graph before partitioning (fast on large models)",
+    )  # fmt: skip
+    target.add_fold(parser)
+    parser.add_argument(
+        "--order", default="graph", choices=ORDERS, help="as the graph is ordered, or as dependences allow"
+    )
+
+
+def predict(options: argparse.Namespace) -> tuple[shardc.Program, Any]:
+    """Return the program and the schedule that the arguments of `add_prediction` select."""
+    described = hardware.find(options.hardware)
+    loaded, mesh, plan, loss = target.resolve(options)
+    described.check(mesh)  # before the model is captured, which may take a while
+    compile_options = shardc.Options(fold=options.fold, direct=described.sends or None)
+    program = shardc.compile(loaded.model, mesh, plan, loss=loss, options=compile_options).shardc.lower(*loaded.args)
+    return program, program.schedule(described, stage=options.stage, order=options.order)
+
+
+def _add_schedule(parser: argparse.ArgumentParser) -> None:
+    add_prediction(parser)
+    parser.add_argument(
+        "--rows", type=target.count_of, default=DEFAULT_ROWS, help="rows of collectives to print; 0 for all"
+    )
+    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto")
+    parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
+    parser.add_argument("--html", metavar="FILE", help="write a page: timeline, memory, tables, the annotated graph")
+    parser.add_argument("--plot", metavar="FILE", help="write a picture (png, svg, pdf); needs shardc[plot]")
+
+
+def _run_schedule(options: argparse.Namespace) -> None:
+    """Print the table; write the files of ``--trace``, ``--json``, ``--html`` and ``--plot``."""
+    _, predicted = predict(options)
+    print(predicted.table(options.rows or None), end="")
+    files = (
+        (options.trace, predicted.to_trace),
+        (options.json, predicted.to_json),
+        (options.html, predicted.to_html),
+    )
+    for path, text in files:
+        if path is not None:
+            write(path, text())
+    if options.plot is not None:
+        predicted.plot(options.plot)
+
+
+# --- lint
+
+
+def _add_lint(parser: argparse.ArgumentParser) -> None:
+    add_prediction(parser)
+    parser.add_argument("--fail-on", choices=SEVERITIES, help="exit with 1 where a finding is at least this severe")
+
+
+def _run_lint(options: argparse.Namespace) -> int:
+    """Print the findings, the most costly first; return 1 if one is at least as severe as ``--fail-on``."""
+    program, _ = predict(options)
+    findings = program.lint(options.hardware, stage=options.stage)
+    rows = [
+        (f.severity, f.rule, str(f.count), milliseconds(f.seconds), str(f.bytes), f.subject, f.source or "-", f.message)
+        for f in merged(findings)
+    ]
+    head = ("severity", "rule", "count", "ms", "B/rank", "subject", "source", "what")
+    print(plain(rows, head) if rows else "nothing found")
+    changes = dict.fromkeys(f"{f.rule}: {f.change}" for f in findings)
+    if changes:
+        print("\n" + "\n".join(changes))
+    limit = -1 if options.fail_on is None else SEVERITIES.index(options.fail_on)
+    return int(any(SEVERITIES.index(f.severity) <= limit for f in findings))
+
+
+# --- cost
+
+
+def _add_cost(parser: argparse.ArgumentParser) -> None:
+    target.add_arguments(parser)
+    target.add_hardware(parser)
+    target.add_fold(parser)
+    parser.add_argument("--against", metavar="MESH", help="another mesh, as dp=4,tp=16: from which batch it is faster")
+
+
+def _run_cost(options: argparse.Namespace) -> None:
+    """Print the formulas of each group's bytes and seconds, of the step, and the crossover with ``--against``.
+
+    Raises:
+        PlanError: the program has no formula.
+    """
+    described = hardware.find(options.hardware)
+    loaded, mesh, plan, loss = target.resolve(options)
+    other = None if options.against is None else target.mesh_of(options.against)
+    if other is not None and other.axes != mesh.axes:
+        raise MeshError(f"--against {options.against}: its axes are not {', '.join(mesh.axes)}")
+    for candidate in filter(None, (mesh, other)):
+        described.check(candidate)
+    costs = (
+        shardc.compile(loaded.model, mesh, plan, loss=loss, options=shardc.Options(fold=options.fold))
+        .shardc.lower(*loaded.args)
+        .costs(described)
+    )
+    values = costs.values()
+    for axis in costs.axes:
+        cost = costs.cost(axis)
+        print(f"{axis}: {cost.count} collectives")
+        print(f"  bytes a rank: {cost.smooth}")
+        print(f"    = {cost.wire.subs(values)} on {mesh} at batch {costs.batch}, sequence {costs.sequence}")
+        print(f"  seconds: {unrounded(cost.seconds)}")
+        print(f"    = {float(cost.seconds.subs(values)):.6g} on {described.name}")
+    print(f"dense operations: {costs.flops}")
+    if other is not None:
+        print(f"a step in which nothing hides: {costs.crossover(mesh, other)}")
+
+
+# --- diff
+
+
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("before", metavar="A", help="what `schedule --json` wrote")
+    parser.add_argument("after", metavar="B", help="the same, to compare with A")
+    parser.add_argument(
+        "--fail-if", action="append", default=[], metavar="CONDITION", help="exit with 1: 'exposed>+5%%', 'wire.dp>+0'"
+    )
+
+
+def _run_diff(options: argparse.Namespace) -> int:
+    """Print the numbers that differ and the limits that are exceeded; return 1 if there are such limits."""
+    limits = [Limit.parse(text) for text in options.fail_if]
+    changes = compare(load(options.before), load(options.after))
+    failed = broken(changes, limits)
+    rows = [(c.metric, f"{c.before:g}", f"{c.after:g}", f"{c.relative:+.1%}") for c in changes if c.before != c.after]
+    head = ("number", "before", "after", "change")
+    print(plain(rows, head) if rows else "no difference")
+    for limit, change in failed:
+        number = f"{limit.number:+.1%}" if limit.relative else f"{limit.number:{'+' if limit.change else ''}g}"
+        side = "above" if limit.above else "below"
+        print(f"broken: {change.metric} is {change.after:g}, {change.relative:+.1%}; {side} {number} fails")
+    return int(bool(failed))
+
+
+COMMANDS = (
+    Command("schedule", "predict a training step's communication", _add_schedule, _run_schedule),
+    Command("lint", "find communication that a plan could avoid", _add_lint, _run_lint),
+    Command("cost", "communication as formulas in batch, sequence and axis sizes", _add_cost, _run_cost),
+    Command("diff", "compare two schedules saved as JSON", _add_diff, _run_diff),
+)
