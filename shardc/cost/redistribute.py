@@ -56,11 +56,7 @@ class Step:
 
 @lru_cache(maxsize=65536)
 def steps(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> tuple[Step, ...]:
-    """Return the cheapest steps from ``src`` to ``dst`` for elements of ``itemsize`` bytes; () if they are equal.
-
-    Raises:
-        LayoutError: the meshes or global shapes differ.
-    """
+    """Return the cheapest steps from ``src`` to ``dst``, () if equal; LayoutError if meshes or global shapes differ."""
     if src == dst:
         return ()
     places = common_places(src, dst)

@@ -143,11 +143,7 @@ def _check(subject: Subject, stage: str, checks: Iterable[Check], of_user: bool)
 
 
 def agrees(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | None:
-    """Returns None if the op's rule derives the layouts of ``node``'s results, else why it does not.
-
-    Args:
-        operands: layouts of its operands; by default those on the operand nodes.
-    """
+    """Returns None if the rule derives the results' layouts from ``operands`` (default: the nodes'), else why not."""
     if operands is None:
         operands = tuple(ir.layout(x) for x in operands_of(node))
     results = tuple(value.layout for value in ir.info(node).tensors if value.layout is not None)

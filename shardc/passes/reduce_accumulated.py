@@ -18,11 +18,7 @@ from shardc.ir.rewriter import GraphRewriter
 
 @dataclass(frozen=True)
 class Sum:
-    """Accumulator of one parameter's unreduced gradients.
-
-    Args:
-        layout: of the stored (padded) shape, with pending sums over the axes of the reduction.
-    """
+    """Accumulator of one parameter's unreduced gradients; ``layout`` has pending sums over the axes to reduce."""
 
     name: str
     layout: Layout
