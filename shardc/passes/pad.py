@@ -328,7 +328,7 @@ def _padding_of(layout: Layout, shape: Sequence[int]) -> Padding:
 
 
 def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], padded_factors: Mapping[str, Runs]) -> Padding:
-    """Returns the padding of an operand or result with the factors ``dims``, from the padding of each factor."""
+    """Returns the padding of an operand or result; ``dims`` has the factors (loops of the op) of each of its dims."""
     return tuple(
         canonical([run for f in factors for run in padded_factors.get(f, (Run(spec.size(f), spec.size(f)),))])
         for factors in dims

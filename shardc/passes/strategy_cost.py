@@ -159,7 +159,7 @@ def passing_seconds(mesh: Mesh, axes: tuple[str, ...], part: float, computed: fl
 
 
 def shares(layouts: tuple[Layout, ...]) -> int:
-    """Returns the number of ranks that divide the work of an op whose tensors have these ``layouts``."""
+    """Returns the number of ranks among which the work of an op whose tensors have these ``layouts`` is divided."""
     mesh = layouts[0].mesh
     axes = {axis for layout in layouts for axis in layout.bound}
     if any(":" in axis for axis in axes):  # one tensor may bind an axis, another a part of it
