@@ -183,7 +183,7 @@ def pair_row(name: str, axes: dict[str, int]) -> tuple[Any, ...]:
     mesh = shardc.Mesh(axes)
     captured_model = CapturedModel.of(MODELS[name](), shardc.Plan(), mesh)
     search = Search(
-        captured_model, mesh, shardc.Plan(), H100, LIMIT, shardc.Options(cost=H100, verify=False, direct=False)
+        captured_model, mesh, shardc.Plan(), H100, LIMIT, shardc.Options(cost=H100, verify=False, p2p_collectives=False)
     )
     start = time.perf_counter()
     search.forms()

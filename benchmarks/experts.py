@@ -74,8 +74,8 @@ def fsdp2(options: argparse.Namespace, mesh: DeviceMesh) -> tuple[nn.Module, Ste
 def rows() -> dict[str, Callable[..., tuple[nn.Module, Step]]]:
     base = shardc.fsdp("ep")
     plans = {"shardc/fsdp3": base, "shardc/fsdp+ep/auto": base | shardc.ep("ep", EXPERTS)}
-    plans |= {f"shardc/fsdp+ep/{way}": base | shardc.ep("ep", EXPERTS, way=way) for way in ("gather", "send")}
-    plans |= {"shardc/fsdp+ep/bounded": base | shardc.ep("ep", EXPERTS, way="bounded", bound=2.0)}
+    plans |= {f"shardc/fsdp+ep/{way}": base | shardc.ep("ep", EXPERTS, dispatch=way) for way in ("gather", "send")}
+    plans |= {"shardc/fsdp+ep/bounded": base | shardc.ep("ep", EXPERTS, dispatch="bounded", capacity=2.0)}
     out: dict[str, Callable[..., tuple[nn.Module, Step]]] = {n: partial(ours, plan=p) for n, p in plans.items()}
     out |= {f"peer/ep/{product}": partial(peer, product=product) for product in PRODUCTS}
     return out | {"fsdp2/blocks": fsdp2}

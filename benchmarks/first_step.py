@@ -39,7 +39,9 @@ def _work(layers: int) -> Work:
 def _shardc(work: Work, mesh: DeviceMesh, by: str) -> Step:
     import shardc
 
-    module = shardc.compile(work.model(), mesh, shardc.fsdp("dp"), loss=loss, options=shardc.Options(lower_by=by))
+    module = shardc.compile(
+        work.model(), mesh, shardc.fsdp("dp"), loss=loss, options=shardc.Options(compile_regions=by)
+    )
     return train_step(module, (), shardc.optim.wrap(torch.optim.AdamW, module, lr=LEARNING_RATE, fused=True))
 
 

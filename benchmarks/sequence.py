@@ -42,12 +42,12 @@ from examples.models.llama import Llama, LlamaConfig, loss  # noqa: E402
 from shardc.ir.comm_volume import tally  # noqa: E402
 
 Step = Callable[[Tensor, Tensor], Tensor]
-METHODS = ("gather", "ring", "heads", "auto")
+METHODS = ("gather", "ring", "ulysses", "auto")
 # Of attention; parameters are whole here, so their gradients are all-reduced.
 KINDS = {
     "gather": ("all_gather", "reduce_scatter"),
     "ring": ("permute_ranks",),
-    "heads": ("all_to_all", "all_gather", "reduce_scatter"),
+    "ulysses": ("all_to_all", "all_gather", "reduce_scatter"),
 }
 
 
@@ -153,7 +153,7 @@ def predicted(module: nn.Module, name: str, ranks: int, options: argparse.Namesp
     queries = 4 * options.rows_of_batch * length * options.width // ranks
     keys = 2 * queries * config.kv_heads // config.heads
     sharing = ranks // gcd(ranks, config.kv_heads)
-    page = {"heads": 2 * (ranks - 1) * (2 * queries + sharing * keys) // ranks}.get(method, 3 * (ranks - 1) * keys)
+    page = {"ulysses": 2 * (ranks - 1) * (2 * queries + sharing * keys) // ranks}.get(method, 3 * (ranks - 1) * keys)
     memory = program.schedule("cpu").memory
     held = max(sample.sizes[4] for sample in memory.samples)
     said = "" if method == "auto" else f"{options.layers * page / 1024:,.0f}"

@@ -55,7 +55,7 @@ def main() -> None:
 
     mesh = join_mesh(args.plan, args.mesh or f"ep={args.nproc}", args.nproc)
     say = print if dist.get_rank() == 0 else (lambda *text: None)
-    plans = {"fsdp": shardc.fsdp(mesh.mesh_dim_names), "ep": shardc.ep("ep", "*.mlp.experts", way=args.way)}
+    plans = {"fsdp": shardc.fsdp(mesh.mesh_dim_names), "ep": shardc.ep("ep", "*.mlp.experts", dispatch=args.way)}
     plan = shardc.Plan()
     for part in args.plan.split("+"):
         plan |= plans[part]

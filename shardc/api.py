@@ -168,10 +168,10 @@ def _compile(
     if in_place:
         check_in_place(model)
     options = options or Options()
-    if options.direct is None:
-        options = replace(options, direct=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
+    if options.p2p_collectives is None:
+        options = replace(options, p2p_collectives=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
     if options.silent() != frozenset():
-        text = f"comm={options.comm!r}: collectives are local copies, and what is computed is WRONG; for timing alone"
+        text = f"skip_comm={options.skip_comm!r}: collectives are local copies, and values are WRONG; for timing alone"
         warnings.warn(ShardcWarning(text), stacklevel=5)
     register_caches()
     original = model if isinstance(model, nn.Module) else as_module(model)
@@ -231,7 +231,7 @@ def _compile(
         global_shapes=partial(_global_shapes, plan, abstract),
         names=input_names,
         targets=None if loss is None else target_names(loss),
-        lower_half=partial(lower, backend=backend, by=options.lower_by),
+        lower_half=partial(lower, backend=backend, by=options.compile_regions),
         device=device,
         homes=homes,
         dtensor_outputs=plan.setting("dtensor_outputs"),

@@ -134,8 +134,10 @@ class Build:
         ``evaluates`` stores the inference graph too.
         """
         fresh = partial(self, template, args, kwargs, with_loss)
-        if not (self.runs and self.options.store and caches()):
-            store: Store | str = "the store is off, by Options(store=False), SHARDC_STORE=0 or Inductor's settings"
+        if not (self.runs and self.options.program_cache and caches()):
+            store: Store | str = (
+                "the store is off, by Options(program_cache=False), SHARDC_STORE=0 or Inductor's settings"
+            )
         elif any(isinstance(module, InnerTensors) for module in template.modules()):
             store = "the model has tensors of wrapper subclasses, whose code for ops may be where no start can look"
         else:
@@ -275,7 +277,7 @@ class Build:
 
         for half in halves:
             use_groups(half.gm, groups)
-        return artifacts(lambda: lower(*halves, backend="inductor", by=self.options.lower_by))
+        return artifacts(lambda: lower(*halves, backend="inductor", by=self.options.compile_regions))
 
     @cached_property
     def has_own_inputs(self) -> bool:

@@ -34,7 +34,7 @@ from shardc.report.formulas import Costs
 from shardc.report.lint_rules import Finding, in_pieces, lint
 from shardc.report.predicted_schedule import Schedule, build, room_of_rows
 from shardc.report.tiles import Tiles
-from shardc.validate import near, typed
+from shardc.validate import typed
 from shardc.verify.report import reporting
 
 
@@ -160,7 +160,7 @@ class Program(Executable):
             PlanError: there is no such stage (or no backward, if nothing needs a gradient).
         """
         if stage not in self.stages:
-            raise PlanError(f"there is no stage {stage!r}", fix=near(stage, self.stages))
+            raise PlanError(f"there is no stage {stage!r}", fix=passes.near_stage(stage, self.stages))
         return self._last[stage] if self.is_half(stage) else self.joint.stages[stage]
 
     @cached_property
@@ -267,7 +267,7 @@ class Program(Executable):
         """Returns needless communication and compute in the plan, the costliest first; arguments as in `schedule`."""
         joint = self.schedule(hardware, stage="localize")
         findings = lint(self.whole("collectives"), joint, joint if stage == "localize" else self.schedule(hardware))
-        loops = candidates(self.graph("settle"), self.pipeline[passes.Decompose])
+        loops = candidates(self.graph("hoist_grad_epilogue"), self.pipeline[passes.Decompose])
         return findings + [in_pieces(one.name, one.module, one.source, one.pieces, one.reason) for one in loops]
 
     @typed()

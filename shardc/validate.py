@@ -29,6 +29,7 @@ import torch
 from shardc.errors import InputError, ShardcError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+T = TypeVar("T")
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 _NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a string", type(None): "None"}
@@ -104,6 +105,37 @@ def check_fields(instance: Any, error: type[ShardcError] = InputError, what: str
         converted = checked(value, hint, f"{name}: {key}" if name else key, error, **context)
         if converted is not value:
             object.__setattr__(instance, key, converted)
+
+
+def renamed(**names: str) -> Callable[[T], T]:
+    """A decorator of a function or a class: an argument under its old name raises, with the new name in the text.
+
+    >>> @renamed(way="dispatch")
+    ... def ep(dispatch: str = "auto") -> None: ...
+    >>> ep(way="send")
+    Traceback (most recent call last):
+    shardc.errors.InputError: ep() has no argument 'way'
+      fix: it is called 'dispatch' now
+    """
+
+    def decorate(function: T) -> T:
+        init: Callable[..., Any] = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
+
+        @wraps(init)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for old in kwargs.keys() & names.keys():
+                raise InputError(
+                    f"{function.__name__}() has no argument {old!r}",  # type: ignore[attr-defined]
+                    fix=f"it is called {names[old]!r} now",
+                )
+            return init(*args, **kwargs)
+
+        if isinstance(function, type):
+            function.__init__ = call  # type: ignore[misc]
+            return function
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 _SEVERAL = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)

@@ -168,7 +168,8 @@ BAD = {
     "a stage that is not there": (
         ["small_target.py:example", "--stage", "colectives"],
         "--stage colectives: no such stage; use one of capture, experts, attention, canonicalize, seed, pad, "
-        "propagate, objective, precision, reshard, simplify, collectives, keep_part, localize, offload, settle, "
+        "propagate, objective, precision, reshard, simplify, collectives, keep_part, localize, offload, "
+        "hoist_grad_epilogue, "
         "decompose, partition, partition.backward, skip_regather, skip_regather.backward, bucket, bucket.backward, "
         "algorithms, algorithms.backward, schedule, schedule.backward, plan_memory, plan_memory.backward",
     ),

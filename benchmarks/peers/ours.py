@@ -44,8 +44,15 @@ ROWS = (
     Row("shardc/ddp", OURS, "ddp", partial(_build, plan=shardc.ddp)),
     Row("shardc/fsdp3", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=3))),
     Row("shardc/fsdp3+8MiB", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=3), memory_budget=8 << 20)),
-    Row("shardc/fsdp3/whole", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=3), lower_by="whole")),
-    Row("shardc/fsdp3/blocks", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=3), lower_by="blocks")),
+    Row(
+        "shardc/fsdp3/whole", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=3), compile_regions="whole")
+    ),
+    Row(
+        "shardc/fsdp3/blocks",
+        OURS,
+        "fsdp",
+        partial(_build, plan=partial(shardc.fsdp, level=3), compile_regions="blocks"),
+    ),
     Row("shardc/fsdp2", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=2))),
     Row("shardc/fsdp3/bf16", OURS, "fsdp-bf16", partial(_build, plan=partial(_half, level=3))),
     Row("shardc/fsdp2/bf16", OURS, "fsdp-bf16", partial(_build, plan=partial(_half, level=2))),

@@ -92,7 +92,7 @@ def measure_launch(runs: int) -> float:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(12)))
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp",))
     # Without collectives, ranks do not wait for each other.
-    module = shardc.compile(model, mesh, shardc.ddp("dp"), options=shardc.Options(comm="none"), init_sync=True)
+    module = shardc.compile(model, mesh, shardc.ddp("dp"), options=shardc.Options(skip_comm=True), init_sync=True)
     x = torch.rand(8, 16)
     kernels = len(module.shardc.lower(torch.empty(8 * sizes[0], 16)).schedule(CPU).runs)
     seconds = []

@@ -51,7 +51,8 @@ def run(options: argparse.Namespace) -> None:
 
         result = shardc.find_plan(
             model.model, mesh or options.ranks, *model.args, loss=loss, memory=options.memory, plan=base_plan,
-            hardware=described, axes=options.axes, options=shardc.Options(direct=described.sends or None), report=show,
+            hardware=described, axes=options.axes,
+            options=shardc.Options(p2p_collectives=described.sends or None), report=show,
         )  # fmt: skip
     print(text(result, options))
     if options.json is not None:

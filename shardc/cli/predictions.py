@@ -41,7 +41,7 @@ def predict(options: argparse.Namespace) -> tuple[shardc.Program, Any]:
     described = hardware.find(options.hardware)
     loaded, mesh, plan, loss = target.resolve(options)
     described.check(mesh)  # before the model is captured, which may take a while
-    compile_options = shardc.Options(fold=options.fold, direct=described.sends or None)
+    compile_options = shardc.Options(fold=options.fold, p2p_collectives=described.sends or None)
     program = shardc.compile(loaded.model, mesh, plan, loss=loss, options=compile_options).shardc.lower(*loaded.args)
     return program, program.schedule(described, stage=options.stage, order=options.order)
 

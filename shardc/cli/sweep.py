@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
         (mesh, text, plan) for n in counts for text, plan in plans for mesh in _meshes(plan.axes, n, sizes, described)
     ]
     compile_options = shardc.Options(
-        fold=not options.no_fold, verify=False, capture=CaptureOnce(), direct=described.sends or None
+        fold=not options.no_fold, verify=False, capture=CaptureOnce(), p2p_collectives=described.sends or None
     )
     rows = [
         _row(loaded, mesh, text, plan, loss, compile_options, described)

@@ -116,8 +116,8 @@ def _within(sends: Tensor, most: Tensor, rows: int) -> Tensor:
     """Return ``sends`` if ``most``, the rows of the busiest rank, fit into ``rows``; else InputError on all ranks."""
     if (come := int(most)) > rows:
         raise InputError(
-            f"{come} rows come to one rank, and its bound leaves room for {rows}",
-            fix='raise the bound of shardc.ep(..., way="bounded"), or use way="send", which has room for all',
+            f"{come} rows come to one rank, and its capacity leaves room for {rows}",
+            fix='raise the capacity of shardc.ep(..., dispatch="bounded"), or use dispatch="send", which has no limit',
         )
     return sends.clone()
 

@@ -25,7 +25,12 @@ from shardc.verify import window
 TOLERANCE = 1e-9
 FLOOR = 1e-6  # errors are relative to a tensor's largest element, but at least to this
 GLOBAL = ("capture", "experts", "attention", "canonicalize", "seed", "pad")  # stages before layouts are chosen
-LOCAL = ("localize", "offload", "settle", "decompose")  # stages at local shapes, before forward and backward are split
+LOCAL = (
+    "localize",
+    "offload",
+    "hoist_grad_epilogue",
+    "decompose",
+)  # stages at local shapes, before forward and backward are split
 SCALED = GLOBAL + ("propagate",)  # stages before the gradient scaling of the objective is in the graph
 
 

@@ -23,7 +23,7 @@ from shardc.passes.decompose import Decompose as Decompose
 from shardc.passes.exact.chooser import Exact as Exact
 from shardc.passes.experts import Experts as Experts
 from shardc.passes.greedy import Greedy
-from shardc.passes.hoist_grad_epilogue import Settle as Settle
+from shardc.passes.hoist_grad_epilogue import HoistGradEpilogue as HoistGradEpilogue
 from shardc.passes.keep_part import KeepPart as KeepPart
 from shardc.passes.localize import Localize as Localize
 from shardc.passes.objective import Objective as Objective
@@ -36,16 +36,17 @@ from shardc.passes.partition import inference as inference
 from shardc.passes.pipeline import Hook as Hook
 from shardc.passes.pipeline import Pass as Pass
 from shardc.passes.pipeline import Pipeline as Pipeline
+from shardc.passes.pipeline import near_stage as near_stage
 from shardc.passes.plan_memory import PlanMemory as PlanMemory
 from shardc.passes.precision import Precision as Precision
 from shardc.passes.propagate import Problem
 from shardc.passes.propagate import Propagate as Propagate
-from shardc.passes.prune_unused_grads import Absent as Absent
+from shardc.passes.prune_unused_grads import PruneUnusedGrads as PruneUnusedGrads
 from shardc.passes.reshard import Reshard as Reshard
 from shardc.passes.schedule import Schedule as Schedule
 from shardc.passes.seed import Seed as Seed
 from shardc.passes.simplify import Simplify as Simplify
-from shardc.passes.skip_communication import Silence as Silence
+from shardc.passes.skip_communication import SkipCommunication as SkipCommunication
 from shardc.passes.skip_regather import SkipRegather as SkipRegather
 from shardc.plan.bound import BoundPlan
 from shardc.plan.entries import Cp, Ep, Prefetch
@@ -101,7 +102,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             Propagate(Problem(
                 mesh, cost, plan.batch_axes, plan.output, plan.pinned, plan.storages, plan.computes,
                 plan.reduce if plan.own_losses else "mean", options.strict, plan.deferred,
-            ), Exact() if options.chooser == "exact" else Greedy()),
+            ), Exact() if options.layout_solver == "exact" else Greedy()),
             # It needs the layouts of tangents and keeps the layout of every value.
             Objective(plan.batch_axes, plan.reduce, plan.grad_scale, plan.own_losses),
             # Before gradients are reduced, while their sums are pending.
@@ -119,15 +120,15 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             # It needs the shapes of shards; its moves are then partitioned and scheduled as collectives are.
             Offload(plan.on_host, fake_mode, device, plan.deferred.names),
             # After the last pass that adds ops to a gradient.
-            Settle(),
+            HoistGradEpilogue(),
             # It needs local shapes; the partitioner then treats chunks as any other ops.
-            Decompose(mesh, sending(cost, options.direct is not False), computing(cost, device), options.decompose),
+            Decompose(mesh, sending(cost, options.p2p_collectives is not False), computing(cost, device), options.decompose),
             # The joint graph becomes a forward and a backward.
             Partition(levels, *cut, options.checkpoint_collectives),
             # It needs the slices that backward gathers from, which are outputs of forward now.
             SkipRegather(),
             # Before anything moves a collective away from its inputs and uses.
-            Bucket(settings.bucket_bytes(), bool(options.direct)),
+            Bucket(settings.bucket_bytes(), bool(options.p2p_collectives)),
             # The choice depends on the size of a bucket, and the schedule on the choice.
             Algorithms(mesh, cost if isinstance(cost, CostModel) else CostModel()),
             # Places starts and waits of the final collectives.
@@ -140,7 +141,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
         )
     )  # fmt: skip
     if (silent := options.silent()) != frozenset():
-        passes = passes.after(PlanMemory.name, Silence(silent))
+        passes = passes.after(PlanMemory.name, SkipCommunication(silent))
     if options.pipeline is not None:
         passes = options.pipeline(passes)
         passes.check_requires()

@@ -76,7 +76,7 @@ class Attention:
 
     def _check(self, node: fx.Node, entry: Cp) -> None:
         heads, size = ir.value(node.args[0]).shape[1], self.mesh.size(entry.axis)
-        if entry.method == "heads" and heads % size:
+        if entry.method == "ulysses" and heads % size:
             raise PlanError(
                 f"{ir.info(node).name} has {heads} heads, which {entry.axis} of {size} ranks does not divide",
                 plan_entry=str(entry),
@@ -101,7 +101,7 @@ class Attention:
     def _check_unapplied(self, graph: fx.Graph, applied: set[Cp]) -> None:
         """Warns of entries whose method applied to no kernel; PlanError if their modules compute no attention."""
         for entry in self.entries:
-            if entry.method not in ("ring", "heads") or entry in applied or self.mesh.size(entry.axis) == 1:
+            if entry.method not in ("ring", "ulysses") or entry in applied or self.mesh.size(entry.axis) == 1:
                 continue
             written = [n for n in graph.nodes if n.target is torch.ops.aten.bmm.default or _is_kernel(n)]
             first = next((n for n in written if entry.says(ir.info(n).origin.module)), None)

@@ -12,7 +12,7 @@ from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.reads import Reads
 from shardc.ir.repeat import Repeat, short_name
-from shardc.passes.hoist_grad_epilogue import Settle
+from shardc.passes.hoist_grad_epilogue import HoistGradEpilogue
 from shardc.passes.unfold import Unfold
 from shardc.passes.unfold_names import NotPeriodic
 from shardc.plan.bound import BoundPlan
@@ -56,7 +56,7 @@ class Folded:
             PlanError: the blocks do not repeat node by node.
         """
         if stage not in self.graphs:
-            graph = Settle()(LazyGraphModule({}, ir.copied(graph))).graph
+            graph = HoistGradEpilogue()(LazyGraphModule({}, ir.copied(graph))).graph
             try:
                 for repeat in self.repeats:
                     graph = Unfold(graph, repeat, self.keep).joint(graph)

@@ -1,4 +1,4 @@
-"""Settle: hoist the last ops of each gradient to where their operands are computed."""
+"""Hoist the last ops of each gradient to where their operands are computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardc.ir.rewriter import places, reorder
 
 
 @dataclass(frozen=True)
-class Settle:
+class HoistGradEpilogue:
     """Moves the last ops of each gradient to directly after their operands.
 
         %g1 = mm(...)                           %g1 = mm(...)
@@ -29,7 +29,7 @@ class Settle:
     random draws and all other ops keep their order.
     """
 
-    name = "settle"
+    name = "hoist_grad_epilogue"
     requires = ("localize",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -13,7 +13,7 @@ from shardc.cost.model import CostModel
 from shardc.cost.recompute import CHOICES
 from shardc.passes.pipeline import Hook, Pipeline
 from shardc.plan.value import Plan
-from shardc.validate import Bytes, Range, check_fields
+from shardc.validate import Bytes, Range, check_fields, renamed
 
 Size = Annotated[int | str, Bytes(-1)]
 
@@ -21,50 +21,53 @@ Size = Annotated[int | str, Bytes(-1)]
 SILENCED = {"gather": ("all_gather",), "reduce": ("reduce_scatter", "all_reduce")}
 
 
+@renamed(
+    chooser="layout_solver",
+    direct="p2p_collectives",
+    comm="skip_comm",
+    lower_by="compile_regions",
+    store="program_cache",
+)
 @dataclass(frozen=True)
 class Options:
     """How to compile. Sizes are numbers of bytes, or text with a unit: ``"8 MiB"``, ``"1.5GB"``.
 
     Args:
-        strict: an op without a sharding rule is an error instead of a warning.
-        cost: prices layouts and algorithms: a `CostModel`, which knows how many ranks a group has, or a `Hardware`,
-            which also knows the links between them and is what `Program.schedule` predicts for.
-        chooser: how layouts are chosen that the plan leaves open. "greedy" takes one op after another. "exact"
-            minimizes the total time (`shardc.passes.exact`); it takes seconds, and minutes on three axes.
+        strict: raise instead of warn at an op without a sharding rule.
+        cost: the cost model or the `Hardware` by which layouts and algorithms are chosen. A cost model knows a group of
+            ranks by its size. Hardware has links of different speed, and the backend's own collectives.
+        layout_solver: chooses the layouts that the plan leaves open. "greedy" takes one op after another. "exact" finds
+            the least total time (`shardc.passes.exact`), in seconds, or in minutes on three axes.
         verify: check the graph after every pass.
-        bucket_size: bytes of a bucket of collectives, per rank. -1 makes one bucket of all, 0 none. None takes the size
-            at which latency is a twentieth of a bucket's time, 8 MiB at most (`shardc.measure_links` for real links).
-        max_in_flight: bytes of collectives' results that may be started ahead of their use. -1 is no limit. None is two
+        bucket_size: bytes of a bucket of collectives, per rank. -1 makes one bucket, 0 none. None: the size at which
+            latency is a twentieth of a bucket's time, 8 MiB at most (`shardc.measure_links` measures real links).
+        max_in_flight: bytes of collectives' results that may be started ahead of their use; -1 is no limit. None: two
             buckets, 16 MiB at least.
-        memory_budget: bytes on each rank for parameters of level 3 (ZeRO-3) that stay gathered from forward to
-            backward; -1 for all. Those that save most time per byte come first, on a tie those that the forward uses
-            last.
+        memory_budget: bytes on each rank for level-3 parameters that stay gathered from forward to backward; -1 for
+            all. Those that save most time per byte are kept first, on a tie those that forward uses last.
         checkpoint_collectives: collectives of activations in a `torch.utils.checkpoint` region. "recompute" runs them
             again in backward, "keep" keeps their results. "auto" recomputes those whose result is larger than what a
-            rank sends for it (gathers and all-to-alls), and keeps the results of the others (reductions).
-        overlap: collectives overlap with compute; False waits for each where it starts.
-        decompose: number of chunks into which collectives of activations, and the matrix products beside them, are
-            split, so that one chunk is computed while another is sent; 1 is off. "auto" takes the fastest number, if
-            ``cost`` was measured or set.
-        direct: collectives are messages straight between ranks (`shardc.ir.comm`), which is faster than gloo's own;
-            None for real CPU ranks only.
-        comm: "real", or "none" for local copies instead of collectives: values are wrong, for timing only. By kind:
-            ``{"gather": "none"}`` for all-gathers, ``{"reduce": "none"}`` for reduce-scatters and all-reduces.
+            rank sends for it (gathers, all-to-alls), and keeps the others (reductions).
+        overlap: overlap collectives with compute; False waits for each where it starts.
+        decompose: the number of chunks into which a collective of an activation and the product beside it are cut, so
+            that a chunk is computed while another travels. 1 is off. "auto" takes the fastest by a measured ``cost``.
+        p2p_collectives: send collectives as messages between ranks (`shardc.ir.comm`), faster than gloo's own. None:
+            on CPU ranks only.
+        skip_comm: replace collectives by local copies: values are wrong, for timing only. ``("gather",)`` skips
+            all-gathers alone, ``("reduce",)`` reduce-scatters and all-reduces.
         fold: capture and plan four to six of the repeated blocks, and replicate the result (`shardc.fold`). The program
-            is the same, except for the order of independent ops with ``decompose``. None: if the module runs. True
-            warns if blocks look equal and their graphs are not.
-        lower_by: "whole": Inductor lowers each half (forward, backward) as one graph; "blocks": as segments, of which
-            equal ones are lowered once; "auto": "blocks" if at least four segments are equal (`shardc.ir.segments`).
-        store: keep programs on disk, in Inductor's cache folder, so that the next start of the same code neither
-            captures nor plans, and one rank of a machine does it for all. Used if the module runs. With False, or
-            ``SHARDC_STORE=0`` in the environment, each start compiles by itself. ``SHARDC_STORE`` may also be the
-            absolute path of another folder for programs.
-        uneven: ranks may pass different numbers of rows of the batch, which is an error otherwise: each call tells the
-            others how many, and if these differ it computes on the rows of all ranks together.
-        capture: replaces `shardc.capture.capture`, such as a `shardc.capture.CaptureOnce` for several plans of one
-            model.
-        pipeline: takes the `shardc.passes.Pipeline` of the other options; returns the one that runs.
-        hooks: called around every pass; see `shardc.passes.Hook`.
+            is the same, except that ``decompose`` may order independent ops otherwise. None: if the module runs. True
+            warns if blocks look equal and their plans differ.
+        compile_regions: "whole": Inductor lowers each half as one graph. "blocks": repeated segments are compiled once.
+            "auto": "blocks" if four segments are equal (`shardc.ir.segments`).
+        program_cache: keep programs on disk, in Inductor's cache folder. The next start of the same code neither
+            captures nor plans, and one rank of a machine does so for all. Only if the module runs. ``SHARDC_STORE=0``
+            in the environment is False; ``SHARDC_STORE`` may be the absolute path of another folder.
+        uneven: ranks may pass different numbers of rows of the batch. Each call exchanges the numbers; if they differ,
+            it computes on the rows of all ranks together.
+        capture: replaces `shardc.capture.capture`: a `shardc.capture.CaptureOnce`, for several plans of a model.
+        pipeline: maps the `shardc.passes.Pipeline` of the other options to the one that runs.
+        hooks: called around every pass (`shardc.passes.Hook`).
         dump: directory for the text of every stage; by default the environment's ``SHARDC_DUMP``.
 
     Raises:
@@ -73,7 +76,7 @@ class Options:
 
     strict: bool = False
     cost: CostModel | Hardware = field(default_factory=CostModel)
-    chooser: Literal["greedy", "exact"] = "greedy"
+    layout_solver: Literal["greedy", "exact"] = "greedy"
     verify: bool = True
     bucket_size: Size | None = None
     max_in_flight: Size | None = None
@@ -81,11 +84,11 @@ class Options:
     checkpoint_collectives: Annotated[str, Literal[CHOICES]] = "auto"
     overlap: bool = True
     decompose: Annotated[int, Range(1, 64)] | Literal["auto"] = "auto"
-    direct: bool | None = None
-    comm: Literal["real", "none"] | Mapping[Literal["gather", "reduce"], Literal["real", "none"]] = "real"
+    p2p_collectives: bool | None = None
+    skip_comm: bool | tuple[Literal["gather", "reduce"], ...] = False
     fold: bool | None = None
-    lower_by: Literal["auto", "blocks", "whole"] = "auto"
-    store: bool = field(default_factory=lambda: os.environ.get("SHARDC_STORE", "1") != "0")
+    compile_regions: Literal["auto", "blocks", "whole"] = "auto"
+    program_cache: bool = field(default_factory=lambda: os.environ.get("SHARDC_STORE", "1") != "0")
     uneven: bool = False
     capture: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
     pipeline: Callable[[Pipeline], Pipeline] | None = field(default=None, repr=False, compare=False)
@@ -99,7 +102,7 @@ class Options:
         """Returns the bytes of a bucket; by default latency is a twentieth of a bucket's time, 8 MiB at most."""
         if self.bucket_size is not None:
             return cast(int, self.bucket_size)
-        latency, bandwidth = self.cost.linear(self.direct is not False)
+        latency, bandwidth = self.cost.linear(self.p2p_collectives is not False)
         return min(int(20 * latency * bandwidth), 8 << 20)
 
     def budget_bytes(self) -> int:
@@ -113,10 +116,10 @@ class Options:
         return -1 if self.bucket_bytes() < 0 else max(2 * self.bucket_bytes(), 16 << 20)
 
     def silent(self) -> frozenset[str] | None:
-        """Returns the kinds of collectives that ``comm`` replaces by local copies; None for all."""
-        if isinstance(self.comm, str):
-            return None if self.comm == "none" else frozenset()
-        return frozenset(kind for what, how in self.comm.items() if how == "none" for kind in SILENCED[what])
+        """Returns the kinds of collectives that ``skip_comm`` replaces by local copies; None for all."""
+        if isinstance(self.skip_comm, bool):
+            return None if self.skip_comm else frozenset()
+        return frozenset(kind for what in self.skip_comm for kind in SILENCED[what])
 
     def with_plan_settings(self, plan: Plan) -> Options:
         """Returns these options with the plan's ``bucket_size`` and ``overlap``, if they leave those at the default."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -133,8 +133,16 @@ class Pipeline:
 
     def _at(self, name: str) -> int:
         if name not in self.names:
-            raise InputError(f"there is no pass {name!r}", fix=near(name, self.names))
+            raise InputError(f"there is no pass {name!r}", fix=near_stage(name, self.names))
         return self.names.index(name)
+
+
+_RENAMED = {"settle": "hoist_grad_epilogue", "absent": "prune_unused_grads", "silence": "skip_communication"}
+
+
+def near_stage(name: str, stages: Iterable[str]) -> str:
+    """Returns the fix for the ``name`` of a pass or stage that is none of ``stages``: its new name, or the closest."""
+    return f"it is called {_RENAMED[name]!r} now" if name in _RENAMED else near(name, stages)
 
 
 def _summary(pass_: Pass) -> str:

@@ -1,4 +1,4 @@
-"""Absent: prune the backward graph for a loss that uses some of the outputs only."""
+"""Prune the backward graph for a loss that uses some of the outputs only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ADD = torch.ops.aten.add.Tensor
 
 
 @dataclass(frozen=True)
-class Absent:
+class PruneUnusedGrads:
     """Prunes gradients that depend only on outputs which the loss does not use; they are None, not zero, as in torch.
 
         %s = add(%g0, %g1)              %r = relu_backward(%g0, %x)
@@ -36,7 +36,7 @@ class Absent:
     """
 
     used: frozenset[int]
-    name = "absent"
+    name = "prune_unused_grads"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         graph, rewriter = gm.graph, GraphRewriter(gm.graph)

@@ -1,4 +1,4 @@
-"""Silence: replace collectives by local copies, to time a step without its communication."""
+"""Replace collectives by local copies, to time a step without its communication."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Silence:
+class SkipCommunication:
     """Replaces each collective by a copy of its input, repeated or sliced to the result's shape.
 
         %a = all_gather(%w, 2)      ->  %a = clone(cat([%w, %w]))
@@ -29,7 +29,7 @@ class Silence:
     """
 
     kinds: frozenset[str] | None = None
-    name = "silence"
+    name = "skip_communication"
     requires = ("partition",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:

@@ -12,7 +12,7 @@ from shardc.plan.entries import Cp, Ddp, Ep, Fsdp, Offload, Precision, Recompute
 from shardc.plan.entries.data_parallel import axis_names, by_glob, regathered
 from shardc.plan.spec_forms import quote
 from shardc.plan.value import CONSTRUCTORS, Plan
-from shardc.validate import checked
+from shardc.validate import checked, renamed
 
 
 def ddp(axis: str | Sequence[str] | None = None) -> Plan:
@@ -124,11 +124,11 @@ def cp(axis: str, method: str = "auto", modules: str = "*", order: str = "auto",
             "gather": keys and values are gathered.
             "ring": keys and values are passed from rank to rank, and partial results are combined (ring attention).
             No rank ever stores all of them.
-            "heads": an all-to-all splits heads instead of the sequence, and another one restores it (Ulysses).
+            "ulysses": an all-to-all splits heads instead of the sequence, and another one restores it (Ulysses).
             "auto": the cheapest of these by the cost model, for each attention.
         modules: a glob of the modules whose attention the entry applies to; of several entries the last match wins.
         order: "striped": rank r has elements r, r + n, r + 2n, ... of the sequence, which balances the work under a
-            causal mask. "contiguous": it has one chunk. "auto": contiguous for "heads", else striped.
+            causal mask. "contiguous": it has one chunk. "auto": contiguous for "ulysses", else striped.
         dim: the sequence dim of the inputs; inputs without this dim, or with one element there, are replicated.
 
     Raises:
@@ -142,7 +142,8 @@ def cp(axis: str, method: str = "auto", modules: str = "*", order: str = "auto",
     return Plan.of([Cp(name, method, modules, order, dim)])
 
 
-def ep(axis: str, experts: str | Sequence[str], way: str = "auto", bound: float = 0.0) -> Plan:
+@renamed(way="dispatch", bound="capacity")
+def ep(axis: str, experts: str | Sequence[str], dispatch: str = "auto", capacity: float = 0.0) -> Plan:
     """Expert parallel: each rank along ``axis`` stores some of the experts, and rows are exchanged.
 
     The batch is split over ``axis``, too. The experts' weights are never gathered over it.
@@ -150,23 +151,24 @@ def ep(axis: str, experts: str | Sequence[str], way: str = "auto", bound: float 
     Args:
         axis: a mesh axis. `fsdp` may split the other parameters over it as well.
         experts: globs of the modules with the weights of all experts, in tensors whose first dim is the experts.
-        way: how rows reach their experts:
+        dispatch: how rows reach their experts:
             "gather": every rank gathers all tokens of the axis; the results are reduce-scattered.
             "send": each row is sent to its expert's rank and back, by all-to-alls with exact sizes.
-            "bounded": as "send", with buffers for ``bound`` times the rows of an even load. If a rank would receive
+            "bounded": as "send", with buffers for ``capacity`` times the rows of an even load. If a rank would receive
             more, all ranks raise the same `InputError` before a row is sent.
             "auto": the cheaper of the first two by the cost model, for each layer.
-        bound: for "bounded"; 1.0 is room for an even load only.
+        capacity: for "bounded"; 1.0 is room for an even load only.
 
     Raises:
-        PlanError: the way is unknown, or the bound is below 1.0. When the plan is used: a glob matches no module.
+        PlanError: the dispatch is unknown, or the capacity is below 1.0; when the plan is used, a glob matches no
+            module.
 
-    >>> print(ep("ep", "*.experts", way="bounded", bound=1.5))
-    ep("ep", experts="*.experts", way="bounded", bound=1.5)
+    >>> print(ep("ep", "*.experts", dispatch="bounded", capacity=1.5))
+    ep("ep", experts="*.experts", dispatch="bounded", capacity=1.5)
     """
     (name,) = axis_names([axis], f"ep({axis!r})")
     globs = (experts,) if isinstance(experts, str) else checked(experts, tuple[str, ...], "experts", PlanError)
-    return Plan.of(Ep(name, glob, way, float(bound)) for glob in globs)
+    return Plan.of(Ep(name, glob, dispatch, float(capacity)) for glob in globs)
 
 
 def precision(

@@ -9,7 +9,7 @@ from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN
 from shardc.ir.executable import Half
 from shardc.lower.inductor import give_values
-from shardc.passes import Absent, PlanMemory
+from shardc.passes import PlanMemory, PruneUnusedGrads
 from shardc.passes.pipeline import Hook, Pipeline
 from shardc.precompiled.save import untied
 
@@ -30,4 +30,4 @@ def backward_for(used: frozenset[int], backward: Half, *hooks: Hook) -> fx.Graph
     ir.output_node(gm.graph).meta.pop(PLAN, None)
     with _compat.no_autocast():
         give_values(gm)
-    return Pipeline((Absent(used), PlanMemory(backward.mesh))).run(gm, *hooks)
+    return Pipeline((PruneUnusedGrads(used), PlanMemory(backward.mesh))).run(gm, *hooks)

@@ -27,7 +27,7 @@ from shardc.rules.spec import Dims, Spec
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 _QUERIES, _KEYS = "q", "k"
 _BOTH, _HEADS = (frozenset({_QUERIES, _KEYS}),), (frozenset("g"), frozenset("r"), frozenset("gr"))
-_SPLITS = {"gather": _BOTH, "ring": _BOTH, "heads": _HEADS, "auto": _BOTH + _HEADS}
+_SPLITS = {"gather": _BOTH, "ring": _BOTH, "ulysses": _HEADS, "auto": _BOTH + _HEADS}
 
 
 class _Heads:

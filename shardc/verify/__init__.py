@@ -41,7 +41,7 @@ SPECS: dict[str, tuple[Check, ...]] = {
     "keep_part": STEPS,
     "localize": LOCAL,
     "offload": LOCAL,
-    "settle": LOCAL,
+    "hoist_grad_epilogue": LOCAL,
     "decompose": LOCAL,
     "partition": LOCAL,
 }

@@ -346,7 +346,7 @@ def choose_exactly() -> None:
     """Each rank solves for itself, and all find the same program."""
     mesh = device_mesh(Mesh(dp=2))
     model, x = build(8, "cpu").double(), torch.randn(16, 8).double()
-    options = shardc.Options(chooser="exact")
+    options = shardc.Options(layout_solver="exact")
     module = shardc.compile(model, mesh, shardc.fsdp("dp"), loss=mse_loss, backend="eager", options=options)
     loss = module(*module.shard_inputs(x, x))
     loss.backward()

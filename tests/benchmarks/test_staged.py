@@ -23,7 +23,7 @@ def trains(rank: int, folder: str) -> None:
     dist.init_process_group(staged.NAME, store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
     torch.manual_seed(0)
-    source, options = llama.Llama(llama.LlamaConfig()).double(), shardc.Options(direct=False)
+    source, options = llama.Llama(llama.LlamaConfig()).double(), shardc.Options(p2p_collectives=False)
     x, y = llama.batch(llama.LlamaConfig())
     expected = llama.loss(source(x), y)
     expected.backward()

@@ -89,7 +89,7 @@ def test_buckets_hide_the_latency_of_the_links_between_nodes() -> None:
     assert Options().bucket_bytes() == 8 << 20
     messages = CostModel(messages=Messages(1e-4, 2e-5, 3e-6, 1e-6, 1e9, 0.5))
     assert Options(cost=messages).bucket_bytes() == int(20 * (1e-4 + 2e-5 + 3e-6) * 1e9)
-    assert Options(cost=messages, direct=False).bucket_bytes() == 8 << 20
+    assert Options(cost=messages, p2p_collectives=False).bucket_bytes() == 8 << 20
 
 
 def test_hardware_travels_without_its_hash() -> None:

@@ -78,7 +78,7 @@ def trained(module: Any) -> list[Tensor]:
 
 
 def steps_are_those_of_the_whole(**options: Any) -> Any:
-    _, whole = tower(lower_by="whole", fold=False, **options)
+    _, whole = tower(compile_regions="whole", fold=False, **options)
     _, blocks = tower(**options)
     expected, found = trained(whole), trained(blocks)
     (one,), (other,) = whole.shardc.programs.values(), blocks.shardc.programs.values()

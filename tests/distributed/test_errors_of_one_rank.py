@@ -41,7 +41,7 @@ class Net(nn.Module):
 def compiled(model: nn.Module, store: bool = False, **options: Any) -> Any:
     c10d._get_default_store().set_timeout(timedelta(seconds=60))  # what waits for it is told apart by its text
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    options = {"store": store, **options}
+    options = {"program_cache": store, **options}
     return shardc.compile(model, mesh, shardc.fsdp("dp"), backend="eager", options=shardc.Options(**options))
 
 

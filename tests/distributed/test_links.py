@@ -26,14 +26,18 @@ def link(bandwidth: float) -> CostModel:
 @pytest.mark.parametrize("bandwidth, size", [(118e6, int(20 * 1e-3 * 118e6)), (1.4e9, 8 * MIB)])
 @pytest.mark.parametrize("direct", [None, True])
 def test_a_slow_link_takes_small_buckets(bandwidth: float, size: int, direct: bool | None) -> None:
-    options = shardc.Options(cost=link(bandwidth), direct=direct)
+    options = shardc.Options(cost=link(bandwidth), p2p_collectives=direct)
     assert options.bucket_bytes() == pytest.approx(size, abs=1)
     assert options.in_flight_bytes() == 16 * MIB
 
 
 def test_what_is_said_or_not_in_messages_is_not_sized_by_them() -> None:
     assert shardc.Options(cost=link(118e6), bucket_size=5).bucket_bytes() == 5
-    assert shardc.Options(cost=link(118e6), direct=False).bucket_bytes() == shardc.Options().bucket_bytes() == 8 * MIB
+    assert (
+        shardc.Options(cost=link(118e6), p2p_collectives=False).bucket_bytes()
+        == shardc.Options().bucket_bytes()
+        == 8 * MIB
+    )
 
 
 def test_another_device_is_refused() -> None:

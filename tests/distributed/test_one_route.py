@@ -151,7 +151,7 @@ def test_four_ranks(tmp_path: Path, plan: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"direct": False}, {"bucket_size": 0}, {"direct": False, "bucket_size": -1}], ids=str
+    "options", [{"p2p_collectives": False}, {"bucket_size": 0}, {"p2p_collectives": False, "bucket_size": -1}], ids=str
 )
 def test_however_collectives_are_written(tmp_path: Path, options: dict[str, Any]) -> None:
     starts(tmp_path, "fsdp3", 2, backend="eager", options=options)

@@ -21,7 +21,7 @@ from examples.models import llama
 from tests.precompiled.steps import digest
 from tests.ranks import run_ranks
 
-WITHOUT_STORE = shardc.Options(store=False)
+WITHOUT_STORE = shardc.Options(program_cache=False)
 
 
 def mlp() -> nn.Module:

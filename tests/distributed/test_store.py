@@ -89,7 +89,7 @@ def trained(
     plan = shardc.fsdp("dp", level=level)
     counters.clear()
     module = shardc.compile(
-        model, mesh, plan, loss=loss, backend=backend, options=shardc.Options(store=store, **(options or {}))
+        model, mesh, plan, loss=loss, backend=backend, options=shardc.Options(program_cache=store, **(options or {}))
     )
     optimizer, out = torch.optim.AdamW(module.parameters(), lr=0.1), []
     for at in range(3):
@@ -135,7 +135,12 @@ def looked_at(folder: Path) -> None:
         made: Any = importlib.import_module("storedmodel.net")
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         module = shardc.compile(
-            made.Net(), mesh, shardc.fsdp("dp"), loss=F.mse_loss, backend="eager", options=shardc.Options(store=True)
+            made.Net(),
+            mesh,
+            shardc.fsdp("dp"),
+            loss=F.mse_loss,
+            backend="eager",
+            options=shardc.Options(program_cache=True),
         )
         x, y = torch.randn(8, 8), torch.randn(8, 4)
         module(*module.shard_inputs(x, y)).backward()
@@ -158,7 +163,7 @@ def evaluated_first(folder: Path) -> None:
             torch.manual_seed(0)
             module = shardc.compile(
                 made.Net(), mesh, shardc.fsdp("dp"), loss=F.mse_loss, backend="eager",
-                options=shardc.Options(store=store),
+                options=shardc.Options(program_cache=store),
             )  # fmt: skip
             with torch.inference_mode():
                 torch.manual_seed(1)
@@ -184,7 +189,7 @@ def evaluated(folder: Path, makers: int) -> None:
         model, (x, y) = made.Net().eval(), (torch.randn(8, 8), torch.randn(8, 4))
         counters.clear()
         module = shardc.compile(
-            model, mesh, shardc.fsdp("dp"), loss=F.mse_loss, backend="eager", options=shardc.Options(store=True)
+            model, mesh, shardc.fsdp("dp"), loss=F.mse_loss, backend="eager", options=shardc.Options(program_cache=True)
         )
         with torch.no_grad():
             loss = module(*module.shard_inputs(x, y))
@@ -247,7 +252,7 @@ def warned(folder: Path) -> None:
         texts = []
         for _ in range(2):
             module = shardc.compile(
-                changing, mesh, shardc.fsdp("dp"), backend="eager", options=shardc.Options(store=True)
+                changing, mesh, shardc.fsdp("dp"), backend="eager", options=shardc.Options(program_cache=True)
             )
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")

@@ -125,9 +125,12 @@ def test_shapes() -> None:
 @pytest.mark.parametrize(
     "make, said",
     [
-        (lambda: shardc.ep("ep", "*.experts", way="quickly"), "way is 'quickly'"),
-        (lambda: shardc.ep("ep", "*.experts", bound=2.0), "a bound requires way='bounded'"),
-        (lambda: shardc.ep("ep", "*.experts", way="bounded", bound=0.5), "no room for the rows of an even load"),
+        (lambda: shardc.ep("ep", "*.experts", dispatch="quickly"), "dispatch is 'quickly'"),
+        (lambda: shardc.ep("ep", "*.experts", capacity=2.0), "a capacity requires dispatch='bounded'"),
+        (
+            lambda: shardc.ep("ep", "*.experts", dispatch="bounded", capacity=0.5),
+            "no room for the rows of an even load",
+        ),
         (lambda: shardc.compile(Layer(), shardc.Mesh(ep=2), shardc.ep("ep", "*.experts")), "matches no module"),
         (lambda: shardc.compile(Layer(), shardc.Mesh(ep=2), shardc.ep("ep", "router")), "has no dim for experts"),
         (lambda: shardc.compile(Layer(), shardc.Mesh(dp=2), shardc.ep("ep", "router")), "unknown mesh axis 'ep'"),
@@ -139,6 +142,6 @@ def test_plans(make: Callable[[], object], said: str) -> None:
 
 
 def test_plans_are_kept_as_text_and_json() -> None:
-    plan = shardc.fsdp(("dp", "ep")) | shardc.ep("ep", ["*.experts", "moe"], way="bounded", bound=1.5)
+    plan = shardc.fsdp(("dp", "ep")) | shardc.ep("ep", ["*.experts", "moe"], dispatch="bounded", capacity=1.5)
     assert shardc.Plan.from_json(plan.to_json()) == plan
-    assert 'ep("ep", experts="moe", way="bounded", bound=1.5)' in str(plan)
+    assert 'ep("ep", experts="moe", dispatch="bounded", capacity=1.5)' in str(plan)

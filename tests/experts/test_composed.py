@@ -37,7 +37,7 @@ def deep() -> nn.Module:
 @pytest.mark.parametrize("way", ["gather", "send"])
 def test_in_regions_that_run_again(way: str) -> None:
     mesh = {"dp": 2, "ep": 2}
-    trains_alike(checkpointed, batch(), mesh, shardc.fsdp(("dp", "ep")) | shardc.ep("ep", "*.experts", way=way))
+    trains_alike(checkpointed, batch(), mesh, shardc.fsdp(("dp", "ep")) | shardc.ep("ep", "*.experts", dispatch=way))
 
 
 def test_with_replicas_and_on_the_host() -> None:
@@ -58,7 +58,7 @@ def test_layers_that_are_folded() -> None:
 
 @pytest.mark.slow
 def test_exactly_chosen() -> None:
-    options = shardc.Options(chooser="exact")
+    options = shardc.Options(layout_solver="exact")
     trains_alike(partial(build, "mixtral"), batch(), {"dp": 2, "ep": 2}, shardc.fsdp("dp") | EP, options=options)
 
 
@@ -66,7 +66,7 @@ def test_one_program_for_many_sizes() -> None:
     with in_float64():
         model = build("own")
         dynamic = {"input_ids": {0: "b", 1: "t"}, "labels": {0: "b", 1: "t"}}
-        plan = shardc.ep("ep", "experts", way="send")
+        plan = shardc.ep("ep", "experts", dispatch="send")
         module = shardc.compile(build("own"), shardc.Mesh(ep=2), plan, backend="eager", dynamic=dynamic)
         sim = shardc.Simulation(module)
         for rows, length in ((4, 6), (8, 5), (2, 9)):

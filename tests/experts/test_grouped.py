@@ -69,9 +69,9 @@ def test_bodies_that_do_more_have_no_grouped_form() -> None:
 @pytest.mark.parametrize("way", ["gather", "send", "bounded"])
 def test_training(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "suits", lambda *_: True)
-    bound = {"bound": 1.5} if way == "bounded" else {}
+    bound = {"capacity": 1.5} if way == "bounded" else {}
     model = build("own", torch.float32)
-    plan = shardc.fsdp("ep") | shardc.ep("ep", "experts", way=way, **bound)
+    plan = shardc.fsdp("ep") | shardc.ep("ep", "experts", dispatch=way, **bound)
     sim = shardc.Simulation(shardc.compile(build("own", torch.float32), shardc.Mesh(ep=2), plan, backend="eager"))
     loss = model(**batch())["loss"]
     loss.backward()

@@ -13,7 +13,7 @@ from tests.experts.alike import trains_alike
 from tests.experts.models import MODELS, batch, build, experts_of, route
 
 ATTENTION = {"colwise": ["*.q_proj", "*.k_proj", "*.v_proj"], "rowwise": ["*.o_proj"]}
-WAYS = ({"way": "gather"}, {"way": "send"}, {"way": "bounded", "bound": 4.0}, {})
+WAYS = ({"dispatch": "gather"}, {"dispatch": "send"}, {"dispatch": "bounded", "capacity": 4.0}, {})
 MESHES = ({"ep": 2}, {"ep": 4}, {"ep": 3}, {"dp": 2, "ep": 2}, {"ep": 2, "tp": 2}, {"dp": 2, "ep": 2, "tp": 2})
 ROUTING = ("as they are", "to one", "to few", "equal")
 
@@ -80,7 +80,7 @@ def test_models_however_routed(name: str, how: str) -> None:
 
 def test_gradients_in_one_bucket_with_what_goes_on() -> None:
     """The terms of the tokens' gradients are reduced together with those of parameters, which only leave."""
-    mesh, way = {"ep": 2, "tp": 2}, {"way": "gather"}
+    mesh, way = {"ep": 2, "tp": 2}, {"dispatch": "gather"}
     trains_alike(partial(build, "qwen3-moe"), batch(), mesh, plan("qwen3-moe", mesh, way))
 
 

@@ -52,7 +52,11 @@ def counts_tokens(mesh: Mesh, way: str, rows: int = 8) -> None:
     """Every rank reads the same, which is what one device's router chooses; also of rows that ranks do not divide."""
     model, options = build("own", torch.float32), shardc.Options(uneven=True)
     module = shardc.compile(
-        build("own", torch.float32), device_mesh(mesh), plan(mesh, "own", way=way), backend="eager", options=options
+        build("own", torch.float32),
+        device_mesh(mesh),
+        plan(mesh, "own", dispatch=way),
+        backend="eager",
+        options=options,
     )
     given = batch(rows)
     module(**module.shard_inputs(**given)[1])
@@ -66,10 +70,12 @@ def overflows(mesh: Mesh) -> None:
     """All ranks raise the same at once; parameters are as they were, and the next batch trains."""
     model = build("own", torch.float32)
     route(model, "to one")
-    module = shardc.compile(model, device_mesh(mesh), plan(mesh, "own", way="bounded", bound=1.0), backend="eager")
+    module = shardc.compile(
+        model, device_mesh(mesh), plan(mesh, "own", dispatch="bounded", capacity=1.0), backend="eager"
+    )
     given = module.shard_inputs(**batch(8))[1]
     before = {key: p.to_local().clone() for key, p in module.named_parameters()}
-    with pytest.raises(shardc.ShardcError, match="rows come to one rank, and its bound leaves room") as caught:
+    with pytest.raises(shardc.ShardcError, match="rows come to one rank, and its capacity leaves room") as caught:
         module(**given)["loss"].backward()
     messages: list[object] = [None] * mesh.ranks
     dist.all_gather_object(messages, str(caught.value))
@@ -112,7 +118,7 @@ def sends_rows(counts: tuple[tuple[int, int], tuple[int, int]]) -> None:
 
 
 def test_two_ranks() -> None:
-    ways = ({"way": "gather"}, {"way": "send"}, {"way": "bounded", "bound": 2.0})
+    ways = ({"dispatch": "gather"}, {"dispatch": "send"}, {"dispatch": "bounded", "capacity": 2.0})
     run_ranks(
         2,
         *(partial(trains, EP2, "own", way, "eager") for way in ways),
@@ -129,12 +135,12 @@ def test_two_ranks() -> None:
 
 @pytest.mark.slow
 def test_lowered_by_inductor() -> None:
-    ways = ({"way": "gather"}, {"way": "send"}, {"way": "bounded", "bound": 2.0})
+    ways = ({"dispatch": "gather"}, {"dispatch": "send"}, {"dispatch": "bounded", "capacity": 2.0})
     run_ranks(
         2,
         *(partial(trains, EP2, "qwen3-moe", way, "inductor") for way in ways),
         *(partial(trains, EP2, name, {}, "inductor") for name in ("gpt-oss", "sorted")),
-        partial(trains, EP2, "mixtral", {"way": "send"}, "inductor", torch.bfloat16, 0.05),
+        partial(trains, EP2, "mixtral", {"dispatch": "send"}, "inductor", torch.bfloat16, 0.05),
     )
 
 
@@ -148,9 +154,9 @@ def test_three_ranks() -> None:
 def test_four_ranks() -> None:
     run_ranks(
         4,
-        partial(trains, DP2EP2, "own", {"way": "send"}, "inductor"),
-        partial(trains, DP2EP2, "qwen3-moe", {"way": "gather"}, "eager"),
-        partial(trains, Mesh(ep=4), "deepseek-v3", {"way": "send"}, "eager"),
+        partial(trains, DP2EP2, "own", {"dispatch": "send"}, "inductor"),
+        partial(trains, DP2EP2, "qwen3-moe", {"dispatch": "gather"}, "eager"),
+        partial(trains, Mesh(ep=4), "deepseek-v3", {"dispatch": "send"}, "eager"),
         partial(overflows, DP2EP2),
         *(partial(counts_tokens, DP2EP2, way) for way in ("send", "gather")),
         *(partial(counts_tokens, Mesh(ep=4), "send", rows) for rows in (5, 3)),

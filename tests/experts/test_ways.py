@@ -18,7 +18,7 @@ WIDTH, EXPERTS, BYTES = 64, 16, 4
 def program(n: int, choices: int, tokens: int, way: str, **bound: float) -> shardc.Program:
     with torch.device("meta"):
         model = Own(WIDTH, 48, EXPERTS, choices)
-    plan = shardc.ep("ep", "experts", way=way, **bound)
+    plan = shardc.ep("ep", "experts", dispatch=way, **bound)
     module = shardc.compile(model, shardc.Mesh(ep=n), plan, backend="eager")
     ids = torch.zeros(n * tokens, 1, dtype=torch.int64)
     return module.lower(input_ids=ids, labels=ids)
@@ -34,7 +34,7 @@ def test_bytes_are_those_of_the_page(n: int, choices: int, tokens: int) -> None:
     weights = 2 * (n - 1) * tokens * choices * BYTES // n
     counts = 8 * (n - 1) * EXPERTS // n
     assert sent(program(n, choices, tokens, "send"), ("all_to_all",)) == rows + weights + counts
-    assert sent(program(n, choices, tokens, "bounded", bound=1.5), ("all_to_all",)) == rows + weights + counts
+    assert sent(program(n, choices, tokens, "bounded", capacity=1.5), ("all_to_all",)) == rows + weights + counts
     gathered = 4 * (n - 1) * tokens * WIDTH * BYTES + (n - 1) * tokens * choices * (8 + 2 * BYTES)
     assert sent(program(n, choices, tokens, "gather"), ("all_gather", "reduce_scatter")) == gathered
 
@@ -48,8 +48,8 @@ def test_the_cheaper_way_is_taken() -> None:
 @pytest.mark.parametrize("chooser", ["greedy", pytest.param("exact", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["auto", "gather", "send"])
 def test_no_weights_of_experts_are_gathered(way: str, chooser: str) -> None:
-    plan = shardc.fsdp("ep") | shardc.ep("ep", experts_of("qwen3-moe"), way=way)
-    options = shardc.Options(chooser=chooser)
+    plan = shardc.fsdp("ep") | shardc.ep("ep", experts_of("qwen3-moe"), dispatch=way)
+    options = shardc.Options(layout_solver=chooser)
     module = shardc.compile(build("qwen3-moe"), shardc.Mesh(ep=2), plan, backend="eager", options=options)
     text = module.lower(**toy()).text("localize")
     assert not re.findall(r"experts\.(?:gate_up|down)_proj\S*: \S+ = \S*(?:all_gather|all_reduce|reduce_scatter)", text)

@@ -39,9 +39,14 @@ class Tower(nn.Module):
         return x.square().mean()
 
 
-def halves(depth: int = DEPTH, comm: str = "none") -> list[fx.GraphModule]:
+def halves(depth: int = DEPTH, skip: bool = True) -> list[fx.GraphModule]:
     """Forward and backward; by default with collectives that are local copies, so that they run without other ranks."""
-    options: Any = {"direct": True, "comm": comm, "bucket_size": 0, "max_in_flight": 3 * WIDTH * WIDTH * 8}
+    options: Any = {
+        "p2p_collectives": True,
+        "skip_comm": skip,
+        "bucket_size": 0,
+        "max_in_flight": 3 * WIDTH * WIDTH * 8,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ShardcWarning)  # that values are wrong
         module = shardc.compile(
@@ -100,7 +105,7 @@ def test_values_of_another_block_are_noticed() -> None:
 @pytest.mark.parametrize("half", [0, 1])
 def test_the_order_and_the_slots_are_those_of_the_half(half: int) -> None:
     """Segments in a row start the collectives that were certified, and count their slots from their first."""
-    gm = halves(comm="real")[half]
+    gm = halves(skip=False)[half]
     order, slots = [], []
     for segment in cut(gm):
         assert segment.collective == len(order)
@@ -142,7 +147,7 @@ def _leave_an_op_out(graph: fx.Graph) -> bool:
 
 @pytest.mark.parametrize("fault", [_wait_where_it_starts, _take_two_values_for_each_other, _leave_an_op_out])
 def test_segments_that_run_something_else_are_refused(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    gm = halves(comm="real")[0]
+    gm = halves(skip=False)[0]
     half = Half(FORWARD, gm, Mesh(dp=2))
     row = cut(gm)
     assert len(row) > 4

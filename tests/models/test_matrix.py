@@ -128,7 +128,9 @@ def check(case: Case, chooser: Literal["greedy", "exact"] = "greedy") -> None:
     model, _ = source.tiny()
     model = model.double().train()
 
-    options = shardc.Options(direct=case.model != "mlp", chooser=chooser)  # as on CPU ranks; the MLP as on others
+    options = shardc.Options(
+        p2p_collectives=case.model != "mlp", layout_solver=chooser
+    )  # as on CPU ranks; the MLP as on others
     module = shardc.compile(
         model, shardc.Mesh(case.mesh), PLANS[case.plan](tp), loss=loss, backend="eager", options=options
     )

@@ -104,7 +104,7 @@ def decided(cost: CostModel, sequence: bool = True, layers: int = 1, **options: 
         options=shardc.Options(cost=cost, **options),
     )  # fmt: skip
     program = module.lower(tokens, tokens)
-    return candidates(program.graph("settle"), program.pipeline[passes.Decompose])
+    return candidates(program.graph("hoist_grad_epilogue"), program.pipeline[passes.Decompose])
 
 
 def test_it_is_decided_by_cost() -> None:
@@ -134,10 +134,10 @@ def test_messages_that_were_measured_decide() -> None:
     """As `shardc.measure_links` has them: a link that a core keeps busy hides nothing, and one that waits does."""
     slow = CostModel(messages=Messages(2e-4, 1e-4, 5e-5, 0.0, 1.2e8, 0.1))
     loopback = CostModel(messages=Messages(1e-4, 1e-4, 5e-5, 0.0, 1.5e9, 0.9))
-    assert any(one.pieces > 1 for one in decided(slow, direct=True))
-    assert all(one.pieces == 1 for one in decided(loopback, direct=True))
+    assert any(one.pieces > 1 for one in decided(slow, p2p_collectives=True))
+    assert all(one.pieces == 1 for one in decided(loopback, p2p_collectives=True))
     # Not where collectives are the backend's, which nobody has measured.
-    assert all(one.pieces == 1 for one in decided(slow, direct=False))
+    assert all(one.pieces == 1 for one in decided(slow, p2p_collectives=False))
 
 
 @pytest.mark.parametrize("pieces", [2, 4])

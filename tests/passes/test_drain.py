@@ -17,7 +17,7 @@ SHARD = 4 * WIDTH * WIDTH // 2  # bytes of a reduced gradient
 def most_on_their_way(limit: int | None) -> int:
     """The most bytes of reduce-scatters that were started and not yet waited for, in the backward."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    options = shardc.Options(bucket_size=0, max_in_flight=limit, direct=True)
+    options = shardc.Options(bucket_size=0, max_in_flight=limit, p2p_collectives=True)
     module = shardc.compile(
         model, shardc.Mesh(dp=2), shardc.fsdp("dp", level=2), loss=lambda y: y.square().mean(), options=options
     )

@@ -145,7 +145,7 @@ def check_random(seeds: range) -> None:
     for seed in seeds:
         torch._dynamo.reset()
         made = program(seed)
-        said = verdict(made, partial(simulated, options=shardc.Options(chooser="exact")))
+        said = verdict(made, partial(simulated, options=shardc.Options(layout_solver="exact")))
         if said is not None:
             found.append(f"{said}\n{made}")
     assert not found, "\n\n".join(found)
@@ -169,6 +169,6 @@ def test_an_axis_that_only_inputs_are_split_over_splits_the_backward_too(
     """A 64th of what one device does is 5.05e12 operations."""
     model, given = llama.llama3_8b(1)
     plan = shardc.ddp("dp") | shardc.Plan(inputs={"tokens": ("dp", "cp")})
-    options = shardc.Options(chooser=chooser)
+    options = shardc.Options(layout_solver=chooser)
     module = shardc.compile(model, shardc.Mesh(dp=8, cp=8), plan, loss=llama.loss, options=options)
     assert module.lower(*given, *given).schedule().flops <= most

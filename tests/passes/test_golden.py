@@ -64,7 +64,7 @@ class Mixture(nn.Module):
 
 
 def mixture(way: str) -> shardc.Program:
-    plan = shardc.fsdp("ep") | shardc.ep("ep", "experts", way=way)
+    plan = shardc.fsdp("ep") | shardc.ep("ep", "experts", dispatch=way)
     module = shardc.compile(Mixture(), shardc.Mesh(ep=2), plan, loss=F.mse_loss)
     return module.lower(torch.empty(16, 8), torch.empty(16, 8))
 
@@ -92,7 +92,7 @@ CASES: dict[str, Callable[[], shardc.Program]] = {
     "mlp_hsdp": lambda: mlp({"rep": 2, "dp": 2}, shardc.hsdp(shard="dp", replicate="rep")),
     "mlp_slow_all_reduce": lambda: mlp({"dp": 2}, shardc.ddp("dp"), cost=SLOW, bucket_size=0),
     "mlp_without_loss": without_loss,
-    "mlp_direct": lambda: mlp({"dp": 2}, shardc.fsdp("dp"), direct=True),
+    "mlp_direct": lambda: mlp({"dp": 2}, shardc.fsdp("dp"), p2p_collectives=True),
     "mixture_send": lambda: mixture("send"),
     "mixture_gather": lambda: mixture("gather"),
     "llama_ring": lambda: decoder(llama, {"cp": 2}, shardc.cp("cp", method="ring")),
@@ -105,14 +105,15 @@ CASES: dict[str, Callable[[], shardc.Program]] = {
 SHOWN = {
     "mlp_fsdp_tp": [
         "capture", "canonicalize", "seed", "pad", "propagate", "objective", "precision", "reshard", "simplify",
-        "collectives", "localize", "offload", "settle", "partition", "bucket", "algorithms", "schedule", "plan_memory",
+        "collectives", "localize", "offload", "hoist_grad_epilogue", "partition", "bucket", "algorithms", "schedule",
+        "plan_memory",
         "partition.backward", "bucket.backward", "algorithms.backward", "schedule.backward",
     ],
     "mlp_fsdp_kept": ["partition", "partition.backward"],
     "mlp_fsdp_part": ["keep_part", "partition", "skip_regather", "skip_regather.backward"],
     "mlp_fsdp_uneven": ["seed", "collectives"],
     "mlp_uneven_batch": ["pad"],
-    "mlp_fsdp_bf16": ["precision", "collectives", "settle"],
+    "mlp_fsdp_bf16": ["precision", "collectives", "hoist_grad_epilogue"],
     "mlp_offload": ["offload", "schedule", "schedule.backward"],
     "mlp_hsdp": ["collectives"],
     "mlp_slow_all_reduce": ["algorithms.backward"],

@@ -97,7 +97,7 @@ def test_values_are_those_of_one_device(name: str, bucket_size: int | None) -> N
     sizes, plan = PLANS[name]
     torch.manual_seed(0)
     source = Checkpointed().double()
-    options = shardc.Options(bucket_size=bucket_size, direct=bucket_size is None)
+    options = shardc.Options(bucket_size=bucket_size, p2p_collectives=bucket_size is None)
     module = shardc.compile(
         copy.deepcopy(source), shardc.Mesh(sizes), plan, loss=F.mse_loss, backend="eager", options=options
     )

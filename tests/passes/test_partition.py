@@ -30,7 +30,7 @@ class Sum(nn.Module):
 @pytest.mark.parametrize("direct", [False, True])
 def test_equal_sums_are_reduced_once(direct: bool) -> None:
     model, x = Sum().double(), torch.randn(4, 6, dtype=torch.float64)
-    options = shardc.Options(direct=direct, bucket_size=0)
+    options = shardc.Options(p2p_collectives=direct, bucket_size=0)
     plan = shardc.ddp("dp")
     module = shardc.compile(
         model, shardc.Mesh(dp=2), plan, loss=lambda y: y.square().mean(), backend="eager", options=options
@@ -60,7 +60,7 @@ def test_evaluation_is_the_same_before_and_behind_training(plan: shardc.Plan) ->
     texts = []
     for trained in (False, True):
         model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.Dropout(0.1))
-        options = shardc.Options(direct=True, decompose=2)
+        options = shardc.Options(p2p_collectives=True, decompose=2)
         program = shardc.compile(model, shardc.Mesh(dp=2), plan, backend="eager", options=options).lower(
             torch.randn(64, 64)
         )

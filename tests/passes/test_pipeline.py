@@ -97,13 +97,17 @@ def test_a_users_pipeline() -> None:
 
     def edit(made: Pipeline) -> Pipeline:
         assert isinstance(made[Simplify], Simplify)
-        return made.without("simplify").after("settle", Noted("mine", notes)).after("schedule", Noted("last", notes))
+        return (
+            made.without("simplify")
+            .after("hoist_grad_epilogue", Noted("mine", notes))
+            .after("schedule", Noted("last", notes))
+        )
 
     program = lower(shardc.Options(pipeline=edit))
     assert notes == ["mine", "last", "last"]  # once on the joint graph, then on each half
     assert "simplify" not in program.stages
     stages = list(program.stages)
-    assert stages[stages.index("mine") - 1] == "settle" and "last.backward" in stages
+    assert stages[stages.index("mine") - 1] == "hoist_grad_epilogue" and "last.backward" in stages
 
 
 def test_a_users_hook_sees_every_stage() -> None:

@@ -17,8 +17,8 @@ from shardc.ir.emitted import uses_of
 from tests import golden
 from tests.passes.test_golden import MLP, TP
 
-DIRECT = shardc.Options(direct=True, bucket_size=0, max_in_flight=600)
-BUCKETS = shardc.Options(direct=True)  # in which small tensors share messages
+DIRECT = shardc.Options(p2p_collectives=True, bucket_size=0, max_in_flight=600)
+BUCKETS = shardc.Options(p2p_collectives=True)  # in which small tensors share messages
 
 
 def compiled(mesh: dict[str, int], plan: shardc.Plan, options: shardc.Options = DIRECT) -> shardc.Program:

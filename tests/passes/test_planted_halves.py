@@ -82,7 +82,7 @@ class BrokenCut(Partition):
 
 
 def lower(edit: Callable[[Pipeline], Pipeline], direct: bool, **said: Any) -> shardc.Program:
-    options = shardc.Options(**{"pipeline": edit, "bucket_size": 600, "direct": direct, **said})
+    options = shardc.Options(**{"pipeline": edit, "bucket_size": 600, "p2p_collectives": direct, **said})
     plan = shardc.fsdp("dp", threshold=0) | shardc.tp("tp", colwise=["0"], rowwise=["2"])
     module = shardc.compile(model(), shardc.Mesh(dp=2, tp=2), plan, loss=F.mse_loss, options=options, backend="eager")
     program = module.lower(torch.empty(8, 8), torch.empty(8, 8))

@@ -56,7 +56,7 @@ def test_buckets_casts_kept_parts_and_host() -> None:
         shardc.fsdp("dp", reshard_after_forward=2),
     ):
         mesh = shardc.Mesh(dp=4)
-        options = shardc.Options(max_in_flight=16 * 16 * 8 * 2, direct=True, bucket_size=1)
+        options = shardc.Options(max_in_flight=16 * 16 * 8 * 2, p2p_collectives=True, bucket_size=1)
         plan = PLAN | more | Plan(prefetch={"0": ["3"], "4": ["1"]})
         module = shardc.compile(model(), mesh, plan, loss=F.mse_loss, backend="eager", options=options)
         program = module.lower(X, X)

@@ -28,7 +28,7 @@ class Turned(nn.Module):
 
 def half(plan: shardc.Plan, which: str, **options: object) -> fx.GraphModule:
     model = nn.Sequential(*(Turned() for _ in range(LAYERS)))
-    made = shardc.Options(direct=True, **options)  # type: ignore[arg-type]
+    made = shardc.Options(p2p_collectives=True, **options)  # type: ignore[arg-type]
     module = shardc.compile(model, shardc.Mesh(dp=2), plan, loss=lambda y: y.float().square().mean(), options=made)
     gm = getattr(module.lower(torch.randn(8, WIDTH)), which)
     assert isinstance(gm, fx.GraphModule)
@@ -96,7 +96,7 @@ def test_a_large_value_that_others_use_stays() -> None:
             return out + late.sum(0) + torch.relu(late)
 
     plan = shardc.Plan(inputs={"x": "@dp, _", "y": "@dp, _"})
-    module = shardc.compile(Model(), shardc.Mesh(dp=2), plan, options=shardc.Options(direct=True))
+    module = shardc.compile(Model(), shardc.Mesh(dp=2), plan, options=shardc.Options(p2p_collectives=True))
     gm = module.lower(torch.randn(2 * WIDTH, WIDTH), torch.randn(2 * WIDTH, WIDTH)).inference
     order = {node: at for at, node in enumerate(gm.graph.nodes)}
     (late,) = [node for node in gm.graph.nodes if node.target is torch.ops.aten.mul.Tensor]

@@ -17,7 +17,7 @@ from shardc.errors import InputError
 from shardc.ir.mesh import Mesh
 from tests.report.test_schedule import stack_program
 
-DIRECT = shardc.Options(direct=True)
+DIRECT = shardc.Options(p2p_collectives=True)
 
 
 @pytest.fixture(scope="module")

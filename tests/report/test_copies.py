@@ -24,7 +24,7 @@ from shardc.report.copies import (
 )
 from tests.passes.test_golden import MLP
 
-DIRECT = shardc.Options(direct=True)
+DIRECT = shardc.Options(p2p_collectives=True)
 
 
 def of_step(model: nn.Module, mesh: dict[str, int], plan: shardc.Plan, *shape: int) -> list[Copy]:

@@ -344,7 +344,7 @@ def verdict(s: Script, backend: str = "eager", other: bool = False) -> str | Non
         line = "shardc.compile"
         try:
             mesh = init_device_mesh("cpu", tuple(s.mesh.values()), mesh_dim_names=tuple(s.mesh))
-            options = shardc.Options(store=True)
+            options = shardc.Options(program_cache=True)
             module = shardc.compile(s.prepared(other), mesh, s.plan, backend=backend, options=options)
             cut = module.shard_inputs(*[x.clone() for x in s.inputs])
             scope = scope_of(module, list(cut) if isinstance(cut, tuple) else [cut])

@@ -144,6 +144,20 @@ def another_attribute() -> None:
         attribute(module, dist.get_rank())
 
 
+def one_compiles_for_long() -> None:
+    """The others ask what it does, from their collectives, and hear that it does something else when it comes."""
+    module, last = compiled(), dist.get_rank() == dist.get_world_size() - 1
+    for _ in range(3):
+        step(module)
+    module.shardc.groups.agreement._looks._patience = 2  # looks; the last rank comes behind many of them
+    if last:
+        time.sleep(3)
+    start = time.monotonic()
+    with pytest.raises(MeshError, match="in what they do: rank . has run of the forward, rank . has compiled program"):
+        attribute(module, int(last))
+    assert time.monotonic() - start < 60, "a rank waited for the others"
+
+
 def one_of_four_differs() -> None:
     """The others are in the middle of a step, and all of them name rank 2."""
     module, rank = compiled(), dist.get_rank()
@@ -273,6 +287,7 @@ def test_two_ranks() -> None:
     run_ranks(
         2,
         another_attribute,
+        one_compiles_for_long,
         a_rank_that_is_ahead_hears_of_it,
         what_comes_after_is_compared_anew,
         what_repeats_is_not_announced,
@@ -283,4 +298,4 @@ def test_two_ranks() -> None:
 
 @pytest.mark.slow
 def test_four_ranks() -> None:
-    run_ranks(4, one_of_four_differs)
+    run_ranks(4, one_of_four_differs, one_compiles_for_long)

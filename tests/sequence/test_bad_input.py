@@ -34,8 +34,8 @@ def test_unknown_options(options: dict[str, object], says: str) -> None:
 
 def test_heads_that_the_axis_does_not_divide() -> None:
     with pytest.raises(PlanError, match="has 2 heads, which cp of 4 ranks does not divide") as caught:
-        lower(shardc.cp("cp", method="heads"), heads=2)
-    assert "models.py:" in str(caught.value) and 'cp("cp", method="heads")' in str(caught.value)
+        lower(shardc.cp("cp", method="ulysses"), heads=2)
+    assert "models.py:" in str(caught.value) and 'cp("cp", method="ulysses")' in str(caught.value)
 
 
 def test_a_dim_that_no_input_has() -> None:
@@ -65,7 +65,7 @@ class Plain(nn.Module):
         return ((q @ k.transpose(1, 2)).softmax(-1) @ v).square().mean()
 
 
-@pytest.mark.parametrize("method", ["ring", "heads"])
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_attention_that_is_written_out(method: str) -> None:
     """It is right all the same, and a warning says what the method is not applied to."""
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from shardc.passes.op_calls import call_of
 from shardc.rules import spec_of
 from tests.sequence.models import Own
 
-KINDS = {"gather": ("all_gather", "reduce_scatter"), "ring": ("permute_ranks",), "heads": ("all_to_all",)}
+KINDS = {"gather": ("all_gather", "reduce_scatter"), "ring": ("permute_ranks",), "ulysses": ("all_to_all",)}
 ROWS, LENGTH, WIDTH, HEADS, GROUPS = 2, 64, 32, 8, 4
 
 
@@ -38,7 +38,7 @@ def sent(program: shardc.Program, method: str) -> list[int]:
 def test_bytes_are_those_of_the_page(method: str, ranks: int) -> None:
     of_queries = 4 * ROWS * LENGTH * WIDTH // ranks
     of_keys = 2 * of_queries * GROUPS // HEADS
-    if method == "heads":
+    if method == "ulysses":
         each = (ranks - 1) * (2 * of_queries + of_keys) // ranks
         expected = [each, each]
     else:
@@ -55,7 +55,7 @@ def test_what_is_kept_for_backward_falls_with_the_ranks(method: str) -> None:
         samples = lowered(method, ranks, 512, layers=4).schedule("h100").memory.samples
         return max(sample.sizes[4] for sample in samples)
 
-    assert kept(4) < (1.4 if method == "heads" else 1.1) * kept(1) / 4
+    assert kept(4) < (1.4 if method == "ulysses" else 1.1) * kept(1) / 4
 
 
 @pytest.mark.parametrize("method", [*KINDS, "auto"])

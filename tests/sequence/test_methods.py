@@ -15,7 +15,7 @@ from tests.experts.alike import trains_alike
 from tests.models.zoo import in_float64
 from tests.sequence.models import batch, build
 
-METHODS = ("gather", "ring", "heads", "auto")
+METHODS = ("gather", "ring", "ulysses", "auto")
 CAUSAL = (True, pytest.param(False, marks=pytest.mark.slow))
 
 
@@ -39,7 +39,7 @@ def test_one_of_ones_own(mesh: dict[str, int], method: str, causal: bool) -> Non
     trains_alike(partial(build, "own", causal=causal), batch(), mesh, plan(mesh, method))
 
 
-@pytest.mark.parametrize("method", first("ring", "heads"))
+@pytest.mark.parametrize("method", first("ring", "ulysses"))
 @pytest.mark.parametrize("causal", CAUSAL)
 def test_lengths_that_do_not_divide(method: str, causal: bool) -> None:
     mesh = {"cp": 4}
@@ -57,14 +57,14 @@ def test_in_one_piece_each(method: str) -> None:
     trains_alike(partial(build, "own"), batch(), {"cp": 2}, plan({"cp": 2}, method, order="contiguous"))
 
 
-@pytest.mark.parametrize("method", ["heads", "ring"])
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_few_heads_of_keys(method: str) -> None:
     """Four ranks share four heads of queries, and so two ranks each head of keys; or there is one of these."""
     trains_alike(partial(build, "own", groups=2), batch(), {"cp": 4}, plan({"cp": 4}, method))
     trains_alike(partial(build, "own", groups=1), batch(), {"cp": 2}, plan({"cp": 2}, method))
 
 
-@pytest.mark.parametrize("methods", [("heads", "ring"), ("ring", "heads"), ("ring", "ring"), ("gather", "ring")])
+@pytest.mark.parametrize("methods", [("ulysses", "ring"), ("ring", "ulysses"), ("ring", "ring"), ("gather", "ring")])
 def test_two_axes(methods: tuple[str, str]) -> None:
     both = shardc.cp("a", method=methods[0]) | shardc.cp("b", method=methods[1])
     trains_alike(partial(build, "own"), batch(2, 10), {"a": 2, "b": 2}, both)
@@ -77,7 +77,7 @@ def test_with_tensor_parallelism(method: str) -> None:
 
 
 def test_by_module() -> None:
-    mixed = shardc.cp("cp", method="heads") | shardc.cp("cp", method="ring", modules="layers.1")
+    mixed = shardc.cp("cp", method="ulysses") | shardc.cp("cp", method="ring", modules="layers.1")
     sim = trains_alike(partial(build, "own"), batch(), {"cp": 2}, mixed)
     text = sim.state.program_for((), batch()).text("localize")
     assert "layers.1" in text and text.count("permute_ranks") > 0 and text.count("all_to_all") > 0
@@ -92,7 +92,7 @@ def test_in_regions_that_run_again_with_replicas_and_levels(method: str) -> None
 
 @pytest.mark.parametrize("method", first("auto"))
 def test_exactly_chosen(method: str) -> None:
-    options = shardc.Options(chooser="exact")
+    options = shardc.Options(layout_solver="exact")
     mesh = {"dp": 2, "cp": 2}
     trains_alike(partial(build, "own"), batch(), mesh, plan(mesh, method), options=options)
 
@@ -161,7 +161,7 @@ def test_two_sequences_and_a_bias(method: str, length: int) -> None:
     trains_alike(make, given, {"cp": 2}, shardc.cp("cp", method=method))
 
 
-@pytest.mark.parametrize("method", first("ring", "heads"))
+@pytest.mark.parametrize("method", first("ring", "ulysses"))
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_models_of_transformers(name: str, method: str) -> None:
     mesh = {"dp": 2, "cp": 2}
@@ -178,7 +178,7 @@ def test_more_models_of_transformers(name: str, method: str, mesh: dict[str, int
         trains_alike(partial(build, name), batch(4, length, padding), mesh, plan(mesh, method))
 
 
-@pytest.mark.parametrize("method", first("ring", "heads"))
+@pytest.mark.parametrize("method", first("ring", "ulysses"))
 def test_padding_in_an_encoder(method: str) -> None:
     """By gradients: that of the keys' bias is zero but for rounding, of which AdamW would make steps."""
     with in_float64():

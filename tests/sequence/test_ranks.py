@@ -13,7 +13,7 @@ from tests.models.alike import relative
 from tests.ranks import device_mesh, run_ranks
 from tests.sequence.models import batch, build
 
-METHODS = ("gather", "ring", "heads")
+METHODS = ("gather", "ring", "ulysses")
 
 
 def trains(
@@ -52,7 +52,7 @@ def keeps(method: str) -> None:
     mine = module.shard_inputs(**given)[1]
     kept = left_for_backward(module, lambda: module(**mine)["loss"])
     assert abs(kept / found[1] - 1) < 0.1, (kept, found)
-    more = 1.4 if method == "heads" else 1.01  # what attention gives is kept as heads and as sequence
+    more = 1.4 if method == "ulysses" else 1.01  # what attention gives is kept as heads and as sequence
     assert found[1] < more * found[0] / 4, found
 
 
@@ -95,5 +95,5 @@ def test_four_ranks() -> None:
         *(partial(trains, Mesh(dp=2, cp=2), "own", method, "inductor") for method in METHODS),
         partial(trains, Mesh(cp=4), "own", "ring", "eager", length=10),
         *(partial(keeps, method) for method in METHODS),
-        partial(trains, Mesh(cp=4), "mistral", "heads", "eager"),
+        partial(trains, Mesh(cp=4), "mistral", "ulysses", "eager"),
     )

@@ -9,8 +9,8 @@ import shardc
 from tests.sequence.zoo import HEADS, MODELS, build
 
 MESHES = (({"cp": 2}, 12), ({"cp": 3}, 10), ({"dp": 2, "cp": 2}, 11))
-METHODS = ("gather", "ring", "heads", "auto")
-CASES = [(*case, way) for case in MESHES for way in METHODS if way != "heads" or HEADS % case[0]["cp"] == 0]
+METHODS = ("gather", "ring", "ulysses", "auto")
+CASES = [(*case, way) for case in MESHES for way in METHODS if way != "ulysses" or HEADS % case[0]["cp"] == 0]
 
 
 @pytest.mark.parametrize(("mesh", "length", "method"), CASES, ids=str)

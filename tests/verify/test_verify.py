@@ -35,7 +35,7 @@ LEGAL = {
     "keep_part": "all_gather all_reduce all_to_all pad permute_ranks reduce_scatter shard to_partial unpad",
     "localize": "",
     "offload": "",
-    "settle": "",
+    "hoist_grad_epilogue": "",
     "decompose": "",
     "partition": "",
 }

@@ -11,7 +11,7 @@ from shardc.plan.entries.entry import Entry
 from shardc.plan.match import matching
 from shardc.validate import check_fields
 
-METHODS = ("auto", "gather", "ring", "heads")
+METHODS = ("auto", "gather", "ring", "ulysses")
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,14 @@ class Cp(Entry):
     """Splits dim ``dim`` of inputs over ``axis``; the other fields are those of `shardc.cp`."""
 
     axis: str
-    method: Annotated[str, Literal["auto", "gather", "ring", "heads"]] = "auto"
+    method: Annotated[str, Literal["auto", "gather", "ring", "ulysses"]] = "auto"
     modules: str = "*"
     order: Annotated[str, Literal["auto", "striped", "contiguous"]] = "auto"
     dim: int = 1
 
     def __post_init__(self) -> None:
+        if self.method == "heads":
+            raise PlanError('method "heads" has another name', plan_entry=str(self), fix='write method="ulysses"')
         check_fields(self, PlanError, "", plan_entry=str(self))
         if self.dim < 1:
             raise PlanError(
@@ -47,7 +49,7 @@ class Cp(Entry):
 
     @property
     def sequence(self) -> tuple[int, str, bool]:
-        striped = self.order == "striped" or self.order == "auto" and self.method != "heads"
+        striped = self.order == "striped" or self.order == "auto" and self.method != "ulysses"
         return self.dim, self.axis, striped
 
     def says(self, module: str) -> bool:

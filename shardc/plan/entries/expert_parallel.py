@@ -25,22 +25,22 @@ class Ep(Entry):
 
     axis: str
     glob: str
-    way: Annotated[str, Literal["auto", "gather", "send", "bounded"]] = "auto"
-    bound: float = 0.0
+    dispatch: Annotated[str, Literal["auto", "gather", "send", "bounded"]] = "auto"
+    capacity: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "", plan_entry=str(self))
-        if (self.bound != 0) != (self.way == "bounded"):
+        if (self.capacity != 0) != (self.dispatch == "bounded"):
             raise PlanError(
-                f"a bound requires way='bounded', and the way is {self.way!r}",
+                f"a capacity requires dispatch='bounded', and the dispatch is {self.dispatch!r}",
                 plan_entry=str(self),
-                fix='write way="bounded", bound=1.5: room for one and a half times the rows of an even load',
+                fix='write dispatch="bounded", capacity=1.5: room for one and a half times the rows of an even load',
             )
-        if self.way == "bounded" and self.bound < 1:
+        if self.dispatch == "bounded" and self.capacity < 1:
             raise PlanError(
-                f"a bound of {self.bound} has no room for the rows of an even load",
+                f"a capacity of {self.capacity} has no room for the rows of an even load",
                 plan_entry=str(self),
-                fix="write a bound of 1.0 or more",
+                fix="write a capacity of 1.0 or more",
             )
 
     @property
@@ -78,10 +78,10 @@ class Ep(Entry):
 
     @property
     def call(self) -> Call:
-        options = {name: value for name, value in super().call[1].items() if name in ("way", "bound")}
+        options = {name: value for name, value in super().call[1].items() if name in ("dispatch", "capacity")}
         return "ep", {"axis": self.axis, "experts": self.glob, **options}
 
     @property
     def row(self) -> tuple[str, str, str]:
-        how = "" if self.way == "auto" else f", {self.way}{f' {self.bound:g}' if self.bound else ''}"
+        how = "" if self.dispatch == "auto" else f", {self.dispatch}{f' {self.capacity:g}' if self.capacity else ''}"
         return "experts", self.glob, f"over {self.axis}{how}"

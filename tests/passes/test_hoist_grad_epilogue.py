@@ -39,7 +39,7 @@ class Stack(nn.Module):
 
 
 def backward(model: nn.Module, mesh: Mesh, plan: shardc.Plan, no_sync: bool = False, bucket_size: int = 0) -> fx.Graph:
-    options = shardc.Options(bucket_size=bucket_size, max_in_flight=-1, direct=True)
+    options = shardc.Options(bucket_size=bucket_size, max_in_flight=-1, p2p_collectives=True)
     with torch.device("meta"):
         module = shardc.compile(model, mesh, plan, loss=lambda y: y.float().square().mean(), options=options)
     if no_sync:

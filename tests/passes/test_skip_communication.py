@@ -20,9 +20,9 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 5)).double()
 
 
-def program(comm: Any, direct: bool, bucket: int) -> shardc.Program:
+def program(skip: Any, direct: bool, bucket: int) -> shardc.Program:
     plan = fsdp("dp") | tp("tp", colwise=["0"], rowwise=["2"])
-    options = Options(comm=comm, direct=direct, bucket_size=bucket)
+    options = Options(skip_comm=skip, p2p_collectives=direct, bucket_size=bucket)
     module = shardc.compile(model(), Mesh(dp=2, tp=2), plan, loss=F.cross_entropy, backend="eager", options=options)
     return module.lower(torch.empty(8, 8).double(), torch.empty(8, dtype=torch.long))
 
@@ -35,9 +35,9 @@ def shapes(half: fx.GraphModule) -> list[torch.Size]:
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("bucket", [0, -1])
 def test_the_same_shapes_and_no_collective(direct: bool, bucket: int) -> None:
-    real = program("real", direct, bucket)
+    real = program(False, direct, bucket)
     with pytest.warns(ShardcWarning, match="WRONG"):
-        silent = program("none", direct, bucket)
+        silent = program(True, direct, bucket)
     for name in ("forward", "backward", "inference"):
         one, other = getattr(real, name), getattr(silent, name)
         assert any(collective_kind(node) for node in one.graph.nodes)
@@ -52,9 +52,9 @@ def test_the_same_shapes_and_no_collective(direct: bool, bucket: int) -> None:
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize(("what", "gone"), [("gather", {"all_gather"}), ("reduce", {"reduce_scatter", "all_reduce"})])
 def test_one_kind_alone(direct: bool, what: str, gone: set[str]) -> None:
-    real = program("real", direct, 0)
-    with pytest.warns(ShardcWarning, match=f"comm={{'{what}': 'none'}}: .* WRONG"):
-        silent = program({what: "none"}, direct, 0)
+    real = program(False, direct, 0)
+    with pytest.warns(ShardcWarning, match=rf"skip_comm=\('{what}',\): .* WRONG"):
+        silent = program((what,), direct, 0)
     for name in ("forward", "backward", "inference"):
         one, other = ([collective_kind(n) for n in getattr(p, name).graph.nodes] for p in (real, silent))
         one, other = ([kind for kind in kinds if kind is not None] for kinds in (one, other))
@@ -63,8 +63,8 @@ def test_one_kind_alone(direct: bool, what: str, gone: set[str]) -> None:
     assert any(kind in gone for kind in one)
 
 
-def test_an_unknown_comm() -> None:
-    with pytest.raises(InputError, match="comm is 'off', not 'real' or 'none' or "):
-        Options(comm="off")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"comm\['gather'\] is 'off', not 'real' or 'none'"):
-        Options(comm={"gather": "off"})  # type: ignore[dict-item]
+def test_an_unknown_kind() -> None:
+    with pytest.raises(InputError, match="skip_comm is 'off', not True or False or a list"):
+        Options(skip_comm="off")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"skip_comm\[0\] is 'gathers', not 'gather' or 'reduce'"):
+        Options(skip_comm=("gathers",))  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ def step(rank: int, fault: Callable[[], None], backend: str, direct: bool, folde
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     module = shardc.compile(
-        MLP(), mesh, shardc.fsdp("dp"), loss=F.mse_loss, backend=backend, options=shardc.Options(direct=direct)
+        MLP(), mesh, shardc.fsdp("dp"), loss=F.mse_loss, backend=backend, options=shardc.Options(p2p_collectives=direct)
     )
     batch = module.shard_inputs(torch.ones(8, 8), torch.ones(8, 4))
     module(*batch).backward()
