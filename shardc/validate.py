@@ -119,7 +119,7 @@ def renamed(**names: str) -> Callable[[T], T]:
     """
 
     def decorate(function: T) -> T:
-        init: Callable[..., Any] = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
+        init: Any = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
 
         @wraps(init)
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from shardc.ir.returned import Returned
 from shardc.runtime.torch_global_state import TorchGlobalState
 from shardc.validate import Range, checked
 
-VERSION = 8
+VERSION = 9
 RECORD, ARTIFACTS = "program.json", "inductor.bin"
 HALVES = ("forward", "backward", "inference")
 LARGEST_TEXT = 1 << 30  # bytes of a file that is parsed
