@@ -122,7 +122,9 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             # After the last pass that adds ops to a gradient.
             HoistGradEpilogue(),
             # It needs local shapes; the partitioner then treats chunks as any other ops.
-            Decompose(mesh, sending(cost, options.p2p_collectives is not False), computing(cost, device), options.decompose),
+            Decompose(
+                mesh, sending(cost, options.p2p_collectives is not False), computing(cost, device), options.decompose
+            ),
             # The joint graph becomes a forward and a backward.
             Partition(levels, *cut, options.checkpoint_collectives),
             # It needs the slices that backward gathers from, which are outputs of forward now.

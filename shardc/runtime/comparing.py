@@ -6,6 +6,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -48,11 +49,17 @@ class Comparisons:
         return f"{self.prefix}{number}/"
 
     def arrive(
-        self, store: dist.Store, number: int, key: str, announce: Callable[[dist.Store, int], None]
+        self, store: dist.Store, number: int, key: str, announce: Callable[[dist.Store, Any], None]
     ) -> tuple[int, str] | None:
-        """Publishes this rank's hash ``key`` of event ``number``; ``announce`` is called if it is the first to arrive.
+        """Publishes this rank's hash ``key`` of event ``number``.
 
-        Returns None if the first rank has the same hash, else (rank, hash) of the first.
+        Args:
+            announce: called with ``number`` if this rank is the first, and with ``["differs", number, rank, key]`` if
+                it differs from the first: ranks that have answered may be in a collective, where none waits for the
+                verdict.
+
+        Returns:
+            None if the first rank has the same hash, else (rank, hash) of the first.
         """
         at, mine = self.at(number), f"{self.rank} {key}"
         self.answered.append(number)
@@ -65,6 +72,7 @@ class Comparisons:
         rank, theirs = first.split()
         if theirs != key:
             store.set(f"{at}verdict", mine)
+            announce(store, ["differs", number, self.rank, key])
             return int(rank), theirs
         if store.add(f"{at}came", 1) == len(self.ranks):
             store.set(f"{at}verdict", _SAME)

@@ -250,9 +250,10 @@ class Agreement:
             if verdict == BEFORE:
                 self._found.wait(_HEARD)
             other = None if isinstance(verdict, str) else verdict
-        self._waits = None
-        if other is not None and self._different is None:
-            self._differ(store, number, other)
+        with self._lock:  # the thread that listens hears of it too
+            self._waits = None
+            if other is not None and self._different is None:
+                self._differ(store, number, other)
         if self._different is not None:
             raise self._raised()
 
@@ -283,6 +284,8 @@ class Agreement:
                 self._answer(store, message)
         elif message[0] == "meet":
             self._meeting.hears(store, message[1], message[2], lambda: self.number)
+        elif message[0] == "differs":
+            self._differs_there(store, *message[1:])
         elif message[0] == "waits":
             self._waits_there(store, *message[1:])
         else:
@@ -305,11 +308,29 @@ class Agreement:
             other = self._comparisons.arrive(store, number, self._past[-1 - behind], self._log)
             if other is None:
                 return
-            self._break_if_running(store)  # before the others read it: their connections to this rank close too
-            self._differ(store, number, other)
-            self._found.set()
-            if self._waits not in (None, number):
-                store.set(f"{self._comparisons.at(self._waits)}verdict", BEFORE)
+            self._hear_difference(store, number, other)
+        self._interrupt_if_running(store)
+
+    def _differs_there(self, store: dist.Store, number: int, rank: int, key: str) -> None:
+        """Handles that ``rank`` published another hash of event ``number`` than the first rank; this one may have."""
+        with self._lock:
+            passed = number <= self.number and self.number - number < len(self._past) and self._waits != number
+            if rank == self.rank or not passed or self._different is not None:
+                return
+            if self._past[number - self.number - 1] == key:  # the first to come does something else than both
+                return
+            self._hear_difference(store, number, (rank, key))
+        self._interrupt_if_running(store)
+
+    def _hear_difference(self, store: dist.Store, number: int, other: tuple[int, str]) -> None:
+        """Makes this rank raise, in its next act or in the act that it waits for."""
+        self._break_if_running(store)  # before the others read it: their connections to this rank close too
+        self._differ(store, number, other)
+        self._found.set()
+        if self._waits not in (None, number):
+            store.set(f"{self._comparisons.at(self._waits)}verdict", BEFORE)
+
+    def _interrupt_if_running(self, store: dist.Store) -> None:
         self._break_if_running(store)  # it may have begun just now, before it could see the error
         if self._broken:
             self._end_waits()
