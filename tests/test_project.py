@@ -197,7 +197,7 @@ def test_private_torch_stays_near_torch() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize(("folder", "limit"), [("shardc", 400), ("tests", 500), ("examples/models", 250)])
+@pytest.mark.parametrize(("folder", "limit"), [("shardc", 600), ("tests", 500), ("examples/models", 250)])
 def test_files_stay_short(folder: str, limit: int) -> None:
     lengths = {path: len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")}
     assert lengths, f"no Python file under {folder}"
