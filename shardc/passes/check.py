@@ -51,7 +51,13 @@ def check(
 KEEP_VALUES = ("bucket", "algorithms", "schedule", "plan_memory")
 KEEP_ORDER = ("plan_memory",)
 ALGORITHMS = "algorithms"  # may replace a collective by other ops
-ON_HALVES = (*KEEP_VALUES, "partition", "skip_regather", "silence", "absent")  # shardc's own passes on halves
+ON_HALVES = (
+    *KEEP_VALUES,
+    "partition",
+    "skip_regather",
+    "skip_communication",
+    "prune_unused_grads",
+)  # shardc's own passes on halves
 
 
 class Verify(Hook):
