@@ -59,7 +59,7 @@ def rank(at: int, path: str, size: str, count: int) -> None:
     batch = module.shard_inputs(*work.data(0, RANKS))
     for _ in range(3):
         module(*batch).backward()
-    agreement = module.shardc.groups.agreement
+    agreement = module.shardc.spec.groups.agreement
     done, backward = agreement.call, agreement.call.backward(frozenset({0}))
 
     def acts() -> None:

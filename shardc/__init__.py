@@ -16,7 +16,7 @@ with _outgrown():  # collections would take a quarter of the time that these imp
     from shardc.passes.options import Options
     from shardc.plan import Plan, cp, ddp, ep, fsdp, hsdp, hsdp_plan, offload, per_rank, precision, recompute, tp
     from shardc.precompiled import load
-    from shardc.program import Program
+    from shardc.report.inspected import InspectedProgram as Program
     from shardc.rules import register_rule
     from shardc.runtime.methods import expert_tokens, register_forward_method
     from shardc.runtime.sim.training import Simulation

@@ -23,7 +23,6 @@ from shardc.integrations import classes_for
 from shardc.ir.clone import clone_tree, replace_tensors, subclass
 from shardc.ir.deferred import replicated
 from shardc.ir.inner import flattened, outer_names
-from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.lower import lower
 from shardc.lower.kernels import begin_check
@@ -32,9 +31,10 @@ from shardc.passes.options import Options
 from shardc.plan.constructors import fsdp
 from shardc.plan.from_dtensors import check_kept, drop_style_hooks, dtensor_entries
 from shardc.plan.ports import batch_axes, resolve_activations, resolve_inputs
-from shardc.plan.resolve import check_axes, resolve_params
+from shardc.plan.resolve import Sizes, check_axes
 from shardc.plan.value import Plan
 from shardc.precompiled import Precompiled, load
+from shardc.report.inspected import InspectedProgram, InspectedSizedProgram
 from shardc.runtime.fingerprint import bytes_of
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen
@@ -43,6 +43,7 @@ from shardc.runtime.initializers import initializers
 from shardc.runtime.module import BehindModel
 from shardc.runtime.originals import note_original
 from shardc.runtime.replicas import Sources, note_source
+from shardc.runtime.sharding_spec import ShardingSpec
 from shardc.runtime.storage import shard_tensor, to_parameter
 from shardc.runtime.sync import Sync
 from shardc.search.request import Auto
@@ -167,12 +168,7 @@ def _compile(
     check_arguments(model, plan, backend, options, loss, precompiled, init_sync)
     if in_place:
         check_in_place(model)
-    options = options or Options()
-    if options.p2p_collectives is None:
-        options = replace(options, p2p_collectives=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
-    if options.silent() != frozenset():
-        text = f"skip_comm={options.skip_comm!r}: collectives are local copies, and values are WRONG; for timing alone"
-        warnings.warn(ShardcWarning(text), stacklevel=5)
+    options = _options_for(mesh, options or Options())
     register_caches()
     original = model if isinstance(model, nn.Module) else as_module(model)
     module = flattened(original)
@@ -181,87 +177,96 @@ def _compile(
             f"{type(original).__name__} has tensors of wrapper subclasses, whose ops may be code that no key names",
             fix="compile without precompiled=",
         )
-    abstract = Mesh.of(mesh)
-    device = _device(module, mesh)
-    names = _names(module)
+    abstract, device = Mesh.of(mesh), _device(module, mesh)
+    groups = Groups.of(mesh) if isinstance(mesh, DeviceMesh) else None
     entries = dtensor_entries(module, mesh)
     template = clone_tree(module, lambda _, x: _like(x, torch.device("meta")))
     drop_style_hooks(template)
-    groups = Groups.of(mesh) if isinstance(mesh, DeviceMesh) else None
-    search = None
+
+    # The plan: as it is given, or found; then what it says of each parameter and input.
+    found = None
     if isinstance(plan, Auto):
-        search = search_once(Plan.of(entries) | plan, template, mesh, loss, device, options, groups)
-        plan = search.plan
+        found = search_once(Plan.of(entries) | plan, template, mesh, loss, device, options, groups)
+        plan = found.plan
     elif entries:
         plan = Plan.of(entries) | plan
     plan = plan.on(abstract)
     check_axes(plan, abstract)
-    shapes = {name: (tuple(p.shape), p.element_size()) for name, p in module.named_parameters()}
-    params = resolve_params(plan, abstract, shapes, names)
-    check_kept(entries, params)
+    build = Build(
+        plan, abstract, _sizes(module), device, loss, options, groups if backend == "inductor" else None,
+        DynamicDims(dynamic or {}), runs=groups is not None,
+        warns=found is None,  # a search has weighed it, and warns of an axis that it leaves unused
+        kinds=(InspectedProgram, InspectedSizedProgram),
+    )  # fmt: skip
+    check_kept(entries, build.params)
     check_dynamic(dynamic or {}, module)
     resolve_activations(plan, [name for name, _ in module.named_modules()])
     if groups is not None and backend == "inductor" and device.type == "cpu":
         begin_check()
-    storages = {name: p.storage for name, p in params.items()}
-    view = groups.view(storages.values()) if groups is not None else None
-    homes = {name: ParamLocation(device, p.host, p.pinned) for name, p in params.items()}
-    sources: Sources = {}
-    front, namespace = classes_for(model)
-    state = namespace(
-        mesh=abstract,
-        device_mesh=mesh if isinstance(mesh, DeviceMesh) else None,
-        param_mesh=view,
-        groups=groups,
-        template=template,
-        storages=storages,
-        build=Build(
-            plan,
-            abstract,
-            params,
-            (shapes, names),
-            device,
-            loss,
-            options,
-            groups if backend == "inductor" else None,
-            DynamicDims(dynamic or {}),
-            runs=groups is not None,
-            warns=search is None,  # the search has weighed this, and gives its own warnings
-        ),
-        global_shapes=partial(_global_shapes, plan, abstract),
-        names=input_names,
-        targets=None if loss is None else target_names(loss),
-        lower_half=partial(lower, backend=backend, by=options.compile_regions),
-        device=device,
-        homes=homes,
-        dtensor_outputs=plan.setting("dtensor_outputs"),
-        unit=partial(unit_of, batch_axes(plan, abstract), plan.setting("reduce"), not plan.setting("dtensor_outputs")),
-        uneven=options.uneven,
-        sources=sources,
-        found=search,
-        sync=Sync(
-            {n: p.level for n, p in params.items()},
-            unsynced=frozenset(params if plan.setting("accumulate") else ()),
-            replicated=replicated(storages, batch_axes(plan, abstract)),
-        ),
-    )
+    spec = _spec(build, mesh, groups, template, partial(lower, backend=backend, by=options.compile_regions))
     for program in (saved := _loaded(precompiled)):
         program.check(abstract, plan, template, loss, device)
-    store = partial(_store, storages, view, groups, homes, device, sources, init_sync)
+
+    # The module: the model's class and code, with its parameters in storage layout.
+    sources: Sources = {}
     before = dict(original.named_parameters())
-    sharded = (replace_tensors if in_place else clone_tree)(module, store)
+    sharded = (replace_tensors if in_place else clone_tree)(module, partial(_store, spec, sources, init_sync))
     drop_style_hooks(sharded)
     for name, param in sharded.named_parameters():
         if (grad_dtype := plan.precision.of_param(name).grads) is not None:
             param.grad_dtype = grad_dtype
+    front, namespace = classes_for(model)
     subclass(sharded, front, BehindModel, initializers(type(sharded)))
-    object.__setattr__(sharded, "shardc", state)
-    state.adopt(sharded)
+    state = namespace(sharded, spec, build, _sync(build, spec), sources, found)
     if groups is not None:
         note_original(original, sharded, before)
     for program in saved:
-        state.add(program)
+        state.cache.add(program)
     return sharded
+
+
+def _options_for(mesh: DeviceMesh | Mesh, options: Options) -> Options:
+    """``options`` with what follows from the mesh; warns of results that are wrong on purpose."""
+    if options.silent() != frozenset():
+        text = f"skip_comm={options.skip_comm!r}: collectives are local copies, and values are WRONG; for timing alone"
+        warnings.warn(ShardcWarning(text), stacklevel=6)
+    if options.p2p_collectives is None:
+        return replace(options, p2p_collectives=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
+    return options
+
+
+def _spec(
+    build: Build, mesh: DeviceMesh | Mesh, groups: Groups | None, template: nn.Module, lower_half: Any
+) -> ShardingSpec:
+    """What ``build`` compiles for, as the runtime has it."""
+    plan, storages = build.plan, {name: p.storage for name, p in build.params.items()}
+    axes = batch_axes(plan, build.mesh)
+    return ShardingSpec(
+        mesh=build.mesh,
+        device_mesh=mesh if isinstance(mesh, DeviceMesh) else None,
+        param_mesh=groups.view(storages.values()) if groups is not None else None,
+        groups=groups,
+        template=template,
+        storages=storages,
+        homes={name: ParamLocation(build.device, p.host, p.pinned) for name, p in build.params.items()},
+        device=build.device,
+        global_shapes=partial(_global_shapes, plan, build.mesh),
+        names=input_names,
+        targets=None if build.loss is None else target_names(build.loss),
+        lower_half=lower_half,
+        unit=partial(unit_of, axes, plan.setting("reduce"), not plan.setting("dtensor_outputs")),
+        dtensor_outputs=plan.setting("dtensor_outputs"),
+        uneven=build.options.uneven,
+    )
+
+
+def _sync(build: Build, spec: ShardingSpec) -> Sync:
+    """Which gradients a step of the plan reduces."""
+    return Sync(
+        {name: p.level for name, p in build.params.items()},
+        unsynced=frozenset(build.params if build.plan.setting("accumulate") else ()),
+        replicated=replicated(spec.storages, batch_axes(build.plan, build.mesh)),
+    )
 
 
 def _loaded(programs: Any) -> list[Precompiled]:
@@ -297,14 +302,15 @@ def _device(module: nn.Module, mesh: DeviceMesh | Mesh) -> torch.device:
     return devices.pop() if devices else torch.device("cpu")
 
 
-def _names(module: nn.Module) -> dict[str, str]:
-    """Maps other names of tied parameters to the first, and wrapper subclass tensors to one of their inner tensors."""
+def _sizes(module: nn.Module) -> tuple[Sizes, dict[str, str]]:
+    """Shape and bytes per element of each parameter; other names of tied ones, and of inner ones, -> the first."""
     first: dict[int, str] = {}
-    out = {}
+    names = {}
     for name, p in module.named_parameters(remove_duplicate=False):
         if first.setdefault(id(p), name) != name:
-            out[name] = first[id(p)]
-    return out | outer_names(module)
+            names[name] = first[id(p)]
+    sizes = {name: (tuple(p.shape), p.element_size()) for name, p in module.named_parameters()}
+    return sizes, names | outer_names(module)
 
 
 def _like(x: Tensor, device: torch.device) -> Tensor:
@@ -312,18 +318,9 @@ def _like(x: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
 
-def _store(
-    storages: dict[str, Layout],
-    mesh: DeviceMesh | None,
-    groups: Groups | None,
-    homes: dict[str, ParamLocation],
-    device: torch.device,
-    sources: Sources,
-    init_sync: bool,
-    name: str,
-    x: Tensor,
-) -> Tensor:
-    """Returns a parameter or buffer in storage layout, on ``mesh`` if there is one; adds its source to ``sources``."""
+def _store(spec: ShardingSpec, sources: Sources, init_sync: bool, name: str, x: Tensor) -> Tensor:
+    """A parameter or buffer as the sharded module holds it, on its mesh if there is one; notes what it was cut of."""
+    mesh, groups = spec.param_mesh, spec.groups
     source = x
     if groups is None or mesh is None:
         return _like(x, torch.device("meta")) if isinstance(x, DTensor) else x
@@ -332,16 +329,16 @@ def _store(
             whole = cast(DTensor, x.detach()).full_tensor()
         x = nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole
     if init_sync and x.device.type != "meta":
-        value = x.detach().to(device, copy=True).contiguous()
+        value = x.detach().to(spec.device, copy=True).contiguous()
         groups.of_first(bytes_of(value))
         x = nn.Parameter(value, x.requires_grad) if isinstance(x, nn.Parameter) else value
     if not isinstance(x, nn.Parameter):
-        return _like(x, x.device) if x.device.type == "meta" else x.detach().to(device, copy=True)
-    storage = storages[name]
+        return _like(x, x.device) if x.device.type == "meta" else x.detach().to(spec.device, copy=True)
+    storage = spec.storages[name]
     if x.device.type == "meta":
         padded = torch.empty(storage.local_shape, dtype=x.dtype, device="meta")
     else:
-        padded = homes[name].keep(shard_tensor(x.detach(), storage, groups.rank))
+        padded = spec.homes[name].keep(shard_tensor(x.detach(), storage, groups.rank))
     hooks, post_hooks = source._backward_hooks or {}, source._post_accumulate_grad_hooks or {}
     takes_hooks = x.requires_grad or bool(hooks or post_hooks)  # keep the hooks of a frozen parameter
     stored = to_parameter(padded, storage, x.shape, mesh, groups.rank, takes_hooks)

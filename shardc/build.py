@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from shardc._compat import pytree
 from shardc.capture import Captured, Dtypes, SymbolicCapture, Tag, capture_symbolic, input_names, loss_arity
-from shardc.dynamic import Differs, DynamicDims, Families, Family
+from shardc.cost.repeated_compute import wasted
+from shardc.dynamic import Differs, DynamicDims, Families, Family, SizedProgram
 from shardc.errors import CaptureError, ShardcWarning
 from shardc.fold import build_folded
 from shardc.ir.deferred import NOTHING, Deferred
@@ -23,6 +24,7 @@ from shardc.ir.executable import INFERENCE, Executable
 from shardc.ir.inner import InnerTensors
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.reads import Guards
 from shardc.joint import Joint, Request, build_joint
 from shardc.lower import lower
 from shardc.lower.compile_lock import caches, program_folder
@@ -31,13 +33,12 @@ from shardc.passes import in_pieces
 from shardc.passes.folded import Folded
 from shardc.passes.options import Options
 from shardc.plan.ports import numbered, resolve_activations, resolve_inputs
-from shardc.plan.resolve import ParamPlan, Sizes, resolve_params
+from shardc.plan.resolve import Sizes, resolve_params
 from shardc.plan.spec_forms import PerRank
 from shardc.plan.value import Plan
-from shardc.precompiled import Identity, Store, load
-from shardc.precompiled.identity import described
+from shardc.precompiled import ProgramKey, Store, load
+from shardc.precompiled.program_key import described
 from shardc.program import Program, Source
-from shardc.report.repeated import wasted
 from shardc.runtime.groups import Groups
 from shardc.runtime.module_snapshot import ModuleSnapshot
 from shardc.runtime.signature import Signature
@@ -46,13 +47,16 @@ from shardc.runtime.torch_global_state import TorchGlobalState
 
 
 class Build:
-    """Compiles programs from a template (the model with meta parameters) and example inputs at global shapes."""
+    """Builds a program from a template and examples at global shapes.
+
+    Args:
+        kinds: classes of the programs, of fixed and of dynamic sizes.
+    """
 
     def __init__(
         self,
         plan: Plan,
         mesh: Mesh,
-        params: dict[str, ParamPlan],
         param_sizes: tuple[Sizes, Mapping[str, str]],
         device: torch.device,
         loss: Callable[..., Any] | None,
@@ -61,17 +65,18 @@ class Build:
         dynamic: DynamicDims,
         runs: bool = False,
         warns: bool = True,
+        kinds: tuple[type[Program], type[SizedProgram]] = (Program, SizedProgram),
     ) -> None:
-        self.runs, self.warns = runs, warns
+        self.kinds, self.runs, self.warns = kinds, runs, warns
         self.groups, self.param_sizes = groups, param_sizes
-        self.plan, self.mesh, self.params = plan, mesh, params
+        self.plan, self.mesh, self.params = plan, mesh, resolve_params(plan, mesh, *param_sizes)
         self.device, self.loss, self.options = device, loss, options
-        self.dynamic, self.families = dynamic, Families()
+        self.dynamic, self.families = dynamic, Families(kinds[1])
 
     def for_copy(self) -> Build:
         """Returns a builder for a copy of the module: the same plan, without programs for dynamic sizes."""
         build = copy.copy(self)
-        build.dynamic, build.families = DynamicDims(self.dynamic.names), Families()
+        build.dynamic, build.families = DynamicDims(self.dynamic.names), Families(self.kinds[1])
         return build
 
     def __call__(
@@ -83,17 +88,14 @@ class Build:
         deferred: Deferred = NOTHING,
         captured: Captured | None = None,
     ) -> Program:
-        identity = self._identity(template, args, kwargs, with_loss)
+        key = self._key(template, args, kwargs, with_loss)
 
         def make(joint: Joint, folded: Folded | None) -> Program:
-            reads = joint.captured.reads if folded is None else folded.reads
-            program_identity = replace(
-                identity,
-                signature=replace(identity.signature, reads=reads.values(template, self.loss)),
-                model=described(template, self.loss, reads),
-            )
+            guards = Guards.of(joint.captured.reads if folded is None else folded.reads, template, self.loss)
             rebuild = self._rebuilder(template, args, kwargs, with_loss)
-            return Program(joint, Source(program_identity, rebuild, self._lower_again, type(template).__name__), folded)
+            return self.kinds[0](
+                joint, Source(key, guards, rebuild, self._lower_again, type(template).__name__), folded
+            )
 
         request = Request(
             template, self.mesh, self.plan, self.params, args, kwargs, self.device, self.loss if with_loss else None,
@@ -119,12 +121,13 @@ class Build:
             self.warns = False
             warnings.warn(ShardcWarning(str(warning)), stacklevel=3)
 
-    def _identity(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Identity:
-        """Returns the cache key of a program, without the guards of its capture."""
+    def _key(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> ProgramKey:
+        """Returns the static key of a program."""
         names = input_names(template, args, kwargs, loss_arity(self.loss) if self.loss and with_loss else 0)
         around = TorchGlobalState.now(self.device)
-        signature = Signature.of(ModuleSnapshot(template).mode(), around, names, args, kwargs)
-        return Identity(signature, described(template, self.loss), self.device.type)
+        call = Signature.of(ModuleSnapshot(template).mode(), around, names, args, kwargs)
+        model = described(template, self.loss)
+        return ProgramKey(call, model, self.device.type, self.mesh, self.plan, repr(self.options))
 
     def stored(
         self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool, evaluates: bool = False
@@ -141,8 +144,7 @@ class Build:
         elif any(isinstance(module, InnerTensors) for module in template.modules()):
             store = "the model has tensors of wrapper subclasses, whose code for ops may be where no start can look"
         else:
-            identity = self._identity(template, args, kwargs, with_loss)
-            store = Store.of(program_folder(), identity, self.mesh, self.plan, self.options)
+            store = Store.of(program_folder(), self._key(template, args, kwargs, with_loss), self.options)
         if isinstance(store, str):
             program = fresh()
             program.stored = f"not stored: {store}"
@@ -159,7 +161,7 @@ class Build:
                 warnings.warn_explicit(record.message, record.category, record.filename, record.lineno)
             ops = {node.target for node in program.joint.stage_graphs["capture"].nodes if node.op == "call_function"}
             texts = [str(record.message) for record in caught if issubclass(record.category, ShardcWarning)]
-            reached = program.reads.reach(template, self.loss)
+            reached = program.guards.reads.reach(template, self.loss)
             program.stored = store.add(program, reached, ops, texts, evaluates)
         return program
 
@@ -169,15 +171,19 @@ class Build:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         with_loss: bool,
-        signature: Signature,
-        deferred: Deferred = NOTHING,
+        call: Signature,
+        deferred: Deferred,
+        holds: Callable[[Guards], bool],
     ) -> Program | None:
         """Returns a program for inputs with dynamic sizes; None if they have none.
 
-        ``template`` is called only to compile; ``signature`` is that of the call, without sizes.
+        Args:
+            template: makes the template, where there is no program yet.
+            call: its signature.
+            holds: whether a capture would read now what it read then.
         """
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        inputs = list(zip(signature.names, leaves, strict=True))
+        inputs = list(zip(call.names, leaves, strict=True))
         dims, sizes = self.dynamic.of(inputs)
         if not sizes:
             return None
@@ -236,8 +242,9 @@ class Build:
                 warnings.warn(ShardcWarning(str(reason)), stacklevel=2)
                 return None
 
-        key = signature, deferred
-        return self.families.program(key, sizes, family, lambda: self(template(), args, kwargs, with_loss, deferred))
+        key = call.without(dims), deferred
+        alone = partial(self, args=args, kwargs=kwargs, with_loss=with_loss, deferred=deferred)
+        return self.families.program(key, sizes, holds, family, lambda: alone(template()))
 
     def _rebuilder(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Any:
         """Returns a function that compiles the program for another mesh with the same axes, and other input shapes."""
@@ -247,19 +254,10 @@ class Build:
         def rebuild(mesh: Mesh, shapes: Sequence[Sequence[int]]) -> Program:
             sizes = iter(shapes)
             new_leaves = [x.new_empty(tuple(next(sizes))) if isinstance(x, Tensor) else x for x in leaves]
-            params = resolve_params(self.plan, mesh, *self.param_sizes)
             build = Build(
-                self.plan,
-                mesh,
-                params,
-                self.param_sizes,
-                self.device,
-                self.loss,
-                self.options,
-                None,
-                DynamicDims({}),
-                warns=False,
-            )
+                self.plan, mesh, self.param_sizes, self.device, self.loss, self.options, None, DynamicDims({}),
+                warns=False, kinds=self.kinds,
+            )  # fmt: skip
             new_args, new_kwargs = pytree.tree_unflatten(new_leaves, spec)
             return build(template, new_args, new_kwargs, with_loss)
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from shardc import passes
 from shardc._compat import LazyGraphModule, pytree
 from shardc.capture import Captured, Dtypes, Tag, capture
+from shardc.cost.repeated_compute import Dense, dense, model_flops
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.deferred import NOTHING, Deferred
@@ -27,7 +28,6 @@ from shardc.plan.entries import Policies
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.spec_forms import Form
 from shardc.plan.value import Plan
-from shardc.report.repeated import Dense, dense, model_flops
 
 CUT = passes.Partition.name
 

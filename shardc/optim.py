@@ -58,7 +58,7 @@ def wrap(
     Raises:
         InputError: ``module`` has no shards, a parameter is not the module's, or the optimizer may not be elementwise.
     """
-    if not isinstance(module, ShardedModule) or module.shardc.device_mesh is None:
+    if not isinstance(module, ShardedModule) or module.shardc.spec.device_mesh is None:
         what = "was compiled for an abstract mesh" if isinstance(module, ShardedModule) else "is not from compile"
         raise InputError(f"the module {what} and holds no shards", fix="pass shardc.compile(model, device_mesh, plan)")
     if not elementwise and not issubclass(optimizer_cls, ELEMENTWISE):

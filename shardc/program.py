@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +13,37 @@ from torch import fx
 
 from shardc import passes, verify
 from shardc._compat import LazyGraphModule
-from shardc.cost.hardware import Hardware, find
-from shardc.cost.step_sequence import of_halves, of_joint
-from shardc.errors import InputError, PlanError
+from shardc.cost.causes import Cause, cause_of
+from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, REDUCTION, Executable, Half, Phase
 from shardc.ir.layout import Layout
+from shardc.ir.reads import Guards, Reads
 from shardc.ir.text import dump
 from shardc.joint import CUT, Joint, StageRecorder
 from shardc.passes.check import VerifyHalf
-from shardc.passes.decompose import candidates
 from shardc.passes.folded import Folded
 from shardc.passes.reduce_accumulated import Sum, deferred_reduction
-from shardc.plan.match import near_names
-from shardc.precompiled import Identity, save_program
+from shardc.precompiled import ProgramKey, save_program
 from shardc.precompiled.unused import backward_for
-from shardc.report.causes import Cause, cause_of
-from shardc.report.derive import Dims, derive
-from shardc.report.formulas import Costs
-from shardc.report.lint_rules import Finding, in_pieces, lint
-from shardc.report.predicted_schedule import Schedule, build, room_of_rows
-from shardc.report.tiles import Tiles
 from shardc.validate import typed
 from shardc.verify.report import reporting
 
 
 @dataclass(frozen=True)
 class Source:
-    """Cache key of a program, and functions that compile it again.
+    """Origin of a program: its key and guards, and functions that compile it anew.
 
     Args:
-        identity: cache key: the call and the model.
-        rebuild: (mesh, input shapes) -> the program for these.
-        lower_again: folder of a saved program -> Inductor's artifacts of it.
-        model: name of the model's class.
+        key: what call and model it is for.
+        guards: what of the model it depends on besides.
+        rebuild: makes the program of another mesh and other input shapes, by input.
+        lower_again: makes Inductor's artifacts of a saved program.
+        model: the name of its class, for people.
     """
 
-    identity: Identity | None = None
+    key: ProgramKey | None = None
+    guards: Guards = field(default_factory=lambda: Guards(Reads(), ()))
     rebuild: Any = None
     lower_again: Callable[[Path], bytes | None] | None = None
     model: str = ""
@@ -59,18 +53,18 @@ class Program(Executable):
     """The annotated graphs of a model after every stage, up to the local forward and backward.
 
     Attributes:
-        plan, options: what it was compiled for; ``bound``: the plan, resolved for this model.
-        pipeline: its passes.
-        conditions: conditions on dynamic sizes; see `shardc.dynamic`.
-        folded: the repeated blocks of which a few were captured, or None; stages up to the cut show these few.
-        source, identity, rebuild, lower_again: see `Source`.
+        plan, options: what it was compiled for; ``bound``: the plan against the model.
+        pipeline: the passes that it goes through.
+        conditions: what must hold of the dynamic sizes that it serves; see `shardc.dynamic`.
+        folded: where alike blocks were captured and planned on a few of them, which; stages up to the cut show these.
+        source, and its key, guards, rebuild, lower_again: what it was asked for by.
     """
 
     conditions: tuple[str, ...] = ()
 
     def __init__(self, joint: Joint, source: Source | None = None, folded: Folded | None = None) -> None:
         self.joint, self.folded, self.source = joint, folded, source or Source()
-        self.identity, self.rebuild = self.source.identity, self.source.rebuild
+        self.key, self.guards, self.rebuild = self.source.key, self.source.guards, self.source.rebuild
         self.lower_again = self.source.lower_again
         self.bound = joint.bound if folded is None else folded.bound
         self.mesh, self.plan, self.options = self.bound.mesh, self.bound.plan, joint.options
@@ -78,7 +72,7 @@ class Program(Executable):
         self.inputs = tuple((n, x.layout) for n, x in zip(captured.inputs, self.bound.inputs, strict=True))
         self.input_spec, self.output_spec = captured.input_spec, captured.output_spec
         self.returned = captured.returned
-        self.constants, self.reads = captured.constants, captured.reads if folded is None else folded.reads
+        self.constants = captured.constants
         levels = self.pipeline[passes.Partition].levels(joint.local.graph)
         self.levels: Mapping[str, int] = levels if folded is None else folded.levels(levels)
         self.causes: Mapping[str, str] = {name: p.compute_cause for name, p in self.bound.params.items()}
@@ -107,6 +101,11 @@ class Program(Executable):
     def is_half(self, stage: str) -> bool:
         """Whether the graph after ``stage`` is a forward or backward graph, not the joint one."""
         return stage.removesuffix(".backward") in (CUT, *self.halves.names)
+
+    @property
+    def shown(self) -> Program:
+        """The program whose stages stand for this one."""
+        return self
 
     @property
     def halves(self) -> passes.Pipeline:
@@ -188,87 +187,9 @@ class Program(Executable):
         graph = self.graph(stage) if stage in few else self.whole(stage)
         return dump(LazyGraphModule(self.joint.captured.graph, graph), self.mesh, origins=origins)
 
-    @typed()
-    def draw(self, name: str, stage: str = "collectives") -> Tiles:
-        """Returns a picture of which ranks hold which part of a tensor: ``print`` it, or ``save("picture.png")``.
-
-        Args:
-            name: name of a parameter, input or activation, as in the dump.
-            stage: a stage with layouts.
-
-        Raises:
-            InputError: no such tensor after ``stage``.
-        """
-        nodes = [node for node in self.whole(stage).nodes if node.op != "output" and ir.is_tensor(node)]
-        layouts = {ir.info(node).name: ir.layout(node) for node in nodes if ir.value(node).layout is not None}
-        wanted = name.removeprefix("%")
-        if wanted not in layouts:
-            close = near_names(wanted, list(layouts))
-            fix = f"did you mean {' or '.join(map(repr, close))}?" if close else f"names are in program.text({stage!r})"
-            raise InputError(f"there is no tensor {wanted!r} with a layout after {stage!r}", fix=fix)
-        return Tiles(wanted, layouts[wanted])
-
     def module(self, stage: str) -> fx.GraphModule:
         """Returns the graph after ``stage``, with its constants."""
         return LazyGraphModule(self.joint.captured.graph, self.graph(stage))
-
-    @typed()
-    def schedule(
-        self,
-        hardware: str | Hardware = "h100",
-        *,
-        stage: str = "schedule",
-        order: str = "graph",
-        optimizer_copies: float = 2.0,
-        skew: float = 1.0,
-    ) -> Schedule:
-        """Predicts communication, time and memory of one training step, without running it.
-
-        Args:
-            hardware: a description, or its name in `shardc.cost.hardware`.
-            stage: "schedule": the forward and backward that run; "localize": the joint graph before the cut, bucketing
-                and scheduling, which is much faster for a large model.
-            order: "graph": collectives start and are awaited at their place in the graph; "earliest": as dependences
-                allow.
-            optimizer_copies: size of the optimizer state as a multiple of the parameters (AdamW: 2).
-            skew: expert rows of the most loaded rank, relative to an even load.
-
-        Raises:
-            MeshError: unknown hardware, or the mesh is larger than its description.
-            PlanError: no such stage or order.
-        """
-        if stage not in ("schedule", "localize"):
-            raise PlanError(f"there is no schedule of stage {stage!r}", fix="use schedule or localize")
-        folded = self.folded
-        if stage == "localize":
-            step = of_joint(self.localized.graph, self.levels, self.options.checkpoint_collectives)
-        else:
-            step = of_halves(self.step(), self.levels)
-        useful = sum(flops * (1 if folded is None else folded.times(name)) for name, flops in self.joint.flops)
-        described = find(hardware) if isinstance(hardware, str) else hardware
-        return build(
-            step, self.mesh, described, symbols=partial(self.costs, described), order=order, causes=self.causes,
-            useful_flops=useful / self.mesh.ranks, optimizer_copies=optimizer_copies, skew=skew,
-            notes=(*(() if folded is None else folded.notes), *room_of_rows(op.node for op in step.ops)),
-            model=self.source.model, plan=str(self.plan),
-        )  # fmt: skip
-
-    @typed()
-    def costs(self, hardware: str | Hardware = "h100", dims: Dims | None = None) -> Costs:
-        """Returns bytes and seconds per axis as formulas in batch, sequence and axis sizes; see `shardc.report.derive`.
-
-        Raises:
-            PlanError: the program has other collectives at other sizes, or a formula does not hold there.
-        """
-        return derive(self, find(hardware) if isinstance(hardware, str) else hardware, dims)
-
-    @typed()
-    def lint(self, hardware: str | Hardware = "h100", *, stage: str = "schedule") -> list[Finding]:
-        """Returns needless communication and compute in the plan, the costliest first; arguments as in `schedule`."""
-        joint = self.schedule(hardware, stage="localize")
-        findings = lint(self.whole("collectives"), joint, joint if stage == "localize" else self.schedule(hardware))
-        loops = candidates(self.graph("hoist_grad_epilogue"), self.pipeline[passes.Decompose])
-        return findings + [in_pieces(one.name, one.module, one.source, one.pieces, one.reason) for one in loops]
 
     @typed()
     def save(self, directory: str | Path) -> list[Path]:
@@ -279,7 +200,7 @@ class Program(Executable):
         Raises:
             PrecompiledError: a part cannot be serialised, or the program leaves gradients unreduced (`no_sync`).
         """
-        paths = save_program(self, self.plan, Path(directory), self.lower_again)
+        paths = save_program(self, Path(directory), self.lower_again)
         return [*self.write_stages(directory), *paths]
 
     def write_stages(self, directory: str | Path, stages: Sequence[str] | None = None) -> list[Path]:

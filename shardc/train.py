@@ -51,7 +51,7 @@ def train_step(
             loss = module(*args, **kwargs)
         _check_loss(loss, "the module")
         loss.backward()
-        if not sharded.shardc.sync.unreduced():
+        if not sharded.shardc.params.sync.unreduced():
             if max_norm is not None:
                 sharded.shardc.clip_grad_norm_(max_norm)
             optimizer.step()
@@ -83,8 +83,8 @@ def value_and_grad(
     sharded = _sharded(module)
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
-        sharded.shardc.sync.refuse("value_and_grad()")
-        if sharded.shardc.sync.unreduced():
+        sharded.shardc.params.sync.refuse("value_and_grad()")
+        if sharded.shardc.params.sync.unreduced():
             raise BackwardError(
                 "value_and_grad() while gradients are not to be reduced, by no_sync() or set_requires_grad_sync(False)",
                 fix="call it outside of no_sync(), and add up the gradients that it returns",

@@ -22,6 +22,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import lru_cache, wraps
 from inspect import Parameter, signature
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -72,14 +73,22 @@ class _Wrong(Exception):
 
 
 def checked(
-    value: Any, kind: Any, what: str, error: type[ShardcError] = InputError, *, tables: bool = False, **context: Any
+    value: Any,
+    kind: Any,
+    what: str,
+    error: type[ShardcError] = InputError,
+    *,
+    tables: bool = False,
+    readers: Mapping[type, Callable[[Any], Any]] = MappingProxyType({}),
+    **context: Any,
 ) -> Any:
     """Checks ``value`` against the type annotation ``kind`` and returns it converted.
 
     Args:
-        what: name of the value in messages.
-        error: class of the error.
-        tables: convert dicts to dataclasses and named tuples, and text to dtypes, as in JSON.
+        what: names the value in messages.
+        error: the class that is raised.
+        tables: dicts are taken for dataclasses and named tuples, and text for dtypes, as JSON has them.
+        readers: class -> a function that reads it from what JSON has in its place.
         context: further arguments of the error (``plan_entry``).
 
     Raises:
@@ -89,7 +98,7 @@ def checked(
     1610612736
     """
     try:
-        return _Reader(tables).read(value, kind, ())
+        return _Reader(tables, readers).read(value, kind, ())
     except _Wrong as wrong:
         path = "".join(part if part.startswith("[") else f".{part}" for part in wrong.path)
         context.setdefault("fix", wrong.fix)
@@ -185,10 +194,10 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 class _Reader:
-    """Reads values by their annotations; ``tables`` as in `checked`."""
+    """Reads values by their annotations; ``tables`` and ``readers`` as those of `checked`."""
 
-    def __init__(self, tables: bool) -> None:
-        self.tables = tables
+    def __init__(self, tables: bool, readers: Mapping[type, Callable[[Any], Any]]) -> None:
+        self.tables, self.readers = tables, readers
 
     def read(self, value: Any, kind: Any, path: tuple[str, ...]) -> Any:
         origin = get_origin(kind)
@@ -221,6 +230,8 @@ class _Reader:
         return self.plain(value, kind, path)
 
     def plain(self, value: Any, kind: Any, path: tuple[str, ...]) -> Any:
+        if kind in self.readers:
+            return self.readers[kind](value)
         if self.tables and kind is torch.dtype and isinstance(value, str):
             if value not in DTYPES:
                 raise _Wrong(path, value, "a dtype", near(value, DTYPES))

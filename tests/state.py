@@ -79,7 +79,7 @@ def assert_same(module: Any, source: nn.Module, grads: bool = False) -> None:
         assert (ours is None) == (theirs is None), name
         if ours is not None:
             assert isinstance(ours, DTensor), name
-            close(whole(ours, module.shardc.storages[first]), theirs.detach(), name)
+            close(whole(ours, module.shardc.spec.storages[first]), theirs.detach(), name)
     for name, buffer in source.named_buffers():
         close(module.get_buffer(name), buffer, name)
 

@@ -169,5 +169,5 @@ def test_blocks_that_read_other_values_are_not_folded(place: int) -> None:
     for name, param in model.named_parameters():
         torch.testing.assert_close(simulation.grad(name), param.grad, rtol=1e-9, atol=1e-12)
     alike = shardc.compile(Stack(*(Pulling(2.0) for _ in range(7))), Mesh(dp=2), shardc.ddp("dp"), options=FOLD)
-    reads = alike.lower(x.float()).reads
+    reads = alike.lower(x.float()).guards.reads
     assert {str(read) for read in reads.entries} >= {f"model._modules['layers']._modules['{at}'].by" for at in range(7)}

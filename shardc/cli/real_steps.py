@@ -29,11 +29,12 @@ from shardc.cli.target import Command
 from shardc.cost import hardware
 from shardc.cost.hardware import Hardware, calibrated
 from shardc.cost.model import CostModel
+from shardc.cost.repeated_compute import layers_of
 from shardc.errors import InputError
 from shardc.ir.comm_volume import wire_elements
 from shardc.ir.mesh import Mesh
 from shardc.plan.resolve import check_axes
-from shardc.report.export import gigabytes, layers_of, milliseconds, plain, shorten, write
+from shardc.report.export import gigabytes, milliseconds, plain, shorten, write
 from shardc.report.predicted_schedule import Schedule
 from shardc.report.prediction import Collective, grouped
 from shardc.runtime.profile import Profiled, Ran, profile_step

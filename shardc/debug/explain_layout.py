@@ -16,8 +16,8 @@ from shardc.ir import ops
 from shardc.ir.layout import Layout
 from shardc.passes.op_calls import call_of, operands_of
 from shardc.passes.strategy_cost import Work, priced
-from shardc.program import Program
 from shardc.report.export import milliseconds, plain
+from shardc.report.inspected import InspectedProgram as Program
 from shardc.report.prediction import Collective
 from shardc.rules import find_rule, spec_of
 from shardc.rules.spec import Strategy

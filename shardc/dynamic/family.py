@@ -18,6 +18,7 @@ from shardc.dynamic.generalize import Differs, generalize
 from shardc.errors import CaptureError, LayoutError, ShardcWarning
 from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, Phase
 from shardc.ir.layout import Layout
+from shardc.ir.reads import Guards
 from shardc.ir.sized import SizedGraph
 from shardc.passes import PlanMemory
 from shardc.program import Program
@@ -183,6 +184,10 @@ class SizedProgram(Program):
         return self.family.build(self.sizes)
 
     @property
+    def shown(self) -> Program:
+        return self.alone
+
+    @property
     def localized(self) -> fx.GraphModule:
         return self.alone.localized
 
@@ -198,51 +203,63 @@ class SizedProgram(Program):
     def save(self, *args: Any, **kwargs: Any) -> Any:
         return self.alone.save(*args, **kwargs)
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        return self.alone.schedule(*args, **kwargs)
-
-    def lint(self, *args: Any, **kwargs: Any) -> Any:
-        return self.alone.lint(*args, **kwargs)
-
 
 class Families:
     """The programs for many sizes (`Family`) of one module, with an LRU cache by sizes.
 
     Args:
-        capacity: number of cached programs.
+        kind: the class of their programs.
+        capacity: how many programs are kept.
 
     Attributes:
         forget: called with each evicted program.
     """
 
-    def __init__(self, capacity: int = 64) -> None:
-        self.capacity = capacity
+    def __init__(self, kind: type[SizedProgram] = SizedProgram, capacity: int = 64) -> None:
+        self.kind, self.capacity = kind, capacity
         self.forget: Callable[[Program], object] = lambda program: None
-        self._families: dict[Any, list[Family | None]] = {}
-        self._programs: OrderedDict[Any, Program] = OrderedDict()
+        self._families: dict[Any, list[tuple[Guards, Family | None]]] = {}
+        self._programs: OrderedDict[Any, list[Program]] = OrderedDict()
+
+    def guards(self) -> Iterator[Guards]:
+        """The guards of all programs."""
+        yield from (guards for families in self._families.values() for guards, _ in families)
+        yield from (program.guards for programs in self._programs.values() for program in programs)
 
     def program(
-        self, key: Any, sizes: Sizes, family: Callable[[], Family | None], alone: Callable[[], Program]
+        self,
+        key: Any,
+        sizes: Sizes,
+        holds: Callable[[Guards], bool],
+        family: Callable[[], Family | None],
+        alone: Callable[[], Program],
     ) -> Program:
         """Returns the program for a call with dynamic sizes; compiles it if needed.
 
         Args:
-            key: the call's signature without sizes.
-            family: compiles a family with ``sizes`` as example; None if there is none.
-            alone: compiles the program for these sizes only.
+            key: the call's signature, without its sizes.
+            holds: whether a capture would read now what it read then.
+            family: makes a family with ``sizes`` for the example, or None where there is none.
+            alone: makes the program for these sizes alone.
         """
         at = key, tuple(sizes.items())
-        if at in self._programs:
-            self._programs.move_to_end(at)
-            return self._programs[at]
-        families = self._families.setdefault(key, [])
-        usual = min(sizes.values()) > 1  # a size of 1 broadcasts
+        for program in self._programs.get(at, ()):
+            if holds(program.guards):
+                self._programs.move_to_end(at)
+                return program
+        families = [family for guards, family in self._families.setdefault(key, []) if holds(guards)]
+        usual = min(sizes.values()) > 1  # one element is broadcast: another program
         fitting = next((one for one in families if one is not None and usual and one.holds(sizes)), None)
-        if fitting is None and usual and None not in families and len(families) < _MOST:
-            compiled = family()
-            families.append(compiled)
-            fitting = compiled if compiled is not None and compiled.holds(sizes) else None
-        self._programs[at] = alone() if fitting is None else SizedProgram(fitting, sizes)
+        tries = fitting is None and usual and None not in families and len(families) < _MOST
+        compiled = family() if tries else None
+        if compiled is not None and compiled.holds(sizes):
+            fitting = compiled
+        program = alone() if fitting is None else self.kind(fitting, sizes)
+        if tries:
+            guards = program.guards if compiled is None else compiled.programs[0].guards
+            self._families[key].append((guards, compiled))
+        self._programs.setdefault(at, []).append(program)
         while len(self._programs) > self.capacity:
-            self.forget(self._programs.popitem(last=False)[1])
-        return self._programs[at]
+            for old in self._programs.popitem(last=False)[1]:
+                self.forget(old)
+        return program

@@ -40,12 +40,15 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare(*args, device_placement=device_placement)
 
     def hold(self, module: ShardedModule) -> None:
-        """Sets the module that the batches are for; InputError if it does not span all ranks, or under float16."""
-        ranks = module.shardc.mesh.ranks
-        if module.shardc.groups is None or ranks != self.num_processes:
+        """Says which module the batches are for.
+
+        Raises:
+            InputError: the module does not span all ranks, or mixed precision is float16.
+        """
+        spec = module.shardc.spec
+        if spec.groups is None or spec.mesh.ranks != self.num_processes:
             raise InputError(
-                f"the module was compiled for the mesh {module.shardc.mesh}, and accelerate runs {self.num_processes} "
-                "processes",
+                f"the module was compiled for the mesh {spec.mesh}, and accelerate runs {self.num_processes} processes",
                 fix="compile it for a DeviceMesh of all ranks that torchrun started",
             )
         if self.mixed_precision not in ("no", "bf16"):
@@ -61,12 +64,12 @@ class Accelerator(accelerate.Accelerator):
         if self._sharded is None:
             return self.num_processes, self.process_index
         state = self._sharded.shardc
-        build: Any = state.build
-        axes = batch_axes(build.plan, state.mesh)
+        build: Any = state.cache.build
+        axes = batch_axes(build.plan, state.spec.mesh)
         parts = 1
         for axis in axes:
-            parts *= state.mesh.size(axis)
-        return parts, flat_index(state.mesh, axes, state.rank)
+            parts *= state.spec.mesh.size(axis)
+        return parts, flat_index(state.spec.mesh, axes, state.spec.rank)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -52,10 +52,10 @@ class PretrainedNamespace(Namespace):
             InputError: there are no such files.
             RuntimeError: the library's own: a tensor has another shape. Missing and unexpected tensors are warnings.
         """
-        if self.groups is None:
-            raise MeshError(f"the module was compiled for the abstract mesh {self.mesh} and holds no shards")
+        if self.spec.groups is None:
+            raise MeshError(f"the module was compiled for the abstract mesh {self.spec.mesh} and holds no shards")
         self.check()
-        owner, cls = self.owner, type(self.view)
+        owner, cls = self.params.owner, type(self.params.view)
         dtypes = {param.dtype for param in owner.parameters() if param.is_floating_point()}
         source = cls.from_pretrained(
             None,
@@ -68,7 +68,7 @@ class PretrainedNamespace(Namespace):
             if id(buffer) not in fresh:
                 read = source.get_buffer(name)
                 value = read.value() if isinstance(read, Lazy) else read
-                fresh[id(buffer)] = value.to(self.device, buffer.dtype)
+                fresh[id(buffer)] = value.to(self.spec.device, buffer.dtype)
             path, _, key = name.rpartition(".")
             owner.get_submodule(path)._buffers[key] = fresh[id(buffer)]
         buffers = dict(owner.named_buffers(remove_duplicate=False))
@@ -107,10 +107,10 @@ class ShardedPretrained(ShardedModule):
             MeshError: another rank does not call it.
         """
         state = self.shardc
-        cls: Any = type(state.view)
-        if state.groups is None or state_dict is not None:
+        cls: Any = type(state.params.view)
+        if state.spec.groups is None or state_dict is not None:
             kwargs |= {"max_shard_size": max_shard_size, "save_original_format": save_original_format}
-            return cls.save_pretrained(state.view, save_directory, is_main_process, state_dict, **kwargs)
+            return cls.save_pretrained(state.params.view, save_directory, is_main_process, state_dict, **kwargs)
         if unsupported := {
             key for key, value in kwargs.items() if value and key not in ("safe_serialization", "token")
         }:
@@ -120,10 +120,10 @@ class ShardedPretrained(ShardedModule):
             )
         with state.tells():
             state.check()
-            state.groups.agreement.act(Act((("act", f"save_pretrained of {state.name}"),)), ask=True)
-            writes = state.rank == 0
-            # Without tensors, this writes the config, the generation config and the model's code only.
-            cls.save_pretrained(state.view, save_directory, writes, {}, save_original_format=False)
+            state.spec.groups.agreement.act(Act((("act", f"save_pretrained of {state.name}"),)), ask=True)
+            writes = state.spec.rank == 0
+            # Config, generation config and code of the model's own; without tensors it writes no others.
+            cls.save_pretrained(state.params.view, save_directory, writes, {}, save_original_format=False)
             tensors = _unsharded_tensors(state, save_original_format)
             split = split_state_dict_into_shards_factory(
                 tensors,
@@ -139,7 +139,7 @@ class ShardedPretrained(ShardedModule):
             if writes and split.is_sharded:
                 index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
                 (folder / safetensors.INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-            state.groups.agreement.act(Act((("act", f"end of save_pretrained of {state.name}"),)), ask=True)
+            state.spec.groups.agreement.act(Act((("act", f"end of save_pretrained of {state.name}"),)), ask=True)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generates tokens as the model's own method; each rank passes its rows, and gets their tokens.
@@ -152,19 +152,22 @@ class ShardedPretrained(ShardedModule):
             ShardcWarning: each length compiles a program; the text says how to compile one for all lengths.
         """
         kwargs.setdefault("use_cache", False)
-        state = self.shardc
-        if not state.build.dynamic.names:
-            names = _LENGTHS_OF_DECODERS if state.view.config.is_encoder_decoder else _LENGTHS
+        model = self.shardc.params.view
+        if not self.shardc.cache.build.dynamic.names:
+            names = _LENGTHS_OF_DECODERS if model.config.is_encoder_decoder else _LENGTHS
             text = (
-                f"{type(state.view).__name__}.generate: a program is compiled for each length of the sequence; for one "
+                f"{type(model).__name__}.generate: a program is compiled for each length of the sequence; for one "
                 f"for all lengths, pass dynamic={{{names}}} to compile"
             )
             warnings.warn(ShardcWarning(text), stacklevel=2)
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
-        """Called by ``generate`` before each token: a rank whose rows are finished pads them until all ranks are."""
-        groups = self.shardc.groups
+        """Asked by ``generate`` before each token: a rank whose rows are finished pads them while others go on.
+
+        All ranks run the same program, so none may stop before the others.
+        """
+        groups = self.shardc.spec.groups
         return not this_peer_finished if groups is None else groups.any(not this_peer_finished)
 
     def _prepare_text_encoder_decoder_kwargs_for_generation(
@@ -190,30 +193,30 @@ class ShardedPretrained(ShardedModule):
 
         The library omits a mask of ones, while rows of other ranks may have padding.
         """
-        groups, mask = self.shardc.groups, model_kwargs.get("attention_mask")
+        groups, mask = self.shardc.spec.groups, model_kwargs.get("attention_mask")
         if groups is not None and groups.any(mask is not None) and mask is None:
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             length = generation_config._mask_length
-            model_kwargs["attention_mask"] = torch.ones(rows, length, dtype=torch.int64, device=self.shardc.device)
+            model_kwargs["attention_mask"] = torch.ones(rows, length, dtype=torch.int64, device=self.shardc.spec.device)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, *args)  # type: ignore[misc]
 
 
 def _unsharded_tensors(state: State, original_format: bool) -> dict[str, Lazy]:
     """Returns the tensors of a checkpoint by name; reading one gathers it, on all ranks."""
-    present: Any = state.present()
+    present: Any = state.params.present()
     ignored = set(present._keys_to_ignore_on_save or ())
     metas = {name: meta for name, meta in present.state_dict().items() if name not in ignored}
-    names = {id(param): name for name, param in state.owner.named_parameters()}
-    values = state.owner.state_dict(keep_vars=True)
-    last: dict[str, Tensor] = {}  # several tensors of a file may be slices of one parameter
+    names = {id(param): name for name, param in state.params.owner.named_parameters()}
+    values = state.params.owner.state_dict(keep_vars=True)
+    last: dict[str, Tensor] = {}  # several tensors of a file may be parts of one parameter
 
     def gathered(name: str) -> Tensor:
         if name not in last:
             last.clear()
             value = values[name]
             if isinstance(value, DTensor):
-                assert state.groups is not None
-                last[name] = whole_on_first(value, state.storages[names[id(value)]], state.groups)
+                assert state.spec.groups is not None
+                last[name] = whole_on_first(value, state.spec.storages[names[id(value)]], state.spec.groups)
             else:
                 last[name] = value.detach()
         return last[name]
@@ -223,4 +226,4 @@ def _unsharded_tensors(state: State, original_format: bool) -> dict[str, Lazy]:
 
     untied = remove_tied_weights_from_state_dict(metas, present)
     tensors: Any = {name: lazy(name, meta) for name, meta in untied.items()}
-    return revert_weight_conversion(state.view, tensors) if original_format else tensors
+    return revert_weight_conversion(state.params.view, tensors) if original_format else tensors

@@ -21,7 +21,7 @@ from shardc.ir.deferred import Deferred
 from shardc.ir.graph import DTYPE_NAMES, Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.reads import Reads
+from shardc.ir.reads import Guards
 from shardc.ir.returned import Returned
 from shardc.ir.segments import Segment
 
@@ -221,8 +221,8 @@ class Executable(ABC):
         output_spec: how a call's results are made of the outputs.
         returned: what each output of the model is to autograd on one device, by its index.
         deferred: the parameters whose gradients the backward leaves unreduced.
-        identity: what call and model it is for.
-        reads: what of the model it depends on besides.
+        key: what call and model it is for.
+        guards: what of the model it depends on besides.
         from_store: whether it is one of an earlier start, or of another rank, which has no stages to look at.
         stored: where it was found in the store or added to it; or "not stored: " and why.
         levels, causes: of each parameter, how it is gathered and which plan entries say how it is computed with.
@@ -235,8 +235,8 @@ class Executable(ABC):
     output_spec: Any
     returned: tuple[Returned, ...]
     deferred: Deferred
-    identity: Any
-    reads: Reads
+    key: Any
+    guards: Guards
     from_store = False
     stored = "not stored: only what a call of a module compiles is, for fixed sizes and with all gradients reduced"
     levels: Mapping[str, int]
@@ -256,7 +256,7 @@ class Executable(ABC):
 
     @abstractmethod
     def cause(self, collective: fx.Node) -> Any:
-        """Return the cause of a collective (`shardc.report.causes.Cause`)."""
+        """Return why a collective is there; see `shardc.cost.causes.Cause`."""
 
     @cached_property
     def _half_of_phase(self) -> dict[Phase, Half | None]:

@@ -102,6 +102,38 @@ class Reads:
         return replace(self, entries=tuple(reads), scopes={**other.scopes, **self.scopes}, traced=traced)
 
 
+@dataclass(frozen=True, eq=False)
+class Guards:
+    """What a capture read, with the values that it found: a program serves the calls for which they are the same.
+
+    Args:
+        values: of the reads, and a hash of the reachable code.
+        reached: what the code that a trace reaches consists of, by name; compared where a program comes from a file.
+    """
+
+    reads: Reads
+    values: Values
+    reached: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, reads: Reads, model: nn.Module, loss: Any = None) -> Guards:
+        """Return the guards of a capture of ``model`` as it is now."""
+        reach = reads.reach(model, loss)
+        return cls(reads, reads.values(model, loss), {**reach.code, **reach.values})
+
+    def hold(self, model: nn.Module, loss: Any = None) -> bool:
+        """Return whether a capture of ``model`` as it is now would read the same."""
+        return self.reads.values(model, loss) == self.values
+
+    def equals(self, other: Guards) -> bool:
+        """Return whether ``other`` has read the same; guards themselves compare by identity, as that is quick."""
+        return self.values == other.values and self.reads == other.reads
+
+    def hold_in_file(self, model: nn.Module, loss: Any = None) -> bool:
+        """As `hold`, of a capture in another process: also compares plain values that the reachable code names."""
+        return self.hold(model, loss) and Guards.of(self.reads, model, loss).reached == self.reached
+
+
 class Lookup:
     """Evaluates the expressions of reads; common prefixes are evaluated once.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from shardc.cost.causes import Cause, cause_of
 from shardc.custom_ops.expert_functions import Body, register
 from shardc.errors import PrecompiledError
 from shardc.ir import graph as ir
@@ -22,15 +22,24 @@ from shardc.ir.graph import Role, Value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
-from shardc.ir.reads import Reads
+from shardc.ir.reads import Guards
 from shardc.lower.inductor import fakes, load_artifacts
 from shardc.plan.value import Plan
-from shardc.precompiled.identity import Identity, check_same, described, signature_of
 from shardc.precompiled.op_allowlist import allowed, allowed_op
-from shardc.precompiled.record import AGAIN, ARTIFACTS, RECORD, Held, Record, TensorType, constants, read, read_record
+from shardc.precompiled.program_key import described
+from shardc.precompiled.record import (
+    AGAIN,
+    ARTIFACTS,
+    RECORD,
+    LargeConstant,
+    Record,
+    TensorType,
+    constants,
+    read,
+    read_record,
+)
 from shardc.precompiled.tree_spec import spec_from_json
 from shardc.precompiled.unused import backward_for
-from shardc.report.causes import Cause, cause_of
 from shardc.validate import checked
 from shardc.verify import check, verify
 
@@ -53,12 +62,10 @@ class Precompiled(Executable):
 
     def __init__(self, folder: Path, record: Record, trust: bool) -> None:
         self.folder, self.cached = folder, trust and ARTIFACTS in record.files
-        self.mesh = Mesh(record.mesh)
+        self.key, self.guards = record.key, record.guards
+        self.mesh, self.plan = record.key.mesh, record.key.plan
         if self.mesh.ranks > _MOST_RANKS:
             raise PrecompiledError(f"the mesh {self.mesh} has {self.mesh.ranks} ranks")
-        self.plan = Plan.from_json(json.dumps(record.plan), str(folder / RECORD))
-        self.identity = Identity(signature_of(record.signature), record.model, record.device)
-        self.reads = Reads(record.reads, traced=record.traced, sets=record.sets)
         self.inputs = tuple((name, Layout.parse(text, self.mesh)) for name, text in record.inputs)
         self.levels: Mapping[str, int] = record.levels
         self.causes: Mapping[str, str] = record.causes
@@ -84,7 +91,7 @@ class Precompiled(Executable):
         late = [at for at, x in enumerate(self.returned) if x.same is not None and x.same >= at]
         if len(self.returned) != results or late or not all(at is None or 0 <= at < results for at in named):
             raise PrecompiledError(f"{results} results are said to be {len(self.returned)} outputs")
-        expected = [name for name, _ in self.identity.signature.tensors]
+        expected = [name for name, _ in self.key.call.tensors]
         if [name for name, _ in self.inputs] != expected:
             raise PrecompiledError(f"the graphs take {[name for name, _ in self.inputs]}, and the call {expected}")
 
@@ -139,11 +146,10 @@ class Precompiled(Executable):
     def check(
         self, mesh: Mesh, plan: Plan, model: nn.Module, loss: Callable[..., Any] | None, device: torch.device
     ) -> None:
-        """Raise PrecompiledError, with the differences, if it is of another mesh, plan, model, loss or device."""
-        saved = {"the mesh": str(self.mesh), "the plan": str(self.plan), "the device": self.identity.device}
-        now = {"the mesh": str(mesh), "the plan": str(plan), "the device": device.type}
-        what = f"the program in {self.folder}"
-        check_same(what, {**saved, **self.identity.model}, {**now, **described(model, loss, self.reads)}, AGAIN)
+        """Raises PrecompiledError, with the difference, where it is not of this mesh, plan, model, loss and device."""
+        now = {"the mesh": str(mesh), "the plan": str(plan), "the device": device.type, **described(model, loss)}
+        now |= Guards.of(self.guards.reads, model, loss).reached
+        self.key.check(now, self.guards.reached, f"the program in {self.folder}", AGAIN)
 
 
 def load(folder: str | Path, *, trust: bool = False) -> Precompiled:
@@ -179,8 +185,12 @@ def load(folder: str | Path, *, trust: bool = False) -> Precompiled:
     return program
 
 
-def fill(gm: fx.GraphModule, entries: Sequence[Held], data: bytes) -> None:
-    """Set the constants that are saved outside of the text on ``gm``; PrecompiledError if types or sizes differ."""
+def fill(gm: fx.GraphModule, entries: Sequence[LargeConstant], data: bytes) -> None:
+    """Puts the constants that the text does not show into ``gm``.
+
+    Raises:
+        PrecompiledError: one is not in the graph, is of another type there, or there are other bytes than theirs.
+    """
     types = {str(node.target): ir.value(node) for node in gm.graph.find_nodes(op="get_attr")}
     raw, at = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8), 0
     if len(data) != sum(constant.bytes for constant in entries):
@@ -189,14 +199,14 @@ def fill(gm: fx.GraphModule, entries: Sequence[Held], data: bytes) -> None:
         )
     for constant in entries:
         graph_type = types.get(constant.name)
-        size = prod(constant.shape) * constant.dtype.itemsize
-        stored_type = constant.dtype, constant.shape, constant.bytes
+        dtype, shape = constant.type.dtype, constant.type.shape
+        size = prod(shape) * dtype.itemsize
+        stored_type = dtype, shape, constant.bytes
         if graph_type is None or (graph_type.dtype, graph_type.shape, size) != stored_type:
             raise PrecompiledError(
-                f"the constant {constant.name!r} is {graph_type} in the graph, and "
-                f"{constant.dtype}{list(constant.shape)}"
+                f"the constant {constant.name!r} is {graph_type} in the graph, and {dtype}{list(shape)}"
             )
-        shaped = raw[at : at + size].clone().view(constant.dtype).reshape(constant.shape)
+        shaped = raw[at : at + size].clone().view(dtype).reshape(shape)
         owner, _, name = constant.name.rpartition(".")
-        setattr(gm.get_submodule(owner), name, shaped.to(constant.device))
+        setattr(gm.get_submodule(owner), name, shaped.to(constant.type.device))
         at += size

@@ -1,4 +1,4 @@
-"""The record of a saved program, ``program.json``: its schema, and how it and the files beside it are read."""
+"""The record of a saved program, ``program.json``: its fields, and how it and its neighbours are written and read."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+from torch import Tensor
 
+from shardc._compat import pytree
 from shardc.errors import PrecompiledError
 from shardc.ir.arena import MemoryPlan
-from shardc.ir.reads import Constant, Read
+from shardc.ir.mesh import Mesh
+from shardc.ir.reads import Guards, Reads
 from shardc.ir.returned import Returned
-from shardc.runtime.torch_global_state import TorchGlobalState
+from shardc.plan.value import Plan
+from shardc.precompiled.program_key import ProgramKey
+from shardc.precompiled.tree_spec import spec_from_json, spec_to_json
+from shardc.runtime.signature import Constant, Signature
 from shardc.validate import Range, checked
 
-VERSION = 9
+VERSION = 10
 RECORD, ARTIFACTS = "program.json", "inductor.bin"
 HALVES = ("forward", "backward", "inference")
 LARGEST_TEXT = 1 << 30  # bytes of a file that is parsed
@@ -29,35 +35,36 @@ AGAIN = "compile and save the program again"
 
 Count = Annotated[int, Range(0, 1 << 50)]
 Sizes = tuple[Count, ...]
-Plain = bool | int | float | str | None
+PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
 class TensorType:
-    """A placeholder's tensor on one rank."""
+    """A tensor on one rank, without values."""
 
     shape: Sizes
     stride: Sizes
     dtype: torch.dtype
     device: str
+
+    @classmethod
+    def of(cls, x: Tensor) -> TensorType:
+        return cls(tuple(x.shape), x.stride(), x.dtype, str(x.device))
 
 
 @dataclass(frozen=True)
 class Fixed:
     """A placeholder's value that is not a tensor."""
 
-    constant: Plain
+    constant: bool | int | float | str | None
 
 
 @dataclass(frozen=True)
-class Held:
-    """A constant that is saved outside of the graph's text; entries are in the order of their bytes."""
+class LargeConstant:
+    """A constant that the text does not show: where its bytes stand follows from the order."""
 
     name: str
-    shape: Sizes
-    stride: Sizes
-    dtype: torch.dtype
-    device: str
+    type: TensorType
     bytes: Count
 
 
@@ -71,40 +78,9 @@ class Half:
     """
 
     placeholders: tuple[tuple[str, TensorType | Fixed], ...]
-    constants: tuple[Held, ...]
+    constants: tuple[LargeConstant, ...]
     reads: tuple[tuple[str, Literal["param", "buffer", "input"], str], ...]
     memory: MemoryPlan
-
-
-@dataclass(frozen=True)
-class TensorLeaf:
-    """A tensor argument of the call that a program was compiled for."""
-
-    shape: Sizes
-    dtype: torch.dtype
-    requires_grad: bool
-
-
-@dataclass(frozen=True)
-class ConstantLeaf:
-    """A constant argument of the call that a program was compiled for."""
-
-    constant: Plain
-    kind: Literal["bool", "int", "float", "str", "NoneType"]
-
-
-@dataclass(frozen=True)
-class Call:
-    """The signature of the call that a program was compiled for; `tree_spec` reads ``spec``."""
-
-    names: tuple[str, ...]
-    leaves: tuple[TensorLeaf | ConstantLeaf, ...]
-    spec: Any
-    modes: tuple[bool, ...]
-    grads: tuple[bool, ...]
-    dtypes: tuple[torch.dtype, ...]
-    surroundings: TorchGlobalState
-    reads: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -112,22 +88,14 @@ class Record:
     """A saved program without its graphs.
 
     Args:
-        mesh: axes and sizes.
-        plan: as `shardc.plan.plan_file` writes it.
-        traced, sets: the traced code, and the attributes that the first call sets, as in `shardc.ir.reads.Reads`.
-        files: the other files -> their sha256.
+        output_spec: read by `shardc.precompiled.tree_spec`.
+        files: the other files and their sha256.
     """
 
     shardc_program: int
     torch: str
-    mesh: tuple[tuple[str, Annotated[int, Range(1, 1 << 20)]], ...]
-    plan: Any
-    device: str
-    model: Mapping[str, str]
-    signature: Call
-    reads: tuple[Read, ...]
-    traced: tuple[tuple[str, str], ...]
-    sets: tuple[tuple[str, Constant], ...]
+    key: ProgramKey
+    guards: Guards
     inputs: tuple[tuple[str, str], ...]
     levels: Mapping[str, Annotated[int, Range(0, 3)]]
     causes: Mapping[str, str]
@@ -164,15 +132,74 @@ def read_record(folder: Path, evaluates: bool = True) -> Record:
         raise PrecompiledError(
             f"the program in {folder} is stale: torch was {was} and is {torch.__version__}", fix=AGAIN
         )
-    record: Record = checked(content, Record, str(path), PrecompiledError, tables=True, fix=AGAIN)
+    record: Record = checked(content, Record, str(path), PrecompiledError, tables=True, readers=_READERS, fix=AGAIN)
+    call = record.key.call
+    for leaf in call.leaves:
+        if isinstance(leaf, Constant) and (type(leaf.value) not in PLAIN or type(leaf.value).__name__ != leaf.kind):
+            raise PrecompiledError(f"the constant {leaf.value!r} of the arguments is no {leaf.kind}")
+    if not len(call.leaves) == len(call.names) == call.spec.num_leaves:
+        raise PrecompiledError(
+            f"{len(call.leaves)} arguments have {len(call.names)} names and {call.spec.num_leaves} places"
+        )
+    if record.guards.reads.scopes:
+        raise PrecompiledError(f"{path} has globals of code")
     halves = set(record.halves)
     if halves not in ({"inference"}, set(HALVES), set(HALVES) if evaluates else {"forward", "backward"}):
         raise PrecompiledError(f"{path} has the halves {sorted(halves)}", fix=AGAIN)
     needed = {f"{half}.txt" for half in halves}
-    needed |= {constants(half) for half, said in record.halves.items() if said.constants}
+    needed |= {constants(half) for half, fields in record.halves.items() if fields.constants}
     if set(record.files) - {ARTIFACTS} != needed:
         raise PrecompiledError(f"{path} lists {sorted(record.files)}; it is of {sorted(needed)}", fix=AGAIN)
     return record
+
+
+def _mesh(data: Any) -> Mesh:
+    return Mesh(checked(data, tuple[tuple[str, Annotated[int, Range(1, 1 << 20)]], ...], "the mesh"))
+
+
+_READERS: dict[type, Callable[[Any], Any]] = {
+    Mesh: _mesh,
+    Plan: lambda data: Plan.from_json(json.dumps(data), RECORD),
+    pytree.TreeSpec: lambda data: spec_from_json(data, "the arguments"),
+}
+
+
+def to_json(value: Any) -> Any:
+    """What `read_record` reads as ``value``: dataclasses and named tuples are tables, dtypes and devices are text.
+
+    Raises:
+        PrecompiledError: a constant of the call, or something that its capture read, has no form on disk.
+    """
+    if isinstance(value, Mesh):
+        return [list(axis) for axis in value.shape]
+    if isinstance(value, Plan):
+        return json.loads(value.to_json())
+    if isinstance(value, pytree.TreeSpec):
+        return spec_to_json(value, "the arguments")
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Signature):
+        for name, leaf in zip(value.names, value.leaves, strict=True):
+            if isinstance(leaf, Constant) and type(leaf.value) not in PLAIN:
+                raise PrecompiledError(
+                    f"input {name!r} is the constant {leaf.value!r}, which cannot be saved",
+                    fix="pass a tensor, a number, a string or None",
+                )
+    if isinstance(value, Reads):
+        for read in value.entries:
+            if "scope(" in read.expression:
+                raise PrecompiledError(
+                    f"the program depends on {read}, a global of code that cannot be imported",
+                    fix="put the code of the model into a file that is imported",
+                )
+        value = replace(value, scopes={})
+    if is_dataclass(value):
+        return {field.name: to_json(getattr(value, field.name)) for field in fields(value) if field.init}
+    if isinstance(value, Mapping):
+        return {key: to_json(item) for key, item in value.items()}
+    if hasattr(value, "_asdict"):
+        return to_json(value._asdict())
+    return list(map(to_json, value)) if isinstance(value, tuple | list) else value
 
 
 def constants(half: str) -> str:

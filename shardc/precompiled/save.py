@@ -6,8 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +21,42 @@ from shardc.ir import graph as ir
 from shardc.ir.comm_volume import GROUP_PREFIX
 from shardc.ir.executable import INFERENCE, Executable
 from shardc.ir.text import dump
-from shardc.plan.value import Plan
-from shardc.precompiled.identity import Identity, reads_to_json, signature_to_json, value_to_json
 from shardc.precompiled.op_allowlist import allowed
-from shardc.precompiled.record import ARTIFACTS, RECORD, VERSION, constants
+from shardc.precompiled.record import (
+    ARTIFACTS,
+    PLAIN,
+    RECORD,
+    VERSION,
+    Fixed,
+    Half,
+    LargeConstant,
+    Record,
+    TensorType,
+    constants,
+    to_json,
+)
 from shardc.precompiled.tree_spec import spec_to_json
 from shardc.verify import check
 
 
 def save_program(
-    program: Executable,
-    plan: Plan,
-    folder: Path,
-    lower_again: Callable[[Path], bytes | None] | None,
-    evaluates: bool = True,
+    program: Executable, folder: Path, lower_again: Callable[[Path], bytes | None] | None, evaluates: bool = True
 ) -> list[Path]:
     """Write ``program`` to ``folder`` and return the paths; the record, which lists the other files, is renamed last.
 
     A save that is interrupted leaves no valid record, and `load` says so.
 
     Args:
-        plan: the plan that it was compiled for.
-        lower_again: returns Inductor's artifacts of the program in a folder; None to save none.
-        evaluates: also write the inference graph, which runs if no gradients are recorded.
+        lower_again: makes Inductor's artifacts of what was saved.
+        evaluates: also write what runs where no gradients are recorded.
+
+    Returns:
+        The paths.
 
     Raises:
         PrecompiledError: a part of the program cannot be written to disk, or it leaves its gradients unreduced.
     """
-    identity: Identity | None = program.identity
-    if identity is None or program.deferred:
+    if program.key is None or program.deferred:
         raise PrecompiledError(
             "the program leaves its gradients unreduced" if program.deferred else "the program is of no module",
             fix="save what module.lower(*examples) returns outside of no_sync()",
@@ -61,32 +67,14 @@ def save_program(
         raise PrecompiledError(f"the folder {folder} cannot be made: {error.strerror}", fix="name another") from None
     (folder / ARTIFACTS).unlink(missing_ok=True)
     (folder / RECORD).unlink(missing_ok=True)
-    record: dict[str, Any] = {
-        "shardc_program": VERSION,
-        "torch": torch.__version__,
-        "mesh": [list(axis) for axis in program.mesh.shape],
-        "plan": json.loads(plan.to_json()),
-        "device": identity.device,
-        "model": dict(identity.model),
-        "signature": signature_to_json(identity.signature),
-        "reads": reads_to_json(program.reads),
-        "traced": [list(local_half) for local_half in program.reads.traced],
-        "sets": [list(local_half) for local_half in program.reads.sets],
-        "inputs": [[name, str(layout)] for name, layout in program.inputs],
-        "levels": dict(program.levels),
-        "causes": dict(program.causes),
-        "output_spec": spec_to_json(program.output_spec, "the outputs"),
-        "returned": [asdict(output) for output in program.returned],
-        "experts": {},
-        "halves": {},
-        "files": {},
-    }
-    paths = []
+    paths, files = [], {}
+    experts: dict[str, Any] = {}
+    halves: dict[str, Half] = {}
 
     def write(name: str, data: bytes) -> None:
         paths.append(folder / name)
         paths[-1].write_bytes(data)
-        record["files"][name] = hashlib.sha256(data).hexdigest()
+        files[name] = hashlib.sha256(data).hexdigest()
 
     for local_half in dict.fromkeys((*program.step(), *([program.half(INFERENCE)] if evaluates else ()))):
         half, gm = local_half.name, untied(local_half.gm) if _is_tied(local_half.graph) else local_half.gm
@@ -95,17 +83,21 @@ def save_program(
         except VerifyError as error:  # an error now, not when it is loaded
             raise PrecompiledError(f"the program cannot be saved: {error.what}", program=error.program) from None
         write(f"{half}.txt", dump(gm, program.mesh, origins=True).encode())
-        record["experts"] |= {name: body_of(name).to_json() for name in bodies_in(gm.graph)}
+        experts |= {name: body_of(name).to_json() for name in bodies_in(gm.graph)}
         entries, data = _large_constants(gm)
-        output_meta = ir.output_node(gm.graph).meta
         if data:
             write(constants(half), data)
-        record["halves"][half] = {
-            "placeholders": [[node.name, value_to_json(node.meta["val"])] for node in ir.placeholders(gm.graph)],
-            "constants": entries,
-            "reads": [[name, role.kind, role.name] for name, role in output_meta.get(ir.READS, {}).items()],
-            "memory": asdict(local_half.plan),
-        }
+        halves[half] = Half(
+            tuple((node.name, _type_of(node.meta["val"])) for node in ir.placeholders(gm.graph)),
+            entries,
+            tuple((name, role.kind, role.name) for name, role in _reads(gm).items()),
+            local_half.plan,
+        )
+    record = Record(
+        VERSION, torch.__version__, program.key, program.guards,
+        tuple((name, str(layout)) for name, layout in program.inputs), program.levels, program.causes,
+        spec_to_json(program.output_spec, "the outputs"), program.returned, experts, halves, files,
+    )  # fmt: skip
     _write_record(folder, record)
     artifacts = lower_again(folder) if lower_again is not None else None
     if artifacts is not None:
@@ -114,10 +106,25 @@ def save_program(
     return [*paths, folder / RECORD]
 
 
-def _write_record(folder: Path, record: dict[str, Any]) -> None:
+def _write_record(folder: Path, record: Record) -> None:
     unfinished = folder / f"{RECORD}.unfinished"
-    unfinished.write_text(json.dumps(record, indent=1) + "\n")
+    unfinished.write_text(json.dumps(to_json(record), indent=1) + "\n")
     os.replace(unfinished, folder / RECORD)
+
+
+def _reads(gm: fx.GraphModule) -> Mapping[str, Any]:
+    """The role of each argument that a half reads as stored, by the argument's name."""
+    roles: Mapping[str, Any] = ir.output_node(gm.graph).meta.get(ir.READS, {})
+    return roles
+
+
+def _type_of(value: Any) -> TensorType | Fixed:
+    """The type of a placeholder's value."""
+    if isinstance(value, Tensor):
+        return TensorType.of(value)
+    if type(value) not in PLAIN:
+        raise PrecompiledError(f"a value of type {type(value).__name__} cannot be saved", fix="compile for fixed sizes")
+    return Fixed(value)
 
 
 def untied(gm: fx.GraphModule) -> fx.GraphModule:
@@ -141,8 +148,8 @@ def _group(arg: Any) -> Any:
     return GROUP_PREFIX + match[1] if match else arg
 
 
-def _large_constants(gm: fx.GraphModule) -> tuple[list[dict[str, Any]], bytes]:
-    """Return (record entries, bytes) of the constants that the text does not show."""
+def _large_constants(gm: fx.GraphModule) -> tuple[tuple[LargeConstant, ...], bytes]:
+    """The constants that the text does not show, and their bytes in a row."""
     out, data = [], b""
     for name in dict.fromkeys(str(node.target) for node in gm.graph.find_nodes(op="get_attr")):
         tensor = gm.get_buffer(name) if name in dict(gm.named_buffers()) else getattr(gm, name)
@@ -152,6 +159,6 @@ def _large_constants(gm: fx.GraphModule) -> tuple[list[dict[str, Any]], bytes]:
             raise PrecompiledError(f"the constant {name!r} of the program has no values that could be saved")
         plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         raw = bytes(plain.untyped_storage())[plain.storage_offset() : plain.storage_offset() + plain.numel()]
-        out.append({"name": name, **value_to_json(tensor.contiguous()), "bytes": len(raw)})
+        out.append(LargeConstant(name, TensorType.of(tensor.contiguous()), len(raw)))
         data += raw
-    return out, data
+    return tuple(out), data

@@ -1,8 +1,10 @@
 """Store of programs from earlier starts and other ranks, in a folder; a program in it saves capture and planning.
 
-The key of a program is everything that it was compiled from: the call and the model (`Identity`), the mesh, plan and
-options, the versions of torch and shardc, the rules that the user registered, the values that its capture read, and the
-code that it traced (`shardc.ir.reach`). The `KEPT` most recently used programs stay on disk.
+Who finds one there neither captures nor plans.
+
+A program is found by its `ProgramKey`, the versions of torch and shardc, the rules that the user registered, and its
+`Guards`: what its capture read, and the code that it traced, by what is bound where (`shardc.ir.reach`). Of all
+programs the `KEPT` that were used last stay on disk.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,16 +31,13 @@ from shardc.cost.hardware import Hardware
 from shardc.cost.model import CostModel
 from shardc.errors import PrecompiledError, ShardcWarning
 from shardc.ir.executable import FORWARD, INFERENCE, Executable, Phase
-from shardc.ir.mesh import Mesh
 from shardc.ir.reach import Reach
-from shardc.ir.reads import Reads
 from shardc.ir.states import tracing
 from shardc.passes.options import Options
-from shardc.plan.value import Plan
-from shardc.precompiled.identity import Identity, described, signature_to_json
 from shardc.precompiled.load import Precompiled
 from shardc.precompiled.op_allowlist import is_own
-from shardc.precompiled.record import VERSION, Record, read_record
+from shardc.precompiled.program_key import ProgramKey
+from shardc.precompiled.record import VERSION, Record, read_record, to_json
 from shardc.precompiled.save import save_program
 from shardc.rules import is_written_out, registered
 
@@ -67,49 +66,38 @@ class Stored(Precompiled):
 
 @dataclass(frozen=True)
 class Store:
-    """The stored programs for one call of one model, in ``folder``; they differ in the values that captures read."""
+    """The stored programs for one call of one model, which differ in what their captures read.
+
+    Args:
+        folder: where they lie.
+    """
 
     folder: Path
-    mesh: Mesh
-    plan: Plan
 
     @classmethod
-    def of(cls, root: Path, identity: Identity, mesh: Mesh, plan: Plan, options: Options) -> Store | str:
-        """Return the store for a call, under ``root``; or a text that says why its program cannot be stored."""
+    def of(cls, root: Path, key: ProgramKey, options: Options) -> Store | str:
+        """The store for a call, under ``root``; a text where it cannot be told what a program would depend on."""
         unstorable = [name for name in ("capture", "pipeline", "hooks", "dump") if getattr(options, name)]
         if type(options.cost) not in (CostModel, Hardware):
             unstorable.append("cost")
         if unstorable:
             return f"Options({unstorable[0]}=...) asks for more than a stored program has"
-        foreign = [x for x in plan.entries if type(x).__module__.partition(".")[0] != __package__.partition(".")[0]]
+        foreign = [x for x in key.plan.entries if type(x).__module__.partition(".")[0] != __package__.partition(".")[0]]
         if foreign:
             return f"the plan entry {foreign[0]} is of a class of its own"
         try:
-            call = signature_to_json(replace(identity.signature, reads=()))
-        except PrecompiledError as error:  # a constant or a class of arguments that cannot be written to disk
+            call = to_json(key)
+        except PrecompiledError as error:  # a constant, or a class of arguments, that has no form on disk
             return error.what
         versions = VERSION, _code(), torch.__version__, platform.python_version()
-        key = json.dumps(
-            [
-                versions,
-                registered(),
-                str(mesh),
-                plan.to_json(),
-                repr(options),
-                identity.device,
-                dict(identity.model),
-                call,
-            ]
-        )
-        return cls(root / _hash(key.encode()), mesh, plan)
+        return cls(root / _hash(json.dumps([versions, registered(), call]).encode()))
 
     def find(self, model: nn.Module, loss: Callable[..., Any] | None, fresh: Callable[[], Executable]) -> Stored | None:
         """Return the stored program for ``model`` as it is now, or None; issues its warnings. ``fresh`` compiles it."""
         for folder in sorted(self.folder.glob("*/")):
             try:
                 notes, record = json.loads((folder / MADE).read_text()), read_record(folder, evaluates=False)
-                reads = Reads(record.reads, traced=record.traced, sets=record.sets)
-                if reads.values(model, loss) != record.signature.reads or described(model, loss, reads) != record.model:
+                if not record.guards.hold_in_file(model, loss):
                     continue
                 program = Stored(folder, record, fresh)
             except Exception:  # incomplete, such as of a full disk: as if it were missing
@@ -171,10 +159,10 @@ class Store:
             self.folder.mkdir(parents=True, exist_ok=True)
             draft = Path(tempfile.mkdtemp(dir=self.folder.parent))
             try:
-                save_program(program, self.plan, draft, None, evaluates)
+                save_program(program, draft, None, evaluates)
                 (draft / MADE).write_text(json.dumps({"warnings": list(warned)}, indent=1))
-                identity = program.identity
-                os.rename(draft, self.folder / _hash(json.dumps([identity.model, identity.signature.reads]).encode()))
+                guards = program.guards
+                os.rename(draft, self.folder / _hash(json.dumps([dict(guards.reached), guards.values]).encode()))
                 self._none.unlink(missing_ok=True)
                 self._forget()
             finally:
@@ -201,7 +189,7 @@ def _unknown(program: Executable, reached: Reach, ops: Iterable[object]) -> str 
         return f"it calls {foreign[0]}, an op of the user's or with a rule of the user's, whose code is not known"
     if reached.constants:
         return f"it keeps what {reached.constants[0]} returned as a constant"
-    unnamed = [where for does, where in program.reads.traced if does not in reached.code_hashes]
+    unnamed = [where for does, where in program.guards.reads.traced if does not in reached.code_hashes]
     return f"it runs {unnamed[0]}, which nothing that a start can look at names" if unnamed else None
 
 

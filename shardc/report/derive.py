@@ -21,6 +21,7 @@ import sympy
 from torch import fx
 
 from shardc.cost.hardware import Hardware
+from shardc.cost.repeated_compute import model_flops
 from shardc.errors import PlanError, ShardcError
 from shardc.ir import comm_volume
 from shardc.ir import graph as ir
@@ -28,7 +29,6 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.report.formulas import BATCH, SEQUENCE, Costs, Moves
 from shardc.report.predicted_schedule import Schedule
-from shardc.report.repeated import model_flops
 
 DEGREES = {BATCH: 1, SEQUENCE: 2}
 Dims = Mapping[str, Sequence[Any]]  # input -> the symbol (or None) of each of its dims

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
+from shardc.cost.repeated_compute import layers_of
 from shardc.cost.step_sequence import MOVE, WAIT, Sequence
 from shardc.report.memory import OWNERS
 from shardc.report.prediction import Collective, Prediction, Total, grouped
@@ -61,11 +61,6 @@ def milliseconds(seconds: float) -> str:
 
 def gigabytes(size: float) -> str:
     return f"{size / 1e9:.3f}" if size >= 1e6 else f"{size / 1e9:.6f}"
-
-
-def layers_of(name: str) -> str:
-    """Replace the numbers of repeated layers in ``name`` by ``*``: ``layers.*.mlp.up``."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _group_key(c: Collective) -> tuple[Any, ...]:

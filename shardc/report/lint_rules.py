@@ -15,12 +15,11 @@ from typing import Any
 from torch import fx
 
 from shardc.cost.hardware import Route, price, route
+from shardc.cost.repeated_compute import dense, layers_of
 from shardc.ir import graph as ir
 from shardc.ir import ops
-from shardc.report.export import layers_of
 from shardc.report.predicted_schedule import Schedule
 from shardc.report.prediction import HOST, Collective, Run, grouped
-from shardc.report.repeated import dense
 
 SEVERITIES = ("high", "medium", "low")
 LARGE_PARAMETER = 1 << 20  # bytes from which a replicated parameter is reported

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from shardc.cost.causes import Explainer
 from shardc.cost.fused_kernels import Kernel, buffers, kernels
 from shardc.cost.hardware import Hardware, Price, price, route
 from shardc.cost.step_sequence import START, Sequence
@@ -25,7 +26,6 @@ from shardc.ir.gc_control import uncollected
 from shardc.ir.mesh import Mesh, split_part
 from shardc.ir.packing import Packing, rows_of
 from shardc.report import export, page, picture
-from shardc.report.causes import Explainer
 from shardc.report.memory import memory_of
 from shardc.report.prediction import HOST, Collective, Prediction, Run
 from shardc.report.simulate import ORDERS, Span, Timeline, simulate

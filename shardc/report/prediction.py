@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from shardc.cost.causes import Cause
 from shardc.cost.fused_kernels import Kernel
 from shardc.cost.hardware import Hardware
 from shardc.cost.step_sequence import Sequence
 from shardc.ir.mesh import Mesh
-from shardc.report.causes import Cause
 from shardc.report.memory import Memory
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> Any:
     for role, result in zip(program.outputs, results, strict=False):
         if role.kind == "buffer":
             with torch.no_grad():
-                runner.census().buffers[role.name].copy_(result)
+                runner.params.snapshot.buffers[role.name].copy_(result)
     border.hand_out(half, results, feed, node)
     out: list[Any] = []
     for role, constant, result in zip(program.outputs, program.output_values, results, strict=True):
@@ -154,7 +154,7 @@ def _handed_out(
                 _accumulate(x, grad)
         yield grad
     for name, grad in late.items():
-        param: Any = runner.census().parameters[name]
+        param: Any = runner.params.snapshot.parameters[name]
         _accumulate(param, grad_from_padded(unaliased(grad, occupied), param))
 
 

@@ -44,7 +44,7 @@ def _shardwise(method: FunctionType) -> Any:
             return method(self, *args, **kwargs)
         with state.tells():
             result = initialise(state, lambda model: method(model, *args, **kwargs))
-        return self if result is state.view else result
+        return self if result is state.params.view else result
 
     return call
 
@@ -59,12 +59,12 @@ def initialise(state: State, run: Callable[[nn.Module], Any], complete: bool = F
         InitError: an op cannot run shard by shard, or a tensor was filled in part or replaced by one of another kind.
             No parameter or buffer is changed then.
     """
-    if state.device_mesh is None:
-        raise MeshError(f"the module was compiled for the abstract mesh {state.mesh} and holds no shards")
+    if state.spec.device_mesh is None:
+        raise MeshError(f"the module was compiled for the abstract mesh {state.spec.mesh} and holds no shards")
     state.check()
-    with shardwise(state.view, state.storages, state.rank) as slots:
-        result = run(state.view)
-        check_slots(state.view, slots)
+    with shardwise(state.params.view, state.spec.storages, state.spec.rank) as slots:
+        result = run(state.params.view)
+        check_slots(state.params.view, slots)
         written = [slot for slot in slots if complete or slot.shard.touched or slot.now is not slot.stand_in]
         values = {id(slot): slot.value() for slot in written}
     fresh: dict[int, torch.Tensor] = {}
@@ -73,7 +73,7 @@ def initialise(state: State, run: Callable[[nn.Module], Any], complete: bool = F
             _write(state, slot, values[id(slot)], fresh)
         for slot in slots:
             _note_attributes(slot)
-    state.fresh = True
+    state.params.fresh = True
     return result
 
 
@@ -88,12 +88,12 @@ def _write(state: State, slot: Slot, value: torch.Tensor, fresh: dict[int, torch
     before: Any = slot.before
     if slot.kind == "_buffers":
         if slot.now is not slot.stand_in or before.is_meta:
-            slot.module._buffers[slot.key] = fresh.setdefault(id(before), value.to(state.device))
+            slot.module._buffers[slot.key] = fresh.setdefault(id(before), value.to(state.spec.device))
         else:
             before.copy_(value)
     elif before.is_meta:
-        storage = state.storages[slot.shard.name]
-        refill(before, state.homes[slot.shard.name].keep(value.to(before.dtype)), storage, state.rank)
+        storage = state.spec.storages[slot.shard.name]
+        refill(before, state.spec.homes[slot.shard.name].keep(value.to(before.dtype)), storage, state.spec.rank)
     else:
         local = before._local_tensor
         local.copy_(cut(value, local.shape))

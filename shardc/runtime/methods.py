@@ -37,7 +37,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     method = inspect.getattr_static(cls, name, None)
     if not isinstance(method, FunctionType) or hasattr(front, name):
         raise InputError(f"{cls.__name__} has no method {name!r} of its own", fix="name one that its class defines")
-    build: Any = module.shardc.build
+    build: Any = module.shardc.cache.build
     if build.loss is not None:
         raise InputError(
             f"the module was compiled with loss=, and {name!r} returns no argument of it",
@@ -71,14 +71,14 @@ def expert_tokens(module: nn.Module) -> dict[str, Tensor]:
         InputError: the module was not compiled by `shardc.compile` for a DeviceMesh.
     """
     state: Any = getattr(module, "shardc", None)
-    groups = getattr(state, "groups", None)
+    groups = None if state is None else state.spec.groups
     if groups is None:
         raise InputError(
             f"{type(module).__name__} has no ranks", fix="pass what shardc.compile returned for a DeviceMesh"
         )
     out = {}
     with groups.agreement.tells(), groups.agreement.reduces("expert_tokens()"):
-        for where, (counts, over) in state.tokens.items():
+        for where, (counts, over) in state.cache.tokens.items():
             if over:
                 axes = tuple(over.removeprefix(GROUP_PREFIX).split(","))
                 started = torch.ops._c10d_functional.all_reduce(counts, "sum", groups.add([axes])[over])

@@ -23,10 +23,11 @@ from shardc.runtime.fsdp2_migration import INSTEAD
 from shardc.runtime.inputs import check_kinds, examples_of, local_input, local_part, targets_last
 from shardc.runtime.namespace import Namespace
 from shardc.runtime.outputs import as_dtensors
+from shardc.runtime.program_cache import CallCacheEntry
 from shardc.runtime.rebound import Forward, call_around
 from shardc.runtime.replicas import compare_inputs
 from shardc.runtime.signature import Signature, call_key, fitting, flattened
-from shardc.runtime.state import CallCacheEntry, State
+from shardc.runtime.state import State
 from shardc.runtime.torch_global_state import TorchGlobalState
 from shardc.runtime.uneven import Rows, global_rows, row_axes
 from shardc.validate import typed
@@ -107,7 +108,7 @@ class ShardedModule(nn.Module):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients, and drops the local sums of unreduced ones (`no_sync`)."""
         super().zero_grad(*args, **kwargs)
-        self.shardc.sync.drop()
+        self.shardc.params.sync.drop()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Loads unsharded tensors, or DTensors on any mesh. All ranks call it.
@@ -117,7 +118,7 @@ class ShardedModule(nn.Module):
         Raises:
             RuntimeError: keys are missing or unexpected, or shapes differ. Nothing is loaded then.
         """
-        self.shardc.fresh = True
+        self.shardc.params.fresh = True
         with self.shardc.tells():
             return super().load_state_dict(*args, **kwargs)
 
@@ -125,8 +126,9 @@ class ShardedModule(nn.Module):
         with self.shardc.tells():
             check_conversion(self, fn)
             super()._apply(fn, recurse)
-            if self.shardc.groups is not None:
-                parameter_checks.renew(self, self.shardc.storages, self.shardc.rank, self.shardc.homes)
+            if self.shardc.spec.groups is not None:
+                spec = self.shardc.spec
+                parameter_checks.renew(self, spec.storages, spec.rank, spec.homes)
         return self
 
 
@@ -140,7 +142,7 @@ class BehindModel(nn.Module):
     @typed()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         state: Any = self.shardc
-        parameter_checks.check_loads(state.present(), state_dict, strict)
+        parameter_checks.check_loads(state.params.present(), state_dict, strict)
         return super().load_state_dict(state_dict, strict, assign)
 
     def share_memory(self) -> Any:
@@ -151,49 +153,48 @@ class BehindModel(nn.Module):
 def _forward(module: ShardedModule, args: Any, kwargs: Any) -> Any:
     if (state := vars(module).get("shardc")) is None:  # a slice of a container has its class
         return submodule_calls.call_slice(module, type(module).__bases__[1], args, kwargs)
-    if state.groups is None:
+    if state.spec.groups is None:
         raise MeshError(
-            f"the module was compiled for the abstract mesh {state.mesh} and cannot run",
+            f"the module was compiled for the abstract mesh {state.spec.mesh} and cannot run",
             fix="pass a DeviceMesh to shardc.compile, or step it with shardc.Simulation(module)",
         )
     submodule_calls.check_ddp(module)
-    with state.groups.agreement.tells():
+    with state.spec.groups.agreement.tells():
         return _step(state, args, kwargs)
 
 
 def _step(state: State, args: Any, kwargs: Any) -> Any:
-    """Finds the program of a call, runs it on local inputs, and wraps outputs as DTensors if the plan asks for it."""
-    assert state.groups is not None
+    assert state.spec.groups is not None
     state.check(runs=True)
     if kwargs:
-        args, kwargs = targets_last(state.view, args, kwargs, state.targets or ())
+        args, kwargs = targets_last(state.params.view, args, kwargs, state.spec.targets or ())
     leaves, spec = flattened(args, kwargs)
     program, rows, compares = _program(state, args, kwargs, leaves, spec)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     if compares:
-        compare_inputs(state.name, program.inputs, tensors, rows.axes if rows is not None else (), state.groups)
-    assert state.device_mesh is not None
+        compare_inputs(state.name, program.inputs, tensors, rows.axes if rows is not None else (), state.spec.groups)
+    assert state.spec.device_mesh is not None
     layouts = [layout for _, layout in program.inputs]
-    if state.build.has_own_inputs:
-        numbered = state.build.numbered([name for name, _ in program.inputs])
-        tensors = global_rows(program.inputs, tensors, numbered, rows, state.groups)
+    if state.cache.build.has_own_inputs:
+        numbered = state.cache.build.numbered([name for name, _ in program.inputs])
+        tensors = global_rows(program.inputs, tensors, numbered, rows, state.spec.groups)
     local = [
-        rows.local(at, x, layout, state.groups)
+        rows.local(at, x, layout, state.spec.groups)
         if rows is not None and rows.axes[at]
-        else local_input(x, layout, state.device_mesh)
+        else local_input(x, layout, state.spec.device_mesh)
         for at, (x, layout) in enumerate(zip(tensors, layouts, strict=True))
     ]
     for x, mine, layout in zip(tensors, local, layouts, strict=True):
-        if isinstance(x, DTensor) and mine.requires_grad:  # its gradient is that of the global objective
-            mine.register_hook(partial(torch.div, other=state.unit(program.outputs, layout)))
-    runner = state.runner(program)
+        if isinstance(x, DTensor) and mine.requires_grad:  # whose gradient is of the objective
+            mine.register_hook(partial(torch.div, other=state.spec.unit(program.outputs, layout)))
+    runner = state.cache.runner(program)
     check_units(runner, local, layouts)
     outputs = run_step(runner, local)
-    if not state.dtensor_outputs:
+    if not state.spec.dtensor_outputs:
         return outputs
     roles = [role for role in program.outputs if role.kind == "output"]
     flat = program.output_spec.flatten_up_to(outputs)
-    return pytree.tree_unflatten(as_dtensors(flat, roles, state.device_mesh), program.output_spec)
+    return pytree.tree_unflatten(as_dtensors(flat, roles, state.spec.device_mesh), program.output_spec)
 
 
 def _program(
@@ -204,67 +205,68 @@ def _program(
     Returns:
         The program, the row counts of the ranks if they differ, and whether ranks compare the inputs.
     """
-    mode, deferred = state.census.mode(), state.sync.deferred()
-    assert state.groups is not None
-    around = TorchGlobalState.now(state.device)
-    if state.groups.agreement.epoch != state.epoch:
-        state.begin_anew(state.groups.agreement.epoch)
+    mode, deferred = state.params.snapshot.mode(), state.params.sync.deferred()
+    assert state.spec.groups is not None
+    around = TorchGlobalState.now(state.spec.device)
+    if state.spec.groups.agreement.epoch != state.epoch:
+        state.begin_anew(state.spec.groups.agreement.epoch)
     key = call_key(leaves, spec, mode, around, deferred)
-    entry = None if key is None else state.call_cache.get(key)
+    entry = None if key is None else state.cache.calls.get(key)
     if entry is None:
-        call = state.signature(args, kwargs)
-        axes = _row_axes(state, call, leaves) if state.uneven else ()
+        call = state.cache.signature(args, kwargs)
+        axes = _row_axes(state, call, leaves) if state.spec.uneven else ()
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         act = call_act(state.name, call, leaves, mode, *modes, deferred, axes)
         entry = CallCacheEntry(act, axes)
-        if key is not None and not state.build.dynamic.names:
-            state.call_cache[key] = entry
-    state.groups.agreement.call = entry.act
-    state.groups.agreement.act(entry.act.fresh if state.fresh else entry.act)
+        if key is not None and not state.cache.build.dynamic.names:
+            state.cache.calls[key] = entry
+    state.spec.groups.agreement.call = entry.act
+    state.spec.groups.agreement.act(entry.act.fresh if state.params.fresh else entry.act)
     compares = state.turns.due(entry.act.key)
-    if state.fresh:
-        state.compare_values()
+    if state.params.fresh:
+        state.params.compare_values(state.name)
     if any(entry.row_axes):
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        names = [name for name, x in zip(state.input_names(args, kwargs), leaves, strict=True) if isinstance(x, Tensor)]
-        rows = Rows.exchanged(names, tensors, entry.row_axes, state.groups, state.device)
+        named = zip(state.cache.input_names(args, kwargs), leaves, strict=True)
+        names = [name for name, x in named if isinstance(x, Tensor)]
+        rows = Rows.exchanged(names, tensors, entry.row_axes, state.spec.groups, state.spec.device)
         if not rows.even:
             return _uneven(state, rows, args, kwargs, leaves, spec), rows, compares
     if entry.program is None:
-        with state.groups.agreement.compiles():
-            program = _find_program(state, state.signature(args, kwargs), args, kwargs, leaves, spec)
+        with state.spec.groups.agreement.compiles():
+            program = _find_program(state, state.cache.signature(args, kwargs), args, kwargs, leaves, spec)
             program.step(torch.is_grad_enabled())
-        state.settle(program)
+        state.cache.settle(program)
         entry.program = program
     return entry.program, None, compares
 
 
 def _row_axes(state: State, call: Signature, leaves: list[Any]) -> tuple[tuple[str, ...], ...]:
-    """Returns, per tensor of a call, the mesh axes that split its rows."""
-    tensors, ranks = [x for x in leaves if isinstance(x, Tensor)], state.mesh.ranks
+    """Over which axes the rows of each tensor of a call are split."""
+    tensors, ranks = [x for x in leaves if isinstance(x, Tensor)], state.spec.mesh.ranks
     shapes = [
         (name, tuple(max(n, 1) * ranks for n in x.shape)) for (name, _), x in zip(call.tensors, tensors, strict=True)
     ]
-    return row_axes(tensors, state.build.input_layouts(shapes))
+    return row_axes(tensors, state.cache.build.input_layouts(shapes))
 
 
 def _uneven(state: State, rows: Rows, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Executable:
-    """Returns the program for the total rows of a call in which ranks pass different numbers of rows."""
-    assert state.groups is not None
+    """The program for a call in which ranks pass different numbers of rows: that of all rows together."""
+    assert state.spec.groups is not None
     tensors = [x for x in leaves if isinstance(x, Tensor)]
-    shapes = rows.totals(_global(rows.names, tensors, state.global_shapes), state.groups)
+    shapes = rows.totals(_global(rows.names, tensors, state.spec.global_shapes), state.spec.groups)
     examples = examples_of(leaves, spec, shapes)
-    if state.explicit and not state.lowered(*examples):
+    if state.cache.explicit and not state.cache.lowered(*examples):
         raise InputError(
             f"the ranks' rows make inputs of shapes {[list(shape) for shape in shapes]}, which the module was not "
             "lowered for",
             fix="lower it for these sizes too, or do not lower it: a call then compiles what it needs",
         )
-    with state.groups.agreement.compiles():
-        program = state.program_for(*examples)
+    with state.spec.groups.agreement.compiles():
+        program = state.cache.program_for(*examples)
         program.step(torch.is_grad_enabled())
-    state.settle(program)
-    if not state.dtensor_outputs and any(role.layout and role.layout.shape for role in program.outputs if
+    state.cache.settle(program)
+    if not state.spec.dtensor_outputs and any(role.layout and role.layout.shape for role in program.outputs if
                                          role.kind == "output"):  # fmt: skip
         raise InputError(
             f"ranks pass different numbers of rows ({rows.counts}), and a rank's part of a split output would not "
@@ -278,25 +280,25 @@ def _uneven(state: State, rows: Rows, args: Any, kwargs: Any, leaves: list[Any],
 def _find_program(state: State, call: Signature, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Executable:
     """Returns the program that a call with local inputs needs; compiles it unless `lower` was called."""
     check_kinds(call.names, leaves, values=True)
-    state.mark(call.names, args, kwargs)
+    state.cache.mark(call.names, args, kwargs)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
 
     def by_plan() -> Any:
         names = [name for name, _ in call.tensors]
-        return examples_of(leaves, spec, _global(names, tensors, state.whole_shapes))
+        return examples_of(leaves, spec, _global(names, tensors, state.cache.whole_shapes))
 
-    if not state.explicit:
-        return state.program_for(*by_plan())
+    if not state.cache.explicit:
+        return state.cache.program_for(*by_plan())
     try:
-        shapes = [layout.shape for _, layout in fitting(call, tensors, state.programs).inputs]
+        shapes = [layout.shape for _, layout in fitting(call, tensors, state.cache.programs).inputs]
     except InputError:
-        if not state.build.dynamic.names:
+        if not state.cache.build.dynamic.names:
             raise
         examples = by_plan()
-        if not state.lowered_but_for_sizes(*examples):
+        if not state.cache.lowered_but_for_sizes(*examples):
             raise
-        return state.program_for(*examples)
-    return state.program_for(*examples_of(leaves, spec, shapes))
+        return state.cache.program_for(*examples)
+    return state.cache.program_for(*examples_of(leaves, spec, shapes))
 
 
 def _global(names: Sequence[str], tensors: Sequence[Tensor], whole: Callable[..., Any]) -> list[tuple[int, ...]]:

@@ -17,11 +17,11 @@ _values: Any = methodcaller("values")
 _training, _requires_grad, _dtype = itemgetter("training"), attrgetter("requires_grad"), attrgetter("dtype")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Mode:
     """Mode flags of a model that select its program, besides inputs and guards.
 
-    Equal modes of a snapshot are the same object, so comparing and hashing costs nothing.
+    A snapshot has one object for each state.
 
     Args:
         training: train or eval mode of each module.

@@ -16,6 +16,7 @@ from shardc.runtime.initialize import reset_parameters
 from shardc.runtime.initializers import initialise
 from shardc.runtime.inputs import check_kinds, shard_input, targets_last
 from shardc.runtime.norm import clip_grad_norm_
+from shardc.runtime.program_cache import CacheKey
 from shardc.runtime.state import State
 from shardc.runtime.uneven import refuse_own
 from shardc.runtime.wire.buffers import MemoryUse
@@ -47,16 +48,16 @@ class Namespace(State):
         return frozenset(name for each in bases for name in vars(each) if not name.startswith("_")) - {"short_names"}
 
     def _meet(self, method: str) -> None:
-        """Raises MeshError if this rank calls ``method`` and another one does not."""
-        if self.groups is not None:
-            self.groups.agreement.meet(f"{type(self.template).__name__}.{method}")
+        """Raises MeshError where this rank calls ``method`` and another one does not."""
+        if self.spec.groups is not None:
+            self.spec.groups.agreement.meet(f"{type(self.spec.template).__name__}.{method}")
 
     def _waits(self) -> AbstractContextManager[None]:
-        """Context manager for collectives on the parameters' mesh: they raise, rather than wait, if a rank raises."""
-        return nullcontext() if self.groups is None else self.groups.agreement.waits()
+        """Context of collectives on the parameters' mesh: if another rank raises, they raise too instead of waiting."""
+        return nullcontext() if self.spec.groups is None else self.spec.groups.agreement.waits()
 
     def _compiles(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.groups is None else self.groups.agreement.compiles()
+        return nullcontext() if self.spec.groups is None else self.spec.groups.agreement.compiles()
 
     @typed()
     def no_sync(self, parameters: str = "*") -> AbstractContextManager[None]:
@@ -69,7 +70,7 @@ class Namespace(State):
         Args:
             parameters: glob of names; gradients of other parameters are reduced as usual.
         """
-        return self.sync.pause(self.sync.matching(parameters))
+        return self.params.sync.pause(self.params.sync.matching(parameters))
 
     @typed()
     def set_requires_grad_sync(self, sync: bool, parameters: str = "*") -> None:
@@ -81,7 +82,7 @@ class Namespace(State):
         Args:
             parameters: glob of names; others keep their setting.
         """
-        self.sync.sync(sync, self.sync.matching(parameters))
+        self.params.sync.sync(sync, self.params.sync.matching(parameters))
 
     @typed()
     def set_requires_all_reduce(self, sync: bool, parameters: str = "*") -> None:
@@ -94,15 +95,15 @@ class Namespace(State):
         Args:
             parameters: glob of names; others keep their setting.
         """
-        self.sync.all_reduce(sync, self.sync.matching(parameters))
+        self.params.sync.all_reduce(sync, self.params.sync.matching(parameters))
 
     def memory(self) -> MemoryUse:
         """Returns the bytes of collective results on this rank, planned and observed; see `MemoryUse`."""
         planned: dict[str, int] = {}
-        for runner in self._runners.values():
+        for runner in self.cache.runners.values():
             for which, size in runner.planned().items():
                 planned[which] = max(size, planned.get(which, 0))
-        return self.buffers.use(planned)
+        return self.cache.buffers.use(planned)
 
     @shares_errors
     def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,14 +113,15 @@ class Namespace(State):
         ``shardc.compile(dynamic=...)`` may vary. A change of mode, as by ``eval()``, compiles at the next call.
         """
         self.check()
-        args, kwargs = targets_last(self.view, args, kwargs, self.targets or ())
-        check_kinds(self.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=False)
+        args, kwargs = targets_last(self.params.view, args, kwargs, self.spec.targets or ())
+        check_kinds(self.cache.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=False)
         with self._compiles():
-            program = self.program_for(args, kwargs, looks=True)
-        self.explicit = True
-        self.call_cache.clear()
-        if program not in self.programs.values():  # one with dynamic sizes
-            self.programs[self.signature(args, kwargs)] = program
+            program = self.cache.program_for(args, kwargs, looks=True)
+        self.cache.explicit = True
+        self.cache.calls.clear()
+        if program not in self.cache.programs.values():  # one of many sizes, for this one
+            key = CacheKey(self.cache.signature(args, kwargs), program.guards, program.deferred)
+            self.cache.programs[key] = program
         return program
 
     def shard_inputs(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,15 +135,15 @@ class Namespace(State):
             InputError: an input of another global shape had shards of the same shape, or an input is marked
                 `shardc.per_rank`.
         """
-        args, kwargs = targets_last(self.view, args, kwargs, self.targets or ())
+        args, kwargs = targets_last(self.params.view, args, kwargs, self.spec.targets or ())
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        named = zip(self.input_names(args, kwargs), leaves, strict=True)
+        named = zip(self.cache.input_names(args, kwargs), leaves, strict=True)
         shapes = [(name, tuple(x.shape)) for name, x in named if isinstance(x, Tensor)]
-        refuse_own([name for name, _ in shapes], self.build.numbered([name for name, _ in shapes]))
-        layouts = iter(self.build.input_layouts(shapes))
-        cut = [shard_input(x, next(layouts), self.rank) if isinstance(x, Tensor) else x for x in leaves]
+        refuse_own([name for name, _ in shapes], self.cache.build.numbered([name for name, _ in shapes]))
+        layouts = iter(self.cache.build.input_layouts(shapes))
+        cut = [shard_input(x, next(layouts), self.spec.rank) if isinstance(x, Tensor) else x for x in leaves]
         for (name, shape), x in zip(shapes, (x for x in cut if isinstance(x, Tensor)), strict=True):
-            self.note_cut(name, tuple(x.shape), shape)
+            self.cache.note_cut(name, tuple(x.shape), shape)
         out_args, out_kwargs = pytree.tree_unflatten(cut, spec)
         if out_kwargs:
             return out_args, out_kwargs
@@ -166,16 +168,17 @@ class Namespace(State):
         """Context manager: parameters are unsharded tensors. See `shardc.runtime.full_params.summon_full_params`."""
         self.check()
         if with_grads:
-            self.sync.refuse("summon_full_params(with_grads=True)")
+            self.params.sync.refuse("summon_full_params(with_grads=True)")
         self._meet("summon_full_params()")
-        self.fresh |= writeback
+        self.params.fresh |= writeback
         return self._summoned(writeback, with_grads)
 
     @contextmanager
     def _summoned(self, writeback: bool, with_grads: bool) -> Iterator[None]:
         with self.tells(), ExitStack() as block:
             with self._waits():
-                block.enter_context(summon_full_params(self.owner, self.storages, self.rank, writeback, with_grads))
+                owner, spec = self.params.owner, self.spec
+                block.enter_context(summon_full_params(owner, spec.storages, spec.rank, writeback, with_grads))
             yield
 
     @shares_errors
@@ -194,9 +197,9 @@ class Namespace(State):
         self.check()
         self._meet("full_state_dict()")
         with self._waits():
-            if not rank0_only or self.groups is None:
-                return full_state_dict(self.owner, self.storages, device)
-            return first_state_dict(self.owner, self.storages, self.groups, device)
+            if not rank0_only or self.spec.groups is None:
+                return full_state_dict(self.params.owner, self.spec.storages, device)
+            return first_state_dict(self.params.owner, self.spec.storages, self.spec.groups, device)
 
     @shares_errors
     @typed()
@@ -211,9 +214,10 @@ class Namespace(State):
         Raises:
             MeshError: on all ranks, if they are not all at this call.
         """
-        self.sync.refuse("clip_grad_norm_()")
-        if self.groups is None:
-            return nn.utils.clip_grad_norm_(self.owner.parameters(), max_norm, norm_type, error_if_nonfinite)
+        self.params.sync.refuse("clip_grad_norm_()")
+        spec = self.spec
+        if spec.groups is None:
+            return nn.utils.clip_grad_norm_(self.params.owner.parameters(), max_norm, norm_type, error_if_nonfinite)
         return clip_grad_norm_(
-            self.owner, self.storages, self.groups, self.device, max_norm, norm_type, error_if_nonfinite
+            self.params.owner, spec.storages, spec.groups, spec.device, max_norm, norm_type, error_if_nonfinite
         )

@@ -15,7 +15,6 @@ from shardc import _compat
 from shardc.errors import InputError
 from shardc.ir.deferred import Deferred
 from shardc.ir.layout import Layout
-from shardc.ir.reads import Values
 from shardc.ir.told import calling_line
 from shardc.runtime.inputs import check_constants, check_inputs
 from shardc.runtime.module_snapshot import Mode
@@ -36,9 +35,13 @@ class Like:
 
 @dataclass(frozen=True)
 class Constant:
-    """A non-tensor argument, whose value is compiled into the program. 1, 1.0 and True differ."""
+    """A leaf that is no tensor: its value is part of the program. 1, 1.0 and True are different ones.
 
-    kind: type
+    Args:
+        kind: the name of the value's type.
+    """
+
+    kind: str
     value: Hashable
 
 
@@ -50,21 +53,15 @@ class Signature:
         names: names of the pytree leaves of ``(args, kwargs)``.
         leaves: description of each; shapes are global for a compiled program, local for a call.
         spec: their pytree.
-        modes: train or eval mode of each module.
-        grads: ``requires_grad`` of each parameter.
-        dtypes: dtype of each parameter, then of each buffer.
-        surroundings: torch's global settings.
-        reads: other attributes and globals that the capture read, with their values; () for a call.
+        mode: of the model.
+        surroundings: the states of torch that the call is made under.
     """
 
     names: tuple[str, ...]
     leaves: tuple[Like | Constant, ...]
     spec: pytree.TreeSpec
-    modes: tuple[bool, ...]
-    grads: tuple[bool, ...]
-    dtypes: tuple[torch.dtype, ...]
+    mode: Mode
     surroundings: TorchGlobalState
-    reads: Values = ()
 
     @classmethod
     def of(
@@ -78,7 +75,7 @@ class Signature:
         """Returns the signature of a call of a model in ``mode``; InputError if an argument is not comparable."""
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         described = tuple(map(_leaf, names, leaves))
-        return cls(tuple(names), described, spec, mode.training, mode.grads, mode.dtypes, surroundings)
+        return cls(tuple(names), described, spec, mode, surroundings)
 
     def without(self, dims: Mapping[str, Mapping[int, str]]) -> Signature:
         """Returns the signature with dynamic sizes replaced by names, given as input -> dim -> name."""
@@ -109,7 +106,10 @@ def call_key(
 ) -> Hashable | None:
     """Returns a hashable key for the program of a call with local inputs; None if such calls cannot be cached.
 
-    ``leaves`` and ``spec`` are the flattened ``(args, kwargs)``; ``deferred`` are the unreduced gradients.
+    Args:
+        leaves, spec: of the call's ``(args, kwargs)``.
+        mode: an object of the module's snapshot, which outlives the key.
+        deferred: the gradients that are left unreduced.
     """
     described: list[Any] = []
     for x in leaves:
@@ -120,7 +120,7 @@ def call_key(
         else:
             described.append((type(x), x))
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    key = spec, tuple(described), mode, surroundings, deferred, modes
+    key = spec, tuple(described), id(mode), surroundings, deferred, modes
     try:
         hash(key)
     except TypeError:
@@ -150,10 +150,14 @@ class Compiled(Protocol):
 P = TypeVar("P", bound=Compiled)
 
 
-def fitting(call: Signature, tensors: Sequence[Tensor], programs: dict[Signature, P]) -> P:
-    """Returns the last compiled program that fits a call, whatever the train modes; InputError if none does."""
+def fitting(call: Signature, tensors: Sequence[Tensor], programs: dict[Any, P]) -> P:
+    """The program for a call with local ``tensors``, whatever the model's modes; the last made of several.
+
+    Raises:
+        InputError: none fits; what is wrong with the one that fits best.
+    """
     errors: list[tuple[int, InputError]] = []
-    for compiled_for, program in reversed(programs.items()):
+    for (compiled_for, *_), program in reversed(programs.items()):
         for passed, check in enumerate((_check_structure, _check_constants, _check_tensors)):
             try:
                 check(call, compiled_for, program, tensors)
@@ -209,4 +213,4 @@ def _leaf(name: str, x: Any) -> Like | Constant:
             source=calling_line(),
             fix="pass a tensor, or a number, a string or None (in lists, tuples and dicts, if need be)",
         ) from None
-    return Constant(type(x), x)
+    return Constant(type(x).__name__, x)

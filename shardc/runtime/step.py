@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from shardc.ir.comm_volume import group_axes
 from shardc.ir.deferred import Deferred
 from shardc.ir.executable import BACKWARD, FORWARD, REDUCTION, Compiled, Executable, Half, Port, certificate_of
 from shardc.ir.graph import Role
-from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.segments import Segment
 from shardc.runtime import anomaly
@@ -27,48 +26,46 @@ from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen, keep_heap
 from shardc.runtime.host import settle
 from shardc.runtime.inputs import in_order
-from shardc.runtime.module_snapshot import ModuleSnapshot
+from shardc.runtime.param_store import ParamStore
+from shardc.runtime.sharding_spec import ShardingSpec
 from shardc.runtime.storage import cut, padded_local
-from shardc.runtime.sync import Key, Sync
+from shardc.runtime.sync import Key
 from shardc.runtime.wire.buffers import Buffers
 from shardc.runtime.wire.direct import prepare
-
-Lower = Callable[..., Sequence[Compiled]]  # turns halves into callables
 
 
 class Runner:
     """Runs the forward and backward graphs of a compiled program on this rank; lowers them at first use.
 
     Args:
-        census: returns the module's snapshot, whose parameters and buffers are passed to the graphs.
-        storages: storage layout of each parameter.
-        groups: this rank's process groups.
-        lower: turns graphs into callables.
-        sync: receives the gradients that the program leaves unreduced.
-        buffers: memory for results of collectives.
-        tokens: receives the token counts of each expert layer; see `shardc.custom_ops.experts.noting`.
+        program: what to run.
+        spec: of the module, which is on a device mesh.
+        params: of the module; takes the gradients that the program leaves unreduced.
+        buffers: the memory that the results of collectives lie in.
+        tokens: gets what each layer of experts notes of its tokens; see `shardc.custom_ops.experts.noting`.
 
     Attributes:
         splits_outputs: whether gradients of outputs are of this rank's own loss, and are scaled.
         fits_behind: whether `shardc.runtime.autograd.check_units` has checked the inputs.
     """
 
-    splits_outputs = fits_behind = False
+    fits_behind = False
 
     def __init__(
         self,
         program: Executable,
-        census: Callable[[], ModuleSnapshot],
-        storages: dict[str, Layout],
-        groups: Groups,
-        lower: Lower,
-        sync: Sync,
+        spec: ShardingSpec,
+        params: ParamStore,
         buffers: Buffers,
         tokens: dict[str, tuple[Tensor, str]],
     ) -> None:
-        self.program, self.census, self.storages = program, census, storages
-        self.groups, self.lower, self.sync, self.buffers = groups, lower, sync, buffers
+        assert spec.groups is not None
+        self.program, self.spec, self.params, self.groups = program, spec, params, spec.groups
+        self.sync, self.buffers = params.sync, buffers
         self.half, self.border = program.half, Border(program)
+        self.border.dtensors = spec.dtensor_outputs
+        layouts = [role.layout for role in program.outputs if role.layout is not None]
+        self.splits_outputs = any(spec.unit(program.outputs, layout) != 1 for layout in layouts)
         self.tokens = tokens
         self._compiled: dict[Half, Compiled] = {}
         self._reductions: dict[tuple[Any, ...], Half] = {}
@@ -119,8 +116,8 @@ class Runner:
             raise agreement.behind() or failed from error
 
     def _without_pad(self, name: str, grad: Tensor) -> Tensor:
-        """Removes the padding from the gradient of parameter ``name``; other gradients are returned as they are."""
-        param: Any = self.census().parameters.get(name)
+        """The gradient of the parameter ``name`` without what its storage is padded with; of an input, as it is."""
+        param: Any = self.params.snapshot.parameters.get(name)
         return grad if param is None or grad.dim() != param.dim() else cut(grad, param._local_tensor.shape)
 
     def planned(self) -> dict[str, int]:
@@ -142,7 +139,7 @@ class Runner:
                 for peer in together:
                     use_groups(peer.gm, self.groups)
                     prepare(peer.graph)
-                self._compiled.update(zip(together, self.lower(*together), strict=True))
+                self._compiled.update(zip(together, self.spec.lower_half(*together), strict=True))
         return self._compiled[half]
 
     def reduce(self, sums: dict[Key, Tensor]) -> dict[str, Tensor]:
@@ -170,13 +167,13 @@ class Runner:
     def feed(self, half: Half, inputs: list[Tensor]) -> list[Any]:
         """Collects the inputs of a forward or backward graph; parameters are DTensors."""
         inputs_by_name = dict(zip((name for name, _ in self.program.inputs), inputs, strict=True))
-        census = self.census()
+        snapshot = self.params.snapshot
         feed: list[Any] = []
         for port in half.takes:
             if port.role.kind == "param":
-                feed.append(census.parameters[port.role.name])
+                feed.append(snapshot.parameters[port.role.name])
             elif port.role.kind == "buffer":
-                feed.append(census.buffers[port.role.name])
+                feed.append(snapshot.buffers[port.role.name])
             elif port.role.kind == "coordinate":
                 feed.append(self._coordinate(port))
             elif port.role.kind == "key":
@@ -191,7 +188,7 @@ class Runner:
     def local(self, half: Half, feed: Sequence[Any]) -> list[Any]:
         """Converts the result of `feed` to what the graph takes: padded local tensors, contiguous buffers."""
         return [
-            padded_local(x, self.storages[port.role.name])
+            padded_local(x, self.spec.storages[port.role.name])
             if port.role.kind == "param"
             else in_order(x)
             if port.role.kind == "buffer"

@@ -28,7 +28,7 @@ from shardc.passes.propagate import Chooser, Problem, Propagate
 from shardc.passes.unfold_names import NotPeriodic
 from shardc.plan.resolve import ParamPlan, resolve_params
 from shardc.plan.value import Plan
-from shardc.program import Program
+from shardc.report.inspected import InspectedProgram
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class CapturedModel:
         """Return what ``plan`` decides for each parameter of the captured model."""
         return few_of(self.source.request(mesh, plan, Options()), self.repeats, self.keep).params
 
-    def program(self, mesh: Mesh, plan: Plan, options: Options) -> Program:
+    def program(self, mesh: Mesh, plan: Plan, options: Options) -> InspectedProgram:
         """Return the program of the complete model under ``plan``, without another capture.
 
         Raises:
@@ -151,11 +151,11 @@ class CapturedModel:
             warnings.simplefilter("ignore", ShardcWarning)
             joint = build_joint(few, captured)
         if not self.repeats:
-            return Program(joint)
+            return InspectedProgram(joint)
         stored = {name: p.dtype for name, p in self.source.model.named_parameters()}
         bound = replace(joint.bound, params=request.params, stored=stored)
         unfolds = unfolds_of(joint, self.repeats, self.keep)
-        return Program(joint, None, Folded(self.repeats, self.keep, unfolds, bound, captured.reads))
+        return InspectedProgram(joint, None, Folded(self.repeats, self.keep, unfolds, bound, captured.reads))
 
     def folds(self, mesh: Mesh) -> bool:
         """Return whether a program of all blocks can be made from the captured ones."""

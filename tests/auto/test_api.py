@@ -147,7 +147,7 @@ def test_it_is_what_compile_compiles(found: Found, tmp_path: Path) -> None:
     """The plan by a search, the same from a file, and a second search: one program, as it was predicted."""
     asked = shardc.auto(memory="1GB", inputs=LARGE)
     searched = shardc.compile(build(512), found.mesh, asked)
-    assert searched.shardc.build.plan == searched.shardc.found.plan == found.plan
+    assert searched.shardc.cache.build.plan == searched.shardc.found.plan == found.plan
     found.plan.save(tmp_path / "plan.json")
     loaded = shardc.compile(build(512), found.mesh, shardc.Plan.load(tmp_path / "plan.json"))
     assert loaded.shardc.found is None
@@ -319,7 +319,7 @@ def train(memory: str) -> None:
     auto = shardc.auto(memory=memory, inputs=(x, y), hardware=H100)
     module = shardc.compile(model, mesh, auto, loss=mse_loss, backend="eager")
     plans: list[Any] = [None, None]
-    dist.all_gather_object(plans, module.shardc.build.plan.to_json())
+    dist.all_gather_object(plans, module.shardc.cache.build.plan.to_json())
     assert plans[0] == plans[1]
     assert bool(module.shardc.found.trials) == (dist.get_rank() == 0)
     loss = module(*module.shard_inputs(x, y))

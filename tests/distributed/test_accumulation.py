@@ -84,7 +84,7 @@ def as_fsdp2() -> None:
         mine = module.get_parameter(name).grad
         assert (mine is None) == (param.grad is None), name
         if mine is not None and param not in ignored:
-            close(whole(mine, module.shardc.storages[name]), param.grad.full_tensor(), name)
+            close(whole(mine, module.shardc.spec.storages[name]), param.grad.full_tensor(), name)
 
 
 def alone_without_communication() -> None:

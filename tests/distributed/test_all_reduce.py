@@ -52,7 +52,7 @@ def adds_up_as_fsdp2(plan: str, backend: str = "eager") -> None:
         ours(*rows(step)).backward()
         assert last or all(param.grad is None for param in ours.parameters())
     for name, param in theirs.named_parameters():
-        grad = whole(ours.get_parameter(name).grad, ours.shardc.storages[name])
+        grad = whole(ours.get_parameter(name).grad, ours.shardc.spec.storages[name])
         tolerance = 1e-5 if plan == "bf16" else 1e-9
         torch.testing.assert_close(grad, param.grad.full_tensor(), rtol=tolerance, atol=tolerance)
 
@@ -62,11 +62,11 @@ def what_is_sent(plan: str) -> None:
     axis = "dp" if plan == "hsdp" else "dp:2x2"
     ours.set_requires_all_reduce(False)
     ours(*rows(0)).backward()
-    (program,) = ours.shardc.deferring.values()
+    (program,) = [each for each in ours.shardc.programs.values() if each.deferred]
     sent = [row for row in tally(program.backward, program.mesh) if row.kind in ("reduce_scatter", "all_reduce")]
     assert {(row.kind, row.axis) for row in sent} == {("reduce_scatter", axis)}
-    assert {x.shape for x in ours.shardc.sync.sums.values()} == {
-        torch.Size(storage.local_shape) for storage in ours.shardc.storages.values()
+    assert {x.shape for x in ours.shardc.params.sync.sums.values()} == {
+        torch.Size(storage.local_shape) for storage in ours.shardc.spec.storages.values()
     }
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     with pytest.raises(shardc.ShardcError, match="set_requires_all_reduce"):
@@ -74,7 +74,7 @@ def what_is_sent(plan: str) -> None:
     ours.zero_grad()
     optimizer.step()
     ours.set_requires_all_reduce(True)
-    assert not ours.shardc.sync.deferred()
+    assert not ours.shardc.params.sync.deferred()
 
 
 def mixes(plan: str) -> None:
@@ -90,7 +90,7 @@ def mixes(plan: str) -> None:
     for step in range(3):
         plain(*rows(step)).backward()
     for name, param in plain.named_parameters():
-        theirs, mine = (whole(p.grad, plain.shardc.storages[name]) for p in (param, ours.get_parameter(name)))
+        theirs, mine = (whole(p.grad, plain.shardc.spec.storages[name]) for p in (param, ours.get_parameter(name)))
         close(mine, theirs, name)
 
 
@@ -123,13 +123,13 @@ def composes_as_fsdp2() -> None:
             loss.backward()
         kinds = {str(op) for op in sent.get_comm_counts()}
         assert {kind for kind in ("reduce_scatter", "allreduce") if any(kind in op for op in kinds)} == reduced, kinds
-        held = ours.shardc.sync.unreduced()
-        names = set(ours.shardc.sync.levels)
+        held = ours.shardc.params.sync.unreduced()
+        names = set(ours.shardc.params.sync.levels)
         assert held.whole == (set() if reduced else names), step
         assert held.scattered == (names if reduced == {"reduce_scatter"} else set()), step
         ours(*rows(step)).backward()
     for name, param in theirs.named_parameters():
-        close(whole(ours.get_parameter(name).grad, ours.shardc.storages[name]), param.grad.full_tensor(), name)
+        close(whole(ours.get_parameter(name).grad, ours.shardc.spec.storages[name]), param.grad.full_tensor(), name)
 
 
 def without_replicas() -> None:

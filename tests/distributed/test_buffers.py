@@ -71,7 +71,8 @@ def plans_hold(level: int, ranks: int, backend: str) -> None:
         sizes.append(use.arena)
         assert use.strays == 0, f"{use.strays} results had no place"
     assert -1 not in addresses[-1], "a collective without a plan"
-    inside = [compiled.plan for runner in module.shardc._runners.values() for compiled in runner._compiled.values()]
+    runners = module.shardc.cache.runners.values()
+    inside = [compiled.plan for runner in runners for compiled in runner._compiled.values()]
     placed = [slot.region != "outside" for plan in inside for slot in plan.slots if slot.size]
     stable = [(a, b) for a, b, kept in zip(addresses[1], addresses[3], placed, strict=True) if kept]
     assert stable and all(a == b for a, b in stable), "a planned result moved between steps"
@@ -111,7 +112,7 @@ def evaluation_has_no_backward(ranks: int) -> None:
     with torch.no_grad():
         module(module.shard_inputs(rows(0)))
     use = module.memory()
-    (plan,) = [c.plan for runner in module.shardc._runners.values() for c in runner._compiled.values()]
+    (plan,) = [c.plan for runner in module.shardc.cache.runners.values() for c in runner._compiled.values()]
     assert use.planned.keys() == {"inference"} and use.arena == plan.size() and use.strays == 0
     module(module.shard_inputs(rows(0))).backward()
     assert module.memory().planned.keys() == {"inference", "forward", "backward"}

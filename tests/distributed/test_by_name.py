@@ -94,7 +94,7 @@ def of_cells(hybrid: bool) -> None:
     )  # fmt: skip
     source = model()
     module = shardc.compile(source, mesh, plan, backend="eager")
-    levels = {name: module.shardc.sync.levels[name] for name in ("mid.weight", "back.weight", "odd.weight")}
+    levels = {name: module.shardc.params.sync.levels[name] for name in ("mid.weight", "back.weight", "odd.weight")}
     assert levels == {"mid.weight": 3, "back.weight": 2, "odd.weight": 1}
     stored = {name: module.get_parameter(name).placements[-1] for name in levels}
     assert stored == {"mid.weight": Shard(0), "back.weight": Shard(1), "odd.weight": Replicate()}

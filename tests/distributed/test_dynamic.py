@@ -53,7 +53,7 @@ def trains_at_many_sizes(name: str, backend: str) -> None:
                 optimizer.zero_grad()
     finally:
         lower.compile_fx_inner = inner
-    (families,) = module.shardc.build.families._families.values()
+    (families,) = module.shardc.cache.build.families._families.values()
     assert len(families) == 1, "one program serves all sizes"
     if backend == "inductor":
         assert len(compiled) == 2, "one forward and one backward for all sizes"
@@ -71,7 +71,7 @@ def marked_dims_are_dynamic() -> None:
             for shard in shards:
                 torch._dynamo.mark_dynamic(shard, 0)
         torch.testing.assert_close(module(*shards).detach(), F.mse_loss(source(x), y).detach())
-    (families,) = module.shardc.build.families._families.values()
+    (families,) = module.shardc.cache.build.families._families.values()
     assert len(families) == 1
 
 

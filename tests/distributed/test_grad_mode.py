@@ -39,7 +39,8 @@ def compared(stored: str, evaluates_first: bool, backend: str | None = None) -> 
         if not evaluates:
             out.sum().backward()
     said: list[list[str]] = [[], []]
-    dist.all_gather_object(said, [program.stored.partition(" ")[0] for program in module.shardc.programs.values()])
+    programs = module.shardc.programs.values()
+    dist.all_gather_object(said, [program.stored.partition(" ")[0] for program in programs])
     by_program = {frozenset(each) for each in zip(*said, strict=True)}
     assert len(said[0]) == 2 and all(stored in each for each in by_program), said
 

@@ -139,7 +139,7 @@ def a_model_whose_parameters_share_messages(ranks: int, level: int, backend: str
     assert loops() and all(os.sched_getscheduler(loop) == os.SCHED_BATCH for loop in loops())
     use = module.memory()
     assert use.strays == 0 and abs(use.observed - use.planned_peak) <= 0.05 * use.planned_peak, use
-    plans = [compiled.plan for runner in module.shardc._runners.values() for compiled in runner._compiled.values()]
+    plans = [compiled.plan for runner in module.shardc.cache.runners.values() for compiled in runner._compiled.values()]
     assert any(slot.name.endswith(".comes.wire") and slot.size for plan in plans for slot in plan.slots)
 
 

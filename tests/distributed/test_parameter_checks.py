@@ -175,7 +175,7 @@ def initialises(plan: str) -> None:
 def refuses_other_parameters() -> None:
     source = model()
     module = sharded(source, "fsdp")
-    mesh, fused, head = module.shardc.device_mesh, module.fused, module.head.weight
+    mesh, fused, head = module.shardc.spec.device_mesh, module.fused, module.head.weight
     steps_as(module, source)
 
     def refuses(text: str) -> None:

@@ -123,7 +123,7 @@ def mean_is_divided_once() -> None:
         F.mse_loss(module(x), y).backward()
         for name, param in peer.named_parameters():
             if param.grad is not None and param not in ignored:
-                mine = whole(module.get_parameter(name).grad, module.shardc.storages[name])
+                mine = whole(module.get_parameter(name).grad, module.shardc.spec.storages[name])
                 close(mine, param.grad.full_tensor() * factor, name)
 
 

@@ -23,7 +23,7 @@ def poison_pads(module: nn.Module) -> int:
     found = 0
     for name, param in module.named_parameters():
         assert isinstance(param, DTensor)
-        padded = padded_local(param, module.shardc.storages[name])
+        padded = padded_local(param, module.shardc.spec.storages[name])
         local = param._local_tensor.detach().clone()
         if padded.shape != local.shape:
             with torch.no_grad():

@@ -45,7 +45,7 @@ def loss_in_the_program(plan: str, backend: str) -> None:
     source.back.weight.requires_grad_(False)
     module = sharded(source, plan)
     if backend == "inductor":
-        module = shardc.compile(source, module.shardc.device_mesh, PLANS[plan][1], loss=F.mse_loss)
+        module = shardc.compile(source, module.shardc.spec.device_mesh, PLANS[plan][1], loss=F.mse_loss)
     step = shardc.value_and_grad(module)
     for seed in range(2):
         x, y = batch(seed)

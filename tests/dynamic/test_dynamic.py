@@ -124,24 +124,25 @@ def test_is_what_each_size_gives(model: str, plan: str) -> None:
     source = case[0]().double()
     module = _compiled(case, plan, copy.deepcopy(source))
     sim = shardc.Simulation(module)
-    families = module.shardc.build.families._families
+    families = module.shardc.cache.build.families._families
     for b, t in ((8, 16), (12, 48), (4, 16), (16, 64)):
         inputs = case[3](b, t)
         sim.grads.clear()
         torch.manual_seed(b)
         ours = sim(*inputs)
         sim.backward()
-        program = sim.state.program_for(inputs, {})
+        program = sim.state.cache.program_for(inputs, {})
         for which in ("forward", "backward") if model == "llama" and plan != "fsdp+tp+sp" else ():
             made, alone = getattr(program, which), getattr(program.alone, which)
-            assert dump(made, module.shardc.mesh) == dump(alone, module.shardc.mesh), f"{which} at b={b}, t={t}"
+            mesh = module.shardc.spec.mesh
+            assert dump(made, mesh) == dump(alone, mesh), f"{which} at b={b}, t={t}"
         loss, grads = (_on_mesh_of_one if model == "mixed" else _on_one_device)(case, source, inputs, seed=b)
         assert relative(ours, loss) < 1e-9
         for name, grad in grads.items():
             assert relative(sim.grad(name), grad) < 1e-9, f"gradient of {name} at b={b}, t={t}"
         for name, buffer in source.named_buffers():
             assert relative(sim.buffer(name), buffer) < 1e-9, f"buffer {name} at b={b}, t={t}"
-    ((family,),) = families.values()
+    (((_, family),),) = families.values()
     assert family is not None, "one program serves all sizes"
 
 
@@ -157,7 +158,7 @@ def test_marks() -> None:
             torch._dynamo.mark_dynamic(x, 0)
             torch._dynamo.mark_dynamic(y, 0)
         assert relative(sim(x, y), _square(source(x), y).detach()) < 1e-9
-    ((family,),) = module.shardc.build.families._families.values()
+    (((_, family),),) = module.shardc.cache.build.families._families.values()
     assert family.conditions[-1] in ("input[0] % 2 == 0", "target[0] % 2 == 0")
 
 
@@ -182,8 +183,8 @@ def test_sizes_that_break_a_condition_have_a_program_of_their_own() -> None:
         for b in (8, 5, 4, 9, 7):
             x, y = _tokens(b, 16)
             assert relative(sim(x, y), llama.loss(source(x), y).detach()) < 1e-9
-    (found,) = module.shardc.build.families._families.values()
-    assert [family.conditions[-1] for family in found] == ["b % 2 == 0", "b % 2 == 1"]
+    (found,) = module.shardc.cache.build.families._families.values()
+    assert [family.conditions[-1] for _, family in found] == ["b % 2 == 0", "b % 2 == 1"]
 
 
 def test_code_that_looks_at_a_size() -> None:
@@ -200,14 +201,14 @@ def test_code_that_looks_at_a_size() -> None:
     sim = shardc.Simulation(module)
     for size, scale in ((4, 3.0), (40, 2.0), (10, 3.0), (60, 2.0)):
         assert torch.equal(sim(torch.ones(size, 4)), torch.full((size, 4), scale))
-    (found,) = module.shardc.build.families._families.values()
-    assert ["b > 20" in family.conditions for family in found] == [False, True]
+    (found,) = module.shardc.cache.build.families._families.values()
+    assert ["b > 20" in family.conditions for _, family in found] == [False, True]
 
 
 @pytest.mark.slow
 def test_programs_met_longest_ago_are_forgotten() -> None:
     module = _compiled(CASES["llama"], "ddp", CASES["llama"][0]())
-    families = module.shardc.build.families
+    families = module.shardc.cache.build.families
     families.capacity = 2
     gone: list[Any] = []
     families.forget = gone.append

@@ -53,7 +53,7 @@ def test_levels(level: int) -> None:
 @pytest.mark.slow
 def test_layers_that_are_folded() -> None:
     sim = trains_alike(deep, batch(), {"ep": 2}, shardc.fsdp("ep") | EP, options=shardc.Options(fold=True))
-    assert sim.state.program_for((), batch()).folded is not None
+    assert sim.state.cache.program_for((), batch()).folded is not None
 
 
 @pytest.mark.slow

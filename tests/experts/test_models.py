@@ -96,7 +96,7 @@ def test_plans_that_models_carry(name: str) -> None:
     """With the model's own tensor parallelism, in which experts are split between the ranks of its axis, too."""
     both = shardc.Plan.from_hf(build(name), "tp", ep="ep")
     sim = trains_alike(partial(build, name), batch(), {"ep": 2, "tp": 2}, both)
-    lines = sim.state.program_for((), batch()).text("localize").splitlines()
+    lines = sim.state.cache.program_for((), batch()).text("localize").splitlines()
     assert any(".run(" in line for line in lines)
     weight = next(line for line in lines if ".mlp.experts.down_proj: " in line)
     assert f": f64[{2 if name == 'qwen3-moe' else 4}," in weight

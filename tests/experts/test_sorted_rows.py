@@ -65,7 +65,7 @@ def test_grouped_products_are_in_bf16() -> None:
     sim.backward()
     for name, param in model.named_parameters():
         assert relative(sim.grad(name), param.grad, 1e-3) < 0.03, name
-    (name, *_) = expert_functions.bodies_in(sim.state.program_for((), batch()).whole("localize"))
+    (name, *_) = expert_functions.bodies_in(sim.state.cache.program_for((), batch()).whole("localize"))
     assert {one.dtype for one in expert_functions.body_of(name).saved} == {torch.bfloat16}
 
 

@@ -130,7 +130,7 @@ class Attends(nn.Module):
 
 def test_fused_attention_in_a_region() -> None:
     sim = trains_alike(Attends(), (torch.randn(BATCH, 5, WIDTH),), {"dp": 2}, shardc.fsdp("dp", threshold=0), steps=1)
-    (program,) = (sim.module.shardc.program_for((torch.empty(BATCH, 5, WIDTH, dtype=torch.float64),), {}),)
+    (program,) = (sim.module.shardc.cache.program_for((torch.empty(BATCH, 5, WIDTH, dtype=torch.float64),), {}),)
     assert len(ops(program.backward, "flash_attention_for_cpu.default")) == LAYERS, "is kept, not run again"
 
 

@@ -47,7 +47,7 @@ def test_equals_one_device(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", shardc.ShardcWarning)
         sim = trains_alike(Layer(inner), (torch.randn(5, 4, 6), *map(torch.randn, states)), {"dp": 2}, plan, steps=2)
-    (program,) = sim.state.programs.values()
+    (program,) = sim.state.cache.programs.values()
     assert "5,4@dp,4" in program.text("propagate") or "5,4@dp,8" in program.text("propagate")
     trains_alike(Layer(inner), (torch.randn(5, 4, 6),), {"dp": 2}, plan, steps=1)
 

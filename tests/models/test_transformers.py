@@ -215,7 +215,7 @@ def test_equals_one_device(name: str, plan: str) -> None:
             step()
     for key, param in model.named_parameters():
         assert relative(sim.param(key), param.detach(), STEPS * RATE) < limit, f"{key} after {STEPS} steps"
-    program = module.shardc.program_for((targets,), inputs)
+    program = module.shardc.cache.program_for((targets,), inputs)
     whole = whole_ops(program)
     print(f"{name} {plan}: computed whole", *(f"{ir.info(x).name}: {ir.info(x).value}" for x in whole), sep="\n  ")
     assert all(map(is_scalar_or_mask, whole))
@@ -255,6 +255,6 @@ def test_a_result_of_a_class_of_its_own_can_be_pinned() -> None:
     module = shardc.compile(model, shardc.Mesh(dp=2), plan, loss=loss, backend="eager")
     value = shardc.Simulation(module)(targets, **inputs)
     assert relative(value, loss(model(**inputs), targets).detach(), 1e-12) < 1e-4
-    graph = module.shardc.program_for((targets,), inputs).graph("propagate")
+    graph = module.shardc.cache.program_for((targets,), inputs).graph("propagate")
     pins = [x for x in graph.nodes if x.op == "call_function" and "activations" in ir.info(x).origin.cause]
     assert pins and str(ir.layout(pins[0])).startswith("[4,8@dp,")

@@ -42,7 +42,7 @@ def test_equal_sums_are_reduced_once(direct: bool) -> None:
     for name, param in model.named_parameters():
         assert param.grad is not None
         torch.testing.assert_close(sim.grad(name), param.grad, rtol=1e-9, atol=1e-12)
-    backward = module.shardc.program_for((x,), {}).backward
+    backward = module.shardc.cache.program_for((x,), {}).backward
     assert len([node for node in backward.graph.nodes if "wait_tensor" in str(node.target)]) == 3  # two weights, a sum
 
 

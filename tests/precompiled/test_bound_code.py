@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardc
-from shardc.precompiled.identity import described
+from shardc.precompiled.program_key import described
 from shardc.program import Program
 from tests.precompiled.bound_code import OTHER_CODE, SAME_CODE, SOURCE
 
@@ -67,13 +67,12 @@ def as_it_was() -> Iterator[None]:
 
 def is_found(program: Program, model: nn.Module, loss: Any) -> bool:
     """As `shardc.precompiled.store.Store.find` compares."""
-    same = program.reads.values(model, loss) == program.identity.signature.reads
-    return same and described(model, loss, program.reads) == program.identity.model
+    return program.guards.hold_in_file(model, loss) and described(model, loss) == program.key.model
 
 
 def test_all_that_was_traced_is_named(program: Program) -> None:
-    reached = program.reads.reach(*model_of(SOURCE))
-    assert [where for does, where in program.reads.traced if does not in reached.code_hashes] == []
+    reached = program.guards.reads.reach(*model_of(SOURCE))
+    assert [where for does, where in program.guards.reads.traced if does not in reached.code_hashes] == []
 
 
 @pytest.mark.usefixtures("as_it_was")
@@ -97,7 +96,7 @@ def shown() -> str:
     made = shardc.compile(model, shardc.Mesh(dp=2), shardc.fsdp("dp"), loss=loss, backend="eager").lower(
         torch.empty(4, 4)
     )
-    return repr((made.reads.traced[0][0], made.identity.signature.reads, sorted(made.identity.model.items())))
+    return repr((made.guards.reads.traced[0][0], made.guards.values, sorted(made.guards.reached.items())))
 
 
 @pytest.mark.slow

@@ -82,10 +82,10 @@ def test_why_a_program_is_not_stored(tmp_path: Path) -> None:
     def added(model: nn.Module, x: Any) -> str:
         program = shardc.compile(model, shardc.Mesh(dp=2), shardc.fsdp("dp"), backend="eager").lower(x)
         assert program.stored.startswith("not stored: only what a call")
-        store = Store.of(tmp_path, program.identity, program.mesh, program.plan, shardc.Options())
+        store = Store.of(tmp_path, program.key, shardc.Options())
         assert isinstance(store, Store)
         ops = {node.target for node in program.joint.stage_graphs["capture"].nodes if node.op == "call_function"}
-        return store.add(program, program.reads.reach(model), ops, ()).replace(str(tmp_path), "FOLDER")
+        return store.add(program, program.guards.reads.reach(model), ops, ()).replace(str(tmp_path), "FOLDER")
 
     x = torch.empty(4, 4)
     assert re.fullmatch("added to FOLDER/[0-9a-f]{32}", added(nn.Linear(4, 4), x))
@@ -99,5 +99,5 @@ def test_what_options_ask_for_is_not_stored(tmp_path: Path) -> None:
     module = shardc.compile(nn.Linear(4, 4), shardc.Mesh(dp=2), shardc.fsdp("dp"), backend="eager")
     program = module.lower(torch.empty(4, 4))
     options = shardc.Options(dump=tmp_path)
-    said = Store.of(tmp_path, program.identity, program.mesh, program.plan, options)
+    said = Store.of(tmp_path, program.key, options)
     assert said == "Options(dump=...) asks for more than a stored program has"

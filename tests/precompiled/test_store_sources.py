@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, Event
 
@@ -37,12 +38,11 @@ def test_the_programs_that_were_used_last_stay(tmp_path: Path, monkeypatch: pyte
     plan = shardc.fsdp("dp")
     program = shardc.compile(model, shardc.Mesh(dp=2), plan, backend="eager").lower(torch.empty(4, 4))
     stores = [
-        store.Store.of(tmp_path, program.identity, program.mesh, plan, shardc.Options(bucket_size=size))
-        for size in (1, 2, 3)
+        store.Store.of(tmp_path, replace(program.key, options=f"size {size}"), shardc.Options()) for size in (1, 2, 3)
     ]
     for at, each in enumerate(stores):
         assert isinstance(each, store.Store)
-        each.add(program, program.reads.reach(model), (), ())
+        each.add(program, program.guards.reads.reach(model), (), ())
         for path in each.folder.glob(f"*/{store.MADE}"):
             os.utime(path, (at, at))  # they are as old as they come
         if at == 1:
@@ -59,7 +59,7 @@ def in_turn(folder: Path, adds: bool, waits: bool = True) -> list[str]:
     begun, may_end = Event(), Event()
 
     def maker() -> None:
-        with store.Store(folder, shardc.Mesh(dp=2), shardc.Plan()).turn():
+        with store.Store(folder).turn():
             begun.set()
             assert may_end.wait(30)
             said.append("made")
@@ -68,7 +68,7 @@ def in_turn(folder: Path, adds: bool, waits: bool = True) -> list[str]:
 
     def other() -> None:
         assert begun.wait(30)
-        with store.Store(folder, shardc.Mesh(dp=2), shardc.Plan()).turn():
+        with store.Store(folder).turn():
             said.append("found" if (folder / "program").exists() else "nothing found")
         may_end.set()
 
@@ -92,7 +92,7 @@ def test_nobody_waits_for_a_program_that_no_start_could_add(tmp_path: Path) -> N
 
 
 def test_after_a_failure_the_next_try_is_as_the_first(tmp_path: Path) -> None:
-    with pytest.raises(ValueError), store.Store(tmp_path / "call", shardc.Mesh(dp=2), shardc.Plan()).turn():
+    with pytest.raises(ValueError), store.Store(tmp_path / "call").turn():
         raise ValueError
     assert in_turn(tmp_path / "call", adds=True) == ["made", "found"]
 
@@ -107,14 +107,14 @@ def test_who_waited_in_vain_keeps_nobody_waiting(tmp_path: Path) -> None:
     begun, both = Event(), Barrier(2)
 
     def first() -> None:
-        with store.Store(tmp_path, shardc.Mesh(dp=2), shardc.Plan()).turn():
+        with store.Store(tmp_path).turn():
             begun.set()
             Event().wait(0.3)
             raise ValueError
 
     def other() -> None:
         assert begun.wait(30)
-        with store.Store(tmp_path, shardc.Mesh(dp=2), shardc.Plan()).turn():
+        with store.Store(tmp_path).turn():
             both.wait(30)
 
     with ThreadPoolExecutor() as pool:

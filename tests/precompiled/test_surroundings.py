@@ -82,7 +82,7 @@ def test_an_op_of_the_users_is_stored_with_its_functions(
     program = shardc.compile(model, shardc.Mesh(dp=2), shardc.fsdp("dp"), backend="eager").lower(torch.empty(4, 4))
 
     def store() -> Store:
-        found = Store.of(tmp_path, program.identity, program.mesh, program.plan, shardc.Options())
+        found = Store.of(tmp_path, program.key, shardc.Options())
         assert isinstance(found, Store)
         return found
 
@@ -90,7 +90,7 @@ def test_an_op_of_the_users_is_stored_with_its_functions(
         return store().find(model, None, lambda: program) is not None
 
     ops = {node.target for node in program.joint.stage_graphs["capture"].nodes if node.op == "call_function"}
-    assert store().add(program, program.reads.reach(model), ops, ()).startswith("added")
+    assert store().add(program, program.guards.reads.reach(model), ops, ()).startswith("added")
     assert is_found()
     monkeypatch.setattr(f"{__name__}.OP", op_of(backward=lambda ctx, grad: grad * 3))
     assert not is_found()
@@ -101,7 +101,7 @@ def test_an_op_of_the_users_is_stored_with_its_functions(
     shardc.register_rule("shardc_tests_stored::scaled", "i j -> i j", linear="0")
     assert not is_found()
     shardc.register_rule("shardc_tests_stored::scaled", "i j -> i j", localize=lambda local: local.same())
-    said = store().add(program, program.reads.reach(model), ops, ())
+    said = store().add(program, program.guards.reads.reach(model), ops, ())
     assert re.match("not stored: it calls shardc_tests_stored.scaled.default, an op of the user's", said)
 
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 import shardc
 from examples.models import llama
 from shardc.__main__ import main
+from shardc.cost.repeated_compute import model_flops
 from shardc.errors import PlanError
 from shardc.ir.mesh import Mesh
 from shardc.report.derive import verify
 from shardc.report.formulas import Costs, axis_symbol, unrounded
-from shardc.report.repeated import model_flops
 from tests.report.test_schedule import WIDTH, stack_program
 
 DP, TP = axis_symbol("dp"), axis_symbol("tp")

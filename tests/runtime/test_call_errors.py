@@ -118,7 +118,7 @@ def test_an_input_of_the_wrong_local_shape(mesh: DeviceMesh) -> None:
 def test_what_a_call_without_lower_takes_for_the_global_batch(mesh: DeviceMesh) -> None:
     """Any shard is right then: its global size follows from the plan."""
     module = shardc.compile(Net(), mesh, shardc.fsdp("dp"), backend="eager")
-    assert module.shardc.global_shapes([("x", (8, 8))]) == [(16, 8)]
+    assert module.shardc.spec.global_shapes([("x", (8, 8))]) == [(16, 8)]
 
 
 def test_several_wrong_inputs_are_all_named(mesh: DeviceMesh) -> None:

@@ -169,7 +169,7 @@ def methods_of_fsdp2() -> None:
         module.nothing()
     trained(module, None, X)
     trained(plain, None, torch.cat([X, X]))
-    evaluated = shardc.compile(net(), module.shardc.device_mesh, shardc.ddp("dp"), backend="eager")
+    evaluated = shardc.compile(net(), module.shardc.spec.device_mesh, shardc.ddp("dp"), backend="eager")
     evaluated.load_state_dict(module.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(evaluated(X), plain(X))

@@ -197,7 +197,7 @@ def what_comes_after_is_compared_anew() -> None:
 def each_rank_comes_once() -> None:
     """The thread that listens may answer for an act right before the rank itself comes to compare it."""
     module = compiled()
-    agreement = module.shardc.groups.agreement
+    agreement = module.shardc.spec.groups.agreement
     compare = agreement._compare
 
     def answered_first(act: Any) -> None:
@@ -215,7 +215,7 @@ def each_rank_comes_once() -> None:
 def the_thread_that_listens_differs_first() -> None:
     """Rank 0 is told of the other rank, whoever of it came to compare."""
     module = compiled()
-    agreement = module.shardc.groups.agreement
+    agreement = module.shardc.spec.groups.agreement
     compare = agreement._compare
 
     def answered_first(act: Any) -> None:
@@ -235,7 +235,7 @@ def the_thread_that_listens_differs_first() -> None:
 
 def compared(module: Any) -> Callable[[], int]:
     """How often this rank compared since the last time."""
-    agreement, counts = module.shardc.groups.agreement, [0]
+    agreement, counts = module.shardc.spec.groups.agreement, [0]
     compare = agreement._compare
 
     def counted(act: Any) -> None:

@@ -77,7 +77,7 @@ def dropped(name: str, how: str, wrapped: bool) -> None:
         held(module, source, 10 * at + 1)
         ZERO[how](module, ours)
         ZERO[how](source, theirs)
-        assert not module.shardc.sync.sums
+        assert not module.shardc.params.sync.sums
         held(module, source, 10 * at + 2)
         micro(module, source, 10 * at + 3)
         assert_same(module, source, grads=how == "module" or "zeros" not in how)

@@ -113,8 +113,8 @@ def dtensors(plan: shardc.Plan, loss: Any) -> None:
     module = compiled(source, plan, {"dp": 2}, loss=loss)
     x, y = torch.randn(4, 8, dtype=torch.float64), batch()[1]
     module.lower(x, *([y] if loss else []))
-    mine = distribute_tensor(x, module.shardc.device_mesh, [Shard(0)]).requires_grad_()
-    target = distribute_tensor(y, module.shardc.device_mesh, [Shard(0)])
+    mine = distribute_tensor(x, module.shardc.spec.device_mesh, [Shard(0)]).requires_grad_()
+    target = distribute_tensor(y, module.shardc.spec.device_mesh, [Shard(0)])
     if loss:
         module(mine, target.to_local()).backward()
     elif plan.setting("dtensor_outputs"):

@@ -153,8 +153,8 @@ def overrides() -> None:
     with module.no_sync():
         module(torch.ones(2, 4)).sum().backward()
     module.zero_grad("all")
-    assert module.seen == ["zero_grad all"] and not module.shardc.sync.unreduced()
-    module.shardc.sync.refuse("what is held back")
+    assert module.seen == ["zero_grad all"] and not module.shardc.params.sync.unreduced()
+    module.shardc.params.sync.refuse("what is held back")
     values = {f"old.{key}": torch.full_like(x, 2.0) for key, x in model.linear.state_dict(prefix="linear.").items()}
     module.load_state_dict(values, prefix="old.")
     assert module.seen[1:] == ["load_state_dict"] and torch.equal(
@@ -263,7 +263,7 @@ def initialises() -> None:
             assert all(mine is before for mine, before in zip(module.parameters(), objects, strict=True))
             x = torch.linspace(-1, 1, 16).view(4, 4)
             mine, whole = module(module.shardc.shard_inputs(x)), alone(x)
-            torch.testing.assert_close(mine, whole.chunk(2)[module.shardc.rank])
+            torch.testing.assert_close(mine, whole.chunk(2)[module.shardc.spec.rank])
             mine.sum().backward()
 
 

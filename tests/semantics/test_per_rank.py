@@ -82,8 +82,8 @@ def graphs(inputs: Any, mesh: dict[str, int] | None = None) -> None:
     """Each rank has a graph of its own, of as many nodes and edges."""
     source = Graph().double()
     module = compiled(source, inputs, mesh)
-    at = module.shardc.mesh.index("dp", module.shardc.rank)
-    parts = [graph(6, 10, seed) for seed in range(module.shardc.mesh.size("dp"))]
+    at = module.shardc.spec.mesh.index("dp", module.shardc.spec.rank)
+    parts = [graph(6, 10, seed) for seed in range(module.shardc.spec.mesh.size("dp"))]
     trains_alike(module, source, parts[at], joined(parts))
 
 
@@ -116,7 +116,7 @@ def refused() -> None:
         compiled(Graph().double(), {"edges": shardc.per_rank(dim=2)})(x, own)
     module = compiled(Graph().double(), edges)
     with pytest.raises(shardc.ShardcError, match="'edges' is a DTensor"):
-        module(x, DTensor.from_local(own, module.shardc.device_mesh, [Shard(1)], run_check=False))
+        module(x, DTensor.from_local(own, module.shardc.spec.device_mesh, [Shard(1)], run_check=False))
     with pytest.raises(shardc.ShardcError, match="'edges' is each rank's own"):
         module.shard_inputs(x, own)
     with pytest.raises(MeshError, match=r"input 'edges': rank 0 has shape \[2, 10\].*rank 1 has shape \[2, 9\]"):

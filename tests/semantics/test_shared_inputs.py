@@ -106,7 +106,7 @@ def later() -> None:
 def a_dtensor() -> None:
     """It says itself where ranks hold the same."""
     module = compiled({"tp": 2})
-    x, mesh = torch.ones(8, 4) + dist.get_rank(), module.shardc.device_mesh
+    x, mesh = torch.ones(8, 4) + dist.get_rank(), module.shardc.spec.device_mesh
     module(DTensor.from_local(x[:4], mesh, [Shard(0)], run_check=False))
     held = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     raises(lambda: module(held), OTHER.format("x", "whole on every rank"))
@@ -152,7 +152,7 @@ def on_both_axes() -> None:
 def seldom() -> None:
     """Few calls compare, by a count that all ranks share; calls that are split over all ranks never do."""
     for module, expected in ((compiled({"tp": 2}), [1, 2, 3, 4, 8, 16, 32]), (compiled({"dp": 2}), [])):
-        agreement = module.shardc.groups.agreement
+        agreement = module.shardc.spec.groups.agreement
         exchange, acts = agreement.exchange, []
 
         def noted(act: Any, *args: Any, exchange: Any = exchange, acts: Any = acts) -> Any:

@@ -45,11 +45,11 @@ def compiled(plan: str, mesh: dict[str, int], source: nn.Module, **options: Any)
 
 def rows_of(module: Any, counts: list[int], total: Tensor) -> Tensor:
     """This rank's rows of ``total``, where each block of the batch has as many as ``counts`` says."""
-    mesh = module.shardc.mesh
+    mesh = module.shardc.spec.mesh
     axes = [axis for axis in mesh.axes if axis != "tp"]
     at = 0
     for axis in axes:
-        at = at * mesh.size(axis) + mesh.index(axis, module.shardc.rank)
+        at = at * mesh.size(axis) + mesh.index(axis, module.shardc.spec.rank)
     return total.split(counts)[at]
 
 

@@ -51,12 +51,12 @@ def enum_of(field: str) -> Change:
         if field == "output_spec":
             record["output_spec"] = text
         else:
-            record["signature"]["spec"] = text
+            record["key"]["call"]["spec"] = text
 
     return change
 
 
-@pytest.mark.parametrize("field", ["output_spec", "signature"])
+@pytest.mark.parametrize("field", ["output_spec", "call"])
 def test_no_module_is_imported(
     field: str, folder: Path, tmp_path: Path, mark: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

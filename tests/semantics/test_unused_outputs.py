@@ -107,7 +107,7 @@ def ranks_that_use_different_outputs() -> None:
     module = compiled(heads(), PLANS["fsdp3"])
     x = module.shard_inputs(torch.randn(4, 6, dtype=torch.float64))
     with pytest.raises(MeshError, match="rank 0 has 0, 1, rank 1 has 0"):
-        LOSSES["one" if module.shardc.rank else "two"](module(x)).backward()
+        LOSSES["one" if module.shardc.spec.rank else "two"](module(x)).backward()
 
 
 class Held(nn.Module):
@@ -132,7 +132,7 @@ def held_back(name: str) -> None:
             module(module.shard_inputs(x))[used].square().mean().backward()
         source(x)[used].square().mean().backward()
         if at == 1:
-            assert source.b.weight.grad is None and "b.weight" not in {n for n, _ in module.shardc.sync.sums}
+            assert source.b.weight.grad is None and "b.weight" not in {n for n, _ in module.shardc.params.sync.sums}
     assert_same(module, source, grads=True)
 
 

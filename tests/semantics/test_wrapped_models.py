@@ -143,7 +143,7 @@ def harmless() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(Net(), nn.Linear(4, 2))
     around = nn.Sequential(on_ranks(plain[0]), copy.deepcopy(plain[1]))
-    fully_shard(around, mesh=around[0].shardc.device_mesh)
+    fully_shard(around, mesh=around[0].shardc.spec.device_mesh)
     rows = X.chunk(2)[dist.get_rank()]
     plain(X).square().mean().backward()
     around(rows).square().mean().backward()

@@ -216,17 +216,16 @@ def test_a_conversion_or_a_replacement_is_refused() -> None:
 
 def is_found(program: Program, module: Any) -> bool:
     """As `shardc.precompiled.store.Store.find` compares."""
-    from shardc.precompiled.identity import described
+    from shardc.precompiled.program_key import described
 
-    model = module.shardc.present()
-    same = program.reads.values(model, loss) == program.identity.signature.reads
-    return same and described(model, loss, program.reads) == program.identity.model
+    model = module.shardc.params.present()
+    return program.guards.hold_in_file(model, loss) and described(model, loss) == program.key.model
 
 
 def test_the_key_names_code_and_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     program = compiled(adapted()).lower(*batch())
-    reached = program.reads.reach(compiled(adapted()).shardc.present(), loss)
-    assert [where for does, where in program.reads.traced if does not in reached.code_hashes] == []
+    reached = program.guards.reads.reach(compiled(adapted()).shardc.present(), loss)
+    assert [where for does, where in program.guards.reads.traced if does not in reached.code_hashes] == []
     assert is_found(program, compiled(adapted()))
     assert not is_found(program, compiled(adapted(KINDS["with metadata"])))
     with monkeypatch.context() as patch:

@@ -79,7 +79,7 @@ def test_with_tensor_parallelism(method: str) -> None:
 def test_by_module() -> None:
     mixed = shardc.cp("cp", method="ulysses") | shardc.cp("cp", method="ring", modules="layers.1")
     sim = trains_alike(partial(build, "own"), batch(), {"cp": 2}, mixed)
-    text = sim.state.program_for((), batch()).text("localize")
+    text = sim.state.cache.program_for((), batch()).text("localize")
     assert "layers.1" in text and text.count("permute_ranks") > 0 and text.count("all_to_all") > 0
 
 

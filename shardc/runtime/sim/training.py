@@ -40,9 +40,9 @@ class Simulation:
             raise InputError(what, fix="compile it for an abstract shardc.Mesh first")
         self.module = module
         self.state = cast(Any, module.shardc)
-        self.mesh: Mesh = self.state.mesh
+        self.mesh: Mesh = self.state.spec.mesh
         self.ranks = Lockstep(self.mesh)
-        self.storages: dict[str, Layout] = self.state.storages
+        self.storages: dict[str, Layout] = self.state.spec.storages
         self._shapes = {name: p.shape for name, p in module.named_parameters()}
         self.params: dict[str, list[Tensor]] = {
             name: [shard_tensor(p, self.storages[name], rank).clone() for rank in range(self.mesh.ranks)]
@@ -62,9 +62,9 @@ class Simulation:
                 "the module's forward was wrapped after compile, and a simulation runs programs alone",
                 fix="wrap the model's forward before shardc.compile",
             )
-        check_kinds(self.state.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=True)
+        check_kinds(self.state.cache.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=True)
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-            program: Executable = self.state.program_for(args, kwargs)
+            program: Executable = self.state.cache.program_for(args, kwargs)
         half = program.step(training=grad)[0]
         leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         fed = {name: self.ranks.shard(x, layout) for (name, layout), x in zip(program.inputs, leaves, strict=True)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -14,7 +15,6 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh, split_part
-from shardc.report.export import layers_of
 
 SHARE = 0.05  # share of a rank's operations from which `shardc.compile` warns: a high cost by `lint`
 LEAST = 10**9  # wasted operations per rank and step below which there is no warning: well under a second anywhere
@@ -39,6 +39,11 @@ class Dense:
     bytes: int
     times: dict[str, int]
     gathered: tuple[tuple[str, str, int], ...] = ()
+
+
+def layers_of(name: str) -> str:
+    """Replace the numbers of repeated layers in ``name`` by ``*``: ``layers.*.mlp.up``."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def model_flops(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:

@@ -1,4 +1,4 @@
-"""Guards: checks before each step, in some 10 microseconds, that what captures read of a model is unchanged."""
+"""Identity guards: tell in some 10 microseconds, in front of each step, that no guard of a program can have changed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _HELD = ("_modules", "_parameters", "_buffers")  # checked by `ModuleSnapshot`
 _MISSING = (AttributeError, KeyError, IndexError, TypeError)
 
 
-class Guards:
-    """Checks, by identity, that the objects that captures have read are unchanged.
+class IdentityGuards:
+    """The objects at the places of a model that captures have read.
 
     They compare objects, so `holds` may be False although all values are equal. It is never wrongly True, except for
     changes inside objects that do not expose their attributes.

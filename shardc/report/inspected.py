@@ -1,0 +1,109 @@
+"""What people look at of a program: its schedule, its cost as formulas, what is needless in it, where a tensor is."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from shardc.cost.hardware import Hardware, find
+from shardc.cost.step_sequence import of_halves, of_joint
+from shardc.dynamic import SizedProgram
+from shardc.errors import InputError, PlanError
+from shardc.ir import graph as ir
+from shardc.passes import Decompose
+from shardc.passes.decompose import candidates
+from shardc.plan.match import near_names
+from shardc.program import Program
+from shardc.report.derive import Dims, derive
+from shardc.report.formulas import Costs
+from shardc.report.lint_rules import Finding, in_pieces, lint
+from shardc.report.predicted_schedule import Schedule, build, room_of_rows
+from shardc.report.tiles import Tiles
+from shardc.validate import typed
+
+
+class InspectedProgram(Program):
+    """A program with reports on it, which `shardc.compile` makes; nothing that runs depends on them."""
+
+    @typed()
+    def draw(self, name: str, stage: str = "collectives") -> Tiles:
+        """Which ranks hold which part of a tensor: ``print`` it, or ``save("picture.png")`` it.
+
+        Args:
+            name: as the dump has it: a parameter's, an input's, an activation's.
+            stage: one whose graph has layouts.
+
+        Raises:
+            InputError: no tensor of that name after ``stage``.
+        """
+        nodes = [node for node in self.whole(stage).nodes if node.op != "output" and ir.is_tensor(node)]
+        layouts = {ir.info(node).name: ir.layout(node) for node in nodes if ir.value(node).layout is not None}
+        wanted = name.removeprefix("%")
+        if wanted not in layouts:
+            close = near_names(wanted, list(layouts))
+            fix = f"did you mean {' or '.join(map(repr, close))}?" if close else f"names are in program.text({stage!r})"
+            raise InputError(f"there is no tensor {wanted!r} with a layout after {stage!r}", fix=fix)
+        return Tiles(wanted, layouts[wanted])
+
+    @typed()
+    def schedule(
+        self,
+        hardware: str | Hardware = "h100",
+        *,
+        stage: str = "schedule",
+        order: str = "graph",
+        optimizer_copies: float = 2.0,
+        skew: float = 1.0,
+    ) -> Schedule:
+        """The communication, the time and the memory of one training step, predicted without running anything.
+
+        Args:
+            hardware: a description, or its name in `shardc.cost.hardware`.
+            stage: "schedule": the forward and backward that run; "localize": the joint graph before it is cut, bucketed
+                and scheduled, which takes a fraction of the time on a large model.
+            order: "graph": collectives start and are awaited where the graph says; "earliest": as dependences allow.
+            optimizer_copies: the optimizer's state as a multiple of the parameters (AdamW: 2).
+            skew: how many times the rows of an even load the rank has to which most rows of experts go.
+
+        Raises:
+            MeshError: no such hardware, or the mesh is larger than its description.
+            PlanError: no such stage or order.
+        """
+        if stage not in ("schedule", "localize"):
+            raise PlanError(f"there is no schedule of stage {stage!r}", fix="use schedule or localize")
+        shown: Any = self.shown
+        folded = shown.folded
+        if stage == "localize":
+            step = of_joint(shown.localized.graph, shown.levels, shown.options.checkpoint_collectives)
+        else:
+            step = of_halves(shown.step(), shown.levels)
+        useful = sum(flops * (1 if folded is None else folded.times(name)) for name, flops in shown.joint.flops)
+        described = find(hardware) if isinstance(hardware, str) else hardware
+        return build(
+            step, shown.mesh, described, symbols=partial(shown.costs, described), order=order, causes=shown.causes,
+            useful_flops=useful / shown.mesh.ranks, optimizer_copies=optimizer_copies, skew=skew,
+            notes=(*(() if folded is None else folded.notes), *room_of_rows(op.node for op in step.ops)),
+            model=shown.source.model, plan=str(shown.plan),
+        )  # fmt: skip
+
+    @typed()
+    def costs(self, hardware: str | Hardware = "h100", dims: Dims | None = None) -> Costs:
+        """Bytes and seconds of each axis as formulas in batch, sequence and axis sizes; see `shardc.report.derive`.
+
+        Raises:
+            PlanError: the program has other collectives at other sizes, or a formula does not hold there.
+        """
+        return derive(self, find(hardware) if isinstance(hardware, str) else hardware, dims)
+
+    @typed()
+    def lint(self, hardware: str | Hardware = "h100", *, stage: str = "schedule") -> list[Finding]:
+        """Lists needless communication and compute of the plan, the costliest first; arguments as `schedule`'s."""
+        joint = self.schedule(hardware, stage="localize")
+        scheduled, shown = joint if stage == "localize" else self.schedule(hardware), self.shown
+        findings = lint(shown.whole("collectives"), joint, scheduled)
+        loops = candidates(shown.graph("hoist_grad_epilogue"), shown.pipeline[Decompose])
+        return findings + [in_pieces(one.name, one.module, one.source, one.pieces, one.reason) for one in loops]
+
+
+class InspectedSizedProgram(SizedProgram, InspectedProgram):
+    """The same for the program of a family at some sizes; reports are on the program for these sizes alone."""

@@ -1,0 +1,301 @@
+"""The programs of a module, by the calls that they are compiled for and by what their captures read of the model."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from shardc.errors import InputError, ShardcWarning
+from shardc.ir.deferred import NOTHING, Deferred
+from shardc.ir.executable import Executable
+from shardc.ir.layout import Layout
+from shardc.ir.reads import Guards, Lookup, Values, parse
+from shardc.ir.states import tracing
+from shardc.runtime.events import Act
+from shardc.runtime.heap import frozen
+from shardc.runtime.identity_guards import IdentityGuards
+from shardc.runtime.inputs import no_targets, takes_loss
+from shardc.runtime.module_snapshot import ModuleSnapshot
+from shardc.runtime.param_store import ParamStore
+from shardc.runtime.sharding_spec import ShardingSpec
+from shardc.runtime.signature import Signature
+from shardc.runtime.step import Runner
+from shardc.runtime.torch_global_state import TorchGlobalState
+from shardc.runtime.wire.buffers import Buffers
+
+_MANY = 8  # programs of one call that differ in what was read; as Dynamo's limit
+
+
+class CacheKey(NamedTuple):
+    """The calls that a program serves: those of a signature and of unreduced gradients, while the guards hold."""
+
+    call: Signature
+    guards: Guards
+    deferred: Deferred
+
+
+@dataclass
+class CallCacheEntry:
+    """Cached facts about calls of one signature.
+
+    Args:
+        act: what other ranks are told of one.
+        row_axes: of each tensor, where ranks may pass different numbers of rows; else none.
+        program: None before the first.
+    """
+
+    act: Act
+    row_axes: tuple[tuple[str, ...], ...]
+    program: Executable | None = None
+
+
+class Build(Protocol):
+    """Makes programs for example inputs at global shapes."""
+
+    dynamic: Any
+    families: Any
+    loss: Any
+
+    def __call__(
+        self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool,
+        deferred: Deferred = NOTHING,
+    ) -> Executable: ...  # fmt: skip
+
+    def stored(
+        self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool, evaluates: bool
+    ) -> Executable:
+        """As a call, or what an earlier start or another rank has stored of it."""
+
+    def sized(
+        self,
+        template: Callable[[], nn.Module],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        with_loss: bool,
+        call: Signature,
+        deferred: Deferred,
+        holds: Callable[[Guards], bool],
+    ) -> Executable | None:
+        """The program for inputs with dynamic sizes; None where there are none."""
+
+    @property
+    def has_own_inputs(self) -> bool:
+        """Whether an input may be each rank's own."""
+
+    def numbered(self, names: Sequence[str]) -> dict[int, int]:
+        """Inputs whose values are row numbers within a rank's part of another input -> that one, by position."""
+
+    def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Layout]: ...
+
+
+class ProgramCache:
+    """The programs of one module, and what is known of calls until something changes that a capture read.
+
+    Args:
+        build: makes the programs.
+
+    Attributes:
+        programs: of fixed sizes; those of dynamic sizes are in ``build.families``.
+        calls: what is known of calls, by all that finding their programs looks at.
+        explicit: whether `Namespace.lower` was called.
+        shapes: (name, local shape) of inputs -> the global shape that they are taken for.
+        buffers: the memory of collectives' results, of all programs.
+        tokens: counts of each expert layer in the last forward.
+        runners: of the programs that have run, by their ids.
+    """
+
+    def __init__(self, spec: ShardingSpec, params: ParamStore, build: Build) -> None:
+        self.spec, self.params, self.build = spec, params, build
+        self.programs: dict[CacheKey, Executable] = {}
+        self.calls: dict[Any, CallCacheEntry] = {}
+        self.explicit, self.buffers = False, Buffers()
+        self.shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+        self.tokens: dict[str, tuple[Tensor, str]] = {}
+        self.runners: dict[int, Runner] = {}
+        self.build.families.forget = lambda program: self.runners.pop(id(program), None)
+        self._snapshot: ModuleSnapshot | None = None
+        self._holding: set[tuple[Guards, bool]] = set()  # guards that hold, and whether gradients are recorded
+        self._identities: IdentityGuards | None = None
+
+    def look(self) -> ModuleSnapshot:
+        """Returns the module's current snapshot; forgets what is known of calls if a guard may no longer hold."""
+        snapshot = self.params.look()
+        if snapshot is not self._snapshot or self._identities is None or not self._identities.holds():
+            self.calls.clear()
+            self._holding.clear()
+            self._snapshot = snapshot
+            self._look_at()
+        return snapshot
+
+    def _look_at(self) -> None:
+        reads = (guards.reads for guards in self._guards())
+        self._identities = IdentityGuards(reads, self.params.view, self.build.loss)
+
+    def _guards(self) -> Iterator[Guards]:
+        yield from (key.guards for key in self.programs)
+        yield from self.build.families.guards()
+
+    def holds(self, guards: Guards) -> bool:
+        """Whether a capture would read now what it read then."""
+        key = guards, torch.is_grad_enabled()
+        if key not in self._holding and guards.hold(self.params.view, self.build.loss):
+            self._holding.add(key)
+        return key in self._holding
+
+    def find(self, call: Signature, deferred: Deferred) -> Executable | None:
+        """The program for a call of the model as it is now; None where there is none yet."""
+        for key, program in self.programs.items():
+            if key.deferred == deferred and key.call == call and self.holds(key.guards):
+                return program
+        return None
+
+    def add(self, program: Executable, guards: Guards | None = None) -> None:
+        """Adds a program for its call, while ``guards`` hold, by default its own; replaces one of equal guards.
+
+        Warns of many programs of one call.
+        """
+        key = CacheKey(program.key.call, guards or program.guards, program.deferred)
+        variants = {at.guards.values: at for at in self.programs if at.call == key.call}
+        equal = [at for at in self.programs if at[::2] == key[::2] and at.guards.equals(key.guards)]
+        self.programs[equal[0] if equal else key] = program
+        self._look_at()
+        count = len(variants) + 1
+        if key.guards.values not in variants and count >= _MANY and count & (count - 1) == 0:
+            warnings.warn(ShardcWarning(_changing([*variants, key.guards.values])), stacklevel=2)
+
+    def with_loss(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether a call passes the loss its arguments: its last positional ones, if the model does without them.
+
+        Raises:
+            InputError: these are no arguments of the model, with or without those of the loss.
+        """
+        return takes_loss(self.params.view, args, kwargs, None if self.spec.targets is None else len(self.spec.targets))
+
+    def program_for(self, args: Sequence[Any], kwargs: dict[str, Any], looks: bool = False) -> Executable:
+        """The program for global (example) inputs in the present mode, built if there is none yet.
+
+        It is for training too, but of a model that asks for the grad mode and computes something else without.
+
+        Args:
+            looks: somebody looks at its stages, which a stored program does not have.
+        """
+        call = self.signature(args, kwargs)
+        self.mark(call.names, args, kwargs)
+        evaluates = not torch.is_grad_enabled()
+        if self.spec.targets and self.params.view.training and not (looks or evaluates or self.with_loss(args, kwargs)):
+            raise no_targets(self.params.view, self.spec.targets)
+        deferred = NOTHING if evaluates else self.params.sync.deferred()
+        for grad in True, False:
+            with tracing(grad):
+                example = args, kwargs, self.with_loss(args, kwargs)
+                program: Any = self._sized(call, args, kwargs, deferred)
+                if program is None:
+                    program = self.find(call, deferred)
+                if program is None or looks and program.from_store:
+                    with frozen():
+                        build, model = self.build, self.params.present()
+                        if looks or deferred:
+                            program = build(model, *example, deferred)
+                        else:
+                            program = build.stored(model, *example, evaluates)
+                    self.add(program)
+            if not (evaluates and program.guards.reads.grad_mode):
+                break
+        return program
+
+    def _sized(
+        self, call: Signature, args: Sequence[Any], kwargs: dict[str, Any], deferred: Deferred
+    ) -> Executable | None:
+        """The program for a call with dynamic sizes; None where there are none."""
+        example = args, kwargs, self.with_loss(args, kwargs)
+        program = self.build.sized(self.params.present, *example, call, deferred, self.holds)
+        if program is not None and (program.guards, torch.is_grad_enabled()) not in self._holding:
+            self._look_at()
+        return program
+
+    def mark(self, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Takes the dims of a call's tensors (by the names of its leaves) that are marked as dynamic for such."""
+        self.build.dynamic.mark(list(zip(names, pytree.tree_leaves((tuple(args), kwargs)), strict=True)))
+
+    def lowered_but_for_sizes(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether a program was made for such arguments, sizes that change and modes aside."""
+        call = self.signature(args, kwargs)
+        inputs = list(zip(call.names, pytree.tree_leaves((tuple(args), kwargs)), strict=True))
+        dims, _ = self.build.dynamic.of(inputs)
+        return any(key.call.without(dims).leaves == call.without(dims).leaves for key in self.programs)
+
+    def lowered(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether there is a program for such arguments, at global shapes."""
+        with torch.enable_grad():
+            return self.find(self.signature(args, kwargs), NOTHING) is not None
+
+    def whole_shapes(self, local: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[int, ...]]:
+        """The global shapes of a call's inputs, as they were cut, or else by the plan."""
+        by_plan = self.spec.global_shapes(local)
+        return [self.shapes.setdefault(each, shape) for each, shape in zip(local, by_plan, strict=True)]
+
+    def note_cut(self, name: str, local: tuple[int, ...], whole: tuple[int, ...]) -> None:
+        """Notes that ``local`` is what is cut of an input of shape ``whole``.
+
+        Raises:
+            InputError: an input of another shape looks alike, being taken whole where it does not divide.
+        """
+        previous = self.shapes.setdefault((name, local), whole)
+        if previous != whole:
+            small, large = sorted((list(whole), list(previous)))
+            raise InputError(
+                f"input {name!r}: global inputs of {small} and of {large} both give each rank {list(local)}; "
+                f"{small} does not divide and is passed whole",
+                fix=f"drop or pad the batch of {small}, or compile another module for it",
+            )
+
+    def signature(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
+        """The signature of a call in the present mode."""
+        mode = self.look().mode()
+        return Signature.of(mode, TorchGlobalState.now(self.spec.device), self.input_names(args, kwargs), args, kwargs)
+
+    def input_names(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+        """A name for each leaf of a call's arguments."""
+        targets = len(self.spec.targets or ()) * self.with_loss(args, kwargs)
+        return self.spec.names(self.params.view, args, kwargs, targets)
+
+    def settle(self, program: Executable) -> None:
+        """Sets what the model's first call sets on one device; ``program`` is that of later calls too."""
+        reads = program.guards.reads
+        if reads.sets:
+            at = Lookup(self.params.view, self.build.loss, reads.scopes)
+            for expression, value in reads.sets:
+                _, owner, name = parse(expression)
+                setattr(at(owner), name, value)
+            self.add(program, Guards.of(reads, self.params.view, self.build.loss))
+
+    def runner(self, program: Executable) -> Runner:
+        """Returns the runner of ``program`` on this rank."""
+        if id(program) not in self.runners:
+            self.runners[id(program)] = Runner(program, self.spec, self.params, self.buffers, self.tokens)
+        return self.runners[id(program)]
+
+
+def _changing(variants: list[Values]) -> str:
+    values_by_name = [dict(values) for values in variants]
+    differ = [name for name in values_by_name[-1] if len({values.get(name) for values in values_by_name}) > 1]
+    shown = [
+        f"{_shown(name)} is {values_by_name[-1][name]} and was {values_by_name[-2].get(name, 'not read')}"
+        for name in differ[:3]
+    ]
+    return (
+        f"the module was compiled {len(variants)} times for calls that differ only in what its code reads, last "
+        f"because {' and '.join(shown)}; make a value that changes from step to step an input or a buffer (a "
+        "tensor), or do not read it in forward"
+    )
+
+
+def _shown(name: str) -> str:
+    return re.sub(r"\._modules\['([^']+)'\]", r".\1", name)
