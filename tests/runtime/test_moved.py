@@ -47,7 +47,7 @@ def test_one_parameter_elsewhere_is_named() -> None:
     found = dict(module.named_parameters())
     homes = {name: ParamLocation(gpu if name == "1.weight" else cpu, "", False) for name in found}
     with pytest.raises(LayoutError, match=r"parameter \'1\.weight\' was moved to cpu; the program runs on cuda"):
-        parameter_checks.check(found, state.contracts, state.device_mesh, homes)
+        parameter_checks.check(found, state.params.contracts, state.spec.device_mesh, homes)
     parameter_checks.check(
-        found, state.contracts, state.device_mesh, {name: ParamLocation(cpu, "", False) for name in found}
+        found, state.params.contracts, state.spec.device_mesh, {name: ParamLocation(cpu, "", False) for name in found}
     )
