@@ -13,9 +13,10 @@ from torch import Tensor, fx, nn
 
 from shardc._compat import pytree
 from shardc.capture import loss_arity
-from shardc.debug.evaluate import MOVES, Failed, Key, Values, key_of, on_layouts, on_one_device, on_ranks, refuse
+from shardc.debug.evaluate import MOVES, Failed, Key, Values, key_of, on_layouts, on_ranks, refuse
 from shardc.errors import InputError, VerifyError
 from shardc.ir import graph as ir
+from shardc.ir.mesh import Mesh
 from shardc.passes.check import Verify
 from shardc.plan.ports import batch_axes
 from shardc.program import Program
@@ -212,10 +213,8 @@ class _Stages:
 
     def _values(self, stage: str, gm: fx.GraphModule) -> Values:
         feed = self.feed if stage in SCALED else self.feed | dict(self._tangents())
-        if stage in GLOBAL:
-            return on_one_device(gm, feed)
         if not self.program.is_half(stage) and stage not in LOCAL:
-            return on_layouts(gm, self.mesh, feed)
+            return on_layouts(gm, Mesh() if stage in GLOBAL else self.mesh, feed)
         backward = stage.endswith(".backward")
         assert not backward or self.forward is not None
         saved = self.forward.saved if backward and self.forward is not None else None

@@ -7,7 +7,7 @@ its group.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -83,33 +83,54 @@ class Lockstep:
     # --- graphs
 
     @torch.no_grad()
-    def run(self, gm: fx.GraphModule, inputs: Sequence[Sequence[Any]]) -> list[PerRank | None]:
-        """Runs a local graph and returns its outputs.
+    def values(
+        self,
+        gm: fx.GraphModule,
+        feed: Callable[[fx.Node], PerRank],
+        call: Callable[[fx.Node, Mapping[fx.Node, Any]], Any] | None = None,
+    ) -> Iterator[tuple[fx.Node, Any]]:
+        """Yield each node of a graph with its value on every rank, in order; values are freed after their last use.
+
+        The output comes last, with a list: None for outputs that are no nodes.
 
         Args:
-            gm: a graph of aten ops, functional collectives and ``operator.getitem``.
-            inputs: a value per rank for each placeholder.
-
-        Returns:
-            For each output a value per rank, or None if the graph returns None.
+            feed: returns the value of a placeholder.
+            call: executes an op, given the values of its operands; by default on the local tensors of each rank.
         """
         values: dict[fx.Node, Any] = {}
-        feed = iter(inputs)
         dead = last_uses(gm.graph)
         for node in gm.graph.nodes:
             if node.op == "placeholder":
-                values[node] = PerRank(next(feed))
+                values[node] = PerRank(feed(node))
             elif node.op == "get_attr":
                 values[node] = PerRank([operator.attrgetter(str(node.target))(gm)] * self.mesh.ranks)
             elif node.op == "output":
-                return [None if out is None else values[out] for out in node.args[0]]
+                yield node, [values.get(out) if isinstance(out, fx.Node) else None for out in node.args[0]]
+                return
             else:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: values[read])
-                with _compat.no_autocast():
-                    values[node] = self.call(node.target, *args, **kwargs)
+                values[node] = (call or self.execute)(node, values)
+            yield node, values[node]
             for read in dead.get(node, ()):
                 del values[read]
-        raise AssertionError("the graph has no output")
+
+    def execute(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        """Execute the op of a local graph, given the values of its operands."""
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        with _compat.no_autocast():
+            return self.call(node.target, *args, **kwargs)
+
+    def run(self, gm: fx.GraphModule, inputs: Sequence[Sequence[Any]]) -> list[PerRank | None]:
+        """Return for each output of a local graph one value a rank, or None for outputs that are no nodes.
+
+        Args:
+            gm: a graph of aten ops, functional collectives and ``operator.getitem``.
+            inputs: for each placeholder one value a rank.
+        """
+        feed = iter(inputs)
+        results: list[PerRank | None] = []
+        for _, value in self.values(gm, lambda node: PerRank(next(feed))):
+            results = value
+        return results
 
     # --- collectives
 

@@ -7,11 +7,10 @@ from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from shardc.custom_ops.random import draw_key
 from shardc.errors import InputError
-from shardc.ir import graph as ir
 from shardc.ir.executable import BACKWARD, FORWARD, Executable, Half
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -68,7 +67,7 @@ class Simulation:
         half = program.step(training=grad)[0]
         leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         fed = {name: self.ranks.shard(x, layout) for (name, layout), x in zip(program.inputs, leaves, strict=True)}
-        results = self.ranks.run(_tensors_only(half.gm), self._feed(half, fed))
+        results = self.ranks.run(half.gm, self._feed(half, fed))
         count = len(program.outputs)
         out: list[Any] = []
         for role, constant, result in zip(program.outputs, program.output_values, results[:count], strict=True):
@@ -141,7 +140,7 @@ class Simulation:
         feed: list[Any] = [
             shards[port.role.index] if port.role.kind == "tangent" else values[port.name] for port in half.takes
         ]
-        results = self.ranks.run(_tensors_only(half.gm), feed)
+        results = self.ranks.run(half.gm, feed)
         for role, result in zip(half.gives, results, strict=True):
             if role.kind == "grad" and result is not None and role.name in self.params:
                 before = self.grads.get(role.name)
@@ -190,10 +189,3 @@ class Simulation:
             else:
                 feed.append((self.params if role.kind == "param" else self.buffers)[role.name])
         return feed
-
-
-def _tensors_only(graph: fx.GraphModule) -> fx.GraphModule:
-    """Replaces outputs of ``graph`` that are not nodes by None, in place."""
-    output = ir.output_node(graph.graph)
-    output.args = (tuple(x if isinstance(x, fx.Node) else None for x in output.args[0]),)
-    return graph
