@@ -7,8 +7,7 @@ The stages, in the order in which `solve` runs them:
 2. `eliminate`: dynamic programming over what is left, if its tables are small enough.
 3. `messages` and `rounding`: sequential tree-reweighted message passing gives a lower bound, rounding a labelling.
    A label whose own bound is above the value of the labelling is dropped; then back to 1.
-4. `branch`: where that stalls, `blocks` looks for a better labelling, then one variable's labels are split in
-   two and both halves are solved.
+4. `branch`: where that stalls, one variable's labels are split in two and both halves are solved.
 """
 
 from shardc.solver.energy import Energy, Infeasible, evaluate

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardc.solver.blocks import improve_blocks
 from shardc.solver.cost_graph import Graph, recover
 from shardc.solver.eliminate import eliminate, plan_order
 from shardc.solver.energy import Clock, Infeasible
@@ -153,9 +152,6 @@ class Search:
                     reduce(graph, messages.absorb(graph, masks))
                 messages = None
             elif stalled:
-                if not self.has_split:
-                    with clock.stage("blocks"):
-                        self.round(graph, messages, blocks=True)
                 messages.absorb(graph, masks)
                 return bound, messages.bounds
 
@@ -194,13 +190,10 @@ class Search:
             self.propose(graph.constant, {}, graph)
             return True
 
-    def round(self, graph: Graph, messages: Messages, blocks: bool = False) -> None:
-        """Search for better labels; ``blocks`` also improves them block by block."""
+    def round(self, graph: Graph, messages: Messages) -> None:
+        """Search for better labels."""
         rounded = [descend(graph, round_messages(messages, forward)) for forward in (True, False)]
         value, chosen = min(((cost(graph, labels), labels) for labels in rounded), key=lambda pair: pair[0])
-        if blocks and value < math.inf:
-            chosen = improve_blocks(graph, chosen, self.effort.clock)
-            value = cost(graph, chosen)
         if value < self.value:
             self.propose(value, {i: int(graph.labels[i][x]) for i, x in chosen.items()}, graph)
 
