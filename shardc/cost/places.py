@@ -124,8 +124,8 @@ def common_places(src: Layout, dst: Layout) -> Places:
     idle = [axis for axis in mesh.axes if mesh.size(axis) > 1 and not any(mesh.overlap(axis, a) for a in used)]
     src_cuts, dst_cuts = mesh.edges(src.axes), mesh.edges(dst.axes)
     _cut_at_edges(src, dst, src_cuts, dst_cuts)
-    source = _located(src, src_cuts)
-    target = _located(dst, dst_cuts)
+    source = located(src, src_cuts)
+    target = located(dst, dst_cuts)
     parts = tuple(sorted({*source, *target, *idle}, key=lambda part: (mesh.order(part), mesh.size(part))))
     sizes = tuple(mesh.size(part) for part in parts)
     places = [p for p in dict.fromkeys([*source.values(), *target.values()]) if isinstance(p, Place)]
@@ -193,13 +193,13 @@ def _cut_at_edges(src: Layout, dst: Layout, src_cuts: dict[str, set[int]], dst_c
 def _edges(layout: Layout, cuts: dict[str, set[int]]) -> list[set[int]]:
     """Return, for each dim, the strides at which a digit begins or ends after the axes are cut."""
     out: list[set[int]] = [set() for _ in layout.dims]
-    for place in _located(layout, cuts).values():
+    for place in located(layout, cuts).values():
         if isinstance(place, Place):
             out[place.dim].update((place.low, place.high))
     return out
 
 
-def _located(layout: Layout, cuts: dict[str, set[int]]) -> dict[str, Place | int]:
+def located(layout: Layout, cuts: dict[str, set[int]]) -> dict[str, Place | int]:
     """Return the location of each part of each used axis: a place, or the code of a partial reduction."""
     mesh = layout.mesh
     out: dict[str, Place | int] = {}
