@@ -4,8 +4,9 @@ entry.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from operator import getitem
 
 from torch import fx
@@ -15,6 +16,7 @@ from shardc.ir import comm_volume
 from shardc.ir import graph as ir
 from shardc.ir.comm import move_kind
 from shardc.ir.executable import Executable
+from shardc.ir.provenance import about, axes_of
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 _MAX_OPS = 64  # ops to search upstream of a collective for the parameter whose split caused it
@@ -74,25 +76,22 @@ class Explainer:
 
     def cause(self, at: int) -> Cause:
         """Return the cause of the collective at position ``at``."""
-        op = self.step.ops[at]
-        origin = ir.info(op.node).origin
+        op, origin = self.step.ops[at], self.origins[at]
         if move_kind(op.node) is not None:
-            return Cause((self._host_param(at),), origin.module, origin.source, origin.cause, origin.cause)
+            return _recorded(op.node, self._host_param(at))
         params = self._gathered(at) if op.gathered else self._needed(at)
-        if not params:
-            first = self.step.ops[op.reads[0]].node
-            maker, axes = self._maker(at, origin.consumer), _axes(op.node)
-            lookups = (self._entry, self._entry_of_module)
-            if maker != at:  # upstream, another reader of the value may come before the one that reads the parameter
-                lookups = lookups[::-1]
-            entries = (lookup(maker, axes) for lookup in lookups)
-            entry = next(filter(None, entries), "") or origin.cause
-            tensors = (ir.info(first).name,)
-            return Cause(tensors, origin.module, origin.source, entry, origin.reason, origin.consumer)
-        module = origin.module or params[0].rpartition(".")[0]
-        entry = ir.info(self.params[params[0]]).origin.cause
-        source = origin.source or self._first_use(at)
-        return Cause(tuple(params), module, source, entry, origin.reason, origin.consumer)
+        if params:
+            module = origin.module or params[0].rpartition(".")[0]
+            source, entry = origin.source or self._first_use(at), ir.info(self.params[params[0]]).origin.cause
+            return replace(_recorded(op.node, *params), module=module, source=source, entry=entry)
+        maker, axes = self._maker(at, origin.consumer), axes_of(op.node)
+        upstream = (self._compute_entry(node) for node in islice(self._reached(maker, self._sources), _MAX_OPS))
+        module = self.origins[maker].module
+        beside = (self.compute.get(name, "") for name in (self.params_of.get(module, ()) if module else ()))
+        # Upstream, another reader of the value may come before the one that reads the parameter.
+        entries = chain(upstream, beside) if maker == at else chain(beside, upstream)
+        cause = _recorded(op.node, ir.info(self.step.ops[op.reads[0]].node).name)
+        return replace(cause, entry=next(about(axes, entries), cause.entry))
 
     def _host_param(self, at: int) -> str:
         """Return the offloaded parameter that a host copy moves, or whose gradient it moves."""
@@ -101,13 +100,8 @@ class Explainer:
 
     def _gathered(self, at: int) -> list[str]:
         """Return the parameters from which a chain of gathers and moves starts."""
-        work, params = [at], []
-        while work:
-            op = self.step.ops[work.pop()]
-            name = ir.info(op.node).name
-            params += [name] if name in self.params else []
-            work.extend(reversed(op.reads))
-        return params
+        name = ir.info(self.step.ops[at].node).name
+        return [name] if name in self.params else [p for read in self.step.ops[at].reads for p in self._gathered(read)]
 
     def _sources(self, at: int) -> tuple[int, ...]:
         """Return what an op reads; an item of a bucketed collective reads only its own tensor."""
@@ -118,16 +112,18 @@ class Explainer:
 
     def _needed(self, at: int) -> list[str]:
         """Return the parameters whose gradients need the result of the collective, or an item of it."""
+        reached = self._reached(at, lambda node: (user for user in self.users[node] if self.passes_on[user]))
+        names = (self.origins[node].consumer for node in reached)
+        return list(dict.fromkeys(name for name in names if name in self.params))
+
+    def _reached(self, at: int, neighbours: Callable[[int], Iterable[int]]) -> Iterator[int]:
+        """Yield the positions that ``neighbours`` lead to from ``at``, the nearest first, ``at`` included."""
         work, seen = [at], {at}
-        params: dict[str, None] = {}
-        for node in work:
-            name = self.origins[node].consumer
-            if name in self.params:
-                params[name] = None
-            fresh = [x for x in self.users[node] if self.passes_on[x] and x not in seen]
+        for node in work:  # grows
+            yield node
+            fresh = [x for x in neighbours(node) if x not in seen]
             seen.update(fresh)
             work += fresh
-        return list(params)
 
     def _first_use(self, at: int) -> str:
         """Return the source line of the first op that computes with the value."""
@@ -149,27 +145,10 @@ class Explainer:
             return at
         return self.position.get(consumer, at)
 
-    def _entry(self, at: int, axes: set[str]) -> str:
-        """Return the plan entry of the nearest parameter upstream that is split for compute over one of ``axes``."""
-        work, seen = [at], {at}
-        for _ in range(_MAX_OPS):
-            if not work:
-                return ""
-            node = work.pop(0)
-            op = self.step.ops[node]
-            entry = self.compute.get(ir.info(op.node).name, "") if op.node.op == "placeholder" else ""
-            if _mentions(entry, axes):
-                return entry
-            fresh = [read for read in self._sources(node) if read not in seen]
-            work += fresh
-            seen.update(fresh)
-        return ""
-
-    def _entry_of_module(self, at: int, axes: set[str]) -> str:
-        """Return the plan entry of a parameter of the module that op ``at`` belongs to."""
-        module = ir.info(self.step.ops[at].node).origin.module
-        entries = [self.compute.get(name, "") for name in (self.params_of.get(module, ()) if module else ())]
-        return next((entry for entry in entries if _mentions(entry, axes)), "")
+    def _compute_entry(self, at: int) -> str:
+        """Return the plan entries of the compute layout of the parameter at position ``at``; "" if it is none."""
+        node = self.step.ops[at].node
+        return self.compute.get(ir.info(node).name, "") if node.op == "placeholder" else ""
 
 
 def cause_of(program: Executable, node: fx.Node, entries: Iterable[str]) -> Cause:
@@ -183,21 +162,12 @@ def cause_of(program: Executable, node: fx.Node, entries: Iterable[str]) -> Caus
         halves = program.step(training=False)
     step = of_halves(halves, program.levels)
     at = next((at for at, op in enumerate(step.ops) if op.node is node), None)
-    if at is None:  # the node is in a separate reduction graph
-        origin = ir.info(node).origin
-        tensors = (ir.info(node).name,)
-        cause = Cause(tensors, origin.module, origin.source, origin.cause, origin.reason, origin.consumer)
-    else:
-        cause = Explainer(step, program.causes).cause(at)
-    entry = cause.entry or " | ".join(entry for entry in entries if _mentions(entry, _axes(node)))
-    return replace(cause, entry=entry)
+    # None: the node is in a separate reduction graph.
+    cause = _recorded(node, ir.info(node).name) if at is None else Explainer(step, program.causes).cause(at)
+    return replace(cause, entry=cause.entry or " | ".join(about(axes_of(node), entries)))
 
 
-def _mentions(entry: str, axes: set[str]) -> bool:
-    return any(f'"{axis}"' in entry or f"@{axis}" in entry for axis in axes)
-
-
-def _axes(node: fx.Node) -> set[str]:
-    """Return the mesh axes of a collective, without their parts."""
-    group = str(comm_volume.arguments_of(node)["group_name"])
-    return {axis.partition(":")[0] for axis in group.removeprefix(comm_volume.GROUP_PREFIX).split(",")}
+def _recorded(node: fx.Node, *tensors: str) -> Cause:
+    """Return what the record of ``node`` says of its cause."""
+    origin = ir.info(node).origin
+    return Cause(tensors, origin.module, origin.source, origin.cause, origin.reason, origin.consumer)

@@ -11,9 +11,9 @@ from shardc.ir import grammar
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT
 from shardc.ir.comm_volume import collective_kind
+from shardc.ir.provenance import collective_of
 from shardc.passes.op_calls import is_start, leaving
 from shardc.passes.prefetchable import prefetchable
-from shardc.verify.provenance import collective_of
 from shardc.verify.subject import Broken, Subject
 
 

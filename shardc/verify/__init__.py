@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from torch import fx
 
 from shardc.errors import VerifyError
-from shardc.ir import grammar, ops, text
+from shardc.ir import grammar, ops, provenance, text
 from shardc.ir.graph import KEY, Info, info, output_node
 from shardc.ir.mesh import Mesh
-from shardc.verify import halves, layouts, local, provenance, structure
+from shardc.verify import halves, layouts, local, structure
 from shardc.verify.subject import Agrees, Check, Subject, no_rules
 
 GRAPH = (structure.records, structure.order, structure.types, structure.results)

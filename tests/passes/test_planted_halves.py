@@ -20,9 +20,9 @@ from shardc.ir.arena import PLAN, place
 from shardc.ir.comm import IN_MESSAGES
 from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.executable import certify
+from shardc.ir.provenance import entry_of
 from shardc.passes import Partition, Pass, Pipeline, Schedule
 from shardc.verify import halves
-from shardc.verify.provenance import entry_of
 from shardc.verify.state import State
 from shardc.verify.subject import Subject, no_rules
 

@@ -1,8 +1,11 @@
-"""Provenance of a collective that fails a check: its plan entry and its line of the user's code."""
+"""Provenance of a collective in one graph: the plan entry and the line of the user's code that it comes from.
+
+`shardc.report.causes` looks further, over all ops of a step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import getitem
 
 from torch import fx
@@ -27,12 +30,20 @@ def entry_of(node: fx.Node, causes: Mapping[str, str]) -> str | None:
     origin: Origin = info(node).origin
     if not origin.consumer:
         return origin.cause or None
-    stored = {info(x).name: info(x).origin.cause for x in placeholders(node.graph)}
+    stored = (info(x).origin.cause for x in placeholders(node.graph) if info(x).name == origin.consumer)
+    beside = (entry for param, entry in causes.items() if param.rpartition(".")[0] == origin.module)
+    return next(about(axes_of(node), (*stored, *beside)), None)
+
+
+def axes_of(node: fx.Node) -> set[str]:
+    """Return the mesh axes of a collective, without their parts."""
     group = node.kwargs.get("axis", "") if node.target in ops.COLLECTIVES else arguments_of(node)["group_name"]
-    axes = str(group).removeprefix(GROUP_PREFIX).split(",")
-    beside = [entry for param, entry in causes.items() if param.rpartition(".")[0] == origin.module]
-    candidates = [stored.get(origin.consumer, ""), *beside]
-    return next((x for x in candidates if any(f'"{axis.partition(":")[0]}"' in x for axis in axes)), None)
+    return {axis.partition(":")[0] for axis in str(group).removeprefix(GROUP_PREFIX).split(",")}
+
+
+def about(axes: Iterable[str], entries: Iterable[str]) -> Iterator[str]:
+    """Yield the plan entries that mention one of ``axes``."""
+    return (entry for entry in entries if any(f'"{axis}"' in entry or f"@{axis}" in entry for axis in axes))
 
 
 def source_of(node: fx.Node) -> str | None:
