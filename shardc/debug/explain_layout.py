@@ -217,7 +217,7 @@ def _alternatives(program: Program, node: fx.Node) -> Iterator[tuple[float, str,
     wanted = tuple(frozenset(_wanted_by_others(x, twin)) for x in operands)
     have = tuple(ir.layout(x) for x in operands)
     chosen = Strategy(needs, (ir.layout(twin),))
-    strategies = list(priced(spec, have, wanted, pinned, Work.of(call), None, program.options.cost))
+    strategies = priced(spec, have, wanted, pinned, Work.of(call), None, program.options.cost)
     for seconds, strategy in sorted(strategies, key=lambda row: (row[1] != chosen, row[0])):
         yield seconds, ", ".join(map(str, strategy.operands)), str(strategy.results[0])
 

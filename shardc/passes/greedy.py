@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import getitem
+from operator import getitem, itemgetter
 
 import torch
 from torch import fx
@@ -26,7 +26,7 @@ from shardc.ir.op_traits import RESHAPES
 from shardc.passes import region
 from shardc.passes.op_calls import call_of, move_of, operands_of
 from shardc.passes.propagate import Problem, decide, padded, pin, take
-from shardc.passes.strategy_cost import Gradient, Work, cheapest_strategy, compute_seconds
+from shardc.passes.strategy_cost import Gradient, Work, compute_seconds, priced
 from shardc.rules import spec_of
 from shardc.rules.rule import Call
 from shardc.rules.spec import Spec, Strategy, carries, from_results, infer, project, strategies
@@ -117,7 +117,8 @@ class _Sweep:
         have = tuple(self._reachable(x) for x in operands)
         layouts = tuple(ir.layout(x) for x in operands)
         grad = Gradient(self.grad_target[node], self.problem.batch_axes) if node in self.grad_target else None
-        chosen = cheapest_strategy(spec, layouts, have, pins, Work.of(call), grad, self.cost)
+        options = priced(spec, layouts, have, pins, Work.of(call), grad, self.cost)
+        _, chosen = min(options, key=itemgetter(0))  # on a tie the first
         self._decide(node, chosen)
         if node.target in RESHAPES and ir.info(node).origin.phase == "forward":
             self._warn_cut(node, layouts[0], chosen.operands[0], spec)

@@ -142,7 +142,7 @@ class Emitter(Calls):
         if name not in self._numbers:
             with self.graph.inserting_after(self._last_primal) if self._last_primal else self.graph.inserting_before():
                 node = self.graph.placeholder(f"primals_{kind}_{len(self._numbers)}")
-            with self.fake_mode:
+            with self.rewriter.fake_mode:
                 node.meta["val"] = torch.zeros(1, dtype=torch.int64, device=self.device)
             self._last_primal = node
             self._record(node, name, Info("", None, Origin(), Role(kind, role_name, len(self._numbers))))
@@ -159,7 +159,7 @@ class Emitter(Calls):
         record, val = ir.info(node), node.meta["val"]
         if isinstance(val, Tensor):
             shape = ir.layout(node).local_shape
-            with self.fake_mode:
+            with self.rewriter.fake_mode:
                 val = torch.empty(shape, dtype=val.dtype, device=val.device)
         local.meta["val"] = val
         if record.role is None or record.role.kind != "tangent":

@@ -48,7 +48,7 @@ class Calls:
         self.graph = fx.Graph()
         self.rewriter = GraphRewriter(self.graph, fake_mode=fake_mode)
         self.names = self.rewriter.names = NameScope() if old is None else NameScope.of(old)
-        self.fake_mode, self.device = fake_mode, device
+        self.device = device
         self.record = Info("", None)
         self.traced: fx.Node | None = None
         self._once: dict[Any, Any] = {}
@@ -106,7 +106,7 @@ class Calls:
         """Returns the fake value of ``node``; a new node without one gets one."""
         if "val" not in node.meta:
             value = ir.value(node)
-            with self.fake_mode:
+            with self.rewriter.fake_mode:
                 node.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device=self.device)
         return node.meta["val"]
 

@@ -17,6 +17,7 @@ from shardc.ir import graph as ir
 from shardc.ir.graph import Value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.rewriter import GraphRewriter
 from shardc.passes.op_calls import operands_of
 from shardc.plan.spec_layout import to_layout
 from shardc.rules.spec import Strategy
@@ -28,7 +29,7 @@ OPS = (CALL, GRADIENT)
 class Emitter(Protocol):
     """Interface of the builder of a local graph (`shardc.passes.localize`)."""
 
-    fake_mode: Any
+    rewriter: GraphRewriter
     device: torch.device
     traced: fx.Node | None
 
@@ -98,7 +99,7 @@ def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[A
                 return it.run(tensors)
             return it.gradients(tensors[:count], list(map(_part, tensors[count:], layouts)))
 
-    with emitter.fake_mode:
+    with emitter.rewriter.fake_mode:
         indices = [torch.zeros(1, dtype=torch.int64, device=emitter.device) for _ in mesh.axes]
         with _explained(it, fakes):
             traced = make_fx(on_a_rank)(fakes, indices)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -57,21 +57,6 @@ class Gradient:
 
 
 @lru_cache(maxsize=65536)
-def cheapest_strategy(
-    spec: Spec,
-    operands: tuple[Layout, ...],
-    reachable: tuple[frozenset[Layout], ...],
-    pinned: tuple[bool, ...],
-    work: Work,
-    grad: Gradient | None,
-    cost: Pricing,
-) -> Strategy:
-    """Returns the cheapest strategy of `priced`, on a tie the first; memoised, so repeated layers are decided once."""
-    best = min(priced(spec, operands, reachable, pinned, work, grad, cost), key=lambda option: option[0], default=None)
-    assert best is not None, "an op always has the strategy that splits nothing"
-    return best[1]
-
-
 def priced(
     spec: Spec,
     operands: tuple[Layout, ...],
@@ -80,10 +65,11 @@ def priced(
     work: Work,
     grad: Gradient | None,
     cost: Pricing,
-) -> Iterator[tuple[float, Strategy]]:
-    """Yields (seconds, strategy) for each strategy that the operands' layouts suggest.
+) -> tuple[tuple[float, Strategy], ...]:
+    """Returns (seconds, strategy) for each strategy that the operands' layouts suggest; at least one splits nothing.
 
-    The seconds are those of the reshards of operands, of later reductions, and of the compute of each rank.
+    Memoised, so that repeated layers are priced once. The seconds are those of the reshards of operands, of later
+    reductions, and of the compute of each rank.
 
     Args:
         operands: layouts that the operands have.
@@ -92,6 +78,7 @@ def priced(
         work: what else the op's compute time depends on.
         grad: set if the result only leads to a parameter's gradient.
     """
+    out = []
     for strategy in strategies(spec, operands):
         price = sum(
             redistribute.seconds(have, want, dtype.itemsize, cost) * (PIN_PENALTY if pin else 1.0)
@@ -106,7 +93,8 @@ def priced(
         else:
             price += _deferred(spec, operands, strategy, itemsize, cost)
         price += compute_seconds(spec, strategy, work, cost)
-        yield price, strategy
+        out.append((price, strategy))
+    return tuple(out)
 
 
 def compute_seconds(spec: Spec, strategy: Strategy, work: Work, cost: Pricing) -> float:

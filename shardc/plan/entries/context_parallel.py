@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from shardc.errors import PlanError
 from shardc.plan.constructor_calls import Call
-from shardc.plan.entries.entry import Entry
+from shardc.plan.entries.entry import BatchEntry
 from shardc.plan.match import matching
 from shardc.validate import check_fields
 
@@ -15,10 +15,9 @@ METHODS = ("auto", "gather", "ring", "ulysses")
 
 
 @dataclass(frozen=True)
-class Cp(Entry):
+class Cp(BatchEntry):
     """Splits dim ``dim`` of inputs over ``axis``; the other fields are those of `shardc.cp`."""
 
-    axis: str
     method: Annotated[str, Literal["auto", "gather", "ring", "ulysses"]] = "auto"
     modules: str = "*"
     order: Annotated[str, Literal["auto", "striped", "contiguous"]] = "auto"
@@ -38,14 +37,6 @@ class Cp(Entry):
     @property
     def key(self) -> tuple[Any, ...]:
         return ("cp", self.axis, self.modules)
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return (self.axis,)
-
-    @property
-    def batch(self) -> tuple[str, ...]:
-        return (self.axis,)
 
     @property
     def sequence(self) -> tuple[int, str, bool]:

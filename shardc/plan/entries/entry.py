@@ -125,6 +125,21 @@ class Entry:
         return call_text(*to_call([self]))
 
 
+@dataclass(frozen=True)
+class BatchEntry(Entry):
+    """An entry that splits the batch over ``axis``, and something of the modules that it names."""
+
+    axis: str
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return (self.axis,)
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        return (self.axis,)
+
+
 def distinct(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     """Return ``entries`` without those that a later one with the same key replaces."""
     by_key: dict[Any, Entry] = {}

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from shardc.errors import PlanError
 from shardc.plan.constructor_calls import Call
-from shardc.plan.entries.entry import Entry
+from shardc.plan.entries.entry import BatchEntry
 from shardc.plan.match import matching, must_match
 from shardc.plan.placed import Placed
 from shardc.validate import check_fields
@@ -17,13 +17,12 @@ WAYS = ("auto", "gather", "send", "bounded")
 
 
 @dataclass(frozen=True)
-class Ep(Entry):
+class Ep(BatchEntry):
     """Splits the experts of the modules that ``glob`` matches over ``axis``, and the batch, too.
 
     The other fields are those of `shardc.ep`.
     """
 
-    axis: str
     glob: str
     dispatch: Annotated[str, Literal["auto", "gather", "send", "bounded"]] = "auto"
     capacity: float = 0.0
@@ -46,14 +45,6 @@ class Ep(Entry):
     @property
     def key(self) -> tuple[Any, ...]:
         return ("ep", self.axis, self.glob)
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return (self.axis,)
-
-    @property
-    def batch(self) -> tuple[str, ...]:
-        return (self.axis,)
 
     def says(self, module: str) -> bool:
         """Return whether it applies to the experts of ``module``."""
