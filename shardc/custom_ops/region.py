@@ -1,8 +1,8 @@
-"""Regions of `local_map`: functions of one rank's shards that communicate by themselves.
+"""Regions with their own communication (`local_map`): a function of one rank's tensors, with its layouts.
 
-A region is one opaque op at global shapes from capture on; `shardc.passes.region` gives it its layouts and replaces it
-by its ops on one rank. Outside of a compiled model the function gets the global tensors, and every axis has one rank:
-that run is the reference.
+From capture on a region is one opaque op at global shapes. `shardc.passes.local_regions` gives it its layouts and
+replaces it by its ops on one rank. Outside of a compiled model the function gets global tensors, and every axis has one
+rank.
 """
 
 from __future__ import annotations

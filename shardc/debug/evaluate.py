@@ -20,7 +20,7 @@ from shardc.ir import ops
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.passes import region
+from shardc.passes import local_regions
 from shardc.passes.op_calls import call_of, operands_of
 from shardc.rules import find_rule, spec_of
 from shardc.rules.rule import Local
@@ -62,7 +62,7 @@ def refuse(graph: fx.Graph) -> None:
     """Raise InputError if the graph has ops whose results cannot be compared with one device."""
     for node in graph.nodes:
         target = str(node.target)
-        if node.target in region.OPS:
+        if node.target in local_regions.OPS:
             raise InputError(f"{ir.info(node).name} is a manual region, which only runs on ranks", fix="leave it out")
         if target.startswith("shardc_random."):
             source = ir.info(node).origin.source or None

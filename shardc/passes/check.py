@@ -12,7 +12,7 @@ from shardc.errors import VerifyError
 from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.passes import region
+from shardc.passes import local_regions
 from shardc.passes.check_waits import check_waits
 from shardc.passes.op_calls import call_of, operands_of
 from shardc.passes.pipeline import Hook, Pass
@@ -153,8 +153,8 @@ def agrees(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | N
     if operands is None:
         operands = tuple(ir.layout(x) for x in operands_of(node))
     results = tuple(value.layout for value in ir.info(node).tensors if value.layout is not None)
-    if node.target in region.OPS:
-        strategy = region.strategy_of(node, results[0].mesh)
+    if node.target in local_regions.OPS:
+        strategy = local_regions.strategy_of(node, results[0].mesh)
         same = (strategy.operands, strategy.results) == (operands, results)
         return None if same else f"its region takes {_shown(strategy.operands)} and gives {_shown(strategy.results)}"
     if ir.info(node).origin.cause == REDUCED_IN:  # carries a pending sum, to a smaller dtype too

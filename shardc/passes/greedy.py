@@ -23,7 +23,7 @@ from shardc.ir import ops
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.op_traits import RESHAPES
-from shardc.passes import region
+from shardc.passes import local_regions
 from shardc.passes.op_calls import call_of, move_of, operands_of
 from shardc.passes.propagate import Problem, decide, padded, pin, take
 from shardc.passes.strategy_cost import Gradient, Work, compute_seconds, priced
@@ -97,8 +97,8 @@ class _Sweep:
             self.pinned.add(node)
         elif node.target is ops.pad:
             self._decide(node, padded(node, ir.layout(node.args[0])))
-        elif node.target in region.OPS:
-            self._decide(node, region.strategy_of(node, self.mesh))
+        elif node.target in local_regions.OPS:
+            self._decide(node, local_regions.strategy_of(node, self.mesh))
         else:
             self._op(node)
 

@@ -21,7 +21,7 @@ from shardc.ir import ops
 from shardc.ir.comm import group_name
 from shardc.ir.graph import Info, Origin, Role
 from shardc.ir.mesh import Mesh
-from shardc.passes import region
+from shardc.passes import local_regions
 from shardc.passes.collectives import step_of
 from shardc.passes.lower_collective import lower_collective
 from shardc.passes.op_calls import call_of, operands_of
@@ -77,8 +77,8 @@ class Localize:
             if isinstance(source, (tuple, list)):
                 return source[index]
             return emitter.named(emitter.call(getitem, source, index))
-        if node.target in region.OPS:
-            return region.emit(node, [env[x] for x in operands_of(node)], emitter)
+        if node.target in local_regions.OPS:
+            return local_regions.emit(node, [env[x] for x in operands_of(node)], emitter)
         if node.target in (ops.pad, ops.unpad):
             return emitter.named(_resize(node, env[node.args[0]], emitter))
         return emitter.named(_op(node, env, emitter))

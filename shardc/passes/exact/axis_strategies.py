@@ -18,7 +18,7 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Digit, Digits, Layout, canonical
 from shardc.ir.mesh import Mesh
-from shardc.passes import region
+from shardc.passes import local_regions
 from shardc.passes.op_calls import call_of, operands_of
 from shardc.rules import spec_of
 from shardc.rules.routed import Assignment, meets_requirements
@@ -49,7 +49,7 @@ def spec_at(node: fx.Node) -> Spec | None:
     """Returns the factors of an op; None if its strategies do not follow from a rule: markers, regions, no rule."""
     if node.op != "call_function" or node.target is getitem or node.target in ops.MARKERS.values():
         return None
-    return None if node.target in region.OPS else spec_of(call_of(node))
+    return None if node.target in local_regions.OPS else spec_of(call_of(node))
 
 
 def slot_of(node: fx.Node) -> Slot:

@@ -19,7 +19,7 @@ from shardc.errors import ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
-from shardc.passes import region
+from shardc.passes import local_regions
 from shardc.passes.exact.axis_strategies import Closure, Slot, slot_of, spec_at
 from shardc.passes.exact.combine_axes import combine_axes
 from shardc.passes.exact.problem import Builder, Label, Use, kernel_seconds
@@ -164,8 +164,8 @@ class LayoutProblem:
             return tuple(Strategy((b,), (self.problem.pin_layout(node.kwargs["name"], b)[0],)) for b in bases)
         if node.target is ops.pad:
             return tuple(dict.fromkeys(padded(node, base) for base in self._produced(node.args[0])))
-        if node.target in region.OPS:
-            return (region.strategy_of(node, self.mesh),)
+        if node.target in local_regions.OPS:
+            return (local_regions.strategy_of(node, self.mesh),)
         spec = spec_at(node)
         operands = [ir.value(x) for x in operands_of(node)]
         if spec is None:
