@@ -141,8 +141,8 @@ def _check(subject: Subject, stage: str, checks: Iterable[Check], of_user: bool)
         except VerifyError as error:
             if not of_user:
                 raise
-            text = (invariant.__doc__ or "").partition("\n")[0]
-            fix = f"mend the pass {stage!r}: what runs after it requires: {text or 'only ops that are legal here.'}"
+            text = (invariant.__doc__ or "").partition(" that ")[2].partition("\n")[0].partition(";")[0].rstrip(".")
+            fix = f"mend the pass {stage!r}: what runs after it requires that {text or 'its ops are legal'}"
             raise VerifyError(
                 error.what, plan_entry=error.plan_entry, source=error.source, program=error.program, fix=fix
             ) from None
