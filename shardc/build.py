@@ -30,8 +30,8 @@ from shardc.lower import lower
 from shardc.lower.compile_lock import caches, program_folder
 from shardc.lower.inductor import artifacts
 from shardc.passes import in_pieces
-from shardc.passes.folded import Folded
 from shardc.passes.options import Options
+from shardc.passes.unfold import Folded
 from shardc.plan.ports import numbered, resolve_activations, resolve_inputs
 from shardc.plan.resolve import Sizes, resolve_params
 from shardc.plan.spec_forms import PerRank

@@ -11,18 +11,16 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, zip_longest
+from itertools import groupby
 from typing import Any
 
 from shardc.capture import Dtypes, find_repeats, shortened
 from shardc.errors import ShardcWarning
 from shardc.ir.gc_control import uncollected
 from shardc.ir.reads import Lookup, Read, Reads
-from shardc.ir.repeat import Repeat, short_name
+from shardc.ir.repeat import Repeat, Repeats
 from shardc.joint import Joint, Request, build_joint
-from shardc.passes.folded import Folded
-from shardc.passes.unfold import Unfold
-from shardc.passes.unfold_names import NotPeriodic
+from shardc.passes.unfold import Folded, NotPeriodic
 from shardc.plan.ports import ActivationPin
 from shardc.plan.resolve import ParamPlan
 from shardc.program import Program
@@ -45,15 +43,13 @@ def build_folded(request: Request, make: Callable[[Joint, Folded | None], Progra
         repeats = repeats_of(request, keep)
         if not repeats:
             break
-        few = few_of(request, repeats, keep)
-        with shortened(model, repeats, keep):
+        few = few_of(request, repeats)
+        with shortened(model, repeats):
             joint = build_joint(few)
         try:
             with uncollected():
-                stored = {name: p.dtype for name, p in model.named_parameters()}
-                bound = replace(joint.bound, params=request.params, stored=stored, deferred=request.deferred)
-                reads = unfolded_reads(joint.captured.reads, repeats, keep, Lookup(model, request.loss))
-                program = make(joint, Folded(tuple(repeats), keep, unfolds_of(joint, repeats, keep), bound, reads))
+                reads = unfolded_reads(joint.captured.reads, repeats, Lookup(model, request.loss))
+                program = make(joint, folded_of(request, joint, repeats, reads))
                 program.step()
             return program
         except NotPeriodic as error:
@@ -64,33 +60,36 @@ def build_folded(request: Request, make: Callable[[Joint, Folded | None], Progra
     return make(build_joint(request), None)
 
 
-def few_of(request: Request, repeats: Sequence[Repeat], keep: int) -> Request:
-    """Returns the request for the shortened model, with ``keep`` blocks of each repeated run."""
-    params = {short_name(name, repeats, keep): found for name, found in request.params.items()}
-    pins = [(short_name(pin.module, repeats, keep), pin) for pin in request.activations()]
-    regions = [short_name(name, repeats, keep) for name in request.recomputed()]
+def few_of(request: Request, repeats: Repeats) -> Request:
+    """Returns the request for the shortened model."""
+    params = {repeats.short(name): found for name, found in request.params.items()}
+    pins = [(repeats.short(pin.module), pin) for pin in request.activations()]
+    regions = [repeats.short(name) for name in request.recomputed()]
     return replace(
         request,
         params={name: found for name, found in params.items() if name is not None},
         pins=[replace(pin, module=name) for name, pin in pins if name is not None],
         regions=[name for name in regions if name is not None],
-        traced_in=request.dtypes.shortened(repeats, keep),
-        deferred=request.deferred.renamed(lambda name: short_name(name, repeats, keep)),
+        traced_in=request.dtypes.shortened(repeats),
+        deferred=request.deferred.renamed(repeats.short),
     )
 
 
-def unfolds_of(joint: Joint, repeats: Sequence[Repeat], keep: int) -> tuple[Unfold, ...]:
-    """Returns the `Unfold` of each run of repeated blocks, for the local joint graph of the shortened model."""
-    unfolds: list[Unfold] = []
-    graph = joint.local.graph
-    for number, repeat in enumerate(repeats):
-        if number:
-            graph = unfolds[-1].joint(graph)
-        unfolds.append(Unfold(graph, repeat, keep))
-    return tuple(unfolds)
+def folded_of(request: Request, joint: Joint, repeats: Repeats, reads: Reads) -> Folded:
+    """Returns the relation of ``joint``, of the shortened model, to the whole model that ``request`` is for.
+
+    Args:
+        reads: what a capture of the whole model would have read.
+
+    Raises:
+        NotPeriodic: the nodes of the blocks do not repeat.
+    """
+    stored = {name: p.dtype for name, p in request.model.named_parameters()}
+    bound = replace(joint.bound, params=request.params, stored=stored, deferred=request.deferred)
+    return Folded(repeats, joint.local.graph, bound, reads)
 
 
-def unfolded_reads(reads: Reads, repeats: Sequence[Repeat], keep: int, at: Lookup) -> Reads:
+def unfolded_reads(reads: Reads, repeats: Repeats, at: Lookup) -> Reads:
     """Extends the reads (guards) of the captured blocks to all blocks of each run.
 
     Args:
@@ -102,8 +101,8 @@ def unfolded_reads(reads: Reads, repeats: Sequence[Repeat], keep: int, at: Looku
     if repeats and any(re.search(r"\._modules\['\d+'\]", name) for name, _ in reads.sets):
         raise NotPeriodic(f"forward sets {reads.sets[0][0]}, which may be of one block")
     merged = reads.entries
-    for repeat in repeats:
-        copies = [copy for read in merged for copy in _read_of_blocks(read, repeat, keep, at)]
+    for run in repeats:
+        copies = [copy for read in merged for copy in _read_of_blocks(read, run, repeats.keep, at)]
         merged = tuple(dict.fromkeys(copies))
     return replace(reads, entries=tuple(sorted(merged, key=str)))
 
@@ -111,18 +110,20 @@ def unfolded_reads(reads: Reads, repeats: Sequence[Repeat], keep: int, at: Looku
 def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read]:
     """Copies a guard ``read`` of the shortened model to every block of the run; NotPeriodic if values differ."""
     container = "model" + "".join(f"._modules[{part!r}]" for part in run.path.split(".") if part)
-    # Every second part is the index of a child of the container.
-    parts = re.split(rf"(?<={re.escape(container)}\._modules\[')(\d+)(?='\])", read.expression)
-    texts, numbers = parts[::2], [int(number) for number in parts[1::2]]
+    child = rf"(?<={re.escape(container)}\._modules\[')\d+(?='\])"
+    numbers = {int(number) for number in re.findall(child, read.expression)}
     inside = {number for number in numbers if run.first <= number < run.first + keep}
     by_number = rf"{re.escape(container)}(?!\._modules\['\d+'\])\S*\[\d+\]"  # contents of a block may be numbered
     if len(inside) > 1 or re.search(by_number, read.expression):
         raise NotPeriodic(f"the model reads {read}, which is not of one block by name")
 
     def of(block: int) -> Read:
-        behind = run.first + keep
-        new = [block if n in inside else n + (run.count - keep) * (n >= behind) for n in numbers]
-        return replace(read, expression="".join(chain(*zip_longest(texts, map(str, new), fillvalue=""))))
+        def renumbered(match: re.Match[str]) -> str:
+            number = int(match[0])
+            behind = number >= run.first + keep
+            return str(block if number in inside else number + (run.count - keep) * behind)
+
+        return replace(read, expression=re.sub(child, renumbered, read.expression))
 
     copies = [of(run.first + block) for block in range(run.count if inside else 1)]
     if len(values := {at.text(each) for each in copies}) > 1:
@@ -130,21 +131,19 @@ def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read
     return copies
 
 
-def repeats_of(request: Request, keep: int) -> list[Repeat]:
-    """Returns the runs of repeated blocks, which compute the same and have the same plan settings."""
+def repeats_of(request: Request, keep: int) -> Repeats:
+    """Returns the runs of more than ``keep`` blocks that compute the same and that the plan treats the same."""
     pins, dtypes, regions = request.activations(), request.dtypes, request.recomputed()
-    candidates = find_repeats(
+    found = find_repeats(
         request.model, request.args, request.kwargs, device=request.device, keep=keep, loss=request.loss, dtypes=dtypes
     )
     out = []
-    for repeat in candidates:
-        entries = [_plan_settings(name, request.params, pins, regions, dtypes) for name in repeat.names()]
-        starts = [0, *(at for at in range(1, repeat.count) if entries[at] != entries[at - 1]), repeat.count]
-        runs = [Repeat(repeat.path, repeat.first + a, b - a) for a, b in zip(starts, starts[1:], strict=False)]
-        longest = max(runs, key=lambda run: run.count)
-        if longest.count > keep:
-            out.append(longest)
-    return out
+    for run in found:
+        parts = [Repeat(run.path, run.first, 0)]
+        for _, group in groupby(run.names(), lambda name: _plan_settings(name, request.params, pins, regions, dtypes)):
+            parts.append(Repeat(run.path, parts[-1].first + parts[-1].count, len(list(group))))
+        out.append(max(parts, key=lambda part: part.count))
+    return Repeats(tuple(part for part in out if part.count > keep), keep)
 
 
 def _plan_settings(

@@ -22,8 +22,8 @@ from shardc.ir.reads import Guards, Reads
 from shardc.ir.text import dump
 from shardc.joint import CUT, Joint, StageRecorder
 from shardc.passes.check import VerifyHalf
-from shardc.passes.folded import Folded
 from shardc.passes.reduce_accumulated import Sum, deferred_reduction
+from shardc.passes.unfold import Folded
 from shardc.precompiled import ProgramKey, save_program
 from shardc.precompiled.unused import backward_for
 from shardc.validate import typed

@@ -1,11 +1,11 @@
 """Capture: traces a module (and its loss) to one joint forward-backward FX graph at global shapes."""
 
 from shardc.capture.caches import register_caches as register_caches
-from shardc.capture.calls import numbered_containers as numbered_containers
 from shardc.capture.dtypes import Dtypes as Dtypes
 from shardc.capture.function import as_module as as_module
 from shardc.capture.once import CaptureOnce as CaptureOnce
 from shardc.capture.repeats import find_repeats as find_repeats
+from shardc.capture.repeats import numbered_containers as numbered_containers
 from shardc.capture.repeats import shortened as shortened
 from shardc.capture.symbolic import SymbolicCapture as SymbolicCapture
 from shardc.capture.symbolic import capture_symbolic as capture_symbolic

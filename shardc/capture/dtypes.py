@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.ir.inner import InnerTensors
-from shardc.ir.repeat import Repeat, short_name
+from shardc.ir.repeat import Repeats
 
 # Modules whose children are layers, the units that FSDP2 wraps one by one.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -57,9 +57,9 @@ class Dtypes:
             module_dtypes[path] = ModuleDtypes(mine.param, mine.buffers, takes, mine.output if outermost else None)
         return cls(tuple((path, dtypes) for path, dtypes in module_dtypes.items() if dtypes != ModuleDtypes()))
 
-    def shortened(self, repeats: Sequence[Repeat], keep: int) -> Dtypes:
-        """Return the dtypes of a folded model, in which each of ``repeats`` has its first ``keep`` blocks only."""
-        named = [(short_name(path, repeats, keep), dtypes) for path, dtypes in self.modules]
+    def shortened(self, repeats: Repeats) -> Dtypes:
+        """Return the dtypes of the shortened model."""
+        named = [(repeats.short(path), dtypes) for path, dtypes in self.modules]
         return Dtypes(tuple((path, dtypes) for path, dtypes in named if path is not None))
 
     def within(self, block: str) -> dict[str, ModuleDtypes]:

@@ -9,15 +9,33 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
 
-from shardc.capture.calls import Block, Record, Token, numbered_containers, record_calls
+from shardc._compat import is_wrapper
+from shardc.capture import experts
+from shardc.capture.annotate import PREFIX
+from shardc.capture.caches import is_cache
 from shardc.capture.dtypes import Dtypes
-from shardc.capture.trace import Loss
-from shardc.ir.repeat import Repeat
+from shardc.capture.layers import other_layers
+from shardc.capture.strides import fake_like
+from shardc.capture.trace import Loss, _Root, faked
+from shardc.ir.inner import metadata
+from shardc.ir.repeat import Repeat, Repeats
+
+# Constants that are compared by value; any other object is only like itself.
+PLAIN = (
+    int, float, complex, str, bytes, type(None), type(...), slice,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
 
 # Functions that draw; dropouts do where one of their arguments, ``training``, is true.
 _DRAW = {
@@ -25,16 +43,206 @@ _DRAW = {
     "normal", "uniform", "exponential", "rrelu", "gumbel_softmax",
 }  # fmt: skip
 
+_LEAF = pytree.tree_structure(0)
+
+
+class Token(int):
+    """A tensor's number, in the order of first appearance."""
+
+
+@dataclass
+class Block:
+    """One call of a block: its range of events, its arguments and its results."""
+
+    enter: int
+    exit: int
+    takes: list[Any]
+    gives: list[Any]
+
+
+class Recorder(TorchFunctionMode):
+    """Records the torch functions that a run of a model calls, and the tensors they use.
+
+    Args:
+        reuse: whether a second call with arguments of the same metadata skips the function, and returns new fake
+            tensors with the metadata of the first results. Only for results that share no memory with arguments.
+
+    Attributes:
+        events: (function, frozen arguments, their tree, frozen results, their tree) in order.
+        producers: the index of the event that first returned each tensor.
+        inputs: the tokens of the inputs.
+        names: the names of the parameters and buffers, by token.
+        blocks: the calls of each numbered child.
+        signatures: modules and tensor metadata of each numbered child; equal for blocks that may repeat, None for a
+            child that cannot.
+        result: the frozen results of the model.
+        changed: the buffers that the model changes.
+    """
+
+    def __init__(self, reuse: bool) -> None:
+        super().__init__()
+        self.events: list[tuple[Any, list[Any], Any, list[Any], Any]] = []
+        self.producers: dict[Token, int] = {}
+        self.inputs: list[Token] = []
+        self.names: dict[Token, str] = {}
+        self.blocks: dict[str, list[Block]] = {}
+        self.signatures: dict[str, Any] = {}
+        self.result: list[Any] = []
+        self.changed: set[str] = set()
+        self._results: dict[Any, Any] | None = {} if reuse else None
+        self._tokens: dict[int, Token] = {}
+        self._tensors: list[Any] = []  # so that no address is used again
+
+    def token(self, x: Any) -> Token:
+        if id(x) not in self._tokens:
+            self._tokens[id(x)] = Token(len(self._tensors))
+            self._tensors.append(x)
+            self.producers[self._tokens[id(x)]] = len(self.events)
+        return self._tokens[id(x)]
+
+    def freeze(self, leaves: list[Any]) -> list[Any]:
+        return [self.token(x) if isinstance(x, Tensor) else x if isinstance(x, PLAIN) else id(x) for x in leaves]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+        frozen = self.freeze(leaves)
+        out = self._call(func, args, kwargs or {}, leaves, spec)
+        results, results_spec = ([out], _LEAF) if isinstance(out, Tensor) else pytree.tree_flatten(out)
+        self.events.append((func, frozen, spec, self.freeze(results), results_spec))
+        return out
+
+    def _call(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Any:
+        name = getattr(func, "__name__", "_")
+        if self._results is None or name.endswith("_") or not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves):
+            return func(*args, **kwargs)
+        try:
+            key = (func, spec, tuple(_described(x) for x in leaves))
+            makers = self._results.get(key)
+        except TypeError:  # something has no hash
+            return func(*args, **kwargs)
+        if makers is not None:
+            return makers() if isinstance(makers, partial) else pytree.tree_map(lambda make: make(), makers)
+        out = func(*args, **kwargs)
+        results = pytree.tree_leaves(out)
+        if results and all(type(x) is FakeTensor and not any(x is y for y in leaves) for x in results):
+            self._results[key] = pytree.tree_map(_maker, out)
+        return out
+
+
+def _described(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    return type(x), x
+
+
+def _maker(x: FakeTensor) -> Callable[[], FakeTensor]:
+    """Return a function that makes a fake tensor with the metadata of ``x``."""
+    with no_dispatch():
+        meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return partial(FakeTensor, x.fake_mode, meta, x.device)
+
+
+def record_calls(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    loss: Loss | None,
+    dtypes: Dtypes,
+    reuse: bool,
+) -> Recorder:
+    """Runs ``model`` and its loss on fake tensors and returns the calls; ``reuse`` is that of `Recorder`.
+
+    With ``reuse``, a buffer that is changed through a view is seen to change in the first of several equal calls only.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    model = faked(model, mode, device, dtypes)
+    root = _Root(model, flat, spec, loss)
+    record = Recorder(reuse)
+    handles: list[Any] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(experts.patched(experts.other_forms()))
+        stack.callback(lambda: [handle.remove() for handle in handles])
+        stack.enter_context(dtypes.cast(model))
+        stack.enter_context(other_layers(root))
+        stack.enter_context(mode)
+        stack.enter_context(torch.no_grad())
+        fakes = [fake_like(x, device) for x in flat if isinstance(x, Tensor)]
+        record.inputs = [record.token(x) for x in fakes]
+        both = (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
+        places: dict[int, list[str]] = {}
+        for name, x in (item for named in both for item in named):
+            places.setdefault(id(x), []).append(name.removeprefix(PREFIX))
+            record.names[record.token(x)] = name.removeprefix(PREFIX)
+        for path, size in numbered_containers(model):
+            container, names = model.get_submodule(path), Repeat(path, 0, size).names()
+            for name, block in zip(names, container._modules.values(), strict=True):
+                record.signatures[name] = _signature(block, name, places)
+                handles += _add_hooks(block, record.blocks.setdefault(name, []), record)
+            if any(map(is_wrapper, (*container.parameters(), *container.buffers()))):  # all are folded, or none
+                if any(record.signatures[name] != record.signatures[names[0]] for name in names):
+                    record.signatures.update(dict.fromkeys(names))
+        buffers = [(name, x, x._version) for name, x in root.named_buffers()]
+        with record:
+            record.result = record.freeze(pytree.tree_leaves(root(*fakes)))
+        record.changed = {name.removeprefix(PREFIX) for name, x, version in buffers if x._version != version}
+    for name in record.signatures:
+        if any(buffer.startswith(f"{name}.") for buffer in record.changed):
+            record.signatures[name] = None
+    return record
+
+
+def _signature(block: nn.Module | None, name: str, places: dict[int, list[str]]) -> Any:
+    """Return the signature of a block: modules and tensor metadata; None if a module outside shares its tensors."""
+    if block is None:
+        return None
+    modules = [(path, type(module), module.training) for path, module in block.named_modules()]
+    tensors = []
+    for path, x in (*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)):
+        if any(not place.startswith(f"{name}.") for place in places[id(x)]):
+            return None
+        tensors.append((path, metadata(x)))
+    return modules, tensors
+
+
+def _add_hooks(block: nn.Module | None, calls: list[Block], record: Recorder) -> list[Any]:
+    """Installs hooks that record the calls of ``block``; returns their handles."""
+    if block is None:
+        return []
+
+    def enter(_module: Any, args: Any, kwargs: Any) -> None:
+        leaves = pytree.tree_leaves((args, kwargs), is_leaf=is_cache)  # how full a cache is does not matter
+        calls.append(Block(len(record.events), -1, record.freeze(leaves), []))
+
+    def leave(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        calls[-1].exit, calls[-1].gives = len(record.events), record.freeze(pytree.tree_leaves(output))
+
+    return [
+        block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
+        block.register_forward_hook(leave, with_kwargs=True),
+    ]
+
+
+def numbered_containers(model: nn.Module) -> list[tuple[str, int]]:
+    """Return (path, number of children) of the modules with children "0", "1", ..., outermost first."""
+    containers = []
+    for path, module in model.named_modules():
+        children = list(module._modules)
+        if children and children == [str(at) for at in range(len(children))]:
+            containers.append((path, len(children)))
+    return sorted(containers, key=lambda item: item[0].count("."))
+
 
 @contextlib.contextmanager
-def shortened(model: nn.Module, repeats: Sequence[Repeat], keep: int) -> Iterator[None]:
-    """Shortens each run of ``model`` to its first ``keep`` blocks, on entry; later children are renumbered."""
-    containers = [(model.get_submodule(repeat.path), repeat) for repeat in repeats]
+def shortened(model: nn.Module, repeats: Repeats) -> Iterator[None]:
+    """Shortens each run of ``model`` to its first blocks, on entry; later children are renumbered."""
+    containers = [(model.get_submodule(run.path), run) for run in repeats]
     saved = [dict(container._modules) for container, _ in containers]
     try:
-        for container, repeat in containers:
+        for container, run in containers:
             children = list(container._modules.values())
-            remaining = children[: repeat.first + keep] + children[repeat.first + repeat.count :]
+            remaining = children[: run.first + repeats.keep] + children[run.first + run.count :]
             container._modules.clear()
             container._modules.update({str(at): child for at, child in enumerate(remaining)})
         yield
@@ -53,7 +261,7 @@ def find_repeats(
     keep: int,
     loss: Loss | None = None,
     dtypes: Dtypes,
-) -> list[Repeat]:
+) -> Repeats:
     """Return the runs of more than ``keep`` equal blocks, one a container, on whose length nothing else depends.
 
     Args:
@@ -61,47 +269,47 @@ def find_repeats(
         keep: the number of blocks that represent a run.
     """
 
-    def record(dtypes: Dtypes) -> Record:
+    def record(dtypes: Dtypes) -> Recorder:
         calls = record_calls(model, args, kwargs, device, loss, dtypes, reuse=True)
         return record_calls(model, args, kwargs, device, loss, dtypes, reuse=False) if calls.changed else calls
 
     containers = [(path, size) for path, size in numbered_containers(model) if size > keep]
     if not containers:
-        return []
+        return Repeats()
     whole = record(dtypes)
-    repeats: list[Repeat] = []
+    runs: list[Repeat] = []
     for path, size in containers:
-        if not any(f"{path}.".startswith(f"{block}.") for repeat in repeats for block in repeat.names()):
+        if not any(f"{path}.".startswith(f"{block}.") for run in runs for block in run.names()):
             run = _longest(whole, path, size)
             if run is not None and run.count > keep:
-                repeats.append(run)
+                runs.append(run)
     settled = False
-    while repeats:
-        with shortened(model, repeats, keep):
-            short = record(dtypes.shortened(repeats, keep))
-        mine = [Repeat(repeat.path, repeat.first, keep) for repeat in repeats]
-        if _outside(whole, repeats) == _outside(short, mine):
-            break
+    while runs:
+        repeats = Repeats(tuple(runs), keep)
+        with shortened(model, repeats):
+            short = record(dtypes.shortened(repeats))
+        if _outside(whole, repeats, repeats.short) == _outside(short, repeats.shortened()):
+            return repeats
         if not settled:  # a first call may leave state behind that later calls read
             whole, settled = record(dtypes), True
             continue
-        repeats.pop()  # fewer blocks change the rest of the model: give up the last run
-    return repeats
+        runs.pop()  # fewer blocks change the rest of the model: give up the last run
+    return Repeats()
 
 
-def _longest(record: Record, path: str, size: int) -> Repeat | None:
+def _longest(record: Recorder, path: str, size: int) -> Repeat | None:
     """Return the longest run of equal blocks in a container (the first of several); None if there is none."""
-    prefix = f"{path}." if path else ""
-    names = [f"{prefix}{at}" for at in range(size)]
+    names = Repeat(path, 0, size).names()
     if any(len(record.blocks[name]) != 1 for name in names):
         return None
     calls = [record.blocks[name][0] for name in names]
-    if any(_draws(event) for call in calls for event in record.events[call.enter : call.exit]):
+    if any(_draws(func, args) for call in calls for func, args, *_ in record.events[call.enter : call.exit]):
         return None
-    if any(before.exit > after.enter for before, after in zip(calls, calls[1:], strict=False)):
+    pairs = list(zip(calls, calls[1:], strict=False))
+    if any(before.exit > after.enter for before, after in pairs):
         return None
     bodies = [_body(record, call, name) for call, name in zip(calls, names, strict=True)]
-    links = [None, *(_link(record, before, after) for before, after in zip(calls, calls[1:], strict=False))]
+    links = [None, *(_link(record, before, after) for before, after in pairs)]
     runs, first = [], 0
     for at in range(1, size + 1):
         a, b = (record.signatures[names[i]] for i in (first, at)) if at < size else (None, None)
@@ -113,100 +321,93 @@ def _longest(record: Record, path: str, size: int) -> Repeat | None:
     return max(runs, key=lambda run: (run.count, -run.first), default=None)
 
 
-def _draws(event: Any) -> bool:
+def _draws(func: Any, args: list[Any]) -> bool:
     """Whether a function draws random numbers, which differ from block to block."""
-    func, (args, _), _ = event
     name = getattr(func, "__name__", "").strip("_")
     share = any(isinstance(x, float) and x > 0 for x in args)
     return name in _DRAW or ("dropout" in name and share and any(x is True for x in args))
 
 
-def _canonical(events: Sequence[Any], name_of: Callable[[int, dict[int, int]], Any], extra: Sequence[Any] = ()) -> Any:
-    """Return the events with each tensor replaced by its role, as ``name_of`` names it.
+def _tokens(leaves: Sequence[Any]) -> dict[Token, int]:
+    """Return the position of each tensor among ``leaves``."""
+    return {x: at for at, x in enumerate(leaves) if isinstance(x, Token)}
+
+
+def _canonical(
+    record: Recorder, start: int, events: Sequence[Any], extra: Sequence[Any], name_of: Callable[[Token], Any]
+) -> Any:
+    """Return events with each tensor replaced by its role: ``name_of`` names it, or it is one of their own results.
 
     Args:
-        name_of: takes a token and the numbers of the events' own results.
+        start: results of earlier events do not count as own ones.
         extra: more leaves to name, after the events.
+        name_of: returns the role of a tensor from outside of the events, None for one without.
     """
-    local: dict[int, int] = {}
+    local: dict[Token, int] = {}
 
-    def frozen(leaves: list[Any]) -> list[Any]:
-        return [name_of(x.at, local) if isinstance(x, Token) else (type(x), x) for x in leaves]
+    def role(x: Token) -> Any:
+        if (name := name_of(x)) is not None:
+            return name
+        return ("own", local[x]) if x in local and record.producers[x] >= start else ("other", x)
+
+    def frozen(leaves: Sequence[Any]) -> list[Any]:
+        return [role(x) if isinstance(x, Token) else (type(x), x) for x in leaves]
 
     out = []
-    for func, (args, args_spec), (results, results_spec) in events:
+    for func, args, args_spec, results, results_spec in events:
         frozen_args = frozen(args)
-        for x in results:
-            if isinstance(x, Token):
-                local.setdefault(x.at, len(local))
+        for x in _tokens(results):
+            local.setdefault(x, len(local))
         out.append((func, frozen_args, args_spec, frozen(results), results_spec))
-    return out, frozen(list(extra))
+    return out, frozen(extra)
 
 
-def _body(record: Record, call: Block, name: str) -> Any:
+def _body(record: Recorder, call: Block, name: str) -> Any:
     """Return the events of a block, in terms of its arguments, parameters and buffers."""
-    takes = {x.at: at for at, x in enumerate(call.takes) if isinstance(x, Token)}
+    takes = _tokens(call.takes)
 
-    def name_of(token: int, local: dict[int, int]) -> Any:
-        if token in record.names and record.names[token].startswith(f"{name}."):
-            return "held", record.names[token].removeprefix(f"{name}.")
-        if token in takes:
-            return "taken", takes[token]
-        return ("own", local[token]) if token in local and record.producers[token] >= call.enter else ("other", token)
+    def name_of(x: Token) -> Any:
+        if record.names.get(x, "").startswith(f"{name}."):
+            return "held", record.names[x].removeprefix(f"{name}.")
+        return ("taken", takes[x]) if x in takes else None
 
-    return _canonical(record.events[call.enter : call.exit], name_of, call.gives)
+    return _canonical(record, call.enter, record.events[call.enter : call.exit], call.gives, name_of)
 
 
-def _link(record: Record, before: Block, after: Block) -> Any:
+def _link(record: Recorder, before: Block, after: Block) -> Any:
     """Return how a block's arguments are computed from the arguments and results of the block before it."""
-    gives = {x.at: at for at, x in enumerate(before.gives) if isinstance(x, Token)}
-    takes = {x.at: at for at, x in enumerate(before.takes) if isinstance(x, Token)}
+    gives, takes = _tokens(before.gives), _tokens(before.takes)
 
-    def name_of(token: int, local: dict[int, int]) -> Any:
-        if token in gives:
-            return "given", gives[token]
-        if token in takes:
-            return "taken before", takes[token]
-        return ("own", local[token]) if token in local and record.producers[token] >= before.exit else ("other", token)
+    def name_of(x: Token) -> Any:
+        return ("given", gives[x]) if x in gives else ("taken before", takes[x]) if x in takes else None
 
-    return _canonical(record.events[before.exit : after.enter], name_of, after.takes)
+    return _canonical(record, before.exit, record.events[before.exit : after.enter], after.takes, name_of)
 
 
-def _escapes(record: Record, calls: Sequence[Block], run: Repeat) -> bool:
+def _escapes(record: Recorder, calls: Sequence[Block], run: Repeat) -> bool:
     """Whether tensors of a run, other than the last block's results, are used after the run."""
     start, last = calls[run.first].enter, calls[run.first + run.count - 1]
-    tail = [x for _, (args, _), _ in record.events[last.exit :] for x in args]
-    gives = {x.at for x in last.gives if isinstance(x, Token)}
-    used = {x.at for x in (*tail, *record.result[0]) if isinstance(x, Token)} - gives - set(record.names)
-    return any(start <= record.producers[token] < last.enter for token in used)
+    tail = [x for _, args, *_ in record.events[last.exit :] for x in args]
+    used = _tokens([*tail, *record.result]).keys() - _tokens(last.gives).keys() - record.names.keys()
+    return any(start <= record.producers[x] < last.enter for x in used)
 
 
-def _outside(record: Record, repeats: Sequence[Repeat]) -> Any:
-    """Return the events of a model outside of its repeated blocks."""
+def _outside(record: Recorder, repeats: Repeats, renamed: Callable[[str], Any] = str) -> Any:
+    """Return the events of a model outside of its repeated blocks; ``renamed`` maps names of parameters."""
     spans = []
-    gives: dict[int, Any] = {}
-    for number, repeat in enumerate(repeats):
-        calls = [record.blocks[name][0] for name in repeat.names()]
+    gives: dict[Token, Any] = {}
+    for number, run in enumerate(repeats):
+        calls = [record.blocks[name][0] for name in run.names()]
         spans.append((calls[0].enter, calls[-1].exit))
-        gives.update({x.at: (number, at) for at, x in enumerate(calls[-1].gives) if isinstance(x, Token)})
-    shifts = {repeat.prefix: repeat for repeat in repeats}
-    inputs = {token: at for at, token in enumerate(record.inputs)}
+        gives.update({x: (number, at) for x, at in _tokens(calls[-1].gives).items()})
     events = [e for at, e in enumerate(record.events) if not any(start <= at < end for start, end in spans)]
+    inputs, results = _tokens(record.inputs), {x for *_, results, _ in events for x in _tokens(results)}
 
-    def name_of(token: int, local: dict[int, int]) -> Any:
-        if token in record.names:
-            return "held", _behind(record.names[token], shifts)
-        if token in local:
-            return "own", local[token]
-        return ("given", gives[token]) if token in gives else ("input", inputs.get(token))
+    def name_of(x: Token) -> Any:
+        if x in record.names:
+            return "held", renamed(record.names[x])
+        if x in gives:
+            return "given", gives[x]
+        return ("input", inputs.get(x)) if x in inputs or x not in results else None
 
-    return _canonical(events, name_of, record.result[0])
-
-
-def _behind(name: str, shifts: dict[str, Repeat]) -> str:
-    """Return a parameter's name; a child after the run is numbered from the end of the run."""
-    for prefix, repeat in shifts.items():
-        number, dot, rest = name.removeprefix(prefix).partition(".")
-        if name.startswith(prefix) and number.isdecimal() and int(number) >= repeat.first + repeat.count:
-            return f"{prefix}+{int(number) - repeat.first - repeat.count}{dot}{rest}"
-    return name
+    return _canonical(record, 0, events, record.result, name_of)

@@ -1,19 +1,24 @@
-"""A run of equal blocks in a container, such as the layers of a decoder."""
+"""Runs of repeated blocks, and the names of modules in a model that is shortened to a few blocks of each run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from shardc.ir.comm import IN_MESSAGES
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """A run of equal blocks.
+    """A run of repeated blocks: consecutive children of a container.
 
     Args:
         path: qualified name of the container.
-        first: the child that is the first of them.
-        count: how many there are.
+        first: number of the child that is the first block.
+        count: number of blocks.
     """
 
     path: str
@@ -22,32 +27,135 @@ class Repeat:
 
     @property
     def prefix(self) -> str:
-        """Return the prefix of the children's qualified names, before their numbers."""
+        """The prefix of the children's qualified names, before their numbers."""
         return f"{self.path}." if self.path else ""
+
+    def name(self, block: int, rest: str = "") -> str:
+        """Return the qualified name of ``block`` (0 is the first of the run), or of ``rest`` in it."""
+        return f"{self.prefix}{self.first + block}{rest}"
 
     def names(self) -> list[str]:
         """Return the qualified names of the blocks."""
-        return [f"{self.prefix}{self.first + at}" for at in range(self.count)]
+        return [self.name(block) for block in range(self.count)]
+
+    def split(self, name: str) -> tuple[int, str] | None:
+        """Return the block of ``name`` and the name in it; None if it is outside the container or before the run.
+
+        >>> Repeat("layers", 2, 6).split("layers.3.up.weight")
+        (1, '.up.weight')
+        """
+        number, dot, rest = name.removeprefix(self.prefix).partition(".")
+        if not name.startswith(self.prefix) or not number.isdecimal() or int(number) < self.first:
+            return None
+        return int(number) - self.first, f"{dot}{rest}"
 
     def __str__(self) -> str:
-        blocks = self.names()
-        return f"{blocks[0]} to {blocks[-1]}"
+        return f"{self.name(0)} to {self.name(self.count - 1)}"
 
 
-def short_name(name: str, repeats: Sequence[Repeat], keep: int) -> str | None:
-    """Return the name in the shortened (folded) model, or None if that leaves the block of ``name`` out.
+@dataclass(frozen=True)
+class Repeats:
+    """The runs of repeated blocks of a model, and the shortened model that has ``keep`` blocks of each."""
 
-    The last block of the shortened model stands for the last block of the model.
+    runs: tuple[Repeat, ...] = ()
+    keep: int = 0
 
-    >>> blocks = [Repeat("layers", 0, 8)]
-    >>> [short_name(f"layers.{n}.w", blocks, 4) for n in (0, 2, 3, 6, 7, 8)]
-    ['layers.0.w', 'layers.2.w', None, None, 'layers.3.w', 'layers.4.w']
-    """
-    for repeat in repeats:
-        number, dot, rest = name.removeprefix(repeat.prefix).partition(".")
-        if not name.startswith(repeat.prefix) or not number.isdecimal() or int(number) < repeat.first + keep - 1:
-            continue
-        if int(number) < repeat.first + repeat.count - 1:
-            return None
-        name = f"{repeat.prefix}{int(number) - repeat.count + keep}{dot}{rest}"
-    return name
+    def __iter__(self) -> Iterator[Repeat]:
+        return iter(self.runs)
+
+    def __bool__(self) -> bool:
+        return bool(self.runs)
+
+    def place(self, name: str) -> tuple[Repeat, int, str] | None:
+        """Return (run, block, name in it) of ``name`` in the shortened model; None if it is in no repeated block."""
+        places = ((run, *place) for run in self.runs if (place := run.split(name)) and place[0] < self.keep)
+        return next(places, None)
+
+    def shortened(self) -> Repeats:
+        """Return the runs of the shortened model."""
+        return Repeats(tuple(replace(run, count=self.keep) for run in self.runs), self.keep)
+
+    def short(self, name: str) -> str | None:
+        """Return the name that ``name`` has in the shortened model, or None if its block is left out there.
+
+        The last block of the shortened model stands for the last one.
+
+        >>> blocks = Repeats((Repeat("layers", 0, 8),), 4)
+        >>> [blocks.short(f"layers.{n}.w") for n in (0, 2, 3, 6, 7, 8)]
+        ['layers.0.w', 'layers.2.w', None, None, 'layers.3.w', 'layers.4.w']
+        """
+        for run in self.runs:
+            block, rest = run.split(name) or (0, "")
+            if self.keep - 1 <= block < run.count - 1:
+                return None
+            if block >= self.keep:
+                name = run.name(block - run.count + self.keep, rest)
+        return name
+
+    def counterpart(self, name: str) -> str:
+        """Return the name that represents ``name`` in the shortened model: the second block's for one left out.
+
+        >>> blocks = Repeats((Repeat("layers", 0, 8),), 4)
+        >>> [blocks.counterpart(f"layers.{n}.w") for n in (0, 2, 3, 7)]
+        ['layers.0.w', 'layers.2.w', 'layers.1.w', 'layers.3.w']
+        """
+        for run in self.runs:
+            block, rest = run.split(name) or (0, "")
+            if self.keep - 1 <= block < run.count - 1:
+                name = run.name(1, rest)
+        return self.short(name) or name
+
+    def whole(self, name: str) -> str:
+        """Return the name in the whole model of ``name`` in the shortened one; names in its blocks are unchanged."""
+        for run in self.runs:
+            block, rest = run.split(name) or (0, "")
+            if block >= self.keep:
+                name = run.name(block + run.count - self.keep, rest)
+        return name
+
+
+class Marks:
+    """Numbers that are equal for nodes (or values) that repeated blocks may have in the same place."""
+
+    def __init__(self) -> None:
+        self._ids: dict[Any, int] = {}
+        self._kinds: dict[fx.Node, int] = {}
+        self._marks: dict[fx.Node, int] = {}
+        self._operands: dict[fx.Node, list[fx.Node]] = {}
+
+    def kind(self, node: fx.Node) -> int:
+        """Return a number that is equal for values of the same type."""
+        if node not in self._kinds:
+            self._kinds[node] = self._id(type_of(node.meta.get("val")))
+        return self._kinds[node]
+
+    def mark(self, node: fx.Node) -> int:
+        """Return a number that is equal for nodes of the same op, constants and types of operands and results.
+
+        The slots of messages are not compared: they count on through the graph.
+        """
+        if node not in self._marks:
+            args = node.args[:-1] if node.target in IN_MESSAGES else node.args
+            written = fx.node.map_arg((args, node.kwargs), lambda x: f"%{self.kind(x)}")
+            self._marks[node] = self._id((node.target, repr(written), self.kind(node)))
+        return self._marks[node]
+
+    def operands(self, node: fx.Node) -> list[fx.Node]:
+        """Return the operands of ``node`` in order, with repetitions."""
+        if node not in self._operands:
+            nodes: list[fx.Node] = []
+            self._operands[node] = nodes
+            fx.node.map_arg((node.args, node.kwargs), nodes.append)
+        return self._operands[node]
+
+    def _id(self, key: Any) -> int:
+        return self._ids.setdefault(key, len(self._ids))
+
+
+def type_of(value: Any) -> Any:
+    """Return the type of a value: dtype, shape, stride and device of tensors, the text of constants."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), value.stride(), value.device
+    if isinstance(value, list | tuple):
+        return tuple(map(type_of, value))
+    return type(value), repr(value)

@@ -19,6 +19,7 @@ from shardc._compat import LazyGraphModule
 from shardc.ir import graph as ir
 from shardc.ir.comm import IN_MESSAGES, WAIT
 from shardc.ir.comm_volume import collective_kind
+from shardc.ir.repeat import Marks
 
 # From so many alike stretches on, cutting pays.
 LEAST = 4
@@ -85,10 +86,7 @@ class _Half:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.nodes = _in_order(gm.graph)
-        self._ids: dict[Any, int] = {}
-        self._kinds: dict[fx.Node, int] = {}
-        self._marks: dict[fx.Node, int] = {}
-        self._operands: dict[fx.Node, list[fx.Node]] = {}
+        self.marks = Marks()
         self.place = {node: at for at, node in enumerate(self.nodes)}
         returned = set(ir.output_node(gm.graph).all_input_nodes)
         self.last: dict[fx.Node, float] = {}
@@ -127,7 +125,7 @@ class _Half:
         """Return where to cut between two positions: at each period of the longest repetition, then recursively beside
         it.
         """
-        repeat = _longest([self.mark(node) for node in self.nodes[start:stop]], least)
+        repeat = _longest([self.marks.mark(node) for node in self.nodes[start:stop]], least)
         if repeat is None:
             return []
         first, period, length = repeat
@@ -171,9 +169,9 @@ class _Half:
         ops = []
         for node in self.nodes[start:stop]:
             slots: Any = node.args[-1] if node.target in IN_MESSAGES else ()
-            operands = tuple(number[x] for x in self.operands(node))
-            ops.append((self.mark(node), operands, tuple(slot - first for slot in slots)))
-        return tuple(ops), tuple(map(self.kind, takes)), tuple(number[node] for node in gives)
+            operands = tuple(number[x] for x in self.marks.operands(node))
+            ops.append((self.marks.mark(node), operands, tuple(slot - first for slot in slots)))
+        return tuple(ops), tuple(map(self.marks.kind, takes)), tuple(number[node] for node in gives)
 
     def graph(self, start: int, stop: int) -> fx.Graph:
         """Return the graph of the nodes from ``start`` to ``stop``."""
@@ -192,32 +190,6 @@ class _Half:
                 copy.args = (*copy.args[:-1], [number - first for number in numbers])
         graph.output(tuple(env[node] for node in gives))
         return graph
-
-    def operands(self, node: fx.Node) -> list[fx.Node]:
-        """Return the operands of ``node`` in order, with repetitions."""
-        if node not in self._operands:
-            nodes: list[fx.Node] = []
-            self._operands[node] = nodes
-            fx.node.map_arg((node.args, node.kwargs), nodes.append)
-        return self._operands[node]
-
-    def kind(self, node: fx.Node) -> int:
-        """Return a number that is equal for values of the same type."""
-        if node not in self._kinds:
-            self._kinds[node] = self._id(type_of(node.meta.get("val")))
-        return self._kinds[node]
-
-    def mark(self, node: fx.Node) -> int:
-        """Return a number that is equal for nodes of the same op, constants and operand types."""
-        if node not in self._marks:
-            args = node.args[:-1] if node.target in IN_MESSAGES else node.args
-            written = fx.node.map_arg((args, node.kwargs), lambda x: f"%{self.kind(x)}")
-            self._marks[node] = self._id((node.target, repr(written), self.kind(node)))
-        return self._marks[node]
-
-    def _id(self, key: Any) -> int:
-        """Return a number that is unique to ``key``."""
-        return self._ids.setdefault(key, len(self._ids))
 
 
 def _in_order(graph: fx.Graph) -> list[fx.Node]:
@@ -245,15 +217,6 @@ def _on_its_way(node: fx.Node) -> bool:
 def is_call(node: fx.Node) -> bool:
     """Return whether ``node`` starts a collective, selects a result of one, or waits for one."""
     return _on_its_way(node) or node.target is WAIT
-
-
-def type_of(value: Any) -> Any:
-    """Return the type of a value: dtype, shape, stride and device of tensors, the text of constants."""
-    if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape), value.stride(), value.device
-    if isinstance(value, list | tuple):
-        return tuple(map(type_of, value))
-    return type(value), repr(value)
 
 
 def _longest(marks: Sequence[int], least: int) -> tuple[int, int, int] | None:

@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from shardc.ir.segments import type_of
+from shardc.ir.repeat import type_of
 from shardc.progress import steps
 
 PATIENCE = 600.0  # seconds; who waits for longer compiles the graph itself

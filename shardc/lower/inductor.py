@@ -34,7 +34,7 @@ import shardc.ir.comm  # noqa: F401  (its ops are lowered here)
 from shardc.ir.emitted import check_order
 from shardc.ir.executable import BACKWARD, INFERENCE, Half
 from shardc.ir.graph import output_node
-from shardc.ir.segments import type_of
+from shardc.ir.repeat import type_of
 from shardc.ir.sized import SIZED, At
 from shardc.lower.compile_lock import cache_folder, caches, name_of
 from shardc.lower.kernels import check_vectors, together

@@ -8,19 +8,113 @@ before it shifted by one block is copied once for each missing block. A graph th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
-from typing import Any
+from itertools import count, groupby
+from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor, fx
+from torch import fx
 
+from shardc._compat import LazyGraphModule
 from shardc.cost.step_sequence import ALIASED, aliased
+from shardc.errors import PlanError, ShardcError
 from shardc.ir import graph as ir
 from shardc.ir.graph import Info, Origin, Role
-from shardc.ir.repeat import Repeat
-from shardc.passes.unfold_body import Body, Place, calls, phases
-from shardc.passes.unfold_names import Names, NotPeriodic
+from shardc.ir.reads import Reads
+from shardc.ir.repeat import Marks, Repeat, Repeats
+from shardc.passes.hoist_grad_epilogue import HoistGradEpilogue
+from shardc.plan.bound import BoundPlan
+
+T = TypeVar("T")
+
+
+class NotPeriodic(ShardcError):
+    """Raised for a graph in which blocks do not repeat node by node."""
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Relation between a program that was captured with a few repeated blocks and the whole model.
+
+    Args:
+        repeats: the runs of repeated blocks in the whole model, and the number of blocks that the program has.
+        captured: the localized joint graph of the captured blocks.
+        bound: the plan, resolved against the whole model.
+        reads: what a capture of all blocks would have read (guards).
+
+    Raises:
+        NotPeriodic: the blocks' nodes do not repeat.
+    """
+
+    repeats: Repeats
+    captured: fx.Graph = field(repr=False)
+    bound: BoundPlan
+    reads: Reads
+    unfolds: list[Unfold] = field(default_factory=list, repr=False)  # one for each run, applied in order
+    graphs: dict[str, fx.Graph] = field(default_factory=dict, repr=False)  # of all blocks, by stage
+
+    def __post_init__(self) -> None:
+        graph = self.captured
+        for number, run in enumerate(self.repeats):
+            if number:
+                graph = self.unfolds[-1].joint(graph)
+            self.unfolds.append(Unfold(graph, run, self.repeats.keep))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for reports: the runs of blocks that were folded."""
+        return tuple(f"{run}: {run.count} blocks alike, analysed on {self.repeats.keep}" for run in self.repeats)
+
+    def levels(self, few: Mapping[str, int]) -> dict[str, int]:
+        """Returns the reshard level of each parameter of the whole model, given those of the captured blocks."""
+        return {name: few[self.repeats.counterpart(name)] for name in self.bound.params}
+
+    def whole(self, stage: str, graph: fx.Graph) -> fx.Graph:
+        """Returns the graph of all blocks after ``stage``, given ``graph``, that of the captured ones.
+
+        Gradient epilogues are hoisted first, since they have to stand in their blocks.
+
+        Raises:
+            PlanError: the blocks do not repeat node by node.
+        """
+        if stage not in self.graphs:
+            graph = HoistGradEpilogue()(LazyGraphModule({}, ir.copied(graph))).graph
+            try:
+                for run in self.repeats:
+                    graph = Unfold(graph, run, self.repeats.keep).joint(graph)
+            except NotPeriodic as error:
+                raise PlanError(
+                    f"after {stage}, {self.repeats.runs[0]} do not repeat node by node ({error.what}), so that there "
+                    "is no graph of all blocks",
+                    fix="lower it without fold",
+                ) from error
+            self.graphs[stage] = graph
+        return self.graphs[stage]
+
+    def block_run(self, name: str) -> str:
+        """Describes the run of equal blocks that the node ``name`` is in; "" if it is in none."""
+        runs = [run for run in self.repeats if (place := run.split(name)) and place[0] < run.count]
+        return "".join(f"{run.count} blocks alike, {run}" for run in runs[-1:])
+
+    def joint(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """Returns the localized joint graph of the whole model."""
+        graph = gm.graph
+        for unfold in self.unfolds:
+            graph = unfold.joint(graph)
+        return LazyGraphModule(gm, graph)
+
+    def halves(
+        self, first: fx.GraphModule, second: fx.GraphModule | None
+    ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+        """Unfolds the forward (or inference) and the backward graph of a few blocks to those of the whole model."""
+        forward, backward = first.graph, second and second.graph
+        for unfold in self.unfolds:
+            forward, backward = unfold.halves(forward, backward)
+        return LazyGraphModule(first, forward), None if backward is None else LazyGraphModule(second, backward)
+
+    def times(self, name: str) -> int:
+        """Returns the number of nodes of the whole model that the node ``name`` stands for."""
+        return 1 + sum(unfold.names.missing for unfold in self.unfolds if unfold.repeats(name))
 
 
 class Unfold:
@@ -39,33 +133,27 @@ class Unfold:
     """
 
     def __init__(self, joint: fx.Graph, run: Repeat, keep: int) -> None:
-        self.run, self.keep, self.missing = run, keep, run.count - keep
         self.names = Names(run, keep)
-        self.regions = 0  # how many checkpoint regions a block has
-        scan = _Unfolding(self, joint, phases(joint), {})
-        both = sorted(set.intersection(*(set(body.whole) for body in scan.bodies if body.nodes)))
+        scan = _Unfolding(self.names, joint, _phases(joint))
+        both = set.intersection(*(set(body.whole) for body in scan.bodies if body.nodes))
         if not both:
             raise NotPeriodic("no block equals the one before it in both forward and backward")
         # The block that is copied should be far from both ends: in the halves, the first and last blocks may differ
         # from the others more than in the joint graph.
-        middle = run.first + (keep - 1) // 2
-        self.names.last = min(both, key=lambda block: abs(block - middle))
-        at = {place: node for node, place in scan.places.items() if node.op != "placeholder"}
+        self.names.last = min(sorted(both), key=lambda block: abs(block - (keep - 1) // 2))
+        ops = {place: node for node, place in scan.places.items() if node.op != "placeholder"}
         regions: set[int] = set()
         for body in scan.bodies:
-            inner = [(scan.places[node], node) for node in body.nodes[body.start : body.end]]
-            pairs = [(p, node, at.get(Place(p.role, p.block + body.step))) for p, node in inner]
-            self.names.learn([(_name(x), _name(y), p.block) for p, x, y in pairs if y is not None], body.step)
-            both_of = [
-                (ir.info(x).origin.region, ir.info(y).origin.region)
-                for _, x, y in pairs
-                if y is not None and body.step > 0
-            ]
-            regions |= {y - x for x, y in both_of if x or y}
+            inner = [(node, scan.places[node]) for node in body.nodes[body.start : body.end]]
+            pairs = [(x, y, p.block) for x, p in inner if (y := ops.get(Place(p.role, p.block + body.step)))]
+            self.names.learn([(ir.info(x).name, ir.info(y).name, block) for x, y, block in pairs], body.step)
+            if body.step > 0:
+                both_regions = [(ir.info(x).origin.region, ir.info(y).origin.region) for x, y, _ in pairs]
+                regions |= {y - x for x, y in both_regions if x or y}
         if len(regions) > 1:
             raise NotPeriodic("checkpoint regions do not repeat as blocks do")
-        self.regions = max(regions, default=0)
-        self.block_names = frozenset(_name(n) for p, n in at.items() if p.block == self.names.last)
+        self.names.regions = max(regions, default=0)
+        self.block_names = frozenset(ir.info(x).name for p, x in ops.items() if p.block == self.names.last)
 
     def repeats(self, name: str) -> bool:
         """Tells whether the node ``name``, of the localized graph or an earlier one, is in the block that is copied."""
@@ -73,105 +161,144 @@ class Unfold:
 
     def joint(self, graph: fx.Graph) -> fx.Graph:
         """Returns the joint graph of all blocks, given that of the captured ones."""
-        return _Unfolding(self, graph, phases(graph), {}).graph()
+        return _Unfolding(self.names, graph, _phases(graph)).graph()
 
     def halves(self, forward: fx.Graph, backward: fx.Graph | None) -> tuple[fx.Graph, fx.Graph | None]:
         """Returns the forward (or inference) graph of all blocks, and the backward of the same partition."""
-        first = _Unfolding(self, forward, phases(forward), {})
+        first = _Unfolding(self.names, forward, _phases(forward))
         whole_forward = first.graph()
         if backward is None:
             return whole_forward, None
-        saved = {node.name: place for node, place in first.places.items()}
-        second = _Unfolding(self, backward, [Body(calls(backward), "backward", -1)], saved)
-        second.twins = {place: node.name for place, node in first.copied.items()}
-        return whole_forward, second.graph()
+        return whole_forward, _Unfolding(self.names, backward, [Body(_calls(backward), "backward", -1)], first).graph()
+
+
+class Place(NamedTuple):
+    """Position of a node in a period (or among a block's parameters), and its block (0 is the first of the run)."""
+
+    role: Any
+    block: int
+
+
+@dataclass
+class Body:
+    """Ops of one phase of a graph, and the stretch in which they repeat.
+
+    Args:
+        nodes: in order.
+        name: of the phase.
+        step: 1 if later periods belong to later blocks (forward), -1 if to earlier ones (backward).
+        period: number of nodes of a block.
+        whole: the blocks whose periods are complete and equal, in the order of the nodes.
+        start, end: range of the nodes that have places.
+    """
+
+    nodes: list[fx.Node]
+    name: str
+    step: int
+    period: int = 0
+    whole: range = range(0)
+    start: int = 0
+    end: int = 0
+
+
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    """Returns the nodes that are neither inputs nor the output."""
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def _phases(graph: fx.Graph) -> list[Body]:
+    """Returns the bodies of forward and backward, of a joint graph or of a forward that runs some backward ops."""
+    ops = _calls(graph)
+    of = {phase: [n for n in ops if ir.info(n).origin.phase == phase] for phase in ("forward", "backward")}
+    return [Body(of["forward"], "forward", 1), Body(of["backward"], "early", -1)]
 
 
 class _Unfolding:
     """State of the unfolding of one graph.
 
+    A node of the new graph is a captured node and a shift, the number of blocks by which it moves: nodes of the block
+    that is copied have all shifts from 0 to the number of missing blocks, nodes behind it the last of these.
+
     Args:
-        saved: name of a saved value's placeholder -> the place of the forward's node that it comes from.
+        forward: for a backward half, the unfolding of its forward: saved values have the places of the nodes there.
 
     Attributes:
         places: node -> its place in a period (or among a block's parameters).
-        copied: place -> the node of a block that was not captured.
-        env: captured node -> its node in the new graph.
-        twins: place of a saved value in a new block -> the name that the forward gave it.
+        env: (captured node, shift) -> its node in the new graph.
     """
 
-    def __init__(self, unfold: Unfold, graph: fx.Graph, bodies: list[Body], saved: Mapping[str, Place]) -> None:
-        self.names, self.missing, self.source, self.bodies = unfold.names, unfold.missing, graph, bodies
-        self.regions = unfold.regions
+    def __init__(self, names: Names, graph: fx.Graph, bodies: list[Body], forward: _Unfolding | None = None) -> None:
+        self.names, self.missing, self.source, self.bodies = names, names.missing, graph, bodies
+        self.marks = Marks()
         self.places: dict[fx.Node, Place] = {}
-        self.twins: dict[Place, str] = {}
+        saved = {} if forward is None else {node.name: place for node, place in forward.places.items()}
         for node in ir.placeholders(graph):
-            role, block = ir.role(node), self.names.block_of(ir.info(node).name)
-            if role.kind == "saved":
-                if node.name in saved:
-                    self.places[node] = saved[node.name]
+            role, block = ir.role(node), names.block_of(ir.info(node).name)
+            if role.kind == "saved" and node.name in saved:
+                self.places[node] = saved[node.name]
             elif role.kind in ("param", "buffer") and block is not None:
-                self.places[node] = Place(self.names.module(role.name, unfold.run.first - block), block)
-        self.position: dict[fx.Node, tuple[Body, int]] = {
-            node: (body, at) for body in bodies for at, node in enumerate(body.nodes)
-        }
+                self.places[node] = Place(names.module(role.name, -block), block)
+        self.position = {node: (body, at) for body in bodies for at, node in enumerate(body.nodes)}
         for body in bodies:
             self._locate_periods(body)
         self.at = {place: node for node, place in self.places.items()}
-        self.copied: dict[Place, fx.Node] = {}
-        self.env: dict[fx.Node, fx.Node] = {}
+        self.env: dict[tuple[fx.Node, int], fx.Node] = {}
         self.meta: dict[fx.Node, dict[str, Any]] = {}
         self.new = fx.Graph()
+        # The names that the forward gave saved values of copied blocks.
+        self.saved_as = {} if forward is None else {(x.name, s): new.name for (x, s), new in forward.env.items()}
 
     # --- what repeats
 
     def _locate_periods(self, body: Body) -> None:
         """Finds the longest stretch of equal periods; gives places to its nodes and to equal ones next to it."""
-        first_of: dict[int, int] = {}
-        for at, node in enumerate(body.nodes):
+        nodes, first_of = body.nodes, dict[int, int]()
+        for at, node in enumerate(nodes):
             if (block := self.names.block_of(ir.info(node).name)) is not None:
                 first_of.setdefault(block, at)
-        if not set(first_of) - self.names.ends:
+        if not set(first_of) - {0, self.names.keep - 1}:
             return  # only the first or the last block has ops here: nothing repeats
         start = 0
         for block, at in first_of.items():
-            if (after := first_of.get(block + body.step)) is None or after <= at:
+            period = first_of.get(block + body.step, at) - at
+            if period <= 0:
                 continue
-            whole, period = [block], after - at
-            while self._like(body, at + period * (len(whole) - 1), period):
-                whole.append(whole[-1] + body.step)
-            if len(whole) > max(1, len(body.whole)):
-                body.whole, body.period, start = whole, period, at
+            stop = len(nodes) - period
+            different = next((i for i in range(at, stop) if not self._matches(body, i, period)), stop)
+            periods = 1 + (different - at) // period
+            if periods > max(1, len(body.whole)):
+                body.whole = range(block, block + periods * body.step, body.step)
+                body.period, start, body.end = period, at, different + period
         if not body.whole:
             raise NotPeriodic("no two blocks are equal, node by node")
-        body.start, body.end = start, start + body.period * len(body.whole)
-        while body.end < len(body.nodes) and self._matches(body, body.end - body.period, body.period):
-            body.end += 1
-        while body.start > 0 and self._matches(body, body.start - 1, body.period):
+        body.start = start
+        while body.start > 0 and self._extends(body, body.start - 1):
             body.start -= 1
         for at in range(body.start, body.end):
             turn, role = divmod(at - start, body.period)
-            self.places[body.nodes[at]] = Place((body.name, role), body.whole[0] + turn * body.step)
+            self.places[nodes[at]] = Place((body.name, role), body.whole[0] + turn * body.step)
+        for x, y in zip(nodes[body.start :], nodes[body.start + body.period : body.end], strict=False):
+            operands = zip(self.marks.operands(x), self.marks.operands(y), strict=True)
+            if any(a is b and a in self.places for a, b in operands):
+                raise NotPeriodic(f"{ir.info(y).name} reads a result of another block, as {ir.info(x).name} does")
 
-    def _like(self, body: Body, start: int, period: int) -> bool:
-        """Tells whether the period after the one at ``start`` equals it."""
-        inside = start + 2 * period <= len(body.nodes)
-        return inside and all(self._matches(body, at, period) for at in range(start, start + period))
+    def _extends(self, body: Body, at: int) -> bool:
+        """Tells whether the node at ``at`` is that of a block before the first one: only the next period reads it."""
+        users = (self.position.get(user, (None, 0)) for user in body.nodes[at].users)
+        near = all(user is not body or place < at + 2 * body.period for user, place in users)
+        return near and self._matches(body, at, body.period)
 
     def _matches(self, body: Body, at: int, period: int) -> bool:
         """Tells whether the node at ``at`` and the one a period later apply the same op to operands one block apart."""
         node, later = body.nodes[at], body.nodes[at + period]
-        if node.target != later.target or _value_kind(node) != _value_kind(later):
-            return False
         ours, theirs = ir.info(node).origin, ir.info(later).origin
-        if (ours.phase, ours.source) != (theirs.phase, theirs.source):
-            return False
-        first, second = _leaves((node.args, node.kwargs)), _leaves((later.args, later.kwargs))
-        return len(first) == len(second) and all(
-            self._block_apart(body, x, y, period)
-            if isinstance(x, fx.Node) and isinstance(y, fx.Node)
-            else type(x) is type(y) and bool(x == y)
-            for x, y in zip(first, second, strict=True)
+        return (
+            self.marks.mark(node) == self.marks.mark(later)
+            and (ours.phase, ours.source) == (theirs.phase, theirs.source)
+            and all(
+                self._block_apart(body, x, y, period)
+                for x, y in zip(self.marks.operands(node), self.marks.operands(later), strict=True)
+            )
         )
 
     def _block_apart(self, body: Body, x: fx.Node, y: fx.Node, period: int) -> bool:
@@ -181,143 +308,94 @@ class _Unfolding:
         ours, theirs = self.places.get(x), self.places.get(y)
         if ours is not None or theirs is not None:
             return ours is not None and theirs == Place(ours.role, ours.block + body.step)
-        x_position, y_position = self.position.get(x), self.position.get(y)
-        if x_position is None or y_position is None or x_position[0] is not body or y_position[0] is not body:
-            return False
-        return y_position[1] - x_position[1] == period
+        (x_body, x_at), (y_body, y_at) = (self.position.get(node, (None, 0)) for node in (x, y))
+        return x_body is body and y_body is body and y_at - x_at == period
 
     # --- the graph of all blocks
 
     def graph(self) -> fx.Graph:
         """Returns the graph of all blocks."""
-        self.copies = range(self.names.last + 1, self.names.last + 1 + self.missing)
-        group: list[fx.Node] = []
-        for node in [*ir.placeholders(self.source), None]:
-            mine = node is not None and (p := self.places.get(node)) is not None and p.block == self.names.last
-            if not mine:
-                for block in self.copies:
-                    for template in group:
-                        self._copy_placeholder(template, block)
-                group.clear()
-            if node is not None:
-                self._keep(node)
-                group += [node] if mine else []
+        for node, shift in self._expanded(ir.placeholders(self.source), self._block):
+            self._add(node, shift)
         for body in self.bodies:
-            for node, copy_of in self._order(body):
-                if copy_of is None:
-                    self._keep(node)
-                else:
-                    self._copy(node, copy_of)
+            if body.whole and self.names.last not in body.whole:
+                raise NotPeriodic(f"block {self.names.last} is not like its neighbours in each half")
+            for node, shift in self._expanded(body.nodes, self._block, body.step):
+                self._add(node, shift)
         self._output()
         return self.new
 
-    def _order(self, body: Body) -> list[tuple[fx.Node, int | None]]:
-        """Returns (node, block of its copy or None) for each node of ``body`` in the graph of all blocks, in order."""
-        if not body.whole:
-            return [(node, None) for node in body.nodes]
-        template, all_new = body.whole[-1], body.period * self.missing
-        order: list[tuple[int, fx.Node, int | None]] = []
-        for at, node in enumerate(body.nodes):
-            moved = (self._shift(node) > 0) == (body.step > 0)
-            order.append((at + all_new * moved, node, None))
-            place = self.places.get(node)
-            if place is not None and place.block == template:
-                for block in self.copies:
-                    turn = block - template if body.step > 0 else self.missing + template - block
-                    order.append((at + turn * body.period, node, block))
-        order.sort(key=lambda item: item[0])
-        if [at for at, _, _ in order] != list(range(len(order))):
-            raise NotPeriodic("the new blocks do not fit between those that are there")
-        return [(node, block) for _, node, block in order]
+    def _expanded(
+        self, items: Iterable[T], block_of: Callable[[T], int | None], step: int = 1
+    ) -> Iterator[tuple[T, int]]:
+        """Yields (item, shift) in the order of the graph of all blocks: those of the copied block once for each copy.
 
-    def _shift(self, node: fx.Node) -> int:
-        """Returns the number of blocks by which ``node`` is shifted: those after the new blocks, in both phases."""
-        if (place := self.places.get(node)) is not None:
-            return self.missing if place.block > self.names.last else 0
-        body, at = self.position.get(node, (None, 0))
-        if body is not None and body.whole:
-            return self.missing if (at >= body.end) == (body.step > 0) else 0
-        block = self.names.block_of(ir.info(node).name)
-        if block is None and any(x in self.places for x in node.all_input_nodes):
-            raise NotPeriodic(f"{ir.info(node).name} belongs to no block and reads a block's result")
+        Args:
+            block_of: returns the block of an item, None for none.
+            step: 1 if copies come in the order of their blocks, -1 if in reverse.
+        """
+        for block, group in groupby(items, block_of):
+            members = list(group)
+            if block == self.names.last:
+                yield from ((x, shift) for shift in range(self.missing + 1)[::step] for x in members)
+            else:
+                yield from ((x, self._shift(x, block)) for x in members)
+
+    def _block(self, node: fx.Node) -> int | None:
+        place = self.places.get(node)
+        return None if place is None else place.block
+
+    def _shift(self, item: Any, block: int | None) -> int:
+        """Returns the number of blocks by which an item that is not copied moves: all missing ones if it is behind."""
+        node = item if isinstance(item, fx.Node) else item[1]
+        if block is None and isinstance(node, fx.Node):
+            body, at = self.position.get(node, (None, 0))
+            if (block := self._block(node)) is None and body is not None and body.whole:
+                return self.missing if (at >= body.end) == (body.step > 0) else 0
+            if block is None:
+                block = self.names.block_of(ir.info(node).name)
+                if block is None and any(x in self.places for x in node.all_input_nodes):
+                    raise NotPeriodic(f"{ir.info(node).name} belongs to no block and reads a block's result")
         return self.missing if block is not None and block > self.names.last else 0
 
     def _counterpart(self, node: fx.Node, shift: int) -> fx.Node:
-        """Returns the node that a user of ``node`` reads if that user is shifted by ``shift`` blocks."""
+        """Returns the node that a user of ``node`` reads if that user moves by ``shift`` blocks."""
         if (place := self.places.get(node)) is None:
-            return self.env[node]
+            return self.env[node, self._shift(node, None)]
         block = place.block + shift
-        if block in self.copies:
-            counterpart = self.copied.get(Place(place.role, block))
-        else:
-            before = self.at.get(Place(place.role, block if block <= self.names.last else block - self.missing))
-            counterpart = None if before is None else self.env.get(before)
+        moved = min(max(block - self.names.last, 0), self.missing)
+        before = self.at.get(Place(place.role, block - moved))
+        counterpart = None if before is None else self.env.get((before, moved))
         if counterpart is None:
             raise NotPeriodic(f"{ir.info(node).name} has no counterpart in block {block}")
         return counterpart
 
-    def _keep(self, node: fx.Node) -> None:
-        """Adds a node that was captured."""
-        self.env[node] = self._node(node, self._shift(node), node.name)
-
-    def _copy(self, node: fx.Node, block: int) -> None:
-        """Adds the counterpart of ``node`` in a block that was not captured."""
-        place = self.places[node]
-        copy = self._node(node, block - place.block, f"{node.name}_block_{block}")
-        self.copied[Place(place.role, block)] = copy
-
-    def _copy_placeholder(self, node: fx.Node, block: int) -> None:
-        place = Place(self.places[node].role, block)
-        name = self.twins.get(place, f"{node.name}_block_{block}")
-        copy = self._node(node, block - self.places[node].block, name)
-        if copy.name != name:
-            raise NotPeriodic(f"a node is called {name} already")
-        self.copied[place] = copy
-
-    def _node(self, node: fx.Node, shift: int, name: str) -> fx.Node:
+    def _add(self, node: fx.Node, shift: int) -> None:
+        """Adds ``node``, or its counterpart in a copied block, to the new graph."""
+        place, name = self.places.get(node), node.name
+        if place is not None and place.block == self.names.last and shift:
+            name = self.saved_as.get((name, shift), f"{name}_block_{self.names.run.first + place.block + shift}")
         moved = partial(self._counterpart, shift=shift)
         args, kwargs = fx.node.map_arg(node.args, moved), fx.node.map_arg(node.kwargs, moved)
         target = name if node.op == "placeholder" else node.target
-        node_copy = self.new.create_node(node.op, target, kwargs=kwargs, name=name)
-        node_copy.args = args  # not at once: torch would search them for symbols, leaf by leaf
+        new = self.env[node, shift] = self.new.create_node(node.op, target, kwargs=kwargs, name=name)
+        if node.op == "placeholder" and new.name != name:
+            raise NotPeriodic(f"a node is called {name} already")
+        new.args = args  # not at once: torch would search them for symbols, leaf by leaf
         if node not in self.meta:
             self.meta[node] = _meta(node)
-        node_copy.meta.update(self.meta[node])
-        record = self._renamed(
-            ir.info(node), partial(self.names.node, moved_by=shift, placed=node in self.places), shift
-        )
+        new.meta.update(self.meta[node])
+        record = self.names.renamed(ir.info(node), shift, place is not None)
         if record.role is not None and record.role.kind == "saved":
-            record = replace(record, role=replace(record.role, name=node_copy.name))
-        return ir.set_info(node_copy, record)
-
-    def _renamed(self, record: Info, rename: Callable[[str], str], shift: int) -> Info:
-        origin = record.origin
-        module = self.names.module(origin.module, shift)
-        region = origin.region and origin.region + shift * self.regions
-        consumer = rename(origin.consumer) if origin.consumer else ""
-        origin = Origin(module, origin.source, origin.phase, origin.cause, region, consumer)
-        role = record.role and replace(record.role, name=self.names.module(record.role.name, shift))
-        regathers = rename(record.regathers) if record.regathers else ""
-        return Info(
-            rename(record.name), record.value, origin, role, record.needs, record.kept, regathers, record.true_sizes,
-            record.piece,
-        )  # fmt: skip
+            record = replace(record, role=replace(record.role, name=new.name))
+        ir.set_info(new, record)
 
     def _output(self) -> None:
         """Adds the outputs of the captured blocks, and their counterparts in the copies."""
-        results: list[tuple[Role, Any]] = []
-        group: list[tuple[Role, Any]] = []
-        for role, node in [*ir.outputs(self.source), (None, None)]:
-            block = self._block_of(role, node) if role is not None else None
-            if block != self.names.last:
-                results += self._outputs(group, self.copies)
-                group.clear()
-            if role is not None:
-                shift = self.missing if block is not None and block > self.names.last else 0
-                if block is None and isinstance(node, fx.Node):
-                    shift = self._shift(node)
-                results.append(self._one_output(role, node, shift))
-                group += [(role, node)] if block == self.names.last else []
+        results = [
+            self._one_output(role, node, shift)
+            for (role, node), shift in self._expanded(ir.outputs(self.source), self._block_of_output)
+        ]
         output = self.new.output(tuple(node for _, node in results))
         output.meta = dict(ir.output_node(self.source).meta)
         index = count()
@@ -325,20 +403,18 @@ class _Unfolding:
             replace(role, index=next(index)) if role.kind == "saved" else role for role, _ in results
         )
         if (reads := output.meta.get(ir.READS)) is not None:
-            output.meta[ir.READS] = dict(self._reads(reads))
+            output.meta[ir.READS] = {
+                new.name: replace(reads[node.name], name=self.names.module(reads[node.name].name, shift))
+                for (node, shift), new in self.env.items()
+                if node.op == "placeholder" and node.name in reads
+            }
 
-    def _reads(self, reads: Mapping[str, Role]) -> Iterator[tuple[str, Role]]:
-        """Yields (name, role of the forward's input that it depends on) for each placeholder, now of all blocks."""
-        for node in (each for each in ir.placeholders(self.source) if each.name in reads):
-            role, place = reads[node.name], self.places.get(node)
-            moved = {self._shift(node): self.env[node]}
-            if place is not None and place.block == self.names.last:
-                moved |= {block - place.block: self.copied[Place(place.role, block)] for block in self.copies}
-            for shift, counterpart in moved.items():
-                yield counterpart.name, replace(role, name=self.names.module(role.name, shift))
-
-    def _outputs(self, group: list[tuple[Role, Any]], blocks: Iterable[int]) -> list[tuple[Role, Any]]:
-        return [self._one_output(role, node, block - self.names.last) for block in blocks for role, node in group]
+    def _block_of_output(self, output: tuple[Role, Any]) -> int | None:
+        """Returns the repeated block that an output belongs to; None for none."""
+        role, node = output
+        if role.kind == "saved":
+            return self._block(node)
+        return self.names.block_of(role.name) if role.kind == "grad" else None
 
     def _one_output(self, role: Role, node: Any, shift: int) -> tuple[Role, Any]:
         copied = shift and self.names.block_of(role.name) == self.names.last
@@ -349,29 +425,143 @@ class _Unfolding:
             return replace(role, name=counterpart.name), counterpart
         return replace(role, name=self.names.module(role.name, shift)), counterpart
 
-    def _block_of(self, role: Role, node: Any) -> int | None:
-        """Returns the number of the repeated block that an output belongs to; None for none."""
-        if role.kind == "saved":
-            place = self.places.get(node)
-            return None if place is None else place.block
-        return self.names.block_of(role.name) if role.kind == "grad" else None
+
+class Names:
+    """Map from names in a graph of a few blocks to names in the graph of all blocks.
+
+    A name either has its block's number after the container's path (``layers.3.up``), or belongs to a family that is
+    numbered through the graph (``d.add.7``). The latter increases from block to block by the family's number of names
+    in a block.
+
+    Args:
+        run: the repeated blocks of the whole model.
+        keep: number of blocks that were captured.
+
+    Attributes:
+        last: the block that is copied, the last one before the copies.
+        regions: number of checkpoint regions of a block.
+    """
+
+    def __init__(self, run: Repeat, keep: int) -> None:
+        self.run, self.keep, self.missing = run, keep, run.count - keep
+        self.last = self.regions = 0
+        self._moved: dict[tuple[str, int], str] = {}
+        # Family (the parts before the number) -> (numbers in a block, the first after the new blocks, direction).
+        self._families: dict[tuple[str, ...], tuple[int, int, int]] = {}
+
+    def block_of(self, name: str) -> int | None:
+        """Returns the captured block of the run that ``name`` belongs to; None for none."""
+        block, _ = self._split(name) or (None, "")
+        return block if block is not None and block < self.keep else None
+
+    def _split(self, name: str) -> tuple[int, str] | None:
+        """As `Repeat.split`, also of names of backward ops."""
+        return self.run.split(name) or self.run.split(name.removeprefix("d."))
+
+    def learn(self, pairs: Iterable[tuple[str, str, int]], step: int) -> None:
+        """Records families from (name in a block, its counterpart one period later in the graph, the first's block).
+
+        Args:
+            step: 1 where blocks follow in their order, -1 where in reverse.
+
+        Raises:
+            NotPeriodic: names that do not count on evenly.
+        """
+        for early, late, block in pairs:
+            if self._split(early) or early == late:
+                continue
+            family, first, second = _numbers(early, late)
+            stride = second - first
+            behind = first + stride * ((self.last + 1 - block) if step > 0 else (block - self.last))
+            family_count = self._families.get(family, (stride, behind, step))
+            if stride <= 0 or family_count[0] != stride:
+                raise NotPeriodic(f"{early} and {late} do not count on evenly")
+            self._families[family] = (stride, min(family_count[1], behind), step)
+
+    def renamed(self, record: Info, shift: int, placed: bool) -> Info:
+        """Returns the record of the counterpart, ``shift`` blocks later, of a node.
+
+        Args:
+            placed: the node has a place in a period, so that it is shifted with its block.
+        """
+        rename, origin, role = partial(self._node, shift=shift, placed=placed), record.origin, record.role
+        return Info(
+            rename(record.name),
+            record.value,
+            Origin(
+                self.module(origin.module, shift),
+                origin.source,
+                origin.phase,
+                origin.cause,
+                origin.region and origin.region + shift * self.regions,
+                rename(origin.consumer) if origin.consumer else "",
+            ),
+            role and replace(role, name=self.module(role.name, shift)),
+            record.needs,
+            record.kept,
+            rename(record.regathers) if record.regathers else "",
+            record.true_sizes,
+            record.piece,
+        )
+
+    def _node(self, name: str, shift: int, placed: bool) -> str:
+        """Returns the name, in the graph of all blocks, of the counterpart of the node ``name``."""
+        if self._split(name):
+            return self.module(name, shift)
+        if (numbered := self._family(name)) is None:
+            return name
+        family, at, value = numbered
+        stride, behind, step = self._families[family]
+        blocks = self.missing * (value >= behind)
+        if placed:
+            blocks = shift if step > 0 else self.missing - shift
+        return _with_number(name, at, value + stride * blocks)
+
+    def module(self, name: str, shift: int) -> str:
+        """Returns the name of a module, or of its parameter, shifted by ``shift`` blocks.
+
+        Modules after the captured blocks are shifted by all missing blocks.
+        """
+        if (cached := self._moved.get((name, shift))) is None:
+            cached = name
+            if place := self._split(name):
+                block, rest = place
+                moved = block + (shift if block < self.keep else self.missing)
+                cached = name.removesuffix(self.run.name(block, rest)) + self.run.name(moved, rest)
+            self._moved[name, shift] = cached  # many nodes share their module's name
+        return cached
+
+    def _family(self, name: str) -> tuple[tuple[str, ...], int, int] | None:
+        """Returns (family, position of its number, number) of a name of a family; None for other names."""
+        parts = name.split(".")
+        for at in range(1, len(parts) + 1):
+            if (family := tuple(parts[:at])) in self._families:
+                numbered = at < len(parts) and parts[at].isdecimal()
+                return family, at, int(parts[at]) if numbered else 0
+        return None
 
 
-def _name(node: fx.Node) -> str:
-    return ir.info(node).name
+def _numbers(early: str, late: str) -> tuple[tuple[str, ...], int, int]:
+    """Returns (family, number in ``early``, number in ``late``) of names that differ in one number.
+
+    >>> _numbers("d.add.scattered", "d.add.8.scattered")
+    (('d', 'add'), 0, 8)
+    """
+    first, second = early.split("."), late.split(".")
+    at = next((i for i, part in enumerate(second) if i >= len(first) or first[i] != part), len(second))
+    if at < len(second) and second[at].isdecimal():
+        if first[at:] == second[at + 1 :]:
+            return tuple(second[:at]), 0, int(second[at])
+        if at < len(first) and first[at].isdecimal() and first[at + 1 :] == second[at + 1 :]:
+            return tuple(second[:at]), int(first[at]), int(second[at])
+    raise NotPeriodic(f"{early} and {late} are not numbered alike")
 
 
-def _leaves(tree: Any) -> list[Any]:
-    leaves: list[Any] = []
-    fx.node.map_aggregate(tree, leaves.append)
-    return leaves
-
-
-def _value_kind(node: fx.Node) -> Any:
-    """Returns dtype, shape and strides of each result, which have to be equal in corresponding nodes."""
-    value = node.meta.get("val")
-    parts = value if isinstance(value, list | tuple) else [value]
-    return [(x.dtype, x.shape, x.stride()) if isinstance(x, Tensor) else type(x) for x in parts]
+def _with_number(name: str, at: int, value: int) -> str:
+    """Returns ``name`` with the number ``value`` as its part ``at``; 0 is left out."""
+    parts = name.split(".")
+    rest = parts[at + 1 :] if at < len(parts) and parts[at].isdecimal() else parts[at:]
+    return ".".join([*parts[:at], *([str(value)] if value else []), *rest])
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:

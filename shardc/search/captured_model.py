@@ -15,17 +15,16 @@ from shardc import passes
 from shardc._compat import LazyGraphModule, pytree
 from shardc.capture import Captured, Tag, capture, input_names, loss_arity, shortened
 from shardc.errors import ShardcWarning
-from shardc.fold import KEEP, few_of, repeats_of, unfolds_of
+from shardc.fold import KEEP, few_of, folded_of, repeats_of
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.mesh import Mesh
-from shardc.ir.repeat import Repeat, short_name
+from shardc.ir.repeat import Repeats
 from shardc.joint import Request, bound_of, build_joint
 from shardc.lower.min_cut import min_cut, must_recompute, must_save
-from shardc.passes.folded import Folded
 from shardc.passes.options import Options
 from shardc.passes.propagate import Chooser, Problem, Propagate
-from shardc.passes.unfold_names import NotPeriodic
+from shardc.passes.unfold import NotPeriodic
 from shardc.plan.resolve import ParamPlan, resolve_params
 from shardc.plan.value import Plan
 from shardc.report.inspected import InspectedProgram
@@ -67,14 +66,13 @@ class CapturedModel:
     """A model captured on a few of its repeated blocks, with every module boundary marked.
 
     Args:
-        repeats, keep: the runs of repeated blocks, and how many of each were captured; empty if all were.
+        repeats: the runs of repeated blocks, and how many of each were captured; empty if all were.
         plan, mesh: those of the capture.
     """
 
     source: ModelCall
     captured: Captured
-    repeats: tuple[Repeat, ...]
-    keep: int
+    repeats: Repeats
     plan: Plan
     mesh: Mesh
 
@@ -86,9 +84,9 @@ class CapturedModel:
             keep: number of repeated blocks that represent all; 0: capture all of them.
         """
         request = source.request(mesh, plan, Options())
-        repeats = tuple(repeats_of(request, keep)) if keep else ()
-        dtypes = few_of(request, repeats, keep).dtypes
-        with shortened(source.model, repeats, keep):
+        repeats = repeats_of(request, keep) if keep else Repeats()
+        dtypes = few_of(request, repeats).dtypes
+        with shortened(source.model, repeats):
             tags = [
                 Tag(name, where, 0)
                 for name, module in source.model.named_modules() if name
@@ -99,17 +97,17 @@ class CapturedModel:
                 source.model, source.args, source.kwargs, device=source.device, loss=source.loss, tags=tags,
                 dtypes=dtypes,
             )  # fmt: skip
-        return cls(source, captured, repeats, keep, plan, mesh)
+        return cls(source, captured, repeats, plan, mesh)
 
     @cached_property
     def more(self) -> CapturedModel:
         """Return a capture of more of the repeated blocks, finally of all, for plans that make some of them differ."""
-        keep = next((keep for keep in KEEP if keep > self.keep), 0)
+        keep = next((keep for keep in KEEP if keep > self.repeats.keep), 0)
         return CapturedModel.of(self.source, self.plan, self.mesh, keep) if self.repeats else self
 
     def graph(self, mesh: Mesh, plan: Plan, options: Options, chooser: Chooser | None) -> PlannedGraph:
         """Return the graph under ``plan``: with the layouts that ``chooser`` chooses, or (None) before that."""
-        request = few_of(self.source.request(mesh, plan, options), self.repeats, self.keep)
+        request = few_of(self.source.request(mesh, plan, options), self.repeats)
         gm = LazyGraphModule(self.captured.graph, ir.copied(self.captured.graph.graph))
         marked = {node: node.kwargs["name"] for node in gm.graph.nodes if node.target is ops.tag}
         borders: dict[str, fx.Node] = {}
@@ -119,7 +117,7 @@ class CapturedModel:
                 source = source.args[0]
             if ir.info(node).origin.phase == "forward":
                 borders.setdefault(name, source)
-        with shortened(self.source.model, self.repeats, self.keep), warnings.catch_warnings():
+        with shortened(self.source.model, self.repeats), warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardcWarning)
             bound = bound_of(request, replace(self.captured, graph=gm), request.activations())
             pipeline = passes.pipeline(
@@ -136,7 +134,7 @@ class CapturedModel:
 
     def params(self, mesh: Mesh, plan: Plan) -> Mapping[str, ParamPlan]:
         """Return what ``plan`` decides for each parameter of the captured model."""
-        return few_of(self.source.request(mesh, plan, Options()), self.repeats, self.keep).params
+        return few_of(self.source.request(mesh, plan, Options()), self.repeats).params
 
     def program(self, mesh: Mesh, plan: Plan, options: Options) -> InspectedProgram:
         """Return the program of the complete model under ``plan``, without another capture.
@@ -146,16 +144,13 @@ class CapturedModel:
         """
         request = self.source.request(mesh, plan, options)
         graph = LazyGraphModule(self.captured.graph, ir.copied(self.captured.graph.graph))
-        few, captured = few_of(request, self.repeats, self.keep), replace(self.captured, graph=graph)
-        with shortened(self.source.model, self.repeats, self.keep), warnings.catch_warnings():
+        few, captured = few_of(request, self.repeats), replace(self.captured, graph=graph)
+        with shortened(self.source.model, self.repeats), warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardcWarning)
             joint = build_joint(few, captured)
         if not self.repeats:
             return InspectedProgram(joint)
-        stored = {name: p.dtype for name, p in self.source.model.named_parameters()}
-        bound = replace(joint.bound, params=request.params, stored=stored)
-        unfolds = unfolds_of(joint, self.repeats, self.keep)
-        return InspectedProgram(joint, None, Folded(self.repeats, self.keep, unfolds, bound, captured.reads))
+        return InspectedProgram(joint, None, folded_of(request, joint, self.repeats, captured.reads))
 
     def folds(self, mesh: Mesh) -> bool:
         """Return whether a program of all blocks can be made from the captured ones."""
@@ -168,18 +163,10 @@ class CapturedModel:
     def weight(self, node: fx.Node) -> float:
         """Return the number of nodes of the complete model that ``node`` represents."""
         record = ir.info(node)
-        name = record.origin.module or record.name
-        for repeat in self.repeats:
-            number, _, _ = name.removeprefix("d.").removeprefix(repeat.prefix).partition(".")
-            if name.removeprefix("d.").startswith(repeat.prefix) and number.isdecimal():
-                at = int(number) - repeat.first
-                if 0 < at < self.keep - 1 and repeat.count > self.keep:
-                    return (repeat.count - 2) / (self.keep - 2)
-        return 1.0
-
-    def short(self, name: str) -> str | None:
-        """Return the name in the captured model of ``name`` in the complete one, or None."""
-        return short_name(name, self.repeats, self.keep)
+        place = self.repeats.place((record.origin.module or record.name).removeprefix("d."))
+        if place is None or place[1] in (0, self.repeats.keep - 1):
+            return 1.0
+        return (place[0].count - 2) / (self.repeats.keep - 2)
 
 
 @dataclass(frozen=True)

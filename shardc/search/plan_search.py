@@ -22,7 +22,7 @@ from shardc.ir.mesh import Mesh
 from shardc.passes.exact.chooser import Weights
 from shardc.passes.exact.storage_choice import OpenLayoutProblem, StorageChoice
 from shardc.passes.options import Options
-from shardc.passes.unfold_names import NotPeriodic
+from shardc.passes.unfold import NotPeriodic
 from shardc.plan.constructors import cp, ddp, fsdp
 from shardc.plan.entries import Fsdp
 from shardc.plan.placed import ParamPlan, Placed
@@ -99,9 +99,7 @@ class Search:
     beyond: dict[tuple[str, ...], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.writer = Writer(
-            self.captured_model.source.model, self.mesh, self.captured_model.repeats, self.captured_model.keep
-        )
+        self.writer = Writer(self.captured_model.source.model, self.mesh, self.captured_model.repeats)
         self.pinner = Pinner(self.captured_model, self.writer, self.mesh, self.options)
         self.param_plans = self.captured_model.params(self.mesh, self.hand)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -12,7 +11,7 @@ from torch import nn
 
 from shardc.ir.layout import Layout, SubDim
 from shardc.ir.mesh import Mesh
-from shardc.ir.repeat import Repeat
+from shardc.ir.repeat import Repeat, Repeats
 from shardc.plan.constructors import ddp, fsdp, hsdp, tp
 from shardc.plan.value import Plan
 
@@ -25,13 +24,12 @@ class Writer:
     """Writes plans for a model on a mesh.
 
     Args:
-        repeats, keep: the runs of repeated blocks of the complete model, and how many of each were captured.
+        repeats: the runs of repeated blocks of the complete model, and how many of each were captured.
     """
 
     model: nn.Module
     mesh: Mesh
-    repeats: Sequence[Repeat]
-    keep: int
+    repeats: Repeats
 
     def plan(
         self,
@@ -69,8 +67,8 @@ class Writer:
     def _threshold(self, whole: Iterable[str], split: Iterable[str]) -> tuple[bool, int]:
         """Return whether exactly the parameters below some size are replicated, and that size in bytes."""
         nbytes = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters()}
-        least = min((nbytes[self._long(name)] for name in split), default=0)
-        largest = max((nbytes[self._long(name)] for name in whole), default=-1)
+        least = min((nbytes[self.repeats.whole(name)] for name in split), default=0)
+        largest = max((nbytes[self.repeats.whole(name)] for name in whole), default=-1)
         return (True, least if largest >= 0 else 0) if largest < least else (False, 0)
 
     @staticmethod
@@ -131,63 +129,40 @@ class Writer:
         """Return a module that ``glob`` matches."""
         for repeat in self.repeats:
             if glob.startswith(f"{repeat.prefix}*"):
-                glob = f"{repeat.prefix}{repeat.first}{glob.removeprefix(f'{repeat.prefix}*')}"
+                glob = repeat.name(0, glob.removeprefix(f"{repeat.prefix}*"))
         return self.model.get_submodule(glob)
 
     # --- globs
 
     def by_glob(self, by_name: Mapping[str, T]) -> list[tuple[str, T]]:
         """Replace names by globs of the complete model; equal values in repeated blocks share one glob."""
-        groups: dict[str, dict[int, T]] = {}
+        groups: dict[tuple[Repeat, str], dict[int, T]] = {}
         out: list[tuple[str, T]] = []
         for name, value in by_name.items():
-            block = self._block(name)
-            if block is None:
-                out.append((self._long(name), value))
+            if (place := self.repeats.place(name)) is None:
+                out.append((self.repeats.whole(name), value))
             else:
-                groups.setdefault(block[0], {})[block[1]] = value
-        for glob, by_block in groups.items():
-            if len(by_block) == self.keep and len({str(x) for x in by_block.values()}) == 1:
+                run, block, rest = place
+                groups.setdefault((run, rest), {})[block] = value
+        for (run, rest), by_block in groups.items():
+            glob, last = f"{run.prefix}*{rest}", self.repeats.keep - 1
+            if len(by_block) == self.repeats.keep and len({str(x) for x in by_block.values()}) == 1:
                 out.append((glob, by_block[0]))
                 continue
             inner = by_block.get(1)
             if inner is not None:
                 out.append((glob, inner))
-            for at in (0, self.keep - 1):
-                if at in by_block and str(by_block[at]) != str(inner):
-                    out.append((self._at(glob, at), by_block[at]))
+            for captured, block in ((0, 0), (last, run.count - 1)):
+                if captured in by_block and str(by_block[captured]) != str(inner):
+                    out.append((run.name(block, rest), by_block[captured]))
         return out
 
     def block_names(self, name: str) -> list[str]:
         """Return the names in all captured blocks of the run that ``name`` is in; ``name`` alone if it is in none."""
-        block = self._block(name)
-        if block is None:
+        if (place := self.repeats.place(name)) is None:
             return [name]
-        repeat = next(r for r in self.repeats if block[0].startswith(f"{r.prefix}*"))
-        rest = block[0].removeprefix(f"{repeat.prefix}*")
-        return [f"{repeat.prefix}{repeat.first + at}{rest}" for at in range(self.keep)]
-
-    def _block(self, name: str) -> tuple[str, int] | None:
-        """Return the glob of a name in a repeated block, and the index of the block; None for other names."""
-        for repeat in self.repeats:
-            match = re.fullmatch(rf"{re.escape(repeat.prefix)}(\d+)(\..*)?", name)
-            if match and repeat.first <= int(match[1]) < repeat.first + self.keep:
-                return f"{repeat.prefix}*{match[2] or ''}", int(match[1]) - repeat.first
-        return None
-
-    def _at(self, glob: str, block: int) -> str:
-        """Return the name of ``glob`` in the first or last block of the complete model."""
-        repeat = next(r for r in self.repeats if glob.startswith(f"{r.prefix}*"))
-        number = repeat.first + (block if block == 0 else repeat.count - 1)
-        return f"{repeat.prefix}{number}{glob.removeprefix(f'{repeat.prefix}*')}"
-
-    def _long(self, name: str) -> str:
-        """Return the name in the complete model of ``name`` in the model captured with few blocks."""
-        for repeat in self.repeats:
-            match = re.fullmatch(rf"{re.escape(repeat.prefix)}(\d+)(\..*)?", name)
-            if match and int(match[1]) >= repeat.first + self.keep:
-                name = f"{repeat.prefix}{int(match[1]) + repeat.count - self.keep}{match[2] or ''}"
-        return name
+        run, _, rest = place
+        return [run.name(block, rest) for block in range(self.repeats.keep)]
 
 
 def spec(layout: Layout) -> str:

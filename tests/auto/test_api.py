@@ -18,7 +18,7 @@ from examples.models import gpt2
 from shardc.cost.hardware import H100
 from shardc.ir.mesh import Mesh
 from shardc.passes.exact.chooser import Weights
-from shardc.passes.unfold_names import NotPeriodic
+from shardc.passes.unfold import NotPeriodic
 from shardc.search import plan_search
 from shardc.search.captured_model import CapturedModel, ModelCall
 from shardc.search.memory_price import LEAST
