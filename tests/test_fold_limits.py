@@ -171,3 +171,27 @@ def test_blocks_that_read_other_values_are_not_folded(place: int) -> None:
     alike = shardc.compile(Stack(*(Pulling(2.0) for _ in range(7))), Mesh(dp=2), shardc.ddp("dp"), options=FOLD)
     reads = alike.lower(x.float()).guards.reads
     assert {str(read) for read in reads.entries} >= {f"model._modules['layers']._modules['{at}'].by" for at in range(7)}
+
+
+class Carrying(Stack):
+    """Every layer adds a value that looks like another layer's result; its gradient is summed from layer to layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = kept = torch.tanh(self.first(x))
+        for layer in self.layers:
+            x = torch.tanh(layer(x) + kept)
+        return self.last(x + (kept if self.combine([x, kept]) is kept else 0)).sum()
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_values_that_all_blocks_read_are_not_copied_with_them(at: int) -> None:
+    torch.manual_seed(0)
+    model = Carrying(*(Layer() for _ in range(8)), combine=lambda both: both[at]).double()
+    x = torch.randn(8, WIDTH).double()
+    module = shardc.compile(model, Mesh(dp=2), shardc.fsdp("dp"), backend="eager", options=FOLD)
+    simulation = shardc.Simulation(module)
+    simulation(x)
+    simulation.backward()
+    model(x).backward()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(simulation.grad(name), param.grad, rtol=1e-9, atol=1e-12)

@@ -135,7 +135,9 @@ class Unfold:
     def __init__(self, joint: fx.Graph, run: Repeat, keep: int) -> None:
         self.names = Names(run, keep)
         scan = _Unfolding(self.names, joint, _phases(joint))
-        both = set.intersection(*(set(body.whole) for body in scan.bodies if body.nodes))
+        both = set.intersection(
+            *({x for x in body.whole if scan.copyable(body, x)} for body in scan.bodies if body.nodes)
+        )
         if not both:
             raise NotPeriodic("no block equals the one before it in both forward and backward")
         # The block that is copied should be far from both ends: in the halves, the first and last blocks may differ
@@ -189,6 +191,7 @@ class Body:
         step: 1 if later periods belong to later blocks (forward), -1 if to earlier ones (backward).
         period: number of nodes of a block.
         whole: the blocks whose periods are complete and equal, in the order of the nodes.
+        first: position of the first complete period.
         start, end: range of the nodes that have places.
     """
 
@@ -197,6 +200,7 @@ class Body:
     step: int
     period: int = 0
     whole: range = range(0)
+    first: int = 0
     start: int = 0
     end: int = 0
 
@@ -258,7 +262,6 @@ class _Unfolding:
                 first_of.setdefault(block, at)
         if not set(first_of) - {0, self.names.keep - 1}:
             return  # only the first or the last block has ops here: nothing repeats
-        start = 0
         for block, at in first_of.items():
             period = first_of.get(block + body.step, at) - at
             if period <= 0:
@@ -268,19 +271,25 @@ class _Unfolding:
             periods = 1 + (different - at) // period
             if periods > max(1, len(body.whole)):
                 body.whole = range(block, block + periods * body.step, body.step)
-                body.period, start, body.end = period, at, different + period
+                body.period, body.first, body.end = period, at, different + period
         if not body.whole:
             raise NotPeriodic("no two blocks are equal, node by node")
-        body.start = start
+        body.start = body.first
         while body.start > 0 and self._extends(body, body.start - 1):
             body.start -= 1
         for at in range(body.start, body.end):
-            turn, role = divmod(at - start, body.period)
+            turn, role = divmod(at - body.first, body.period)
             self.places[nodes[at]] = Place((body.name, role), body.whole[0] + turn * body.step)
-        for x, y in zip(nodes[body.start :], nodes[body.start + body.period : body.end], strict=False):
+
+    def copyable(self, body: Body, block: int) -> bool:
+        """Tells whether a copy of ``block`` knows its operands: all have places, or are read by the next block too."""
+        at, period = body.first + body.period * body.whole.index(block), body.period
+        other = at - period if block == body.whole[-1] else at + period
+        for x, y in zip(body.nodes[at : at + period], body.nodes[other : other + period], strict=True):
             operands = zip(self.marks.operands(x), self.marks.operands(y), strict=True)
-            if any(a is b and a in self.places for a, b in operands):
-                raise NotPeriodic(f"{ir.info(y).name} reads a result of another block, as {ir.info(x).name} does")
+            if any((a in self.places) == (a is b) for a, b in operands):
+                return False
+        return True
 
     def _extends(self, body: Body, at: int) -> bool:
         """Tells whether the node at ``at`` is that of a block before the first one: only the next period reads it."""
@@ -318,8 +327,8 @@ class _Unfolding:
         for node, shift in self._expanded(ir.placeholders(self.source), self._block):
             self._add(node, shift)
         for body in self.bodies:
-            if body.whole and self.names.last not in body.whole:
-                raise NotPeriodic(f"block {self.names.last} is not like its neighbours in each half")
+            if body.whole and not (self.names.last in body.whole and self.copyable(body, self.names.last)):
+                raise NotPeriodic(f"block {self.names.last} is not like its neighbours")
             for node, shift in self._expanded(body.nodes, self._block, body.step):
                 self._add(node, shift)
         self._output()
@@ -468,7 +477,7 @@ class Names:
             NotPeriodic: names that do not count on evenly.
         """
         for early, late, block in pairs:
-            if self._split(early) or early == late:
+            if self._split(early) or self._split(late) or early == late:
                 continue
             family, first, second = _numbers(early, late)
             stride = second - first
