@@ -28,6 +28,8 @@ _INERT = {
     "__orig_bases__", "__parameters__", "__qualname__", "__static_attributes__", "__dataclass_fields__",
     "__annotations_cache__", "__annotate_func__", "__dir__", "__reduce__", "__reduce_ex__", "__getstate__",
     "__setstate__", "__del__", "__init_subclass__", "__class_getitem__", "__subclasshook__",
+    # Caches: of `copyreg` (since an object was copied or pickled), and of `typing` (since `isinstance` of a protocol).
+    "__slotnames__", "__protocol_attrs__", "__non_callable_proto_members__", "__callable_proto_members_only__",
 }  # fmt: skip
 _OWN = {*vars(nn.Module()), "shardc", "_compiled_call_impl", STATE_KEY, REGISTRY_KEY}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")

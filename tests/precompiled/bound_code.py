@@ -266,4 +266,6 @@ SAME_CODE: dict[str, tuple[str, str] | str] = {
     ),
     "how a module is shown": ('return "a block"', 'return "a block" + ""'),
     "what a text does not change": "plain.__doc__ = 'Halves.'",
+    "objects that were copied before": "import copyreg\nfor cls in (Block, nn.Linear, torch.Tensor):\n    "
+    "copyreg._slotnames(cls)",
 }
