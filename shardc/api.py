@@ -192,6 +192,7 @@ def _compile(
         plan = Plan.of(entries) | plan
     plan = plan.on(abstract)
     check_axes(plan, abstract)
+    check_dynamic(dynamic or {}, module)
     build = Build(
         plan, abstract, _sizes(module), device, loss, options, groups if backend == "inductor" else None,
         DynamicDims(dynamic or {}), runs=groups is not None,
@@ -199,7 +200,6 @@ def _compile(
         kinds=(InspectedProgram, InspectedSizedProgram),
     )  # fmt: skip
     check_kept(entries, build.params)
-    check_dynamic(dynamic or {}, module)
     resolve_activations(plan, [name for name, _ in module.named_modules()])
     if groups is not None and backend == "inductor" and device.type == "cpu":
         begin_check()
