@@ -284,7 +284,7 @@ class _Padder(PaddedValues):
         mine = {factor for factors in dims for factor in factors if factor in padded_factors}
         fills = {reduction_identity(call, spec, factor) for factor in mine if not spec.carried_by_all(factor)}
         value = ir.value(x)
-        if not fills and find_rule(call.target) in linalg.TABLE.values():
+        if not fills and find_rule(call.target) in linalg.MATRIX_FUNCTIONS.values():
             name = [name for name, _ in call.named_operands()][at]
             fills = {1 if name in linalg.PIVOTS else 0}  # a valid matrix for every kernel
         elementwise = spec.moves or find_rule(call.target) in pointwise.TABLE.values()

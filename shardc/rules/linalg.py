@@ -87,7 +87,7 @@ def _trilinear(call: Call) -> Spec:
 # Arguments with LAPACK pivots (the rows exchanged, counted from 1): one dim less than the matrix.
 PIVOTS = ("pivots", "LU_pivots")
 
-TABLE = CONTRACTIONS | table(
+MATRIX_FUNCTIONS = table(
     matrices(
         "_linalg_eigh _linalg_solve_ex _linalg_svd cholesky cholesky_inverse cholesky_solve linalg_cholesky_ex "
         "linalg_eig linalg_inv_ex linalg_ldl_factor_ex linalg_ldl_solve linalg_lu linalg_lu_factor_ex linalg_lu_solve "
@@ -103,3 +103,5 @@ TABLE = CONTRACTIONS | table(
     rule("_int_mm", "i k, k j -> i j", k="sum", linear="0|1"),
     strides=CONTIGUOUS,
 )
+
+TABLE = CONTRACTIONS | MATRIX_FUNCTIONS
