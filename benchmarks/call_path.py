@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import shardc
 from benchmarks.work import SIZES
 from examples.models.llama import loss
-from shardc.runtime.rank_consistency import Agreement
+from shardc.runtime.rank_consistency import RankConsistency
 from shardc.runtime.state import State
 
 RANKS = 2
@@ -59,12 +59,12 @@ def rank(at: int, path: str, size: str, count: int) -> None:
     batch = module.shard_inputs(*work.data(0, RANKS))
     for _ in range(3):
         module(*batch).backward()
-    agreement = module.shardc.spec.groups.agreement
-    done, backward = agreement.call, agreement.call.backward(frozenset({0}))
+    consistency = module.shardc.spec.groups.consistency
+    done, backward = consistency.call, consistency.call.backward(frozenset({0}))
 
     def acts() -> None:
-        agreement.act(done)
-        agreement.act(backward)
+        consistency.enter(done)
+        consistency.enter(backward)
 
     rows = {"acts of a step (call and backward) alone": microseconds(acts, count)}
     # Calls without their backward are acts of another order.
@@ -72,7 +72,7 @@ def rank(at: int, path: str, size: str, count: int) -> None:
         for _ in range(3):
             module(*batch)
         rows["call"] = microseconds(lambda: module(*batch), count)
-        with nothing("act", Agreement):
+        with nothing("enter", RankConsistency):
             rows["call, ranks agree on nothing"] = microseconds(lambda: module(*batch), count)
             with nothing("check", State):
                 rows["call, and parameters are not checked"] = microseconds(lambda: module(*batch), count)

@@ -60,8 +60,8 @@ def _shares_errors(function: Callable[..., Any]) -> Any:
         mesh = kwargs.get("mesh", args[1] if len(args) > 1 else None)
         if not isinstance(mesh, DeviceMesh):
             return function(*args, **kwargs)
-        agreement = Groups.of(mesh).agreement
-        with agreement.tells(), agreement.compiles():
+        consistency = Groups.of(mesh).consistency
+        with consistency.tells(), consistency.compiles():
             return function(*args, **kwargs)
 
     return call
@@ -325,7 +325,7 @@ def _store(spec: ShardingSpec, sources: Sources, init_sync: bool, name: str, x: 
     if groups is None or mesh is None:
         return _like(x, torch.device("meta")) if isinstance(x, DTensor) else x
     if isinstance(x, DTensor) and x.device.type != "meta":  # one is gathered at a time
-        with groups.agreement.waits():
+        with groups.consistency.waits():
             whole = cast(DTensor, x.detach()).full_tensor()
         x = nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole
     if init_sync and x.device.type != "meta":
@@ -347,6 +347,6 @@ def _store(spec: ShardingSpec, sources: Sources, init_sync: bool, name: str, x: 
     for hook in post_hooks.values():
         stored.register_post_accumulate_grad_hook(hook)
     stored.requires_grad_(x.requires_grad)
-    if x.device.type != "meta" and not groups.agreement.alone:
+    if x.device.type != "meta" and not groups.consistency.alone:
         note_source(sources, name, storage, x, stored)
     return stored

@@ -21,7 +21,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from shardc.errors import InputError, MeshError, ShardcWarning
 from shardc.integrations import safetensors
-from shardc.runtime.events import Act
+from shardc.runtime.events import Event
 from shardc.runtime.full_params import whole_on_first
 from shardc.runtime.lazy import Lazy, part
 from shardc.runtime.module import ShardedModule
@@ -120,7 +120,7 @@ class ShardedPretrained(ShardedModule):
             )
         with state.tells():
             state.check()
-            state.spec.groups.agreement.act(Act((("act", f"save_pretrained of {state.name}"),)), ask=True)
+            state.spec.groups.consistency.enter(Event((("event", f"save_pretrained of {state.name}"),)), ask=True)
             writes = state.spec.rank == 0
             # Config, generation config and code of the model's own; without tensors it writes no others.
             cls.save_pretrained(state.params.view, save_directory, writes, {}, save_original_format=False)
@@ -139,7 +139,9 @@ class ShardedPretrained(ShardedModule):
             if writes and split.is_sharded:
                 index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
                 (folder / safetensors.INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-            state.spec.groups.agreement.act(Act((("act", f"end of save_pretrained of {state.name}"),)), ask=True)
+            state.spec.groups.consistency.enter(
+                Event((("event", f"end of save_pretrained of {state.name}"),)), ask=True
+            )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generates tokens as the model's own method; each rank passes its rows, and gets their tokens.

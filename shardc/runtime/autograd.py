@@ -71,7 +71,7 @@ class Step(torch.autograd.Function):
         ctx.strides = [isinstance(x, Tensor) and x.stride() for x in saved] if hooked else None
         ctx.changes, ctx.listened = border.watch(outputs), []
         ctx.runner, ctx.unreduced, ctx.freed = runner, runner.sync.unreduced(), False
-        ctx.call = runner.groups.agreement.call
+        ctx.call = runner.groups.consistency.call
         ctx.feed = tuple(x if needed else None for x, needed in zip(feed, border.needed, strict=True))
         ctx.versions = list(_versions(runner, feed))
         ctx.set_materialize_grads(False)
@@ -80,7 +80,7 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
-        with ctx.runner.groups.agreement.tells():
+        with ctx.runner.groups.consistency.tells():
             return Step._backward(ctx, *tangents)
 
     @staticmethod
@@ -109,7 +109,7 @@ class Step(torch.autograd.Function):
         runner.border.check(half, used, ctx.changes, ctx.listened)
         local = _backward_inputs(ctx, half, by_index)
         if ctx.call is not None:
-            runner.groups.agreement.act(ctx.call.backward(used))
+            runner.groups.consistency.enter(ctx.call.backward(used))
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.freed, ctx.others = True, None
             ctx.maybe_clear_saved_tensors()  # or they would live until the backward ends

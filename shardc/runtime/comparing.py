@@ -1,4 +1,4 @@
-"""Comparisons of events (`Act`) between ranks through the store: who arrived, the event of the first, the verdict."""
+"""Comparisons of `Event`s between ranks through the store: who arrived, the event of the first, the verdict."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardc.runtime.events import Act, Lines, ended, late_ranks
+from shardc.runtime.events import Event, Lines, ended, late_ranks
 
 BEFORE = "differ before"  # verdict: the ranks differ at an earlier event
 _SAME = "same"
@@ -33,11 +33,11 @@ class Comparisons:
         self._said: str | None = None
         self._told: set[str] = set()
 
-    def tell(self, store: dist.Store, act: Act) -> None:
-        """Publishes the lines of ``act`` under its hash, once."""
-        if act.key not in self._told:
-            store.set(f"{self.prefix}what/{act.key}", json.dumps(act.lines))
-            self._told.add(act.key)
+    def tell(self, store: dist.Store, event: Event) -> None:
+        """Publishes the lines of ``event`` under its hash, once."""
+        if event.key not in self._told:
+            store.set(f"{self.prefix}what/{event.key}", json.dumps(event.lines))
+            self._told.add(event.key)
 
     def lines(self, store: dist.Store, key: str) -> Lines:
         """Reads the lines of the event with hash ``key``, which a rank has published."""

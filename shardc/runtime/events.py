@@ -32,7 +32,7 @@ Lines = Sequence[Sequence[str]]
 
 # Prefix of a topic -> the fix if ranks differ in it.
 _FIXES = {
-    "act": "call the same modules, methods and backward equally often and in the same order on every rank; what "
+    "event": "call the same modules, methods and backward equally often and in the same order on every rank; what "
     "forward reads (attributes, globals) has to be the same on every rank",
     "input": "pass the same arguments on every rank, and equally many rows (drop_last=True, or a sampler that pads); "
     "with shardc.Options(uneven=True) ranks may pass different numbers of rows",
@@ -53,8 +53,8 @@ _FIXES = {
 
 
 @dataclass(frozen=True)
-class Act:
-    """An event that all ranks must go through in the same order: (topic, text) lines; the first topic is "act"."""
+class Event:
+    """An event that all ranks must go through in the same order: (topic, text) lines; the first topic is "event"."""
 
     lines: tuple[tuple[str, str], ...]
 
@@ -63,21 +63,21 @@ class Act:
         """Hash of the event, by which ranks compare it."""
         return hashlib.sha256(json.dumps(self.lines).encode()).hexdigest()[:32]
 
-    def backward(self, used: frozenset[int]) -> Act:
+    def backward(self, used: frozenset[int]) -> Event:
         """Returns the event of this call's backward from the outputs with indices ``used``."""
         if used not in self._backwards:
             (_, does), *rest = self.lines
             outputs = ("outputs that gradients come from", ", ".join(map(str, sorted(used))))
-            self._backwards[used] = Act((("act", f"backward of {does}"), outputs, *rest))
+            self._backwards[used] = Event((("event", f"backward of {does}"), outputs, *rest))
         return self._backwards[used]
 
     @cached_property
-    def fresh(self) -> Act:
+    def fresh(self) -> Event:
         """The event of this call if parameter values were replaced since the last one."""
-        return Act((*self.lines, ("new values", "some since the last call")))
+        return Event((*self.lines, ("new values", "some since the last call")))
 
     @cached_property
-    def _backwards(self) -> dict[frozenset[int], Act]:
+    def _backwards(self) -> dict[frozenset[int], Event]:
         return {}
 
 
@@ -95,7 +95,7 @@ class Told:
             self.fails(error, self.epoch)
 
 
-def call_act(
+def call_event(
     name: str,
     call: Signature,
     leaves: Sequence[Any],
@@ -104,7 +104,7 @@ def call_act(
     inference: bool,
     deferred: Deferred,
     row_axes: Sequence[tuple[str, ...]] = (),
-) -> Act:
+) -> Event:
     """Returns the event by which ranks compare a module call.
 
     Args:
@@ -124,9 +124,9 @@ def call_act(
     modes = [(field.name, _runs(getattr(mode, field.name))) for field in fields(mode)]
     left = ", ".join(sorted(deferred.whole)) or "nothing"
     left += "".join(f", {name} over replicas" for name in sorted(deferred.scattered))
-    return Act(
+    return Event(
         (
-            ("act", f"call of {name}"),
+            ("event", f"call of {name}"),
             *inputs,
             ("input structure", " ".join(str(call.spec).split())),
             ("gradients", ("recorded" if grad else "not recorded") + ", in inference_mode" * inference),
@@ -137,12 +137,12 @@ def call_act(
     )
 
 
-def program_act(certificate: str, graphs: Mapping[str, fx.GraphModule], mesh: Mesh) -> Act:
+def program_event(certificate: str, graphs: Mapping[str, fx.GraphModule], mesh: Mesh) -> Event:
     """Returns the event of compiling ``graphs``, by name; ``certificate`` lists their collectives in order."""
     # A saved value is named after its node, and a stored graph does not keep node names.
     texts = {name: re.sub(r"(?m)^(  saved(?: #\d+)?) \S+ =", r"\1 =", dump(gm, mesh)) for name, gm in graphs.items()}
     code = [(f"the {name} graph", texts[name] + "\n".join(_constants(gm))) for name, gm in graphs.items()]
-    return Act((("act", "compiled program"), ("collectives", certificate), *code))
+    return Event((("event", "compiled program"), ("collectives", certificate), *code))
 
 
 def _constants(gm: fx.GraphModule) -> list[str]:
@@ -175,11 +175,12 @@ def difference(rank: int, rank_lines: Lines, other_rank: int, other_lines: Lines
     mine, theirs = {line[0]: line[1] for line in rank_lines}, {line[0]: line[1] for line in other_lines}
     topics = [topic for topic in {**mine, **theirs} if mine.get(topic) != theirs.get(topic)]
     if not topics:
+        both = f"both are at a {mine['event']}, one of them earlier"
         return MeshError(
-            f"ranks {rank} and {other_rank} are not at the same call: both are at a {mine['act']}, one of them earlier",
-            fix=_FIXES["act"],
+            f"ranks {rank} and {other_rank} are not at the same call: {both}",
+            fix=_FIXES["event"],
         )
-    topic = min(topics, key=lambda topic: (topic != "act", not topic.startswith("input '")))  # or of one rank only
+    topic = min(topics, key=lambda topic: (topic != "event", not topic.startswith("input '")))  # or of one rank only
     value, other_value = mine.get(topic), theirs.get(topic)
     if topic.startswith("values"):
         of = next(lines for lines in (mine, theirs) if lines.get(topic) != SAME)
@@ -187,9 +188,9 @@ def difference(rank: int, rank_lines: Lines, other_rank: int, other_lines: Lines
     if value is not None and other_value is not None and "\n" in value + other_value:
         pairs = zip_longest(value.splitlines(), other_value.splitlines(), fillvalue="nothing more")
         value, other_value = next(pair for pair in pairs if pair[0] != pair[1])
-    what = f"in {topic}" if topic != "act" else "in what they do"
+    what = f"in {topic}" if topic != "event" else "in what they do"
     return MeshError(
-        f"ranks differ at a {mine['act']}, {what}: rank {rank} has {value or 'none'}, "
+        f"ranks differ at a {mine['event']}, {what}: rank {rank} has {value or 'none'}, "
         f"rank {other_rank} has {other_value or 'none'}",
         fix=next(fix for start, fix in _FIXES.items() if topic.startswith(start)),
     )

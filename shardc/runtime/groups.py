@@ -23,7 +23,7 @@ from shardc.ir.comm_volume import GROUP_PREFIX
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh, groups_of
 from shardc.ir.view import parts_of, view_of
-from shardc.runtime.rank_consistency import Agreement
+from shardc.runtime.rank_consistency import RankConsistency
 from shardc.runtime.shards import flat_index
 from shardc.runtime.wire.listen import interrupt
 
@@ -47,7 +47,7 @@ class Groups:
         mesh: the abstract mesh.
         rank: row-major index of this process on the mesh, not its global rank.
         prefix: prefix of the registered names, unique per mesh of the process.
-        agreement: checks that all ranks run the same events.
+        consistency: checks that all ranks run the same events.
         rename: group name in a graph -> registered name.
     """
 
@@ -72,7 +72,7 @@ class Groups:
             )
         _check_carries(self.mesh, device_mesh.device_type)
         self.rank = self._global.index(dist.get_rank())
-        self.agreement = Agreement(self.prefix, dist.get_rank(), self._global, self._interrupt)
+        self.consistency = RankConsistency(self.prefix, dist.get_rank(), self._global, self._interrupt)
 
     @classmethod
     def of(cls, device_mesh: DeviceMesh) -> Groups:
@@ -135,7 +135,7 @@ class Groups:
     def of_first(self, x: torch.Tensor) -> torch.Tensor:
         """Broadcasts ``x`` from the mesh's first rank, in place, and returns it."""
         for axis, group in self._along_each_axis():
-            with self.agreement.waits():
+            with self.consistency.waits():
                 dist.broadcast(x, self.ranks((axis,))[0], group)
         return x
 
@@ -147,7 +147,7 @@ class Groups:
         """Returns the largest ``number`` of all ranks of the mesh; a collective."""
         largest = torch.tensor([number], dtype=torch.int32, device=self._device_mesh.device_type)
         for _, group in self._along_each_axis():
-            with self.agreement.waits():
+            with self.consistency.waits():
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         return int(largest.item())
 

@@ -102,13 +102,13 @@ class Meeting:
         if attempt == self._joined or attempt.partition(".")[0] == str(self.rank):
             return
         self.invited = number, attempt
-        if (act := now()) > number:  # after the line above, so that an event that begins now sees the invitation
-            self.goes_on(store, act, "later step")
+        if (event := now()) > number:  # after the line above, so that an event that begins now sees the invitation
+            self.goes_on(store, event, "later step")
 
-    def goes_on(self, store: dist.Store, act: int, what: str) -> None:
-        """Refuses the pending invitation because this rank begins event ``act``, described by ``what``."""
+    def goes_on(self, store: dist.Store, event: int, what: str) -> None:
+        """Refuses the pending invitation because this rank begins event ``event``, described by ``what``."""
         invited = self.invited
-        if invited is not None and act > invited[0]:
+        if invited is not None and event > invited[0]:
             self.invited = None
             self._refuse_invited(store, *invited, f"rank {self.rank} went on to a {what}")
 

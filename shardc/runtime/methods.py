@@ -77,7 +77,7 @@ def expert_tokens(module: nn.Module) -> dict[str, Tensor]:
             f"{type(module).__name__} has no ranks", fix="pass what shardc.compile returned for a DeviceMesh"
         )
     out = {}
-    with groups.agreement.tells(), groups.agreement.reduces("expert_tokens()"):
+    with groups.consistency.tells(), groups.consistency.reduces("expert_tokens()"):
         for where, (counts, over) in state.cache.tokens.items():
             if over:
                 axes = tuple(over.removeprefix(GROUP_PREFIX).split(","))

@@ -18,7 +18,7 @@ from shardc.ir.inner import check_conversion
 from shardc.runtime import parameter_checks, submodule_calls
 from shardc.runtime.autograd import check_units, run_step
 from shardc.runtime.deepcopy_support import copied
-from shardc.runtime.events import call_act
+from shardc.runtime.events import call_event
 from shardc.runtime.fsdp2_migration import INSTEAD
 from shardc.runtime.inputs import check_kinds, examples_of, local_input, local_part, targets_last
 from shardc.runtime.namespace import Namespace
@@ -159,7 +159,7 @@ def _forward(module: ShardedModule, args: Any, kwargs: Any) -> Any:
             fix="pass a DeviceMesh to shardc.compile, or step it with shardc.Simulation(module)",
         )
     submodule_calls.check_ddp(module)
-    with state.spec.groups.agreement.tells():
+    with state.spec.groups.consistency.tells():
         return _step(state, args, kwargs)
 
 
@@ -208,21 +208,21 @@ def _program(
     mode, deferred = state.params.snapshot.mode(), state.params.sync.deferred()
     assert state.spec.groups is not None
     around = TorchGlobalState.now(state.spec.device)
-    if state.spec.groups.agreement.epoch != state.epoch:
-        state.begin_anew(state.spec.groups.agreement.epoch)
+    if state.spec.groups.consistency.epoch != state.epoch:
+        state.begin_anew(state.spec.groups.consistency.epoch)
     key = call_key(leaves, spec, mode, around, deferred)
     entry = None if key is None else state.cache.calls.get(key)
     if entry is None:
         call = state.cache.signature(args, kwargs)
         axes = _row_axes(state, call, leaves) if state.spec.uneven else ()
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        act = call_act(state.name, call, leaves, mode, *modes, deferred, axes)
-        entry = CallCacheEntry(act, axes)
+        event = call_event(state.name, call, leaves, mode, *modes, deferred, axes)
+        entry = CallCacheEntry(event, axes)
         if key is not None and not state.cache.build.dynamic.names:
             state.cache.calls[key] = entry
-    state.spec.groups.agreement.call = entry.act
-    state.spec.groups.agreement.act(entry.act.fresh if state.params.fresh else entry.act)
-    compares = state.turns.due(entry.act.key)
+    state.spec.groups.consistency.call = entry.event
+    state.spec.groups.consistency.enter(entry.event.fresh if state.params.fresh else entry.event)
+    compares = state.turns.due(entry.event.key)
     if state.params.fresh:
         state.params.compare_values(state.name)
     if any(entry.row_axes):
@@ -233,7 +233,7 @@ def _program(
         if not rows.even:
             return _uneven(state, rows, args, kwargs, leaves, spec), rows, compares
     if entry.program is None:
-        with state.spec.groups.agreement.compiles():
+        with state.spec.groups.consistency.compiles():
             program = _find_program(state, state.cache.signature(args, kwargs), args, kwargs, leaves, spec)
             program.step(torch.is_grad_enabled())
         state.cache.settle(program)
@@ -262,7 +262,7 @@ def _uneven(state: State, rows: Rows, args: Any, kwargs: Any, leaves: list[Any],
             "lowered for",
             fix="lower it for these sizes too, or do not lower it: a call then compiles what it needs",
         )
-    with state.spec.groups.agreement.compiles():
+    with state.spec.groups.consistency.compiles():
         program = state.cache.program_for(*examples)
         program.step(torch.is_grad_enabled())
     state.cache.settle(program)

@@ -50,14 +50,14 @@ class Namespace(State):
     def _meet(self, method: str) -> None:
         """Raises MeshError where this rank calls ``method`` and another one does not."""
         if self.spec.groups is not None:
-            self.spec.groups.agreement.meet(f"{type(self.spec.template).__name__}.{method}")
+            self.spec.groups.consistency.meet(f"{type(self.spec.template).__name__}.{method}")
 
     def _waits(self) -> AbstractContextManager[None]:
         """Context of collectives on the parameters' mesh: if another rank raises, they raise too instead of waiting."""
-        return nullcontext() if self.spec.groups is None else self.spec.groups.agreement.waits()
+        return nullcontext() if self.spec.groups is None else self.spec.groups.consistency.waits()
 
     def _compiles(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.spec.groups is None else self.spec.groups.agreement.compiles()
+        return nullcontext() if self.spec.groups is None else self.spec.groups.consistency.compiles()
 
     @typed()
     def no_sync(self, parameters: str = "*") -> AbstractContextManager[None]:

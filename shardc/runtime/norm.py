@@ -53,7 +53,7 @@ def clip_grad_norm_(
     total = stacked.max() if largest else stacked.pow(norm_type).sum()
     if mesh.ranks > 1:
         name = groups.add([mesh.axes])[group_name(mesh.axes)]
-        with groups.agreement.reduces("clip_grad_norm_()"):
+        with groups.consistency.reduces("clip_grad_norm_()"):
             reduced = torch.ops._c10d_functional.all_reduce(total, "max" if largest else "sum", name)
             total = torch.ops._c10d_functional.wait_tensor(reduced)
     total = total if largest else total.pow(1.0 / norm_type)

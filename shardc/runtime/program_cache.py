@@ -18,7 +18,7 @@ from shardc.ir.executable import Executable
 from shardc.ir.layout import Layout
 from shardc.ir.reads import Guards, Lookup, Values, parse
 from shardc.ir.states import tracing
-from shardc.runtime.events import Act
+from shardc.runtime.events import Event
 from shardc.runtime.heap import frozen
 from shardc.runtime.identity_guards import IdentityGuards
 from shardc.runtime.inputs import no_targets, takes_loss
@@ -46,12 +46,12 @@ class CallCacheEntry:
     """Cached facts about calls of one signature.
 
     Args:
-        act: what other ranks are told of one.
+        event: what other ranks are told of one.
         row_axes: of each tensor, where ranks may pass different numbers of rows; else none.
         program: None before the first.
     """
 
-    act: Act
+    event: Event
     row_axes: tuple[tuple[str, ...], ...]
     program: Executable | None = None
 

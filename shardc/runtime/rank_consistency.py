@@ -1,25 +1,26 @@
 """Checks that all ranks run the same events: calls of a module, backwards, and compilations of programs.
 
-Events (`Act`) are numbered per mesh. Each rank predicts its next event from the period of its past events. All ranks
+Events are numbered per mesh. Each rank predicts its next event from the period of its past events. All ranks
 have the same past, hence the same prediction. A predicted event costs no message. A rank that deviates publishes the
 hash of its event in the store (never by a collective) and waits until every rank has published its own for this number.
 On ranks that do not arrive, because their event is the predicted one, a listener thread (`shardc.runtime.wire.listen`)
 publishes it. If the hashes differ, all ranks raise.
 
-If an error is raised on one rank within an event, `Agreement.fails` sends it to the others. They raise it before their
-next event, out of a collective, or out of a compilation. After an error, all ranks restart numbering.
+If an error is raised on one rank within an event, `RankConsistency.fails` sends it to the others. They raise it before
+their next event, out of a collective, or out of a compilation. After an error, all ranks restart numbering.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from threading import Event, Lock, get_ident
+from threading import Lock, get_ident
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -28,7 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from shardc.errors import CollectiveError, MeshError
 from shardc.runtime.comparing import BEFORE, Comparisons
-from shardc.runtime.events import Act, Told, difference, lost, raised, waits_elsewhere
+from shardc.runtime.events import Event, Told, difference, lost, raised, waits_elsewhere
 from shardc.runtime.meeting import Looks, Meeting
 from shardc.runtime.wire.listen import END, NOTHING, Listener, Stopped, raise_in
 
@@ -39,8 +40,8 @@ _GRACE = 0.4  # seconds in which a rank may raise the same error by itself, befo
 _STUCK = 25  # samples in the same collective of torch, before a rank reports it to those that compare
 
 
-class Agreement:
-    """Checks that all ranks of a mesh go through the same events (`Act`).
+class RankConsistency:
+    """Checks that all ranks of a mesh go through the same `Event`s.
 
     Args:
         prefix: prefix of the keys in the store, unique per mesh of the process.
@@ -58,7 +59,7 @@ class Agreement:
     def __init__(self, prefix: str, rank: int, ranks: Sequence[int], interrupt: Callable[[], None]) -> None:
         self.rank, self.ranks = rank, tuple(ranks)
         self.number, self.running, self.modules = 0, False, 0
-        self.call: Act | None = None
+        self.call: Event | None = None
         # Two meshes of the same ranks number their own events.
         self._prefix = f"{prefix}{','.join(map(str, ranks))}/"
         self._meeting = Meeting(self._prefix, rank, self.ranks)
@@ -67,7 +68,7 @@ class Agreement:
         self._interrupt = WeakMethod(interrupt)
         self._past: deque[str] = deque(maxlen=_PAST)
         self._period = 1
-        self._runs: dict[str, Act] = {}
+        self._runs: dict[str, Event] = {}
         self._lock = Lock()
         self._waits: int | None = None
         self._different: MeshError | None = None
@@ -76,14 +77,14 @@ class Agreement:
         self._met: Callable[[], BaseException | None] = lambda: None  # error of a method that only this rank called
         self._between = False  # whether it runs a collective behind its last event
         self._compiles: int | None = None  # the thread that compiles
-        self._found = Event()
+        self._found = threading.Event()
         self._heard: str | None = None
         self._broken = False
         self._store: dist.Store | None = None
         # The fake backend has no other ranks.
         self.alone = len(self.ranks) == 1 or dist.get_backend() == "fake"
 
-    def act(self, act: Act, ask: bool = False) -> None:
+    def enter(self, event: Event, ask: bool = False) -> None:
         """Registers the next event of this rank, and compares it with the other ranks unless it was predicted.
 
         Args:
@@ -97,8 +98,8 @@ class Agreement:
             return
         self._check(self.number + 1)
         if self._meeting.invited is not None:
-            self._meeting.goes_on(self._connected(), self.number + 1, act.lines[0][1])
-        past, key = self._past, act.key
+            self._meeting.goes_on(self._connected(), self.number + 1, event.lines[0][1])
+        past, key = self._past, event.key
         expected = past[-self._period] if self._period <= len(past) else None
         # Not predicted: the new period is the distance to the last occurrence of this event.
         if key != expected:
@@ -108,7 +109,7 @@ class Agreement:
             past.append(key)
             self.number += 1
         if ask or key != expected:
-            self._compare(act)
+            self._compare(event)
         elif self._comparisons.asked:
             self._answer_if_asked()
 
@@ -123,17 +124,17 @@ class Agreement:
             self._met = ref(error)
             raise
 
-    def exchange(self, act: Act, text: str, ranks: Iterable[int]) -> dict[int, str]:
-        """Publishes ``text`` at an event; returns the texts of ``ranks`` (mesh positions) at it. Raises as `act`."""
+    def exchange(self, event: Event, text: str, ranks: Iterable[int]) -> dict[int, str]:
+        """Publishes ``text`` at an event; returns the texts of ``ranks`` (mesh positions) at it. Raises as `enter`."""
         store = self._connected()
         self._comparisons.say(store, self.number + 1, text)
-        self.act(act, ask=True)
+        self.enter(event, ask=True)
         return self._comparisons.entries_at(store, self.number, ranks)
 
     @contextmanager
     def runs(self, what: str) -> Iterator[None]:
         """Context manager: registers the event ``what``, whose collectives are interrupted if ranks differ."""
-        self.act(self._runs.setdefault(what, Act((("act", what),))))
+        self.enter(self._runs.setdefault(what, Event((("event", what),))))
         self.running = True
         try:
             self._check(self.number)
@@ -234,17 +235,17 @@ class Agreement:
 
     # --- comparing
 
-    def _compare(self, act: Act) -> None:
+    def _compare(self, event: Event) -> None:
         """Publishes this rank's event, waits for the verdict of all ranks, and raises if they differ."""
         store, number, comparisons = self._connected(), self.number, self._comparisons
-        comparisons.tell(store, act)
+        comparisons.tell(store, event)
         self._waits = number
         if self._failure is not None:  # that rank will not arrive
             self._check(self._failure[0] + 1)
         with self._lock:
             # The listener thread may have answered for this rank just now.
             answered = number in comparisons.answered
-            other = None if answered else comparisons.arrive(store, number, act.key, self._log)
+            other = None if answered else comparisons.arrive(store, number, event.key, self._log)
         if other is None and self._different is None:
             verdict = comparisons.wait(store, number)
             if verdict == BEFORE:
@@ -323,7 +324,7 @@ class Agreement:
         self._interrupt_if_running(store)
 
     def _hear_difference(self, store: dist.Store, number: int, other: tuple[int, str]) -> None:
-        """Makes this rank raise, in its next act or in the act that it waits for."""
+        """Makes this rank raise, in its next event or in the one that it waits for."""
         self._break_if_running(store)  # before the others read it: their connections to this rank close too
         self._differ(store, number, other)
         self._found.set()

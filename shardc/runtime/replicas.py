@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardc.ir.layout import Layout
-from shardc.runtime.events import SAME, Act
+from shardc.runtime.events import SAME, Event
 from shardc.runtime.fingerprint import fingerprint
 from shardc.runtime.groups import Groups
 from shardc.runtime.shards import flat_index
@@ -56,8 +56,8 @@ def compare_values(
     Raises:
         MeshError: on every rank, if replicas differ; names the tensor and the ranks.
     """
-    agreement = groups.agreement
-    if agreement.alone:
+    consistency = groups.consistency
+    if consistency.alone:
         return
     mine: dict[str, list[int | None]] = {}
     for key, x in tensors.items():
@@ -67,9 +67,9 @@ def compare_values(
     listed = "\n".join(
         f"{key} of shape {list(x.shape)}, {x.dtype}{_stored(storages.get(key))}" for key, x in tensors.items()
     )
-    act = Act((("act", f"first use of the values of {name}"), ("parameters and buffers", listed)))
+    event = Event((("event", f"first use of the values of {name}"), ("parameters and buffers", listed)))
     first = {key: _first(storages[key].bound if key in storages else (), groups) for key in tensors}
-    answers = agreement.exchange(act, json.dumps(mine), {0, *first.values()})
+    answers = consistency.exchange(event, json.dumps(mine), {0, *first.values()})
     theirs = {rank: json.loads(text) for rank, text in answers.items()}
     wrong = [
         (key, rank)
@@ -85,10 +85,11 @@ def compare_values(
         key, rank = wrong[0]
         kind = "parameter" if key in storages else "buffer"
         more = len({key for key, _ in wrong}) - 1
-        outcome = f"{kind} {key!r} has other values on rank {agreement.rank} than on rank {groups.everyone()[rank]}" + (
-            f", and so {'has 1 more tensor' if more == 1 else f'have {more} more tensors'}" if more else ""
+        outcome = (
+            f"{kind} {key!r} has other values on rank {consistency.rank} than on rank {groups.everyone()[rank]}"
+            + (f", and so {'has 1 more tensor' if more == 1 else f'have {more} more tensors'}" if more else "")
         )
-    agreement.act(Act((("act", f"comparison of the values of {name}"), ("values", outcome))), ask=True)
+    consistency.enter(Event((("event", f"comparison of the values of {name}"), ("values", outcome))), ask=True)
 
 
 class Passed(NamedTuple):
@@ -135,18 +136,18 @@ def compare_inputs(
         key: Passed.of(x, layout, over)
         for (key, layout), x, over in zip(inputs, tensors, rows or [()] * len(tensors), strict=True)
     }
-    agreement, mesh = groups.agreement, groups.mesh
+    consistency, mesh = groups.consistency, groups.mesh
     shared = {key: x for key, x in passed.items() if prod(map(mesh.size, x.split)) < mesh.ranks}
-    if agreement.alone or not shared:
+    if consistency.alone or not shared:
         return
     first = {key: _first(x.split, groups) for key, x in shared.items()}
     mine = {key: _fingerprint(x.value) for key, x in shared.items()}
-    act = Act((("act", f"comparison of inputs of {name}"), ("inputs", ", ".join(mine))))
-    texts = agreement.exchange(act, json.dumps(mine), set(first.values()))
+    event = Event((("event", f"comparison of inputs of {name}"), ("inputs", ", ".join(mine))))
+    texts = consistency.exchange(event, json.dumps(mine), set(first.values()))
     theirs = {rank: json.loads(text) for rank, text in texts.items()}
     wrong = [key for key, value in mine.items() if theirs[first[key]][key] != value]
     lines = _differing(wrong, shared[wrong[0]], first[wrong[0]], groups) if wrong else [("values of inputs", SAME)]
-    agreement.act(Act((("act", f"comparison of the values of inputs of {name}"), *lines)), ask=True)
+    consistency.enter(Event((("event", f"comparison of the values of inputs of {name}"), *lines)), ask=True)
 
 
 def _differing(names: list[str], passed: Passed, first: int, groups: Groups) -> list[tuple[str, str]]:
@@ -156,7 +157,7 @@ def _differing(names: list[str], passed: Passed, first: int, groups: Groups) -> 
     lies = f"split over {', '.join(passed.split)}" if passed.split else "whole on every rank"
     more = f"; other inputs that differ: {', '.join(names[1:])}" if names[1:] else ""
     text = (
-        f"input {key!r} has other values on rank {groups.agreement.rank} than on rank {groups.everyone()[first]}; "
+        f"input {key!r} has other values on rank {groups.consistency.rank} than on rank {groups.everyone()[first]}; "
         f"these differ along {along}, and it is {lies}{more}"
     )
     sampler = ""

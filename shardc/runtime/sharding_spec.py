@@ -64,4 +64,4 @@ class ShardingSpec:
 
     def tells(self) -> AbstractContextManager[None]:
         """A block of what all ranks do: what is raised in it on this rank is raised on the others too."""
-        return nullcontext() if self.groups is None else self.groups.agreement.tells()
+        return nullcontext() if self.groups is None else self.groups.consistency.tells()

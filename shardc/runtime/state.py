@@ -23,7 +23,7 @@ class State:
         turns: at which calls ranks compare inputs.
         around: a forward that was set on the module and calls the compiled one; see `shardc.runtime.rebound`.
         found: the result of the search for its plan (`shardc.search.result.Found`); None where the plan was given.
-        epoch: see `shardc.runtime.rank_consistency.Agreement`; when it last ran.
+        epoch: see `shardc.runtime.rank_consistency.RankConsistency`; when it last ran.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class State:
         """Name of the module in events: its class, and its number among the modules of the mesh."""
         assert self.spec.groups is not None
         if self._name is None:
-            agreement = self.spec.groups.agreement
-            agreement.modules += 1
-            self._name = f"{type(self.spec.template).__name__} (module {agreement.modules} of the mesh)"
+            consistency = self.spec.groups.consistency
+            consistency.modules += 1
+            self._name = f"{type(self.spec.template).__name__} (module {consistency.modules} of the mesh)"
         return self._name
 
     def begin_anew(self, epoch: int) -> None:

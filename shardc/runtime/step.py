@@ -21,7 +21,7 @@ from shardc.ir.segments import Segment
 from shardc.runtime import anomaly
 from shardc.runtime.border import Border
 from shardc.runtime.collective_errors import named
-from shardc.runtime.events import program_act
+from shardc.runtime.events import program_event
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen, keep_heap
 from shardc.runtime.host import settle
@@ -76,12 +76,12 @@ class Runner:
         every = {port.role.index for port in whole.takes if port.role.kind == "tangent"}
         if used >= every:
             return whole
-        with self.groups.agreement.compiles():
+        with self.groups.consistency.compiles():
             return self.half(used)
 
     def run(self, half: Half, inputs: list[Any]) -> Sequence[Any]:
         """Runs a forward or backward graph; empties ``inputs``. A failed collective raises CollectiveError."""
-        compiled, agreement = self.compiled(half), self.groups.agreement
+        compiled, consistency = self.compiled(half), self.groups.consistency
         running: Segment | None = None
         noted: Noted = []
 
@@ -93,7 +93,7 @@ class Runner:
             does, watches = f"run of the {half.kind}", half.kind == "backward" and torch.is_anomaly_enabled()
             plan = half.plan if watches else compiled.plan
             with (
-                agreement.runs(does),
+                consistency.runs(does),
                 self.buffers.planned(plan) as window,
                 _compat.no_autocast(),
                 noting() as noted,
@@ -113,7 +113,7 @@ class Runner:
             failed = named(error, half.gm, half.kind, self.groups, self.program.cause, running)
             if failed is None:
                 raise
-            raise agreement.behind() or failed from error
+            raise consistency.behind() or failed from error
 
     def _without_pad(self, name: str, grad: Tensor) -> Tensor:
         """The gradient of the parameter ``name`` without what its storage is padded with; of an input, as it is."""
@@ -133,9 +133,9 @@ class Runner:
         if half not in self._compiled:
             keep_heap()
             together = self.program.step() if half in self.program.step() else (half,)
-            with self.groups.agreement.compiles(), frozen(), _compat.no_autocast():  # the graphs have their casts
+            with self.groups.consistency.compiles(), frozen(), _compat.no_autocast():  # the graphs have their casts
                 graphs = {peer.name: peer.gm for peer in together}
-                self.groups.agreement.act(program_act(certificate_of(together).text(), graphs, half.mesh))
+                self.groups.consistency.enter(program_event(certificate_of(together).text(), graphs, half.mesh))
                 for peer in together:
                     use_groups(peer.gm, self.groups)
                     prepare(peer.graph)
@@ -146,7 +146,7 @@ class Runner:
         """Reduces local sums; returns padded gradients by parameter name. ``sums`` are consumed."""
         key = tuple((name, layout, x.dtype) for (name, layout), x in sums.items())
         if key not in self._reductions:
-            with self.groups.agreement.compiles():
+            with self.groups.consistency.compiles():
                 self._reductions[key] = self.program.reduction(key)
         half, summands = self._reductions[key], iter(list(sums.values()))
         feed = [self._coordinate(port) if port.role.kind == "coordinate" else next(summands) for port in half.takes]

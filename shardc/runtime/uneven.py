@@ -110,7 +110,7 @@ def _gather(x: Tensor, groups: Groups, axes: Axes) -> list[Tensor]:
     rename = groups.add([axes])
     group = c10d._resolve_process_group(rename[GROUP_PREFIX + ",".join(axes)])  # type: ignore[arg-type]
     out = [torch.empty_like(x) for _ in range(group.size())]
-    with groups.agreement.reduces("exchange of rows"):
+    with groups.consistency.reduces("exchange of rows"):
         dist.all_gather(out, x, group=group)
     return out
 

@@ -14,7 +14,7 @@ from shardc.errors import PlanError, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
-from shardc.runtime.events import Act
+from shardc.runtime.events import Event
 from shardc.runtime.groups import Groups
 from shardc.search.request import Auto
 from shardc.search.result import Found
@@ -36,7 +36,7 @@ def search_once(
         MeshError: the ranks search with different models or limits.
     """
     source = request.source(model, loss, device)
-    if groups is None or groups.agreement.alone:
+    if groups is None or groups.consistency.alone:
         return request.search(source, mesh, options).brief()
     error: ShardcError | None = None
     result: Found | None = None
@@ -49,8 +49,8 @@ def search_once(
             error, text = raised, json.dumps({"error": str(raised)})
     shapes = "\n".join(f"{name} of shape {list(shape)}" for name, (shape, _) in source.shapes.items())
     inputs = "\n".join(f"{name} of shape {list(shape)}" for name, shape in source.inputs)
-    act = Act((("act", f"search by {request}"), ("parameters", shapes), ("input shapes", inputs)))
-    reply = json.loads(groups.agreement.exchange(act, text, {0})[0])
+    event = Event((("event", f"search by {request}"), ("parameters", shapes), ("input shapes", inputs)))
+    reply = json.loads(groups.consistency.exchange(event, text, {0})[0])
     if error is not None:
         raise error
     if "error" in reply:

@@ -9,7 +9,7 @@ from threading import Event, Thread, get_ident
 import pytest
 
 from shardc.errors import MeshError
-from shardc.runtime.rank_consistency import Agreement
+from shardc.runtime.rank_consistency import RankConsistency
 from shardc.runtime.wire.listen import Stopped, raise_in
 
 PROFILED = """
@@ -42,28 +42,28 @@ class Mesh:
 
 def test_what_is_raised_as_a_block_ends_is_raised_by_it() -> None:
     mesh = Mesh()
-    agreement = Agreement("", 0, (0,), mesh.interrupt)
+    consistency = RankConsistency("", 0, (0,), mesh.interrupt)
     for _ in range(200):
         ends = Event()
 
         def fail(ends: Event = ends) -> None:
             ends.wait()
-            with agreement._lock:
-                if agreement._compiles is not None:
-                    agreement._different = MeshError("rank 1 raised", fix="mend it")
-                    raise_in(agreement._compiles, Stopped)
+            with consistency._lock:
+                if consistency._compiles is not None:
+                    consistency._different = MeshError("rank 1 raised", fix="mend it")
+                    raise_in(consistency._compiles, Stopped)
 
         other = Thread(target=fail)
         other.start()
         try:
-            with agreement.compiles():
-                assert agreement._compiles == get_ident()
+            with consistency.compiles():
+                assert consistency._compiles == get_ident()
                 ends.set()
         except MeshError as error:
             assert "rank 1 raised" in str(error)
         other.join()
-        assert agreement._compiles is None and agreement._different is None
-    with pytest.raises(MeshError), agreement.compiles():
-        agreement._different = MeshError("rank 1 raised", fix="mend it")
+        assert consistency._compiles is None and consistency._different is None
+    with pytest.raises(MeshError), consistency.compiles():
+        consistency._different = MeshError("rank 1 raised", fix="mend it")
         raise_in(get_ident(), Stopped)
         raise AssertionError("it was not stopped")

@@ -149,7 +149,7 @@ def one_compiles_for_long() -> None:
     module, last = compiled(), dist.get_rank() == dist.get_world_size() - 1
     for _ in range(3):
         step(module)
-    module.shardc.groups.agreement._looks._patience = 2  # looks; the last rank comes behind many of them
+    module.shardc.groups.consistency._looks._patience = 2  # looks; the last rank comes behind many of them
     if last:
         time.sleep(3)
     start = time.monotonic()
@@ -197,17 +197,17 @@ def what_comes_after_is_compared_anew() -> None:
 def each_rank_comes_once() -> None:
     """The thread that listens may answer for an act right before the rank itself comes to compare it."""
     module = compiled()
-    agreement = module.shardc.spec.groups.agreement
-    compare = agreement._compare
+    consistency = module.shardc.spec.groups.consistency
+    compare = consistency._compare
 
     def answered_first(act: Any) -> None:
-        agreement.heard(agreement._connected(), str(agreement.number))
+        consistency.heard(consistency._connected(), str(consistency.number))
         compare(act)
-        came.append(int(agreement._store.add(f"{agreement._comparisons.at(agreement.number)}came", 0)))
+        came.append(int(consistency._store.add(f"{consistency._comparisons.at(consistency.number)}came", 0)))
         dist.barrier()
 
     came: list[int] = []
-    agreement._compare = answered_first
+    consistency._compare = answered_first
     step(module)
     assert set(came) == {2}, came
 
@@ -215,19 +215,19 @@ def each_rank_comes_once() -> None:
 def the_thread_that_listens_differs_first() -> None:
     """Rank 0 is told of the other rank, whoever of it came to compare."""
     module = compiled()
-    agreement = module.shardc.spec.groups.agreement
-    compare = agreement._compare
+    consistency = module.shardc.spec.groups.consistency
+    compare = consistency._compare
 
     def answered_first(act: Any) -> None:
         time.sleep(0.5)
-        store = agreement._connected()  # as `_compare` begins
-        store.set(f"{agreement._prefix}what/{act.key}", json.dumps(act.lines))
-        agreement._waits = agreement.number
-        agreement.heard(agreement._connected(), str(agreement.number))
+        store = consistency._connected()  # as `_compare` begins
+        store.set(f"{consistency._prefix}what/{act.key}", json.dumps(act.lines))
+        consistency._waits = consistency.number
+        consistency.heard(consistency._connected(), str(consistency.number))
         compare(act)
 
     if dist.get_rank() == 1:
-        agreement._compare = answered_first
+        consistency._compare = answered_first
     with pytest.raises(MeshError) as caught:
         rows(module, dist.get_rank())
     assert caught.value.what.endswith(SAYS[rows]), caught.value.what
@@ -235,14 +235,14 @@ def the_thread_that_listens_differs_first() -> None:
 
 def compared(module: Any) -> Callable[[], int]:
     """How often this rank compared since the last time."""
-    agreement, counts = module.shardc.spec.groups.agreement, [0]
-    compare = agreement._compare
+    consistency, counts = module.shardc.spec.groups.consistency, [0]
+    compare = consistency._compare
 
     def counted(act: Any) -> None:
         counts[0] += 1
         compare(act)
 
-    agreement._compare = counted
+    consistency._compare = counted
 
     def since() -> int:
         found, counts[0] = counts[0], 0

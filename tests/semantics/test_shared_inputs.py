@@ -152,14 +152,14 @@ def on_both_axes() -> None:
 def seldom() -> None:
     """Few calls compare, by a count that all ranks share; calls that are split over all ranks never do."""
     for module, expected in ((compiled({"tp": 2}), [1, 2, 3, 4, 8, 16, 32]), (compiled({"dp": 2}), [])):
-        agreement = module.shardc.spec.groups.agreement
-        exchange, acts = agreement.exchange, []
+        consistency = module.shardc.spec.groups.consistency
+        exchange, acts = consistency.exchange, []
 
         def noted(act: Any, *args: Any, exchange: Any = exchange, acts: Any = acts) -> Any:
             acts.append(act.lines[0][1])
             return exchange(act, *args)
 
-        agreement.exchange, at = noted, []
+        consistency.exchange, at = noted, []
         for call in range(1, 41):
             before = sum("inputs" in act for act in acts)
             module(torch.ones(8, 4)).sum().backward()
