@@ -6,9 +6,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardc.ir.executable import Executable
+from shardc.ir.mesh import Mesh
 from shardc.runtime.param_store import ParamStore
 from shardc.runtime.program_cache import Build, CacheKey, ProgramCache
 from shardc.runtime.replicas import Sources, Turns
@@ -35,6 +37,16 @@ class State:
         self.turns, self.epoch = Turns(), 0
         self.around: Callable[..., Any] | None = None
         self._name: str | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that the module is compiled for."""
+        return self.spec.mesh
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its parameters and inputs on this rank."""
+        return self.spec.device
 
     @property
     def programs(self) -> dict[CacheKey, Executable]:
