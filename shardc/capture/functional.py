@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._dynamo.trace_rules import get_tensor_method, get_torch_obj_rule_map
 from torch.nn import _reduction as _Reduction
 
-from shardc.capture import classes, experts, raises, recurrent, side_effects
+from shardc.capture import classes, expert_modules, raises, recurrent_layers, side_effects
 
 try:
     from torch.nn.modules import linear_cross_entropy
@@ -219,7 +219,7 @@ _OTHER_FORMS: tuple[tuple[Any, str, Any], ...] = (
     (torch._C, "_infer_size", torch.broadcast_shapes),  # takes symbolic shapes
     (F, "gaussian_nll_loss", gaussian_nll_loss),
     (F, "multilabel_margin_loss", multilabel_margin_loss),
-    *recurrent.OTHER_FORMS,
+    *recurrent_layers.OTHER_FORMS,
     *raises.OTHER_FORMS,
     *classes.OTHER_FORMS,
     *side_effects.OTHER_FORMS,
@@ -237,5 +237,5 @@ def other_forms() -> Iterator[None]:
     """Replaces torch's functions by those of this file; undoes it on exit."""
     raises.fill_kl_cache()
     get_torch_obj_rule_map(), get_tensor_method()  # Dynamo looks functions up by name, once: to find torch's own
-    with experts.patched((*_OTHER_FORMS, *experts.other_forms())):
+    with expert_modules.patched((*_OTHER_FORMS, *expert_modules.other_forms())):
         yield

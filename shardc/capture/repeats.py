@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 
 from shardc._compat import is_wrapper
-from shardc.capture import experts
+from shardc.capture import expert_modules
 from shardc.capture.annotate import PREFIX
 from shardc.capture.caches import is_cache
 from shardc.capture.dtypes import Dtypes
@@ -162,7 +162,7 @@ def record_calls(
     record = Recorder(reuse)
     handles: list[Any] = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(experts.patched(experts.other_forms()))
+        stack.enter_context(expert_modules.patched(expert_modules.other_forms()))
         stack.callback(lambda: [handle.remove() for handle in handles])
         stack.enter_context(dtypes.cast(model))
         stack.enter_context(other_layers(root))

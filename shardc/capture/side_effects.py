@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardc.capture.attributes import MODEL, Change
-from shardc.capture.errors import line_with
+from shardc.capture.capture_errors import line_with
 from shardc.errors import CaptureError, ShardcWarning
 from shardc.ir.told import calling_line
 

@@ -26,18 +26,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardc._compat import dynamo_captures, traced_code
 from shardc.capture.annotate import OUTPUT, PREFIX, SAME, annotate
 from shardc.capture.attributes import assigned, changed_reads, changes_recorded
+from shardc.capture.capture_errors import capture_error, check_dtypes, check_result, refuse_higher_order, refuse_sparse
 from shardc.capture.decompositions import FROM_TORCH, OWN, eager_dropout
 from shardc.capture.dtypes import UNCHANGED, Dtypes, ModuleDtypes
-from shardc.capture.errors import capture_error, check_dtypes, check_result, refuse_higher_order, refuse_sparse
+from shardc.capture.dynamo_reads import expressed, reads_of, recorded
 from shardc.capture.functional import other_forms
 from shardc.capture.hooks import refuse_hooks
 from shardc.capture.layers import other_layers
 from shardc.capture.memories import memories_of
+from shardc.capture.queried_states import recorded_states, value_numbers
 from shardc.capture.raises import without_raising
 from shardc.capture.randomness import random_decompositions, refuse_draws, without_random_numbers
-from shardc.capture.reads import expressed, reads_of, recorded
 from shardc.capture.side_effects import changed_arguments, prints, side_effects
-from shardc.capture.states import recorded_states, value_numbers
 from shardc.capture.strides import fake_like, without_strides
 from shardc.capture.tags import Tag, mark, tagged
 from shardc.errors import InputError, ShardcError, ShardcWarning

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardc.custom_ops.attention import CALL
+from shardc.custom_ops.attention_ops import CALL
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT, move_kind
 from shardc.ir.comm_volume import arguments_of, collective_kind

@@ -1,4 +1,4 @@
-"""Functions of one expert: forward and backward as small graphs, which the ops of `shardc.custom_ops.experts` run."""
+"""Functions of one expert: forward and backward as small graphs, which `shardc.custom_ops.expert_ops` run."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.custom_ops.experts import sort
+from shardc.custom_ops.expert_ops import sort
 from shardc.errors import InputError
 
 _library = torch.library.Library("shardc_experts", "FRAGMENT")

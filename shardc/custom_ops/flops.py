@@ -15,7 +15,7 @@ import torch
 from torch import Size
 from torch.utils.flop_counter import flop_registry
 
-from shardc.custom_ops import attention, experts, recurrent
+from shardc.custom_ops import attention_ops, expert_ops, recurrent_ops
 from shardc.custom_ops.expert_functions import body_of
 
 aten = torch.ops.aten
@@ -41,16 +41,16 @@ _KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention",
 _OTHERS: dict[Any, Callable[..., int]] = {
     **{getattr(aten, f"_scaled_dot_product_{name}").default: _attention for name in _KERNELS},
     **{getattr(aten, f"_scaled_dot_product_{name}_backward").default: _attention_gradient for name in _KERNELS},
-    recurrent.STEPS: lambda gates, state, weight, *_: _steps(gates, weight),
-    recurrent.STEPS_BACKWARD: lambda grad, state, weight, *_: _steps(grad, weight),
-    experts.CALL: lambda x, index, weight, params, body, *_: prod(index) * body_of(body).flops[0],
-    experts.GRADIENT: lambda grad, x, index, weight, params, body, *_: prod(index) * body_of(body).flops[1],
-    experts.RUN: lambda x, take, scale, ends, params, expected, body: expected * body_of(body).flops[0],
-    experts.RUN_GRADIENT: lambda grad, x, take, scale, ends, params, saved, expected, body: (
+    recurrent_ops.STEPS: lambda gates, state, weight, *_: _steps(gates, weight),
+    recurrent_ops.STEPS_BACKWARD: lambda grad, state, weight, *_: _steps(grad, weight),
+    expert_ops.CALL: lambda x, index, weight, params, body, *_: prod(index) * body_of(body).flops[0],
+    expert_ops.GRADIENT: lambda grad, x, index, weight, params, body, *_: prod(index) * body_of(body).flops[1],
+    expert_ops.RUN: lambda x, take, scale, ends, params, expected, body: expected * body_of(body).flops[0],
+    expert_ops.RUN_GRADIENT: lambda grad, x, take, scale, ends, params, saved, expected, body: (
         expected * body_of(body).flops[1]
     ),
-    attention.CALL: _attention,
-    attention.GRADIENT: _attention_gradient,
+    attention_ops.CALL: _attention,
+    attention_ops.GRADIENT: _attention_gradient,
     aten._int_mm.default: lambda a, b: 2 * prod(a) * b[1],
 }
 

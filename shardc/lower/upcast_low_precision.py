@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardc.custom_ops import attention
+from shardc.custom_ops import attention_ops
 
 aten = torch.ops.aten
-_FORWARD_ATTENTION = (aten._scaled_dot_product_flash_attention_for_cpu.default, attention.CALL)
+_FORWARD_ATTENTION = (aten._scaled_dot_product_flash_attention_for_cpu.default, attention_ops.CALL)
 _DENSE = (
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default,
     aten.convolution_backward.default, *_FORWARD_ATTENTION,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default, attention.GRADIENT,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default, attention_ops.GRADIENT,
 )  # fmt: skip
 
 

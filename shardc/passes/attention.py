@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from shardc.cost.model import Pricing
-from shardc.custom_ops import attention
+from shardc.custom_ops import attention_ops
 from shardc.errors import PlanError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir.comm_volume import arguments_of
@@ -143,11 +143,11 @@ def _replace(node: fx.Node, entries: Sequence[Cp], around: bool, names: NameScop
     tensors = (query, key, arguments["value"])
     if "out" in arguments:
         grad = arguments.get("grad_out", arguments.get("grad_out_"))
-        node.target = attention.GRADIENT
+        node.target = attention_ops.GRADIENT
         node.args = (grad, *tensors, arguments["out"], arguments["logsumexp"], _bias(arguments), *how)
         count = 3
     else:
-        node.target, node.args, count = attention.CALL, (*tensors, _bias(arguments), *how), 2
+        node.target, node.args, count = attention_ops.CALL, (*tensors, _bias(arguments), *how), 2
     node.kwargs = {}
     vals = fx.map_arg(node.args, lambda x: x.meta["val"])
     node.meta["val"] = tuple(node.target(*vals))

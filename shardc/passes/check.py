@@ -24,8 +24,8 @@ from shardc.verify import HALF, MOVING, SPECS, broken, check_all, halves, verify
 from shardc.verify.collective_equivalence import Collective, collectives
 from shardc.verify.identity import Program, changed, fingerprints, of_outputs, program, respelled, same
 from shardc.verify.report import reporting
-from shardc.verify.state import State
 from shardc.verify.subject import Check, Subject, no_rules
+from shardc.verify.unchanged import State
 
 
 def check(

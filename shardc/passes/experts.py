@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.custom_ops import expert_markers, experts
+from shardc.custom_ops import expert_markers, expert_ops
 from shardc.custom_ops.expert_functions import Body, PerRow, register
 from shardc.custom_ops.flops import is_dense
 from shardc.errors import CaptureError
@@ -74,10 +74,10 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
     routing = ("auto", 0.0, "") if entry is None else (entry.dispatch, entry.capacity, entry.axis)
     how = (params, body.name, *routing)
     names = NameScope.of(end.graph)
-    _replace(end, experts.CALL, (x, index, weight, *how), names.fresh(f"{module}.call".lstrip(".")))
+    _replace(end, expert_ops.CALL, (x, index, weight, *how), names.fresh(f"{module}.call".lstrip(".")))
     if back is not None and tangent is not None:
         gradient = names.fresh(f"d.{module}.gradient".replace("..", "."))
-        _replace(back, experts.GRADIENT, (tangent.args[0], x, index, weight, *how), gradient)
+        _replace(back, expert_ops.GRADIENT, (tangent.args[0], x, index, weight, *how), gradient)
 
 
 def _entered(start: fx.Node, count: int) -> dict[int, fx.Node]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from shardc.custom_ops import experts
+from shardc.custom_ops import expert_ops
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir import ops
@@ -149,7 +149,7 @@ class Seed:
 def _check_experts(param: fx.Node, plan: ParamPlan) -> None:
     """Raises PlanError if ``plan`` splits the weights of experts along another dim than the experts (dim 0)."""
     casts = [user for user in param.users if user.target is torch.ops.aten._to_copy.default]
-    call = next((user for x in (param, *casts) for user in x.users if user.target is experts.CALL), None)
+    call = next((user for x in (param, *casts) for user in x.users if user.target is expert_ops.CALL), None)
     layout = plan.split or plan.compute
     axes = [axis for dim in range(1, layout.ndim) for axis in layout.dim_axes(dim)]
     if call is None or not axes:

@@ -17,7 +17,7 @@ from shardc.cost.causes import Explainer
 from shardc.cost.fused_kernels import Kernel, buffers, kernels
 from shardc.cost.hardware import Hardware, Price, price, route
 from shardc.cost.step_sequence import START, Sequence
-from shardc.custom_ops.experts import RUN, RUN_GRADIENT
+from shardc.custom_ops.expert_ops import RUN, RUN_GRADIENT
 from shardc.errors import PlanError
 from shardc.ir import comm_volume
 from shardc.ir import graph as ir

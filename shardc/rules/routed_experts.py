@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardc.custom_ops import experts
+from shardc.custom_ops import expert_ops
 from shardc.custom_ops.expert_functions import body_of
 from shardc.ir.comm import SEND_ROWS, WAIT
 from shardc.ir.layout import strides
@@ -75,12 +75,12 @@ def _gradient(call: Call) -> Spec:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows (token, expert) of one call on one rank, ready for `shardc.custom_ops.experts.RUN`.
+    """The rows (token, expert) of one call on one rank, ready for `shardc.custom_ops.expert_ops.RUN`.
 
     Args:
         order: int64 [s]: permutation that sorts the rank's choices (token-major) by destination; back: its inverse.
         mine: bool [t, k]: the choices whose expert this rank's rows can reach; None if all can be reached.
-        x, take, scale, ends, expected: arguments of `shardc.custom_ops.experts.RUN`.
+        x, take, scale, ends, expected: arguments of `shardc.custom_ops.expert_ops.RUN`.
         sends, receives: int64 [ranks]: rows sent to and received from each rank; None without an exchange.
         came_back: int64 [r]: position in ``take`` of each received row.
     """
@@ -149,10 +149,10 @@ def _rows(local: Local) -> _Rows:
     first = local.call.position("params") or 0
     dims = sum(len(operand.shape) for operand in local.call.operands[:first])
     experts_in_all = local.true_size(dims, local.call.operands[first].shape[0])
-    index = call(experts.NOTED, index, experts_in_all, over)
+    index = call(expert_ops.NOTED, index, experts_in_all, over)
     key, mine, ranks, experts_per_rank = _keys(local, sent, index)
     tokens, choices = local.builder.shape(index)
-    order, back, ends = _unpack(local, call(experts.ORDER, key, ranks * experts_per_rank), 3)
+    order, back, ends = _unpack(local, call(expert_ops.ORDER, key, ranks * experts_per_rank), 3)
     if mine is not None:
         mine = call(aten.reshape.default, mine, [tokens, choices])
     take = call(aten.div.Tensor_mode, order, choices, rounding_mode="floor")
@@ -163,7 +163,7 @@ def _rows(local: Local) -> _Rows:
     if not sent:
         return _Rows(order, back, mine, x, take, scale, ends, expected)
     size, group = local.builder.group(sent)
-    send_counts = call(experts.COUNTS, ends)
+    send_counts = call(expert_ops.COUNTS, ends)
     receive_counts = call(
         torch.ops._c10d_functional.all_to_all_single.default,
         send_counts,
@@ -182,10 +182,10 @@ def _rows(local: Local) -> _Rows:
         _, everywhere = local.builder.group(mesh.axes)
         received = call(aten.sum.dim_IntList, receive_counts, [0], True)
         most = call(torch.ops._c10d_functional.all_reduce.default, received, "max", everywhere)
-        sends = call(experts.WITHIN, sends, call(WAIT, most), rows)
+        sends = call(expert_ops.WITHIN, sends, call(WAIT, most), rows)
     x = call(aten.index_select.default, x, 0, take)
     x, scale = _send(local, [x, scale], sends, receives, rows, sent)
-    take, came_back, ends = _unpack(local, call(experts.ARRIVED, receive_counts, ranks, rows), 3)
+    take, came_back, ends = _unpack(local, call(expert_ops.ARRIVED, receive_counts, ranks, rows), 3)
     scale = call(aten.index_select.default, scale, 0, take)
     return _Rows(order, back, mine, x, take, scale, ends, expected, sends, receives, came_back)
 
@@ -223,11 +223,11 @@ def _forward(local: Local) -> tuple[_Rows, list[Any]]:
     def make() -> tuple[_Rows, list[Any]]:
         rows = _rows(local)
         outputs = local.builder.call(
-            experts.RUN, rows.x, rows.take, rows.scale, rows.ends, list(params), rows.expected, body
+            expert_ops.RUN, rows.x, rows.take, rows.scale, rows.ends, list(params), rows.expected, body
         )
         return rows, _unpack(local, outputs, 1 + len(body_of(body).saved))
 
-    return local.builder.once((experts.RUN, x, index, weight, tuple(params), body), make)  # type: ignore[no-any-return]
+    return local.builder.once((expert_ops.RUN, x, index, weight, tuple(params), body), make)  # type: ignore[no-any-return]
 
 
 def _call_local(local: Local) -> Any:
@@ -249,7 +249,16 @@ def _gradient_local(local: Local) -> Any:
         grad = call(aten.index_select.default, grad, 0, sent)
         (grad,) = _send(local, [grad], rows.sends, rows.receives, local.builder.shape(rows.x)[0], _sent(local))
     grads = call(
-        experts.RUN_GRADIENT, grad, rows.x, rows.take, rows.scale, rows.ends, list(params), saved, rows.expected, body
+        expert_ops.RUN_GRADIENT,
+        grad,
+        rows.x,
+        rows.take,
+        rows.scale,
+        rows.ends,
+        list(params),
+        saved,
+        rows.expected,
+        body,
     )
     dx, scale, *rest = _unpack(local, grads, 2 + len(params))
     if rows.sends is None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardc.custom_ops.attention import CALL, GRADIENT
+from shardc.custom_ops.attention_ops import CALL, GRADIENT
 from shardc.ir.comm import WAIT
 from shardc.rules.key_blocks import KeyBlocks, added, narrow, wide
 from shardc.rules.loops import FREE, Loops

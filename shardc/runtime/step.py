@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from shardc import _compat
-from shardc.custom_ops.experts import Noted, experts_in, noting
+from shardc.custom_ops.expert_ops import Noted, experts_in, noting
 from shardc.custom_ops.random import draw_key
 from shardc.errors import InputError
 from shardc.ir.comm_volume import group_axes
@@ -42,7 +42,7 @@ class Runner:
         spec: of the module, which is on a device mesh.
         params: of the module; takes the gradients that the program leaves unreduced.
         buffers: the memory that the results of collectives lie in.
-        tokens: gets what each layer of experts notes of its tokens; see `shardc.custom_ops.experts.noting`.
+        tokens: gets what each layer of experts notes of its tokens; see `shardc.custom_ops.expert_ops.noting`.
 
     Attributes:
         splits_outputs: whether gradients of outputs are of this rank's own loss, and are scaled.

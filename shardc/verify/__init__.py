@@ -14,7 +14,7 @@ from shardc.errors import VerifyError
 from shardc.ir import grammar, ops, provenance, text
 from shardc.ir.graph import KEY, Info, info, output_node
 from shardc.ir.mesh import Mesh
-from shardc.verify import halves, layouts, local, structure
+from shardc.verify import halves, layouts, local_graph, structure
 from shardc.verify.subject import Agrees, Check, Subject, no_rules
 
 GRAPH = (structure.records, structure.order, structure.types, structure.results)
@@ -22,7 +22,10 @@ PLACED = (*GRAPH, layouts.present, layouts.shapes, layouts.pins)
 DECIDED = (*PLACED, structure.legal(ops.reshard, ops.pad, ops.unpad), layouts.decisions)
 AGREED = (*PLACED, layouts.moves, layouts.agreement, layouts.results)
 STEPS = (*AGREED, structure.legal(*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.pad, ops.unpad))
-LOCAL = (*GRAPH, structure.legal(collectives=True), local.types, local.places, local.groups, local.waits)
+LOCAL = (
+    *GRAPH, structure.legal(collectives=True),
+    local_graph.types, local_graph.places, local_graph.groups, local_graph.waits,
+)  # fmt: skip
 HALF = (*LOCAL, halves.read, halves.once, halves.slots)  # forward and backward graphs, from partition on
 
 SPECS: dict[str, tuple[Check, ...]] = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import shardc
-from shardc.custom_ops import expert_functions, experts
+from shardc.custom_ops import expert_functions, expert_ops
 from tests.experts.models import Own, batch, build
 from tests.models.alike import relative
 
@@ -36,7 +36,7 @@ def both(
     given, it, found = (take, scale, torch.tensor(ends), params), body(name, dtype), []
     assert it.grouped_forward is not None and it.grouped_backward is not None
     for whether in (False, True):
-        monkeypatch.setattr(experts, "suits", lambda *_, whether=whether: whether)
+        monkeypatch.setattr(expert_ops, "suits", lambda *_, whether=whether: whether)
         made, *saved = torch.ops.shardc_experts.run(x, *given, 12, it.name)
         gradients = torch.ops.shardc_experts.run_gradient(grad, x, *given, saved, 12, it.name)
         gradients[1] = gradients[1][: ends[-1]]
@@ -68,7 +68,7 @@ def test_bodies_that_do_more_have_no_grouped_form() -> None:
 
 @pytest.mark.parametrize("way", ["gather", "send", "bounded"])
 def test_training(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "suits", lambda *_: True)
+    monkeypatch.setattr(expert_ops, "suits", lambda *_: True)
     bound = {"capacity": 1.5} if way == "bounded" else {}
     model = build("own", torch.float32)
     plan = shardc.fsdp("ep") | shardc.ep("ep", "experts", dispatch=way, **bound)

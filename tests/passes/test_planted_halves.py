@@ -23,8 +23,8 @@ from shardc.ir.executable import certify
 from shardc.ir.provenance import entry_of
 from shardc.passes import Partition, Pass, Pipeline, Schedule
 from shardc.verify import halves
-from shardc.verify.state import State
 from shardc.verify.subject import Subject, no_rules
+from shardc.verify.unchanged import State
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 Plant = Callable[[fx.Graph], bool]

@@ -1,4 +1,4 @@
-"""Decomposes nn.LSTM, nn.GRU and nn.RNN layers to matmuls and one op for all steps (`shardc.custom_ops.recurrent`)."""
+"""Decomposes nn.LSTM, nn.GRU and nn.RNN layers to matmuls and one op for all steps (`recurrent_ops`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._decomp import decompositions
 
-from shardc.custom_ops.recurrent import STEPS
+from shardc.custom_ops.recurrent_ops import STEPS
 
 Hidden = Any  # a tensor; for an LSTM (hidden, cell)
 
