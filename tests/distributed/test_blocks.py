@@ -82,7 +82,7 @@ def steps_are_those_of_the_whole(**options: Any) -> Any:
     _, blocks = tower(**options)
     expected, found = trained(whole), trained(blocks)
     (one,), (other,) = whole.shardc.programs.values(), blocks.shardc.programs.values()
-    assert one.folded is None and str(other.folded.repeats[0]) == f"layers.0 to layers.{DEPTH - 1}"
+    assert one.folded is None and str(other.folded.repeats.runs[0]) == f"layers.0 to layers.{DEPTH - 1}"
     for half in (other.forward, other.backward):
         assert len(cut(half)) > len({each.gm for each in cut(half)}), "nothing is lowered once for several blocks"
     assert one.certificate().text() == other.certificate().text()
