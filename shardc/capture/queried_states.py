@@ -116,11 +116,12 @@ def _is_pure(function: Any) -> bool:
 
 
 def value_numbers(gm: fx.GraphModule, numbers: dict[Any, int], with_gradients: bool = True) -> list[Any]:
-    """Return a value number for each output of a joint graph: equal if the same ops compute it from equal operands.
+    """Return a list with one value number per output of a joint graph: outputs computed by the same ops from equal
+    operands have equal numbers, also in different graphs that share ``numbers``.
 
     Args:
-        numbers: value numbers so far, shared by the graphs that are compared.
-        with_gradients: whether gradient outputs are included.
+        numbers: value of a node (op and operands) -> its number; extended.
+        with_gradients: whether the list has the gradient outputs too.
     """
     node_numbers: dict[fx.Node, int] = {}
 

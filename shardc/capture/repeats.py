@@ -336,12 +336,12 @@ def _tokens(leaves: Sequence[Any]) -> dict[Token, int]:
 def _canonical(
     record: Recorder, start: int, events: Sequence[Any], extra: Sequence[Any], name_of: Callable[[Token], Any]
 ) -> Any:
-    """Return events with each tensor replaced by its role: ``name_of`` names it, or it is one of their own results.
+    """Return recorded op calls in comparable form: a tensor becomes its name (``name_of``) or its number as a result.
 
     Args:
-        start: results of earlier events do not count as own ones.
-        extra: more leaves to name, after the events.
-        name_of: returns the role of a tensor from outside of the events, None for one without.
+        start: results of calls recorded before this index keep their own identity.
+        extra: more values to convert, after the calls.
+        name_of: returns the name of a tensor from outside of the calls, None if it has none.
     """
     local: dict[Token, int] = {}
 

@@ -64,7 +64,7 @@ def _replace_output(tag: Tag, _module: nn.Module, _args: Any, output: Any) -> An
 
 
 def _replace(values: Any, tag: Tag) -> Any:
-    """Return ``values`` (a tensor, or a tuple, list or dict of them) with tensor ``tag.index`` tagged, if present.
+    """Return ``values`` with its ``tag.index``-th tensor (or that key) passed through the marker op ``shardc::tag``.
 
     A dict subclass (an output of ``transformers``) is changed in place.
     """

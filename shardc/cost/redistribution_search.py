@@ -308,7 +308,7 @@ class _Moves:
                 yield Move("permute_ranks", tuple(changed)), after
 
     def _waiting_slices(self) -> Iterator[tuple[Move, State]]:
-        """Yield temporary slices over a part that splits nothing, which make later moves smaller.
+        """Yield temporary splits over an axis part that splits no dim now: shards, and so later moves, get smaller.
 
         This pays for a part whose target is blocked. Any other part must be gathered again, which pays only if it takes
         a share of a reduction, or if it makes shards that can be permuted among ranks.

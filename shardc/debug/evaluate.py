@@ -59,7 +59,7 @@ def key_of(role: Role) -> Key:
 
 
 def refuse(graph: fx.Graph) -> None:
-    """Raise InputError if the graph has ops whose results cannot be compared with one device."""
+    """Raise InputError if one process cannot run the graph as one device would: manual regions, random draws."""
     for node in graph.nodes:
         target = str(node.target)
         if node.target in local_regions.OPS:

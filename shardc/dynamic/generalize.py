@@ -56,7 +56,7 @@ def generalize(graphs: Sequence[fx.GraphModule], fit: Fit, sizes: Mapping[str, i
 def _node(
     graphs: Sequence[fx.GraphModule], nodes: tuple[fx.Node, ...], places: Sequence[dict[fx.Node, int]], fit: Fit
 ) -> Numbers | None:
-    """Returns the fitted numbers of one node in all graphs (None if none differ); raises Differs if ops differ."""
+    """Merges one node per graph: sizes that differ become polynomials. None if none do; Differs if the ops differ."""
     first = nodes[0]
     for gm, node in zip(graphs, nodes, strict=True):
         same = (node.op, node.target, node.name) == (first.op, first.target, first.name)

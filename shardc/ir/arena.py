@@ -63,7 +63,7 @@ class MemoryPlan:
         return max((self.bytes_at(slot.start) for slot in self.slots), default=0)
 
     def bytes_at(self, at: int) -> int:
-        """Return the bytes in use at place ``at``."""
+        """Return the bytes in use while op number ``at`` runs."""
         return sum(slot.size for slot in self.slots if slot.start <= at <= slot.end)
 
     def peak_after(self, forward: MemoryPlan) -> int:

@@ -248,7 +248,7 @@ class Executable(ABC):
 
     @abstractmethod
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> Half:
-        """Build the half that reduces the gradient sums that earlier backward passes left unreduced.
+        """Build the graph that reduces over ranks the local gradient sums of earlier backwards (``no_sync``).
 
         Args:
             sums: parameter, layout and dtype of each local sum.

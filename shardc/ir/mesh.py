@@ -103,7 +103,7 @@ class Mesh:
         return name if size == self._sizes[name] else f"{name}:{pre}x{size}"
 
     def edges(self, axes: Iterable[str]) -> dict[str, set[int]]:
-        """Return axis name -> the prefix sizes at which one of ``axes`` (or parts) begins or ends."""
+        """Return axis name -> where ``axes`` (or parts) begin and end in it: ``tp:2x2`` of ``tp=4`` gives 2 and 4."""
         out: dict[str, set[int]] = {}
         for axis in axes:
             name, pre, _ = split_part(axis)

@@ -60,7 +60,7 @@ class Packing(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Return the bytes from one such message to the next in memory."""
+        """Return the bytes that the packed message takes in a buffer of several: its size, aligned."""
         return aligned(self.size)
 
     def messages(self, tensors: int) -> int:

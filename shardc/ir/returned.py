@@ -61,9 +61,9 @@ class Returned:
 
 
 def returned(graph: fx.Graph, memories: Sequence[Memory], owners: Mapping[int, str]) -> tuple[Returned, ...]:
-    """Return the record of each output of a captured joint graph, by index.
+    """Return how each output of a captured joint graph aliases other tensors on one device, by output index.
 
-    The values that backward ops read are those that autograd saves.
+    It also says which backwards read an output's values: autograd saves those.
 
     Args:
         memories: memory of each tensor output. The graph does not show it: capture may turn a view into a copy or back.

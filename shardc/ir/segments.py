@@ -1,4 +1,4 @@
-"""Segments: cuts a half into consecutive graphs where its nodes repeat, so that equal ones are compiled once.
+"""Cuts a forward or backward graph into consecutive segments where ops repeat; equal segments are compiled once.
 
 Nothing is moved: segments keep the scheduled and certified order. So a started collective, a prefetched gather or a
 partial gradient may be a result of one segment and an argument of a later one.
@@ -122,8 +122,8 @@ class _Half:
         return out
 
     def borders(self, start: int, stop: int, least: int) -> list[int]:
-        """Return where to cut between two positions: at each period of the longest repetition, then recursively beside
-        it.
+        """Return where to cut ops ``start`` to ``stop``: between the repeats of the longest run that repeats at least
+        ``least`` times, then likewise before and after that run.
         """
         repeat = _longest([self.marks.mark(node) for node in self.nodes[start:stop]], least)
         if repeat is None:

@@ -110,7 +110,7 @@ class _Step:
     # --- layouts in atoms
 
     def atoms(self, axis: str) -> list[str]:
-        """Return the atoms of ``axis``, major to minor; none for an axis of size 1."""
+        """Return the parts into which all layouts of the op together cut ``axis``, major first; none for size 1."""
         return self.mesh.parts(axis, self.edges)
 
     def digits(self, digits: Digits) -> Digits:

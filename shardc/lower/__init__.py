@@ -75,7 +75,7 @@ def lower(*halves: Half, backend: str, by: str = "auto") -> list[Compiled]:
 
 
 def _compiled(half: Half, segments: tuple[Segment, ...], codes: Sequence[Code]) -> Compiled:
-    """Return ``half`` with the code of its segments, its memory planned by the lifetimes that the code shows."""
+    """Return the lowered graph: ``codes`` of its segments, and the arena planned by lifetimes in Inductor's code."""
     sources = dict.fromkeys(code.source for code in codes)
     compiled = Compiled(half, segments, tuple(codes), half.plan, "\n".join(sources))
     if not compiled.plan.slots or not all(sources):

@@ -55,7 +55,7 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _idle(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node | None:
-    """Returns the first of ``nodes`` that computes and is not prefetchable."""
+    """Returns the first of ``nodes`` that is compute and not `prefetchable` (free to move); None if there is none."""
     computing = [node for node in nodes if _computes(node)]
     ready = prefetchable(graph) if computing else frozenset()
     return next((node for node in computing if node not in ready), None)

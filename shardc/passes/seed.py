@@ -174,7 +174,7 @@ def narrowed(param: fx.Node) -> fx.Node:
 
 
 def _repad(compute: Layout, shape: Sequence[int]) -> Layout:
-    """Returns ``compute`` at the padded ``shape``; a padded dim is not split in the compute layout."""
+    """Returns the compute layout for the parameter's padded ``shape``; dims that it changes must be unsplit."""
     for dim, (have, want) in enumerate(zip(compute.shape, shape, strict=True)):
         if have != want:
             compute = _resize(compute, dim, want)

@@ -514,7 +514,7 @@ class Names:
         )
 
     def _node(self, name: str, shift: int, placed: bool) -> str:
-        """Returns the name, in the graph of all blocks, of the counterpart of the node ``name``."""
+        """Returns the name that the copy of node ``name``, ``shift`` blocks later, has in the graph of all blocks."""
         if self._split(name):
             return self.module(name, shift)
         if (numbered := self._family(name)) is None:

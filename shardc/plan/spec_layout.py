@@ -96,7 +96,7 @@ class _Tensor:
         return f"{self.what} of shape {self.shape}"
 
     def fill(self, spec: DimsSpec) -> list[DimSpec]:
-        """Return one spec per dim of the tensor; missing leading dims are filled."""
+        """Return one spec per dim of the tensor; a spec that starts with ``...`` is extended to the leading dims."""
         dims = list(spec.dims)
         if spec.leading is not None and len(dims) <= len(self.shape):
             dims = [spec.leading] * (len(self.shape) - len(dims)) + dims

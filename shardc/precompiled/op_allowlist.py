@@ -48,7 +48,7 @@ _UNCHECKED = re.compile(r"_test|_nested|.*_unsafe$|_reinterpret|_debug|_validate
 
 
 def allowed(subject: Subject) -> Broken:
-    """Check that a saved program may call every op, with arguments of its schema."""
+    """Yield (node, reason) for each call in a graph that a saved program may not contain, or that breaks its schema."""
     for node in subject.calls:
         if node.target is operator.getitem:
             continue

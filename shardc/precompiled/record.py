@@ -1,4 +1,4 @@
-"""The record of a saved program, ``program.json``: its fields, and how it and its neighbours are written and read."""
+"""The record of a saved program, ``program.json``: its fields, and how the files of its folder are written and read."""
 
 from __future__ import annotations
 

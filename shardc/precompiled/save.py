@@ -113,7 +113,7 @@ def _write_record(folder: Path, record: Record) -> None:
 
 
 def _reads(gm: fx.GraphModule) -> Mapping[str, Any]:
-    """The role of each argument that a half reads as stored, by the argument's name."""
+    """Return placeholder name -> the parameter, buffer or input whose local shard the graph reads through it."""
     roles: Mapping[str, Any] = ir.output_node(gm.graph).meta.get(ir.READS, {})
     return roles
 

@@ -49,7 +49,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 class Stored(Precompiled):
-    """A program that an earlier start or another rank compiled; ``fresh`` compiles halves that were not saved."""
+    """A program that an earlier run or another rank compiled; ``fresh`` compiles graphs that were not saved."""
 
     from_store = True
 

@@ -110,7 +110,7 @@ def registered() -> dict[str, type]:
 
 
 def plain(context: Any) -> Any:
-    """Return ``context`` with lists in place of values that are not plain; equal to it if it is plain."""
+    """Return a pytree ``context`` with what JSON cannot hold as ``[]``: it can be saved if the copy equals it."""
     if isinstance(context, dict):
         return {key: plain(value) for key, value in context.items() if isinstance(key, str)}
     if isinstance(context, list):

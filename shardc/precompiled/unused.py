@@ -1,4 +1,4 @@
-"""Derives the backward for a loss that uses some of the outputs only from the backward for all of them."""
+"""Derives the backward graph for a loss that uses only some outputs, from the backward graph for all outputs."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Loops:
         self._indexed: set[str] = set()
 
     def dim(self, name: str, size: int, kind: str = FREE) -> Factors:
-        """Declare factor ``name``; return the factors of a dim that is this factor alone. A dim of size 1 has none."""
+        """Declare a loop of the op and its kind (see `Loops`); return it as the factors of a dim, none for size 1."""
         if size == 1:
             return ()
         before = self._sizes.setdefault(name, size)

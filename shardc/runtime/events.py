@@ -257,7 +257,7 @@ def lost(error: RuntimeError, rank: int, ranks: Sequence[int]) -> RuntimeError:
 
 
 def waits_elsewhere(rank: int, where: str, other: int, does: Lines) -> MeshError:
-    """Returns the error for a ``rank`` that waits in a collective of torch, while ``other`` waits for it elsewhere."""
+    """Returns the error if ``rank`` waits in a collective of torch, and rank ``other`` in an event (lines ``does``)."""
     return MeshError(
         f"rank {rank} waits in {where}, and rank {other} waits for it at a {does[0][1]}",
         fix="call both on every rank, equally often and in the same order (equally many batches: drop_last=True, or a "

@@ -74,9 +74,9 @@ class Namespace(State):
 
     @typed()
     def set_requires_grad_sync(self, sync: bool, parameters: str = "*") -> None:
-        """Sets whether backwards reduce gradients; with False, levels 0 and 1 accumulate them locally as in `no_sync`.
+        """Sets whether backwards reduce gradients; False: they sum them locally, without FSDP and with ZeRO-1.
 
-        At levels 2 and 3 every backward reduces gradients. True also resumes reduction over replicas
+        With ZeRO-2 and -3 every backward reduces gradients. True also resumes reduction over replicas
         (`set_requires_all_reduce`).
 
         Args:

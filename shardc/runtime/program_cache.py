@@ -179,12 +179,12 @@ class ProgramCache:
         return takes_loss(self.params.view, args, kwargs, None if self.spec.targets is None else len(self.spec.targets))
 
     def program_for(self, args: Sequence[Any], kwargs: dict[str, Any], looks: bool = False) -> Executable:
-        """The program for global (example) inputs in the present mode, built if there is none yet.
+        """Return the program for global (example) inputs in the current train or eval mode; builds it if there is none.
 
-        It is for training too, but of a model that asks for the grad mode and computes something else without.
+        It can train, except under no_grad if the model asks for the grad mode.
 
         Args:
-            looks: somebody looks at its stages, which a stored program does not have.
+            looks: whether the graphs after each pass are needed, which a program from the store does not have.
         """
         call = self.signature(args, kwargs)
         self.mark(call.names, args, kwargs)

@@ -337,7 +337,7 @@ class RankConsistency:
             self._end_waits()
 
     def _fails_there(self, store: dist.Store, rank: int, number: int, text: str, source: Any, fix: Any) -> None:
-        """Handles an error that ``rank`` raised after its event ``number``: interrupts this rank if it is past that."""
+        """Makes this rank raise after ``rank`` raised, if it runs or compares a later event than that rank's last."""
         with self._lock:
             epoch = self.epoch
             if rank == self.rank or number // _AGAIN != epoch or self._failure is not None:
@@ -381,7 +381,7 @@ class RankConsistency:
             self._answer(store, self.number)
 
     def _waits_there(self, store: dist.Store, rank: int, number: int, text: str, fix: str) -> None:
-        """Handles the report that ``rank`` waits in a collective of torch and does not arrive at event ``number``."""
+        """Makes this rank raise if it is in event ``number`` (a call, say) and ``rank`` in a collective of torch."""
         with self._lock:
             came = number <= self.number and number // _AGAIN == self.epoch and rank != self.rank
             if not came or self._different is not None or self._waits != number and not self.running:

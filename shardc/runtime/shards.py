@@ -89,7 +89,7 @@ def _term(layout: Layout, rank: int) -> int:
 
 @lru_cache(maxsize=65536)
 def _replica(layout: Layout, rank: int) -> int:
-    """Returns the number of lower ranks with the same shard and term."""
+    """Returns how many lower ranks hold the same local tensor: the same shard of the same partial result."""
     mesh = layout.mesh
     coordinates = [mesh.index(axis, rank) for axis in layout.axes]
     return sum([mesh.index(axis, other) for axis in layout.axes] == coordinates for other in range(rank))

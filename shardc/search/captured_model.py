@@ -78,10 +78,10 @@ class CapturedModel:
 
     @classmethod
     def of(cls, source: ModelCall, plan: Plan, mesh: Mesh, keep: int = KEEP[0]) -> CapturedModel:
-        """Capture ``source`` for plans that treat repeated blocks as ``plan`` does, on any mesh.
+        """Capture ``source`` with few of its repeated blocks, for plans that treat the same blocks equally as ``plan``.
 
         Args:
-            keep: number of repeated blocks that represent all; 0: capture all of them.
+            keep: number of blocks captured of each run of equal ones; 0: all.
         """
         request = source.request(mesh, plan, Options())
         repeats = repeats_of(request, keep) if keep else Repeats()

@@ -94,7 +94,7 @@ def eliminate(graph: Graph, order: Order, clock: Clock) -> bool:
 
 
 def _axis_first(factor: Factor, i: int) -> Factor:
-    """Return the costs with the axis of `i` first, and the other variables."""
+    """Return (variables other than `i`, the factor's cost array with the axis of variable `i` moved to the front)."""
     scope, costs = factor
     axis = scope.index(i)
     rest = scope[:axis] + scope[axis + 1 :]

@@ -20,7 +20,7 @@ def cost(graph: Graph, chosen: Labelling) -> float:
 
 
 def round_messages(messages: Messages, forward: bool) -> Labelling:
-    """Choose labels in order, by their costs with the chosen labels and the messages of later variables."""
+    """Return variable -> label, chosen in order: the least cost given the labels so far and the others' messages."""
     chosen: list[int] = [0] * len(messages.nodes)
     places = range(len(messages.nodes))
     for p in places if forward else reversed(places):

@@ -41,7 +41,7 @@ class Collective:
     reduces: str
 
     def is_spelled_by(self, result: fx.Node, prints: Mapping[fx.Node, Any]) -> bool:
-        """Return whether ``result`` is computed from the operand alone, by collectives like this one."""
+        """Return whether ``result`` depends on the operand only, through collectives of this group and reduce op."""
         sent, reduced = False, not self.reduces
         seen, todo = {result}, [result]
         while todo:

@@ -163,13 +163,14 @@ def _at(layouts: Sequence[Layout], index: Mapping[Layout, int]) -> Table:
 def _shares(
     moves: Table, uses: Sequence[Sequence[Layout]], column: Mapping[Layout, int]
 ) -> tuple[list[int], list[list[int]]]:
-    """Returns the labels: for each the row of its produced layout, and the columns of the layouts that it shares.
+    """Lists the solver's choices for a value: (row of ``moves``: its layout, columns: reshards done once for all uses).
 
-    Only layouts that at least two uses may need are shared, at most half as many as there are uses, and at most two.
+    Only reshards that two uses may need are shared, at most half as many as there are uses, and at most two.
 
     Args:
-        moves: whether the reshard from each produced layout to each needed one is worth sharing.
-        column: needed layout -> its column.
+        moves: [produced layouts, needed layouts]: whether a reshard from one to the other is worth sharing.
+        uses: the layouts that each use may need.
+        column: needed layout -> its column in ``moves``.
     """
     count = np.zeros(len(column), dtype=int)
     for needs in uses:

@@ -52,7 +52,7 @@ class Entry:
         return (), 0
 
     def level_of(self, param: Placed) -> int:
-        """Return the ``fsdp`` level at which the entry stores a parameter; 0 if it does not."""
+        """Return 1, 2 or 3 if the entry stores the parameter as ZeRO-1, -2 or -3 does; 0 if it is no ``fsdp`` entry."""
         return self.storage[1]
 
     def regather_axes(self, param: Placed) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ class Entry:
         """
 
     def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> Mapping[str, Placed]:
-        """Return the new `Placed` of each parameter that the entry applies to.
+        """Return name -> new `Placed` (a parameter with its layouts) of each parameter that the entry applies to.
 
         Args:
             params: every parameter, as placed by the entries before this one.
