@@ -45,7 +45,7 @@ class Mail:
     packs: tuple[Tensor, ...]
 
     def packed(self, peer: int, like: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Unpacks the small tensors that share one message of ``peer``: index in ``like`` -> flat tensor of its dtype."""
+        """Unpacks the small tensors that share a message of ``peer``: index in ``like`` -> flat tensor of its dtype."""
         starts = self.packing.offsets
         ends = [*starts.values(), self.packing.size][1:]
         return {
