@@ -1,4 +1,4 @@
-"""Annotates the nodes of a traced graph: names from module paths, source lines, phases, roles."""
+"""Annotates a traced graph: names from module paths, source lines, phases, and what each input and output is."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _forward_first(graph: fx.Graph, backward_from: fx.Node | None, needed: set[f
 
 
 def _name_outputs(output: fx.Node, inputs: Sequence[str], duplicates: Container[Any]) -> None:
-    """Gives the output node its roles; drops the results that have no role.
+    """Records what each output is (a `Role`: model output, gradient, buffer); drops other results.
 
     Args:
         duplicates: the descriptors of outputs that are the same tensor as an earlier output.
@@ -230,7 +230,7 @@ def _input_role(desc: Any, inputs: Sequence[str]) -> Role:
 
 
 def _output_role(desc: Any, inputs: Sequence[str]) -> Role | None:
-    """Return the role of an output; None if the program does not return it."""
+    """Return what an output is (a `Role`: model output, gradient, buffer); None if the program does not return it."""
     if isinstance(desc, aot.GradAOTOutput):
         target = _input_role(desc.grad_of, inputs)
         return Role("grad", target.name, target.index)
@@ -245,7 +245,7 @@ def _output_role(desc: Any, inputs: Sequence[str]) -> Role | None:
 
 
 def _inner_output_role(desc: Any, inputs: Sequence[str]) -> Role | None:
-    """Return the role of an inner tensor; raises CaptureError if it is of an output of the model."""
+    """Return the `Role` of a wrapper subclass's inner tensor; CaptureError if the subclass is a model output."""
     outer = _output_role(desc.base, inputs)
     if outer is not None and outer.kind == "output":
         raise CaptureError(

@@ -32,7 +32,7 @@ def memories_of(
 
 
 def _as_view(node: fx.Node) -> tuple[bool, bool]:
-    """Return whether ``node`` is a view through ``as_strided``, and whether one device refuses in-place changes of it.
+    """Return whether ``node`` is a view through ``as_strided``, and whether torch refuses in-place changes of it.
 
     It refuses them for a view that a custom autograd function returns, and for one whose elements share memory.
     """

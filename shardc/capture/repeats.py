@@ -52,7 +52,7 @@ class Token(int):
 
 @dataclass
 class Block:
-    """One call of a block: its range of events, its arguments and its results."""
+    """One call of a block: the range of recorded op calls in it, its arguments and its results."""
 
     enter: int
     exit: int
@@ -363,7 +363,7 @@ def _canonical(
 
 
 def _body(record: Recorder, call: Block, name: str) -> Any:
-    """Return the events of a block, in terms of its arguments, parameters and buffers."""
+    """Return a block's recorded op calls, to compare: tensors are named by its arguments, parameters and buffers."""
     takes = _tokens(call.takes)
 
     def name_of(x: Token) -> Any:
@@ -393,7 +393,7 @@ def _escapes(record: Recorder, calls: Sequence[Block], run: Repeat) -> bool:
 
 
 def _outside(record: Recorder, repeats: Repeats, renamed: Callable[[str], Any] = str) -> Any:
-    """Return the events of a model outside of its repeated blocks; ``renamed`` maps names of parameters."""
+    """Return the recorded op calls outside of repeated blocks, to compare; ``renamed`` maps parameter names."""
     spans = []
     gives: dict[Token, Any] = {}
     for number, run in enumerate(repeats):

@@ -93,7 +93,7 @@ class _Elements:
         return self._permuted(flat, _inverse(order))
 
     def written(self) -> fx.Node:
-        """Return the base with ``src`` written to the elements of the op."""
+        """Return the base with ``src`` written to the elements that the ``as_strided`` op selects."""
         assert self.source is not None
         if not prod(self.size):
             return self.tensor

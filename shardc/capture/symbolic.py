@@ -96,7 +96,7 @@ def capture_symbolic(
     tags: Sequence[Tag] = (),
     dtypes: Dtypes,
 ) -> SymbolicCapture:
-    """Captures as `shardc.capture.capture` does, with symbols for some sizes.
+    """Captures forward and backward as one graph like `shardc.capture.capture`, with symbols for some sizes.
 
     Args:
         dynamic: input -> dim -> the name of its size. If code branches on a size, the example's decides. Names whose

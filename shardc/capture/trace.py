@@ -207,7 +207,7 @@ def trace(
     fake: Callable[[str, Tensor], Tensor],
     retraces: bool = True,
 ) -> Traced:
-    """Traces as `capture` does, without the annotations.
+    """Traces forward and backward to one joint graph, without annotations (see `capture`).
 
     Args:
         mode: the mode of the graph's fake values.

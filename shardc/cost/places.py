@@ -1,4 +1,4 @@
-"""Common terms of two layouts of one tensor, for the redistribution search: axis parts and their places.
+"""Two layouts of a tensor in common axis parts: for each the place, an interval of a dim's strides, that it splits.
 
 A *place* is an interval of strides of one dim; an axis part bound there splits the digit between these strides. A
 layout is then one location per axis part: a place, `WHOLE` (it splits nothing), or a partial reduction. A
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 def bound_places(layout: Layout) -> list[tuple[str, Place]]:
-    """Return (axis part, its place) of each split digit of ``layout``."""
+    """Return (axis or part, the `Place` in a dim that it splits), for each split of ``layout``."""
     out = []
     for dim, digits in enumerate(layout.dims):
         low = 1
@@ -52,7 +52,7 @@ def bound_places(layout: Layout) -> list[tuple[str, Place]]:
 
 @dataclass(frozen=True)
 class Places:
-    """The common terms of a source and a target layout.
+    """Input of a redistribution search: where each axis part splits the tensor in the source and the target layout.
 
     Args:
         parts: the axis parts. Parts of the source and of the target may overlap, if the two layouts cut an axis in ways
@@ -114,7 +114,7 @@ def join_axes(mesh: Mesh, parts: list[str]) -> tuple[str, ...]:
 
 
 def common_places(src: Layout, dst: Layout) -> Places:
-    """Return the common terms of ``src`` and ``dst``; LayoutError if their meshes or global shapes differ."""
+    """Return ``src`` and ``dst`` in common axis parts; LayoutError if their meshes or global shapes differ."""
     if src.mesh != dst.mesh:
         raise LayoutError(f"cannot go from {src} on {src.mesh!r} to {dst} on {dst.mesh!r}", fix="use one mesh for both")
     if src.shape != dst.shape:
@@ -162,7 +162,7 @@ def _is_chain(cuts: set[int]) -> bool:
 
 
 def _cut_at_edges(src: Layout, dst: Layout, src_cuts: dict[str, set[int]], dst_cuts: dict[str, set[int]]) -> None:
-    """Cut each layout's axes where the other layout cuts them, or has the edge of a digit."""
+    """Cut each layout's axes where the other layout cuts them, or where a split in it begins or ends."""
     shared = {
         name
         for name in src_cuts.keys() | dst_cuts.keys()
@@ -191,7 +191,7 @@ def _cut_at_edges(src: Layout, dst: Layout, src_cuts: dict[str, set[int]], dst_c
 
 
 def _edges(layout: Layout, cuts: dict[str, set[int]]) -> list[set[int]]:
-    """Return, for each dim, the strides at which a digit begins or ends after the axes are cut."""
+    """Return, for each dim, the strides at which a split begins or ends after the axes are cut."""
     out: list[set[int]] = [set() for _ in layout.dims]
     for place in located(layout, cuts).values():
         if isinstance(place, Place):
@@ -200,7 +200,7 @@ def _edges(layout: Layout, cuts: dict[str, set[int]]) -> list[set[int]]:
 
 
 def located(layout: Layout, cuts: dict[str, set[int]]) -> dict[str, Place | int]:
-    """Return the location of each part of each used axis: a place, or the code of a partial reduction."""
+    """Return axis part -> what it does: the `Place` that it splits, or the code (< 0) of its pending reduction."""
     mesh = layout.mesh
     out: dict[str, Place | int] = {}
     for axis, place in bound_places(layout):

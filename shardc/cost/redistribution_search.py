@@ -1,4 +1,4 @@
-"""Searches the cheapest redistribution with A*: moves of axis parts between places.
+"""Searches the cheapest redistribution with A*: each move changes which dims some mesh axes (or parts) split.
 
 A* (Hart, Nilsson and Raphael, 1968): uniform cost with a lower bound. A state is a tuple with the location of each part
 (`shardc.cost.places`): `WHOLE`, a place, or a partial reduction. The moves below restrict which states are visited;
@@ -23,7 +23,7 @@ Region = tuple[Place, ...]
 
 @dataclass(frozen=True)
 class Move:
-    """One step between states: its kind (as in `Step`), the parts whose location changes, and its reduce op."""
+    """A step of the search: kind of collective (as in `Step`), axis parts that it moves, and its reduce op."""
 
     kind: str
     parts: tuple[int, ...]
@@ -188,7 +188,7 @@ class _StateCache:
                 yield from self._fill(inside, left // places.sizes[part], bound, part + 1, blocked | places.clashes[at])
 
     def rivals_whole(self, state: State, part: int) -> bool:
-        """Return whether all parts that share ranks with ``part`` split nothing."""
+        """Return whether all axis parts that overlap ``part`` split nothing."""
         return all(state[rival] == WHOLE for rival in self.places.rivals[part])
 
 
@@ -214,7 +214,7 @@ class _Moves:
 
     @cached_property
     def crossed(self) -> bool:
-        """Return whether some part's place blocks its own target; then every temporary place is considered."""
+        """Return whether an axis part splits what overlaps its own target; then all temporary places are considered."""
         return any(self.goal[k] > WHOLE and self.places.clashes[self.state[k]] >> self.goal[k] & 1 for k in self.bound)
 
     def all(self) -> Iterator[tuple[Move, State]]:
@@ -251,7 +251,7 @@ class _Moves:
         return at > WHOLE and not self.blocked >> at & 1
 
     def _waits(self, part: int, every: bool) -> list[int]:
-        """Return temporary places for ``part``; unless ``every``, one that blocks no target stands for all."""
+        """Return temporary places for ``part``; unless ``every``, only one if one overlaps no part's target."""
         free = [at for at in self.places.parks[part] if self._open(at)]
         return free if every else [at for at in free if self.places.neutral >> at & 1][:1] or free
 
@@ -282,7 +282,7 @@ class _Moves:
                 yield self._set("all_reduce", dict.fromkeys(some, WHOLE), op)
 
     def _bindings(self, parts: list[int], every: bool) -> Iterator[dict[int, int]]:
-        """Yield choices of locations for some of ``parts``: the target if it is free, or else a temporary place.
+        """Yield new locations for some of ``parts``: the one in the target layout if it is free, else a temporary one.
 
         Args:
             every: a part may wait for its target at any temporary place.
@@ -299,7 +299,7 @@ class _Moves:
                     yield dict(zip(members, chosen, strict=True))
 
     def _permutes(self) -> Iterator[tuple[Move, State]]:
-        """Yield permutations of shards between ranks after which some part is at its target."""
+        """Yield permutations of shards between ranks after which an axis part splits what it does in the target."""
         if not self.bound:
             return
         for after in self.cache.tilings(_region(self.places, self.state), self.state):

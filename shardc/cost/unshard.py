@@ -45,7 +45,7 @@ class Gathered:
 def keep_within(
     graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], budget: int, cost: Pricing, bucket: int
 ) -> dict[str, int]:
-    """Return ``levels`` with 2 instead of 3 for the parameters that save the most time per byte, within ``budget``.
+    """Return ``levels`` with ZeRO-2 for ZeRO-3 where it saves the most time per byte, within ``budget``.
 
     Args:
         graph: the localized joint graph.
@@ -66,7 +66,7 @@ def keep_within(
 def _gathered_again(
     graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], cost: Pricing, bucket: int
 ) -> list[Gathered]:
-    """Return the parameters of level 3, without empty ones and those of which forward saves a slice (`KeepPart`)."""
+    """Return the ZeRO-3 parameters, without empty ones and those of which forward saves a slice (`KeepPart`)."""
     whole = gathered_parameters(graph, {name: 3 for name, level in levels.items() if level == 3})
     made_of: dict[fx.Node, set[str]] = {}
     by_name: dict[str, Gathered] = {}

@@ -33,7 +33,7 @@ class Accelerator(accelerate.Accelerator):
     _sharded: ShardedModule | None = None
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """Prepares objects as accelerate does. Pass the module with, or before, the data loaders."""
+        """``Accelerator.prepare``, which also takes a compiled module: pass it with, or before, the data loaders."""
         for module in args:
             if isinstance(module, ShardedModule):
                 self.hold(module)

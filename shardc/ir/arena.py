@@ -1,4 +1,4 @@
-"""The memory plan of one half: ranges of an arena that hold the results of its collectives.
+"""The memory plan of one forward or backward graph: ranges of an arena that hold the results of its collectives.
 
 A *slot* is the memory of one result, or of a received term that is reduced into one. A slot is *inside* if it is last
 used in its half; such slots share bytes over time. It is *kept* if the backward reads it; kept slots have an arena of
@@ -43,7 +43,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The slots of one half, numbered as its collectives refer to them.
+    """The slots of one forward or backward graph, by the number that its collectives use.
 
     Args:
         slots: the slots.
@@ -78,7 +78,7 @@ class MemoryPlan:
     def moved(
         self, lifetimes: Mapping[int, tuple[int, int]], leaving: Iterable[int], argument_ends: Sequence[int]
     ) -> MemoryPlan:
-        """Return the plan with other lifetimes, those of the code compiled from the half.
+        """Return the plan with lifetimes in lines of Inductor's code instead of nodes of the graph.
 
         Args:
             lifetimes: (start, end) by number; a slot that is not there is never made.
@@ -102,7 +102,7 @@ class MemoryPlan:
         return MemoryPlan(place(slots), tuple(zip(names, argument_ends, strict=True)))
 
     def renamed(self, arguments: Mapping[str, str], saved: Mapping[str, str]) -> MemoryPlan:
-        """Return the plan with other names of its half's placeholders, and of the backward's placeholders that read
+        """Return the plan with other names of its graph's placeholders, and of the backward's placeholders that read
         kept slots.
 
         Raises:

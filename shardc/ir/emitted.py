@@ -166,7 +166,7 @@ def uses_of(source: str) -> Uses:
 def joined(
     uses: Sequence[Uses], segments: Sequence[Segment], arguments: Sequence[str], returned: Sequence[Any]
 ) -> Uses:
-    """Return the `Uses` of a half whose segments run one after the other.
+    """Return the `Uses` of a forward or backward graph from those of its segments, in order.
 
     Args:
         uses: of each segment's code.

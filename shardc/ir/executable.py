@@ -1,4 +1,4 @@
-"""A compiled step: its halves (local graphs), their arguments and results."""
+"""A compiled step: its forward and backward graph (halves, with local shapes), their arguments and results."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ Phase = str | frozenset[int]
 
 @dataclass(frozen=True)
 class Port:
-    """An argument of a half.
+    """An argument of a forward or backward graph.
 
     Args:
         role: parameter, buffer, input and so on.
@@ -147,12 +147,12 @@ class Half:
 
     @cached_property
     def gives(self) -> tuple[Role, ...]:
-        """Return the roles of the outputs in order."""
+        """Return what each output is (a `Role`: model output, gradient, buffer, saved value), in order."""
         return tuple(role for role, _ in ir.outputs(self.graph))
 
     @cached_property
     def reads(self) -> Mapping[str, Role]:
-        """Return argument name -> role, for parameters, buffers and inputs."""
+        """Return argument name -> the parameter, buffer or input (a `Role`) that it is."""
         roles = ir.output_node(self.graph).meta.get(ir.READS, {})
         return {port.name: roles[port.name] for port in self.takes if port.name in roles}
 
@@ -165,7 +165,7 @@ class Half:
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A lowered half: code for each of its segments, which run in order.
+    """A lowered forward or backward graph: code for each of its segments, which run in order.
 
     Args:
         half: the half.
@@ -195,7 +195,7 @@ class Compiled:
 
     @cached_property
     def takes(self) -> tuple[str, ...]:
-        """Return the names of the half's placeholders."""
+        """Return the names of the graph's placeholders."""
         return tuple(port.name for port in self.half.takes)
 
     @cached_property
@@ -205,7 +205,7 @@ class Compiled:
 
     @cached_property
     def _constants(self) -> dict[str, Any]:
-        """Return the constant tensors of the half by name."""
+        """Return the constant tensors of the graph by name."""
         nodes = self.half.graph.find_nodes(op="get_attr")
         return {node.name: attrgetter(str(node.target))(self.half.gm) for node in nodes}
 
@@ -263,20 +263,20 @@ class Executable(ABC):
         return {}
 
     def find(self, phase: Phase) -> Half | None:
-        """Return the half of a phase; None for a forward or backward if nothing needs a gradient."""
+        """Return the graph of a phase; None for a forward or backward if nothing needs a gradient."""
         if phase not in self._half_of_phase:
             gm = self.make(phase)
             self._half_of_phase[phase] = None if gm is None else Half(phase, gm, self.mesh)
         return self._half_of_phase[phase]
 
     def half(self, phase: Phase) -> Half:
-        """Return the half of a phase that this step has."""
+        """Return the graph of a phase, which this step must have."""
         half = self.find(phase)
         assert half is not None, f"there is no {phase}: nothing needs a gradient"
         return half
 
     def step(self, training: bool = True) -> tuple[Half, ...]:
-        """Return the halves of a training step, or of an inference, in the order in which they run."""
+        """Return the graphs of a training step (forward, backward) or of an inference."""
         if training and self.trains:
             return self.half(FORWARD), self.half(BACKWARD)
         return (self.half(INFERENCE),)
@@ -309,5 +309,5 @@ class Executable(ABC):
 
 
 def certificate_of(halves: Sequence[Half]) -> Certificate:
-    """Return the certificate of halves that run one after the other."""
+    """Return the certificate (what was verified) of graphs that run one after the other."""
     return certify(halves[0].mesh, [(half.name, half.graph) for half in halves])

@@ -195,7 +195,7 @@ def value_of(val: Any) -> Value | tuple[Value | None, ...] | None:
 
 
 def role(node: fx.Node) -> Role:
-    """Return the role of the placeholder ``node``."""
+    """Return which parameter, buffer, input or saved value (a `Role`) the placeholder ``node`` is."""
     node_role = info(node).role
     assert node_role is not None, f"{node} has no role"
     return node_role
@@ -219,7 +219,7 @@ def output_node(graph: fx.Graph) -> fx.Node:
 
 
 def outputs(graph: fx.Graph) -> Iterator[tuple[Role, Any]]:
-    """Return (role, node or None) of each output in order."""
+    """Return (`Role`: what it is, node or None) of each output in order."""
     node = output_node(graph)
     yield from zip(node.meta[ROLES], node.args[0], strict=True)
 

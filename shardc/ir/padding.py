@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """``size`` positions, which ``axes`` divide, the first ``true`` of which hold elements."""
+    """A stretch of a padded dim: ``size`` positions, split over ``axes``; the first ``true`` hold elements."""
 
     size: int
     true: int
@@ -38,7 +38,7 @@ def is_padded(runs: Runs) -> bool:
 
 
 def places(runs: Runs) -> int:
-    """Return the number of positions of a dim."""
+    """Return the padded size of a dim: elements and filling."""
     return prod(run.size for run in runs)
 
 

@@ -67,7 +67,7 @@ class Repeats:
         return bool(self.runs)
 
     def place(self, name: str) -> tuple[Repeat, int, str] | None:
-        """Return (run, block, name in it) of ``name`` in the shortened model; None if it is in no repeated block."""
+        """Return (run of equal blocks, index of the block, name in it) of ``name``; None if it is in no such block."""
         places = ((run, *place) for run in self.runs if (place := run.split(name)) and place[0] < self.keep)
         return next(places, None)
 
@@ -115,7 +115,7 @@ class Repeats:
 
 
 class Marks:
-    """Numbers that are equal for nodes (or values) that repeated blocks may have in the same place."""
+    """Numbers that are equal for nodes (or values) that can correspond in repeated blocks: equal ops and types."""
 
     def __init__(self) -> None:
         self._ids: dict[Any, int] = {}

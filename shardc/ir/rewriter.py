@@ -85,7 +85,7 @@ class GraphRewriter:
 
 @dataclass(frozen=True)
 class Inserter:
-    """A position in a graph, and the record that nodes inserted there inherit; see `GraphRewriter.before`."""
+    """Inserts nodes at a position in a graph, with the `Info` that they inherit; see `GraphRewriter.before`."""
 
     rewriter: GraphRewriter
     anchor: fx.Node | None

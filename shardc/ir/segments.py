@@ -29,7 +29,7 @@ CALLS = 64
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of a half's nodes as a graph.
+    """Consecutive ops of a forward or backward graph, as a graph of their own.
 
     Args:
         gm: the graph, which equal segments share. Collectives count their slots from the segment's first.
@@ -47,12 +47,12 @@ class Segment:
 
 
 def whole(gm: fx.GraphModule) -> tuple[Segment, ...]:
-    """Return the half as one segment, whose arguments and results are those of the half."""
+    """Return the graph as one segment, which has the same arguments and results."""
     return (Segment(gm, (), (), frozenset()),)
 
 
 def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
-    """Return the half as segments if at least ``least`` of them are equal; else as one.
+    """Return the graph as segments if at least ``least`` of them are equal; else as one.
 
     Args:
         gm: a local graph in the order in which it runs; not changed.
@@ -82,7 +82,7 @@ def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
 
 
 class _Half:
-    """Analysis of a half for cutting: its ops in order, with getitems directly after the op that they read."""
+    """Analysis of a graph for cutting: its ops in order, with getitems directly after the op that they read."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.nodes = _in_order(gm.graph)

@@ -31,7 +31,7 @@ def broken_step(
 
 
 class _Step:
-    """A data-movement op with every axis cut into *atoms*: the common parts of its layouts' axes and its own."""
+    """A data-movement op with each mesh axis cut into *atoms*: wherever one of its layouts or its own axes cut it."""
 
     def __init__(self, source: Layout, result: Layout, axes: Sequence[str], reduce_op: str) -> None:
         self.mesh, self.source, self.result = source.mesh, source, result
@@ -114,7 +114,7 @@ class _Step:
         return self.mesh.parts(axis, self.edges)
 
     def digits(self, digits: Digits) -> Digits:
-        """Return ``digits`` with each bound digit cut into atoms."""
+        """Return a dim's ``digits`` with each that an axis splits cut into atoms."""
         return cut_digits(self.mesh, digits, self.atoms)
 
     def bound(self, layout: Layout) -> set[str]:

@@ -345,7 +345,7 @@ class Walk:
                 self.values[f"environment {text}"] = repr(os.environ.get(text))
 
     def _attributes(self, module: types.ModuleType, names: frozenset[str], seen: set[int]) -> None:
-        """Bind the names that a function which names ``module`` may look up in it."""
+        """Record what a function depends on in ``module``: the values of those ``names`` that it may look up there."""
         if id(module) in seen:
             return
         seen.add(id(module))

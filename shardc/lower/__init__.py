@@ -1,4 +1,4 @@
-"""Lowers halves to callables, by Inductor or op by op."""
+"""Lowers forward and backward graphs to callables, by Inductor or op by op."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Code:
 
 
 def lower(*halves: Half, backend: str, by: str = "auto") -> list[Compiled]:
-    """Lower the halves of a step to `Compiled` values.
+    """Lower the forward and backward graph of a step to `Compiled` values.
 
     Args:
         halves: localized, with fake tensors as their placeholders' ``meta["val"]``.

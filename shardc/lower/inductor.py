@@ -233,7 +233,7 @@ def give_values(gm: fx.GraphModule) -> None:
 
 
 def lowered_at_any_sizes(half: Half) -> tuple[Callable[[list[Tensor]], Sequence[Any]], str] | None:
-    """Return a callable for ``half`` at any sizes, and its source; None if its graph has no symbolic form."""
+    """Return a callable for a graph at any sizes, and its source; None if the graph has no symbolic form."""
     at: At | None = half.gm.meta.get(SIZED)
     if at is None:
         return None

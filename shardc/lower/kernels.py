@@ -184,7 +184,7 @@ def _binding(kernel: _Kernel) -> str:
 
 @cache
 def _has_parts() -> bool:
-    """Return whether Inductor's template has the parts that `_bindings` replaces."""
+    """Return whether Inductor's C++ template has the snippets that shardc replaces, once each."""
     kernel = _Kernel([], "", "")
     kernel.name = "kernel_0"
     text = _binding(kernel)

@@ -75,7 +75,7 @@ def _nothing_draws() -> Iterator[None]:
 
 @contextmanager
 def _unread_waits_go() -> Iterator[None]:
-    """Context in which collectives without a reader are dead, so that each half gets only those that it reads."""
+    """Context in which unread collectives are dead code, so that forward and backward get only those that they read."""
     waits = _side_effectful_functions & {c10d.wait_tensor, c10d.wait_tensor.default}
     _side_effectful_functions.difference_update(waits)
     try:

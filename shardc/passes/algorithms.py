@@ -47,7 +47,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
-        """Inserts its nodes at ``at``, returns the result for ``x``; a reduce-scatter's ranks divide dim 0 of ``x``."""
+        """Inserts the algorithm's nodes at ``at``; returns the result for ``x`` (reduce-scatter: dim 0 divides)."""
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ class _Open:
         return max(self.first, self.ready + 0.5)
 
     def takes(self, other: _Open, limit: int) -> bool:
-        """Tells whether ``other`` fits: by size, and with a place after all inputs and before all uses."""
+        """Tells whether ``other`` can join this bucket: small enough, and all inputs are ready before the first use."""
         fits = limit < 0 or self.size + other.size <= limit
         place = max(self.first, self.ready + 0.5, other.ready + 0.5)
         return limit != 0 and not self.closed and fits and place < min(self.use, other.use)

@@ -323,7 +323,7 @@ def _fitting(node: fx.Node, call: Call) -> Spec | None:
 
 
 def _grad_targets(graph: fx.Graph, mesh: Mesh, compute: Mapping[str, Layout]) -> dict[fx.Node, Layout | None]:
-    """Maps nodes that feed only one parameter's gradient, through linear ops, to the layout needed there.
+    """Maps nodes that feed only one parameter's gradient, through linear ops, to the layout needed for that.
 
     From that layout the gradient gets the parameter's compute layout; None if it cannot be derived.
     """

@@ -37,7 +37,7 @@ def lower_collective(step: Step, x: Any, builder: Builder) -> Any:
 
 
 def slots(src: Layout, dst: Layout) -> list[BoundDigit]:
-    """Returns the digits of all dims, concatenated, in the common refinement of both layouts."""
+    """Returns the factors of all dims, cut wherever a layout cuts them, each with its axis in ``src`` and ``dst``."""
     out = []
     for before, after in zip(src.dims, dst.dims, strict=True):
         fine_before = refine(src.mesh, before, strides(after))
@@ -76,7 +76,7 @@ def _in_mesh_order(step: Step, bound: Mapping[int, str]) -> list[int]:
 
 
 def _from_front(step: Step, x: Any, builder: Builder) -> Any:
-    """Moves the digits that the step unbinds, which are the leading dims of ``x`` in mesh order, to their places."""
+    """Moves the leading dims of ``x``, one per axis that the step unbinds, to where these axes split its dims."""
     digits = [slot for slot in slots(step.src, step.dst) if slot.after is None]
     freed = _in_mesh_order(step, {k: slot.before for k, slot in enumerate(digits) if slot.before})
     order = freed + [k for k in range(len(digits)) if k not in freed]

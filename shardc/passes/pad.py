@@ -305,7 +305,7 @@ class _Padder(PaddedValues):
         grown: list[Padding],
         results: list[Padding],
     ) -> Any:
-        """Emits the op at padded sizes, by its rule, as if these were the sizes of a shard."""
+        """Emits the op at padded sizes, by the same code of its rule that emits an op at shard sizes."""
         rule = find_rule(node.target)
         assert rule is not None
         args, kwargs = with_operands(node, operands)

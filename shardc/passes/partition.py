@@ -115,7 +115,7 @@ def _moved(param: fx.Node) -> list[fx.Node]:
 
 
 def _reads(graph: fx.Graph) -> dict[str, Role]:
-    """Maps the name of each placeholder, and of the nodes computed from it alone, to the placeholder's role."""
+    """Maps the names of placeholders, and of nodes moved from one alone, to the parameter, buffer or input."""
     inputs = [node for node in ir.placeholders(graph) if ir.role(node).kind in ("param", "buffer", "input")]
     return {moved.name: ir.role(node) for node in inputs for moved in (node, *_moved(node))}
 
@@ -161,7 +161,7 @@ def _moves_or_casts(node: fx.Node) -> bool:
 
 
 def _restore(gm: fx.GraphModule, roles: tuple[Role, ...]) -> None:
-    """Writes roles on the output node and on the placeholders of saved values.
+    """Records what each output, and each placeholder of a saved value, is (a `Role`).
 
     A saved output's role has the name of the backward's placeholder that reads it, which no later pass changes.
     """

@@ -22,7 +22,7 @@ PinLayout = Callable[[str, Layout], tuple[Layout, str]]
 
 @dataclass(frozen=True)
 class Problem:
-    """Input of a chooser: what the plan fixes, and the cost model.
+    """Input of a pass that chooses layouts: what the plan fixes, and the cost model.
 
     Args:
         batch_axes: axes that split the batch; outputs stay split over these only, by default.

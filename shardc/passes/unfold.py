@@ -66,7 +66,7 @@ class Folded:
         return tuple(f"{run}: {run.count} blocks alike, analysed on {self.repeats.keep}" for run in self.repeats)
 
     def levels(self, few: Mapping[str, int]) -> dict[str, int]:
-        """Returns the reshard level of each parameter of the whole model, given those of the captured blocks."""
+        """Returns the FSDP level (3 for ZeRO-3) of each parameter of the model, given those in the captured blocks."""
         return {name: few[self.repeats.counterpart(name)] for name in self.bound.params}
 
     def whole(self, stage: str, graph: fx.Graph) -> fx.Graph:
@@ -255,7 +255,7 @@ class _Unfolding:
     # --- what repeats
 
     def _locate_periods(self, body: Body) -> None:
-        """Finds the longest stretch of equal periods; gives places to its nodes and to equal ones next to it."""
+        """Finds the longest stretch where blocks repeat op by op; records each op's block and its position in that."""
         nodes, first_of = body.nodes, dict[int, int]()
         for at, node in enumerate(nodes):
             if (block := self.names.block_of(ir.info(node).name)) is not None:
@@ -282,7 +282,7 @@ class _Unfolding:
             self.places[nodes[at]] = Place((body.name, role), body.whole[0] + turn * body.step)
 
     def copyable(self, body: Body, block: int) -> bool:
-        """Tells whether a copy of ``block`` knows its operands: all have places, or are read by the next block too."""
+        """Tells whether ``block`` can be copied: operands of its ops repeat with the blocks, or are the same in all."""
         at, period = body.first + body.period * body.whole.index(block), body.period
         other = at - period if block == body.whole[-1] else at + period
         for x, y in zip(body.nodes[at : at + period], body.nodes[other : other + period], strict=True):

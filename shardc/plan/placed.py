@@ -45,7 +45,7 @@ class ParamPlan:
 
     @property
     def regather_level(self) -> int:
-        """Return the level that decides whether backward gathers (or copies) the parameter again."""
+        """Return the FSDP level: at 3 (ZeRO-3, and offloaded without FSDP) backward gathers or copies it again."""
         return self.level or (3 if self.host else 0)
 
 

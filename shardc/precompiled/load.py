@@ -101,7 +101,7 @@ class Precompiled(Executable):
         return self._halves.get(phase)
 
     def _half(self, half: str, record: Record, saved: Mapping[str, str]) -> tuple[fx.GraphModule, dict[str, str]]:
-        """Return (the graph of ``half``, placeholder name in the record -> its name in the graph).
+        """Return (the saved graph named ``half``, placeholder name in the record -> its name in the graph).
 
         Args:
             saved: that map of the backward, by which a forward names the values that it saves.

@@ -203,7 +203,7 @@ def to_json(value: Any) -> Any:
 
 
 def constants(half: str) -> str:
-    """Return the name of the file with a half's large constants."""
+    """Return the name of the file with the large constants of the graph named ``half``."""
     return f"{half}.constants.bin"
 
 

@@ -149,7 +149,7 @@ class Prediction:
 
     @cached_property
     def by_node(self) -> dict[str, list[Collective]]:
-        """Return the collectives by the name of their node in the global graph; FSDP level 3 gathers twice."""
+        """Return the collectives by the name of their node in the global graph; ZeRO-3 gathers twice."""
         return grouped(self.collectives, lambda c: c.name.rpartition(".")[0])
 
     @property

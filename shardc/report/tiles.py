@@ -66,7 +66,7 @@ class Tiles:
 
     @cached_property
     def grid(self) -> tuple[list[Stretch], list[Stretch]]:
-        """Return rows and columns; a missing dim is one stretch that all ranks store."""
+        """Return the stretches of the picture's rows and of its columns; of a tensor with one dim, the rows are one."""
         whole = [Stretch(0, 1, frozenset(range(self.layout.mesh.ranks)))]
         cut = [self.stretches(dim) for dim in self.dims]
         return cut[0] if len(cut) == 2 else whole, cut[-1] if cut else whole

@@ -149,7 +149,7 @@ def _drop_clashing(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits:
 
 
 def place(spec: Spec, dims: Dims, assignment: Mapping[str, Digits]) -> list[list[Digit]]:
-    """Return the digits of an operand or result with factors ``dims``; a factor without digits is local."""
+    """Return the dims of an operand or result with factors ``dims``, given each split factor's digits."""
     return [[d for f in factors for d in assignment.get(f, (Digit(spec.size(f)),))] for factors in dims]
 
 

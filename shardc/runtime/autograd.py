@@ -85,7 +85,7 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
-        """Checks versions, runs the backward for the outputs that have gradients, and returns gradients of the feed."""
+        """Runs the backward graph, after a check for in-place changes; returns the gradients of forward's arguments."""
         runner: Runner = ctx.runner
         if torch.is_grad_enabled():
             raise BackwardError(

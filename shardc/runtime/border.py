@@ -62,7 +62,7 @@ class Border:
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """Maps the name of a saved value to its position among the saved values."""
+        """Maps the name of a value saved for backward to its position among them."""
         return {role.name: at for at, role in enumerate(self.half(FORWARD).gives[self.count :])}
 
     @cached_property
@@ -136,7 +136,7 @@ class Border:
         return outputs
 
     def reads(self, half: Half) -> list[tuple[Role, int]]:
-        """Returns (role, position in the forward's inputs) of each parameter, buffer and input a backward reads."""
+        """Returns each parameter, buffer and input that a backward reads, and its position in forward's inputs."""
         if half not in self._reads:
             takes = self.half(FORWARD).takes
             at = {(port.role.kind, port.role.name): at for at, port in enumerate(takes)}
@@ -295,7 +295,7 @@ def modified(index: int, counter: Tensor, before: int) -> BackwardError:
 
 
 def follow(local: Tensor, x: DTensor, index: int) -> None:
-    """Tracks changes and hooks of ``x``, the DTensor that wraps output ``index``, like those of ``local``."""
+    """Tracks in-place changes and hooks of ``x``, the DTensor of output ``index``, as those of its ``local`` tensor."""
     node: Any = local.grad_fn
     if not hasattr(node, "listened"):
         return

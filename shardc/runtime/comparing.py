@@ -18,7 +18,7 @@ _LONGEST_PAUSE = 0.05  # seconds between reads of the store
 
 
 class Comparisons:
-    """This rank's side of comparing events through the store. ``prefix`` is that of its keys.
+    """Compares events (calls, backwards) with other ranks through the store, under keys that start with ``prefix``.
 
     Attributes:
         asked: numbers of events that other ranks compare and at which this rank has not arrived.
@@ -45,7 +45,7 @@ class Comparisons:
         return entry
 
     def at(self, number: int) -> str:
-        """Returns the key prefix of event ``number``."""
+        """Returns the prefix of the store keys of event ``number`` (events are counted alike on all ranks)."""
         return f"{self.prefix}{number}/"
 
     def arrive(

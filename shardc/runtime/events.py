@@ -171,7 +171,7 @@ def _runs(values: Any) -> str:
 
 
 def difference(rank: int, rank_lines: Lines, other_rank: int, other_lines: Lines) -> MeshError:
-    """Returns the error for two ranks that do different things at one event, with the first line that differs."""
+    """Returns the error for two ranks whose events with equal numbers differ, with the first line that does."""
     mine, theirs = {line[0]: line[1] for line in rank_lines}, {line[0]: line[1] for line in other_lines}
     topics = [topic for topic in {**mine, **theirs} if mine.get(topic) != theirs.get(topic)]
     if not topics:

@@ -48,7 +48,7 @@ class ParamLocation:
         return HOST if self.entry else self.device
 
     def keep(self, x: Tensor) -> Tensor:
-        """Moves ``x`` to this memory, if it is not there."""
+        """Moves ``x`` to this memory, unless it is in it."""
         placed = x.to(self.place)
         pin = self.entry and self.pinned and self.device.type != "cpu" and not placed.is_pinned()
         return placed.pin_memory() if pin else placed

@@ -19,7 +19,7 @@ _MISSING = (AttributeError, KeyError, IndexError, TypeError)
 
 
 class IdentityGuards:
-    """The objects at the places of a model that captures have read.
+    """Guards by identity: the objects of a model (attributes, globals) that captures have read.
 
     They compare objects, so `holds` may be False although all values are equal. It is never wrongly True, except for
     changes inside objects that do not expose their attributes.

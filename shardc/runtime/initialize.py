@@ -145,7 +145,7 @@ def attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 class _Elsewhere(TorchFunctionMode):
-    """Replaces a tensor of the model by its stand-in in code that holds it elsewhere: in a list or a closure."""
+    """Replaces a tensor of the model by its stand-in in code that holds it outside of modules: in a list or closure."""
 
     def __init__(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
         super().__init__()

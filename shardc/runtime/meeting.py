@@ -49,7 +49,7 @@ class Meeting:
         log: Callable[[dist.Store, Any], None],
         check: Callable[[], None],
     ) -> None:
-        """Waits until all ranks call ``method`` after event ``number``.
+        """Waits until all ranks call ``method`` of the module, with ``number`` events before it.
 
         Args:
             log: sends an entry to the listener threads of all ranks.
@@ -98,7 +98,7 @@ class Meeting:
             store.delete_key(f"{self.prefix}meet/{number}")
 
     def hears(self, store: dist.Store, number: int, attempt: str, now: Callable[[], int]) -> None:
-        """Handles another rank's ``attempt`` after event ``number``: refuses it if this rank is past that event."""
+        """Handles that another rank waits in a method after event ``number``: refuses if this rank is past that."""
         if attempt == self._joined or attempt.partition(".")[0] == str(self.rank):
             return
         self.invited = number, attempt

@@ -17,7 +17,7 @@ from shardc.runtime.storage import parameter_spec
 
 
 def as_dtensors(outputs: Sequence[Any], roles: Sequence[Role], device_mesh: DeviceMesh) -> list[Any]:
-    """Wraps local output tensors as DTensors with their role's layout; other values are returned as they are.
+    """Wraps local output tensors as DTensors of the compiled layout; other values are returned as they are.
 
     A DTensor gradient is brought to the output's layout in the backward, pending sums reduced. It is the gradient of
     one global loss, so the plan's ``reduce`` (for losses that each rank computes) does not apply.

@@ -221,7 +221,7 @@ class ProgramCache:
         return program
 
     def mark(self, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Takes the dims of a call's tensors (by the names of its leaves) that are marked as dynamic for such."""
+        """Records which dims of a call's tensors are marked as dynamic (``torch._dynamo.mark_dynamic``)."""
         self.build.dynamic.mark(list(zip(names, pytree.tree_leaves((tuple(args), kwargs)), strict=True)))
 
     def lowered_but_for_sizes(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -190,7 +190,7 @@ class RankConsistency:
         return self.number // _AGAIN
 
     def fails(self, error: BaseException, epoch: int) -> None:
-        """Sends an error of this rank to the others, which raise it too, and restarts the numbering.
+        """Sends an error of this rank to the others, which raise it too; event numbers restart.
 
         ``epoch`` is that at the start of the failing block; if it has changed, the others have raised already.
         """
@@ -227,7 +227,7 @@ class RankConsistency:
         self._different = self._failure = self._waits = None
 
     def _check(self, upcoming: int) -> None:
-        """Raises if the ranks differ, or if event ``upcoming`` is behind the one at which another rank failed."""
+        """Raises if the ranks differ, or if another rank failed before event ``upcoming``."""
         if (failure := self._failure) is not None and upcoming > failure[0]:
             self._different = failure[1]
         if self._different is not None:
@@ -300,7 +300,7 @@ class RankConsistency:
             raise self._raised()
 
     def _answer(self, store: dist.Store, number: int) -> None:
-        """Publishes this rank's event ``number``, which another rank compares; if it differs, interrupts this rank."""
+        """Publishes this rank's past event ``number`` for a rank that compares it; raises here if they differ."""
         with self._lock:
             behind = self.number - number
             if number in self._comparisons.answered or behind >= len(self._past):
@@ -313,7 +313,7 @@ class RankConsistency:
         self._interrupt_if_running(store)
 
     def _differs_there(self, store: dist.Store, number: int, rank: int, key: str) -> None:
-        """Handles that ``rank`` published another hash of event ``number`` than the first rank; this one may have."""
+        """Makes this rank raise if ``rank`` and it differ at event ``number``, which this rank has passed already."""
         with self._lock:
             passed = number <= self.number and self.number - number < len(self._past) and self._waits != number
             if rank == self.rank or not passed or self._different is not None:

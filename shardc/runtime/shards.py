@@ -83,7 +83,7 @@ def indices(layout: Layout, rank: int) -> tuple[torch.Tensor, ...]:
 
 
 def _term(layout: Layout, rank: int) -> int:
-    """Returns the position of ``rank``'s term in the pending reductions."""
+    """Returns the index of the term that ``rank`` holds of a partial tensor, over all axes of pending reductions."""
     return flat_index(layout.mesh, [axis for axis, _ in layout.partial], rank)
 
 

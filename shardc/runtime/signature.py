@@ -142,7 +142,7 @@ def _flat_spec(count: int, *names: str) -> pytree.TreeSpec:
 
 
 class Compiled(Protocol):
-    """The attribute of a compiled program that `fitting` reads."""
+    """Type of the programs that `fitting` chooses from: they have names and layouts of their inputs."""
 
     inputs: tuple[tuple[str, Layout], ...]
 

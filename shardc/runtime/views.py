@@ -218,7 +218,7 @@ def views_of(
 
 
 def _at(place: Place, base: Tensor) -> Tensor:
-    """Returns the view at ``place`` (sizes, strides, offset) in ``base``, itself possibly a view of its storage."""
+    """Returns the view of ``base`` with sizes, strides and offset ``place``, also if ``base`` is a view."""
     sizes, strides, offset = place
     return base.as_strided(sizes, strides, base.storage_offset() + offset)
 

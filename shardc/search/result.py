@@ -89,7 +89,7 @@ class Trial:
 
     @property
     def found(self) -> bool:
-        """Return whether the search found it; otherwise it is a ready-made plan, or the user's plan as it is."""
+        """Return whether the search made this plan; otherwise it is ready-made, or the user's own."""
         return self.tried.origin == "found"
 
     @property

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class PairCosts:
-    """Costs of a pair of variables. Labels of one class cost the same with every label of the other variable.
+    """Cost matrix of two variables, stored once per class: labels with equal rows (or columns) form a class.
 
     An op has thousands of strategies, but what a reshard costs depends on the few hundred layouts that they make.
     No array is ever changed in place.

@@ -87,7 +87,7 @@ def verify_half(gm: fx.GraphModule, mesh: Mesh, stage: str) -> None:
 def verify_halves(
     forward: fx.GraphModule, backward: fx.GraphModule | None, mesh: Mesh, joint: fx.Graph | None = None
 ) -> None:
-    """Check both halves after partition, and that together they return the results of ``joint``.
+    """Check forward and backward graph after partition, and that together they return the results of ``joint``.
 
     Backward may recompute no collective whose result forward saves. Raises VerifyError, as `verify` does.
     """

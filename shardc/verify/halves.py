@@ -20,7 +20,7 @@ from shardc.verify.subject import Broken, Subject
 
 
 def cut(joint: fx.Graph, forward: fx.Graph, backward: fx.Graph) -> str | None:
-    """Return a text on the first result of ``joint`` that the halves together do not return, or None."""
+    """Return a text on the first result of ``joint`` that forward and backward do not return, or None."""
     first = computed(forward)
     handed = {name: value for (kind, name, _), value in first.items() if kind == "saved"}
     of_forward = {role: value for role, value in first.items() if role[0] != "saved"}
@@ -152,7 +152,7 @@ def _sent(node: fx.Node) -> list[tuple[fx.Node, Any]]:
 
 
 def _brought(x: fx.Node) -> fx.Node:
-    """Return the wait that ``x`` is a view of, or ``x``."""
+    """Return the wait of the collective whose result ``x`` views or reshapes; else ``x``."""
     source = x
     while source.op == "call_function" and source.target is not WAIT:
         if not is_view(source.target) and source.target not in RESHAPES:

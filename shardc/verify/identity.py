@@ -100,7 +100,7 @@ def fingerprints(
 def respelled(
     graph: fx.Graph, prints: Mapping[fx.Node, Any], replaced: Mapping[str, Collective]
 ) -> dict[str, Collective]:
-    """Return those of ``replaced`` that other ops now implement in ``graph``."""
+    """Return those collectives of ``replaced`` that ``graph`` computes by other ops."""
     named = {info(node).name: node for node in graph.nodes if node.op == "call_function"}
     present = {name: old for name, old in replaced.items() if name in named}
     return {name: old for name, old in present.items() if _fingerprint(named[name], prints) != old.value}

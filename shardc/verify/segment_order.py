@@ -1,4 +1,4 @@
-"""Checks that the segments of a half, as Inductor lowers them, run its ops in the scheduled order."""
+"""Checks that the segments of a graph, as Inductor lowers them, run its ops in the scheduled order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardc.verify.subject import Broken, Subject
 
 
 def in_order(subject: Subject, segments: Sequence[Segment]) -> Broken:
-    """Check that the segments run the half's schedule; a single segment is the half itself and passes.
+    """Check that the segments run the graph's ops in the scheduled order; a single segment passes.
 
     - Their ops, in order, are the ops of the half, in its order.
     - Each op has the operands that it has in the half.

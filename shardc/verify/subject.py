@@ -49,12 +49,12 @@ class Subject:
 
     @cached_property
     def stored(self) -> dict[tuple[str, str], Value]:
-        """(kind, name) of a role -> the placeholder's tensor."""
+        """(kind, name) of a parameter, buffer, input or saved value -> its placeholder's tensor."""
         pairs = ((info(node).role, info(node).value) for node in self.nodes if node.op == "placeholder")
         return {(role.kind, role.name): value for role, value in pairs if role is not None and isinstance(value, Value)}
 
     def owner_value(self, kind: str, name: str) -> Value | None:
-        """Return the placeholder's tensor of which an output with this role is the gradient or the update."""
+        """Return the parameter, buffer or input (its placeholder's tensor) whose gradient or update an output is."""
         return self.stored.get(("param" if kind == "grad" else kind, name))
 
 

@@ -95,7 +95,7 @@ def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
 def _seconds(
     mesh: Mesh, steps: Sequence[tuple[int, tuple[str, ...]]], before: int, itemsize: int, cost: Pricing
 ) -> float:
-    """Returns the seconds of steps (kind, parts of axes) in order, from ``before`` local elements."""
+    """Returns the seconds of collectives (kind, axis parts) in order, the first on ``before`` local elements."""
     total = 0.0
     for kind, over in steps:
         ranks = prod(map(mesh.size, over))
@@ -122,7 +122,7 @@ def _clash(mesh: Mesh, first: Digits, second: Digits) -> bool:
 
 
 def _codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table]:
-    """Returns the parts of axes that layouts bind, and each layout's codes: 0 replicated, < 0 partial, else a place."""
+    """Returns the axis parts that layouts use; for each layout and part 0 (replicated), < 0 (partial) or a split."""
     cuts = mesh.edges([axis for layout in layouts for axis in layout.axes])
     locations = [located(layout, cuts) for layout in layouts]
     parts = sorted({part for location in locations for part in location}, key=mesh.order)

@@ -241,7 +241,7 @@ def by_glob(tables: Mapping[str, Any], entry: str) -> dict[str, Any]:
 
 
 def regathered(reshard: Any, level: int, levels: Any, entry: str) -> tuple[int, dict[str, Any]]:
-    """Combine ``reshard_after_forward`` and ``levels``: return the level of all parameters, and tables by glob.
+    """Combine ``reshard_after_forward`` and ``levels``: return the default level (1 to 3: ZeRO), and tables by glob.
 
     Args:
         reshard: True, False or a number of ranks, or one of these by parameter glob.

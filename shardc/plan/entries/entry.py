@@ -48,7 +48,7 @@ class Entry:
 
     @property
     def storage(self) -> tuple[tuple[str, ...], int]:
-        """Return the axes over which the entry splits parameters in storage only, and its ``fsdp`` level (0: none)."""
+        """Return the axes over which the entry splits parameters in storage only, and 1, 2 or 3 for ZeRO-1, -2, -3."""
         return (), 0
 
     def level_of(self, param: Placed) -> int:
@@ -56,7 +56,7 @@ class Entry:
         return self.storage[1]
 
     def regather_axes(self, param: Placed) -> tuple[str, ...]:
-        """Return the axes (or parts) that split a parameter of level 3 from forward to backward; () for all."""
+        """Return the axes that split a ZeRO-3 parameter between forward and backward; () for all of its storage."""
         return ()
 
     @property

@@ -41,7 +41,7 @@ class Arena:
             self._used = []
 
     def take(self, slot: Slot, dtype: torch.dtype, shape: Sequence[int], left: Callable[[], None]) -> Tensor | None:
-        """Returns a tensor at the slot's offset, or None if that is in use; ``left`` is called when it is freed."""
+        """Returns a tensor at a slot's arena offset; None if that is in use. ``left`` is called when it is freed."""
         first, last = span = slot.offset, slot.offset + slot.size
         # `_is_free` gets a copy: finalizers of other threads remove ranges meanwhile.
         used = self._used
