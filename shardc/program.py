@@ -104,7 +104,7 @@ class Program(Executable):
 
     @property
     def shown(self) -> Program:
-        """The program whose stages stand for this one."""
+        """The program whose graphs reports show: this one, or for dynamic sizes one compiled for fixed sizes."""
         return self
 
     @property

@@ -79,7 +79,7 @@ class Places:
     """For each part the parts that share ranks with it, itself left out."""
 
     def layout(self, state: tuple[int, ...]) -> Layout:
-        """Return the layout in which each part is at its location in ``state``."""
+        """Return the layout in which each axis part splits (or is pending, or neither) as ``state`` says."""
         dims: list[list[tuple[Place, str]]] = [[] for _ in self.shape]
         partial = []
         for part, at in zip(self.parts, state, strict=True):

@@ -205,7 +205,7 @@ class _Moves:
 
     @cached_property
     def blocked(self) -> int:
-        """The bit mask of the locations that cannot be bound now."""
+        """The bit mask of the locations that overlap one in use, so that no axis part can go to them now."""
         mask = 0
         for at in self.state:
             if at > WHOLE:

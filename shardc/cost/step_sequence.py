@@ -158,7 +158,7 @@ class _Builder:
             self.at.pop(node, None)
 
     def add(self, node: fx.Node, phase: str) -> None:
-        """Append ``node``, after its inputs that have no position."""
+        """Append ``node`` to the ops of the step, after its inputs that have not been appended yet."""
         work = [node]
         while work:
             current = work[-1]

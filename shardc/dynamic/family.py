@@ -30,7 +30,7 @@ _MOST = 8  # families per signature; other sizes are compiled separately
 
 
 class Family:
-    """One program for many sizes.
+    """One program for many input sizes, made from programs compiled at three of them.
 
     Args:
         capture: captures the model at symbolic sizes, with example sizes to decide branches by.
@@ -222,7 +222,7 @@ class Families:
         self._programs: OrderedDict[Any, list[Program]] = OrderedDict()
 
     def guards(self) -> Iterator[Guards]:
-        """The guards of all programs."""
+        """The guards (values of the model that a capture read) of all programs."""
         yield from (guards for families in self._families.values() for guards, _ in families)
         yield from (program.guards for programs in self._programs.values() for program in programs)
 

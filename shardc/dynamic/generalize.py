@@ -22,7 +22,7 @@ _DIGITS = 10  # digits of a denominator; beyond, floats are too coarse
 
 
 class Differs(Exception):
-    """Raised if the graphs at the three points differ in more than sizes."""
+    """Raised if the graphs compiled at three example sizes differ in more than numbers."""
 
 
 def generalize(graphs: Sequence[fx.GraphModule], fit: Fit, sizes: Mapping[str, int]) -> SizedGraph:
@@ -132,7 +132,7 @@ def _shapes(records: Sequence[Info], fit: Fit) -> tuple[tuple[Any, ...] | None, 
 
 
 def _roles(roles: Sequence[tuple[ir.Role, ...]], fit: Fit) -> tuple[Any, ...]:
-    """Returns the fitted layouts of the outputs."""
+    """Merges the outputs' layouts at three example sizes: sizes that differ become polynomials."""
     out: list[Any] = []
     for outputs in zip(*roles, strict=True):
         layouts = [role.layout for role in outputs]

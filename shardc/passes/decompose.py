@@ -208,7 +208,7 @@ class _Cuts:
             collectives = [node for node in collectives if node not in alone]
 
     def beside(self, node: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-        """Returns the chunked nodes of the stretch before a collective, and of the stretch after it."""
+        """Returns the ops computed in chunks before a collective, and those after it, up to the next collectives."""
         (wait,) = node.users
         return self._reached(node, True), self._reached(wait, False)
 
@@ -289,7 +289,7 @@ class _Cuts:
                 yield ChunkSpec(dim, outer, self.count, size // (outer * self.count))
 
     def _above(self, node: fx.Node, cut: ChunkSpec, marks: dict[fx.Node, ChunkSpec]) -> bool:
-        """Tells whether chunks of ``node`` can be computed from chunks of a product; writes them to ``marks``."""
+        """Tells whether chunks of ``node`` can be computed from those of matrix products; fills ``marks``."""
         if node in self.cuts or node in marks:
             return (self.cuts.get(node) or marks[node]) == cut
         need = None if collective_kind(node) or node.target is WAIT else operands(node, cut)

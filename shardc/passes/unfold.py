@@ -183,7 +183,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Body:
-    """Ops of one phase of a graph, and the stretch in which they repeat.
+    """The forward (or the backward) ops of a graph, and the stretch in which repeated blocks have equal ops.
 
     Args:
         nodes: in order.
@@ -211,7 +211,7 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _phases(graph: fx.Graph) -> list[Body]:
-    """Returns the bodies of forward and backward, of a joint graph or of a forward that runs some backward ops."""
+    """Returns the forward ops and the backward ops of a joint graph (or a forward that computes some gradients)."""
     ops = _calls(graph)
     of = {phase: [n for n in ops if ir.info(n).origin.phase == phase] for phase in ("forward", "backward")}
     return [Body(of["forward"], "forward", 1), Body(of["backward"], "early", -1)]
@@ -292,13 +292,13 @@ class _Unfolding:
         return True
 
     def _extends(self, body: Body, at: int) -> bool:
-        """Tells whether the node at ``at`` is that of a block before the first one: only the next period reads it."""
+        """Tells whether the op at ``at`` is of an incomplete block before the first: only the next block reads it."""
         users = (self.position.get(user, (None, 0)) for user in body.nodes[at].users)
         near = all(user is not body or place < at + 2 * body.period for user, place in users)
         return near and self._matches(body, at, body.period)
 
     def _matches(self, body: Body, at: int, period: int) -> bool:
-        """Tells whether the node at ``at`` and the one a period later apply the same op to operands one block apart."""
+        """Tells whether the op at ``at`` and the one ``period`` later are equal, with operands also one block apart."""
         node, later = body.nodes[at], body.nodes[at + period]
         ours, theirs = ir.info(node).origin, ir.info(later).origin
         return (
@@ -337,7 +337,7 @@ class _Unfolding:
     def _expanded(
         self, items: Iterable[T], block_of: Callable[[T], int | None], step: int = 1
     ) -> Iterator[tuple[T, int]]:
-        """Yields (item, shift) in the order of the graph of all blocks: those of the copied block once for each copy.
+        """Yields (item, blocks by which it is shifted) for the graph of all blocks; the copied block's items repeat.
 
         Args:
             block_of: returns the block of an item, None for none.
@@ -380,7 +380,7 @@ class _Unfolding:
         return counterpart
 
     def _add(self, node: fx.Node, shift: int) -> None:
-        """Adds ``node``, or its counterpart in a copied block, to the new graph."""
+        """Adds ``node`` to the graph of all blocks, as its copy ``shift`` blocks later (0: itself)."""
         place, name = self.places.get(node), node.name
         if place is not None and place.block == self.names.last and shift:
             name = self.saved_as.get((name, shift), f"{name}_block_{self.names.run.first + place.block + shift}")
@@ -464,7 +464,7 @@ class Names:
         return block if block is not None and block < self.keep else None
 
     def _split(self, name: str) -> tuple[int, str] | None:
-        """As `Repeat.split`, also of names of backward ops."""
+        """Splits a name into block and name in the block, as `Repeat.split`; also names of backward ops."""
         return self.run.split(name) or self.run.split(name.removeprefix("d."))
 
     def learn(self, pairs: Iterable[tuple[str, str, int]], step: int) -> None:

@@ -106,4 +106,4 @@ class InspectedProgram(Program):
 
 
 class InspectedSizedProgram(SizedProgram, InspectedProgram):
-    """The same for the program of a family at some sizes; reports are on the program for these sizes alone."""
+    """`InspectedProgram` of a program for dynamic sizes, at some sizes; reports are on one compiled for these alone."""

@@ -12,8 +12,8 @@ from shardc.rules.spec import Dims, Spec
 
 
 class _Image:
-    """The factors of input ``n (g c) X``, weight ``(g o) c K``, or ``(g c) o K`` transposed, and output ``n (g o)
-    Y``.
+    """Loops of a convolution: input ``n (g c) X``, weight ``(g o) c K`` (``(g c) o K`` if transposed), output
+    ``n (g o) Y``.
     """
 
     def __init__(self, loops: Loops, x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...], **kinds: str) -> None:

@@ -34,7 +34,7 @@ class Comparisons:
         self._told: set[str] = set()
 
     def tell(self, store: dist.Store, event: Event) -> None:
-        """Publishes the lines of ``event`` under its hash, once."""
+        """Publishes the description (lines) of ``event`` in the store under its hash, once."""
         if event.key not in self._told:
             store.set(f"{self.prefix}what/{event.key}", json.dumps(event.lines))
             self._told.add(event.key)

@@ -38,7 +38,7 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _copied_param(param: DTensor, state: State, name: str) -> nn.Parameter:
-    """A parameter of its own, on a padded buffer of its own."""
+    """Returns a copy of ``param`` with a new padded buffer."""
     assert state.spec.param_mesh is not None
     storage = state.spec.storages[name]
     padded = padded_local(param.detach(), storage)

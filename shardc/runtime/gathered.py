@@ -159,7 +159,7 @@ class _Source:
         self.base, self.whole = base, whole
 
     def read(self) -> None:
-        """Copies the current values of the base to the unsharded tensor."""
+        """Copies the current values of the sharded tensor to the unsharded one."""
         self.whole.copy_(gather(self.base))
 
     def write(self) -> None:

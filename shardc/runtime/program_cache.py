@@ -34,7 +34,7 @@ _MANY = 8  # programs of one call that differ in what was read; as Dynamo's limi
 
 
 class CacheKey(NamedTuple):
-    """The calls that a program serves: those of a signature and of unreduced gradients, while the guards hold."""
+    """Key of a program: it serves calls of this signature, with these gradients unreduced, while the guards hold."""
 
     call: Signature
     guards: Guards
@@ -143,7 +143,7 @@ class ProgramCache:
         yield from self.build.families.guards()
 
     def holds(self, guards: Guards) -> bool:
-        """Whether a capture would read now what it read then."""
+        """Whether all that a capture read of the model (attributes, globals) still has the values read then."""
         key = guards, torch.is_grad_enabled()
         if key not in self._holding and guards.hold(self.params.view, self.build.loss):
             self._holding.add(key)
@@ -225,7 +225,7 @@ class ProgramCache:
         self.build.dynamic.mark(list(zip(names, pytree.tree_leaves((tuple(args), kwargs)), strict=True)))
 
     def lowered_but_for_sizes(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether a program was made for such arguments, sizes that change and modes aside."""
+        """Whether a program was compiled for such arguments, but for dynamic sizes and the train or eval mode."""
         call = self.signature(args, kwargs)
         inputs = list(zip(call.names, pytree.tree_leaves((tuple(args), kwargs)), strict=True))
         dims, _ = self.build.dynamic.of(inputs)
@@ -257,7 +257,7 @@ class ProgramCache:
             )
 
     def signature(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
-        """The signature of a call in the present mode."""
+        """The signature of a call in the current train or eval mode."""
         mode = self.look().mode()
         return Signature.of(mode, TorchGlobalState.now(self.spec.device), self.input_names(args, kwargs), args, kwargs)
 
@@ -267,7 +267,7 @@ class ProgramCache:
         return self.spec.names(self.params.view, args, kwargs, targets)
 
     def settle(self, program: Executable) -> None:
-        """Sets what the model's first call sets on one device; ``program`` is that of later calls too."""
+        """Sets the attributes that forward sets in its first call on one device; later calls use ``program`` too."""
         reads = program.guards.reads
         if reads.sets:
             at = Lookup(self.params.view, self.build.loss, reads.scopes)

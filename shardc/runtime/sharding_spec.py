@@ -22,7 +22,7 @@ Lower = Callable[..., Sequence[Compiled]]  # makes halves callable
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """What `shardc.compile` was asked for; nothing in it changes.
+    """What a module is compiled for: mesh, storage layouts, devices and so on; immutable.
 
     Args:
         mesh: the abstract mesh.

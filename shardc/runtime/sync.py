@@ -81,7 +81,7 @@ class Sync:
         _optimizers.watch(self)
 
     def take(self, names: frozenset[str]) -> dict[Key, Tensor]:
-        """Removes and returns the sums of ``names``, to be reduced now."""
+        """Removes and returns the unreduced gradient sums of parameters ``names``, to be reduced now."""
         due = {key: self.sums.pop(key) for key in list(self.sums) if key[0] in names}
         self._own.difference_update(due)
         if not self.sums:
@@ -93,7 +93,7 @@ class Sync:
         self.take(frozenset(name for name, _ in self.sums) if names is None else names)
 
     def of(self, optimizer: Optimizer) -> frozenset[str]:
-        """Returns the parameters of ``optimizer`` that have sums."""
+        """Returns the parameters of ``optimizer`` that have unreduced gradient sums."""
         theirs = {id(param) for group in optimizer.param_groups for param in group["params"]}
         mine = self.parameters()
         return frozenset(name for name, _ in self.sums if name in mine and id(mine[name]) in theirs)

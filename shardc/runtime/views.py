@@ -100,7 +100,7 @@ class Base:
 
 @dataclass(frozen=True)
 class Views:
-    """The outputs that are views of others, and are made after a graph has run.
+    """Outputs that are views of others: made from these after a graph has run.
 
     Args:
         views: these outputs, each after the one it is made of.

@@ -46,7 +46,7 @@ class PriceSearch(Generic[P]):
     solutions: dict[float, P] = field(default_factory=dict)
 
     def fastest(self, room: float, limit: float, first: float = LEAST) -> P | None:
-        """Return the fastest solution of at most ``room`` bytes among those that are best at some price.
+        """Return the fastest solution of at most ``room`` bytes, found by a price in seconds for each byte of memory.
 
         Its price is at most `CLOSE` times one that is too low (above the first two of `PRICES`). If every solution is
         larger than ``room``, the smallest one is returned.

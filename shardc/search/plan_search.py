@@ -215,7 +215,7 @@ class Search:
         return tried.memory <= self.memory
 
     def _overs(self) -> Iterator[tuple[str, ...]]:
-        """Yield the sets of axes over which storage only may be split: those that the user's entries do not mention."""
+        """Yield sets of axes for FSDP (they split storage only), from those that the user's entries do not mention."""
         mentioned = set(self.hand.axes)
         by_hand = any(entry.batch for entry in self.hand.entries)  # an ``fsdp`` entry would split the batch further
         free = [axis for axis in self.mesh.axes if axis not in mentioned and self.mesh.size(axis) > 1 and not by_hand]

@@ -219,6 +219,6 @@ def split(graph: Graph, bounds: Mapping[int, np.ndarray]) -> list[Graph]:
 
 
 def _lead(bounds: np.ndarray) -> float:
-    """Return by how much the best label leads the second best one."""
+    """Return by how much the best label is cheaper than the second best one."""
     best, second = np.partition(bounds, 1)[:2]
     return float(second - best)

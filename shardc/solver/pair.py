@@ -37,7 +37,7 @@ class PairCosts:
 
     @classmethod
     def by_class(cls, costs: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> PairCosts:
-        """Return costs of given classes. Those without labels are left out."""
+        """Return pair costs from a matrix over classes and each label's class; classes without labels are dropped."""
         (used, small), (also, few) = (np.unique(classes, return_inverse=True) for classes in (rows, columns))
         if costs.shape == (len(used), len(also)):
             return cls(costs, rows, columns)
@@ -82,7 +82,7 @@ class PairCosts:
         )
 
     def sum_size(self, rows: np.ndarray, columns: np.ndarray) -> int:
-        """Return the size of the sum with costs of other classes."""
+        """Return how many costs the sum with another table would store."""
         return int(np.unique(_joint(self.rows, rows)).size * np.unique(_joint(self.columns, columns)).size)
 
     def __add__(self, other: PairCosts) -> PairCosts:
@@ -100,7 +100,7 @@ def least_of_classes(classes: np.ndarray, costs: np.ndarray) -> np.ndarray:
 
 
 def _joint(classes: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return for each label a number that identifies its pair of classes."""
+    """Return for each label a number for its pair of classes (in two cost tables): equal pairs, equal numbers."""
     joint: np.ndarray = classes * (int(other.max()) + 1) + other
     return joint
 

@@ -142,7 +142,7 @@ def _without(labels: int, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
 
 
 def _dominations(costs: np.ndarray, tables: list[PairCosts]) -> tuple[np.ndarray, np.ndarray]:
-    """Return labels y and x such that y never costs more than x."""
+    """Return pairs of labels (y, x) such that y never costs more than x, whatever neighbours choose."""
     cheapest = [table.costs.argmin(axis=1) for table in tables]
     pairs = []
     for better, worse in _candidates(costs, tables, cheapest):

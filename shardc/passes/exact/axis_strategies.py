@@ -59,7 +59,7 @@ def slot_of(node: fx.Node) -> Slot:
 
 @dataclass
 class Closure:
-    """Fixed point of the strategies of all ops over ``axis``.
+    """Strategies of all ops over ``axis``: those of an op add some to its neighbours, until none is new.
 
     Args:
         seeds: layouts at the graph's boundary, of any axes, from which others spread.
@@ -111,7 +111,7 @@ class Closure:
         return {node: self._meeting_requirements(spec, list(self.ways[node])) for node, spec in specs}
 
     def _meeting_requirements(self, spec: Spec, ways: list[AxisStrategy]) -> list[AxisStrategy]:
-        """Returns the ways in which routed rows travel as the plan requires; all of them if none does."""
+        """Returns those strategies in which rows go to experts as the plan requires; all of them if none does."""
         if spec.routed is None or self.mesh.size(self.axis) == 1:
             return ways
         return [way for way in ways if meets_requirements(spec, dict(way.factors), (self.axis,))] or ways
@@ -126,7 +126,7 @@ class Closure:
             self._queue.append((slot, layout))
 
     def _spread(self, node: fx.Node, spec: Spec, at: int, is_result: bool, layout: Layout) -> None:
-        """Adds the ways that follow from operand ``at`` (result ``at``, if ``is_result``) having ``layout``."""
+        """Adds the strategies of ``node`` in which operand ``at`` (or result, if ``is_result``) has ``layout``."""
         for axis, op in () if is_result else layout.partial:
             for positions in _carriers(spec, op, at):
                 self._learn(node, spec, AxisStrategy((), ((axis, op),), positions))

@@ -240,7 +240,7 @@ class LayoutProblem:
 
 @dataclass(frozen=True)
 class Outside:
-    """Layouts at the boundary of the problem, which are not chosen.
+    """Layouts that the solver does not choose: of inputs, outputs and pinned activations.
 
     Args:
         fixed: placeholder, constant or pinned reshard -> its layout.
@@ -256,7 +256,7 @@ class Outside:
 
 
 def _outside(problem: Problem, graph: fx.Graph) -> Outside:
-    """Returns the boundary layouts; those of outputs and tangents come from a greedy sweep over a copy of the graph."""
+    """Returns layouts that are not chosen: inputs and pins, and by a greedy sweep on a copy, outputs and tangents."""
     copy = ir.copied(graph)
     twins = dict(zip(graph.nodes, copy.nodes, strict=True))
     with warnings.catch_warnings():

@@ -30,7 +30,7 @@ SHARED = 600  # labels of a value beyond which only single layouts are shared
 
 @dataclass(frozen=True)
 class Use:
-    """Use of a value.
+    """Use of a value by an op: the layouts that it may need.
 
     Args:
         variable: variable of the op that uses it; None for a graph output.

@@ -130,7 +130,7 @@ class Buffers:
             self._handed_out()
 
     def _handed_out(self) -> None:
-        """Stops counting the results that a graph returned to its caller."""
+        """Takes results that a graph returned to its caller out of the count of bytes in use."""
         self.in_use -= sum(self._outside.values())
         self._outside.clear()
 
