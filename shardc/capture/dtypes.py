@@ -29,7 +29,7 @@ class ModuleDtypes:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtypes of a model's modules, by path; other modules are unchanged."""
+    """The compute dtypes of a model's modules, by path; other modules are unchanged."""
 
     modules: tuple[tuple[str, ModuleDtypes], ...] = ()
 
@@ -58,7 +58,7 @@ class Dtypes:
         return cls(tuple((path, dtypes) for path, dtypes in module_dtypes.items() if dtypes != ModuleDtypes()))
 
     def shortened(self, repeats: Repeats) -> Dtypes:
-        """Return the dtypes of the shortened model."""
+        """Return the dtypes for the model with few of its repeated blocks."""
         named = [(repeats.short(path), dtypes) for path, dtypes in self.modules]
         return Dtypes(tuple((path, dtypes) for path, dtypes in named if path is not None))
 

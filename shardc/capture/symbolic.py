@@ -30,7 +30,7 @@ _SYMBOLIC = (SymInt, SymFloat, SymBool)
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on the sizes.
+    """A condition on dynamic sizes that code of the model branches on.
 
     Args:
         text: in terms of the names of the sizes: ``"t <= 128"``.

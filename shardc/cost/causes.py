@@ -43,7 +43,7 @@ class Cause:
 
     @property
     def tensor(self) -> str:
-        """Return the first of the tensors and the number of others."""
+        """Return the first of the tensors that the collective moves, and the number of others, as text."""
         return self.tensors[0] if len(self.tensors) == 1 else f"{self.tensors[0]} and {len(self.tensors) - 1} more"
 
 

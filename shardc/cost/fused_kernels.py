@@ -120,7 +120,7 @@ def tensor_bytes(x: Any) -> int:
 
 
 def kernels(step: Sequence, memory: list[tuple[Buffer | None, ...]]) -> dict[int, Kernel]:
-    """Return position of its last op -> kernel, for a step."""
+    """Return the kernels that Inductor would fuse of a step's ops, each by the position of its last op."""
     step_outputs = {id(b) for _, at in step.outputs for b in memory[at]}
     out: dict[int, Kernel] = {}
     run: list[int] = []

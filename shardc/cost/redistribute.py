@@ -39,7 +39,7 @@ class Step:
 
     @property
     def ranks(self) -> int:
-        """The size of each group."""
+        """Number of ranks in each process group of the step."""
         return prod(self.src.mesh.size(axis) for axis in self.axes)
 
     def wire_elements(self) -> int:

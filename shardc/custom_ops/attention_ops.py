@@ -132,7 +132,7 @@ def _turned(x: Tensor, later: Tensor, by: int) -> Tensor:
 
 
 def _at(sums: Tensor, row: int) -> Tensor:
-    """Return the mask of query ``row``: bool [q]."""
+    """Return a mask, bool [q], that selects query ``row`` (modulo q)."""
     places = torch.arange(sums.shape[2], device=sums.device)
     return places == row % sums.shape[2]
 

@@ -110,7 +110,7 @@ class Uses:
 
     @property
     def leaving(self) -> set[int]:
-        """Return the slots that the code returns."""
+        """Return the arena slots whose memory the code returns."""
         return {slot for result in self.results for slot in result if slot >= 0}
 
 

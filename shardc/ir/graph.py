@@ -97,7 +97,7 @@ NEEDED_BY = "needed by "
 
 @dataclass(frozen=True)
 class Role:
-    """Meaning of a placeholder or of an output.
+    """What a placeholder or an output is: parameter, buffer, input, gradient, saved value and so on; by name.
 
     Args:
         kind: "param", "buffer", "input", "tangent", "coordinate", "key" (of random draws) for placeholders;

@@ -86,14 +86,14 @@ class Mesh:
         return self.axes.index(name), pre
 
     def cut(self, axis: str, major: int) -> tuple[str, str]:
-        """Return ``axis`` as two parts, the first of size ``major``."""
+        """Return ``axis`` cut in two, major part first: ``tp:1x2`` and ``tp:2x2`` for ``tp=4`` and ``major=2``."""
         name, pre, _ = split_part(axis)
         size = self.size(axis)
         assert size % major == 0, f"{axis} of size {size} cannot be cut by {major}"
         return self.part(name, pre, major), self.part(name, pre * major, size // major)
 
     def join(self, major: str, minor: str) -> str | None:
-        """Return the axis or part that two adjacent parts form together, or None."""
+        """Return the axis (or part) that two adjacent parts of one form together; None if they are no such."""
         (name, pre, _), (other, other_pre, _) = split_part(major), split_part(minor)
         if name != other or pre * self.size(major) != other_pre:
             return None
@@ -117,7 +117,7 @@ class Mesh:
         return [self.part(name, low, high // low) for low, high in pairwise(inside)]
 
     def overlap(self, first: str, second: str) -> bool:
-        """Return whether two axes or parts share ranks' coordinates."""
+        """Return whether two axes (or parts of one axis) overlap, as ``tp`` and ``tp:2x2`` do."""
         (name, pre, _), (other_name, other_pre, _) = split_part(first), split_part(second)
         if name != other_name:
             return False

@@ -20,7 +20,7 @@ def tag(x: Any, *, name: str) -> Any:
 
 
 def reshard(x: Any, *, to: str = "") -> Any:
-    """Changes the layout to that of the node; later lowered to the ops below.
+    """Changes the layout of ``x`` to the one recorded on the node; a pass lowers it to the collectives below.
 
     ``to`` is kept empty: the text form shows the layout in the type.
     """
@@ -43,12 +43,12 @@ def all_reduce(x: Any, *, axis: str, op: str = "sum") -> Any:
 
 
 def all_to_all(x: Any, *, axis: str) -> Any:
-    """Moves ``axis`` from one digit to another."""
+    """Moves ``axis`` from the dim (or factor of one) that it splits to another."""
     _never("all_to_all")
 
 
 def permute_ranks(x: Any, *, axis: str) -> Any:
-    """Permutes shards among ranks: axes exchange their digits."""
+    """Sends shards to other ranks, so that mesh axes exchange what they split (dims, or factors of them)."""
     _never("permute_ranks")
 
 

@@ -66,7 +66,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Reads:
-    """All reads of a capture.
+    """All that a capture read of the model and of globals, and what its code sets.
 
     Args:
         scopes: name -> globals of functions whose module cannot be imported.

@@ -72,11 +72,11 @@ class Repeats:
         return next(places, None)
 
     def shortened(self) -> Repeats:
-        """Return the runs of the shortened model."""
+        """Return the runs in the model that has only ``keep`` blocks of each."""
         return Repeats(tuple(replace(run, count=self.keep) for run in self.runs), self.keep)
 
     def short(self, name: str) -> str | None:
-        """Return the name that ``name`` has in the shortened model, or None if its block is left out there.
+        """Return the name that ``name`` has in the model with few blocks; None if its block is left out.
 
         The last block of the shortened model stands for the last one.
 
@@ -93,7 +93,7 @@ class Repeats:
         return name
 
     def counterpart(self, name: str) -> str:
-        """Return the name that represents ``name`` in the shortened model: the second block's for one left out.
+        """Return the name that stands for ``name`` in the model with few blocks: for a left-out block, the second's.
 
         >>> blocks = Repeats((Repeat("layers", 0, 8),), 4)
         >>> [blocks.counterpart(f"layers.{n}.w") for n in (0, 2, 3, 7)]

@@ -220,7 +220,7 @@ def is_call(node: fx.Node) -> bool:
 
 
 def _longest(marks: Sequence[int], least: int) -> tuple[int, int, int] | None:
-    """Return the best repetition as (start, period, length without the last period), or None if none saves enough.
+    """Return the best run of repeated ops: (start, ops in a repeat, ops before the last repeat); None if too short.
 
     Candidate periods are distances at which rare marks recur; the one that leaves the fewest nodes to compile is taken.
     """
@@ -243,7 +243,7 @@ def _longest(marks: Sequence[int], least: int) -> tuple[int, int, int] | None:
 
 
 def _runs(marks: Sequence[int], period: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges in which every mark recurs after ``period``."""
+    """Yield (start, stop) of the runs of ops that equal (by mark) the op ``period`` later."""
     start = None
     for at in range(len(marks) - period):
         if marks[at] != marks[at + period]:

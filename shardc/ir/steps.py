@@ -75,7 +75,7 @@ class _Step:
         return f"[{split.dims_text()}] without {self.axes} is [{expected.dims_text()}], not [{whole.dims_text()}]"
 
     def moves(self) -> str | None:
-        """Return a reason if more changes than the digits that the axes are bound to."""
+        """Return a reason if the layouts are equal, or differ in more than what the op's axes split."""
         if self.source.dims == self.result.dims:
             return "nothing moves"
         before, after = self.without(self.source), self.without(self.result)

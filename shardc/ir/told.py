@@ -29,7 +29,7 @@ def told_place(file: str) -> str | None:
 
 
 def is_told(code: types.CodeType) -> bool:
-    """Return whether a version identifies ``code``."""
+    """Return whether ``code`` is torch's, shardc's or Python's, and so identified by their version."""
     return told_place(code.co_filename) is not None
 
 

@@ -266,7 +266,7 @@ def _symbol(env: ShapeEnv, name: str, value: int) -> Any:
 
 
 def _holds(env: ShapeEnv, symbols: Mapping[str, Any], units: Mapping[str, int]) -> bool:
-    """Return whether the guards of a compilation hold for ``units``."""
+    """Return whether what a compilation at symbolic sizes assumed of them holds for ``units``."""
     fixed = {name: x for name, x in symbols.items() if isinstance(x, int)}
     if any(units[name] != x if name in fixed else units[name] < 2 for name, x in symbols.items()):
         return False

@@ -51,7 +51,7 @@ class ParamPlan:
 
 @dataclass(frozen=True)
 class Placed:
-    """One parameter as placed by the entries applied so far.
+    """A parameter with its layout, and where it is stored, by the plan entries applied so far.
 
     Args:
         names: all of its names (tied parameters have several), its own first.

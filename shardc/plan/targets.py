@@ -12,7 +12,7 @@ from shardc.plan.spec_forms import is_one
 
 @dataclass(frozen=True)
 class Target:
-    """The tensor of which modules an activation entry is about.
+    """What an activation entry applies to: an input or output of the modules that a glob matches.
 
     Args:
         glob: glob of module names.

@@ -116,7 +116,7 @@ class Cost:
 
     @cached_property
     def smooth(self) -> sympy.Expr:
-        """Return ``wire`` without the rounding, as a single fraction."""
+        """Return the formula ``wire`` without rounding up of uneven sizes, as a single fraction."""
         return sympy.factor(unrounded(self.wire))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Comparisons of `Event`s between ranks through the store: who arrived, the event of the first, the verdict."""
+"""Comparisons of `Event`s between ranks through the store: the hash of each rank, and the verdict of all."""
 
 from __future__ import annotations
 

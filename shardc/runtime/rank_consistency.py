@@ -186,7 +186,7 @@ class RankConsistency:
 
     @property
     def epoch(self) -> int:
-        """Number of times that this rank restarted its numbering."""
+        """Number of times that this rank restarted its numbering of events, as after an error."""
         return self.number // _AGAIN
 
     def fails(self, error: BaseException, epoch: int) -> None:

@@ -89,7 +89,7 @@ class Sync:
         return due
 
     def drop(self, names: frozenset[str] | None = None) -> None:
-        """Drops the sums of ``names`` (default: all), as ``zero_grad`` drops gradients."""
+        """Drops unreduced gradient sums of parameters ``names`` (default: all), as ``zero_grad`` drops gradients."""
         self.take(frozenset(name for name, _ in self.sums) if names is None else names)
 
     def of(self, optimizer: Optimizer) -> frozenset[str]:

@@ -38,7 +38,7 @@ class Measure:
     periodic: bool = True
 
     def whole(self, plan: Plan) -> Plan:
-        """Return the plan with the measure for all units."""
+        """Return the plan with the measure applied to all that it can apply to (blocks, say)."""
         return self.apply(plan, len(self.shares))
 
 

@@ -54,7 +54,7 @@ class Pinner:
         )
 
     def _pins(self, name: str, wanted: Mapping[str, Layout]) -> dict[str, str]:
-        """Return the pins of a boundary in all repeated blocks."""
+        """Return target -> spec: the layout of a module's input or output in all repeated blocks, for a plan."""
         module, where, index = name.rsplit(".", 2)
         blocks = [m for m in self.writer.block_names(module) if f"{m}.{where}.{index}" in wanted]
         specs = {m: spec(wanted[f"{m}.{where}.{index}"]) for m in blocks}

@@ -134,7 +134,7 @@ class Found:
 
     @property
     def best(self) -> Trial:
-        """Return the trial of the plan.
+        """Return the `Trial` of the plan: its predicted cost and schedule.
 
         Raises:
             InputError: this rank received the plan from rank 0, without its cost.

@@ -110,7 +110,7 @@ class Search:
         return bound >= self.value - CLOSED * abs(self.value)
 
     def propose(self, value: float, chosen: dict[int, int], graph: Graph) -> None:
-        """Keep labels of a graph's variables if they are the best so far."""
+        """Keep labels of a graph's variables if they cost less than the best so far."""
         if value < self.value:
             self.value, self.chosen = value, dict(chosen)
             recover(graph.trail, self.chosen)

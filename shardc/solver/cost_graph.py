@@ -1,4 +1,4 @@
-"""The undecided part of an energy, with what is needed to recover the labels decided already."""
+"""Costs of the variables that are not decided yet, and what recovers the labels of those that are."""
 
 from __future__ import annotations
 

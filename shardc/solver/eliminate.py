@@ -61,7 +61,7 @@ def plan_order(graph: Graph, table: int) -> Order | None:
 
 
 def eliminate(graph: Graph, order: Order, clock: Clock) -> bool:
-    """Eliminate all variables of a graph; its constant is the least cost then.
+    """Minimise out all variables of a graph one by one; its constant is then the least cost.
 
     Returns:
         whether it was done in time. If not, the graph is as it was.

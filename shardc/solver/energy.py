@@ -80,7 +80,7 @@ class Clock:
         self.seconds: dict[str, float] = {}
 
     def spend(self, entries: int) -> None:
-        """Count entries of tables that are visited."""
+        """Add ``entries``, visited in cost tables, to the work done so far."""
         self.spent += entries
 
     def over(self) -> bool:

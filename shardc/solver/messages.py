@@ -136,7 +136,7 @@ class Messages:
                 node.sends[0 if j > i else 1].append(send)
 
     def sweep(self, forward: bool, bounds: bool = False) -> float:
-        """Send messages along the order or against it.
+        """Update the messages of all variables once, in their order or against it.
 
         Args:
             forward: the direction.

@@ -93,7 +93,7 @@ class PairCosts:
 
 
 def least_of_classes(classes: np.ndarray, costs: np.ndarray) -> np.ndarray:
-    """Return the least of the costs of each class's labels."""
+    """Return, for each class, the least cost of a label in it."""
     out = np.full(int(classes.max()) + 1, np.inf)
     np.minimum.at(out, classes, costs)
     return out

@@ -136,7 +136,7 @@ def _codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table]:
 
 
 def _kinds(codes: Table) -> Table:
-    """Returns the kind of change of each part from each layout to each other."""
+    """Returns, for each pair of layouts and axis part, the kind of collective that changes one to the other."""
     source, target = codes[:, None], codes[None, :]
     kinds = np.full(np.broadcast_shapes(source.shape, target.shape), _NEVER, dtype=np.uint8)
     kinds[np.broadcast_to(source == target, kinds.shape)] = _NONE

@@ -53,7 +53,7 @@ class Label:
 
 @dataclass
 class Builder:
-    """Collector of variables and costs.
+    """Collects variables and costs of a layout problem for the solver.
 
     Attributes:
         unary: seconds of each label, by variable.
