@@ -263,7 +263,7 @@ class _AdamCall:
 
     @staticmethod
     def can_be(group: dict[str, Any]) -> bool:
-        """Whether the step of a group of shards used the fused kernel on a CPU."""
+        """Whether the fast path serves a group of shards: all are on a CPU, and the fused kernel is on."""
         return bool(group["fused"]) and all(x.device.type == "cpu" for x in group["params"])
 
     def gradients(self, group: dict[str, Any]) -> list[Tensor] | None:

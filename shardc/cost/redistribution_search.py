@@ -32,7 +32,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Prices:
-    """The costs that the search minimizes.
+    """The seconds that a redistribution search minimizes: of a step, and a lower bound of what remains.
 
     Args:
         seconds: (kind, axes, local elements before, local elements after) -> seconds of a step.

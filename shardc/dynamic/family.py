@@ -139,7 +139,7 @@ class Family:
         return self._graphs[phase]
 
     def holds(self, sizes: Sizes) -> bool:
-        """Whether the program is valid at ``sizes``."""
+        """Whether the program is valid at ``sizes``: they meet its conditions, and all its numbers are integers."""
         return self.symbolic.broken(sizes) is None and all(number.whole_at(sizes) for number in self.fit.polynomials)
 
     @property

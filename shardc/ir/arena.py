@@ -43,7 +43,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The slots of one forward or backward graph, by the number that its collectives use.
+    """The slots (memory of collectives' results) of a forward or backward graph, as its collectives number them.
 
     Args:
         slots: the slots.
@@ -63,7 +63,7 @@ class MemoryPlan:
         return max((self.bytes_at(slot.start) for slot in self.slots), default=0)
 
     def bytes_at(self, at: int) -> int:
-        """Return the bytes in use while op number ``at`` runs."""
+        """Return the bytes in use at op (or, when lowered, code line) number ``at``."""
         return sum(slot.size for slot in self.slots if slot.start <= at <= slot.end)
 
     def peak_after(self, forward: MemoryPlan) -> int:

@@ -61,7 +61,7 @@ def outputs_text(used: Iterable[int]) -> str:
 
 
 def certify(mesh: Mesh, halves: Sequence[tuple[str, fx.Graph]]) -> Certificate:
-    """Return the certificate of local graphs, given by name in the order in which they run."""
+    """Return the certificate (all collectives, in order) of local graphs, given by name in the order they run."""
     lines = []
     for name, graph in halves:
         next_op = _next_ops(graph)
@@ -309,5 +309,5 @@ class Executable(ABC):
 
 
 def certificate_of(halves: Sequence[Half]) -> Certificate:
-    """Return the certificate (what was verified) of graphs that run one after the other."""
+    """Return the certificate (all collectives, in order) of graphs that run one after the other."""
     return certify(halves[0].mesh, [(half.name, half.graph) for half in halves])

@@ -49,7 +49,7 @@ class InnerCode:
         return bool(self._before)
 
     def holds(self) -> bool:
-        """Return whether nothing has changed."""
+        """Return whether the code and the tensors that it names are the same as when this was created."""
         return _same(self._before, tuple(self._now()))
 
     @cached_property

@@ -348,7 +348,7 @@ def cut_digits(mesh: Mesh, digits: Digits, parts: Callable[[str], Iterable[str]]
 
 
 def strides(digits: Digits) -> tuple[int, ...]:
-    """Return for each digit the number of elements below it."""
+    """Return the stride of each digit of a dim: the product of the radices below it."""
     out, below = [], 1
     for radix, _ in reversed(digits):
         out.append(below)

@@ -46,7 +46,7 @@ class GraphRewriter:
         return self._fake_mode or next(modes, None) or nullcontext()
 
     def before(self, node: fx.Node, like: fx.Node | None = None, suffix: str = "", **provenance: Any) -> Inserter:
-        """Return an inserter before ``node``; nodes stay in the order of their insertion.
+        """Return an `Inserter` that inserts nodes before ``node``, in the order of its calls.
 
         Args:
             like: whose record new nodes inherit; by default ``node``.

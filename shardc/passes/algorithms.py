@@ -115,7 +115,7 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Native(Algorithm):
-    """The backend's own collective of this kind."""
+    """The algorithm that leaves a collective to the backend (gloo or NCCL)."""
 
     kind: str
 

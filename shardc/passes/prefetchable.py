@@ -70,7 +70,7 @@ def _ops_before(start: fx.Node, free: set[fx.Node]) -> set[fx.Node] | None:
 
 
 def sink_to_first_use(graph: fx.Graph, free: frozenset[fx.Node], priority: dict[fx.Node, float]) -> None:
-    """Gives each op in ``free`` a priority just before that of its first user."""
+    """Gives each op in ``free`` a priority (its position in the new order) just before that of its first user."""
     for node in reversed(graph.nodes):
         if node in free:
             priority[node] = min((priority[user] for user in node.users), default=priority[node]) - 1e-3

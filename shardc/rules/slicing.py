@@ -112,7 +112,7 @@ def _index(call: Call) -> int:
 
 
 def _select_local(local: Local) -> Any:
-    """Emit the selection on every rank; those that do not hold the element return zero."""
+    """Emit ``select`` (one index of a dim) on every rank; ranks that do not hold that element return zero."""
     dim = local.call["dim"] % len(local.call.operands[0].shape)
     if not split(local.operands[0], dim):
         return local.same(index=_index(local.call))

@@ -83,7 +83,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Told:
-    """Context manager that passes an error raised in it to ``fails``, with ``epoch``. (Faster than a generator.)"""
+    """Context manager that reports an error raised in it to other ranks: it calls ``fails`` with it and ``epoch``."""
 
     fails: Callable[[BaseException, int], None]
     epoch: int

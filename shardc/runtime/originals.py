@@ -117,7 +117,7 @@ class _Originals:
             self._seen[optimizer] = sizes
 
     def _replace(self, optimizer: Optimizer) -> None:
-        """Puts new parameters in an optimizer's groups, for replaced ones; InputError if it has state of one."""
+        """Replaces original parameters in an optimizer by the compiled module's; InputError if it has state of one."""
         for group in optimizer.param_groups:
             for at, param in enumerate(group["params"]):
                 pair, name = self._pairs.get(param, (None, ""))

@@ -67,7 +67,7 @@ class Graph:
 
     @classmethod
     def of(cls, energy: Energy) -> Graph:
-        """Return the graph of a whole energy, in which pairs of the same two variables are added up."""
+        """Return the graph of all costs of ``energy``; several costs of a pair of variables are added up."""
         graph = cls()
         for i, unary in enumerate(energy.unary):
             graph.unary[i] = np.asarray(unary, dtype=np.float64)

@@ -82,7 +82,7 @@ class PairCosts:
         )
 
     def sum_size(self, rows: np.ndarray, columns: np.ndarray) -> int:
-        """Return how many costs the sum with another table would store."""
+        """Return how many costs the sum with a table of classes ``rows`` and ``columns`` would store."""
         return int(np.unique(_joint(self.rows, rows)).size * np.unique(_joint(self.columns, columns)).size)
 
     def __add__(self, other: PairCosts) -> PairCosts:

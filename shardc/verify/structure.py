@@ -38,7 +38,7 @@ def records(subject: Subject) -> Broken:
 
 
 def order(subject: Subject) -> Broken:
-    """Check that nodes are in a legal order.
+    """Check that placeholders come first, operands before their users, and the output last.
 
     - Placeholders come before ops; the only other nodes are constants and the output.
     - Every operand of a node stands before it.
