@@ -11,7 +11,7 @@ _call_method = GetAttrVariable.call_method
 
 
 def _on_texts(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Calls a method of a class's attribute; Dynamo does not know that the attribute may be a string."""
+    """Replaces how Dynamo traces a method call on a torch class's attribute: the attribute may be a string."""
     text = getattr(self.obj.value, self.name, None) if isinstance(self.obj, TorchInGraphFunctionVariable) else None
     if isinstance(text, str):
         return ConstantVariable.create(text).call_method(tx, name, args, kwargs)

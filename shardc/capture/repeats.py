@@ -47,7 +47,7 @@ _LEAF = pytree.tree_structure(0)
 
 
 class Token(int):
-    """A tensor's number, in the order of first appearance."""
+    """Stands for a tensor in recorded calls: its number, in the order of first appearance."""
 
 
 @dataclass

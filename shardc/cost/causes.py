@@ -126,7 +126,7 @@ class Explainer:
             work += fresh
 
     def _first_use(self, at: int) -> str:
-        """Return the source line of the first op that computes with the value."""
+        """Return the source line of the first op that computes with the value that the collective brings."""
         work, seen = [at], {at}
         while work:
             node = min(work)

@@ -161,7 +161,7 @@ class CostModel:
         return native
 
     def exchanged_seconds(self, ranks: int, wire_bytes: float) -> float:
-        """Return the seconds of a reduce-scatter or all-gather as an all-to-all, with the local sum or copy."""
+        """Return the seconds of a reduce-scatter or all-gather done as an all-to-all and a local sum or copy."""
         shard = wire_bytes / max(ranks - 1, 1)
         local = self.compute_seconds(0, (ranks + 1) * shard)
         return self.seconds("all_to_all", ranks, wire_bytes) + local

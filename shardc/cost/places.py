@@ -216,7 +216,7 @@ def located(layout: Layout, cuts: dict[str, set[int]]) -> dict[str, Place | int]
 
 
 def _parks(shape: tuple[int, ...], places: list[Place], sizes: tuple[int, ...]) -> list[Place]:
-    """Return temporary places for axis parts of ``sizes`` ranks: in the stretches of each dim that no place covers."""
+    """Return where axis parts of ``sizes`` ranks can split dims for a time: at the ends of what ``places`` leave."""
     out = []
     for dim, size in enumerate(shape):
         edges = sorted({1, size, *(e for p in places if p.dim == dim for e in (p.low, p.high))})

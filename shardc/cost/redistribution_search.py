@@ -320,7 +320,7 @@ class _Moves:
 
 
 def _region(places: Places, state: State) -> Region:
-    """Return the split digits with neighbours merged; states with the same region have the same shards."""
+    """Return which stretches of dims are split, by any axes; states with equal regions have the same set of shards."""
     out: list[Place] = []
     for place in sorted(places.places[at - 1] for at in state if at > WHOLE):
         if out and out[-1].dim == place.dim and out[-1].high == place.low:

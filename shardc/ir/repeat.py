@@ -106,7 +106,7 @@ class Repeats:
         return self.short(name) or name
 
     def whole(self, name: str) -> str:
-        """Return the name in the whole model of ``name`` in the shortened one; names in its blocks are unchanged."""
+        """Return the name in the full model of ``name`` in the one with few blocks: later children count on."""
         for run in self.runs:
             block, rest = run.split(name) or (0, "")
             if block >= self.keep:

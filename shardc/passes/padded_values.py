@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Padded:
-    """Padded form of a value; ``filling`` is the value of places without elements, None if undefined."""
+    """Padded form of a value; ``filling`` is the value in the padding, None if undefined."""
 
     node: fx.Node
     padding: Padding
@@ -188,7 +188,7 @@ class PaddedValues(Calls):
         return x
 
     def _fill(self, x: fx.Node, padding: Padding, now: float | None, wanted: float | None) -> fx.Node:
-        """Writes ``wanted`` to the places of ``x`` that hold no element; ``now`` is their value, None if undefined."""
+        """Writes ``wanted`` into the padding of ``x``; ``now`` is the value in it, None if undefined."""
         if wanted is None or wanted == now:
             return x
 

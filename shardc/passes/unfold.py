@@ -468,7 +468,7 @@ class Names:
         return self.run.split(name) or self.run.split(name.removeprefix("d."))
 
     def learn(self, pairs: Iterable[tuple[str, str, int]], step: int) -> None:
-        """Records families from (name in a block, its counterpart one period later in the graph, the first's block).
+        """Learns how node names count from block to block, from (name, that of the same op one block later, block).
 
         Args:
             step: 1 where blocks follow in their order, -1 where in reverse.

@@ -68,7 +68,7 @@ def record(schedule: Prediction) -> dict[str, Any]:
 
 
 def curve(schedule: Prediction) -> list[tuple[float, tuple[int, ...]]]:
-    """Return (seconds, bytes by owner) whenever memory changes: the largest sample at that time, and the last."""
+    """Return (seconds, bytes by owner) at each time at which memory changes: the largest sample, then the last."""
     out: list[tuple[float, tuple[int, ...]]] = []
     moment: list[tuple[int, ...]] = []
     now = 0.0

@@ -132,7 +132,7 @@ def _shuffle(call: Call, *, shrink: bool) -> Spec:
 
 
 def _copies(op: str, spec: SpecOf, text: str, localize: Localize = Local.same) -> list[Rule]:
-    """Return the rules of a view op and of its copying form."""
+    """Return the rules of a view op and of its copying form (``aten.view_copy`` of ``aten.view``)."""
     return rules_for(f"{op} {op}_copy", spec, text, localize)
 
 

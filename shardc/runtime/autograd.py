@@ -140,7 +140,7 @@ def _backward_inputs(ctx: Any, half: Half, gradients: dict[int, Any]) -> list[An
 def _handed_out(
     runner: Runner, feed: Feed, tangents: Sequence[Any], grads: dict[Any, Any], late: dict[str, Tensor]
 ) -> Iterator[Any]:
-    """Yields the gradient of each of ``feed``, each in its own memory; ``late`` are reduced sums of other backwards."""
+    """Yields the gradient of each argument in ``feed``, in its own memory; ``late``: sums of earlier backwards."""
     takes = [port.role for port in runner.half(FORWARD).takes]
     # Memory that the caller may hold: tangents, inputs, and gradients yielded before.
     inputs = [x for x, role in zip(feed, takes, strict=True) if role.kind == "input"]

@@ -124,7 +124,7 @@ class Comparisons:
         store.set(f"{self.at(number)}said/{self.rank}", text)
 
     def entries_at(self, store: dist.Store, number: int, ranks: Iterable[int]) -> dict[int, str]:
-        """Reads the texts of ``ranks`` (mesh positions) at event ``number``; deletes this rank's previous text."""
+        """Reads what ``ranks`` (mesh positions) published by `say` at event ``number``; deletes this rank's last."""
         if self._said is not None:
             store.delete_key(self._said)
         self._said = f"{self.at(number)}said/{self.rank}"

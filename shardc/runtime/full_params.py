@@ -186,7 +186,7 @@ def _write_grad(param: DTensor, value: Tensor | None, storage: Layout, rank: int
 
 
 def _replaced_value(named: tuple[str, Tensor], values: list[Tensor | None]) -> Tensor:
-    """Returns the value of a parameter after the block; raises LayoutError if its names have different ones."""
+    """Returns a parameter's value at the end of `summon_full_params`; LayoutError if its names have different ones."""
     name, param = named
     first = values[0]
     if any(value is not first for value in values):

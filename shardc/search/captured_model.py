@@ -54,7 +54,7 @@ class ModelCall:
         return [(n, tuple(x.shape)) for n, x in zip(names, leaves, strict=True) if isinstance(x, Tensor)]
 
     def request(self, mesh: Mesh, plan: Plan, options: Options) -> Request:
-        """Return the request to compile it under ``plan``."""
+        """Return the `Request` to compile the model on ``mesh`` under ``plan``."""
         params = resolve_params(plan, mesh, self.shapes)
         return Request(
             self.model, mesh, plan, params, self.args, self.kwargs, self.device, self.loss, options, keep_stages=False

@@ -156,7 +156,7 @@ class Search:
                 return bound, messages.bounds
 
     def sweep(self, messages: Messages) -> float:
-        """Run a batch of sweeps, fewer if the time is over; return the bound of the last one."""
+        """Pass messages over all variables ``BATCH`` times, fewer if time is over; return the last lower bound."""
         with self.effort.clock.stage("messages"):
             for step in range(BATCH):
                 messages.sweep(forward=True)

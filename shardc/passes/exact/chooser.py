@@ -175,7 +175,7 @@ class LayoutProblem:
         return combined + self._fitting(node, spec, combined)
 
     def _fitting(self, node: fx.Node, spec: Any, combined: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """Returns strategies for fixed operand layouts whose nesting of axes `combine_axes` does not enumerate."""
+        """Returns strategies for given operand layouts that nest axes in an order that `combine_axes` leaves out."""
         operands = operands_of(node)
         fixed = [self.outside.fixed.get(x) for x in operands]
         if all(layout is None for layout in fixed):
