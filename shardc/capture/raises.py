@@ -22,7 +22,7 @@ _JUMPS = ("POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE", "
 
 @contextmanager
 def without_raising() -> Iterator[None]:
-    """Lets Dynamo trace past ``if <tensor>: raise ...``, as it does past ``assert``."""
+    """Lets Dynamo trace past ``if <tensor>: raise ...``, like past ``assert <tensor>``."""
     kinds = list(_below(InstructionTranslatorBase))
     before = [(kind, kind.dispatch_table) for kind in kinds]
     try:

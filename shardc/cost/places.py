@@ -21,7 +21,7 @@ WHOLE = 0  # location of a part that splits nothing; places count up from 1, red
 
 
 class Place(NamedTuple):
-    """The digit of ``dim`` between the strides ``low`` and ``high``; its radix is ``high // low``."""
+    """A factor of ``dim`` that an axis can split: of size ``high // low``, with elements ``low`` apart."""
 
     dim: int
     low: int
@@ -32,7 +32,7 @@ class Place(NamedTuple):
         return self.high // self.low
 
     def fits(self, other: Place) -> bool:
-        """Return whether a tensor can be split at both places: their digits do not overlap."""
+        """Return whether a tensor can be split at both places: these factors of dims do not overlap."""
         if self.dim != other.dim:
             return True
         return self.low % other.high == 0 or other.low % self.high == 0

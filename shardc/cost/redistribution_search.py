@@ -160,7 +160,7 @@ class _StateCache:
         return (self.numel * partial * (terms - 2) + ranks * self.target_numel) // ranks
 
     def tilings(self, region: Region, state: State) -> list[State]:
-        """Return the states that split exactly the digits in ``region``; partial parts of ``state`` stay partial."""
+        """Return the states that split just the stretches of dims in ``region``; partial parts of ``state`` stay so."""
         key = region, tuple(min(at, WHOLE) for at in state)
         if key not in self._tilings:
             inside = [

@@ -30,7 +30,7 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
 class Digit(NamedTuple):
-    """One digit of a dim's index: ``radix`` values, bound to ``axis`` or local (None)."""
+    """A factor of a dim's size (a mixed-radix digit of its index): ``radix`` values, split over ``axis`` or local."""
 
     radix: int
     axis: str | None = None
@@ -312,7 +312,7 @@ def canonical_partial(mesh: Mesh, pairs: Iterable[tuple[str, str]]) -> tuple[tup
 
 
 def refine(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits | None:
-    """Return ``digits`` cut so that every product of minor digits in ``cuts`` falls between two digits.
+    """Return a dim's ``digits`` (factors), cut further so that each stride in ``cuts`` is where a digit begins.
 
     Args:
         cuts: strides, i.e. numbers of elements that lie below a boundary.

@@ -86,7 +86,7 @@ def _unread_waits_go() -> Iterator[None]:
 
 @contextmanager
 def _lookups_fuse() -> Iterator[None]:
-    """Context in which an embedding lookup counts as an op that fuses, as it does in Inductor."""
+    """Context in which the min-cut counts embedding lookups as ops that fuse: Inductor fuses them."""
     listed = partitioners.get_default_op_list
 
     def with_lookups() -> partitioners.OpTypes:

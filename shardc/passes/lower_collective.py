@@ -61,7 +61,7 @@ def _wait(builder: Builder, x: Any) -> Any:
 
 
 def _to_front(step: Step, x: Any, builder: Builder) -> Any:
-    """Moves the digits that the step binds to the front, in mesh order: [their radices, the other local digits]."""
+    """Moves the factors of dims that the step splits to the front, in mesh order: [these, other local factors]."""
     digits = [slot for slot in slots(step.src, step.dst) if slot.before is None]
     leading = _in_mesh_order(step, {k: slot.after for k, slot in enumerate(digits) if slot.after})
     order = leading + [k for k in range(len(digits)) if k not in leading]

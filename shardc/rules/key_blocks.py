@@ -191,7 +191,7 @@ class KeyBlocks:
     # --- a causal mask that every block has by itself
 
     def _stripes(self) -> Digits | None:
-        """Return the minor digits of the keys that match the digits that split the queries, or None.
+        """Return the minor digits (factors of the sequence) of the keys that match how queries are split, or None.
 
         With stripes a causal mask is causal within each block, so that the kernel's own causal mode can be used.
         Requires that the queries' axes are the minor digits of the sequence: then the elements of a run of

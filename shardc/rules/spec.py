@@ -137,7 +137,7 @@ def _share_out(
 
 
 def _drop_clashing(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits:
-    """Make one split digit of ``digits`` local: one that prevents a refinement at ``cuts``."""
+    """Make one digit of ``digits`` local (no axis splits it): one that clashes with the strides ``cuts``."""
     for at, (radix, axis) in reversed(list(enumerate(digits))):
         trial = canonical(mesh, [*digits[:at], Digit(radix), *digits[at + 1 :]])
         if axis is not None and refine(mesh, trial, cuts) is not None:
@@ -332,7 +332,7 @@ def _strategy(
 
 
 def merge(mesh: Mesh, digits: Digits | None, other: Digits) -> Digits | None:
-    """Return the digits with the axes of both, or None if their radices clash or both bind a digit."""
+    """Return the digits of a factor split over the axes of both; None if sizes clash or a digit has two axes."""
     if digits is None:
         return other
     fine, fine_other = refine(mesh, digits, strides(other)), refine(mesh, other, strides(digits))
