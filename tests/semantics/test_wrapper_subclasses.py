@@ -224,7 +224,7 @@ def is_found(program: Program, module: Any) -> bool:
 
 def test_the_key_names_code_and_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     program = compiled(adapted()).lower(*batch())
-    reached = program.guards.reads.reach(compiled(adapted()).shardc.present(), loss)
+    reached = program.guards.reads.reach(compiled(adapted()).shardc.params.present(), loss)
     assert [where for does, where in program.guards.reads.traced if does not in reached.code_hashes] == []
     assert is_found(program, compiled(adapted()))
     assert not is_found(program, compiled(adapted(KINDS["with metadata"])))
