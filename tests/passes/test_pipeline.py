@@ -187,7 +187,7 @@ def test_a_pass_runs_behind_those_that_it_requires() -> None:
 def test_a_pass_that_breaks_what_later_ones_require_is_told_which(last: str) -> None:
     wrong = (
         r"after reorders: .*is not above it(.|\n)*fix: mend the pass 'reorders': what runs after it requires that "
-        "nodes are in a legal order"
+        "placeholders come first, operands before their users"
     )
     with pytest.raises(VerifyError, match=wrong):
         lower(shardc.Options(pipeline=lambda passes: passes.after(last, Reorders())))
