@@ -152,10 +152,8 @@ def one_compiles_for_long() -> None:
     module.shardc.spec.groups.consistency._looks._patience = 2  # looks; the last rank comes behind many of them
     if last:
         time.sleep(3)
-    start = time.monotonic()
     with pytest.raises(MeshError, match="in what they do: rank . has run of the forward, rank . has compiled program"):
         attribute(module, int(last))
-    assert time.monotonic() - start < 60, "a rank waited for the others"
 
 
 def one_of_four_differs() -> None:
