@@ -36,10 +36,13 @@ sys.path.insert(0, str(ROOT))
 import shardc  # noqa: E402
 from examples.models import convnet, gpt2, llama, vit  # noqa: E402
 from shardc.cost.hardware import H100  # noqa: E402
-from shardc.passes.exact.chooser import Weights  # noqa: E402
-from shardc.passes.exact.storage_choice import OpenLayoutProblem, StorageChoice  # noqa: E402
+from shardc.passes.exact.chooser import (  # noqa: E402
+    OpenLayoutProblem,
+    StorageChoice,
+    Weights,  # noqa: E402
+)
 from shardc.search.captured_model import CapturedModel, ModelCall  # noqa: E402
-from shardc.search.memory_price import LEAST  # noqa: E402
+from shardc.search.memory_fit import LEAST  # noqa: E402
 from shardc.search.plan_search import COPIES, Search, storages  # noqa: E402
 from shardc.solver import solve  # noqa: E402
 

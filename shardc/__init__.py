@@ -5,7 +5,7 @@ from shardc.ir.gc_control import outgrown as _outgrown
 with _outgrown():  # collections would take a quarter of the time that these imports take
     from shardc import optim
     from shardc.api import compile, shard
-    from shardc.custom_ops import local_collectives as local
+    from shardc.custom_ops import region as local
     from shardc.custom_ops.expert_markers import experts
     from shardc.custom_ops.region import local_map
     from shardc.errors import ShardcError, ShardcWarning

@@ -21,7 +21,7 @@ from shardc.dynamic import DynamicDims, check_dynamic
 from shardc.errors import CaptureError, PrecompiledError, ShardcWarning
 from shardc.integrations import classes_for
 from shardc.ir.clone import clone_tree, replace_tensors, subclass
-from shardc.ir.deferred import replicated
+from shardc.ir.executable import replicated
 from shardc.ir.inner import flattened, outer_names
 from shardc.ir.mesh import Mesh
 from shardc.lower import lower
@@ -29,25 +29,23 @@ from shardc.lower.kernels import begin_check
 from shardc.passes.objective import unit_of
 from shardc.passes.options import Options
 from shardc.plan.constructors import fsdp
-from shardc.plan.from_dtensors import check_kept, drop_style_hooks, dtensor_entries
+from shardc.plan.from_dtensor import check_kept, drop_style_hooks, dtensor_entries
 from shardc.plan.ports import batch_axes, resolve_activations, resolve_inputs
 from shardc.plan.resolve import Sizes, check_axes
 from shardc.plan.value import Plan
 from shardc.precompiled import Precompiled, load
 from shardc.report.inspected import InspectedProgram, InspectedSizedProgram
-from shardc.runtime.fingerprint import bytes_of
+from shardc.runtime.gradients import Sync
 from shardc.runtime.groups import Groups
-from shardc.runtime.heap import frozen
-from shardc.runtime.host import ParamLocation
-from shardc.runtime.initializers import initializers
+from shardc.runtime.host import ParamLocation, frozen
+from shardc.runtime.initialize import initializers
 from shardc.runtime.module import BehindModel
 from shardc.runtime.originals import note_original
 from shardc.runtime.replicas import Sources, note_source
 from shardc.runtime.sharding_spec import ShardingSpec
+from shardc.runtime.shards import bytes_of
 from shardc.runtime.storage import shard_tensor, to_parameter
-from shardc.runtime.sync import Sync
-from shardc.search.request import Auto
-from shardc.search.search_on_rank0 import search_once
+from shardc.search.request import Auto, search_once
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 from shardc._compat import pytree
 from shardc.capture import Captured, Dtypes, SymbolicCapture, Tag, capture_symbolic, input_names, loss_arity
-from shardc.cost.repeated_compute import wasted
+from shardc.cost.compute import wasted
 from shardc.dynamic import Differs, DynamicDims, Families, Family, SizedProgram
 from shardc.errors import CaptureError, ShardcWarning
 from shardc.fold import build_folded
-from shardc.ir.deferred import NOTHING, Deferred
-from shardc.ir.executable import INFERENCE, Executable
+from shardc.ir.executable import INFERENCE, NOTHING, Deferred, Executable
+from shardc.ir.guards import Guards
 from shardc.ir.inner import InnerTensors
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.reads import Guards
 from shardc.joint import Joint, Request, build_joint
 from shardc.lower import lower
 from shardc.lower.compile_lock import caches, program_folder
@@ -34,16 +33,15 @@ from shardc.passes.options import Options
 from shardc.passes.unfold import Folded
 from shardc.plan.ports import numbered, resolve_activations, resolve_inputs
 from shardc.plan.resolve import Sizes, resolve_params
-from shardc.plan.spec_forms import PerRank
+from shardc.plan.spec import PerRank
 from shardc.plan.value import Plan
 from shardc.precompiled import ProgramKey, Store, load
 from shardc.precompiled.program_key import described
 from shardc.program import Program, Source
 from shardc.runtime.groups import Groups
-from shardc.runtime.module_snapshot import ModuleSnapshot
-from shardc.runtime.signature import Signature
+from shardc.runtime.identity_guards import ModuleSnapshot
+from shardc.runtime.signature import Signature, TorchGlobalState
 from shardc.runtime.step import named_groups, use_groups
-from shardc.runtime.torch_global_state import TorchGlobalState
 
 
 class Build:

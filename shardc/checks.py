@@ -15,9 +15,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from shardc._compat import pytree
 from shardc.errors import InputError
+from shardc.ir.code import calling_line
 from shardc.ir.inner import flattened
 from shardc.ir.kinds import why_refused
-from shardc.ir.told import calling_line
 from shardc.lower import BACKENDS
 from shardc.passes.options import Options
 from shardc.plan.value import Plan

@@ -17,7 +17,7 @@ from typing import Any
 from shardc.capture import Dtypes, find_repeats, shortened
 from shardc.errors import ShardcWarning
 from shardc.ir.gc_control import uncollected
-from shardc.ir.reads import Lookup, Read, Reads
+from shardc.ir.guards import Lookup, Read, Reads
 from shardc.ir.repeat import Repeat, Repeats
 from shardc.joint import Joint, Request, build_joint
 from shardc.passes.unfold import Folded, NotPeriodic

@@ -14,19 +14,18 @@ from torch import Tensor, fx, nn
 from shardc import passes
 from shardc._compat import LazyGraphModule, pytree
 from shardc.capture import Captured, Dtypes, Tag, capture
-from shardc.cost.repeated_compute import Dense, dense, model_flops
+from shardc.cost.compute import Dense, dense, model_flops
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
-from shardc.ir.deferred import NOTHING, Deferred
+from shardc.ir.executable import NOTHING, Deferred
 from shardc.ir.mesh import Mesh
 from shardc.lower.min_cut import min_cut, must_recompute, must_save
 from shardc.passes.check import Verify
 from shardc.passes.options import Options
 from shardc.plan import ports
-from shardc.plan.bound import BoundPlan
 from shardc.plan.entries import Policies
-from shardc.plan.resolve import ParamPlan
-from shardc.plan.spec_forms import Form
+from shardc.plan.resolve import BoundPlan, ParamPlan
+from shardc.plan.spec import Form
 from shardc.plan.value import Plan
 
 CUT = passes.Partition.name

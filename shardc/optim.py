@@ -17,8 +17,8 @@ from torch.optim.adam import adam
 
 from shardc import _compat
 from shardc.errors import InputError
+from shardc.runtime.gradients import local_grad
 from shardc.runtime.module import ShardedModule
-from shardc.runtime.norm import local_grad
 from shardc.runtime.storage import like_parameter
 from shardc.validate import typed
 

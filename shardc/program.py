@@ -17,17 +17,17 @@ from shardc.cost.causes import Cause, cause_of
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, REDUCTION, Executable, Half, Phase
+from shardc.ir.guards import Guards, Reads
 from shardc.ir.layout import Layout
-from shardc.ir.reads import Guards, Reads
 from shardc.ir.text import dump
 from shardc.joint import CUT, Joint, StageRecorder
 from shardc.passes.check import VerifyHalf
 from shardc.passes.reduce_accumulated import Sum, deferred_reduction
 from shardc.passes.unfold import Folded
 from shardc.precompiled import ProgramKey, save_program
-from shardc.precompiled.unused import backward_for
+from shardc.precompiled.load import backward_for
 from shardc.validate import typed
-from shardc.verify.report import reporting
+from shardc.verify.subject import reporting
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from torch import fx
 from torch._functorch._aot_autograd import descriptors as aot
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardc.capture.source import line_of
+from shardc.capture.capture_errors import line_of
 from shardc.errors import CaptureError
 from shardc.ir import graph as ir
 from shardc.ir import ops
+from shardc.ir.code import calling_line
 from shardc.ir.graph import Info, NameScope, Origin, Role
 from shardc.ir.returned import AGAIN
 from shardc.ir.rewriter import GraphRewriter
-from shardc.ir.told import calling_line
 
 PREFIX = "model."  # of the names of the model's parameters and buffers in `_Root`
 OUTPUT = ""  # name of the tag that gives each output a node of its own

@@ -1,9 +1,12 @@
-"""Records states of torch that traced code reads by a call, such as the default dtype: Dynamo makes them constants."""
+"""Records states of torch that traced code reads by a call, such as the default dtype: Dynamo makes them constants.
+
+Answers traced code that reads the grad mode: from torch, or from a tensor that it computes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -12,16 +15,18 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx
 from torch._dynamo.exc import Unsupported
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.utils import np
-from torch._dynamo.variables import ConstantVariable, PolyfilledFunctionVariable, UserFunctionVariable
-from torch._dynamo.variables.misc import NumpyVariable
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._dynamo.variables import ConstantVariable, PolyfilledFunctionVariable, TensorVariable, UserFunctionVariable
+from torch._dynamo.variables.ctx_manager import GradModeVariable, InferenceModeVariable
+from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
+from torch._dynamo.variables.misc import AutogradFunctionContextVariable, NumpyVariable
+from torch._dynamo.variables.torch import TorchCtxManagerClassVariable, TorchInGraphFunctionVariable
 
 from shardc._compat import FakeTensor
-from shardc.capture.grad_mode import GradMode
-from shardc.ir.reads import Read
-from shardc.ir.states import GRAD_MODE, STATES
-from shardc.ir.told import is_told
+from shardc.ir.code import is_told
+from shardc.ir.guards import GRAD_MODE, INFERENCE_MODE, STATES, Read, in_inference_mode
 
 _NAMES = {function: name for name, function in STATES.items()}
 _LITERALS = (bool, int, float, str, type(None))
@@ -146,3 +151,157 @@ def value_numbers(gm: fx.GraphModule, numbers: dict[Any, int], with_gradients: b
     outputs = gm.graph.output_node()
     described = zip(outputs.args[0], outputs.meta["desc"], strict=True)
     return [of(x) for x, desc in described if with_gradients or desc and type(desc).__name__ != "GradAOTOutput"]
+
+
+# Attributes of a computed tensor if gradients are recorded; in inference mode the value is the opposite.
+_RECORDED = {"requires_grad": True, "is_leaf": False}
+# Context managers whose ``mode`` Dynamo takes by position only.
+_BY_MODE = (torch.set_grad_enabled, torch.inference_mode)
+
+
+class GradMode:
+    """Adds to ``reads`` the grad and inference modes that a trace reads.
+
+    A computed tensor requires no gradient in inference mode, also under `torch.enable_grad`. A capture runs outside of
+    that mode, so the answer is computed here. A read in a reentrant checkpoint is refused: one device runs its code
+    twice, without gradients in forward and with them in backward.
+    """
+
+    def __init__(self, reads: set[Read]) -> None:
+        self._reads = reads
+        self._reentrant = 0
+        self._inference: list[bool] = []  # modes of the inference_mode blocks that the trace is in
+        self._left = False  # whether forward entered inference_mode(False)
+
+    def note(self, tx: Any) -> bool:
+        """Notes a read of the grad mode; returns False in torch's own code. Unsupported in a reentrant checkpoint."""
+        if is_told(tx.f_code) and "polyfills" not in tx.f_code.co_filename:
+            return False
+        if self._reentrant:
+            raise Unsupported("the grad mode in a reentrant checkpoint")
+        self._reads.add(Read(GRAD_MODE))
+        return True
+
+    @contextmanager
+    def recorded_tensor_reads(self) -> Iterator[None]:
+        """Patches Dynamo to note and answer reads of the grad mode through tensors and autograd contexts."""
+        attribute, grad_of = TensorVariable.var_getattr, TensorVariable.method_attr_grad
+        of_context, sets = AutogradFunctionContextVariable.var_getattr, GradModeVariable._call_func
+        register, store = TensorVariable._method_register_hook, SideEffects.store_attr
+        enter, leave = InferenceModeVariable.enter, InferenceModeVariable.exit
+        checkpoint, block = CheckpointHigherOrderVariable.call_function, TorchCtxManagerClassVariable.call_function
+
+        def var_getattr(this: Any, tx: Any, name: str) -> Any:
+            answer = attribute(this, tx, name)
+            if this.source is None and name in _RECORDED and self.note(tx):
+                return self._in_inference(name, answer, _is_view(this, tx))
+            return answer
+
+        def method_attr_grad(this: Any, tx: Any) -> Any:
+            if this.source is not None:
+                raise Unsupported("the gradient of a parameter or an input")
+            answer = grad_of(this, tx)  # None if Dynamo does not know; a computed tensor keeps no gradient
+            return ConstantVariable.create(None) if answer is None and this.source is None else answer
+
+        def needs_input_grad(this: Any, tx: Any, name: str) -> Any:
+            if name == "needs_input_grad" and not _in_backward(tx):
+                self.note(tx)
+            return of_context(this, tx, name)
+
+        def call_checkpoint(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            flag = kwargs.get("use_reentrant")
+            reentrant = torch.is_grad_enabled() and (flag is None or flag.as_python_constant() is not False)
+            self._reentrant += reentrant
+            try:
+                result = checkpoint(this, tx, args, kwargs)
+            finally:
+                self._reentrant -= reentrant
+            if reentrant and _require_grad(getattr(result, "items", [result])) and not _require_grad(args[1:]):
+                raise Unsupported("a reentrant checkpoint of inputs without gradients")
+            return result
+
+        def backward(this: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            raise Unsupported("a backward within forward")
+
+        def register_hook(this: Any, *args: Any, **kwargs: Any) -> Any:
+            if this.source is not None:
+                raise Unsupported("a hook of a parameter or an input")
+            return register(this, *args, **kwargs)
+
+        def store_attr(this: Any, item: Any, name: str, *how: Any) -> Any:
+            if name == "grad" and isinstance(item, TensorVariable) and item.source is not None:
+                raise Unsupported("the gradient of a parameter or an input")
+            return store(this, item, name, *how)
+
+        def enter_inference(this: Any, tx: Any) -> Any:
+            self._inference.append(this.target_values[0])
+            self._left |= not this.target_values[0]
+            return enter(this, tx)
+
+        def exit_inference(this: Any, tx: Any, *args: Any) -> Any:
+            self._inference.pop()
+            return leave(this, tx, *args)
+
+        def set_grad_mode(this: Any, tx: Any, values: Any) -> None:
+            if self._inference and self._inference[-1] and values[0]:
+                raise Unsupported("gradients enabled in inference_mode()")
+            sets(this, tx, values)
+
+        def make_block(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            if this.value in _BY_MODE and kwargs.keys() == {"mode"}:
+                args, kwargs = [*args, kwargs["mode"]], {}
+            return block(this, tx, args, kwargs)
+
+        with (
+            patch.dict(get_torch_obj_rule_map(), {torch.set_grad_enabled.clone: UserFunctionVariable}),
+            patch.object(TorchCtxManagerClassVariable, "call_function", make_block),
+            patch.object(TensorVariable, "var_getattr", var_getattr),
+            patch.object(TensorVariable, "method_attr_grad", method_attr_grad),
+            patch.object(TensorVariable, "method_backward", backward, create=True),
+            patch.object(TensorVariable, "_method_register_hook", register_hook),
+            patch.object(SideEffects, "store_attr", store_attr),
+            patch.object(AutogradFunctionContextVariable, "var_getattr", needs_input_grad),
+            patch.object(CheckpointHigherOrderVariable, "call_function", call_checkpoint),
+            patch.object(InferenceModeVariable, "enter", enter_inference),
+            patch.object(InferenceModeVariable, "exit", exit_inference),
+            patch.object(GradModeVariable, "_call_func", set_grad_mode),
+        ):
+            yield
+
+    def _in_inference(self, name: str, answer: Any, view: bool) -> Any:
+        """Return the ``answer`` to a read of attribute ``name``, corrected for inference mode.
+
+        A view of a parameter requires a gradient there too, so such a read is refused.
+        """
+        recorded = answer.as_python_constant() is _RECORDED[name]
+        if not (recorded or view):
+            return answer
+        self._reads.add(Read(INFERENCE_MODE))
+        if not in_inference_mode():
+            return answer
+        if self._left or view:
+            raise Unsupported("a tensor that is not of inference mode")
+        return ConstantVariable.create(not _RECORDED[name])
+
+
+def _is_view(this: Any, tx: Any) -> bool:
+    """Return whether a computed tensor is a view of a parameter, a buffer or an input."""
+    nodes = [node for node in tx.output.graph.nodes if node.op in ("placeholder", "get_attr")]
+    return _memory(this.as_proxy().node) in {_memory(node) for node in nodes}
+
+
+def _memory(node: fx.Node) -> int | None:
+    x = node.meta.get("example_value")
+    return x.untyped_storage()._cdata if isinstance(x, torch.Tensor) and x.layout is torch.strided else None
+
+
+def _require_grad(values: Sequence[Any]) -> bool:
+    """Return whether one of these values is a tensor that requires a gradient; autograd does not look into lists."""
+    nodes = [x.as_proxy().node for x in values if isinstance(x, TensorVariable)]
+    return any(node.meta["example_value"].requires_grad for node in nodes)
+
+
+def _in_backward(tx: Any) -> bool:
+    while tx is not None and tx.f_code.co_name not in ("backward", "vjp"):
+        tx = tx.parent
+    return tx is not None

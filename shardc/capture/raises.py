@@ -14,7 +14,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import TensorVariable
 from torch.distributions import constraints, kl
 
-from shardc.capture.source import user_frame
+from shardc.capture.capture_errors import user_frame
 from shardc.errors import ShardcWarning
 
 _JUMPS = ("POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE")

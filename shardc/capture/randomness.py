@@ -18,7 +18,7 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.variables import misc, user_defined
 
 import shardc.custom_ops.random  # noqa: F401  (defines the ops)
-from shardc.capture.source import line_of
+from shardc.capture.capture_errors import line_of
 from shardc.errors import CaptureError
 from shardc.ir.comm_volume import arguments_of
 from shardc.ir.op_traits import draws

@@ -21,11 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 
 from shardc._compat import is_wrapper
-from shardc.capture import expert_modules
+from shardc.capture import markers
 from shardc.capture.annotate import PREFIX
-from shardc.capture.caches import is_cache
 from shardc.capture.dtypes import Dtypes
-from shardc.capture.layers import other_layers
+from shardc.capture.replacements import is_cache, other_layers
 from shardc.capture.strides import fake_like
 from shardc.capture.trace import Loss, _Root, faked
 from shardc.ir.inner import metadata
@@ -162,7 +161,7 @@ def record_calls(
     record = Recorder(reuse)
     handles: list[Any] = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(expert_modules.patched(expert_modules.other_forms()))
+        stack.enter_context(markers.patched(markers.other_forms()))
         stack.callback(lambda: [handle.remove() for handle in handles])
         stack.enter_context(dtypes.cast(model))
         stack.enter_context(other_layers(root))

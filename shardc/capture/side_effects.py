@@ -1,23 +1,361 @@
-"""Warns of side effects of forward, other than in-place changes of tensors, that a program does not have."""
+"""Side effects of forward: refuses those that would change a result of a program, and warns of the others.
+
+Refuses hooks that a trace would leave out, or run twice.
+
+Finds attributes and globals that forward sets, and refuses those that it also reads: a program sets none.
+"""
 
 from __future__ import annotations
 
+import ast
 import builtins
 import contextlib
+import dis
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from sysconfig import get_paths
+from types import CodeType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch._dynamo.side_effects import SideEffects
+from torch._guards import TracingContext
 
-from shardc.capture.attributes import MODEL, Change
-from shardc.capture.capture_errors import line_with
+from shardc.capture.capture_errors import line_with, user_frame
 from shardc.errors import CaptureError, ShardcWarning
-from shardc.ir.told import calling_line
+from shardc.ir.code import calling_line
+from shardc.ir.guards import BACKWARD_HOOKS, Constant, Lookup, Reads, global_hooks, parse
+
+_BACKWARD_FIX = (
+    "register a forward hook that registers one on the output instead, which is traced: module.register_forward_hook("
+    "lambda module, args, output: output.register_hook(...)); or one on a parameter of the compiled module"
+)
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raises CaptureError for backward hooks of modules and for global hooks; forward hooks are traced."""
+    for path, module in model.named_modules():
+        for kind in BACKWARD_HOOKS:
+            for hook in getattr(module, kind).values():
+                what = f"module {path!r}" if path else type(model).__name__
+                message = f"{what} has the backward hook {_named(hook)}, which a compiled program cannot run"
+                raise CaptureError(message, source=_line(hook), fix=_BACKWARD_FIX)
+    for hook in chain.from_iterable(hooks.values() for hooks in global_hooks()):
+        raise CaptureError(
+            f"the hook {_named(hook)} is registered for all modules, which a compiled program cannot run",
+            source=_line(hook),
+            fix="register it on the modules that it is for (module.register_forward_hook), or remove it",
+        )
+
+
+def _named(hook: Any) -> str:
+    return getattr(hook, "__qualname__", type(hook).__qualname__)
+
+
+def _line(hook: Any) -> str | None:
+    code = getattr(hook, "__code__", None)
+    return code and f"{code.co_filename}:{code.co_firstlineno}"
+
+
+MODEL = "L['self']._modules['model']"
+_CHANGES = frozenset({"append", "extend", "insert", "add", "update", "clear", "appendleft"})
+_CONSTANTS = (bool, int, float, str, type(None))
+# Attributes that torch itself keeps on a module; hooks and tensors have their own checks.
+_TORCHS = frozenset(vars(nn.Module()))
+_PRESENT: Any = object()  # value of an attribute that code may only test for presence (hasattr)
+_MISSING = (AttributeError, KeyError, IndexError, TypeError)
+
+
+@dataclass(frozen=True)
+class Change:
+    """An attribute or a global that forward sets, or a list or dict in one that it changes.
+
+    Args:
+        expression: as in `Read`; for a global, Dynamo's name of its source.
+        name: the attribute.
+        value: Dynamo's variable of the new value.
+        line: the user's line.
+        owner: the expression of the changed object: the module, list or dict.
+    """
+
+    expression: str
+    name: str
+    value: Any
+    line: str
+    owner: str
+
+    @property
+    def tensors(self) -> list[Any]:
+        """The nodes of the tensors in the new value."""
+        items = vars(_traced(self.value)).get("items")
+        inside = list(items.values()) if isinstance(items, dict) else items if isinstance(items, list) else []
+        proxies = [vars(_traced(variable)).get("proxy") for variable in (self.value, *inside)]
+        return [proxy.node for proxy in proxies if proxy is not None]
+
+    @property
+    def constant(self) -> Any:
+        """The new value if it is a constant; else Dynamo's variable of it."""
+        variable = _traced(self.value)
+        return variable.as_python_constant() if type(variable).__name__ == "ConstantVariable" else variable
+
+
+def _traced(variable: Any) -> Any:
+    """Return the variable that a lazy ``variable`` stands for; itself if the trace did not use it."""
+    return variable.realize() if getattr(variable, "is_realized", bool)() is not False else variable
+
+
+@contextmanager
+def changes_recorded() -> Iterator[list[Change]]:
+    """Records what a trace in the block sets on the model's modules and in globals."""
+    changes: list[Change] = []
+    store, mutation, set_cell = SideEffects.store_attr, SideEffects.mutation, SideEffects.store_cell
+
+    def note(item: Any, name: str | None, value: Any) -> None:
+        source = getattr(item, "source", None)
+        text = source and (source.name if isinstance(source.name, str) else source.name())
+        if not text or not (MODEL in text or text.startswith("G[")):
+            return
+        expression = text.replace(MODEL, "model") + (f".{name}" if name else "")
+        attribute = name or expression.rpartition(".")[2]
+        if attribute not in _TORCHS and "_hooks[" not in expression:
+            frames = [f"{frame.filename}:{frame.lineno}" for frame in TracingContext.extract_stack()]
+            changes.append(Change(expression, attribute, value, user_frame(frames), text.replace(MODEL, "model")))
+
+    def store_attr(self: Any, item: Any, name: str, value: Any, *kind: Any) -> None:
+        store(self, item, name, value, *kind)
+        note(item, name, value)
+
+    def mutate(self: Any, var: Any) -> None:
+        mutation(self, var)
+        note(var, None, var)
+
+    def store_cell(self: Any, cell: Any, value: Any) -> None:
+        set_cell(self, cell, value)
+        note(cell, "cell_contents", value)
+
+    with (
+        patch.object(SideEffects, "store_attr", store_attr),
+        patch.object(SideEffects, "mutation", mutate),
+        patch.object(SideEffects, "store_cell", store_cell),
+    ):
+        yield changes
+
+
+def changed_reads(
+    changes: Iterable[Change],
+    reads: Reads,
+    model: nn.Module,
+    loss: Any,
+    code: Iterable[CodeType],
+    retrace: Callable[[dict[str, Constant]], Reads | None],
+) -> Reads:
+    """Return ``reads`` if each call reads the same values although forward changes some of them; else raise.
+
+    A table that the first call fills, from no input, has the same value in each call. So has a constant that forward
+    sets to the same value, if the graph traced with that value is the same.
+
+    Args:
+        changes: attributes and globals that the trace set, with expressions in the terms of ``reads`` (see
+            `expressed`).
+        retrace: traces the model with these constants set; returns its reads, or None if the graph differs.
+
+    Raises:
+        CaptureError: forward reads and changes an attribute or a global whose value may differ from call to call.
+    """
+    changes = list(changes)
+    after = {change.expression: change.constant for change in changes if parse(change.expression)[0] == "attribute"}
+    constants = {name: value for name, value in after.items() if isinstance(value, _CONSTANTS)}
+    refused: CaptureError | None = None
+    at, loaded = Lookup(model, loss, reads.scopes), None
+    seen = {read.expression for read in reads.entries}
+    presence_checks = {f"{read.expression}.{read.key}" for read in reads.entries if read.what in ("has", "own")}
+    for change in changes:
+        if change.expression not in seen | presence_checks:
+            continue  # it is not read, or only after this call has set it
+        try:
+            before, absent = at(parse(change.expression)), False
+        except _MISSING:
+            before, absent = None, True
+        if before is _PRESENT or change.expression not in (presence_checks if absent else seen):
+            continue  # it is not read, or is there and stays there
+        filled = before is None or isinstance(before, (dict, list, set))
+        if filled and change.tensors and not any(map(_of_inputs, change.tensors)):
+            continue
+        loaded = _loaded(code) if loaded is None else loaded
+        name = _variable(change, at)
+        if not name.isidentifier() or name in loaded:
+            error = CaptureError(
+                f"forward reads and changes {_shown(change.expression)}, which a compiled program does not change: "
+                "each call would compute with its first value",
+                source=change.line or None,
+                fix=_fix(change),
+            )
+            if absent:
+                refused = refused or error
+                constants.setdefault(change.expression, _PRESENT)
+                continue
+            if change.expression not in constants or not isinstance(before, _CONSTANTS):
+                raise error
+            value = constants[change.expression]
+            if type(value) is not type(before) or value != before:
+                refused = refused or error
+    if refused is None:
+        return reads
+    settled = retrace(constants)
+    both = None if settled is None else reads.joined(settled)
+    if both is None:
+        raise refused
+    read = {entry.expression for entry in both.entries if entry.expression.startswith("model")} - {
+        name for name, value in constants.items() if value is _PRESENT
+    }
+    return replace(both, sets=tuple((name, constants[name]) for name in sorted(constants.keys() & read)))
+
+
+def _variable(change: Change, at: Lookup) -> str:
+    """Return the name that code uses for the changed attribute, global or closure variable."""
+    function, cell, place = change.expression.removesuffix(".cell_contents").rpartition(".__closure__[")
+    if not cell or not change.expression.endswith(".cell_contents"):
+        return change.name
+    names: tuple[str, ...] = at(parse(function)).__code__.co_freevars
+    return names[int(place.rstrip("]"))]
+
+
+def _shown(expression: str) -> str:
+    if expression.startswith("model."):
+        path = re.sub(r"_modules\['([^']+)'\]", r"\1", expression.removeprefix("model."))
+        return f"the attribute {path!r}"
+    name = re.sub(r"module\('([^']+)'\)", r"\1", expression)
+    return f"the global {re.sub(r'scope[(][^)]+[)]', '', name)}"
+
+
+def _fix(change: Change) -> str:
+    if not change.expression.startswith("model."):
+        return "make it a buffer (a tensor) of the model that forward changes in place, or pass it as an input"
+    return (
+        f"make it a buffer (a tensor) that forward changes in place, as by self.{change.name}.add_(1) or "
+        f"self.{change.name}.copy_(new), or pass it as an input"
+    )
+
+
+@contextmanager
+def assigned(model: nn.Module, values: dict[str, Constant]) -> Iterator[None]:
+    """Sets attributes of a model and globals to ``values`` in the block; the keys are expressions as in `Read`."""
+    at = Lookup(model)
+    places = [(at(parse(name)[1]), parse(name)[2], value) for name, value in values.items()]
+    before = [getattr(owner, "__dict__", {"cell_contents": value}).get(name, places) for owner, name, value in places]
+    try:
+        for owner, name, value in places:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, _), value in zip(places, before, strict=True):
+            delattr(owner, name) if value is places else setattr(owner, name, value)
+
+
+def _of_inputs(node: Any) -> bool:
+    """Return whether a node depends on a placeholder of the graph."""
+    todo, seen = [node], set()
+    while todo:
+        current = todo.pop()
+        if current.op == "placeholder":
+            return True
+        if current not in seen:
+            seen.add(current)
+            todo += current.all_input_nodes
+    return False
+
+
+def _loaded(code: Iterable[CodeType]) -> set[str]:
+    """Return the attributes and globals that ``code`` loads, except those loaded only to change or increment them."""
+    names: set[str] = set()
+    for code_object in code:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(code_object)))
+        except (OSError, TypeError, SyntaxError, ValueError):
+            if not code_object.co_filename.startswith("<"):  # else made by Dynamo itself
+                names |= _loaded_by_bytecode(code_object)
+            continue
+        loads = _Loads(names)
+        loads.visit(tree)
+        names |= loads.variables - {*code_object.co_varnames, *code_object.co_cellvars}
+    return names
+
+
+def _loaded_by_bytecode(code: CodeType) -> set[str]:
+    """Return the names of `_loaded` from bytecode: for code without source, or a lambda within a line."""
+    steps = pairwise([*dis.get_instructions(code), None])
+    loads = [(step.argval, after) for step, after in steps if step is not None and step.opname.startswith("LOAD_")]
+    named = {name for name, after in loads if isinstance(name, str) and getattr(after, "argval", None) not in _CHANGES}
+    return named & {*code.co_names, *code.co_freevars}
+
+
+class _Loads(ast.NodeVisitor):
+    """Collects the attributes (in ``names``) and the variables that code loads."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
+        self._targets: list[str] = []
+        self.variables: set[str] = set()
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Load) and node.id not in self._targets:
+            self.variables.add(node.id)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self._targets.append(_name(node.target))  # ``self.counts[key] += 1`` loads the attribute to change it
+        self.visit(node.target)
+        self._targets.pop()
+        self.visit(node.value)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        targets = [_name(target) for target in node.targets]
+        for target in node.targets:
+            # ``self.cache[key] = value`` loads the attribute to change it.
+            self.visit(target.slice if isinstance(target, ast.Subscript) else target)
+        self._targets += targets
+        self.visit(node.value)
+        del self._targets[len(self._targets) - len(targets) :]
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        self._visit_result(node, node.value)
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        self._visit_result(node, node.body)
+
+    def _visit_result(self, node: ast.AST, call: ast.expr) -> None:
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _CHANGES:
+            receiver = call.func.value
+            is_place = isinstance(receiver, ast.Attribute | ast.Name)
+            for part in (*call.args, *call.keywords, *([] if is_place else [receiver])):
+                self.visit(part)
+        else:
+            self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if isinstance(node.ctx, ast.Load) and node.attr not in self._targets:
+            self._names.add(node.attr)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr") and len(node.args) > 1:
+            name = node.args[1]
+            self._names.update([str(name.value)] if isinstance(name, ast.Constant) else [])
+        self.generic_visit(node)
+
+
+def _name(node: ast.expr) -> str:
+    """Return the attribute or variable that ``node`` is, or is an item of; "" if it is neither."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def side_effects(

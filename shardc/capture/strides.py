@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.capture.source import line_of
+from shardc.capture.capture_errors import line_of
 from shardc.errors import CaptureError
 from shardc.ir.comm_volume import arguments_of
 from shardc.ir.op_traits import aliases

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 
 from shardc.capture.dtypes import Dtypes
-from shardc.capture.tags import Tag
+from shardc.capture.markers import Tag
 from shardc.capture.trace import Captured, Loss, Traced, trace
 from shardc.errors import CaptureError
 

@@ -3,6 +3,10 @@
 Dynamo traces the module without graph breaks and AOTAutograd differentiates it, under fake tensors: no tensor is
 materialised, and the model may be on ``meta``. The graph's placeholders are parameters, buffers and inputs by name,
 then one tangent for each output that requires a gradient.
+
+Wraps a function of tensors as a module.
+
+Caches captures, so that several plans and meshes share one.
 """
 
 from __future__ import annotations
@@ -25,29 +29,101 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardc._compat import dynamo_captures, traced_code
 from shardc.capture.annotate import OUTPUT, PREFIX, SAME, annotate
-from shardc.capture.attributes import assigned, changed_reads, changes_recorded
 from shardc.capture.capture_errors import capture_error, check_dtypes, check_result, refuse_higher_order, refuse_sparse
 from shardc.capture.decompositions import FROM_TORCH, OWN, eager_dropout
 from shardc.capture.dtypes import UNCHANGED, Dtypes, ModuleDtypes
-from shardc.capture.dynamo_reads import expressed, reads_of, recorded
-from shardc.capture.functional import other_forms
-from shardc.capture.hooks import refuse_hooks
-from shardc.capture.layers import other_layers
-from shardc.capture.memories import memories_of
+from shardc.capture.dynamo_reads import expressed, memories_of, reads_of, recorded
+from shardc.capture.markers import Tag, mark, tagged
 from shardc.capture.queried_states import recorded_states, value_numbers
 from shardc.capture.raises import without_raising
 from shardc.capture.randomness import random_decompositions, refuse_draws, without_random_numbers
-from shardc.capture.side_effects import changed_arguments, prints, side_effects
+from shardc.capture.replacements import other_forms, other_layers
+from shardc.capture.side_effects import (
+    assigned,
+    changed_arguments,
+    changed_reads,
+    changes_recorded,
+    prints,
+    refuse_hooks,
+    side_effects,
+)
 from shardc.capture.strides import fake_like, without_strides
-from shardc.capture.tags import Tag, mark, tagged
 from shardc.errors import InputError, ShardcError, ShardcWarning
+from shardc.ir import graph as ir
 from shardc.ir.clone import clone_tree
+from shardc.ir.guards import GRAD_MODE, Read, Reads, Values
 from shardc.ir.inner import InnerTensors, first_places, unflatten
 from shardc.ir.kinds import as_plain
-from shardc.ir.reads import Read, Reads
 from shardc.ir.returned import Memory, Returned, returned
-from shardc.ir.states import GRAD_MODE
-from shardc.ir.trees import leaf_paths
+from shardc.ir.text import leaf_paths
+
+
+def as_module(function: Callable[..., Any]) -> nn.Module:
+    """Return a module that calls ``function``, with its name and signature."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    signature = inspect.signature(function)
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])  # type: ignore[attr-defined]
+    name = getattr(function, "__name__", type(function).__name__)
+    cls: Any = type(name, (nn.Module,), {"forward": forward, "__module__": function.__module__})
+    return cls()
+
+
+class CaptureOnce:
+    """Callable like `capture` that caches captures of one model and loss; an equal call returns a copy.
+
+    Calls are equal if torch's state (autocast, default dtype), the plan's tags and dtypes, and the values that the
+    capture read of the model, those of tensors excepted, are.
+
+    Attributes:
+        count: how often a model was captured.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._cache: dict[Any, list[tuple[Values, Captured]]] = {}
+
+    def __call__(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        device: torch.device,
+        loss: Loss | None = None,
+        tags: Sequence[Tag] = (),
+        dtypes: Dtypes,
+    ) -> Captured:
+        """Return the capture; arguments are those of `capture`."""
+        leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        inputs = [_described(x) if isinstance(x, Tensor) else repr(x) for x in leaves]
+        modes = tuple(module.training for module in model.modules())
+        key = (
+            tuple((name, *_described(x)) for name, x in tensors), modes, tuple(inputs), str(spec), device, loss is None,
+            tuple(tags), dtypes,
+        )  # fmt: skip
+        for values, cached in self._cache.get(key, ()):
+            if cached.reads.values(model, loss) == values:
+                return replace(cached, graph=_copied(cached.graph))
+        self.count += 1
+        captured = capture(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=dtypes)
+        copy = replace(captured, graph=_copied(captured.graph))
+        self._cache.setdefault(key, []).append((captured.reads.values(model, loss), copy))
+        return captured
+
+
+def _described(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.requires_grad
+
+
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy whose nodes have their own meta dicts; example values are shared."""
+    return fx.GraphModule(gm, ir.copied(gm.graph))
+
 
 Loss = Callable[..., Any]
 

@@ -10,11 +10,10 @@ from shardc.cli import target
 from shardc.cli.target import Command
 from shardc.cost import hardware
 from shardc.errors import MeshError
-from shardc.report.difference import Limit, broken, compare, load
-from shardc.report.export import milliseconds, plain, write
+from shardc.report.export import Limit, broken, compare, load, milliseconds, plain, write
 from shardc.report.formulas import unrounded
 from shardc.report.lint_rules import SEVERITIES, merged
-from shardc.report.simulate import ORDERS
+from shardc.report.prediction import ORDERS
 
 # --- schedule
 

@@ -27,9 +27,9 @@ from shardc._compat import pytree
 from shardc.cli import target
 from shardc.cli.target import Command
 from shardc.cost import hardware
+from shardc.cost.compute import layers_of
 from shardc.cost.hardware import Hardware, calibrated
 from shardc.cost.model import CostModel
-from shardc.cost.repeated_compute import layers_of
 from shardc.errors import InputError
 from shardc.ir.comm_volume import wire_elements
 from shardc.ir.mesh import Mesh

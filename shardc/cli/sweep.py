@@ -21,7 +21,7 @@ from shardc.cost.hardware import Hardware
 from shardc.errors import InputError, ShardcError, ShardcWarning
 from shardc.ir.mesh import Mesh
 from shardc.plan import Plan
-from shardc.report import picture
+from shardc.report import page
 from shardc.report.export import gigabytes, milliseconds, plain, shorten, write
 
 
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json is not None:
         write(options.json, json.dumps([asdict(row) for row in good], indent=1) + "\n")
     if options.plot is not None:
-        picture.save(draw(good), options.plot)
+        page.save(draw(good), options.plot)
 
 
 def _ranks(text: str) -> list[int]:
@@ -191,10 +191,10 @@ class Row:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Draw each plan's fastest mesh over the number of ranks, hollow if it does not fit; return the figure."""
-    drawn = picture.figure(9, 7)
+    drawn = page.figure(9, 7)
     times, memory = drawn.subplots(2, 1, sharex=True)
-    unit, second = picture.time_unit(max(row.seconds for row in rows))
-    size, byte = picture.size_unit(max(row.memory for row in rows))
+    unit, second = page.time_unit(max(row.seconds for row in rows))
+    size, byte = page.size_unit(max(row.memory for row in rows))
     for number, plan in enumerate(dict.fromkeys(row.plan for row in rows)):
         best: dict[int, Row] = {}
         for row in rows:

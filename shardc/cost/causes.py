@@ -14,9 +14,8 @@ from torch import fx
 from shardc.cost.step_sequence import MOVE, START, WAIT, Sequence, of_halves
 from shardc.ir import comm_volume
 from shardc.ir import graph as ir
-from shardc.ir.comm import move_kind
+from shardc.ir.comm import about, axes_of, move_kind
 from shardc.ir.executable import Executable
-from shardc.ir.provenance import about, axes_of
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 _MAX_OPS = 64  # ops to search upstream of a collective for the parameter whose split caused it

@@ -74,7 +74,7 @@ class Messages(NamedTuple):
         latency: seconds from a collective's start to its first byte, during which the rank can compute.
         call: seconds that a rank is busy per collective.
         message: further busy seconds per message: one per peer and tensor, or per tensors that share a message
-            (`shardc.ir.packing`).
+            (`shardc.ir.arena`).
         hop: further latency for each peer after the first.
         bandwidth: bytes per second that a rank receives while it sends as many.
         share: share of the transfer time during which a rank's core is busy.

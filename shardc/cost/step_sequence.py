@@ -4,6 +4,10 @@
 partitioned: forward ops, then backward ops, with gathers of level-3 parameters and checkpointed regions repeated before
 their first use in backward. It differs from what runs: partitioning also recomputes cheap ops, so that here the saved
 activations are an upper bound, and collectives are neither bucketed nor reordered.
+
+Selects the forward ops that backward recomputes: checkpointed regions, and exchanges of keys under ``cp``.
+
+Selects parameters that stay unsharded from forward to backward, within a memory budget.
 """
 
 from __future__ import annotations
@@ -11,21 +15,96 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import inf, isinf
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from shardc.cost.recompute import runs_again
+from shardc.cost.model import Pricing
+from shardc.custom_ops.attention_ops import CALL
 from shardc.ir import comm, comm_volume
 from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, MemoryPlan
 from shardc.ir.comm import move_kind
+from shardc.ir.comm_volume import arguments_of, collective_kind, group_of, wire_elements
 from shardc.ir.executable import BACKWARD, FORWARD, Half
 from shardc.ir.gc_control import uncollected
 from shardc.ir.graph import Role
-from shardc.ir.op_traits import CAST, COPIES, is_view
+from shardc.ir.mesh import Mesh
+from shardc.ir.op_traits import CAST, COPIES, draws, is_view
+
+CHOICES = ("auto", "keep", "recompute")
+# Kinds of which a rank sends less than their result, (n-1)/n of it. Reductions send at least as much as their result.
+_LARGE = ("all_gather", "all_to_all")
+_PACKS = (torch.ops.aten.clone.default, torch.ops.aten.cat.default)  # ops that copy values into a message
+
+
+def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
+    """Return the forward nodes that backward recomputes.
+
+    These are the nodes of checkpointed regions, and the nodes that receive keys and values of other ranks: to save them
+    would cost the memory that splitting the sequence saves. Excluded are values used after their region (as in eager
+    checkpointing), kernels with random numbers of their own (a second run would draw others), and host copies.
+
+    Args:
+        graph: a localized joint graph.
+        collectives: "recompute" repeats all collectives of these regions, "keep" none, and "auto" those whose result is
+            larger than the data that a rank sends.
+    """
+    recomputed: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or not (region := _region(node)) or move_kind(node) is not None:
+            continue
+        if node.target is comm.WAIT:
+            repeated = node.args[0] in recomputed
+        elif (kind := collective_kind(node)) is not None:
+            chosen = collectives == "recompute" or (collectives == "auto" and kind in _LARGE)
+            repeated = chosen and not any(_leaves(wait, region) for wait in node.users)
+        else:
+            repeated = not _leaves(node, region) and not _draws(node)
+        if repeated:
+            recomputed.add(node)
+    return recomputed | (_bringing_keys(graph) if collectives != "keep" else set())
+
+
+def _bringing_keys(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes between a rank's own keys and values and an attention, if they include a collective."""
+    nodes: set[fx.Node] = set()
+    for call in graph.find_nodes(op="call_function", target=CALL):
+        for node in call.args[1:3]:
+            chain = []
+            while isinstance(node, fx.Node) and len(node.all_input_nodes) == 1:
+                chain.append(node)
+                if collective_kind(node) in ("all_gather", "permute_ranks"):
+                    packed = node.args[0]
+                    nodes.update(chain + ([packed] if packed.target in _PACKS else []))
+                    break
+                node = node.args[0]
+    return nodes
+
+
+def _region(node: fx.Node) -> int:
+    origin = ir.info(node).origin
+    return origin.region if origin.phase == "forward" else 0
+
+
+def _leaves(node: fx.Node, region: int) -> bool:
+    """Return whether a forward node outside ``region``, or the output, uses ``node``."""
+    return any(
+        user.op == "output" or (ir.info(user).origin.phase == "forward" and _region(user) != region)
+        for user in node.users
+    )
+
+
+def _draws(node: fx.Node) -> bool:
+    """Return whether a kernel draws from the device's generator; attention does so only with dropout."""
+    if not draws(node.target):
+        return False
+    arguments = arguments_of(node)
+    return arguments.get("dropout_p", 0) != 0 or all(a.name != "dropout_p" for a in node.target._schema.arguments)
+
 
 aten = torch.ops.aten
 
@@ -83,7 +162,7 @@ def of_joint(graph: fx.Graph, levels: Mapping[str, int], collectives: str = "aut
     Args:
         graph: has local shapes, forward and backward, and ``meta["val"]`` on every node.
         levels: FSDP level of each gathered parameter; those of level 3 are gathered again in backward.
-        collectives: which collectives of checkpointed regions are repeated (`shardc.cost.recompute`).
+        collectives: which collectives of checkpointed regions are repeated (`shardc.cost.step_sequence`).
     """
     builder = _Builder(gathered_parameters(graph, levels))
     later: list[fx.Node] = []
@@ -259,3 +338,100 @@ def is_coordinate(node: fx.Node) -> bool:
     """Return whether ``node`` is the rank's own index along some axes."""
     role = ir.info(node).role if node.op == "placeholder" else None
     return role is not None and role.kind == "coordinate"
+
+
+@dataclass
+class Gathered:
+    """The cost of gathering a parameter a second time, for backward.
+
+    Args:
+        name: name of the parameter.
+        seconds: time that its collectives add to those of their buckets.
+        size: bytes of the unsharded parameter.
+        first_use: position of the first backward op that uses it; infinite if no gradient needs it.
+    """
+
+    name: str
+    seconds: float = 0.0
+    size: int = 0
+    first_use: float = inf
+
+    @property
+    def order(self) -> tuple[bool, float, float, str]:
+        """The sort key: the most seconds saved per byte first; on a tie the one that backward uses first.
+
+        That one is unsharded for the shortest time, since forward used it last, and its second gather would have the
+        least compute to overlap with.
+        """
+        saved = float(f"{self.seconds / self.size:.6g}")  # rounded, so that it is equal for equal parameters
+        return isinf(self.first_use), -saved, self.first_use, self.name
+
+
+def keep_within(
+    graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], budget: int, cost: Pricing, bucket: int
+) -> dict[str, int]:
+    """Return ``levels`` with ZeRO-2 for ZeRO-3 where it saves the most time per byte, within ``budget``.
+
+    Args:
+        graph: the localized joint graph.
+        levels: FSDP level of each parameter; those of level 3 are gathered again in backward.
+        budget: bytes per rank for unsharded parameters; -1 for no limit.
+        bucket: bytes of a bucket, whose collectives share one latency; -1: all are in one bucket, 0: no buckets.
+    """
+    if not budget:
+        return dict(levels)
+    out, left = dict(levels), budget
+    for param in sorted(_gathered_again(graph, mesh, levels, cost, bucket), key=lambda param: param.order):
+        if budget < 0 or param.size <= left:
+            out[param.name] = 2
+            left -= param.size
+    return out
+
+
+def _gathered_again(
+    graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], cost: Pricing, bucket: int
+) -> list[Gathered]:
+    """Return the ZeRO-3 parameters, without empty ones and those of which forward saves a slice (`KeepPart`)."""
+    whole = gathered_parameters(graph, {name: 3 for name, level in levels.items() if level == 3})
+    made_of: dict[fx.Node, set[str]] = {}
+    by_name: dict[str, Gathered] = {}
+    parts: set[str] = set()
+    for at, node in enumerate(graph.nodes):
+        if node in whole:
+            for name in _parameters(node, made_of):
+                param, value = by_name.setdefault(name, Gathered(name)), node.meta["val"]
+                param.seconds += _seconds(node, mesh, cost, bucket)
+                if isinstance(value, Tensor):
+                    param.size = max(param.size, value.numel() * value.dtype.itemsize)
+                if ir.info(node).kept:
+                    parts.add(name)
+        elif node.op == "call_function" and ir.info(node).origin.phase == "backward":
+            for name in {name for read in node.all_input_nodes if read in whole for name in made_of[read]}:
+                by_name[name].first_use = min(by_name[name].first_use, at)
+    return [param for param in by_name.values() if param.size and param.name not in parts]
+
+
+def _parameters(node: fx.Node, cache: dict[fx.Node, set[str]]) -> set[str]:
+    """Return the names of the parameters from which ``node`` is computed; ``cache`` is filled."""
+    if node not in cache:
+        if node.op == "placeholder":
+            record = ir.info(node)
+            cache[node] = {record.name} if record.role is not None and record.role.kind == "param" else set()
+        else:
+            cache[node] = set().union(*(_parameters(read, cache) for read in node.all_input_nodes))
+    return cache[node]
+
+
+def _seconds(node: fx.Node, mesh: Mesh, cost: Pricing, bucket: int) -> float:
+    """Return the time that a collective adds to its bucket; 0 if ``node`` is not a collective."""
+    kind = collective_kind(node)
+    if kind is None:
+        return 0.0
+    axes, ranks = group_of(node, mesh)
+    operands = [x.meta["val"] for x in node.all_input_nodes]
+    wire = sum(wire_elements(kind, ranks, x.numel()) * x.dtype.itemsize for x in operands)
+    if not bucket:
+        return cost.collective_seconds(kind, mesh, axes, wire)
+    others = bucket if bucket > 0 else wire
+    combined = cost.collective_seconds(kind, mesh, axes, others + wire)
+    return combined - cost.collective_seconds(kind, mesh, axes, others)

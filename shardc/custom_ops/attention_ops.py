@@ -1,7 +1,7 @@
 """Attention ops for split sequences: their causal mask is in positions of the global sequence.
 
 A kernel's causal mask is in positions of its operands. `call` and `gradient` use positions of the global sequence, so
-they mean the same for any layout of queries and keys. On one rank (`shardc.rules.sequence_attention`) they are lowered
+they mean the same for any layout of queries and keys. On one rank (`shardc.rules.attention_rules`) they are lowered
 to kernels, each of which returns its part of the output for some of the keys, and the log-sum-exp of its scores.
 """
 

@@ -14,8 +14,7 @@ from shardc.errors import InputError
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
-from shardc.passes.op_calls import call_of, operands_of
-from shardc.passes.strategy_cost import Work, priced
+from shardc.passes.op_calls import Work, call_of, operands_of, priced
 from shardc.report.export import milliseconds, plain
 from shardc.report.inspected import InspectedProgram as Program
 from shardc.report.prediction import Collective

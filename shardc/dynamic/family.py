@@ -13,12 +13,11 @@ from typing import Any
 from torch import fx
 
 from shardc.capture import Captured, SymbolicCapture
-from shardc.dynamic.fit import Fit, conditions, points
-from shardc.dynamic.generalize import Differs, generalize
+from shardc.dynamic.generalize import Differs, Fit, conditions, generalize, points
 from shardc.errors import CaptureError, LayoutError, ShardcWarning
 from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, Phase
+from shardc.ir.guards import Guards
 from shardc.ir.layout import Layout
-from shardc.ir.reads import Guards
 from shardc.ir.sized import SizedGraph
 from shardc.passes import PlanMemory
 from shardc.program import Program

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from shardc.errors import InputError
-from shardc.runtime.lazy import Lazy
+from shardc.runtime.sharded_init import Lazy
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {

@@ -23,9 +23,9 @@ from shardc.errors import InputError, MeshError, ShardcWarning
 from shardc.integrations import safetensors
 from shardc.runtime.events import Event
 from shardc.runtime.full_params import whole_on_first
-from shardc.runtime.lazy import Lazy, part
 from shardc.runtime.module import ShardedModule
 from shardc.runtime.namespace import Namespace, shares_errors
+from shardc.runtime.sharded_init import Lazy, part
 from shardc.runtime.state import State
 
 _LENGTHS = 'name: {1: "length"} for name in ("input_ids", "attention_mask", "position_ids")'

@@ -1,13 +1,26 @@
-"""Hashes of code objects, and the names they use, independent of files, lines, addresses and the order of sets."""
+"""Code and values as text and hashes that are equal in every process, and whose code it is.
+
+Tells code that a version identifies (torch's, shardc's, Python's) from the user's code.
+
+Prints values as text that is equal in every process: no addresses, no set order.
+"""
 
 from __future__ import annotations
 
 import dis
+import enum
 import hashlib
+import sys
+import sysconfig
+import traceback
 import types
 from collections.abc import Iterable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 # Of code, what its run depends on besides constants; names of local variables are those of keyword arguments.
 _PARTS = (
@@ -71,3 +84,114 @@ def _flat(constants: Iterable[Any]) -> Iterator[Any]:
             yield from _flat(constant)
         else:
             yield constant
+
+
+PACKAGE = Path(__file__).parents[1]
+TOLD = [PACKAGE, Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib"))]
+
+
+@cache
+def told_place(file: str) -> str | None:
+    """Return the path of a file of torch, shardc or Python, relative to its root; None for others, also of packages
+    inside these.
+    """
+    if file.startswith("<frozen "):
+        return file
+    for root in TOLD:
+        if Path(file).is_relative_to(root) and "-packages" not in (inside := str(Path(file).relative_to(root))):
+            return f"{root.name}/{inside}"
+    return None
+
+
+def is_told(code: types.CodeType) -> bool:
+    """Return whether ``code`` is torch's, shardc's or Python's, and so identified by their version."""
+    return told_place(code.co_filename) is not None
+
+
+def calling_line() -> str | None:
+    """Return ``file:line`` of the innermost frame of user code; None if there is none."""
+    stack = ((frame.f_code, line) for frame, line in traceback.walk_stack(None))
+    return next((f"{code.co_filename}:{line}" for code, line in stack if not is_told(code)), None)
+
+
+def is_told_class(cls: type) -> bool:
+    return _is_told_name(str(cls.__module__))
+
+
+def is_told_module(module: types.ModuleType) -> bool:
+    return _is_told_name(module.__name__)
+
+
+@cache
+def _is_told_name(module: str) -> bool:
+    """Return whether a module is torch's, shardc's or Python's own, and not a user's module that shadows one of
+    Python's.
+    """
+    root = sys.modules.get(module.partition(".")[0])
+    file, origin = getattr(root, "__file__", None), getattr(getattr(root, "__spec__", None), "origin", None)
+    return origin in ("built-in", "frozen") or file is not None and told_place(file) is not None
+
+
+MAIN = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "__main__")
+
+
+def text_of(value: Any) -> str:
+    """Return a value as text: constants and tensors by value, functions by their code, other objects by their class."""
+    if is_plain(value):
+        return plain_text(value)
+    if isinstance(value, Tensor):
+        return tensor_text(value)
+    if isinstance(value, type):
+        return qualified_name(value)
+    if isinstance(value, types.ModuleType):
+        return f"module {module_name(value.__name__)}"
+    if isinstance(value, types.MethodType):
+        return f"method {text_of(value.__func__)} of {qualified_name(type(value.__self__))}"
+    if isinstance(value, types.FunctionType):
+        return f"{qualified_name(value)} {code_hash(value.__code__)}"
+    if isinstance(value, (tuple, list)):
+        return f"{qualified_name(type(value))}({', '.join(map(text_of, value))})"
+    if isinstance(value, (set, frozenset)):
+        return f"{qualified_name(type(value))}({', '.join(sorted(map(text_of, value)))})"
+    return qualified_name(value) if hasattr(value, "__qualname__") else qualified_name(type(value))
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether ``value`` is an atomic constant: a number, a string, an enum member, a dtype and so on."""
+    return value is None or isinstance(value, _PLAIN)
+
+
+_PLAIN = (
+    bool, int, float, complex, str, bytes, enum.Enum, type(...), torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+
+
+def plain_text(value: Any) -> str:
+    """Return a value that `is_plain` as text."""
+    if isinstance(value, enum.Enum):
+        return f"{qualified_name(type(value))}.{value.name}={text_of(value.value)}"
+    if type(value) in (type(None), bool, str, type(...)):
+        return repr(value)
+    if not isinstance(value, (int, float, complex, str, bytes)):
+        return str(value)
+    base = next(kind for kind in (int, float, complex, str, bytes) if isinstance(value, kind))
+    return f"{qualified_name(type(value))} {base.__repr__(value)}"
+
+
+def tensor_text(tensor: Tensor) -> str:
+    """Return shape, dtype, and a hash of the values if there are any."""
+    text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return text if tensor.is_meta else f"{text} sha256 {digest(repr(tensor.detach().reshape(-1).tolist()))}"
+
+
+def module_name(name: str) -> str:
+    """Return the name of a module, also if it runs as ``python -m name``."""
+    return MAIN if name == "__main__" else name
+
+
+def qualified_name(obj: Any) -> str:
+    """Return the qualified name of a class or function with its module; only the bare name for builtins."""
+    owner = getattr(obj, "__objclass__", obj)  # a method of a builtin class has no module
+    module = getattr(owner, "__module__", "builtins")
+    return f"{module_name(str(module))}.{obj.__qualname__}".removeprefix("builtins.")

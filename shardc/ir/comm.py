@@ -1,4 +1,4 @@
-"""Names of process groups in local graphs; collectives without a functional op in torch; host copies.
+"""Communication of local graphs: names of process groups, collectives, host copies, and where a collective comes from.
 
 A group is named after the axes that its ranks differ along, so one graph serves every rank: the runtime maps the name
 to this rank's group. Ops of ``torch.ops.shardc``:
@@ -13,17 +13,23 @@ to this rank's group. Ops of ``torch.ops.shardc``:
                                        arena slots of the results (`shardc.passes.plan_memory`); none: own memory
     to_device(x, device), to_host(x)   copies between host and device memory, waited for as collectives are; implemented
                                        in `shardc.runtime.host`. If the device is a CPU, they are real copies, too
+
+Provenance of a collective in one graph: the plan entry and the line of the user's code that it comes from.
+
+`shardc.report.causes` looks further, over all ops of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import getitem
 
 import torch
 from torch import fx
 
-from shardc.ir.comm_volume import GROUP_PREFIX
+from shardc.ir import ops
+from shardc.ir.comm_volume import GROUP_PREFIX, arguments_of, collective_kind
+from shardc.ir.graph import Origin, info, placeholders
 from shardc.ir.op_traits import WAIT as WAIT
 
 _library = torch.library.Library("shardc", "DEF")
@@ -126,3 +132,44 @@ def group_name(axes: Iterable[str]) -> str:
     'shardc:dp,tp'
     """
     return GROUP_PREFIX + ",".join(axes)
+
+
+_FAR = 64  # most ops after a collective that are searched for a line
+
+
+def collective_of(node: fx.Node) -> fx.Node | None:
+    """Return the collective that ``node`` starts, waits for or is a result of, or None."""
+    while node.target is WAIT or node.target is getitem:
+        node = node.all_input_nodes[0]
+    return node if collective_kind(node) is not None else None
+
+
+def entry_of(node: fx.Node, causes: Mapping[str, str]) -> str | None:
+    """Return the plan entry that caused the collective ``node``, or None; ``causes``: parameter -> its entries."""
+    origin: Origin = info(node).origin
+    if not origin.consumer:
+        return origin.cause or None
+    stored = (info(x).origin.cause for x in placeholders(node.graph) if info(x).name == origin.consumer)
+    beside = (entry for param, entry in causes.items() if param.rpartition(".")[0] == origin.module)
+    return next(about(axes_of(node), (*stored, *beside)), None)
+
+
+def axes_of(node: fx.Node) -> set[str]:
+    """Return the mesh axes of a collective, without their parts."""
+    group = node.kwargs.get("axis", "") if node.target in ops.COLLECTIVES else arguments_of(node)["group_name"]
+    return {axis.partition(":")[0] for axis in str(group).removeprefix(GROUP_PREFIX).split(",")}
+
+
+def about(axes: Iterable[str], entries: Iterable[str]) -> Iterator[str]:
+    """Yield the plan entries that mention one of ``axes``."""
+    return (entry for entry in entries if any(f'"{axis}"' in entry or f"@{axis}" in entry for axis in axes))
+
+
+def source_of(node: fx.Node) -> str | None:
+    """Return the user's line that caused the collective ``node``: its own, or that of the first op that uses it."""
+    seen = [node]
+    for user_node in seen:
+        if user_node.op != "output" and (source := info(user_node).origin.source):
+            return source
+        seen += [user for user in user_node.users if user not in seen][: _FAR - len(seen)]
+    return None

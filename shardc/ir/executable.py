@@ -1,4 +1,7 @@
-"""A compiled step: its forward and backward graph (halves, with local shapes), their arguments and results."""
+"""A compiled step: its forward and backward graph (halves, with local shapes), their arguments and results.
+
+Gradients that a backward leaves unreduced (``no_sync``), completely or in part.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,73 @@ from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN, MemoryPlan
 from shardc.ir.comm import WAIT, waits_of
 from shardc.ir.comm_volume import arguments_of, collective_kind, group_axes
-from shardc.ir.deferred import Deferred
 from shardc.ir.graph import DTYPE_NAMES, Role
+from shardc.ir.guards import Guards
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.reads import Guards
 from shardc.ir.returned import Returned
 from shardc.ir.segments import Segment
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """Parameters whose gradients are summed up on each rank, to be reduced later.
+
+    Args:
+        whole: those without any reduction.
+        scattered: reduced over the axes that split their storage, and not over those that replicate it.
+    """
+
+    whole: frozenset[str] = frozenset()
+    scattered: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self.whole | self.scattered
+
+    def renamed(self, change: Callable[[str], str | None]) -> Deferred:
+        """Return this for parameters renamed by ``change``, which returns None for a parameter that is gone."""
+        both = ({change(name) for name in names} - {None} for names in (self.whole, self.scattered))
+        return Deferred(*(frozenset(str(name) for name in names) for names in both))
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    def layout(self, name: str, stored: Layout, incoming: Layout) -> Layout | None:
+        """Return the layout in which a backward returns the gradient of ``name``, which has layout ``incoming``; None
+        if it is reduced.
+        """
+        if name in self.whole:
+            return incoming
+        return pending_beside(stored, incoming) if name in self.scattered else None
+
+
+NOTHING = Deferred()
+
+
+def replicated(storages: Mapping[str, Layout], batch: Sequence[str]) -> dict[str, Layout]:
+    """Return the storages of parameters whose gradients are summed over axes of ``batch`` that do not split them."""
+    out = {}
+    for name, stored in storages.items():
+        if pending_beside(stored, Layout.whole(stored.mesh, stored.shape).with_partial(batch)).partial:
+            out[name] = stored
+    return out
+
+
+def pending_beside(stored: Layout, incoming: Layout) -> Layout:
+    """Return ``stored``, with the reductions of ``incoming`` over axes that do not split it still pending.
+
+    >>> from shardc.ir.mesh import Mesh
+    >>> mesh = Mesh(rep=2, dp=4)
+    >>> str(pending_beside(Layout.parse("[8@dp]", mesh), Layout.parse("[8]{sum:rep,sum:dp}", mesh)))
+    '[8@dp]{sum:rep}'
+    >>> str(pending_beside(Layout.parse("[8@dp:2x2]", mesh), Layout.parse("[8]{sum:dp}", mesh)))
+    '[8@dp:2x2]{sum:dp:1x2}'
+    """
+    mesh = stored.mesh
+    edges = mesh.edges((*stored.bound, *(axis for axis, _ in incoming.partial)))
+    parts = [(part, op) for axis, op in incoming.partial for part in mesh.parts(axis, edges)]
+    return stored.replace(partial=[(p, op) for p, op in parts if not any(mesh.overlap(p, b) for b in stored.bound)])
 
 
 @dataclass(frozen=True)

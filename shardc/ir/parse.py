@@ -17,11 +17,11 @@ from shardc._compat import LazyGraphModule
 from shardc.errors import LayoutError, MeshError, ShardcError, TextError
 from shardc.ir import grammar
 from shardc.ir.comm_volume import tally
+from shardc.ir.grammar import STRING, Reader
 from shardc.ir.graph import ROLES, Info, Role, Value, info, set_info
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import MARKERS
-from shardc.ir.reader import STRING, Reader
 
 TENSOR = re.compile(r"(\w+)(<host>)?(\[[^\]]*\](?:\{[^}]*\})?)(\?)?")
 LAYOUT = re.compile(r"\[[^\]]*\](?:\{[^}]*\})?")

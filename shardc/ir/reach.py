@@ -7,25 +7,412 @@ names. Of other functions it records the code only. If another start finds the s
 
 Code of torch, shardc and Python is identified by file and line, as their versions are compared elsewhere. The names in
 torch's layers and functions are walked, too, in case a user has replaced what they are bound to.
+
+The walk over the objects that a model binds (see `shardc.ir.reach`).
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import _lru_cache_wrapper, cached_property, partial, partialmethod
 from operator import attrgetter, is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from shardc._compat import custom_op
-from shardc.ir.code import digest
-from shardc.ir.inner_code import InnerCode
-from shardc.ir.told import is_told
-from shardc.ir.walk import Walk
+from shardc._compat import REGISTRY_KEY, STATE_KEY, custom_op, is_called_by_trace
+from shardc.ir.code import (
+    code_hash,
+    codes_in,
+    digest,
+    imports,
+    is_plain,
+    is_told,
+    is_told_class,
+    is_told_module,
+    module_name,
+    names_in,
+    plain_text,
+    qualified_name,
+    text_of,
+    told_place,
+)
+from shardc.ir.inner import InnerCode
+
+# Of torch, what calls functions that somebody may have replaced.
+_LAYERS = ("torch/nn/", "torch/functional.py", "torch/utils/checkpoint.py", "torch/distributions/")
+# Attributes that say nothing of what code does, or that no forward calls.
+_INERT = {
+    "__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__abstractmethods__", "__firstlineno__",
+    "__orig_bases__", "__parameters__", "__qualname__", "__static_attributes__", "__dataclass_fields__",
+    "__annotations_cache__", "__annotate_func__", "__dir__", "__reduce__", "__reduce_ex__", "__getstate__",
+    "__setstate__", "__del__", "__init_subclass__", "__class_getitem__", "__subclasshook__",
+    # Caches: of `copyreg` (since an object was copied or pickled), and of `typing` (since `isinstance` of a protocol).
+    "__slotnames__", "__protocol_attrs__", "__non_callable_proto_members__", "__callable_proto_members_only__",
+}  # fmt: skip
+_OWN = {*vars(nn.Module()), "shardc", "_compiled_call_impl", STATE_KEY, REGISTRY_KEY}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.MappingProxyType)
+_OPEN = (types.SimpleNamespace,)  # objects of classes of Python whose attributes are the user's
+_SLOTS = (
+    types.MethodDescriptorType, types.WrapperDescriptorType, types.MemberDescriptorType, types.GetSetDescriptorType,
+    types.ClassMethodDescriptorType,
+)  # fmt: skip
+_RANK = {"get_rank", "get_local_rank", "get_node_local_rank", "get_coordinate", "get_group_rank", "rank", "local_rank"}
+_RANKS = {"get_world_size", "world_size", "size"}
+_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the attributes of other classes cannot be set
+
+
+@dataclass
+class _Holder:
+    """A namespace (class, module or object) in which the attributes that traced code names are looked up."""
+
+    label: str
+    attributes: Mapping[str, Any]
+    done: set[str] = field(default_factory=set)
+    cls: type | None = None
+
+
+class Walk:
+    """Records what names are bound to, starting at the modules of ``model``.
+
+    Args:
+        traced: see `shardc.ir.reach.reach`.
+
+    Attributes:
+        code, values, code_hashes, constants: as `shardc.ir.reach.Reach` has them.
+        functions: those that may have been traced.
+        ops: the user's ops of `torch.library.custom_op`, and their functions.
+    """
+
+    def __init__(self, model: nn.Module, traced: Container[str]) -> None:
+        self.code: dict[str, str] = {}
+        self.values: dict[str, str] = {}
+        self.code_hashes: set[str] = set()
+        self.constants: list[str] = []
+        self.functions: list[types.FunctionType] = []
+        self.ops: dict[str, Mapping[str, Any]] = {}
+        self._bound: dict[type, set[str]] = defaultdict(set)
+        self.tree = list(model.named_modules(remove_duplicate=False))
+        self._traced = traced
+        self._paths: dict[int, str] = {}
+        for path, module in self.tree:
+            self._paths.setdefault(id(vars(module)), path)
+        self._names: set[str] = {"forward"}
+        self._new: set[str] = set()
+        self._holders: list[_Holder] = []
+        self._queue: deque[tuple[types.FunctionType, str]] = deque()
+        self._refs: dict[int, str] = {}
+        self._alive: list[Any] = []  # whose ids are in use
+        self._counts: dict[str, int] = {}
+        self._inside: set[int] = set()
+        self._native: set[int] = set()  # functions that are called, not traced
+        self._distributed = False
+
+    def root(self, path: str, module: nn.Module) -> None:
+        """Start at a module of the tree."""
+        self._attributes_of(f"module {path!r}", module, [])
+
+    def _attributes_of(self, label: str, module: nn.Module, more: Iterable[str]) -> None:
+        """Bind the class of a module, its non-constant attributes, its hooks, and ``more`` of torch's attributes."""
+        self.bind(label, "class", type(module))
+        for key, value in sorted(vars(module).items()):
+            if key in _HOOKS and value:
+                self.bind(label, key, list(value.values()))
+            elif (key in more or key not in _OWN) and not is_plain(value) and not isinstance(value, Tensor):
+                self.bind(label, key, value)
+
+    def run(self) -> None:
+        """Walk everything reachable."""
+        self.ref(Tensor)  # whose methods any code may call
+        while self._queue or self._new:
+            while self._queue:
+                self._expand(*self._queue.popleft())
+            new, self._new = self._new - self._names, set()
+            self._names |= new
+            for holder in self._holders:  # grows
+                self._look(holder, new)
+        for what, names, now in (
+            ("the rank", _RANK, dist.get_rank),
+            ("ranks of the world", _RANKS, dist.get_world_size),
+        ):
+            if self._distributed and self._names & names:
+                self.values[what] = str(now()) if dist.is_available() and dist.is_initialized() else "none"
+
+    def bind(self, label: str, name: str, value: Any) -> None:
+        """Record what ``name`` is bound to in the scope ``label``."""
+        key = f"{label}.{name}"
+        if key in self.code or key in self.values:
+            return
+        if isinstance(value, types.CellType):
+            value = _contents(value)
+        text = self.ref(value)
+        (self.values if is_plain(value) or isinstance(value, _CONTAINERS) else self.code)[key] = text
+
+    def ref(self, value: Any) -> str:
+        """Return a value as text, and queue what it reaches."""
+        if is_plain(value):
+            return plain_text(value)
+        if id(value) in self._refs:
+            return self._refs[id(value)]
+        if isinstance(value, Tensor):
+            return "a tensor" if is_told_class(type(value)) else f"a tensor of {self.ref(type(value))}"
+        if isinstance(value, _CONTAINERS):
+            return self._container(value)
+        if isinstance(value, types.MethodType):
+            return f"method {self.ref(value.__func__)} of {self.ref(value.__self__)}"
+        if isinstance(value, (staticmethod, classmethod)):
+            return f"{type(value).__name__} {self.ref(value.__func__)}"
+        if isinstance(value, property):
+            return f"property {self.ref(value.fget)} {self.ref(value.fset)} {self.ref(value.fdel)}"
+        if isinstance(value, (partial, partialmethod)):
+            return f"{type(value).__name__} {self.ref(value.func)} {self.ref(value.args)} {self.ref(value.keywords)}"
+        if isinstance(value, _lru_cache_wrapper):
+            return f"cached {self.ref(value.__wrapped__)}"
+        if isinstance(value, cached_property):
+            return f"cached {self.ref(value.func)}"
+        if isinstance(value, types.CodeType):
+            return code_hash(value)
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, type):
+            return self._class(value)
+        if isinstance(value, types.ModuleType):
+            return self._module(value)
+        if isinstance(value, nn.Module) and id(vars(value)) in self._paths:
+            return f"module {self._paths[id(vars(value))]!r}"
+        if isinstance(value, (types.BuiltinFunctionType, types.MethodWrapperType)):
+            owner = value.__self__
+            of = "" if owner is None or isinstance(owner, types.ModuleType) else f" of {self.ref(owner)}"
+            return f"builtin {value.__qualname__}{of}"
+        if isinstance(value, _SLOTS):
+            return f"builtin {qualified_name(value.__objclass__)}.{value.__name__}"
+        return self._object(value)
+
+    def _named(self, value: Any, name: str) -> str:
+        """Return a unique name for ``value``: ``name``, or with a number if that is taken."""
+        number = self._counts[name] = self._counts.get(name, 0) + 1
+        self._alive.append(value)
+        text = self._refs[id(value)] = name if number == 1 else f"{name} #{number}"
+        return text
+
+    def _container(self, value: Any) -> str:
+        if id(value) in self._inside:
+            return "..."
+        self._inside.add(id(value))
+        # What others register in one, as imports go, counts where it is code that was traced.
+        if isinstance(value, (dict, types.MappingProxyType)):
+            items = [(text_of(key), key, item) for key, item in list(value.items()) if self._counts_in(item)]
+            ordered = sorted(items, key=lambda item: item[0])
+            inside = [f"{self.ref(key)}: {self.ref(item)}" for _, key, item in ordered]
+        elif isinstance(value, (set, frozenset)):
+            inside = list(map(self.ref, sorted(filter(is_plain, value), key=text_of)))
+        else:
+            inside = [self.ref(item) for item in list(value) if isinstance(value, tuple) or self._counts_in(item)]
+        self._inside.discard(id(value))
+        factory = value.default_factory if isinstance(value, defaultdict) else None
+        kind = type(value).__name__ if is_told_class(type(value)) else self.ref(type(value))
+        return f"{kind}({', '.join(inside)})" + (f" or {self.ref(factory)}" if factory is not None else "")
+
+    def _counts_in(self, item: Any) -> bool:
+        if isinstance(item, type):
+            return any(self._was_traced(value) for value in vars(item).values())
+        return not isinstance(item, types.FunctionType) or self._was_traced(item)
+
+    def _was_traced(self, value: Any) -> bool:
+        """Return whether a function's code was traced and is not identified by a version."""
+        function = value.fget if isinstance(value, property) else value
+        if isinstance(function, (staticmethod, classmethod, types.MethodType)):
+            function = function.__func__
+        if not isinstance(function, types.FunctionType) or is_told(function.__code__):
+            return False
+        return code_hash(function.__code__) in self._traced
+
+    def _function(self, function: types.FunctionType) -> str:
+        code = function.__code__
+        location, does = told_place(code.co_filename), code_hash(code)
+        place = f"{location}:{code.co_firstlineno}:{code.co_name}" if location else qualified_name(function)
+        name = self._named(function, place)
+        runs = location is not None or does in self._traced or id(function) in self._native or _is_native(function)
+        if location is None:
+            self.code[f"code of {name}"] = f"sha256 {does}"
+            self.code_hashes.update(map(code_hash, codes_in(code)))
+            if getattr(function, "_dynamo_marked_constant", False):
+                self.constants.append(name)
+        if not runs:
+            return name
+        self.functions.append(function)
+        parts = [
+            (f"cell {name}", cell) for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
+        ]
+        if location is None:
+            parts += [(f"default {at}", value) for at, value in enumerate(function.__defaults__ or ())]
+            parts += [(f"default {key}", value) for key, value in (function.__kwdefaults__ or {}).items()]
+        parts += [(key, value) for key, value in sorted(vars(function).items()) if not key.startswith("_torchdynamo")]
+        for part, value in parts:
+            self.bind(name, part, value)
+        if location is None or location.startswith(_LAYERS):
+            self._queue.append((function, name))
+        return name
+
+    def _class(self, cls: type) -> str:
+        if not cls.__flags__ & _HEAP:
+            return qualified_name(cls)
+        name = self._named(cls, qualified_name(cls))
+        self.code[f"bases of {name}"] = ", ".join(self.ref(base) for base in cls.__mro__[1:])
+        if type(cls) is not type:
+            self.bind(name, "class", type(cls))
+        self._hold(_Holder(name, vars(cls), cls=cls))
+        return name
+
+    def _module(self, module: types.ModuleType) -> str:
+        name = self._refs[id(module)] = f"module {module_name(module.__name__)}"
+        self._alive.append(module)
+        self._distributed |= module.__name__.startswith("torch.distributed")
+        self._hold(_Holder(name, vars(module)))
+        return name
+
+    def _object(self, value: Any) -> str:
+        cls = type(value)
+        if (op := custom_op(value)) is not None:
+            return self._op(value, *op)
+        if isinstance(value, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
+            return f"script {digest(str(value.code))}"
+        self._distributed |= cls.__module__.startswith("torch.") and "distributed" in cls.__module__
+        if isinstance(value, nn.Module):
+            name = self._named(value, f"an object of {qualified_name(cls)}")
+            self._attributes_of(name, value, ("_modules",))
+            return name
+        if is_told_class(cls) and not isinstance(value, _OPEN):
+            return f"an object of {qualified_name(cls)}"
+        name = self._named(value, f"an object of {qualified_name(cls)}")
+        self.bind(name, "class", cls)
+        self._hold(_Holder(name, _attributes(value)))
+        return name
+
+    def _op(self, value: Any, op: str, parts: Mapping[str, Any]) -> str:
+        """Record a user's op: Dynamo calls its functions without tracing them."""
+        name = self._refs[id(value)] = f"op {op}"
+        self._alive.append(value)
+        if op not in self.ops:
+            self.ops[op] = parts
+            self._native.update(id(part) for part in parts.values() if isinstance(part, types.FunctionType))
+            for key, part in parts.items():
+                self.bind(name, key, part)
+        return name
+
+    def _hold(self, holder: _Holder) -> None:
+        self._holders.append(holder)
+        self._look(holder, self._names)
+
+    def _look(self, holder: _Holder, names: set[str]) -> None:
+        """Bind the ``names`` that ``holder`` has, and of a class the methods that are called implicitly."""
+        names_here = {name for name in holder.attributes.keys() & names if name not in _INERT}
+        if holder.cls is not None and not holder.done:
+            holder.done.add("")
+            names_here |= {name for name, value in holder.attributes.items() if self._without_name(name, value)}
+        if holder.cls is not None and issubclass(holder.cls, nn.Module):
+            names_here -= {"__init__", "__new__"}  # of modules that are there
+        for name in sorted(names_here - holder.done):
+            holder.done.add(name)
+            self.bind(holder.label, name, holder.attributes[name])
+            if holder.cls is not None:
+                self._bound[holder.cls].add(name)
+
+    def bound(self, classes: Iterable[type]) -> Iterator[tuple[type, str, Any]]:
+        """Yield (class, name, value) for the attributes of ``classes`` that a trace may have called."""
+        for cls in dict.fromkeys(classes):
+            for name in sorted(set().union(*(self._bound.get(base, ()) for base in cls.__mro__))):
+                value = getattr(cls, name, None)
+                function = value.fget if isinstance(value, property) else value
+                if isinstance(function, types.FunctionType) and (
+                    name == "forward" or code_hash(function.__code__) in self._traced
+                ):
+                    yield cls, name, value
+
+    def _without_name(self, name: str, value: Any) -> bool:
+        """Return whether a class attribute is used without being named in code: by Python, or by a computed name."""
+        if name.startswith("__"):
+            versioned = isinstance(value, types.FunctionType) and is_told(value.__code__)
+            return name not in _INERT and (not versioned or name == "__call__")
+        return self._was_traced(value)
+
+    def _expand(self, function: types.FunctionType, name: str) -> None:
+        """Queue what a function names."""
+        names, texts = names_in(function.__code__)
+        if told_place(function.__code__.co_filename) is None:
+            self._new |= names
+        scope, native = function.__globals__, id(function) in self._native or _is_native(function)
+        module = f"module {module_name(str(scope.get('__name__')))}"
+        for name in sorted(names):
+            if name in scope:
+                value = scope[name]
+                if isinstance(value, types.ModuleType) and is_told_module(value):
+                    self._attributes(value, names, set())
+                else:
+                    if native and isinstance(value, types.FunctionType):
+                        self._native.add(id(value))
+                    self.bind(module, name, value)
+            elif isinstance(built := vars(_builtins).get(name), types.FunctionType):  # none of Python's own
+                self.bind("module builtins", name, built)
+            elif imports(function.__code__):
+                for path in (name, f"{scope.get('__package__')}.{name}"):
+                    if path in sys.modules:
+                        self._attributes(sys.modules[path], names, set())
+        if "environ" in names:  # what a trace reads of it is noted, too
+            for text in sorted(texts):
+                self.values[f"environment {text}"] = repr(os.environ.get(text))
+
+    def _attributes(self, module: types.ModuleType, names: frozenset[str], seen: set[int]) -> None:
+        """Record what a function depends on in ``module``: the values of those ``names`` that it may look up there."""
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        label = f"module {module_name(module.__name__)}"
+        self._distributed |= module.__name__.startswith("torch.distributed")
+        for name in sorted(vars(module).keys() & names):
+            value = vars(module)[name]
+            if isinstance(value, types.ModuleType) and is_told_module(value):
+                self._attributes(value, names, seen)
+            else:
+                self.bind(label, name, value)
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return "nothing"
+
+
+def _is_native(function: types.FunctionType) -> bool:
+    """Return whether a trace calls a user's function instead of tracing it."""
+    return is_called_by_trace(function) or function.__module__ == "transformers.utils.output_capturing"
+
+
+_builtins: Any = sys.modules["builtins"]
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    """Return the attributes of an object, slots included."""
+    out = dict(getattr(value, "__dict__", {}))
+    for cls in type(value).__mro__:
+        for name, slot in vars(cls).items():
+            if isinstance(slot, types.MemberDescriptorType):
+                try:
+                    out.setdefault(name, slot.__get__(value))
+                except AttributeError:
+                    continue
+    return out
+
 
 _code = attrgetter("__code__")
 

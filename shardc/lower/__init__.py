@@ -18,7 +18,7 @@ from shardc.lower.compile_lock import in_turns
 from shardc.lower.inductor import give_values, lowered, lowered_at_any_sizes, settings
 from shardc.lower.kernels import at_end
 from shardc.verify import check_all
-from shardc.verify.segment_order import in_order
+from shardc.verify.halves import in_order
 from shardc.verify.subject import Subject, no_rules
 
 BACKENDS = ("inductor", "eager")

@@ -12,7 +12,7 @@ import torch
 
 from shardc.cost.hardware import CPU, calibrated
 from shardc.cost.model import CostModel, Pricing
-from shardc.cost.unshard import keep_within
+from shardc.cost.step_sequence import keep_within
 from shardc.passes.algorithms import Algorithms
 from shardc.passes.attention import Attention as Attention
 from shardc.passes.bucket import Bucket as Bucket
@@ -48,8 +48,8 @@ from shardc.passes.seed import Seed as Seed
 from shardc.passes.simplify import Simplify as Simplify
 from shardc.passes.skip_communication import SkipCommunication as SkipCommunication
 from shardc.passes.skip_regather import SkipRegather as SkipRegather
-from shardc.plan.bound import BoundPlan
 from shardc.plan.entries import Cp, Ep, Prefetch
+from shardc.plan.resolve import BoundPlan
 
 
 def computing(cost: Pricing, device: torch.device) -> Pricing:

@@ -19,8 +19,7 @@ from shardc.ir import graph as ir
 from shardc.ir.comm_volume import arguments_of
 from shardc.ir.graph import NameScope
 from shardc.ir.mesh import Mesh
-from shardc.passes.op_calls import call_of
-from shardc.passes.strategy_cost import Work, passing_seconds
+from shardc.passes.op_calls import Work, call_of, passing_seconds
 from shardc.plan.entries import Cp
 from shardc.rules import spec_of
 

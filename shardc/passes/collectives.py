@@ -1,9 +1,20 @@
-"""Collectives: lower every reshard to collectives and local slices, a marker node for each."""
+"""Collectives: lower every reshard to collectives and local slices, a marker node for each.
+
+Lowers one step of a reshard to local aten ops and functional collectives.
+
+The local tensor is viewed with one dim for each local digit of the layout (a sub-dim in mixed radix, see
+`shardc.ir.layout`). Every collective acts on the leading dim, so the digits that it binds or unbinds are moved to the
+front and back. The rank enters only through `Builder.coordinate`, so that one graph serves every rank.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 from torch.fx.node import Argument
 
@@ -11,7 +22,181 @@ from shardc.cost.model import CostModel, Pricing
 from shardc.cost.redistribute import Step, steps
 from shardc.ir import ops
 from shardc.ir.graph import info, layout, value
+from shardc.ir.layout import Layout, refine, strides
 from shardc.ir.rewriter import GraphRewriter, Inserter
+from shardc.rules.rule import Builder
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+
+class BoundDigit(NamedTuple):
+    """Digit in the common refinement of a step's two layouts, with the axis bound to it before and after."""
+
+    radix: int
+    before: str | None
+    after: str | None
+
+
+def lower_collective(step: Step, x: Any, builder: Builder) -> Any:
+    """Emits ``step`` on the local tensor ``x``, a shard at ``step.src``; returns the shard at ``step.dst``."""
+    if step.src.numel == 0:
+        return builder.call(aten.new_empty.default, x, list(step.dst.local_shape))
+    return _LOWERINGS[step.kind](step, x, builder)
+
+
+def slots(src: Layout, dst: Layout) -> list[BoundDigit]:
+    """Returns the factors of all dims, cut wherever a layout cuts them, each with its axis in ``src`` and ``dst``."""
+    out = []
+    for before, after in zip(src.dims, dst.dims, strict=True):
+        fine_before = refine(src.mesh, before, strides(after))
+        assert fine_before is not None, f"{src} and {dst} have no common refinement"
+        fine_after = refine(src.mesh, after, strides(fine_before))
+        assert fine_after is not None, f"{src} and {dst} have no common refinement"
+        out += [BoundDigit(b.radix, b.axis, a.axis) for b, a in zip(fine_before, fine_after, strict=True)]
+    return out
+
+
+def _reshape(builder: Builder, x: Any, shape: Sequence[int]) -> Any:
+    return x if tuple(builder.shape(x)) == tuple(shape) else builder.call(aten.reshape.default, x, list(shape))
+
+
+def _permute(builder: Builder, x: Any, order: Sequence[int]) -> Any:
+    return x if list(order) == sorted(order) else builder.call(aten.permute.default, x, list(order))
+
+
+def _wait(builder: Builder, x: Any) -> Any:
+    return builder.call(c10d.wait_tensor.default, x)
+
+
+def _to_front(step: Step, x: Any, builder: Builder) -> Any:
+    """Moves the factors of dims that the step splits to the front, in mesh order: [these, other local factors]."""
+    digits = [slot for slot in slots(step.src, step.dst) if slot.before is None]
+    leading = _in_mesh_order(step, {k: slot.after for k, slot in enumerate(digits) if slot.after})
+    order = leading + [k for k in range(len(digits)) if k not in leading]
+    if order == sorted(order):
+        return x
+    x = _permute(builder, _reshape(builder, x, [slot.radix for slot in digits]), order)
+    return builder.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
+def _in_mesh_order(step: Step, bound: Mapping[int, str]) -> list[int]:
+    return sorted(bound, key=lambda k: step.src.mesh.order(bound[k]))
+
+
+def _from_front(step: Step, x: Any, builder: Builder) -> Any:
+    """Moves the leading dims of ``x``, one per axis that the step unbinds, to where these axes split its dims."""
+    digits = [slot for slot in slots(step.src, step.dst) if slot.after is None]
+    freed = _in_mesh_order(step, {k: slot.before for k, slot in enumerate(digits) if slot.before})
+    order = freed + [k for k in range(len(digits)) if k not in freed]
+    if order != sorted(order):
+        x = _reshape(builder, x, [digits[k].radix for k in order])
+        x = _permute(builder, x, [order.index(k) for k in range(len(order))])
+    return _reshape(builder, x, step.dst.local_shape)
+
+
+def _all_gather(step: Step, x: Any, builder: Builder) -> Any:
+    size, name = builder.group(step.axes)
+    x = builder.call(c10d.all_gather_into_tensor.default, x, size, name)
+    return _from_front(step, _wait(builder, x), builder)
+
+
+def _reduce_scatter(step: Step, x: Any, builder: Builder) -> Any:
+    size, name = builder.group(step.axes)
+    x = _with_leading(builder, _to_front(step, x, builder), size)
+    x = builder.call(c10d.reduce_scatter_tensor.default, x, step.op, size, name)
+    return _reshape(builder, _wait(builder, x), step.dst.local_shape)
+
+
+def _with_leading(builder: Builder, x: Any, size: int) -> Any:
+    """Returns ``x`` with a leading dim that ``size`` divides."""
+    shape = builder.shape(x)
+    if shape and shape[0] % size == 0:
+        return x
+    return _reshape(builder, x, (size, prod(shape) // size))
+
+
+def _all_reduce(step: Step, x: Any, builder: Builder) -> Any:
+    _, name = builder.group(step.axes)
+    return _wait(builder, builder.call(c10d.all_reduce.default, x, step.op, name))
+
+
+def _all_to_all(step: Step, x: Any, builder: Builder) -> Any:
+    size, name = builder.group(step.axes)
+    x = _with_leading(builder, _to_front(step, x, builder), size)
+    sizes = [builder.shape(x)[0] // size] * size
+    x = builder.call(c10d.all_to_all_single.default, x, sizes, sizes, name)
+    return _from_front(step, _wait(builder, x), builder)
+
+
+def _permute_ranks(step: Step, x: Any, builder: Builder) -> Any:
+    _, name = builder.group(step.axes)
+    x = builder.call(torch.ops.shardc.permute_ranks.default, x, list(destinations(step)), name)
+    return _reshape(builder, _wait(builder, x), step.dst.local_shape)
+
+
+def destinations(step: Step) -> tuple[int, ...]:
+    """Returns, for each rank of a group, the rank to which it sends its shard; the same in every group.
+
+    Ranks that already hold the shard of ``step.dst`` keep it; the others are matched in order.
+    """
+    ranks = step.src.mesh.group(step.axes, 0)
+    have = [_origin(step.src, rank) for rank in ranks]
+    want = [_origin(step.dst, rank) for rank in ranks]
+    out = {k: k for k in range(len(ranks)) if have[k] == want[k]}
+    takers: dict[tuple[int, ...], list[int]] = {}
+    for k in range(len(ranks)):
+        if k not in out:
+            takers.setdefault(want[k], []).append(k)
+    return tuple(out[k] if k in out else takers[have[k]].pop(0) for k in range(len(ranks)))
+
+
+def _origin(layout: Layout, rank: int) -> tuple[int, ...]:
+    """Returns the global index of the first element that ``rank`` holds."""
+    return tuple(
+        sum(layout.mesh.index(d.axis, rank) * below for d, below in zip(digits, strides(digits), strict=True) if d.axis)
+        for digits in layout.dims
+    )
+
+
+def _shard(step: Step, x: Any, builder: Builder) -> Any:
+    digits = [slot for slot in slots(step.src, step.dst) if slot.before is None]
+    shape: list[int] = []
+    runs: list[tuple[int, list[str]]] = []  # (dim of the view, the axes whose digits it joins)
+    for at, slot in enumerate(digits):
+        if slot.after and at and digits[at - 1].after:
+            shape[-1] *= slot.radix
+            runs[-1][1].append(slot.after)
+            continue
+        if slot.after:
+            runs.append((len(shape), [slot.after]))
+        shape.append(slot.radix)
+    x = _reshape(builder, x, shape)
+    for dim, axes in runs:
+        x = builder.call(aten.index_select.default, x, dim, builder.coordinate(tuple(axes)))
+    return _reshape(builder, x, step.dst.local_shape)
+
+
+def _to_partial(step: Step, x: Any, builder: Builder) -> Any:
+    """Emits a partial value: one rank along the axes keeps ``x``, the others get the reduction's identity."""
+    if step.op not in ("sum", "product"):
+        return x
+    others = builder.call(aten.ne.Scalar, builder.coordinate(step.axes), 0)
+    if not step.dst.ndim:
+        others = _reshape(builder, others, ())
+    return builder.call(aten.masked_fill.Scalar, x, others, 0 if step.op == "sum" else 1)
+
+
+_LOWERINGS = {
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "permute_ranks": _permute_ranks,
+    "shard": _shard,
+    "to_partial": _to_partial,
+}
+
 
 SUFFIX = {
     "all_gather": "gathered",

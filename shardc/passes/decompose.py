@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx, nn
 
-from shardc.cost.fused_kernels import flops_of
+from shardc.cost.compute import flops_of
 from shardc.cost.hardware import Hardware
 from shardc.cost.model import Pricing
 from shardc.ir import graph as ir

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from shardc.cost.fused_kernels import is_dense
+from shardc.cost.compute import is_dense
 from shardc.ir import graph as ir
 from shardc.ir.op_traits import draws
 from shardc.ir.rewriter import places, reorder

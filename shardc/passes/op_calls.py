@@ -1,20 +1,32 @@
-"""Graph nodes as the `Call` that rules take; starts of collectives, and the ops that only finish them."""
+"""Graph nodes as the `Call` that rules take, and the cost of the strategies of one call.
+
+Cost of one op's strategies: the reshards that they need, and the compute of each rank.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardc.cost import redistribute
+from shardc.cost.model import Pricing
+from shardc.custom_ops.flops import is_attention
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT
-from shardc.ir.comm_volume import arguments_of
+from shardc.ir.comm_volume import arguments_of, wire_elements
 from shardc.ir.graph import Value
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
 from shardc.ir.op_traits import CAST, moves_data, starts
 from shardc.rules import spec_of
 from shardc.rules.rule import Call
-from shardc.rules.spec import Spec
+from shardc.rules.spec import Spec, Strategy, strategies
 
 aten = torch.ops.aten
 
@@ -111,3 +123,156 @@ def leaving(graph: fx.Graph) -> dict[fx.Node, int]:
             if any(behind):
                 level[node] = max(behind)
     return level
+
+
+PIN_PENALTY = 1e4  # factor on the cost of resharding a value whose layout the plan pins
+
+
+@dataclass(frozen=True)
+class Work:
+    """Properties of an op for its compute time: dtypes of operands and results, and whether it is attention."""
+
+    dtypes: tuple[torch.dtype, ...]
+    attention: bool = False
+
+    @staticmethod
+    def of(call: Call) -> Work:
+        """Returns the properties of ``call``."""
+        values = (*call.operands, *call.results)
+        return Work(tuple(v.dtype for v in values if v is not None), is_attention(call.target))
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Value that is used only, through linear ops, by one parameter's gradient.
+
+    Args:
+        target: layout (batch axes excepted) from which the gradient gets its compute layout without a reshard; None if
+            it cannot be derived.
+        batch_axes: axes that are ignored: over these the value stays a partial sum until the gradient's reduction.
+    """
+
+    target: Layout | None
+    batch_axes: tuple[str, ...]
+
+    def seconds(self, layout: Layout, itemsize: int, cost: Pricing) -> float:
+        """Predicts the seconds of the reshard from ``layout`` to the target."""
+        if self.target is None:
+            return 0.0
+        reduced = layout.unbind(self.batch_axes).without_partial(self.batch_axes)
+        return redistribute.seconds(reduced, self.target, itemsize, cost)
+
+
+@lru_cache(maxsize=65536)
+def priced(
+    spec: Spec,
+    operands: tuple[Layout, ...],
+    reachable: tuple[frozenset[Layout], ...],
+    pinned: tuple[bool, ...],
+    work: Work,
+    grad: Gradient | None,
+    cost: Pricing,
+) -> tuple[tuple[float, Strategy], ...]:
+    """Returns (seconds, strategy) for each strategy that the operands' layouts suggest; at least one splits nothing.
+
+    Memoised, so that repeated layers are priced once. The seconds are those of the reshards of operands, of later
+    reductions, and of the compute of each rank.
+
+    Args:
+        operands: layouts that the operands have.
+        reachable: for each operand, the layouts that an earlier use has resharded it to, which cost nothing.
+        pinned: for each operand, whether the plan fixes its layout.
+        work: what else the op's compute time depends on.
+        grad: set if the result only leads to a parameter's gradient.
+    """
+    out = []
+    for strategy in strategies(spec, operands):
+        price = sum(
+            redistribute.seconds(have, want, dtype.itemsize, cost) * (PIN_PENALTY if pin else 1.0)
+            for have, want, seen, pin, dtype in zip(
+                operands, strategy.operands, reachable, pinned, work.dtypes, strict=False
+            )
+            if have != want and want not in seen
+        )
+        itemsize = work.dtypes[-1].itemsize
+        if grad is not None:
+            price += grad.seconds(strategy.results[0], itemsize, cost)
+        else:
+            price += _deferred(spec, operands, strategy, itemsize, cost)
+        price += compute_seconds(spec, strategy, work, cost)
+        out.append((price, strategy))
+    return tuple(out)
+
+
+def compute_seconds(spec: Spec, strategy: Strategy, work: Work, cost: Pricing) -> float:
+    """Predicts the compute seconds of each rank; 0 for an op that only moves data, such as a view."""
+    if spec.moves:
+        return 0.0
+    layouts = (*strategy.operands, *strategy.results)
+    moved = sum(layout.local_numel * dtype.itemsize for layout, dtype in zip(layouts, work.dtypes, strict=True))
+    computed = cost.compute_seconds(spec.flops / shares(layouts), moved, work.dtypes[0], work.attention)
+    return with_sending(spec, strategy.operands, work, cost, computed)
+
+
+def with_sending(spec: Spec, operands: Sequence[Layout], work: Work, cost: Pricing, computed: float) -> float:
+    """Returns ``computed`` plus the exposed seconds of communication inside the op (routed rows, ring attention).
+
+    A ring overlaps: a rank computes on one block while the next one arrives.
+    """
+    if spec.routed is None:
+        return computed
+    over: dict[str, tuple[str, ...]] = {}
+    for layout, dims in zip(operands, spec.operands, strict=True):
+        for dim, factors in enumerate(dims):
+            over |= {factor: layout.dim_axes(dim) for factor in factors if factor not in over}
+    split = over.get(spec.routed.rows, ())
+    mesh, sent = operands[0].mesh, tuple(axis for axis in split if axis in over.get(spec.routed.owners, ()))
+    if not sent:
+        return computed
+    rows = spec.size(spec.routed.rows) // prod([mesh.size(axis) for axis in split])
+    ranks = prod([mesh.size(axis) for axis in sent])
+    over_axes = tuple(sorted(sent, key=mesh.order))
+    if spec.routed.moving:
+        part = sum(operands[at].local_numel * work.dtypes[at].itemsize for at in spec.routed.moving)
+        trips, around = spec.routed.trips, spec.routed.around
+        return computed + trips * passing_seconds(mesh, over_axes, part, computed / trips if around else None, cost)
+    wire = wire_elements("all_to_all", ranks, rows * spec.routed.elements) * work.dtypes[0].itemsize
+    return computed + 2 * cost.collective_seconds("all_to_all", mesh, over_axes, wire / 2)
+
+
+def passing_seconds(mesh: Mesh, axes: tuple[str, ...], part: float, computed: float | None, cost: Pricing) -> float:
+    """Predicts the exposed seconds of passing each rank's ``part`` bytes to all other ranks.
+
+    Args:
+        computed: compute seconds of the op on one rank, which overlap with a ring; None for an all-gather before it.
+    """
+    ranks = prod([mesh.size(axis) for axis in axes])
+    if computed is None:
+        return cost.collective_seconds("all_gather", mesh, axes, (ranks - 1) * part)
+    trip = cost.collective_seconds("permute_ranks", mesh, axes, part)
+    return (ranks - 1) * max(trip - computed / ranks, 0.0)
+
+
+def shares(layouts: tuple[Layout, ...]) -> int:
+    """Returns the number of ranks among which the work of an op whose tensors have these ``layouts`` is divided."""
+    mesh = layouts[0].mesh
+    axes = {axis for layout in layouts for axis in layout.bound}
+    if any(":" in axis for axis in axes):  # one tensor may bind an axis, another a part of it
+        edges = mesh.edges(axes)
+        axes = {part for axis in axes for part in mesh.parts(axis, edges)}
+    return prod([mesh.size(axis) for axis in axes])
+
+
+def _deferred(spec: Spec, operands: tuple[Layout, ...], strategy: Strategy, itemsize: int, cost: Pricing) -> float:
+    """Predicts the seconds of the pending reductions that a strategy passes from its operands to its results.
+
+    The pending sum of a contraction itself is not counted: it comes with every strategy that splits the contraction.
+    """
+    brought = {axis for layout in operands for axis, _ in layout.partial}
+    total = 0.0
+    for layout in strategy.results:
+        carried = [axis for axis, _ in layout.partial if axis in brought]
+        if carried:
+            total += redistribute.seconds(layout, layout.without_partial(carried), itemsize, cost)
+    # On a tie, ops that move data carry the partial sum (their consumer decides its layout), others reduce first.
+    return total * (0.999 if spec.moves else 1.001)

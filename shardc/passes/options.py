@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, cast
 
 from shardc.cost.hardware import Hardware
 from shardc.cost.model import CostModel
-from shardc.cost.recompute import CHOICES
+from shardc.cost.step_sequence import CHOICES
 from shardc.passes.pipeline import Hook, Pipeline
 from shardc.plan.value import Plan
 from shardc.validate import Bytes, Range, check_fields, renamed

@@ -23,24 +23,24 @@ from shardc.errors import LayoutError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.graph import Info
-from shardc.ir.layout import Layout
-from shardc.ir.mesh import Mesh
-from shardc.ir.op_traits import RESHAPES
-from shardc.ir.padding import (
+from shardc.ir.layout import (
+    Layout,
     Padding,
     Run,
     Runs,
     axes_of,
-    canonical,
+    canonical_runs,
     elements,
     is_padded,
     places,
     share_out,
     unpadded,
 )
+from shardc.ir.mesh import Mesh
+from shardc.ir.op_traits import RESHAPES
 from shardc.passes.op_calls import call_of, operands_of, with_operands
 from shardc.passes.padded_values import Padded, PaddedValues, reduction_identity
-from shardc.rules import factory, find_rule, linalg, pointwise, spec_of
+from shardc.rules import contractions, factory, find_rule, pointwise, spec_of
 from shardc.rules.rule import Call, Local
 from shardc.rules.spec import Spec
 
@@ -284,9 +284,9 @@ class _Padder(PaddedValues):
         mine = {factor for factors in dims for factor in factors if factor in padded_factors}
         fills = {reduction_identity(call, spec, factor) for factor in mine if not spec.carried_by_all(factor)}
         value = ir.value(x)
-        if not fills and find_rule(call.target) in linalg.MATRIX_FUNCTIONS.values():
+        if not fills and find_rule(call.target) in contractions.MATRIX_FUNCTIONS.values():
             name = [name for name, _ in call.named_operands()][at]
-            fills = {1 if name in linalg.PIVOTS else 0}  # a valid matrix for every kernel
+            fills = {1 if name in contractions.PIVOTS else 0}  # a valid matrix for every kernel
         elementwise = spec.moves or find_rule(call.target) in pointwise.TABLE.values()
         if not fills and not value.dtype.is_floating_point and not elementwise:
             fills = {0}  # it may be an index
@@ -330,7 +330,7 @@ def _padding_of(layout: Layout, shape: Sequence[int]) -> Padding:
 def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], padded_factors: Mapping[str, Runs]) -> Padding:
     """Returns the padding of an operand or result; ``dims`` has the factors (loops of the op) of each of its dims."""
     return tuple(
-        canonical([run for f in factors for run in padded_factors.get(f, (Run(spec.size(f), spec.size(f)),))])
+        canonical_runs([run for f in factors for run in padded_factors.get(f, (Run(spec.size(f), spec.size(f)),))])
         for factors in dims
     )
 

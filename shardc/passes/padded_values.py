@@ -14,7 +14,7 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.comm_volume import arguments_of
 from shardc.ir.graph import Info, NameScope
-from shardc.ir.padding import Padding, Run, Runs, is_padded, places
+from shardc.ir.layout import Padding, Run, Runs, is_padded, places
 from shardc.ir.rewriter import GraphRewriter
 from shardc.rules import strides_of
 from shardc.rules.rule import ANY, CONTIGUOUS, TRACED, Call

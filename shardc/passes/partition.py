@@ -9,8 +9,7 @@ from typing import Any
 from torch import fx
 
 from shardc._compat import LazyGraphModule
-from shardc.cost.recompute import runs_again
-from shardc.cost.step_sequence import is_coordinate
+from shardc.cost.step_sequence import is_coordinate, runs_again
 from shardc.ir import graph as ir
 from shardc.ir.graph import Role
 from shardc.ir.op_traits import CAST, communicates, moves_data
@@ -43,7 +42,7 @@ class Partition:
         levels: returns, for the joint graph, the FSDP level of each parameter that is gathered.
         split: cuts a joint graph after the given number of forward outputs.
         recompute, save: mark a node for the cut.
-        collectives: policy for checkpoint regions; see `shardc.cost.recompute`.
+        collectives: policy for checkpoint regions; see `shardc.cost.step_sequence`.
     """
 
     levels: Callable[[fx.Graph], Mapping[str, int]]

@@ -11,12 +11,11 @@ from torch import Tensor, fx
 
 from shardc.cost.step_sequence import aliased
 from shardc.ir import graph as ir
-from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, PLAN, MemoryPlan, Slot, place
+from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, PLAN, MemoryPlan, Packing, Slot, place, rows_of
 from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER, is_ring, waits_of
 from shardc.ir.comm_volume import group_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.op_traits import lends
-from shardc.ir.packing import Packing, rows_of
 from shardc.passes.op_calls import is_start
 
 
@@ -33,7 +32,7 @@ class PlanMemory:
     last argument of each direct collective, and a `MemoryPlan` on the output node.
 
     A collective has a slot for each result. If it reduces over n > 2 ranks by messages, it also has a slot for each
-    result, for the terms that come from n - 2 ranks. Tensors that share a message (`shardc.ir.packing`) have instead
+    result, for the terms that come from n - 2 ranks. Tensors that share a message (`shardc.ir.arena`) have instead
     one slot for all incoming messages and one for the outgoing ones. An all-reduce over more than two ranks has one
     slot.
     """

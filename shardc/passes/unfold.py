@@ -20,10 +20,10 @@ from shardc.cost.step_sequence import ALIASED, aliased
 from shardc.errors import PlanError, ShardcError
 from shardc.ir import graph as ir
 from shardc.ir.graph import Info, Origin, Role
-from shardc.ir.reads import Reads
+from shardc.ir.guards import Reads
 from shardc.ir.repeat import Marks, Repeat, Repeats
 from shardc.passes.hoist_grad_epilogue import HoistGradEpilogue
-from shardc.plan.bound import BoundPlan
+from shardc.plan.resolve import BoundPlan
 
 T = TypeVar("T")
 

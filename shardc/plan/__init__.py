@@ -18,5 +18,5 @@ from shardc.plan.ports import resolve_inputs as resolve_inputs
 from shardc.plan.ports import resolve_outputs as resolve_outputs
 from shardc.plan.resolve import ParamPlan as ParamPlan
 from shardc.plan.resolve import resolve_params as resolve_params
-from shardc.plan.spec_forms import per_rank as per_rank
+from shardc.plan.spec import per_rank as per_rank
 from shardc.plan.value import Plan as Plan

@@ -1,4 +1,7 @@
-"""Loads a saved program: parses its text, checks it, and unpickles nothing."""
+"""Loads a saved program: parses its text, checks it, and unpickles nothing.
+
+Derives the backward graph for a loss that uses only some outputs, from the backward graph for all outputs.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,22 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from shardc import _compat
 from shardc.cost.causes import Cause, cause_of
 from shardc.custom_ops.expert_functions import Body, register
 from shardc.errors import PrecompiledError
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN
-from shardc.ir.deferred import NOTHING, Deferred
-from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, Executable, Half, Phase
+from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, NOTHING, Deferred, Executable, Half, Phase
 from shardc.ir.graph import Role, Value
+from shardc.ir.guards import Guards
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
-from shardc.ir.reads import Guards
-from shardc.lower.inductor import fakes, load_artifacts
+from shardc.lower.inductor import fakes, give_values, load_artifacts
+from shardc.passes import PlanMemory, PruneUnusedGrads
+from shardc.passes.pipeline import Hook, Pipeline
 from shardc.plan.value import Plan
-from shardc.precompiled.op_allowlist import allowed, allowed_op
 from shardc.precompiled.program_key import described
 from shardc.precompiled.record import (
     AGAIN,
@@ -34,14 +38,36 @@ from shardc.precompiled.record import (
     LargeConstant,
     Record,
     TensorType,
+    allowed,
+    allowed_op,
     constants,
     read,
     read_record,
+    spec_from_json,
 )
-from shardc.precompiled.tree_spec import spec_from_json
-from shardc.precompiled.unused import backward_for
+from shardc.precompiled.save import untied
 from shardc.validate import checked
 from shardc.verify import check, verify
+
+
+def backward_for(used: frozenset[int], backward: Half, *hooks: Hook) -> fx.GraphModule:
+    """Return the backward graph for a loss that uses the outputs ``used``.
+
+    It depends only on the text of ``backward``, which ranks have compared, so a rank that compiled the program and one
+    that loaded it derive the same graph.
+
+    Args:
+        backward: the backward half for all outputs; it is not changed.
+    """
+    gm = untied(backward.gm)
+    for node in gm.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            node.meta = {ir.KEY: node.meta[ir.KEY]}
+    ir.output_node(gm.graph).meta.pop(PLAN, None)
+    with _compat.no_autocast():
+        give_values(gm)
+    return Pipeline((PruneUnusedGrads(used), PlanMemory(backward.mesh))).run(gm, *hooks)
+
 
 _MOST_RANKS = 1 << 20
 _ORDER = (BACKWARD, FORWARD, INFERENCE)  # the backward first: forward names saved values as its placeholders

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardc.errors import PrecompiledError
+from shardc.ir.code import tensor_text
 from shardc.ir.mesh import Mesh
 from shardc.ir.reach import reach
-from shardc.ir.value_text import tensor_text
 from shardc.plan.value import Plan
 from shardc.runtime.signature import Signature
 
@@ -20,7 +20,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class ProgramKey:
-    """What a program is compiled for, but for what its capture reads of the model (`shardc.ir.reads.Guards`).
+    """What a program is compiled for, but for what its capture reads of the model (`shardc.ir.guards.Guards`).
 
     A module looks for its programs by ``call``, as the rest is the same for all of them. The store and saved programs
     compare all of it, and the versions of torch and shardc.

@@ -1,30 +1,239 @@
-"""The record of a saved program, ``program.json``: its fields, and how the files of its folder are written and read."""
+"""The record of a saved program, ``program.json``: its fields, and how the files of its folder are written and read.
+
+The ops that a saved program may call: those that compute tensors from tensors and numbers.
+
+Other ops could read and write files, open sockets or print, and a program may come from somebody else. Allowed are
+functional ops of aten and prims, collectives over the mesh's groups, shardc's own ops, and ops of the user's libraries
+with a registered rule.
+
+Pytree structures of arguments and results as JSON; nothing that a file names is imported or called.
+
+    "*"                                              a leaf
+    {"dict": [["a", "*"], ["b", {"list": ["*"]}]]}   also tuple, OrderedDict, Size
+    {"node": "models.Output", "context": [...], "children": ["*"]}
+
+The class of a ``node`` is looked up by name among those that the program has registered with `torch.utils._pytree`, or
+is a named tuple at the top of an imported module. torch's own `treespec_loads` imports the modules that a file names.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
+import re
 import stat
+import sys
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from shardc._compat import pytree
+from shardc._compat import is_dispatched, pytree, spec_children
+from shardc.capture import register_caches
 from shardc.errors import PrecompiledError
+from shardc.ir import grammar
 from shardc.ir.arena import MemoryPlan
+from shardc.ir.comm_volume import arguments_of, group_axes
+from shardc.ir.guards import Guards, Reads
 from shardc.ir.mesh import Mesh
-from shardc.ir.reads import Guards, Reads
+from shardc.ir.op_traits import NAMESPACE, OWN_NAMESPACE
 from shardc.ir.returned import Returned
 from shardc.plan.value import Plan
 from shardc.precompiled.program_key import ProgramKey
-from shardc.precompiled.tree_spec import spec_from_json, spec_to_json
+from shardc.rules import is_registered
 from shardc.runtime.signature import Constant, Signature
 from shardc.validate import Range, checked
+from shardc.verify.subject import Broken, Subject
+
+_NAMESPACES = (
+    "aten",
+    "prims",
+    NAMESPACE,
+    OWN_NAMESPACE,
+    "shardc_random",
+    "shardc_checks",
+    "shardc_recurrent",
+    "shardc_experts",
+    "shardc_attention",
+)
+_TYPES = re.compile(r"(Optional|List|Tuple)\[(.*)\]")
+_VALUES = {"Tensor", "int", "SymInt", "float", "bool", "number", "Scalar", "ScalarType", "Layout", "Device",
+           "MemoryFormat", "SymBool", "SymFloat", "Generator", "Any"}  # fmt: skip
+# String arguments that are allowed: none of them is a path, code or a message.
+_WORDS = {
+    "api_name", "approximate", "axis", "body", "cell", "device", "driver", "equation", "group_name", "held",
+    "indexing", "interpolation", "method", "mode", "norm", "ord", "over", "padding", "reduce", "reduce_op",
+    "rounding_mode", "side", "UPLO",
+}  # fmt: skip
+_CHECK: Any = torch.ops.aten._linalg_check_errors.default  # the one op without a result
+_WORD = re.compile(r"[\w:,.> -]{0,200}", re.ASCII)
+# Ops that reinterpret memory, or do not check an index.
+_UNCHECKED = re.compile(r"_test|_nested|.*_unsafe$|_reinterpret|_debug|_validate_sparse|.*_make_per_")
+
+
+def allowed(subject: Subject) -> Broken:
+    """Yield (node, reason) for each call in a graph that a saved program may not contain, or that breaks its schema."""
+    for node in subject.calls:
+        if node.target is operator.getitem:
+            continue
+        if not grammar.is_torch_op(node.target) or not allowed_op(node.target):
+            yield node, f"a saved program may not call {node.target}"
+            continue
+        target: Any = node.target
+        names = [argument.name for argument in target._schema.arguments]
+        if len(node.args) > len(names) or not set(node.kwargs) <= set(names[len(node.args) :]):
+            yield node, f"its arguments are not those of {target._schema}"
+            continue
+        for name, value in arguments_of(node).items():
+            if isinstance(value, str) and (name not in _WORDS or not _WORD.fullmatch(value)):
+                yield node, f"{name}={value!r} is no word"
+            elif name == "group_name" and group_axes(value, subject.mesh) is None:
+                yield node, f"{value!r} is no group of the mesh {subject.mesh}"
+
+
+@cache
+def allowed_op(op: Any) -> bool:
+    """Return whether a saved program may call ``op``, by its schema."""
+    schema = op._schema
+    if op.namespace not in _NAMESPACES:
+        return is_registered(op)
+    # Ops of TorchScript only (aten::save) are not dispatched.
+    if op is _CHECK:
+        return True
+    if not is_dispatched(op) or _UNCHECKED.match(schema.name.partition("::")[2]) or not schema.returns:
+        return False
+    words = {argument.name for argument in schema.arguments if _kind(argument.type) == "str"}
+    kinds = {_kind(x.type) for x in (*schema.arguments, *schema.returns)} - {"str"}
+    # Only collectives may write to their arguments.
+    return words <= _WORDS and kinds <= _VALUES and (not schema.is_mutable or op.namespace == NAMESPACE)
+
+
+def is_own(op: Any) -> bool:
+    """Return whether ``op`` and its rule are torch's or shardc's, not the user's."""
+    plain = op is operator.getitem or grammar.is_torch_op(op) and op.namespace in _NAMESPACES
+    return plain and not is_registered(op)
+
+
+def _kind(kind: Any) -> str:
+    """Return the innermost type of a schema's argument: of ``Optional[List[int]]``, ``int``."""
+    text = str(kind)
+    while match := _TYPES.fullmatch(text):
+        text = match[2]
+    return text
+
+
+LEAF = "*"
+_LISTS: dict[str, Any] = {"list": list, "tuple": tuple, "Size": torch.Size}
+_DICTS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict}
+_PLAIN = (bool, int, float, str, type(None))
+_FIX = (
+    "use lists, tuples, dicts, named tuples at the top of a module, and dataclasses that are registered with "
+    "torch.utils._pytree"
+)
+_DEEPEST = 100
+
+
+def spec_to_json(spec: pytree.TreeSpec, what: str) -> Any:
+    """Return a pytree structure as JSON data; PrecompiledError if a container class or a key has no JSON form."""
+    kind, children = spec.type, [spec_to_json(child, what) for child in spec_children(spec)]
+    if spec.is_leaf():
+        return LEAF
+    for name, container in _LISTS.items():
+        if kind is container:
+            return {name: children}
+    for name, container in _DICTS.items():
+        if kind is container:
+            if all(type(key) in _PLAIN for key in spec.context):
+                return {name: [list(pair) for pair in zip(spec.context, children, strict=True)]}
+            raise PrecompiledError(f"{what} have a {name} with the keys {spec.context!r}", fix="use strings for keys")
+    owner, context = (spec.context, None) if kind is namedtuple else (kind, spec.context)
+    name = _name(owner)
+    if _class_of(name) is not owner or plain(context) != context:
+        raise PrecompiledError(f"the structure of {what} cannot be saved: it has a {name}", fix=_FIX)
+    return {"node": name, "context": plain(context), "children": children}
+
+
+def spec_from_json(data: Any, what: str, depth: int = 0) -> pytree.TreeSpec:
+    """Return the structure that `spec_to_json` wrote; PrecompiledError for other data or an unregistered class."""
+    if data == LEAF:
+        return pytree.tree_flatten(0)[1]
+    if depth > _DEEPEST or not isinstance(data, dict):
+        raise PrecompiledError(f"{what} are no structure of values")
+
+    def below(items: Any) -> list[pytree.TreeSpec]:
+        if not isinstance(items, list):
+            raise PrecompiledError(f"{what} are no structure of values")
+        return [spec_from_json(item, what, depth + 1) for item in items]
+
+    if len(data) == 1:
+        ((name, items),) = data.items()
+        if name in _LISTS:
+            return pytree.TreeSpec(_LISTS[name], None, below(items))
+        if name in _DICTS and isinstance(items, list) and all(_is_pair(item) for item in items):
+            keys = [key for key, _ in items]
+            if len({(type(key), key) for key in keys}) == len(keys):
+                return pytree.TreeSpec(_DICTS[name], keys, below([item for _, item in items]))
+    elif set(data) == {"node", "context", "children"} and isinstance(data["node"], str):
+        cls = _class_of(data["node"])
+        if cls is None:
+            raise PrecompiledError(
+                f"{what} have a {data['node']}, which this program has not registered with pytree",
+                fix="import what registers it before the program is loaded",
+            )
+        if data["context"] != plain(data["context"]):
+            raise PrecompiledError(f"{what} have a {data['node']} with a context that is not plain")
+        if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+            return pytree.TreeSpec(namedtuple, cls, below(data["children"]))
+        return pytree.TreeSpec(cls, data["context"], below(data["children"]))
+    raise PrecompiledError(f"{what} are no structure of values")
+
+
+def _class_of(name: str) -> type | None:
+    """Return the class of this name that pytree has registered, or the named tuple; None if there is none."""
+    if (cls := registered().get(name)) is not None:
+        return cls
+    module, _, attribute = name.rpartition(".")
+    candidate: Any = vars(sys.modules[module]).get(attribute) if module in sys.modules else None
+    if not isinstance(candidate, type) or not issubclass(candidate, tuple) or _name(candidate) != name:
+        return None
+    scope = getattr(candidate.__new__, "__globals__", {})  # globals that only code generated by `namedtuple` has
+    return candidate if str(scope.get("__name__")).startswith("namedtuple_") and hasattr(candidate, "_fields") else None
+
+
+def registered() -> dict[str, type]:
+    """Return name -> class of pytree's registered classes outside of torch's internals, without ambiguous names."""
+    register_caches()
+    kinds = [kind for kind in (*pytree.SUPPORTED_NODES, *pytree.SUPPORTED_SERIALIZED_TYPES) if isinstance(kind, type)]
+    out: dict[str, type] = {}
+    for kind in dict.fromkeys(kinds):
+        if kind.__module__ not in ("builtins", "collections") and not kind.__module__.startswith("torch._"):
+            out[_name(kind)] = kind if _name(kind) not in out else type(None)
+    return {name: kind for name, kind in out.items() if kind is not type(None)}
+
+
+def plain(context: Any) -> Any:
+    """Return a pytree ``context`` with what JSON cannot hold as ``[]``: it can be saved if the copy equals it."""
+    if isinstance(context, dict):
+        return {key: plain(value) for key, value in context.items() if isinstance(key, str)}
+    if isinstance(context, list):
+        return [plain(value) for value in context]
+    return context if type(context) in _PLAIN else []
+
+
+def _name(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, list) and len(item) == 2 and type(item[0]) in _PLAIN
+
 
 VERSION = 10
 RECORD, ARTIFACTS = "program.json", "inductor.bin"
@@ -88,7 +297,7 @@ class Record:
     """A saved program without its graphs.
 
     Args:
-        output_spec: read by `shardc.precompiled.tree_spec`.
+        output_spec: read by `shardc.precompiled.record`.
         files: the other files and their sha256.
     """
 

@@ -21,7 +21,6 @@ from shardc.ir import graph as ir
 from shardc.ir.comm_volume import GROUP_PREFIX
 from shardc.ir.executable import INFERENCE, Executable
 from shardc.ir.text import dump
-from shardc.precompiled.op_allowlist import allowed
 from shardc.precompiled.record import (
     ARTIFACTS,
     PLAIN,
@@ -32,10 +31,11 @@ from shardc.precompiled.record import (
     LargeConstant,
     Record,
     TensorType,
+    allowed,
     constants,
+    spec_to_json,
     to_json,
 )
-from shardc.precompiled.tree_spec import spec_to_json
 from shardc.verify import check
 
 

@@ -31,13 +31,12 @@ from shardc.cost.hardware import Hardware
 from shardc.cost.model import CostModel
 from shardc.errors import PrecompiledError, ShardcWarning
 from shardc.ir.executable import FORWARD, INFERENCE, Executable, Phase
+from shardc.ir.guards import tracing
 from shardc.ir.reach import Reach
-from shardc.ir.states import tracing
 from shardc.passes.options import Options
 from shardc.precompiled.load import Precompiled
-from shardc.precompiled.op_allowlist import is_own
 from shardc.precompiled.program_key import ProgramKey
-from shardc.precompiled.record import VERSION, Record, read_record, to_json
+from shardc.precompiled.record import VERSION, Record, is_own, read_record, to_json
 from shardc.precompiled.save import save_program
 from shardc.rules import is_written_out, registered
 

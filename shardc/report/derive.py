@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import sympy
 from torch import fx
 
+from shardc.cost.compute import model_flops
 from shardc.cost.hardware import Hardware
-from shardc.cost.repeated_compute import model_flops
 from shardc.errors import PlanError, ShardcError
 from shardc.ir import comm_volume
 from shardc.ir import graph as ir

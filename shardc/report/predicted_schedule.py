@@ -14,21 +14,19 @@ import torch
 from torch import fx
 
 from shardc.cost.causes import Explainer
-from shardc.cost.fused_kernels import Kernel, buffers, kernels
+from shardc.cost.compute import Kernel, buffers, kernels
 from shardc.cost.hardware import Hardware, Price, price, route
 from shardc.cost.step_sequence import START, Sequence
 from shardc.custom_ops.expert_ops import RUN, RUN_GRADIENT
 from shardc.errors import PlanError
 from shardc.ir import comm_volume
 from shardc.ir import graph as ir
+from shardc.ir.arena import Packing, rows_of
 from shardc.ir.comm import SEND_ROWS, is_ring, move_kind
 from shardc.ir.gc_control import uncollected
 from shardc.ir.mesh import Mesh, split_part
-from shardc.ir.packing import Packing, rows_of
-from shardc.report import export, page, picture
-from shardc.report.memory import memory_of
-from shardc.report.prediction import HOST, Collective, Prediction, Run
-from shardc.report.simulate import ORDERS, Span, Timeline, simulate
+from shardc.report import export, page
+from shardc.report.prediction import HOST, ORDERS, Collective, Prediction, Run, Span, Timeline, memory_of, simulate
 
 if TYPE_CHECKING:
     from shardc.report.formulas import Cost, Costs
@@ -74,7 +72,7 @@ class Schedule(Prediction):
         Raises:
             InputError: matplotlib is not installed, or does not support the suffix.
         """
-        picture.save(picture.draw(self), path)
+        page.save(page.draw(self), path)
 
 
 @uncollected()

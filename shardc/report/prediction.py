@@ -1,8 +1,26 @@
-"""The predicted step: each collective and kernel with its time, the memory, and the totals."""
+"""The predicted step: each collective and kernel with its time, the memory, and the totals.
+
+Predicts the memory of one rank over a step: bytes by owner at every op, and the peak.
+
+A kernel's results are allocated before it runs and its inputs are freed after it, so both are counted while it runs.
+If results of collectives are in an arena (CPU ranks), the arena is counted for the whole step, as communication.
+Not counted: rounding and fragmentation of the caching allocator, library workspaces, temporaries of the optimizer.
+
+Simulates a rank's step: one stream of kernels in order, and per mesh axis one stream of collectives in order.
+
+    graph       a collective starts where the graph starts it, and stalls the rank where the graph waits for it
+    earliest    it starts as soon as its inputs are ready and its axis is free, and stalls the rank only at the first
+                kernel that reads it: a bound on what scheduling could reach, ignoring memory
+
+The collectives of one axis keep their graph order in both. Contention on links that two axes share is not modelled.
+
+If the ranks' own cores do the sending (`shardc.cost.hardware.Hardware.share`), a collective also slows the rank down:
+it is busy at the start, and concurrent kernels lose that share of the transfer time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -11,14 +29,249 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from shardc.cost.causes import Cause
-from shardc.cost.fused_kernels import Kernel
+from shardc.cost.compute import Buffer, Kernel, is_inner
 from shardc.cost.hardware import Hardware
-from shardc.cost.step_sequence import Sequence
+from shardc.cost.step_sequence import INPUT, START, WAIT, Sequence
+from shardc.ir import graph as ir
 from shardc.ir.mesh import Mesh
-from shardc.report.memory import Memory
 
 if TYPE_CHECKING:
     from shardc.report.formulas import Costs
+
+
+OWNERS = ("parameters", "optimizer", "inputs", "gradients", "activations", "gathered", "communication", "temporaries")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The memory allocated while one op runs.
+
+    Args:
+        at: position of the op in the step's sequence.
+        sizes: bytes by owner, in the order of ``OWNERS``.
+    """
+
+    at: int
+    sizes: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A rank's memory, in bytes.
+
+    Args:
+        samples: one for every op that allocates or frees, in order.
+        peak: the largest sample.
+        peak_op: name of the op at the peak.
+        host: (owner, bytes) kept in host memory instead, for the whole step.
+    """
+
+    samples: tuple[Sample, ...]
+    peak: Sample
+    peak_op: str
+    host: tuple[tuple[str, int], ...] = ()
+
+    def by_owner(self) -> dict[str, int]:
+        """Return the bytes at the peak by owner."""
+        return dict(zip(OWNERS, self.peak.sizes, strict=True))
+
+
+def memory_of(
+    step: Sequence,
+    outputs: list[tuple[Buffer | None, ...]],
+    kernels: Mapping[int, Kernel],
+    optimizer_copies: float,
+) -> Memory:
+    """Return the predicted memory of a step.
+
+    Args:
+        outputs: per op the buffers of its results.
+        optimizer_copies: size of the optimizer's state as a multiple of the parameters (AdamW: 2).
+    """
+    backward_start = next((at for at, op in enumerate(step.ops) if op.phase == "backward"), len(step.ops))
+    step_outputs = {id(b) for _, at in step.outputs for b in outputs[at] if b is not None}
+    grads = {id(b) for role, at in step.outputs if role.kind == "grad" for b in outputs[at] if b is not None}
+    kernel_of = {at: kernel.ops for kernel in kernels.values() for at in kernel.ops}
+    changes: dict[int, dict[str, int]] = {}
+
+    def hold(owner: str, size: int, start: int, end: int) -> None:
+        for at, change in ((start, size), (end + 1, -size)):
+            change_by_owner = changes.setdefault(at, {})
+            change_by_owner[owner] = change_by_owner.get(owner, 0) + change
+
+    host: dict[str, int] = {}
+
+    def on_host(owner: str, size: int) -> None:
+        host[owner] = host.get(owner, 0) + size
+
+    whole_step = len(step.ops)
+    if step.arena:
+        hold("communication", step.arena, 0, whole_step)
+    for at, op in enumerate(step.ops):
+        placed = step.placed.get(at, ())
+        for number, buffer in enumerate(outputs[at]):
+            if buffer is None or buffer.allocated != at or not buffer.size or number in placed:
+                continue
+            value = ir.info(op.node).value
+            if isinstance(value, ir.Value) and value.host:
+                on_host("parameters" if op.kind == INPUT else "gradients", buffer.size)
+                if op.kind == INPUT:
+                    on_host("optimizer", int(buffer.size * optimizer_copies))
+                continue
+            if op.kind == INPUT:
+                role = ir.info(op.node).role
+                if role is not None and role.kind == "param":
+                    hold("parameters", buffer.size, 0, whole_step)
+                    hold("optimizer", int(buffer.size * optimizer_copies), 0, whole_step)
+                else:
+                    hold("inputs", buffer.size, 0, whole_step)
+                continue
+            mine = kernel_of.get(at, (at,))
+            if at in kernel_of and is_inner(buffer, set(mine), step_outputs):
+                continue
+            end = whole_step if id(buffer) in step_outputs else kernel_of.get(buffer.last, (buffer.last,))[-1]
+            hold(
+                _owner(op.gathered, id(buffer) in grads, op.kind == START, buffer, backward_start),
+                buffer.size,
+                mine[0],
+                end,
+            )
+    samples = _samples(changes, whole_step)
+    peak = max(samples, key=lambda sample: (sample.total, -sample.at))
+    return Memory(samples, peak, ir.info(step.ops[min(peak.at, whole_step - 1)].node).name, tuple(sorted(host.items())))
+
+
+def _owner(gathered: bool, grad: bool, communicated: bool, buffer: Buffer, turn: int) -> str:
+    if gathered:
+        return "gathered"
+    if grad:
+        return "gradients"
+    if buffer.allocated < turn <= buffer.last:
+        return "activations"
+    return "communication" if communicated else "temporaries"
+
+
+def _samples(changes: Mapping[int, Mapping[str, int]], end: int) -> tuple[Sample, ...]:
+    sizes = dict.fromkeys(OWNERS, 0)
+    out = []
+    for at in sorted(changes):
+        for owner, change in changes[at].items():
+            sizes[owner] += change
+        if at <= end:
+            out.append(Sample(at, tuple(sizes.values())))
+    return tuple(out)
+
+
+ORDERS = ("graph", "earliest")
+
+
+@dataclass
+class Span:
+    """The time of one kernel or collective, and how long the rank waited for it (seconds)."""
+
+    start: float
+    end: float
+    exposed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans by position in the step, of kernels (at their last op) and of collectives; and the clock before each op."""
+
+    kernels: dict[int, Span]
+    collectives: dict[int, Span]
+    clock: tuple[float, ...]
+    seconds: float
+
+
+def simulate(
+    step: Sequence,
+    kernels: Mapping[int, Kernel],
+    kernel_seconds: Callable[[Kernel], float],
+    streams: Mapping[int, tuple[str, ...]],
+    wire_seconds: Mapping[int, float],
+    order: str,
+    start_seconds: Mapping[int, float] | None = None,
+    share: float = 0.0,
+) -> Timeline:
+    """Simulate a step.
+
+    Args:
+        streams: collective -> the mesh axes that it occupies.
+        wire_seconds: collective -> its duration.
+        order: "graph" or "earliest".
+        start_seconds: collective -> seconds that the rank is busy starting it, which count as exposed.
+        share: share of the transfer time that concurrent kernels lose; below 1.
+    """
+    eager = order == "earliest"
+    clock = 0.0
+    clocks: list[float] = []
+    free: dict[str, float] = {}
+    ready = [0.0] * len(step.ops)
+    owed: list[int | None] = [None] * len(step.ops)  # the pending collective that each value comes from
+    spans: dict[int, Span] = {}
+    runs: dict[int, Span] = {}
+    began: dict[str, float] = {}
+
+    def stall(read: int) -> None:
+        nonlocal clock
+        source = owed[read]
+        if ready[read] > clock:
+            if source is not None:
+                spans[source].exposed += ready[read] - clock
+            clock = ready[read]
+
+    member = {at: last for last, kernel in kernels.items() for at in kernel.ops}
+    for at, op in enumerate(step.ops):
+        began.setdefault(op.phase, clock)
+        clocks.append(clock)
+        latest = max(op.reads, key=lambda read: ready[read], default=None)
+        if op.kind == INPUT:
+            continue
+        if op.kind == START:
+            inputs_ready = ready[latest] if latest is not None else 0.0
+            start = max(inputs_ready, began[op.phase]) if eager else clock
+            busy = start_seconds[at] if start_seconds is not None else 0.0
+            clock += busy
+            start = max([start + busy, *(free.get(axis, 0.0) for axis in streams[at])])
+            spans[at] = Span(start, start + wire_seconds[at], busy)
+            free.update(dict.fromkeys(streams[at], spans[at].end))
+            ready[at], owed[at] = spans[at].end, at
+            continue
+        if at in member:
+            for read in op.reads:
+                stall(read)
+            if at in kernels:
+                begin = clock
+                sending = max([0.0, *(end - clock for end in free.values())])
+                clock += beside(kernel_seconds(kernels[at]), sending, share)
+                runs[at] = Span(begin, clock)
+                for inner in kernels[at].ops:
+                    ready[inner] = clock
+            continue
+        if latest is not None:
+            ready[at], owed[at] = ready[latest], owed[latest]
+            if op.kind == WAIT and not eager:
+                stall(latest)
+    for _, at in step.outputs:
+        stall(at)
+    return Timeline(runs, spans, tuple(clocks), clock)
+
+
+def beside(seconds: float, sending: float, share: float) -> float:
+    """Return the duration of a kernel of ``seconds`` that starts ``sending`` seconds before the current transfers end.
+
+    >>> beside(1.0, 0.5, 0.4), beside(0.3, 1.0, 0.4)
+    (1.2, 0.5)
+    """
+    if seconds < (1 - share) * sending:  # it ends before the transfers do
+        return seconds / (1 - share)
+    return seconds + share * sending
+
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -102,7 +355,7 @@ class Prediction:
 
     Args:
         mesh, hardware: the target of the prediction.
-        order: "graph" or "earliest" (`shardc.report.simulate`).
+        order: "graph" or "earliest" (`shardc.report.prediction`).
         transfers, runs: collectives (and host copies) and kernels, in graph order.
         memory: bytes of a rank over the step.
         clock: seconds at which each op of the step is reached.

@@ -12,7 +12,7 @@ from typing import Any
 from tabulate import tabulate
 
 from shardc.ir.layout import Layout
-from shardc.report.picture import figure, save
+from shardc.report.page import figure, save
 
 SHOWN = 8  # most ranks listed in a tile; of a larger group the first and last are shown
 

@@ -14,16 +14,13 @@ from shardc.custom_ops.flops import flops, is_dense
 from shardc.errors import RuleError
 from shardc.ir.graph import Value
 from shardc.rules import (
-    advanced_indexing,
-    convolution,
+    attention_rules,
+    contractions,
     factory,
-    fused_attention,
     indexing,
-    linalg,
     pointwise,
     reduction,
     routed_experts,
-    sequence_attention,
     slicing,
     view_ops,
 )
@@ -39,12 +36,9 @@ FAMILIES = (
     view_ops,
     slicing,
     indexing,
-    advanced_indexing,
-    fused_attention,
-    sequence_attention,
-    convolution,
+    attention_rules,
+    contractions,
     routed_experts,
-    linalg,
     factory,
 )
 RULES: Mapping[str, Rule] = table(list(chain.from_iterable(family.TABLE.values() for family in FAMILIES)))

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 import shardc.custom_ops.random as draws
-from shardc.rules.loops import FREE, Loops
-from shardc.rules.notation import WHOLE
+from shardc.rules.notation import FREE, WHOLE, Loops
 from shardc.rules.positions import positions, split
 from shardc.rules.rule import ANY, Call, Local, Rule, rules_for, sized, table
 from shardc.rules.spec import Spec

@@ -16,8 +16,7 @@ import torch
 from shardc._compat import has_single_dim_table, single_dim_table
 from shardc.ir.graph import Value
 from shardc.ir.op_traits import draws
-from shardc.rules.loops import Loops
-from shardc.rules.notation import WHOLE
+from shardc.rules.notation import WHOLE, Loops
 from shardc.rules.rule import Call, Rule
 from shardc.rules.spec import Dims, Spec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardc.rules.loops import Loops
+from shardc.rules.notation import Loops
 from shardc.rules.rule import ANY, Call, Rule, rules_for, table
 from shardc.rules.spec import Spec
 

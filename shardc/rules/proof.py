@@ -14,9 +14,8 @@ from torch import Tensor
 from shardc.ir.graph import Value
 from shardc.ir.layout import Digit, Digits, Layout, canonical
 from shardc.ir.mesh import Mesh
-from shardc.rules.routed import Routed
 from shardc.rules.rule import Builder, Call, Local, Rule
-from shardc.rules.spec import Spec, Strategy, commute, infer, place, results_of
+from shardc.rules.spec import Routed, Spec, Strategy, commute, infer, place, results_of
 
 # Tolerated relative errors: of data movement and arithmetic in float64, and of arithmetic in other dtypes.
 MOVED, COMPUTED = 1e-12, 1e-9

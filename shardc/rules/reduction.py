@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import shardc.custom_ops.recurrent_ops  # noqa: F401  (the ops)
-from shardc.rules.loops import Loops, mixed
-from shardc.rules.notation import WHOLE, rule
+from shardc.rules.notation import WHOLE, Loops, mixed, rule
 from shardc.rules.rule import ANY, CONTIGUOUS, Call, Rule, SpecOf, rules_for, table
 from shardc.rules.spec import Dims, Spec
 

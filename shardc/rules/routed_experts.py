@@ -15,12 +15,10 @@ from shardc.custom_ops import expert_ops
 from shardc.custom_ops.expert_functions import body_of
 from shardc.ir.comm import SEND_ROWS, WAIT
 from shardc.ir.layout import strides
-from shardc.rules.loops import Loops
-from shardc.rules.notation import WHOLE
+from shardc.rules.notation import WHOLE, Loops
 from shardc.rules.positions import coordinate
-from shardc.rules.routed import Routed
 from shardc.rules.rule import CONTIGUOUS, Call, Local, Rule, table
-from shardc.rules.spec import Dims, Spec
+from shardc.rules.spec import Dims, Routed, Spec
 
 aten = torch.ops.aten
 _TOKENS, _EXPERTS = "t", "e"

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from shardc.ir.layout import Layout
-from shardc.rules.loops import FREE, Loops, mixed
-from shardc.rules.notation import WHOLE
+from shardc.rules.notation import FREE, WHOLE, Loops, mixed
 from shardc.rules.positions import owned_at, split, zero_unless
 from shardc.rules.rule import ANY, Call, Local, Rule, SpecOf, rules_for, table
 from shardc.rules.spec import Dims, Spec

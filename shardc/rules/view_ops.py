@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from shardc.rules.loops import FREE, Loops
-from shardc.rules.notation import WHOLE
+from shardc.rules.notation import FREE, WHOLE, Loops
 from shardc.rules.rule import ANY, Call, Local, Localize, Rule, SpecOf, rules_for, sized, table
 from shardc.rules.spec import Spec
 

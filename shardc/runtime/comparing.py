@@ -1,15 +1,29 @@
-"""Comparisons of `Event`s between ranks through the store: the hash of each rank, and the verdict of all."""
+"""Comparisons of `Event`s between ranks through the store: the hash of each rank, and the verdict of all.
+
+Methods that all ranks must call: a rank that calls one alone raises at once, and the others run on.
+
+The first rank that calls opens an attempt in the store, and the others join it. It fails if the listener thread
+(`shardc.runtime.wire.listen`) of another rank reports that this rank goes on to its next event, waits in a collective
+of torch with a rank of the attempt, or ends.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed import distributed_c10d as c10d
 
+from shardc.errors import MeshError
+from shardc.ir.code import is_told
 from shardc.runtime.events import Event, Lines, ended, late_ranks
 
 BEFORE = "differ before"  # verdict: the ranks differ at an earlier event
@@ -140,3 +154,166 @@ class Comparisons:
     def refuse(self, store: dist.Store, number: int) -> bool:
         """Ends this rank's wait at event ``number`` with `BEFORE`; returns False if there was a verdict already."""
         return store.compare_set(f"{self.at(number)}verdict", "", BEFORE).decode() == BEFORE
+
+
+_DONE = "all came"
+_LONG = 25  # samples in the same event, before a rank compares it with the others; doubled if all is well
+_STUCK = 15  # samples in the same call of a collective, before a rank refuses
+
+
+class Meeting:
+    """This rank's side of methods that all ranks must call. ``prefix`` is that of its keys in the store.
+
+    Attributes:
+        invited: another rank's attempt that this one has not joined: the number of the event before it, and its name.
+    """
+
+    def __init__(self, prefix: str, rank: int, ranks: Sequence[int]) -> None:
+        self.prefix, self.rank, self.ranks = prefix, rank, ranks
+        self.invited: tuple[int, str] | None = None
+        self._joined = ""
+        self._failed: tuple[int, str] = (-1, "")  # event and reason of its last failed attempt
+        self._looks = Looks()
+
+    def meet(
+        self,
+        store: dist.Store,
+        number: int,
+        method: str,
+        log: Callable[[dist.Store, Any], None],
+        check: Callable[[], None],
+    ) -> None:
+        """Waits until all ranks call ``method`` of the module, with ``number`` events before it.
+
+        Args:
+            log: sends an entry to the listener threads of all ranks.
+            check: raises if another rank has failed; called while waiting.
+
+        Raises:
+            MeshError: another rank does something else, has ended, or does not arrive within the store's timeout.
+        """
+        # The first rank names the attempt; a second method at the same event refuses it.
+        place, mine = f"{self.prefix}meet/{number}", f"{self.rank}.{time.time_ns()}"
+        self._joined = attempt = store.compare_set(place, "", mine).decode()
+        self.invited = None
+        at = f"{self.prefix}meet/{attempt}/"
+        if attempt == mine:
+            store.set(f"{at}method", method)
+            log(store, ["meet", number, attempt])
+        elif (other := store.get(f"{at}method").decode()) != method:
+            self._refuse(store, number, attempt, f"rank {self.rank} calls {method} where others call {other}")
+        store.set(f"{at}here/{self.rank}", "")
+        if store.add(f"{at}came", 1) == len(self.ranks):
+            store.delete_key(place)
+            store.compare_set(f"{at}verdict", "", _DONE)
+        verdict = self._wait(store, at, number, attempt, check)
+        if verdict != _DONE:
+            self._failed = number, verdict
+            raise MeshError(
+                f"{method} is for all ranks of the mesh. Rank {self.rank} called it, but {verdict}",
+                fix="call it on every rank at the same place, outside of `if rank == 0:`; use what it returns on one",
+            )
+
+    def _wait(self, store: dist.Store, at: str, number: int, attempt: str, check: Callable[[], None]) -> str:
+        pause, end = 0.0005, time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
+        while not store.check([f"{at}verdict"]):
+            check()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            gone = [rank for rank in self.ranks if pause == 0.05 and store.check([f"{self.prefix}gone/{rank}"])]
+            if gone:
+                self._refuse(store, number, attempt, f"rank {gone[0]} has ended")
+            elif time.monotonic() > end and (late := late_ranks(store, at, self.ranks)) is not None:
+                raise late
+        return store.get(f"{at}verdict").decode()
+
+    def _refuse(self, store: dist.Store, number: int, attempt: str, why: str) -> None:
+        if store.compare_set(f"{self.prefix}meet/{attempt}/verdict", "", why).decode() == why:
+            store.delete_key(f"{self.prefix}meet/{number}")
+
+    def hears(self, store: dist.Store, number: int, attempt: str, now: Callable[[], int]) -> None:
+        """Handles that another rank waits in a method after event ``number``: refuses if this rank is past that."""
+        if attempt == self._joined or attempt.partition(".")[0] == str(self.rank):
+            return
+        self.invited = number, attempt
+        if (event := now()) > number:  # after the line above, so that an event that begins now sees the invitation
+            self.goes_on(store, event, "later step")
+
+    def goes_on(self, store: dist.Store, event: int, what: str) -> None:
+        """Refuses the pending invitation because this rank begins event ``event``, described by ``what``."""
+        invited = self.invited
+        if invited is not None and event > invited[0]:
+            self.invited = None
+            self._refuse_invited(store, *invited, f"rank {self.rank} went on to a {what}")
+
+    def look(self, store: dist.Store) -> None:
+        """Refuses the invitation if this rank waits in a collective of torch; called by the listener thread."""
+        invited = self.invited
+        if invited is None:
+            return
+        if (where := self._looks.stuck(int(invited[1].partition(".")[0]), _STUCK)) is not None:
+            self.invited = None
+            self._refuse_invited(store, *invited, f"rank {self.rank} waits in {where}")
+
+    def _refuse_invited(self, store: dist.Store, number: int, attempt: str, why: str) -> None:
+        """Refuses the attempt of another rank, because of ``why``.
+
+        If an attempt of this rank at the same event failed, its reason is given: the other rank came late and opened a
+        new one.
+        """
+        self._refuse(store, number, attempt, self._failed[1] if self._failed[0] == number else why)
+
+    def end(self, store: dist.Store) -> None:
+        """Publishes that this rank's program ends."""
+        store.set(f"{self.prefix}gone/{self.rank}", "")
+
+
+class Looks:
+    """Samples of what the main thread is doing, taken regularly by the listener thread."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, int] = (None, 0)
+        self._runs: tuple[int, int] = (0, 0)
+        self._patience = _LONG
+
+    def stuck(self, rank: int, looks: int) -> str | None:
+        """Takes a sample; names the torch collective with ``rank`` in which the last ``looks`` samples were, if any."""
+        entry = _collective(sys._current_frames().get(threading.main_thread().ident or 0), rank)
+        self._last = entry, self._last[1] + 1 if entry == self._last[0] else 1
+        return entry[1] if entry is not None and self._last[1] >= looks else None
+
+    def long(self, number: int, running: bool) -> bool:
+        """Takes a sample; whether event ``number`` has been ``running`` for long. Each True doubles the limit."""
+        self._runs = number, self._runs[1] + 1 if running and number == self._runs[0] else 0
+        if self._runs[1] < self._patience:
+            return False
+        self._patience *= 2
+        return True
+
+
+# Collectives that no rank leaves before all have entered.
+_TOGETHER = {
+    "barrier", "monitored_barrier", "all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_coalesced",
+    "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single", "reduce_scatter",
+    "reduce_scatter_tensor",
+}  # fmt: skip
+
+
+def _collective(frame: FrameType | None, rank: int) -> tuple[int, str] | None:
+    """Returns the identity, and the name and line, of the torch collective with ``rank`` that a thread is in."""
+    call, name, last = None, "", ""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == c10d.__file__ and "group" in frame.f_locals:
+            call, name = frame, f"torch.distributed.{code.co_name}" if code.co_name in _TOGETHER else ""
+        elif code.co_filename == functional.__file__ and call is None:
+            call = frame  # called by an op on DTensors
+        elif not is_told(code):
+            if call is None or call.f_code.co_filename == c10d.__file__ and not name:
+                return None
+            group = call.f_locals.get("group") if name else None
+            with_rank = not isinstance(group, dist.ProcessGroup) or rank in dist.get_process_group_ranks(group)
+            where = f"{name or f'{last}() of a DTensor'} ({code.co_filename}:{frame.f_lineno})"
+            return (id(call), where) if with_rank else None
+        last, frame = code.co_name, frame.f_back
+    return None

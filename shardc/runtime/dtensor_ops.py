@@ -5,17 +5,30 @@ shards is not the mean, writes to a gathered view are lost, and plain tensors ca
 before DTensor's, for meshes of compiled modules. Ops that DTensor is known to get right are left to it and cached as
 usual. Others run on unsharded tensors (`gathered.py`), which costs a gather. A plain tensor counts as replicated, and
 ranks compare it.
+
+Pickling of DTensors with their mesh position, so that a rank cannot load another rank's shard.
+
+Plain DTensors unpickle onto the mesh coordinate of the reading rank: the first rank's file would give its shard to
+every rank.
+
+Methods and attributes of DTensors that are no ops: values, text, copies and memory.
+
+They replace torch's on the class, and change DTensors on meshes of compiled modules only.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from math import prod
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -24,8 +37,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from shardc import _compat
+from shardc.errors import LayoutError, ShardcWarning
 from shardc.ir.op_traits import draws
-from shardc.runtime.dtensor_methods import METHODS, meshes
 from shardc.runtime.gathered import (
     ReplicatedSpec,
     broadcast,
@@ -39,6 +52,160 @@ from shardc.runtime.gathered import (
     view_of,
     written,
 )
+
+_PICKLED_PART = "shardc_part"  # key in the state of a pickled DTensor
+_pickle = DTensor.__reduce_ex__
+
+Part = list[tuple[str, int, int]]  # (name, size, coordinate) per mesh dim that shards it
+
+
+def install_pickling() -> None:
+    """Makes DTensors store their mesh position when pickled, and check it when unpickled."""
+    DTensor.__reduce_ex__ = _reduce  # type: ignore[assignment]
+    DTensor.__setstate__ = _set_state  # type: ignore[assignment]
+
+
+def _part(tensor: DTensor) -> Part | None:
+    """Returns the mesh position of this rank's shard; None if this rank is not on the mesh."""
+    mesh: DeviceMesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    # A pickled mesh keeps the coordinate of the writing rank.
+    place = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+    if not place or int(mesh.mesh.max()) >= dist.get_world_size():
+        return None
+    dims = zip(names, mesh.mesh.shape, place[0], tensor.placements, strict=True)
+    return [(name, size, at) for name, size, at, placement in dims if not placement.is_replicate()]
+
+
+def _reduce(self: DTensor, protocol: Any) -> Any:
+    build, (func, cls, args, (attributes, slots)) = _pickle(self, protocol)
+    if isinstance(slots["_spec"], ReplicatedSpec):
+        slots = {**slots, "_spec": slots["_spec"].plain()}
+    if dist.is_initialized():
+        attributes = {**(attributes or {}), _PICKLED_PART: _part(self)}
+    return build, (func, cls, args, (attributes, slots))
+
+
+def _set_state(self: DTensor, state: Any) -> None:
+    torch._utils._set_obj_state(self, state)
+    part = vars(self).pop(_PICKLED_PART, None)
+    if not part or not dist.is_initialized():  # replicated, or read without a process group
+        return
+    current = _part(self)
+    if part == current:
+        return
+    raise LayoutError(
+        f"a tensor of shape {list(self.shape)} in this file is shard {_shown(part)}, and rank {dist.get_rank()} has "
+        f"shard {_shown(current)}",
+        fix="save module.full_state_dict(rank0_only=True) on the first rank, which every rank can load; or save and "
+        "load with torch.distributed.checkpoint on all ranks; or let each rank load the file that it saved",
+    )
+
+
+def _shown(part: Part | None) -> str:
+    return "none" if part is None else ", ".join(f"{at} of {size} along {name}" for name, size, at in part)
+
+
+meshes: WeakSet[DeviceMesh] = WeakSet()  # of compiled modules
+
+
+def _is_ours(x: DTensor) -> bool:
+    return x.device_mesh in meshes
+
+
+def _tolist(self: DTensor) -> Any:
+    return gather(self).tolist() if _is_ours(self) else Tensor.tolist(self)
+
+
+def _numpy(self: DTensor, *, force: bool = False) -> Any:
+    if not _is_ours(self):
+        return Tensor.numpy(self, force=force)
+    torch.empty(0, requires_grad=self.requires_grad).numpy(force=force)  # raises what torch does
+    detached: Any = self.detach()
+    out = gather(detached).cpu().numpy().copy()
+    out.flags.writeable = False  # a write to it would not reach the shards
+    return out
+
+
+def _format(self: DTensor, spec: str) -> str:
+    return format(self.item(), spec) if self.dim() == 0 and _is_ours(self) else Tensor.__format__(self, spec)
+
+
+def _str(self: DTensor) -> str:
+    """Text of a scalar's value; for other tensors the `repr` of this rank's shard, without communication."""
+    if not _is_ours(self):
+        return repr(self)
+    detached: Any = self.detach()
+    return str(gather(detached)) if self.dim() == 0 else repr(settle(detached))
+
+
+def _deepcopy(self: DTensor, memo: dict[int, Any]) -> Any:
+    """Copies a leaf into its own memory, with the same layout; torch's fails on DTensors."""
+    if id(self) in memo:
+        return memo[id(self)]
+    if not self.is_leaf or not _is_ours(self):
+        return _torch_deepcopy(self, memo)
+    out: Any = DTensor(self._local_tensor.detach().clone(), self._spec, requires_grad=self.requires_grad)
+    if isinstance(self, nn.Parameter):
+        out = nn.Parameter(out.detach(), requires_grad=self.requires_grad)
+    memo[id(self)] = out
+    if self.grad is not None:
+        out.grad = deepcopy(self.grad, memo)
+    return out
+
+
+def _set_data(self: DTensor, value: Tensor) -> None:
+    """Copies ``value``, a DTensor or a plain tensor that is the same on all ranks, to the shards."""
+    if not _is_ours(self) or not isinstance(value, Tensor):
+        return _torch_data.__set__(self, value)
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    if local is self._local_tensor:
+        return
+    for name in ("shape", "dtype", "device"):
+        old, new = getattr(self, name), getattr(value, name)
+        if old != new:
+            raise LayoutError(
+                f".data = would make a DTensor of {name} {old} one of {name} {new}; the compiled module takes no such",
+                fix=f"assign a tensor of {name} {old}, or change the model and compile it again",
+            )
+    if torch._C._storage_Use_Count(local.untyped_storage()._cdata) > 2:  # its own, and the one asked for here
+        warnings.warn(
+            ".data = copied values to a sharded parameter, as it cannot use the memory of another tensor: what is "
+            "later written to that tensor does not reach the parameter",
+            ShardcWarning,
+            stacklevel=2,
+        )
+    with torch.no_grad():
+        self.detach().copy_(value)
+
+
+def _memory(name: str, fix: str) -> Any:
+    """Returns a method in place of ``name`` that refuses to expose memory, except to torch's own code."""
+    torchs = getattr(Tensor, name)
+
+    def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if not _is_ours(self) or (name == "data_ptr" and caller.partition(".")[0] == "torch"):
+            return torchs(self, *args, **kwargs)
+        raise LayoutError(f"{name} of a sharded parameter or gradient: no memory of this rank has all of it", fix=fix)
+
+    return method
+
+
+_PART = "use this rank's part, p.to_local(), or a copy of all of it, p.full_tensor()"
+_torch_deepcopy = DTensor.__deepcopy__
+_torch_data: Any = Tensor.data
+METHODS: dict[str, Any] = {
+    "tolist": _tolist,
+    "numpy": _numpy,
+    "__format__": _format,
+    "__str__": _str,
+    "__deepcopy__": _deepcopy,
+    "data": property(_torch_data.__get__, _set_data),
+    "data_ptr": _memory("data_ptr", f"{_PART}; to tell parameters apart, use id(p)"),
+    **{name: _memory(name, _PART) for name in ("storage", "share_memory_", "__dlpack__")},
+}
+
 
 aten = torch.ops.aten
 pytree = _compat.pytree

@@ -18,12 +18,12 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from shardc.errors import CollectiveError, MeshError, ShardcError
-from shardc.ir.deferred import Deferred
+from shardc.ir.code import is_told
+from shardc.ir.executable import Deferred
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
-from shardc.ir.told import is_told
-from shardc.runtime.fingerprint import fingerprint
-from shardc.runtime.module_snapshot import Mode
+from shardc.runtime.identity_guards import Mode
+from shardc.runtime.shards import fingerprint
 from shardc.runtime.signature import Constant, Signature
 
 SAME = "the same"

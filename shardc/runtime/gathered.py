@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from shardc import _compat
 from shardc.errors import LayoutError
-from shardc.runtime.fingerprint import fingerprint
+from shardc.runtime.shards import fingerprint
 from shardc.runtime.strided_checkpoint import local_indices
 
 pytree = _compat.pytree

@@ -1,11 +1,15 @@
-"""`ShardedModule`: a subclass of the user's module class that runs compiled programs on sharded parameters."""
+"""`ShardedModule`: a subclass of the user's module class that runs compiled programs on sharded parameters.
+
+Support of ``deepcopy`` for compiled modules.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -13,24 +17,59 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardc.errors import InputError, MeshError
+from shardc.ir.clone import unsharded
 from shardc.ir.executable import Executable
 from shardc.ir.inner import check_conversion
-from shardc.runtime import parameter_checks, submodule_calls
+from shardc.runtime import forward_calls, parameter_checks
 from shardc.runtime.autograd import check_units, run_step
-from shardc.runtime.deepcopy_support import copied
+from shardc.runtime.border import as_dtensors
 from shardc.runtime.events import call_event
-from shardc.runtime.fsdp2_migration import INSTEAD
+from shardc.runtime.forward_calls import Forward, call_around
 from shardc.runtime.inputs import check_kinds, examples_of, local_input, local_part, targets_last
-from shardc.runtime.namespace import Namespace
-from shardc.runtime.outputs import as_dtensors
+from shardc.runtime.namespace import INSTEAD, Namespace
 from shardc.runtime.program_cache import CallCacheEntry
-from shardc.runtime.rebound import Forward, call_around
 from shardc.runtime.replicas import compare_inputs
-from shardc.runtime.signature import Signature, call_key, fitting, flattened
+from shardc.runtime.signature import Signature, TorchGlobalState, call_key, fitting, flattened
 from shardc.runtime.state import State
-from shardc.runtime.torch_global_state import TorchGlobalState
+from shardc.runtime.storage import padded_local, to_parameter
 from shardc.runtime.uneven import Rows, global_rows, row_axes
 from shardc.validate import typed
+
+if TYPE_CHECKING:
+    from shardc.runtime.state import State
+
+
+def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copies a compiled module without its gradients; compiled programs are shared. All ranks call it."""
+    state: State = module.shardc  # type: ignore[assignment]
+    state.check()
+    state.params.sync.refuse("deepcopy")
+    for name, param in module.named_parameters():
+        if isinstance(param, DTensor):
+            memo[id(param)] = _copied_param(param, state, name)
+    memo[id(state)] = None
+    module_copy: Any = copy.deepcopy(unsharded(module), memo)
+    module_copy.__class__ = type(module)
+    memo[id(module)] = module_copy
+    build: Any = state.cache.build
+    copied_state = type(state)(module_copy, state.spec, build.for_copy(), state.params.sync.for_copy(), {}, state.found)
+    copied_state.around = copy.deepcopy(state.around, memo)
+    copied_state.cache.explicit, copied_state.cache.shapes = state.cache.explicit, dict(state.cache.shapes)
+    for key, program in state.cache.programs.items():
+        copied_state.cache.add(program, key.guards)
+    return module_copy
+
+
+def _copied_param(param: DTensor, state: State, name: str) -> nn.Parameter:
+    """Returns a copy of ``param`` with a new padded buffer."""
+    assert state.spec.param_mesh is not None
+    storage = state.spec.storages[name]
+    padded = padded_local(param.detach(), storage)
+    value = torch.empty_like(padded) if padded.is_meta else state.spec.homes[name].keep(padded.clone())
+    shard = to_parameter(value, storage, param.shape, state.spec.param_mesh, state.spec.rank, param.requires_grad)
+    if getattr(param, "grad_dtype", None) is not None:
+        shard.grad_dtype = param.grad_dtype
+    return shard
 
 
 class ShardedModule(nn.Module):
@@ -62,7 +101,7 @@ class ShardedModule(nn.Module):
             if namespace is not None and name in namespace.short_names() and not hasattr(type(self), name):
                 return getattr(namespace, name)
             if name == "_ddp_params_and_buffers_to_ignore":  # read by DistributedDataParallel
-                raise submodule_calls.wrapped("DistributedDataParallel") from None
+                raise forward_calls.wrapped("DistributedDataParallel") from None
             raise (AttributeError(f"{error}: {INSTEAD[name]}") if name in INSTEAD else error) from None
 
     @property
@@ -71,7 +110,7 @@ class ShardedModule(nn.Module):
 
     @_is_fsdp_managed_module.setter
     def _is_fsdp_managed_module(self, value: Any) -> None:
-        raise submodule_calls.wrapped("FullyShardedDataParallel")
+        raise forward_calls.wrapped("FullyShardedDataParallel")
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *(self.shardc.short_names() if "shardc" in vars(self) else ())})
@@ -96,7 +135,7 @@ class ShardedModule(nn.Module):
 
         Returns:
             With a loss (and its arguments), the global loss. Otherwise the model's outputs, as local shards, or as
-            DTensors under ``Plan(dtensor_outputs=True)`` (see `shardc.runtime.outputs`).
+            DTensors under ``Plan(dtensor_outputs=True)`` (see `shardc.runtime.border`).
 
         Raises:
             MeshError: the module was compiled for an abstract mesh.
@@ -152,13 +191,13 @@ class BehindModel(nn.Module):
 
 def _forward(module: ShardedModule, args: Any, kwargs: Any) -> Any:
     if (state := vars(module).get("shardc")) is None:  # a slice of a container has its class
-        return submodule_calls.call_slice(module, type(module).__bases__[1], args, kwargs)
+        return forward_calls.call_slice(module, type(module).__bases__[1], args, kwargs)
     if state.spec.groups is None:
         raise MeshError(
             f"the module was compiled for the abstract mesh {state.spec.mesh} and cannot run",
             fix="pass a DeviceMesh to shardc.compile, or step it with shardc.Simulation(module)",
         )
-    submodule_calls.check_ddp(module)
+    forward_calls.check_ddp(module)
     with state.spec.groups.consistency.tells():
         return _step(state, args, kwargs)
 

@@ -1,4 +1,7 @@
-"""`Namespace`: the methods that a compiled module has in addition to the model's."""
+"""`Namespace`: the methods that a compiled module has in addition to the model's.
+
+Methods of FSDP2 modules that a compiled module lacks, with what to write instead.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,35 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from shardc.runtime.full_params import first_state_dict, full_state_dict, summon_full_params
-from shardc.runtime.initialize import reset_parameters
-from shardc.runtime.initializers import initialise
+from shardc.runtime.gradients import clip_grad_norm_
+from shardc.runtime.initialize import initialise, reset_parameters
 from shardc.runtime.inputs import check_kinds, shard_input, targets_last
-from shardc.runtime.norm import clip_grad_norm_
 from shardc.runtime.program_cache import CacheKey
 from shardc.runtime.state import State
 from shardc.runtime.uneven import refuse_own
 from shardc.runtime.wire.buffers import MemoryUse
 from shardc.validate import Range, typed
+
+_SCHEDULED = "nothing to write: the compiler schedules gathers"
+_IN_BACKWARD = "nothing to write: the compiled backward decides it"
+_DIVIDE = 'add Plan(reduce="sum", grad_scale=...) to the plan'
+INSTEAD = {
+    "set_reshard_after_forward": "to evaluate without gathers, compile the model once more under shardc.ddp(...), and "
+    "load the state: evaluated.load_state_dict(module.state_dict())",
+    "set_requires_gradient_sync": "run steps that reduce nothing inside of `with module.no_sync():`",
+    "set_is_last_backward": _IN_BACKWARD,
+    "set_reshard_after_backward": _IN_BACKWARD,
+    "set_unshard_in_backward": _IN_BACKWARD,
+    "set_modules_to_forward_prefetch": _SCHEDULED,
+    "set_modules_to_backward_prefetch": _SCHEDULED,
+    "unshard": "read or change whole parameters inside of `with module.summon_full_params():`",
+    "reshard": "parameters are split again at the end of `with module.summon_full_params():`",
+    "set_gradient_divide_factor": _DIVIDE,
+    "set_reduce_scatter_divide_factor": _DIVIDE,
+    "set_custom_all_gather": "put shardc.passes.OnTheWire into Options(pipeline=...)",
+    "set_custom_reduce_scatter": 'put shardc.passes.OnTheWire(of="reduce") into Options(pipeline=...)',
+    "set_all_reduce_hook": 'put shardc.passes.OnTheWire(of="reduce") into Options(pipeline=...)',
+}
 
 
 def shares_errors(method: Callable[..., Any]) -> Any:
@@ -209,7 +232,7 @@ class Namespace(State):
         norm_type: Annotated[float, Range(0, above=True)] = 2.0,
         error_if_nonfinite: bool = False,
     ) -> Tensor:
-        """Clips the gradients by their global norm and returns it; see `shardc.runtime.norm.clip_grad_norm_`.
+        """Clips the gradients by their global norm and returns it; see `shardc.runtime.gradients.clip_grad_norm_`.
 
         Raises:
             MeshError: on all ranks, if they are not all at this call.

@@ -13,21 +13,17 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from shardc.errors import InputError, ShardcWarning
-from shardc.ir.deferred import NOTHING, Deferred
-from shardc.ir.executable import Executable
+from shardc.ir.executable import NOTHING, Deferred, Executable
+from shardc.ir.guards import Guards, Lookup, Values, parse, tracing
 from shardc.ir.layout import Layout
-from shardc.ir.reads import Guards, Lookup, Values, parse
-from shardc.ir.states import tracing
 from shardc.runtime.events import Event
-from shardc.runtime.heap import frozen
-from shardc.runtime.identity_guards import IdentityGuards
+from shardc.runtime.host import frozen
+from shardc.runtime.identity_guards import IdentityGuards, ModuleSnapshot
 from shardc.runtime.inputs import no_targets, takes_loss
-from shardc.runtime.module_snapshot import ModuleSnapshot
-from shardc.runtime.param_store import ParamStore
+from shardc.runtime.parameter_checks import ParamStore
 from shardc.runtime.sharding_spec import ShardingSpec
-from shardc.runtime.signature import Signature
+from shardc.runtime.signature import Signature, TorchGlobalState
 from shardc.runtime.step import Runner
-from shardc.runtime.torch_global_state import TorchGlobalState
 from shardc.runtime.wire.buffers import Buffers
 
 _MANY = 8  # programs of one call that differ in what was read; as Dynamo's limit

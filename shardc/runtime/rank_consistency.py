@@ -28,9 +28,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardc.errors import CollectiveError, MeshError
-from shardc.runtime.comparing import BEFORE, Comparisons
+from shardc.runtime.comparing import BEFORE, Comparisons, Looks, Meeting
 from shardc.runtime.events import Event, Told, difference, lost, raised, waits_elsewhere
-from shardc.runtime.meeting import Looks, Meeting
 from shardc.runtime.wire.listen import END, NOTHING, Listener, Stopped, raise_in
 
 _PAST = 4096  # events that are remembered

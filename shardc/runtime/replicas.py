@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from shardc.ir.layout import Layout
 from shardc.runtime.events import SAME, Event
-from shardc.runtime.fingerprint import fingerprint
 from shardc.runtime.groups import Groups
-from shardc.runtime.shards import flat_index
+from shardc.runtime.shards import fingerprint, flat_index
 
 Sources = dict[str, tuple[int, int]]  # parameter -> fingerprints of the unsharded tensor and of the shard
 

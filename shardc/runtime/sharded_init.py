@@ -1,12 +1,22 @@
-"""`Virtual`: a CPU tensor of global shape that has memory for this rank's shard only, to initialise parameters."""
+"""`Virtual`: a CPU tensor of global shape that has memory for this rank's shard only, to initialise parameters.
+
+`Lazy`: a tensor that is read from its source when copied, and only the part that is copied.
+
+Random fills of a sharded tensor with the values of a single device, without holding the whole tensor.
+
+Each rank draws all chunks from the same CPU generator and keeps its own elements, so the generator's state afterwards
+is that of one device too. torch's CPU fills are sequential in the flat index, but ``normal_`` works in blocks of 16 and
+redraws the last 16 elements if the size is no multiple of 16. So chunks are multiples of 16, and the last one has at
+least 16 elements.
+"""
 
 from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -18,11 +28,189 @@ from shardc._compat import is_inplace
 from shardc.errors import InitError
 from shardc.ir.layout import Layout
 from shardc.ir.op_traits import draws
-from shardc.runtime.draw import Piece, draw, shifted
 from shardc.runtime.storage import cut, local_indices, padded_local, shard_tensor, take
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
+Read = Callable[[tuple[Sequence[int], ...]], torch.Tensor]
+# Ops that return the same elements in the same order.
+_SAME = {aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh.default}
+
+
+class Lazy(torch.Tensor):
+    """A CPU tensor without memory. Ops on it return lazy tensors; `value` and ``copy_`` from it read the elements.
+
+    Slices and casts read only the elements they need. Any other op reads its operands in full.
+
+    Args:
+        meta: a meta tensor with its shape, strides and dtype.
+        read: function from indices per dim to the elements there.
+    """
+
+    meta: torch.Tensor
+    read: Read
+
+    @staticmethod
+    def __new__(cls, meta: torch.Tensor, read: Read) -> Lazy:
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=CPU
+        )
+        tensor.meta, tensor.read = meta, read
+        return tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Lazy({list(self.shape)}, {self.dtype})"
+
+    def value(self) -> torch.Tensor:
+        """Reads and returns all elements."""
+        return self.read(tuple(range(size) for size in self.shape))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        source = args[0]
+        if func._schema.is_mutable:
+            return func(*pytree.tree_map_only(Lazy, Lazy.value, args), **kwargs)
+        if func is aten._to_copy.default:
+            kwargs.pop("device", None)
+        metas = func(*pytree.tree_map_only(Lazy, lambda x: x.meta, args), **kwargs)
+        if func in _SAME:
+            return cls(metas, source.read)
+        if func is aten._to_copy.default:
+            return cls(metas, lambda index: source.read(index).to(metas.dtype))
+        if func is aten.slice.Tensor:
+            arguments: list[Any] = [*args[1:], *[0, None, None, 1][len(args) - 1 :]]
+            return cls(metas, _narrowed(source, arguments[0], range(source.shape[arguments[0]])[slice(*arguments[1:])]))
+        if func is aten.index_select.default:
+            return cls(metas, _narrowed(source, args[1], args[2].tolist()))
+
+        def read(at: int, index: tuple[Sequence[int], ...]) -> torch.Tensor:
+            results = func(*pytree.tree_map_only(Lazy, Lazy.value, args), **kwargs)
+            return part(pytree.tree_leaves(results)[at], index)
+
+        leaves, spec = pytree.tree_flatten(metas)
+        leaf_results = [
+            cls(meta, partial(read, at)) if isinstance(meta, torch.Tensor) else meta for at, meta in enumerate(leaves)
+        ]
+        return pytree.tree_unflatten(leaf_results, spec)
+
+
+def _narrowed(source: Lazy, dim: int, positions: Sequence[int]) -> Read:
+    """Returns a ``read`` function for a `Lazy` that has only the ``positions`` of ``source`` along ``dim``."""
+
+    def read(index: tuple[Sequence[int], ...]) -> torch.Tensor:
+        wanted = list(index)
+        along = index[dim]
+        wanted[dim] = (
+            positions[along.start : along.stop] if isinstance(along, range) else [positions[at] for at in along]
+        )
+        return source.read(tuple(wanted))
+
+    return read
+
+
+def part(value: torch.Tensor, index: tuple[Sequence[int], ...]) -> torch.Tensor:
+    """Selects the elements of ``value`` at ``index``, a sequence of indices per dim."""
+    for dim, positions in enumerate(index):
+        if len(positions) < value.shape[dim]:
+            value = value.index_select(dim, torch.tensor(list(positions), dtype=torch.int64, device=value.device))
+    return value
+
+
+BLOCK = 16
+Fill = Callable[[torch.Tensor], object]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's part of a tensor of global ``shape``: indices per dim, and the local tensor (None if it has none)."""
+
+    shape: tuple[int, ...]
+    indices: tuple[Sequence[int], ...]
+    local: torch.Tensor | None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+def draw(piece: Piece, fill: Fill, dtype: torch.dtype, limit: int) -> None:
+    """Fills ``piece`` as ``fill`` fills the whole contiguous CPU tensor; draws at most ``limit`` elements at once."""
+    for start, values in drawn(piece.numel, fill, dtype, limit):
+        place(piece, start, values)
+
+
+def drawn(numel: int, fill: Fill, dtype: torch.dtype, limit: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Draws a whole tensor by ``fill`` in chunks; yields (first flat index, values), in a buffer that is reused."""
+    step = max(limit // BLOCK, 1) * BLOCK
+    buffer = torch.empty(min(numel, step + BLOCK), dtype=dtype)
+    start = 0
+    while start < numel:
+        # The last chunk includes the remainder, so that it has at least one block.
+        size = numel - start if numel - start < step + BLOCK else step
+        fill(buffer[:size])
+        yield start, buffer[:size]
+        start += size
+
+
+def place(piece: Piece, start: int, values: torch.Tensor) -> None:
+    """Copies this rank's elements of ``values``, the whole tensor's from flat index ``start``, into ``piece``."""
+    if piece.local is None or piece.local.numel() == 0:
+        return
+    if not piece.shape:
+        piece.local.copy_(values[0])
+        return
+    row = prod(piece.shape[1:])
+    while values.numel():
+        index, offset = divmod(start, row)
+        if offset or values.numel() < row:
+            # Part of one row: recurse into its dims.
+            size = min(row - offset, values.numel())
+            at = bisect_left(piece.indices[0], index)
+            if at < len(piece.indices[0]) and piece.indices[0][at] == index:
+                place(Piece(piece.shape[1:], piece.indices[1:], piece.local[at]), offset, values[:size])
+        else:
+            rows = values.numel() // row
+            size = rows * row
+            _place_rows(piece, index, values[:size].view(rows, *piece.shape[1:]))
+        start, values = start + size, values[size:]
+
+
+def _place_rows(piece: Piece, first: int, block: torch.Tensor) -> None:
+    assert piece.local is not None
+    rows = piece.indices[0]
+    low, high = bisect_left(rows, first), bisect_left(rows, first + block.shape[0])
+    block = take(block, 0, shifted(rows[low:high], first))
+    for dim in range(1, block.dim()):
+        block = take(block, dim, piece.indices[dim])
+    piece.local[low:high].copy_(block)
+
+
+def shifted(index: Sequence[int], by: int) -> Sequence[int]:
+    """Subtracts ``by`` from each index; a `range` stays a `range`."""
+    if isinstance(index, range):
+        return range(index.start - by, index.stop - by)
+    return [i - by for i in index]
+
+
+def scatter(piece: Piece, flat: torch.Tensor, values: torch.Tensor) -> None:
+    """Writes ``values`` at the whole tensor's flat indices ``flat`` into ``piece``, skipping those of other ranks."""
+    if piece.local is None or piece.local.numel() == 0:
+        return
+    mask = torch.ones_like(flat, dtype=torch.bool)
+    position = []
+    for index, coordinate in zip(piece.indices, torch.unravel_index(flat, piece.shape), strict=True):
+        sorted_index = torch.as_tensor(index)
+        at = torch.searchsorted(sorted_index, coordinate.contiguous()).clamp_(max=len(index) - 1)
+        mask &= sorted_index[at] == coordinate
+        position.append(at)
+    piece.local[tuple(at[mask] for at in position)] = values[mask]
+
+
 # In-place elementwise ops without the pointwise tag; they overwrite all previous values, as random ones do.
 _FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default}
 # Factories that take a tensor; they return plain tensors if small.

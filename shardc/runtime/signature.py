@@ -1,24 +1,79 @@
-"""Signatures of programs: the arguments of a call and the state of the model, which select the program of a call."""
+"""Signatures of programs: the arguments of a call and the state of the model, which select the program of a call.
+
+Global settings of torch that change what is captured, and so select the program of a call.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.utils._device import DeviceContext
 
 from shardc import _compat
 from shardc.errors import InputError
-from shardc.ir.deferred import Deferred
+from shardc.ir.code import calling_line
+from shardc.ir.executable import Deferred
 from shardc.ir.layout import Layout
-from shardc.ir.told import calling_line
+from shardc.runtime.identity_guards import Mode
 from shardc.runtime.inputs import check_constants, check_inputs
-from shardc.runtime.module_snapshot import Mode
-from shardc.runtime.torch_global_state import TorchGlobalState
+
+
+class TorchGlobalState(NamedTuple):
+    """Settings of torch that affect which ops a model consists of.
+
+    Args:
+        autocast: (device type, dtype) for each device type with autocast on.
+        default_dtype: `torch.get_default_dtype`.
+        deterministic: deterministic algorithms, and their warn-only mode.
+        matmul_precision: float32 matmul precision.
+        attention: which kinds of attention kernels are enabled.
+        default_device: `torch.set_default_device`; "" if unset.
+    """
+
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    default_dtype: torch.dtype
+    deterministic: tuple[bool, bool]
+    matmul_precision: str
+    attention: tuple[bool, ...]
+    default_device: str
+
+    @classmethod
+    def now(cls, device: torch.device) -> TorchGlobalState:
+        """Reads the current settings, for a program on ``device``.
+
+        Raises:
+            InputError: another TorchFunctionMode is active, which could change what forward computes.
+        """
+        flags = torch._C
+        kinds = dict.fromkeys((device.type, "cpu"))
+        return cls(
+            tuple([(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]),
+            torch.get_default_dtype(),
+            (flags._get_deterministic_algorithms(), flags._get_deterministic_algorithms_warn_only()),
+            flags._get_float32_matmul_precision(),
+            (flags._get_math_sdp_enabled(), flags._get_flash_sdp_enabled(), flags._get_mem_efficient_sdp_enabled(),
+             flags._get_cudnn_sdp_enabled()),
+            _default_device() if flags._len_torch_function_stack() else "",
+        )  # fmt: skip
+
+
+def _default_device() -> str:
+    modes = [torch._C._get_function_stack_at(at) for at in range(torch._C._len_torch_function_stack())]
+    for mode in modes:
+        if not isinstance(mode, DeviceContext):
+            raise InputError(
+                f"a compiled module is called under {type(mode).__qualname__}, a TorchFunctionMode: it would see none "
+                "of the functions that forward calls",
+                fix="leave the mode before the call, or enter it inside of forward",
+            )
+    return str(modes[-1].device)
+
 
 # Types that are pytree leaves.
 _LEAVES = frozenset((Tensor, bool, int, float, str, type(None)))

@@ -11,11 +11,11 @@ from torch import nn
 
 from shardc.ir.executable import Executable
 from shardc.ir.mesh import Mesh
-from shardc.runtime.param_store import ParamStore
+from shardc.runtime.gradients import Sync
+from shardc.runtime.parameter_checks import ParamStore
 from shardc.runtime.program_cache import Build, CacheKey, ProgramCache
 from shardc.runtime.replicas import Sources, Turns
 from shardc.runtime.sharding_spec import ShardingSpec
-from shardc.runtime.sync import Sync
 
 
 class State:
@@ -23,7 +23,7 @@ class State:
 
     Attributes:
         turns: at which calls ranks compare inputs.
-        around: a forward that was set on the module and calls the compiled one; see `shardc.runtime.rebound`.
+        around: a forward that was set on the module and calls the compiled one; see `shardc.runtime.forward_calls`.
         found: the result of the search for its plan (`shardc.search.result.Found`); None where the plan was given.
         epoch: see `shardc.runtime.rank_consistency.RankConsistency`; when it last ran.
     """

@@ -1,8 +1,11 @@
-"""`Runner`: runs the graphs of a compiled program on this rank."""
+"""`Runner`: runs the graphs of a compiled program on this rank.
+
+``torch.autograd.detect_anomaly`` for compiled backwards: names the op that first gave NaN, by module and line.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,27 +14,97 @@ from torch import Tensor, fx
 from shardc import _compat
 from shardc.custom_ops.expert_ops import Noted, experts_in, noting
 from shardc.custom_ops.random import draw_key
-from shardc.errors import InputError
-from shardc.ir.comm_volume import group_axes
-from shardc.ir.deferred import Deferred
-from shardc.ir.executable import BACKWARD, FORWARD, REDUCTION, Compiled, Executable, Half, Port, certificate_of
+from shardc.errors import BackwardError, InputError
+from shardc.ir import graph as ir
+from shardc.ir.comm_volume import collective_kind, group_axes
+from shardc.ir.executable import (
+    BACKWARD,
+    FORWARD,
+    REDUCTION,
+    Compiled,
+    Deferred,
+    Executable,
+    Half,
+    Port,
+    certificate_of,
+)
 from shardc.ir.graph import Role
 from shardc.ir.mesh import Mesh
 from shardc.ir.segments import Segment
-from shardc.runtime import anomaly
 from shardc.runtime.border import Border
-from shardc.runtime.collective_errors import named
 from shardc.runtime.events import program_event
-from shardc.runtime.groups import Groups
-from shardc.runtime.heap import frozen, keep_heap
-from shardc.runtime.host import settle
+from shardc.runtime.gradients import Key
+from shardc.runtime.groups import Groups, named
+from shardc.runtime.host import frozen, keep_heap, settle
 from shardc.runtime.inputs import in_order
-from shardc.runtime.param_store import ParamStore
+from shardc.runtime.parameter_checks import ParamStore
 from shardc.runtime.sharding_spec import ShardingSpec
 from shardc.runtime.storage import cut, padded_local
-from shardc.runtime.sync import Key
 from shardc.runtime.wire.buffers import Buffers
 from shardc.runtime.wire.direct import prepare
+
+_NOWHERE = 1 << 30
+
+
+def watched(half: Half, inputs: list[Any]) -> tuple[Sequence[Any], int]:
+    """Interprets a graph op by op; returns its results, and the index of the first node whose result has NaN."""
+    watch = _Watch(half.gm)
+    with torch.no_grad():
+        return watch.boxed_run(inputs), watch.first
+
+
+class _Watch(fx.Interpreter):
+    first = _NOWHERE
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self._places = {node: at for at, node in enumerate(gm.graph.nodes)}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs a node; the result of a collective is checked at its wait."""
+        result = super().run_node(n)
+        looks = n.op == "call_function" and self.first == _NOWHERE and collective_kind(n) is None
+        if looks and any(map(has_nan, _compat.pytree.tree_leaves(result))):
+            self.first = self._places[n]
+        return result
+
+
+def has_nan(x: Any) -> bool:
+    """Whether ``x`` is a tensor with a NaN."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and bool(x.isnan().any())
+
+
+def check(
+    half: Half, results: Sequence[Any], first: int, groups: Groups, unpadded: Callable[[str, Tensor], Tensor]
+) -> None:
+    """Raises if a gradient of a backward is NaN on any rank; all ranks call it.
+
+    Args:
+        first: node index from `watched`.
+        unpadded: (name, gradient) -> the gradient without padding.
+
+    Raises:
+        BackwardError: the same on all ranks.
+    """
+    bad = [
+        role.name
+        for role, x in zip(half.gives, results, strict=True)
+        if isinstance(x, Tensor) and has_nan(unpadded(role.name, x) if role.kind == "grad" else x)
+    ]
+    if not groups.any(bool(bad)):
+        return
+    place = -groups.most(-first)
+    nodes = list(half.gm.graph.nodes)
+    if place == _NOWHERE:
+        raise BackwardError("a gradient that came into the backward of a compiled module is NaN")
+    info = ir.info(nodes[place])
+    where = f"module {info.origin.module!r}" if info.origin.module else "the model's own forward"
+    raise BackwardError(
+        f"%{info.name} is the first result with NaN in a backward, of {where}; gradients are NaN behind it",
+        source=info.origin.source or None,
+        fix="look at what this line takes: a division by zero, the root or the logarithm of 0, inf - inf; nothing was "
+        "added to any .grad",
+    )
 
 
 class Runner:
@@ -98,10 +171,10 @@ class Runner:
                 _compat.no_autocast(),
                 noting() as noted,
             ):
-                results, first = anomaly.watched(half, inputs) if watches else (compiled(inputs, enter), 0)
+                results, first = watched(half, inputs) if watches else (compiled(inputs, enter), 0)
             settle()
             if watches:
-                anomaly.check(half, results, first, self.groups, self._without_pad)
+                check(half, results, first, self.groups, self._without_pad)
             if noted and half.phase != BACKWARD:
                 self.tokens.clear()
                 self.tokens.update(zip(experts_in(half.graph), noted, strict=False))

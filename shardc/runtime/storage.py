@@ -26,13 +26,13 @@ from shardc.errors import LayoutError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.placements import to_placements
-from shardc.runtime import dtensor_ops, pickled, strided_checkpoint
+from shardc.runtime import dtensor_ops, strided_checkpoint
 from shardc.runtime.shards import flat_index
 
 # Attribute of a DTensor's local tensor: the padded buffer that it views.
 _PADDED = "shardc_padded"
 
-pickled.install()  # when this is imported: a file may be read before any module is compiled
+dtensor_ops.install_pickling()  # when this is imported: a file may be read before any module is compiled
 
 
 class GradHooks(OrderedDict[int, Any]):

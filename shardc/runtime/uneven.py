@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from shardc.errors import InputError
 from shardc.ir.comm_volume import GROUP_PREFIX
 from shardc.ir.layout import Layout
-from shardc.runtime.fingerprint import bytes_of
 from shardc.runtime.groups import Groups
-from shardc.runtime.shards import flat_index
+from shardc.runtime.shards import bytes_of, flat_index
 from shardc.runtime.storage import local_indices
 
 Axes = tuple[str, ...]

@@ -19,8 +19,7 @@ from shardc.custom_ops.flops import is_attention
 from shardc.errors import PlanError, ShardcError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.passes.exact.chooser import Weights
-from shardc.passes.exact.storage_choice import OpenLayoutProblem, StorageChoice
+from shardc.passes.exact.chooser import OpenLayoutProblem, StorageChoice, Weights
 from shardc.passes.options import Options
 from shardc.passes.unfold import NotPeriodic
 from shardc.plan.constructors import cp, ddp, fsdp
@@ -29,10 +28,8 @@ from shardc.plan.placed import ParamPlan, Placed
 from shardc.plan.value import Plan
 from shardc.report.predicted_schedule import Schedule
 from shardc.search.captured_model import CapturedModel, PlannedGraph
-from shardc.search.memory_fit import Fit, kept_whole
-from shardc.search.memory_price import LEAST, PriceSearch
-from shardc.search.module_boundaries import Pinner, borders
-from shardc.search.plan_writer import Writer
+from shardc.search.memory_fit import LEAST, Fit, PriceSearch, kept_whole
+from shardc.search.plan_writer import Pinner, Writer, borders
 from shardc.search.result import ScheduledPlan
 from shardc.solver import Infeasible, solve
 

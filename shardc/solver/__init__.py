@@ -10,8 +10,7 @@ The stages, in the order in which `solve` runs them:
 4. `branch`: where that stalls, one variable's labels are split in two and both halves are solved.
 """
 
-from shardc.solver.energy import Energy, Infeasible, evaluate
-from shardc.solver.pair import PairCosts
+from shardc.solver.energy import Energy, Infeasible, PairCosts, evaluate
 from shardc.solver.solve import Solution, solve
 
 __all__ = ["Energy", "Infeasible", "PairCosts", "Solution", "evaluate", "solve"]

@@ -9,8 +9,7 @@ from operator import add
 
 import numpy as np
 
-from shardc.solver.energy import Energy
-from shardc.solver.pair import PairCosts
+from shardc.solver.energy import Energy, PairCosts
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""The problem (costs of variables and of pairs of variables), and the budget of work for solving it."""
+"""The problem (costs of variables and of pairs of variables), and the budget of work for solving it.
+
+Costs of a pair of variables, kept once for all labels that cost the same.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,111 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardc.errors import ShardcError, VerifyError
-from shardc.solver.pair import PairCosts
+
+
+@dataclass(frozen=True, eq=False)
+class PairCosts:
+    """Cost matrix of two variables, stored once per class: labels with equal rows (or columns) form a class.
+
+    An op has thousands of strategies, but what a reshard costs depends on the few hundred layouts that they make.
+    No array is ever changed in place.
+
+    Attributes:
+        costs: of each class of the first variable with each class of the second, float64.
+        rows: the class of each label of the first variable; every class has a label.
+        columns: the class of each label of the second variable; every class has a label.
+
+    >>> pair = PairCosts.of(np.array([[1.0, 2.0, 2.0], [1.0, 2.0, 2.0]]))
+    >>> pair.costs, pair[1, 2], pair.shape
+    (array([[1., 2.]]), 2.0, (2, 3))
+    """
+
+    costs: np.ndarray
+    rows: np.ndarray
+    columns: np.ndarray
+
+    @classmethod
+    def of(cls, table: np.ndarray) -> PairCosts:
+        """Return the costs of a whole table, with classes found by comparing rows and columns."""
+        rows, first = _classes(table)
+        columns, second = _classes(table[first].T)
+        return cls(table[np.ix_(first, second)], rows, columns)
+
+    @classmethod
+    def by_class(cls, costs: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> PairCosts:
+        """Return pair costs from a matrix over classes and each label's class; classes without labels are dropped."""
+        (used, small), (also, few) = (np.unique(classes, return_inverse=True) for classes in (rows, columns))
+        if costs.shape == (len(used), len(also)):
+            return cls(costs, rows, columns)
+        return cls(np.ascontiguousarray(costs[np.ix_(used, also)]), small, few)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the number of labels of both variables."""
+        return len(self.rows), len(self.columns)
+
+    @property
+    def size(self) -> int:
+        """Return the number of costs that are stored."""
+        return int(self.costs.size)
+
+    @property
+    def transposed(self) -> PairCosts:
+        """Return the same costs with the second variable first."""
+        return PairCosts(self.costs.T, self.columns, self.rows)
+
+    def __getitem__(self, labels: tuple[int, int]) -> float:
+        return float(self.costs[self.rows[labels[0]], self.columns[labels[1]]])
+
+    def row(self, label: int) -> np.ndarray:
+        """Return the costs of one label of the first variable with every label of the second."""
+        return self.costs[self.rows[label]][self.columns]
+
+    def column(self, label: int) -> np.ndarray:
+        """Return the costs of one label of the second variable with every label of the first."""
+        return self.costs[:, self.columns[label]][self.rows]
+
+    def dense(self) -> np.ndarray:
+        """Return the cost of every label with every label."""
+        return self.costs[np.ix_(self.rows, self.columns)]
+
+    def keep(self, rows: np.ndarray | None, columns: np.ndarray | None) -> PairCosts:
+        """Return the costs of some labels, given by their positions; of all for None."""
+        return PairCosts.by_class(
+            self.costs,
+            self.rows if rows is None else self.rows[rows],
+            self.columns if columns is None else self.columns[columns],
+        )
+
+    def sum_size(self, rows: np.ndarray, columns: np.ndarray) -> int:
+        """Return how many costs the sum with a table of classes ``rows`` and ``columns`` would store."""
+        return int(np.unique(_joint(self.rows, rows)).size * np.unique(_joint(self.columns, columns)).size)
+
+    def __add__(self, other: PairCosts) -> PairCosts:
+        _, some, rows = np.unique(_joint(self.rows, other.rows), return_index=True, return_inverse=True)
+        _, also, columns = np.unique(_joint(self.columns, other.columns), return_index=True, return_inverse=True)
+        parts = (pair.costs[np.ix_(pair.rows[some], pair.columns[also])] for pair in (self, other))
+        return PairCosts(np.add(*parts), rows, columns)
+
+
+def least_of_classes(classes: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """Return, for each class, the least cost of a label in it."""
+    out = np.full(int(classes.max()) + 1, np.inf)
+    np.minimum.at(out, classes, costs)
+    return out
+
+
+def _joint(classes: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return for each label a number for its pair of classes (in two cost tables): equal pairs, equal numbers."""
+    joint: np.ndarray = classes * (int(other.max()) + 1) + other
+    return joint
+
+
+def _classes(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the class of each row, and the first row of each class."""
+    seen: dict[bytes, int] = {}
+    classes = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in np.ascontiguousarray(table)])
+    return classes, np.unique(classes, return_index=True)[1]
 
 
 class Infeasible(ShardcError, ValueError):

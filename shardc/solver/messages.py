@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardc.solver.cost_graph import Graph
-from shardc.solver.pair import PairCosts
+from shardc.solver.energy import PairCosts
 
 # Entries of costs that are gone through at once: what a core's cache holds.
 CHUNK = 1 << 15

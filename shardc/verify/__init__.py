@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from shardc.errors import VerifyError
-from shardc.ir import grammar, ops, provenance, text
+from shardc.ir import comm, grammar, ops, text
 from shardc.ir.graph import KEY, Info, info, output_node
 from shardc.ir.mesh import Mesh
 from shardc.verify import halves, layouts, local_graph, structure
@@ -102,14 +102,14 @@ def verify_halves(
 
 def broken(subject: Subject, stage: str, node: fx.Node, reason: str) -> VerifyError:
     """Return the error for ``node``, which fails a check after ``stage`` for this reason."""
-    collective = provenance.collective_of(node)
+    collective = comm.collective_of(node)
     where = "the outputs" if node.op == "output" else f"the node {node.name!r}"
     if node.op != "output" and isinstance(node.meta.get(KEY), Info):
         where = grammar.name_text(info(node).name)
     return VerifyError(
         f"after {stage}: {where}: {reason}",
-        plan_entry=collective and provenance.entry_of(collective, subject.causes),
-        source=collective and provenance.source_of(collective),
+        plan_entry=collective and comm.entry_of(collective, subject.causes),
+        source=collective and comm.source_of(collective),
         program=window(subject.gm, subject.mesh, node),
     )
 

@@ -19,7 +19,7 @@ from shardc.ir import grammar, ops
 from shardc.ir.comm import WAIT
 from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.graph import Role, info, output_node, outputs
-from shardc.verify.collective_equivalence import Collective
+from shardc.verify.local_graph import Collective
 
 Computed = dict[tuple[str, str, int], bytes]  # fingerprints by an output's kind, name and index
 

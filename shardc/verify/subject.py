@@ -1,16 +1,91 @@
-"""The input of a check (`Subject`) and the type of its failures (`Broken`)."""
+"""The input of a check (`Subject`) and the type of its failures (`Broken`).
+
+Detects whether a pass has changed a graph, so that an unchanged one is not verified twice.
+
+Writes a report file for an error of the verifier: the graph before and after the pass, and versions.
+"""
 
 from __future__ import annotations
 
+import platform
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import blake2b
+from operator import is_
+from pathlib import Path
 
+import torch
 from torch import fx
 
-from shardc.ir.graph import Value, info
+from shardc.errors import VerifyError
+from shardc.ir import text
+from shardc.ir.arena import PLAN
+from shardc.ir.graph import KEY, ROLES, Value, info
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+
+
+class State:
+    """Snapshot of the parts of a graph that checks read."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes = list(graph.nodes)
+        # Dicts, not a tuple for each node: many new objects trigger Python's garbage collector.
+        self.targets = {node: node.target for node in self.nodes}
+        self.args, self.kwargs = {node: node.args for node in self.nodes}, {node: node.kwargs for node in self.nodes}
+        self.records = {node: node.meta.get(KEY) for node in self.nodes}
+        self.values = [node.meta.get("val") for node in self.nodes]  # compared as objects: tensors have no truth
+        self.ends = [self.nodes[-1].meta.get(key) for key in (ROLES, PLAN)]
+
+    def is_of(self, other: State | None) -> bool:
+        """Return whether the graph is the same as in ``other``."""
+        if other is None or self.nodes != other.nodes or self.ends != other.ends or not self.computes(other):
+            return False
+        return all(map(is_, self.values, other.values))
+
+    def computes(self, other: State | None) -> bool:
+        """Return whether it has the same ops on the same operands as ``other``, in any order."""
+        if other is None or self.targets != other.targets or self.args != other.args:
+            return False
+        return self.kwargs == other.kwargs and self.records == other.records
+
+
+@contextmanager
+def reporting(mesh: Mesh, programs: Mapping[str, fx.GraphModule | None]) -> Iterator[None]:
+    """Write a report file for a VerifyError of the block that has no fix, and raise it with a fix that names the file.
+
+    Args:
+        programs: title in the file -> graph; None for a graph that does not exist.
+    """
+    try:
+        yield
+    except VerifyError as error:
+        if error.fix is not None:
+            raise
+        parts = [str(error), f"torch {torch.__version__}, Python {platform.python_version()}, {platform.platform()}"]
+        parts += [f"--- {name}\n{_text(gm, mesh)}" for name, gm in programs.items() if gm is not None]
+        content = "\n\n".join(parts)
+        path = Path(tempfile.gettempdir()) / f"shardc-report-{blake2b(content.encode(), digest_size=6).hexdigest()}.txt"
+        try:
+            path.write_text(content)
+            how = f"with {path}, which holds the program and the versions"
+        except OSError as reason:
+            how = f"with this text (no report could be written to {path}: {reason.strerror})"
+        fix = f"this is a fault of shardc, or of a pass of your own, and not of your model or plan; report it {how}"
+        raise VerifyError(
+            error.what, plan_entry=error.plan_entry, source=error.source, program=error.program, fix=fix
+        ).with_traceback(error.__traceback__) from None
+
+
+def _text(gm: fx.GraphModule, mesh: Mesh) -> str:
+    try:
+        return text.dump(gm, mesh)
+    except VerifyError as error:  # a broken graph may not be printable
+        return f"{error}\n{gm.graph}"
+
 
 Agrees = Callable[[fx.Node, tuple[Layout, ...] | None], str | None]
 Broken = Iterator[tuple[fx.Node, str]]

@@ -21,7 +21,7 @@ from shardc.passes.exact.chooser import Weights
 from shardc.passes.unfold import NotPeriodic
 from shardc.search import plan_search
 from shardc.search.captured_model import CapturedModel, ModelCall
-from shardc.search.memory_price import LEAST
+from shardc.search.memory_fit import LEAST
 from shardc.search.meshes import meshes_of
 from shardc.search.plan_search import Search
 from shardc.search.result import Found, Trial

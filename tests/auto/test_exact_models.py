@@ -9,11 +9,10 @@ import pytest
 
 from shardc.cost.hardware import H100
 from shardc.ir.mesh import Mesh
-from shardc.passes.exact.chooser import Weights
-from shardc.passes.exact.storage_choice import OpenLayoutProblem, StorageChoice
+from shardc.passes.exact.chooser import OpenLayoutProblem, StorageChoice, Weights
 from shardc.passes.options import Options
 from shardc.search.captured_model import CapturedModel
-from shardc.search.memory_price import LEAST
+from shardc.search.memory_fit import LEAST
 from shardc.search.plan_search import COPIES, storages
 from shardc.solver import Solution, solve
 from tests.auto.real_models import PRECISION, captured_model

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from shardc.search.memory_price import CLOSE, LEAST, PRICES, PriceSearch
+from shardc.search.memory_fit import CLOSE, LEAST, PRICES, PriceSearch
 
 
 @dataclass(frozen=True)

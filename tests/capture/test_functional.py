@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 
 import shardc
-from shardc.capture.functional import other_forms
+from shardc.capture.replacements import other_forms
 
 
 def draw(*shape: int) -> Tensor:

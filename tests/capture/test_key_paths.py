@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 import shardc
-from shardc.ir.trees import leaf_paths
+from shardc.ir.text import leaf_paths
 
 
 class Output(dict[str, Any]):

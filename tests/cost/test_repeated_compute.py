@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import shardc
 from examples.models import convnet, gpt2, llama
-from shardc.cost.fused_kernels import flops_of, is_dense
-from shardc.cost.repeated_compute import LEAST, SHARE, dense
+from shardc.cost.compute import LEAST, SHARE, dense, flops_of, is_dense
 from shardc.ir import graph as ir
 from shardc.ir.mesh import Mesh
 from shardc.program import Program

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 from shardc.errors import MeshError
-from shardc.runtime.meeting import Meeting
+from shardc.runtime.comparing import Meeting
 from tests.ranks import run_ranks
 
 

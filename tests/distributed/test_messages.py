@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 import shardc.runtime.wire.direct  # noqa: F401  (the collectives)
-from shardc.ir.packing import LARGEST, Packing
+from shardc.ir.arena import LARGEST, Packing
 from tests.ranks import run_ranks
 
 direct, wait = torch.ops.shardc, torch.ops._c10d_functional.wait_tensor

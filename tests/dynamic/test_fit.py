@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardc.dynamic.fit import Fit, conditions, moduli, points
+from shardc.dynamic.generalize import Fit, conditions, moduli, points
 from shardc.errors import LayoutError
-from shardc.ir.polynomial import Polynomial
+from shardc.ir.sized import Polynomial
 
 EXAMPLE = {"b": 8, "t": 128}
 FORMS: dict[str, Callable[[int, int], int]] = {

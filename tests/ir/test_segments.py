@@ -18,7 +18,7 @@ from shardc.ir.executable import FORWARD, Compiled, Half
 from shardc.ir.mesh import Mesh
 from shardc.ir.segments import Segment, cut
 from shardc.lower import lower
-from shardc.verify.segment_order import in_order
+from shardc.verify.halves import in_order
 from shardc.verify.subject import Subject, no_rules
 
 WIDTH, DEPTH = 8, 12

@@ -56,9 +56,7 @@ def low(x: Tensor, w: Tensor, image: Tensor, kernel: Tensor, q: Tensor) -> list[
 def test_products_of_few_bits_run_in_float32_where_the_cpu_lacks_them(
     slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "shardc.lower.upcast_low_precision.slow_dtypes", lambda: frozenset([torch.bfloat16] if slow else [])
-    )
+    monkeypatch.setattr("shardc.lower.inductor.slow_dtypes", lambda: frozenset([torch.bfloat16] if slow else []))
     generator = torch.Generator().manual_seed(0)
     shapes = [(16, 8), (8, 16), (2, 4, 8, 8), (6, 4, 3, 3), (2, 4, 8, 16)]
     given = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]

@@ -15,7 +15,7 @@ import shardc
 from shardc._compat import pytree
 from shardc.capture import Dtypes, find_repeats, register_caches
 from shardc.errors import CaptureError
-from shardc.precompiled.tree_spec import spec_from_json, spec_to_json
+from shardc.precompiled.record import spec_from_json, spec_to_json
 from tests.ranks import device_mesh, run_ranks
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}

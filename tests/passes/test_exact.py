@@ -16,8 +16,8 @@ from shardc.cost.model import CostModel
 from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.passes.exact.axis_strategies import nested
 from shardc.passes.exact.chooser import LayoutProblem
-from shardc.passes.exact.combine_axes import nested
 from shardc.passes.exact.prices import prices
 from shardc.passes.greedy import Greedy
 from shardc.rules.spec import Strategy, infer

@@ -17,14 +17,12 @@ from shardc.cost.model import CostModel, Measured
 from shardc.errors import VerifyError
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN, place
-from shardc.ir.comm import IN_MESSAGES
+from shardc.ir.comm import IN_MESSAGES, entry_of
 from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.executable import certify
-from shardc.ir.provenance import entry_of
 from shardc.passes import Partition, Pass, Pipeline, Schedule
 from shardc.verify import halves
-from shardc.verify.subject import Subject, no_rules
-from shardc.verify.unchanged import State
+from shardc.verify.subject import State, Subject, no_rules
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 Plant = Callable[[fx.Graph], bool]

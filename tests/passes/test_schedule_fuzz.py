@@ -15,11 +15,11 @@ from shardc.ir.graph import Info, NameScope, Role, Value
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
 from shardc.ir.text import dump
-from shardc.passes import check_waits
 from shardc.passes.bucket import Bucket
+from shardc.passes.check import check_waits
 from shardc.passes.op_calls import is_start, result_bytes
 from shardc.passes.plan_memory import PlanMemory
-from shardc.passes.prefetchable import prefetchable
+from shardc.passes.prefetch import prefetchable
 from shardc.passes.schedule import Schedule
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
 from shardc.verify import halves, identity
@@ -143,7 +143,7 @@ def check(seed: int) -> tuple[int, int]:
     fused = [in_flight(gm.graph, moves) for moves in (False, True)]
     gm = schedule(gm)
     gm.graph.lint()
-    assert [*check_waits.check_waits(Subject(gm, draft.mesh, no_rules))] == []
+    assert [*check_waits(Subject(gm, draft.mesh, no_rules))] == []
     what = f"seed {seed}: {bucket}, {schedule} on {draft.mesh}"
     assert identity.same(computed, identity.computed(gm.graph)) is None, what
     gm = PlanMemory(draft.mesh)(gm)

@@ -14,8 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardc.errors import LayoutError, PlanError, ShardcWarning
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.plan.spec_forms import freeze, is_one, show
-from shardc.plan.spec_layout import to_layout
+from shardc.plan.spec import freeze, is_one, show, to_layout
 
 MESH = Mesh(dp=2, tp=4, one=1)
 

@@ -13,22 +13,22 @@ import torch
 from torch import nn
 
 import shardc
-from shardc.ir import told
+from shardc.ir import code
 from shardc.precompiled import store
 
 
-@pytest.mark.parametrize("near", told.TOLD)
+@pytest.mark.parametrize("near", code.TOLD)
 def test_packages_beside_those_that_have_versions(near: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``torchvision`` is not torch, though its folder's name begins like torch's."""
-    monkeypatch.setattr(told, "TOLD", [tmp_path / near.name, *told.TOLD])
-    told.told_place.cache_clear()
+    monkeypatch.setattr(code, "TOLD", [tmp_path / near.name, *code.TOLD])
+    code.told_place.cache_clear()
     try:
         files = [
             tmp_path / name / "net.py" for name in (near.name, f"{near.name}zoo", f"{near.name}/site-packages/zoo")
         ]
-        assert [told.is_told(compile("", str(file), "exec")) for file in files] == [True, False, False]
+        assert [code.is_told(compile("", str(file), "exec")) for file in files] == [True, False, False]
     finally:
-        told.told_place.cache_clear()
+        code.told_place.cache_clear()
 
 
 def test_the_programs_that_were_used_last_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

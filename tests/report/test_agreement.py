@@ -12,7 +12,7 @@ from torch import fx
 
 import shardc
 from examples.models import llama
-from shardc.cost.fused_kernels import is_dense
+from shardc.cost.compute import is_dense
 from shardc.cost.hardware import H100, Hardware, calibrated
 from shardc.cost.model import CostModel, Messages
 from shardc.cost.redistribute import LOCAL, Step, steps
@@ -21,8 +21,7 @@ from shardc.ir import ops
 from shardc.ir.comm import is_ring
 from shardc.ir.comm_volume import collective_kind
 from shardc.passes.collectives import step_of
-from shardc.passes.op_calls import call_of
-from shardc.passes.strategy_cost import Work, compute_seconds
+from shardc.passes.op_calls import Work, call_of, compute_seconds
 from shardc.report.predicted_schedule import Schedule
 from shardc.rules import spec_of
 from shardc.rules.spec import Strategy

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import shardc
 from examples.models import llama
 from shardc.ir import graph as ir
-from shardc.report.copies import (
+from shardc.report.lint_rules import (
     CONTIGUOUS,
     INTO_MESSAGE,
     OUT_OF_MESSAGE,

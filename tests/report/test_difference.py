@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardc.__main__ import main
-from shardc.report.difference import Change, Limit
+from shardc.report.export import Change, Limit
 
 BASE = ["schedule", "examples/models/mlp.py:example", "--mesh", "dp=2", "--stage", "localize"]
 

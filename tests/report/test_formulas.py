@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import shardc
 from examples.models import llama
 from shardc.__main__ import main
-from shardc.cost.repeated_compute import model_flops
+from shardc.cost.compute import model_flops
 from shardc.errors import PlanError
 from shardc.ir.mesh import Mesh
 from shardc.report.derive import verify

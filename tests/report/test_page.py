@@ -21,9 +21,9 @@ import shardc
 from examples.models import llama
 from shardc.ir import graph as ir
 from shardc.ir.mesh import Mesh
-from shardc.report.memory import OWNERS
 from shardc.report.page import curve, record
 from shardc.report.predicted_schedule import Schedule
+from shardc.report.prediction import OWNERS
 
 ROOT = Path(__file__).parents[2]
 VOID = {"meta", "input", "br", "link", "img"}

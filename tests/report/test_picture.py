@@ -11,9 +11,9 @@ import pytest
 import shardc
 from shardc.__main__ import main
 from shardc.errors import InputError
-from shardc.report.memory import OWNERS
-from shardc.report.picture import draw
+from shardc.report.page import draw
 from shardc.report.predicted_schedule import Schedule
+from shardc.report.prediction import OWNERS
 from tests.report.test_schedule import ROOT, stack_program
 
 

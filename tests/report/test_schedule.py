@@ -22,8 +22,8 @@ from shardc.cost.hardware import Route, price, route
 from shardc.errors import MeshError, PlanError
 from shardc.ir.comm_volume import KINDS, wire_elements
 from shardc.ir.mesh import Mesh
-from shardc.report.memory import OWNERS
 from shardc.report.predicted_schedule import Schedule
+from shardc.report.prediction import OWNERS
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
 
 ROOT = Path(__file__).parents[2]

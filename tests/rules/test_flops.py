@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardc
-from shardc.cost.fused_kernels import flops_of
+from shardc.cost.compute import flops_of
 from shardc.custom_ops.flops import is_dense
 from shardc.passes.op_calls import call_of
 from shardc.rules import RULES, spec_of

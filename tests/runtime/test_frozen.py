@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from shardc.ir.gc_control import outgrown
-from shardc.runtime.heap import frozen
+from shardc.runtime.host import frozen
 
 
 class Ring:

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardc
 from shardc.errors import BackwardError, CaptureError, InputError
-from shardc.runtime.fsdp2_migration import INSTEAD
+from shardc.runtime.namespace import INSTEAD
 from tests.ranks import run_ranks
 
 X = torch.linspace(-1, 1, 40, dtype=torch.float64).view(4, 10).sin()

@@ -12,7 +12,7 @@ import pytest
 STEPS = """
 import ctypes, resource
 import torch
-from shardc.runtime.heap import keep_heap
+from shardc.runtime.host import keep_heap
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]

@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardc.errors import InitError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.runtime.draw import Piece, draw
 from shardc.runtime.initialize import init_weights
-from shardc.runtime.sharded_init import Virtual
+from shardc.runtime.sharded_init import Piece, Virtual, draw
 from shardc.runtime.storage import shard_tensor
 
 MESH = Mesh(dp=2, tp=2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardc.runtime.module_snapshot import ModuleSnapshot
+from shardc.runtime.identity_guards import ModuleSnapshot
 
 
 def model() -> nn.Module:

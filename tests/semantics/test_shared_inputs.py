@@ -169,7 +169,7 @@ def seldom() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int64], ids=str)
 def test_fingerprints_tell_one_element(dtype: torch.dtype) -> None:
-    from shardc.runtime.fingerprint import fingerprint
+    from shardc.runtime.shards import fingerprint
 
     x = torch.ones(7, 4).to(dtype)
     other = x.clone()

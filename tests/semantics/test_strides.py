@@ -20,14 +20,14 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import shardc
-from shardc.capture.functional import other_forms
+from shardc.capture.replacements import other_forms
 from shardc.capture.strides import fake_like
 from shardc.capture.trace import Traced, decompositions
 from shardc.errors import CaptureError
 from shardc.ir import graph as ir
+from shardc.ir.guards import Reads
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.reads import Reads
 from shardc.ir.returned import Memory
 from shardc.passes import Canonicalize, Localize
 from shardc.runtime.sim.training import Simulation

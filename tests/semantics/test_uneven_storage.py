@@ -15,7 +15,7 @@ import shardc
 from shardc.errors import LayoutError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.plan.uneven_sizes import as_dtensor
+from shardc.plan.placed import as_dtensor
 from tests.models.alike import trains_alike
 from tests.ranks import run_ranks
 

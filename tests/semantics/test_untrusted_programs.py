@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import shardc
 from shardc.errors import PrecompiledError
-from shardc.precompiled.tree_spec import spec_from_json, spec_to_json
+from shardc.precompiled.record import spec_from_json, spec_to_json
 from tests.semantics.forged import Change, forged, saved, use, with_line
 
 

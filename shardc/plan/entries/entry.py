@@ -9,7 +9,7 @@ from typing import Any
 from shardc.ir.mesh import Mesh
 from shardc.plan.constructor_calls import Call, call_text, to_call
 from shardc.plan.placed import ParamPlan, Placed
-from shardc.plan.spec_forms import Form
+from shardc.plan.spec import Form
 
 
 @dataclass(frozen=True)

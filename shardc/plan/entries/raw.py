@@ -12,10 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from shardc.errors import PlanError
 from shardc.plan.constructor_calls import Call
 from shardc.plan.entries.entry import Entry
-from shardc.plan.match import matching, must_match, near_names, shorten
+from shardc.plan.match import flatten, matching, must_match, near_names, shorten, split_target
 from shardc.plan.placed import Placed
-from shardc.plan.spec_forms import Form, PerRank, freeze, per_rank, quote, show, spec_axes
-from shardc.plan.targets import flatten, split_target
+from shardc.plan.spec import Form, PerRank, freeze, per_rank, quote, show, spec_axes
 from shardc.validate import Bytes, Range, check_fields, checked
 
 
@@ -115,7 +114,7 @@ class Activation(Spec):
     """Gives a tensor at a module boundary the layout ``spec``.
 
     Args:
-        target: a module glob and one of its tensors, in the form that `shardc.plan.targets.split_target` parses.
+        target: a module glob and one of its tensors, in the form that `shardc.plan.match.split_target` parses.
     """
 
     target: str

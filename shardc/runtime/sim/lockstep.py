@@ -25,7 +25,7 @@ from shardc.ir.mesh import Mesh, groups_of
 from shardc.ir.op_traits import communicates
 from shardc.ir.rewriter import last_uses
 from shardc.runtime import shards
-from shardc.runtime.exchange import COLLECTIVES
+from shardc.runtime.shards import COLLECTIVES
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -35,7 +35,7 @@ class PerRank(list[Any]):
 
 
 class Lockstep:
-    """All ranks of ``mesh``; implements `shardc.passes.lower_collective.Builder` by computing eagerly."""
+    """All ranks of ``mesh``; implements `shardc.passes.collectives.Builder` by computing eagerly."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -135,7 +135,7 @@ class Lockstep:
     # --- collectives
 
     def _collective(self, target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs a functional collective on all ranks, group by group, by its reference in `shardc.runtime.exchange`."""
+        """Runs a functional collective on all ranks, group by group, by its reference in `shardc.runtime.shards`."""
         name = target._opname
         if name == "wait_tensor":
             return args[0]

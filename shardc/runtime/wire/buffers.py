@@ -3,25 +3,52 @@
 `shardc.passes.plan_memory` assigns each result an offset (slot), and `shardc.runtime.wire.direct` requests it here.
 Memory in use is never given away: if a slot is occupied (a second forward before the first's backward, a result still
 referenced), the result gets its own memory, counted in `Buffers.strays`.
+
+Scheduling of gloo's event loop threads relative to compute threads.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
 import weakref
 from bisect import bisect, insort
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, MemoryPlan, Slot
+
+_NAME = "gloo_tcp_loop"
+
+
+def let_compute_first() -> None:
+    """Sets gloo's event loops to SCHED_BATCH (sched(7)), so that they do not preempt compute threads.
+
+    A loop spins on a connection's lock while another thread holds it (gloo/transport/tcp/pair.cc, Pair::handleEvents).
+    If it has preempted that thread, both stall for a time slice of 2 to 3 ms; this happens with as many threads as
+    cores. Under SCHED_BATCH a loop keeps its share of a core and uses idle ones at once.
+
+    Affects existing loops in the default class only; no effect outside Linux, or if not permitted.
+    """
+    tasks = Path("/proc/self/task")
+    if not hasattr(os, "SCHED_BATCH") or not tasks.is_dir():
+        return
+    for task in tasks.iterdir():
+        # The thread may have ended.
+        with suppress(OSError):
+            thread = int(task.name)
+            if (task / "comm").read_text().strip() == _NAME and os.sched_getscheduler(thread) == os.SCHED_OTHER:
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
 
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 

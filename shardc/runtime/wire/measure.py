@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 import shardc.runtime.wire.direct  # noqa: F401  (collectives that are measured)
+from shardc.ir.arena import LARGEST
 from shardc.ir.comm import is_ring
 from shardc.ir.comm_volume import wire_elements
-from shardc.ir.packing import LARGEST
-from shardc.runtime.wire.gloo_threads import let_compute_first
+from shardc.runtime.wire.buffers import let_compute_first
 
 c10d = torch.ops._c10d_functional
 _SMALL, _MANY = 64, 17  # elements; tensors

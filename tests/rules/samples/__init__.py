@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from shardc.rules import convolution, linalg, reduction
-from shardc.rules.fused_attention import TABLE as ATTENTION
-from shardc.rules.pointwise import TABLE as POINTWISE
+from shardc.rules import contractions, reduction
+from shardc.rules.attention_rules import _FUSED as ATTENTION
+from shardc.rules.attention_rules import _FUSED as SEQUENCE
+from shardc.rules.pointwise import _FUSED as POINTWISE
 from shardc.rules.proof import Sample
-from shardc.rules.sequence_attention import TABLE as SEQUENCE
 from tests.rules.samples import attention, elements, indexing, matrices, pointwise, structured, windows
 
 
@@ -18,12 +18,12 @@ def samples(op: str) -> list[Sample]:
         return list(attention.samples(op))
     if op in SEQUENCE:
         return list(attention.of_a_sequence(op))
-    if op in convolution.TABLE and any(word in op for word in ("pool", "pad", "upsample")):
+    if op in contractions.CONVOLUTIONS and any(word in op for word in ("pool", "pad", "upsample")):
         return list(windows.samples(op))
     families = {
-        "contraction": linalg.CONTRACTIONS,
+        "contraction": contractions.CONTRACTIONS,
         "reduction": reduction.REDUCTIONS,
-        "convolution": convolution.TABLE,
+        "convolution": contractions.CONVOLUTIONS,
     }
     for family, table in families.items():
         if op in table:

@@ -1,4 +1,12 @@
-"""Replaces functions of torch, for a trace, whose own form cannot be sharded or traced.
+"""Replacements for a trace: functions, layers and caches that cannot be traced or sharded as they are.
+
+Registers the key-value caches of ``transformers`` as pytrees, so that their tensors are inputs and outputs.
+
+A program does not change a cache that is passed in. The cache that it returns has the added keys and values.
+
+Replaces layers, for a trace, that cannot be traced in their own form.
+
+Replaces functions of torch, for a trace, whose own form cannot be sharded or traced.
 
 An embedding bag is one kernel over all bags; some functions check values; torch decomposes some wrongly. The functions
 here have the same results and gradients.
@@ -6,20 +14,170 @@ here have the same results and gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations as chosen
 from math import log, pi
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 from torch._dynamo.trace_rules import get_tensor_method, get_torch_obj_rule_map
+from torch._dynamo.variables import ConstantVariable, TorchInGraphFunctionVariable
+from torch._dynamo.variables.misc import GetAttrVariable
 from torch.nn import _reduction as _Reduction
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardc.capture import classes, expert_modules, raises, recurrent_layers, side_effects
+from shardc.capture import decompositions, markers, raises, side_effects
+
+_call_method = GetAttrVariable.call_method
+
+
+def _on_texts(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Replaces how Dynamo traces a method call on a torch class's attribute: the attribute may be a string."""
+    text = getattr(self.obj.value, self.name, None) if isinstance(self.obj, TorchInGraphFunctionVariable) else None
+    if isinstance(text, str):
+        return ConstantVariable.create(text).call_method(tx, name, args, kwargs)
+    return _call_method(self, tx, name, args, kwargs)
+
+
+OTHER_FORMS: tuple[tuple[Any, str, Any], ...] = ((GetAttrVariable, "call_method", _on_texts),)
+
+
+_BASES = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")
+_registered: dict[str, type] = {}
+
+
+def register_caches() -> None:
+    """Registers every class of caches and cache layers that is already imported; imports none."""
+    module = sys.modules.get("transformers.cache_utils")
+    for base in (getattr(module, name) for name in _BASES if hasattr(module, name)):
+        for kind in (base, *_below(base)):
+            _registered[f"{kind.__module__}.{kind.__qualname__}"] = kind
+            if kind not in pytree.SUPPORTED_NODES:
+                unflatten = partial(_unflatten, kind)
+                pytree.register_pytree_node(kind, _flatten, unflatten, flatten_with_keys_fn=_flatten_with_keys)
+
+
+def _below(kind: type) -> Iterator[type]:
+    derived: type
+    for derived in kind.__subclasses__():
+        yield derived
+        yield from _below(derived)
+
+
+def _flatten(cache: Any) -> tuple[list[Any], Any]:
+    """Return the attributes that may hold tensors; as context, their names and the values of the others."""
+    attributes = {name: value for name, value in vars(cache).items() if _may_hold(value)}
+    others = {name: _written(value) for name, value in vars(cache).items() if name not in attributes}
+    return list(attributes.values()), [list(attributes), others]
+
+
+def _flatten_with_keys(cache: Any) -> tuple[list[Any], Any]:
+    values, context = _flatten(cache)
+    return [(pytree.GetAttrKey(name), value) for name, value in zip(context[0], values, strict=True)], context
+
+
+def _unflatten(kind: Any, values: Any, context: Any) -> Any:
+    cache = kind.__new__(kind)
+    for name, value in zip(context[0], values, strict=True):
+        setattr(cache, name, value)
+    for name, value in context[1].items():
+        setattr(cache, name, _read(value))
+    return cache
+
+
+def is_cache(value: Any) -> bool:
+    """Return whether ``value`` is a registered cache, or a layer of one."""
+    return type(value) in _registered.values()
+
+
+def _may_hold(value: Any) -> bool:
+    return isinstance(value, (Tensor, dict, list, tuple)) or is_cache(value)
+
+
+def _written(value: Any) -> Any:
+    """Return ``value`` in the form that a saved program stores (see `shardc.precompiled.record`), if it has one."""
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, type):
+        return {"class": f"{value.__module__}.{value.__qualname__}"}
+    return value
+
+
+def _read(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, name),) = value.items()
+    return getattr(torch, name) if kind == "dtype" else torch.device(name) if kind == "device" else _registered[name]
+
+
+@contextmanager
+def other_layers(root: nn.Module) -> Iterator[None]:
+    """Patches layers of ``root`` that cannot be traced; undoes it on exit.
+
+    - Cumulative averages of a batch norm (``momentum=None``) weigh a batch by a counter, used as a tensor, not as a
+      number.
+    - `nn.SyncBatchNorm` would call collectives: a program computes on the global batch, so it becomes a batch norm.
+    - A recurrent layer has a second list of its parameters: it is rebuilt from the traced ones.
+    - Models of ``transformers`` record hidden states and attentions by hooks, which the first call that asks for some
+      installs, under a lock that cannot be traced. A hook does nothing in a call that asks for none. Speech models mark
+      a tensor inside as requiring a gradient, for the library's own checkpoints.
+    """
+    before = []
+    library = sys.modules.get("transformers.utils.output_capturing")
+    try:
+        if library is not None:
+            before = [(module, dict(vars(module))) for module in root.modules()]
+            for module, _ in before:
+                vars(module)["_forward_hooks"] = OrderedDict(module._forward_hooks)
+                if "_requires_grad" in vars(module):
+                    vars(module)["_requires_grad"] = False
+            for module, _ in before:
+                if library._CAN_RECORD_REGISTRY.get(module):
+                    library.maybe_install_capturing_hooks(module)
+        for module in root.modules():
+            attributes = dict(vars(module))
+            if isinstance(module, nn.RNNBase):
+                module._init_flat_weights()
+            elif isinstance(module, _BatchNorm) and "forward" not in attributes and (forward := _other_forward(module)):
+                vars(module)["forward"] = MethodType(forward, module)
+            else:
+                continue
+            before.append((module, attributes))
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+def _other_forward(module: _BatchNorm) -> Callable[..., Tensor] | None:
+    if module.training and module.track_running_stats and module.momentum is None and module.running_mean is not None:
+        return _cumulative
+    return _BatchNorm.forward if isinstance(module, nn.SyncBatchNorm) else None
+
+
+def _cumulative(self: _BatchNorm, input: Tensor) -> Tensor:
+    self._check_input_dim(input)
+    count, mean, var = self.num_batches_tracked, self.running_mean, self.running_var
+    assert count is not None and mean is not None and var is not None
+    batch_mean, batch_var = torch.zeros_like(mean), torch.zeros_like(var)
+    out = F.batch_norm(input, batch_mean, batch_var, self.weight, self.bias, True, 1.0, self.eps)
+    with torch.no_grad():
+        count.add_(1)
+        mean.add_((batch_mean - mean) / count)
+        var.add_((batch_var - var) / count)
+    return out
+
 
 try:
     from torch.nn.modules import linear_cross_entropy
@@ -219,9 +377,9 @@ _OTHER_FORMS: tuple[tuple[Any, str, Any], ...] = (
     (torch._C, "_infer_size", torch.broadcast_shapes),  # takes symbolic shapes
     (F, "gaussian_nll_loss", gaussian_nll_loss),
     (F, "multilabel_margin_loss", multilabel_margin_loss),
-    *recurrent_layers.OTHER_FORMS,
+    *decompositions.OTHER_FORMS,
     *raises.OTHER_FORMS,
-    *classes.OTHER_FORMS,
+    *OTHER_FORMS,
     *side_effects.OTHER_FORMS,
     (cached_property, "__get__", get_cached),
 )
@@ -237,5 +395,5 @@ def other_forms() -> Iterator[None]:
     """Replaces torch's functions by those of this file; undoes it on exit."""
     raises.fill_kl_cache()
     get_torch_obj_rule_map(), get_tensor_method()  # Dynamo looks functions up by name, once: to find torch's own
-    with expert_modules.patched((*_OTHER_FORMS, *expert_modules.other_forms())):
+    with markers.patched((*_OTHER_FORMS, *markers.other_forms())):
         yield

@@ -1,0 +1,141 @@
+"""Marks parts of a model in its trace: activations that a plan names, and the functions of one expert.
+
+Traces the experts of libraries as functions of one expert, between markers (`shardc.custom_ops.expert_markers`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from shardc.capture.annotate import PREFIX
+from shardc.custom_ops import expert_markers
+
+
+@dataclass(frozen=True)
+class Tag:
+    """The place of an `ops.tag` in the trace: tensor (or keyword) ``index`` of a module's input or output."""
+
+    module: str
+    where: str
+    index: int | str
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.where}.{self.index}"
+
+
+@torch.library.custom_op("shardc::tag", mutates_args=())
+def mark(x: Tensor, name: str) -> Tensor:
+    return x.clone()
+
+
+mark.register_fake(lambda x, name: torch.empty_like(x))
+mark.register_autograd(
+    lambda ctx, grad: (mark(grad, ctx.name), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "name", inputs[1]),
+)
+
+
+@contextlib.contextmanager
+def tagged(root: nn.Module, tags: Sequence[Tag]) -> Iterator[None]:
+    """Passes the tagged inputs and outputs through ``shardc::tag`` by hooks; removes the hooks on exit."""
+    modules = dict(root.named_modules())
+    with contextlib.ExitStack() as stack:
+        for tag in tags:
+            module = modules[(PREFIX + tag.module).rstrip(".")]
+            if tag.where == "input":
+                hook = partial(_replace_inputs, tag)
+                stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+            else:
+                after = partial(_replace_output, tag)
+                stack.enter_context(module.register_forward_hook(after))
+        yield
+
+
+def _replace_inputs(tag: Tag, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return (args, _replace(kwargs, tag)) if isinstance(tag.index, str) else (_replace(args, tag), kwargs)
+
+
+def _replace_output(tag: Tag, _module: nn.Module, _args: Any, output: Any) -> Any:
+    return _replace(output, tag)
+
+
+def _replace(values: Any, tag: Tag) -> Any:
+    """Return ``values`` with its ``tag.index``-th tensor (or that key) passed through the marker op ``shardc::tag``.
+
+    A dict subclass (an output of ``transformers``) is changed in place.
+    """
+    if isinstance(values, Tensor):
+        return mark(values, tag.name) if tag.index == 0 else values
+    if not isinstance(values, (tuple, list, dict)):
+        return values
+    places = list(values) if isinstance(values, dict) else range(len(values))
+    tensors = [at for at in places if isinstance(values[at], Tensor)]
+    if isinstance(tag.index, int):
+        tensors = tensors[tag.index : tag.index + 1]
+    else:
+        tensors = [at for at in tensors if at == tag.index]
+    items = dict(values) if type(values) is dict else values if isinstance(values, dict) else list(values)
+    for at in tensors:
+        items[at] = mark(values[at], tag.name)
+    return tuple(items) if isinstance(values, tuple) else items
+
+
+def transformers_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Computes the experts of a ``transformers`` model, for every ``experts_implementation`` of its config."""
+    gate, bias, turned = self.has_gate, self.has_bias, self.is_transposed
+    params = [self.gate_up_proj if gate else self.up_proj, self.down_proj]
+    if bias:
+        params += [self.gate_up_proj_bias if gate else self.up_proj_bias, self.down_proj_bias]
+
+    norm = dict(self.post_expert_norm.named_parameters()) if self.has_post_expert_norm else {}
+    params += [weight.expand(params[0].shape[0], *weight.shape) for weight in norm.values()]  # shared by all experts
+
+    def expert(rows: Tensor, scale: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
+        first = F.linear(rows, up.t() if turned else up, biases[0] if bias else None)
+        inner = self._apply_gate(first) if gate else self.act_fn(first)
+        if self.has_post_expert_norm:
+            product = F.linear(inner, down.t() if turned else down, biases[1] if bias else None)
+            norm_params = dict(zip(norm, biases[2:] if bias else biases, strict=True))
+            return functional_call(self.post_expert_norm, norm_params, (product,)) * scale
+        # Scales the narrower `inner`, so that the result need not be saved for the gradient of the weights.
+        product = F.linear((inner * scale).to(inner.dtype), down.t() if turned else down)
+        return product + scale * biases[1] if bias else product
+
+    return expert_markers.apply(expert, hidden_states, top_k_index, top_k_weights, params, scaled=True)
+
+
+def _interface(self: Any, experts_implementation: str, default: Any) -> Any:
+    return transformers_experts
+
+
+def other_forms() -> tuple[tuple[Any, str, Any], ...]:
+    """Return the patches for the experts of imported libraries: (owner, attribute name, replacement)."""
+    library = sys.modules.get("transformers.integrations.moe")
+    interfaces = () if library is None else ((library.ExpertsInterface, "get_interface", _interface),)
+    return ((expert_markers, "apply", expert_markers.marked), *interfaces)
+
+
+@contextmanager
+def patched(forms: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Applies the patches ``forms``, (owner, attribute name, replacement); undoes them on exit."""
+    replacements = tuple(forms)
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replacements]
+    try:
+        for owner, name, function in replacements:
+            setattr(owner, name, function)
+        yield
+    finally:
+        for owner, name, original in before:
+            delattr(owner, name) if original is None else setattr(owner, name, original)  # inherited methods reappear
