@@ -94,7 +94,7 @@ def _backward(call: Call) -> Spec:
 _KERNELS = ("flash_attention_for_cpu", "efficient_attention", "flash_attention", "cudnn_attention")
 _TEXT = "b (g r) q e, b g k e, b g k f -> b (g r) q f, b (g r) q    k e f: whole; q: whole where causal"
 
-_FUSED = table(
+FUSED = table(
     [Rule(f"aten._scaled_dot_product_{kernel}", _forward, _TEXT) for kernel in _KERNELS],
     [
         Rule(f"aten._scaled_dot_product_{kernel}_backward", _backward, f"backward of {_TEXT}    g r q: sum")
@@ -240,7 +240,7 @@ def _gradient_local(local: Local) -> Any:
     return [narrow(local, x) for x in grads] if len(rows_total) > 1 else grads
 
 
-_SEQUENCE = table(
+SEQUENCE = table(
     Rule(
         "shardc_attention.call",
         _call,
@@ -258,4 +258,4 @@ _SEQUENCE = table(
     strides=CONTIGUOUS,
 )
 
-TABLE = _FUSED | _SEQUENCE
+TABLE = FUSED | SEQUENCE

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shardc.rules import contractions, reduction
-from shardc.rules.attention_rules import _FUSED as ATTENTION
-from shardc.rules.attention_rules import _FUSED as SEQUENCE
-from shardc.rules.pointwise import _FUSED as POINTWISE
+from shardc.rules.attention_rules import FUSED as ATTENTION
+from shardc.rules.attention_rules import SEQUENCE
+from shardc.rules.pointwise import TABLE as POINTWISE
 from shardc.rules.proof import Sample
 from tests.rules.samples import attention, elements, indexing, matrices, pointwise, structured, windows
 
