@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 import shardc  # noqa: E402
 from examples.models import convnet, gpt2, llama, vit  # noqa: E402
 from shardc.cost.hardware import H100  # noqa: E402
-from shardc.passes.exact.chooser import (  # noqa: E402
+from shardc.passes.layout.exact.chooser import (  # noqa: E402
     OpenLayoutProblem,
     StorageChoice,
     Weights,  # noqa: E402

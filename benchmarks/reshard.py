@@ -42,7 +42,7 @@ from shardc.ir.comm_volume import KINDS, wire_elements
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.placements import to_placements
-from shardc.passes.collectives import lower_collective
+from shardc.passes.lower.collectives import lower_collective
 from shardc.runtime.groups import Groups
 from shardc.runtime.shards import shard
 

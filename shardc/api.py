@@ -26,7 +26,7 @@ from shardc.ir.inner import flattened, outer_names
 from shardc.ir.mesh import Mesh
 from shardc.lower import lower
 from shardc.lower.kernels import begin_check
-from shardc.passes.objective import unit_of
+from shardc.passes.layout.objective import unit_of
 from shardc.passes.options import Options
 from shardc.plan.constructors import fsdp
 from shardc.plan.from_dtensor import check_kept, drop_style_hooks, dtensor_entries

@@ -22,7 +22,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.text import dump
 from shardc.joint import CUT, Joint, StageRecorder
 from shardc.passes.check import VerifyHalf
-from shardc.passes.reduce_accumulated import Sum, deferred_reduction
+from shardc.passes.schedule.reduce_accumulated import Sum, deferred_reduction
 from shardc.passes.unfold import Folded
 from shardc.precompiled import ProgramKey, save_program
 from shardc.precompiled.load import backward_for

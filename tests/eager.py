@@ -13,7 +13,7 @@ from shardc.runtime.groups import Groups
 
 
 class Eager:
-    """A builder (`shardc.passes.collectives.Builder`) whose values are this rank's tensors.
+    """A builder (`shardc.passes.lower.collectives.Builder`) whose values are this rank's tensors.
 
     Args:
         groups: this rank's process groups; every group that is asked for has been added to them.

@@ -149,7 +149,7 @@ class CostModel:
         return self.best_seconds(kind, prod([mesh.size(axis) for axis in axes]), wire_bytes)
 
     def best_seconds(self, kind: str, ranks: int, wire_bytes: float) -> float:
-        """Return the seconds of a collective of ``kind`` by its fastest algorithm (`shardc.passes.algorithms`)."""
+        """Return the seconds of a collective of ``kind`` by its fastest algorithm (`shardc.passes.schedule.algorithms`)."""
         native = self.seconds(kind, ranks, wire_bytes)
         if ranks == 1 or not any(map(self.measured, _EXCHANGEABLE)):
             return native

@@ -1,7 +1,7 @@
 """Marker ops around the function of one expert in a trace; outside of a trace the experts run one after another.
 
 The first marker returns all tokens as the rows of one expert, and that expert's parameters; the last one takes its
-result. `shardc.passes.experts` replaces the ops between them by one op, and their gradient by another.
+result. `shardc.passes.layout.experts` replaces the ops between them by one op, and their gradient by another.
 """
 
 from __future__ import annotations

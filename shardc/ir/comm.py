@@ -10,7 +10,7 @@ to this rank's group. Ops of ``torch.ops.shardc``:
     reduce_scatter_tensor_coalesced,
     all_reduce_coalesced               as in `_c10d_functional`, by direct messages between ranks without buffers;
                                        implemented in `shardc.runtime.wire.direct`. ``slots`` are the numbers of the
-                                       arena slots of the results (`shardc.passes.plan_memory`); none: own memory
+                                       arena slots of the results (`shardc.passes.schedule.plan_memory`); none: own memory
     to_device(x, device), to_host(x)   copies between host and device memory, waited for as collectives are; implemented
                                        in `shardc.runtime.host`. If the device is a CPU, they are real copies, too
 

@@ -1,7 +1,7 @@
 """Data-movement ops of the global graph: FX targets that are never run.
 
 Each takes a value at its global shape and returns the same value in another layout; the layouts are those of the nodes
-(`shardc.ir.graph.Value`). `passes/localize.py` lowers them to local ops and collectives.
+(`shardc.ir.graph.Value`). `passes/lower/localize.py` lowers them to local ops and collectives.
 """
 
 from __future__ import annotations

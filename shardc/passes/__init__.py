@@ -13,41 +13,41 @@ import torch
 from shardc.cost.hardware import CPU, calibrated
 from shardc.cost.model import CostModel, Pricing
 from shardc.cost.step_sequence import keep_within
-from shardc.passes.algorithms import Algorithms
-from shardc.passes.attention import Attention as Attention
-from shardc.passes.bucket import Bucket as Bucket
-from shardc.passes.canonicalize import Canonicalize as Canonicalize
-from shardc.passes.collectives import Collectives as Collectives
-from shardc.passes.comm_hooks import OnTheWire as OnTheWire
-from shardc.passes.decompose import Decompose as Decompose
-from shardc.passes.exact.chooser import Exact as Exact
-from shardc.passes.experts import Experts as Experts
-from shardc.passes.greedy import Greedy
-from shardc.passes.hoist_grad_epilogue import HoistGradEpilogue as HoistGradEpilogue
-from shardc.passes.keep_part import KeepPart as KeepPart
-from shardc.passes.localize import Localize as Localize
-from shardc.passes.objective import Objective as Objective
-from shardc.passes.offload import Offload as Offload
+from shardc.passes.layout.attention import Attention as Attention
+from shardc.passes.layout.canonicalize import Canonicalize as Canonicalize
+from shardc.passes.layout.exact.chooser import Exact as Exact
+from shardc.passes.layout.experts import Experts as Experts
+from shardc.passes.layout.greedy import Greedy
+from shardc.passes.layout.objective import Objective as Objective
+from shardc.passes.layout.pad import Pad as Pad
+from shardc.passes.layout.precision import Precision as Precision
+from shardc.passes.layout.propagate import Problem
+from shardc.passes.layout.propagate import Propagate as Propagate
+from shardc.passes.layout.reshard import Reshard as Reshard
+from shardc.passes.layout.seed import Seed as Seed
+from shardc.passes.layout.simplify import Simplify as Simplify
+from shardc.passes.lower.collectives import Collectives as Collectives
+from shardc.passes.lower.comm_hooks import OnTheWire as OnTheWire
+from shardc.passes.lower.decompose import Decompose as Decompose
+from shardc.passes.lower.hoist_grad_epilogue import HoistGradEpilogue as HoistGradEpilogue
+from shardc.passes.lower.keep_part import KeepPart as KeepPart
+from shardc.passes.lower.localize import Localize as Localize
+from shardc.passes.lower.offload import Offload as Offload
+from shardc.passes.lower.partition import Cut
+from shardc.passes.lower.partition import Partition as Partition
+from shardc.passes.lower.partition import inference as inference
+from shardc.passes.lower.skip_regather import SkipRegather as SkipRegather
 from shardc.passes.options import Options as Options
-from shardc.passes.pad import Pad as Pad
-from shardc.passes.partition import Cut
-from shardc.passes.partition import Partition as Partition
-from shardc.passes.partition import inference as inference
 from shardc.passes.pipeline import Hook as Hook
 from shardc.passes.pipeline import Pass as Pass
 from shardc.passes.pipeline import Pipeline as Pipeline
 from shardc.passes.pipeline import near_stage as near_stage
-from shardc.passes.plan_memory import PlanMemory as PlanMemory
-from shardc.passes.precision import Precision as Precision
-from shardc.passes.propagate import Problem
-from shardc.passes.propagate import Propagate as Propagate
-from shardc.passes.prune_unused_grads import PruneUnusedGrads as PruneUnusedGrads
-from shardc.passes.reshard import Reshard as Reshard
-from shardc.passes.schedule import Schedule as Schedule
-from shardc.passes.seed import Seed as Seed
-from shardc.passes.simplify import Simplify as Simplify
-from shardc.passes.skip_communication import SkipCommunication as SkipCommunication
-from shardc.passes.skip_regather import SkipRegather as SkipRegather
+from shardc.passes.schedule.algorithms import Algorithms
+from shardc.passes.schedule.bucket import Bucket as Bucket
+from shardc.passes.schedule.plan_memory import PlanMemory as PlanMemory
+from shardc.passes.schedule.prune_unused_grads import PruneUnusedGrads as PruneUnusedGrads
+from shardc.passes.schedule.schedule import Schedule as Schedule
+from shardc.passes.schedule.skip_communication import SkipCommunication as SkipCommunication
 from shardc.plan.entries import Cp, Ep, Prefetch
 from shardc.plan.resolve import BoundPlan
 

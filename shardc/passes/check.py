@@ -21,11 +21,11 @@ from shardc.ir.comm_volume import collective_kind
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes import local_regions
+from shardc.passes.layout.precision import REDUCED_IN
 from shardc.passes.op_calls import call_of, is_start, leaving, operands_of
 from shardc.passes.pipeline import Hook, Pass
-from shardc.passes.precision import REDUCED_IN
-from shardc.passes.prefetch import prefetchable
-from shardc.passes.schedule import Schedule
+from shardc.passes.schedule.prefetch import prefetchable
+from shardc.passes.schedule.schedule import Schedule
 from shardc.rules import spec_of
 from shardc.rules.spec import Spec, from_results, infer
 from shardc.verify import HALF, MOVING, SPECS, broken, check_all, halves, verify

@@ -27,7 +27,7 @@ OPS = (CALL, GRADIENT)
 
 
 class Emitter(Protocol):
-    """Interface of the builder of a local graph (`shardc.passes.localize`)."""
+    """Interface of the builder of a local graph (`shardc.passes.lower.localize`)."""
 
     rewriter: GraphRewriter
     device: torch.device

@@ -22,7 +22,7 @@ from shardc.ir import graph as ir
 from shardc.ir.graph import Info, Origin, Role
 from shardc.ir.guards import Reads
 from shardc.ir.repeat import Marks, Repeat, Repeats
-from shardc.passes.hoist_grad_epilogue import HoistGradEpilogue
+from shardc.passes.lower.hoist_grad_epilogue import HoistGradEpilogue
 from shardc.plan.resolve import BoundPlan
 
 T = TypeVar("T")

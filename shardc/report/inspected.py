@@ -11,7 +11,7 @@ from shardc.dynamic import SizedProgram
 from shardc.errors import InputError, PlanError
 from shardc.ir import graph as ir
 from shardc.passes import Decompose
-from shardc.passes.decompose import candidates
+from shardc.passes.lower.decompose import candidates
 from shardc.plan.match import near_names
 from shardc.program import Program
 from shardc.report.derive import Dims, derive

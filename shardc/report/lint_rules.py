@@ -231,7 +231,7 @@ def lint(graph: fx.Graph, schedule: Schedule, step: Schedule) -> list[Finding]:
 
 
 def in_pieces(name: str, module: str, source: str, pieces: int, reason: str) -> Finding:
-    """Return a finding that reports how `shardc.passes.decompose` chunked a collective, and why."""
+    """Return a finding that reports how `shardc.passes.lower.decompose` chunked a collective, and why."""
     message = f"cut in {pieces} pieces under its product: {reason}" if pieces > 1 else f"not cut in pieces: {reason}"
     return Finding(
         "product-in-pieces", "low", name, module, source, 0.0, 0, message, "say Options(decompose=) for another"

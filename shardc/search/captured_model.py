@@ -22,8 +22,8 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.repeat import Repeats
 from shardc.joint import Request, bound_of, build_joint
 from shardc.lower.min_cut import min_cut, must_recompute, must_save
+from shardc.passes.layout.propagate import Chooser, Problem, Propagate
 from shardc.passes.options import Options
-from shardc.passes.propagate import Chooser, Problem, Propagate
 from shardc.passes.unfold import NotPeriodic
 from shardc.plan.resolve import ParamPlan, resolve_params
 from shardc.plan.value import Plan

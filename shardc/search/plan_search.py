@@ -19,7 +19,7 @@ from shardc.custom_ops.flops import is_attention
 from shardc.errors import PlanError, ShardcError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.passes.exact.chooser import OpenLayoutProblem, StorageChoice, Weights
+from shardc.passes.layout.exact.chooser import OpenLayoutProblem, StorageChoice, Weights
 from shardc.passes.options import Options
 from shardc.passes.unfold import NotPeriodic
 from shardc.plan.constructors import cp, ddp, fsdp

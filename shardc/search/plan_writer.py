@@ -18,7 +18,7 @@ from shardc.ir import ops
 from shardc.ir.layout import Layout, SubDim
 from shardc.ir.mesh import Mesh
 from shardc.ir.repeat import Repeat, Repeats
-from shardc.passes.greedy import Greedy
+from shardc.passes.layout.greedy import Greedy
 from shardc.passes.op_calls import operands_of
 from shardc.passes.options import Options
 from shardc.plan.constructors import ddp, fsdp, hsdp, tp

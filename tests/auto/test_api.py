@@ -17,7 +17,7 @@ import shardc
 from examples.models import gpt2
 from shardc.cost.hardware import H100
 from shardc.ir.mesh import Mesh
-from shardc.passes.exact.chooser import Weights
+from shardc.passes.layout.exact.chooser import Weights
 from shardc.passes.unfold import NotPeriodic
 from shardc.search import plan_search
 from shardc.search.captured_model import CapturedModel, ModelCall

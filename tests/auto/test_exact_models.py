@@ -9,7 +9,7 @@ import pytest
 
 from shardc.cost.hardware import H100
 from shardc.ir.mesh import Mesh
-from shardc.passes.exact.chooser import OpenLayoutProblem, StorageChoice, Weights
+from shardc.passes.layout.exact.chooser import OpenLayoutProblem, StorageChoice, Weights
 from shardc.passes.options import Options
 from shardc.search.captured_model import CapturedModel
 from shardc.search.memory_fit import LEAST

@@ -12,7 +12,7 @@ from shardc.cost.model import CostModel
 from shardc.cost.redistribute import Step, steps
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.passes.collectives import lower_collective
+from shardc.passes.lower.collectives import lower_collective
 from shardc.runtime.groups import Groups
 from shardc.runtime.sim.lockstep import Lockstep
 from tests.eager import Eager

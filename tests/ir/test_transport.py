@@ -20,7 +20,7 @@ from shardc.cost.redistribute import steps
 from shardc.ir.graph import Value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.passes.collectives import lower_collective
+from shardc.passes.lower.collectives import lower_collective
 from shardc.rules import find_rule, spec_of
 from shardc.rules.rule import Call, Local
 from shardc.rules.spec import infer, place, project

@@ -21,8 +21,8 @@ from shardc.cost.redistribute import step_seconds
 from shardc.ir import graph as ir
 from shardc.ir.layout import Layout, strides
 from shardc.ir.mesh import Mesh
+from shardc.passes.layout.propagate import Problem
 from shardc.passes.op_calls import operands_of
-from shardc.passes.propagate import Problem
 from shardc.rules.spec import Strategy, atoms
 from tests.passes.exact_spaces import ops_of, spaces
 

@@ -12,7 +12,7 @@ from shardc.cost.model import CostModel
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
-from shardc.passes.propagate import Problem
+from shardc.passes.layout.propagate import Problem
 
 Shape = tuple[int, ...]
 MESHES = (Mesh(a=2), Mesh(a=3), Mesh(a=4), Mesh(a=2, b=2), Mesh(a=2, b=3), Mesh(a=4, b=2), Mesh(a=2, b=4))

@@ -15,7 +15,7 @@ from shardc.cost.model import CostModel, Measured
 from shardc.ir.comm_volume import collective_kind
 from shardc.ir.graph import Info, Role, Value, set_info
 from shardc.ir.mesh import Mesh
-from shardc.passes.algorithms import Algorithms
+from shardc.passes.schedule.algorithms import Algorithms
 from shardc.runtime.sim.lockstep import Lockstep
 
 MESH = Mesh(a=2, b=3)

@@ -6,7 +6,7 @@ import pytest
 
 from shardc.ir.parse import parse, parse_mesh
 from shardc.ir.text import dump
-from shardc.passes.canonicalize import Canonicalize
+from shardc.passes.layout.canonicalize import Canonicalize
 
 PAIRS = {
     "a pair of transposes, and a reshape that is then a view": (

@@ -7,7 +7,7 @@ from shardc.ir import ops
 from shardc.ir.graph import layout
 from shardc.ir.parse import parse, parse_mesh
 from shardc.ir.text import dump
-from shardc.passes.collectives import STEPS, Collectives, step_of
+from shardc.passes.lower.collectives import STEPS, Collectives, step_of
 
 BEFORE = """\
 mesh dp=2 tp=4

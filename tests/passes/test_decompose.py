@@ -16,7 +16,7 @@ from examples.models import llama
 from shardc import passes
 from shardc.cost.model import CostModel, Measured, Messages
 from shardc.ir.mesh import Mesh
-from shardc.passes.decompose import Candidate, candidates
+from shardc.passes.lower.decompose import Candidate, candidates
 from tests.models.alike import relative
 from tests.ranks import device_mesh, run_ranks
 

@@ -16,10 +16,10 @@ from shardc.cost.model import CostModel
 from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.passes.exact.axis_strategies import nested
-from shardc.passes.exact.chooser import LayoutProblem
-from shardc.passes.exact.prices import prices
-from shardc.passes.greedy import Greedy
+from shardc.passes.layout.exact.axis_strategies import nested
+from shardc.passes.layout.exact.chooser import LayoutProblem
+from shardc.passes.layout.exact.prices import prices
+from shardc.passes.layout.greedy import Greedy
 from shardc.rules.spec import Strategy, infer
 from shardc.solver import solve
 from tests.models.test_matrix import Case, cases, check

@@ -14,8 +14,8 @@ import shardc
 from shardc.errors import InputError, VerifyError
 from shardc.ir.layout import Layout
 from shardc.passes import Bucket, Hook, Pipeline, Propagate, Simplify
-from shardc.passes.greedy import Greedy
-from shardc.passes.propagate import Problem
+from shardc.passes.layout.greedy import Greedy
+from shardc.passes.layout.propagate import Problem
 
 
 @dataclass(frozen=True)

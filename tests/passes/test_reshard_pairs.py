@@ -13,7 +13,7 @@ from shardc.cost.model import CostModel
 from shardc.cost.redistribute import Step, steps
 from shardc.ir.layout import REDUCE_OPS, Layout
 from shardc.ir.mesh import Mesh
-from shardc.passes.collectives import lower_collective
+from shardc.passes.lower.collectives import lower_collective
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
 from tests.layouts import every_layout
 

@@ -15,12 +15,12 @@ from shardc.ir.graph import Info, NameScope, Role, Value
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
 from shardc.ir.text import dump
-from shardc.passes.bucket import Bucket
 from shardc.passes.check import check_waits
 from shardc.passes.op_calls import is_start, result_bytes
-from shardc.passes.plan_memory import PlanMemory
-from shardc.passes.prefetch import prefetchable
-from shardc.passes.schedule import Schedule
+from shardc.passes.schedule.bucket import Bucket
+from shardc.passes.schedule.plan_memory import PlanMemory
+from shardc.passes.schedule.prefetch import prefetchable
+from shardc.passes.schedule.schedule import Schedule
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
 from shardc.verify import halves, identity
 from shardc.verify.subject import Subject, no_rules

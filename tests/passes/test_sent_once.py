@@ -16,7 +16,7 @@ from shardc.errors import VerifyError
 from shardc.ir import graph as ir
 from shardc.ir.comm_volume import collective_kind, tally
 from shardc.lower.min_cut import min_cut, must_recompute, must_save
-from shardc.passes.partition import Partition
+from shardc.passes.lower.partition import Partition
 from shardc.verify import verify_halves
 
 TOKENS, WIDTH, TP = 8 * 8192, 4096, 8

@@ -20,7 +20,7 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.comm import is_ring
 from shardc.ir.comm_volume import collective_kind
-from shardc.passes.collectives import step_of
+from shardc.passes.lower.collectives import step_of
 from shardc.passes.op_calls import Work, call_of, compute_seconds
 from shardc.report.predicted_schedule import Schedule
 from shardc.rules import spec_of

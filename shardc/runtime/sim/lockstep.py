@@ -35,7 +35,7 @@ class PerRank(list[Any]):
 
 
 class Lockstep:
-    """All ranks of ``mesh``; implements `shardc.passes.collectives.Builder` by computing eagerly."""
+    """All ranks of ``mesh``; implements `shardc.passes.lower.collectives.Builder` by computing eagerly."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh

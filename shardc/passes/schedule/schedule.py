@@ -11,7 +11,7 @@ from torch import fx
 from shardc.ir.comm import move_kind, waits_of
 from shardc.ir.rewriter import places, reorder
 from shardc.passes.op_calls import is_start, leaving, result_bytes
-from shardc.passes.prefetch import ask, check, prefetchable, sink_to_first_use
+from shardc.passes.schedule.prefetch import ask, check, prefetchable, sink_to_first_use
 from shardc.plan.entries import Prefetch
 
 

@@ -13,7 +13,7 @@ from shardc.ir import graph as ir
 from shardc.ir.comm import ALL_REDUCE, GATHER, REDUCE_SCATTER
 from shardc.ir.rewriter import GraphRewriter, places, reorder
 from shardc.passes.op_calls import is_start, leaving
-from shardc.passes.prefetch import prefetchable, sink_to_first_use
+from shardc.passes.schedule.prefetch import prefetchable, sink_to_first_use
 
 c10d = torch.ops._c10d_functional
 

@@ -24,8 +24,8 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.op_traits import RESHAPES
 from shardc.passes import local_regions
+from shardc.passes.layout.propagate import Problem, decide, padded, pin, take
 from shardc.passes.op_calls import Gradient, Work, call_of, compute_seconds, move_of, operands_of, priced
-from shardc.passes.propagate import Problem, decide, padded, pin, take
 from shardc.rules import spec_of
 from shardc.rules.rule import Call
 from shardc.rules.spec import Spec, Strategy, carries, from_results, infer, project, strategies

@@ -27,13 +27,13 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
 from shardc.passes import local_regions
-from shardc.passes.exact.axis_strategies import Closure, Slot, combine_axes, nested, slot_of, spec_at
-from shardc.passes.exact.prices import Traffic, prices, traffic_of
-from shardc.passes.exact.problem import Builder, Label, Use, kernel_seconds
-from shardc.passes.greedy import Greedy
+from shardc.passes.layout.exact.axis_strategies import Closure, Slot, combine_axes, nested, slot_of, spec_at
+from shardc.passes.layout.exact.prices import Traffic, prices, traffic_of
+from shardc.passes.layout.exact.problem import Builder, Label, Use, kernel_seconds
+from shardc.passes.layout.greedy import Greedy
+from shardc.passes.layout.propagate import Problem, decide, padded, pin, take
+from shardc.passes.layout.seed import narrowed
 from shardc.passes.op_calls import operands_of
-from shardc.passes.propagate import Problem, decide, padded, pin, take
-from shardc.passes.seed import narrowed
 from shardc.rules.spec import Strategy, merge, strategies
 from shardc.solver import Energy, solve
 

@@ -15,7 +15,7 @@ from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT, waits_of
 from shardc.ir.rewriter import GraphRewriter, Inserter
 from shardc.passes.op_calls import leaving
-from shardc.passes.prefetch import parameters
+from shardc.passes.schedule.prefetch import parameters
 from shardc.plan.match import matching
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional

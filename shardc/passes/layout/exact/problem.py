@@ -17,7 +17,7 @@ from torch import fx
 
 from shardc.cost.model import Pricing
 from shardc.ir.layout import Layout
-from shardc.passes.exact.prices import Traffic, one_axis, prices
+from shardc.passes.layout.exact.prices import Traffic, one_axis, prices
 from shardc.passes.op_calls import Work, call_of, shares, with_sending
 from shardc.rules.spec import Spec, Strategy
 from shardc.solver import Energy, PairCosts
