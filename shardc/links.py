@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.cost.model import CostModel, Messages
 from shardc.errors import MeshError
-from shardc.runtime.wire.measure import Sent, measure_messages
+from shardc.runtime.gloo.measure import Sent, measure_messages
 from shardc.validate import typed
 
 

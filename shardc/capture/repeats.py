@@ -23,9 +23,9 @@ from torch.utils._mode_utils import no_dispatch
 from shardc._compat import is_wrapper
 from shardc.capture import markers
 from shardc.capture.annotate import PREFIX
+from shardc.capture.decompositions import fake_like
 from shardc.capture.dtypes import Dtypes
 from shardc.capture.replacements import is_cache, other_layers
-from shardc.capture.strides import fake_like
 from shardc.capture.trace import Loss, _Root, faked
 from shardc.ir.inner import metadata
 from shardc.ir.repeat import Repeat, Repeats

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardc._compat import dynamo_captures, traced_code
 from shardc.capture.annotate import OUTPUT, PREFIX, SAME, annotate
 from shardc.capture.capture_errors import capture_error, check_dtypes, check_result, refuse_higher_order, refuse_sparse
-from shardc.capture.decompositions import FROM_TORCH, OWN, eager_dropout
+from shardc.capture.decompositions import FROM_TORCH, OWN, eager_dropout, fake_like, without_strides
 from shardc.capture.dtypes import UNCHANGED, Dtypes, ModuleDtypes
 from shardc.capture.dynamo_reads import expressed, memories_of, reads_of, recorded
 from shardc.capture.markers import Tag, mark, tagged
@@ -47,7 +47,6 @@ from shardc.capture.side_effects import (
     refuse_hooks,
     side_effects,
 )
-from shardc.capture.strides import fake_like, without_strides
 from shardc.errors import InputError, ShardcError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir.clone import clone_tree

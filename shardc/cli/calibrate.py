@@ -22,7 +22,7 @@ from shardc.cost.hardware import CPU
 from shardc.cost.model import CostModel, Measured
 from shardc.errors import InputError
 from shardc.links import messages
-from shardc.runtime.wire.measure import measure_collectives, measure_compute, measure_messages
+from shardc.runtime.gloo.measure import measure_collectives, measure_compute, measure_messages
 
 DEFAULT_PATH = "shardc-cost.json"
 

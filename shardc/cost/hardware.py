@@ -139,7 +139,7 @@ class Hardware:
 
     @property
     def sends(self) -> bool:
-        """Return whether the ranks' own cores send the messages of collectives (`shardc.runtime.wire.direct`)."""
+        """Return whether the ranks' own cores send the messages of collectives (`shardc.runtime.gloo.direct`)."""
         return self.call > 0
 
     def start_seconds(self, messages: int) -> float:

@@ -68,7 +68,7 @@ class Measured(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """The cost of collectives that are sent as messages between ranks (`shardc.runtime.wire.direct`).
+    """The cost of collectives that are sent as messages between ranks (`shardc.runtime.gloo.direct`).
 
     Args:
         latency: seconds from a collective's start to its first byte, during which the rank can compute.
@@ -149,7 +149,7 @@ class CostModel:
         return self.best_seconds(kind, prod([mesh.size(axis) for axis in axes]), wire_bytes)
 
     def best_seconds(self, kind: str, ranks: int, wire_bytes: float) -> float:
-        """Return the seconds of a collective of ``kind`` by its fastest algorithm (`shardc.passes.schedule.algorithms`)."""
+        """Return the seconds of a collective of ``kind`` by its fastest algorithm (see the pass `Algorithms`)."""
         native = self.seconds(kind, ranks, wire_bytes)
         if ranks == 1 or not any(map(self.measured, _EXCHANGEABLE)):
             return native

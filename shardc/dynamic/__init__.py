@@ -4,8 +4,7 @@ A program is compiled at three sizes near the example's. Numbers that differ bet
 in the sizes: two points determine them and the third confirms.
 """
 
-from shardc.dynamic.family import Families, Family, SizedProgram
+from shardc.dynamic.family import DynamicDims, Families, Family, SizedProgram, check_dynamic
 from shardc.dynamic.generalize import Differs
-from shardc.dynamic.named import DynamicDims, check_dynamic
 
 __all__ = ["Differs", "DynamicDims", "Families", "Family", "SizedProgram", "check_dynamic"]

@@ -3,14 +3,14 @@
 A group is named after the axes that its ranks differ along, so one graph serves every rank: the runtime maps the name
 to this rank's group. Ops of ``torch.ops.shardc``:
 
-    permute_ranks                      sends shards to other ranks; implemented in `shardc.runtime.wire.direct`
+    permute_ranks                      sends shards to other ranks; implemented in `shardc.runtime.gloo.direct`
     send_rows_coalesced                all-to-all of rows sorted by destination rank: ``sends`` and ``receives`` count
                                        the rows per rank; results have room for ``rows``
     all_gather_into_tensor_coalesced,
     reduce_scatter_tensor_coalesced,
     all_reduce_coalesced               as in `_c10d_functional`, by direct messages between ranks without buffers;
-                                       implemented in `shardc.runtime.wire.direct`. ``slots`` are the numbers of the
-                                       arena slots of the results (`shardc.passes.schedule.plan_memory`); none: own memory
+                                       implemented in `shardc.runtime.gloo.direct`. ``slots`` are the numbers of the
+                                       arena slots of the results (pass `PlanMemory`); none: own memory
     to_device(x, device), to_host(x)   copies between host and device memory, waited for as collectives are; implemented
                                        in `shardc.runtime.host`. If the device is a CPU, they are real copies, too
 

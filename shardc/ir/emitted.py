@@ -14,7 +14,7 @@ from shardc.errors import VerifyError
 from shardc.ir.comm import MOVES
 from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.layout import split_top
-from shardc.ir.segments import Segment
+from shardc.ir.repeat import Segment
 
 _CALL = re.compile(r"torch\.ops\.(?:_c10d_functional|shardc)\.(\w+)\.default\((.*)\)")
 _NAME = re.compile(r"'([^']*)'")

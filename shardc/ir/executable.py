@@ -24,8 +24,8 @@ from shardc.ir.graph import DTYPE_NAMES, Role
 from shardc.ir.guards import Guards
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.repeat import Segment
 from shardc.ir.returned import Returned
-from shardc.ir.segments import Segment
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,26 @@
-"""Runs of repeated blocks, and the names of modules in a model that is shortened to a few blocks of each run."""
+"""Repeats: runs of repeated blocks of a model, and the cut of a graph into equal segments that are compiled once.
+
+Cuts a forward or backward graph into consecutive segments where ops repeat; equal segments are compiled once.
+
+Nothing is moved: segments keep the scheduled and certified order. So a started collective, a prefetched gather or a
+partial gradient may be a result of one segment and an argument of a later one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
+from operator import getitem
 from typing import Any
 
 from torch import Tensor, fx
 
-from shardc.ir.comm import IN_MESSAGES
+from shardc._compat import LazyGraphModule
+from shardc.ir import graph as ir
+from shardc.ir.comm import IN_MESSAGES, WAIT
+from shardc.ir.comm_volume import collective_kind
 
 
 @dataclass(frozen=True)
@@ -159,3 +171,238 @@ def type_of(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(type_of, value))
     return type(value), repr(value)
+
+
+# From so many alike stretches on, cutting pays.
+LEAST = 4
+# So many calls in a row are kept apart from what computes.
+CALLS = 64
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive ops of a forward or backward graph, as a graph of their own.
+
+    Args:
+        gm: the graph, which equal segments share. Collectives count their slots from the segment's first.
+        takes, gives: names of the half's nodes for the graph's placeholders and outputs.
+        done: those of ``takes`` that no later segment reads.
+        slot, collective: number of slots, and of collectives, in the half before it.
+    """
+
+    gm: fx.GraphModule
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    done: frozenset[str]
+    slot: int = 0
+    collective: int = 0
+
+
+def whole(gm: fx.GraphModule) -> tuple[Segment, ...]:
+    """Return the graph as one segment, which has the same arguments and results."""
+    return (Segment(gm, (), (), frozenset()),)
+
+
+def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
+    """Return the graph as segments if at least ``least`` of them are equal; else as one.
+
+    Args:
+        gm: a local graph in the order in which it runs; not changed.
+    """
+    half = _Half(gm)
+    borders = half.borders(0, len(half.nodes), least)
+    if not borders:
+        return whole(gm)
+    rows = half.rows_of_calls()
+    edges = {at for row in rows for at in row} - {0, len(half.nodes)}
+    borders = sorted(edges.union(at for at in borders if not any(start < at < stop for start, stop in rows)))
+    ends = [*borders, len(half.nodes)]
+    keys = [half.key(start, stop) for start, stop in zip([0, *borders], ends, strict=True)]
+    counts = Counter(keys)
+    if max(counts.values()) < least:
+        return whole(gm)
+    # What is like nothing else is not cut from its neighbour, if that is like nothing else too.
+    pairs = zip(borders, keys, keys[1:], strict=False)
+    cuts = [at for at, before, behind in pairs if at in edges or counts[before] > 1 or counts[behind] > 1]
+    modules: dict[Any, fx.GraphModule] = {}
+    out = []
+    for start, stop in zip([0, *cuts], [*cuts, len(half.nodes)], strict=True):
+        if (key := half.key(start, stop)) not in modules:
+            modules[key] = LazyGraphModule({}, half.graph(start, stop))
+        out.append(Segment(modules[key], *half.ports(start, stop), *half.before[start]))
+    return tuple(out)
+
+
+class _Half:
+    """Analysis of a graph for cutting: its ops in order, with getitems directly after the op that they read."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.nodes = _in_order(gm.graph)
+        self.marks = Marks()
+        self.place = {node: at for at, node in enumerate(self.nodes)}
+        returned = set(ir.output_node(gm.graph).all_input_nodes)
+        self.last: dict[fx.Node, float] = {}
+        for node in gm.graph.nodes:
+            uses = [self.place[user] for user in node.users if user in self.place]
+            self.last[node] = float("inf") if node in returned else max(uses, default=-1)
+        self.crossing = self._crossing()
+        starts = [len(node.args[-1]) if node.target in IN_MESSAGES else 0 for node in self.nodes]
+        slots = accumulate(starts, initial=0)
+        collectives = accumulate((collective_kind(node) is not None for node in self.nodes), initial=0)
+        self.before = list(zip(slots, collectives, strict=True))  # by place, how many there are in front of it
+
+    def _crossing(self) -> list[float]:
+        """Return for each position the bytes of values that earlier ops compute and later ops read; infinite for
+        non-tensors.
+        """
+        change = [0.0] * (len(self.nodes) + 2)
+        barred = [0] * (len(self.nodes) + 2)
+        for at, node in enumerate(self.nodes):
+            until = max((self.place[user] for user in node.users if user in self.place), default=at)
+            value = node.meta.get("val")
+            if isinstance(value, Tensor):
+                size = 0 if _on_its_way(node) else value.numel() * value.element_size()
+                change[at + 1] += size
+                change[until + 1] -= size
+            else:
+                barred[at + 1] += 1
+                barred[until + 1] -= 1
+        out, live_bytes, bars = [], 0.0, 0
+        for more, bar in zip(change, barred, strict=True):
+            live_bytes, bars = live_bytes + more, bars + bar
+            out.append(float("inf") if bars else live_bytes)
+        return out
+
+    def borders(self, start: int, stop: int, least: int) -> list[int]:
+        """Return where to cut ops ``start`` to ``stop``: between the repeats of the longest run that repeats at least
+        ``least`` times, then likewise before and after that run.
+        """
+        repeat = _longest([self.marks.mark(node) for node in self.nodes[start:stop]], least)
+        if repeat is None:
+            return []
+        first, period, length = repeat
+        first += start
+        # Where the least goes over the border in the middle of it, so that little is kept apart that would be fused.
+        middle = first + length // period // 2 * period
+        offset = min(range(period), key=lambda at: (self.crossing[middle + at], at))
+        cuts = list(range(first + offset, first + length + 1, period))
+        if any(self.crossing[at] == float("inf") for at in cuts):
+            return []
+        left, right = self.borders(start, cuts[0], least), self.borders(cuts[-1], stop, least)
+        return sorted({*left, *cuts, *right} - {0, len(self.nodes)})
+
+    def rows_of_calls(self) -> list[tuple[int, int]]:
+        """Return (first, end) of the long runs of nodes that only start collectives and wait."""
+        rows, at = [], 0
+        for calls, nodes in groupby(self.nodes, is_call):
+            start, at = at, at + len(list(nodes))
+            if calls and at - start >= CALLS and max(self.crossing[start], self.crossing[at]) < float("inf"):
+                rows.append((start, at))
+        return rows
+
+    def ports(self, start: int, stop: int) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:
+        """Return the names of a segment's operands, of its results, and of the operands that it reads last."""
+        takes, gives = self._ports(start, stop)
+        done = frozenset(node.name for node in takes if self.last[node] < stop and node.op != "get_attr")
+        return tuple(x.name for x in takes), tuple(x.name for x in gives), done
+
+    def _ports(self, start: int, stop: int) -> tuple[list[fx.Node], list[fx.Node]]:
+        inside = self.nodes[start:stop]
+        inside_set = set(inside)
+        takes = dict.fromkeys(x for node in inside for x in node.all_input_nodes if x not in inside_set)
+        return list(takes), [node for node in inside if self.last[node] >= stop]
+
+    def key(self, start: int, stop: int) -> Any:
+        """Return a key that is equal for runs of nodes that one graph can serve: ops, data flow, input types."""
+        takes, gives = self._ports(start, stop)
+        number = {node: -1 - at for at, node in enumerate(takes)}
+        number |= {node: at for at, node in enumerate(self.nodes[start:stop])}
+        first, _ = self.before[start]
+        ops = []
+        for node in self.nodes[start:stop]:
+            slots: Any = node.args[-1] if node.target in IN_MESSAGES else ()
+            operands = tuple(number[x] for x in self.marks.operands(node))
+            ops.append((self.marks.mark(node), operands, tuple(slot - first for slot in slots)))
+        return tuple(ops), tuple(map(self.marks.kind, takes)), tuple(number[node] for node in gives)
+
+    def graph(self, start: int, stop: int) -> fx.Graph:
+        """Return the graph of the nodes from ``start`` to ``stop``."""
+        takes, gives = self._ports(start, stop)
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        for at, node in enumerate(takes):
+            env[node] = graph.placeholder(f"arg{at}")
+            env[node].meta = dict(node.meta)
+        first, _ = self.before[start]
+        for at, node in enumerate(self.nodes[start:stop]):
+            env[node] = copy = graph.node_copy(node, env.__getitem__)
+            copy.name = f"x{at}"
+            if node.target in IN_MESSAGES:
+                numbers: Any = node.args[-1]
+                copy.args = (*copy.args[:-1], [number - first for number in numbers])
+        graph.output(tuple(env[node] for node in gives))
+        return graph
+
+
+def _in_order(graph: fx.Graph) -> list[fx.Node]:
+    """Return the ops as they run, each getitem directly after the op that it reads."""
+    out: list[fx.Node] = []
+
+    def add(node: fx.Node) -> None:
+        out.append(node)
+        for user in node.users:
+            if user.target is getitem and user.args[0] is node:
+                add(user)
+
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is not getitem:
+            add(node)
+    return out
+
+
+def _on_its_way(node: fx.Node) -> bool:
+    """Return whether ``node`` is the result of a collective before its wait."""
+    source: Any = node.args[0] if node.target is getitem else node
+    return isinstance(source, fx.Node) and collective_kind(source) is not None
+
+
+def is_call(node: fx.Node) -> bool:
+    """Return whether ``node`` starts a collective, selects a result of one, or waits for one."""
+    return _on_its_way(node) or node.target is WAIT
+
+
+def _longest(marks: Sequence[int], least: int) -> tuple[int, int, int] | None:
+    """Return the best run of repeated ops: (start, ops in a repeat, ops before the last repeat); None if too short.
+
+    Candidate periods are distances at which rare marks recur; the one that leaves the fewest nodes to compile is taken.
+    """
+    places: dict[int, list[int]] = {}
+    for at, mark in enumerate(marks):
+        places.setdefault(mark, []).append(at)
+    distances = Counter(
+        b - a
+        for positions in places.values()
+        if len(positions) >= least
+        for a, b in zip(positions, positions[1:], strict=False)
+    )
+    best, most = None, 0
+    for period, _ in distances.most_common(64):
+        for start, stop in _runs(marks, period):
+            saved = (stop - start) // period * period
+            if stop - start >= (least - 1) * period and saved > most:
+                best, most = (start, period, stop - start), saved
+    return best
+
+
+def _runs(marks: Sequence[int], period: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of the runs of ops that equal (by mark) the op ``period`` later."""
+    start = None
+    for at in range(len(marks) - period):
+        if marks[at] != marks[at + period]:
+            if start is not None:
+                yield start, at
+            start = None
+        elif start is None:
+            start = at
+    if start is not None:
+        yield start, max(len(marks) - period, start)

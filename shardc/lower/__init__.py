@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from shardc.ir.emitted import joined, uses_of
 from shardc.ir.executable import Compiled, Half
-from shardc.ir.segments import LEAST, Segment, cut, whole
+from shardc.ir.repeat import LEAST, Segment, cut, whole
 from shardc.lower.collective_calls import called, only_calls
 from shardc.lower.compile_lock import in_turns
 from shardc.lower.inductor import give_values, lowered, lowered_at_any_sizes, settings

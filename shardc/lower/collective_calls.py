@@ -16,7 +16,7 @@ from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT, waits_of
 from shardc.ir.comm_volume import collective_kind
 from shardc.ir.emitted import check_order
-from shardc.ir.segments import is_call
+from shardc.ir.repeat import is_call
 
 Run = Callable[[list[Tensor]], Sequence[Any]]
 

@@ -59,7 +59,7 @@ class Options:
             is the same, except that ``decompose`` may order independent ops otherwise. None: if the module runs. True
             warns if blocks look equal and their plans differ.
         compile_regions: "whole": Inductor lowers each half as one graph. "blocks": repeated segments are compiled once.
-            "auto": "blocks" if four segments are equal (`shardc.ir.segments`).
+            "auto": "blocks" if four segments are equal (`shardc.ir.repeat`).
         program_cache: keep programs on disk, in Inductor's cache folder. The next start of the same code neither
             captures nor plans, and one rank of a machine does so for all. Only if the module runs. ``SHARDC_STORE=0``
             in the environment is False; ``SHARDC_STORE`` may be the absolute path of another folder.

@@ -3,7 +3,7 @@
 Methods that all ranks must call: a rank that calls one alone raises at once, and the others run on.
 
 The first rank that calls opens an attempt in the store, and the others join it. It fails if the listener thread
-(`shardc.runtime.wire.listen`) of another rank reports that this rank goes on to its next event, waits in a collective
+(`shardc.runtime.gloo.listen`) of another rank reports that this rank goes on to its next event, waits in a collective
 of torch with a rank of the attempt, or ends.
 """
 

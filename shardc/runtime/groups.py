@@ -24,7 +24,7 @@ from torch import fx
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-import shardc.runtime.wire.direct  # noqa: F401  (collectives that graphs may call on these groups)  # noqa: F401
+import shardc.runtime.gloo.direct  # noqa: F401  (collectives that graphs may call on these groups)  # noqa: F401
 from shardc import _compat
 from shardc.errors import CollectiveError, MeshError
 from shardc.ir import graph as ir
@@ -34,10 +34,10 @@ from shardc.ir.emitted import collective_at
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh, groups_of
 from shardc.ir.placements import parts_of, view_of
-from shardc.ir.segments import Segment
+from shardc.ir.repeat import Segment
+from shardc.runtime.gloo.listen import interrupt
 from shardc.runtime.rank_consistency import RankConsistency
 from shardc.runtime.shards import flat_index
-from shardc.runtime.wire.listen import interrupt
 
 Axes = tuple[str, ...]
 

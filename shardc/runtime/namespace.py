@@ -15,13 +15,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from shardc.runtime.full_params import first_state_dict, full_state_dict, summon_full_params
+from shardc.runtime.gloo.buffers import MemoryUse
 from shardc.runtime.gradients import clip_grad_norm_
 from shardc.runtime.initialize import initialise, reset_parameters
 from shardc.runtime.inputs import check_kinds, shard_input, targets_last
 from shardc.runtime.program_cache import CacheKey
 from shardc.runtime.state import State
 from shardc.runtime.uneven import refuse_own
-from shardc.runtime.wire.buffers import MemoryUse
 from shardc.validate import Range, typed
 
 _SCHEDULED = "nothing to write: the compiler schedules gathers"

@@ -17,6 +17,7 @@ from shardc.ir.executable import NOTHING, Deferred, Executable
 from shardc.ir.guards import Guards, Lookup, Values, parse, tracing
 from shardc.ir.layout import Layout
 from shardc.runtime.events import Event
+from shardc.runtime.gloo.buffers import Buffers
 from shardc.runtime.host import frozen
 from shardc.runtime.identity_guards import IdentityGuards, ModuleSnapshot
 from shardc.runtime.inputs import no_targets, takes_loss
@@ -24,7 +25,6 @@ from shardc.runtime.parameter_checks import ParamStore
 from shardc.runtime.sharding_spec import ShardingSpec
 from shardc.runtime.signature import Signature, TorchGlobalState
 from shardc.runtime.step import Runner
-from shardc.runtime.wire.buffers import Buffers
 
 _MANY = 8  # programs of one call that differ in what was read; as Dynamo's limit
 

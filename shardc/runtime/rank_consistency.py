@@ -3,7 +3,7 @@
 Events are numbered per mesh. Each rank predicts its next event from the period of its past events. All ranks
 have the same past, hence the same prediction. A predicted event costs no message. A rank that deviates publishes the
 hash of its event in the store (never by a collective) and waits until every rank has published its own for this number.
-On ranks that do not arrive, because their event is the predicted one, a listener thread (`shardc.runtime.wire.listen`)
+On ranks that do not arrive, because their event is the predicted one, a listener thread (`shardc.runtime.gloo.listen`)
 publishes it. If the hashes differ, all ranks raise.
 
 If an error is raised on one rank within an event, `RankConsistency.fails` sends it to the others. They raise it before
@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 from shardc.errors import CollectiveError, MeshError
 from shardc.runtime.comparing import BEFORE, Comparisons, Looks, Meeting
 from shardc.runtime.events import Event, Told, difference, lost, raised, waits_elsewhere
-from shardc.runtime.wire.listen import END, NOTHING, Listener, Stopped, raise_in
+from shardc.runtime.gloo.listen import END, NOTHING, Listener, Stopped, raise_in
 
 _PAST = 4096  # events that are remembered
 _AGAIN = 1 << 40  # each epoch starts to number at a multiple of this

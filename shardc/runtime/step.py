@@ -30,9 +30,11 @@ from shardc.ir.executable import (
 )
 from shardc.ir.graph import Role
 from shardc.ir.mesh import Mesh
-from shardc.ir.segments import Segment
+from shardc.ir.repeat import Segment
 from shardc.runtime.border import Border
 from shardc.runtime.events import program_event
+from shardc.runtime.gloo.buffers import Buffers
+from shardc.runtime.gloo.direct import prepare
 from shardc.runtime.gradients import Key
 from shardc.runtime.groups import Groups, named
 from shardc.runtime.host import frozen, keep_heap, settle
@@ -40,8 +42,6 @@ from shardc.runtime.inputs import in_order
 from shardc.runtime.parameter_checks import ParamStore
 from shardc.runtime.sharding_spec import ShardingSpec
 from shardc.runtime.storage import cut, padded_local
-from shardc.runtime.wire.buffers import Buffers
-from shardc.runtime.wire.direct import prepare
 
 _NOWHERE = 1 << 30
 

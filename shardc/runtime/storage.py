@@ -26,7 +26,7 @@ from shardc.errors import LayoutError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.placements import to_placements
-from shardc.runtime import dtensor_ops, strided_checkpoint
+from shardc.runtime import dtensor_ops, gathered
 from shardc.runtime.shards import flat_index
 
 # Attribute of a DTensor's local tensor: the padded buffer that it views.
@@ -127,7 +127,7 @@ def to_parameter(
             fix=fix,
         )
     if not all(isinstance(local_indices(storage, shape, dim, rank), range) for dim in range(len(shape))):
-        strided_checkpoint.install()
+        gathered.install_checkpointing()
     dtensor_ops.install(device_mesh)
     # nn.Parameter detaches, which creates a new local tensor: mark that one.
     param = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=requires_grad)

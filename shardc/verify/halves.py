@@ -18,7 +18,7 @@ from shardc.ir.comm import IN_MESSAGES, WAIT, waits_of
 from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.graph import info, output_node, outputs
 from shardc.ir.op_traits import RESHAPES, is_view, lends
-from shardc.ir.segments import Segment
+from shardc.ir.repeat import Segment
 from shardc.verify.identity import computed, same
 from shardc.verify.subject import Broken, Subject
 

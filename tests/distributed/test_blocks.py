@@ -20,9 +20,9 @@ import shardc
 from shardc.errors import CollectiveError
 from shardc.ir import graph as ir
 from shardc.ir.comm_volume import collective_kind
-from shardc.ir.segments import cut
+from shardc.ir.repeat import cut
 from shardc.lower.collective_calls import only_calls
-from shardc.runtime.wire import direct
+from shardc.runtime.gloo import direct
 from tests.ranks import run_ranks
 
 WIDTH, DEPTH = 32, 8
@@ -96,7 +96,7 @@ def steps_are_those_of_the_whole(**options: Any) -> Any:
 
 def calls_in_a_row_are_not_lowered() -> None:
     """All parameters in one gather, and all gradients in one reduce-scatter: what starts them and waits is apart."""
-    with patch("shardc.ir.segments.CALLS", 40):
+    with patch("shardc.ir.repeat.CALLS", 40):
         program = steps_are_those_of_the_whole(bucket_size=1 << 30, max_in_flight=1 << 30)
         halves = [half.gm for half in program.step()]
         rows = [[only_calls(each.gm.graph) for each in cut(gm)] for gm in halves]

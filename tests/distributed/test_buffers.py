@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
-from shardc.runtime.wire import direct
+from shardc.runtime.gloo import direct
 from tests.ranks import run_ranks
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
-import shardc.runtime.wire.direct  # noqa: F401  (the collectives)
+import shardc.runtime.gloo.direct  # noqa: F401  (the collectives)
 from shardc.ir.arena import LARGEST, Packing
 from tests.ranks import run_ranks
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 from shardc.errors import MeshError
-from shardc.runtime.wire.listen import interrupt
+from shardc.runtime.gloo.listen import interrupt
 from tests.ranks import run_ranks
 
 

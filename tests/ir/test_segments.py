@@ -16,7 +16,7 @@ from shardc.ir.comm import IN_MESSAGES, WAIT
 from shardc.ir.comm_volume import collective_kind
 from shardc.ir.executable import FORWARD, Compiled, Half
 from shardc.ir.mesh import Mesh
-from shardc.ir.segments import Segment, cut
+from shardc.ir.repeat import Segment, cut
 from shardc.lower import lower
 from shardc.verify.halves import in_order
 from shardc.verify.subject import Subject, no_rules

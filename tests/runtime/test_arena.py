@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardc.ir.arena import INSIDE, Slot
-from shardc.runtime.wire.buffers import Arena
+from shardc.runtime.gloo.buffers import Arena
 
 BYTES = 64
 

@@ -9,8 +9,8 @@ from threading import Event, Thread, get_ident
 import pytest
 
 from shardc.errors import MeshError
+from shardc.runtime.gloo.listen import Stopped, raise_in
 from shardc.runtime.rank_consistency import RankConsistency
-from shardc.runtime.wire.listen import Stopped, raise_in
 
 PROFILED = """
 import cProfile

@@ -20,8 +20,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import shardc
+from shardc.capture.decompositions import fake_like
 from shardc.capture.replacements import other_forms
-from shardc.capture.strides import fake_like
 from shardc.capture.trace import Traced, decompositions
 from shardc.errors import CaptureError
 from shardc.ir import graph as ir

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardc.errors import VerifyError
-from shardc.solver import Energy, Infeasible, PairCosts, Solution, evaluate, messages, reduce, solve
+from shardc.solver import Energy, Infeasible, PairCosts, Solution, branch, evaluate, reduce, solve
 from tests.solver.energies import alike, dense, grid, least, small
 from tests.solver.training import Training
 
@@ -63,7 +63,7 @@ def test_large_tables_are_gone_through_in_pieces(monkeypatch: pytest.MonkeyPatch
     """With pieces so small that small energies have several of each."""
     for name, size in (("CHUNK", 4), ("BLOCK", 2), ("TRIED", 1), ("PROBES", 2), ("MANY", 7)):
         monkeypatch.setattr(reduce, name, size)
-    monkeypatch.setattr(messages, "CHUNK", 4)
+    monkeypatch.setattr(branch, "CHUNK", 4)
     for make in (alike, small):
         for seed in range(60):
             energy = make(seed)

@@ -26,8 +26,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from shardc.ir.arena import LARGEST, Packing
 from shardc.ir.comm import IN_MESSAGES, is_ring
+from shardc.runtime.gloo.buffers import empty, lend, let_compute_first
 from shardc.runtime.shards import COMBINE
-from shardc.runtime.wire.buffers import empty, lend, let_compute_first
 
 # Differs from tags of the user's messages on the same groups.
 _TAG = 0x5A

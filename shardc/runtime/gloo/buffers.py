@@ -1,6 +1,6 @@
 """Memory for results of collectives: arenas, allocated once and reused in every step.
 
-`shardc.passes.schedule.plan_memory` assigns each result an offset (slot), and `shardc.runtime.wire.direct` requests it here.
+The pass `PlanMemory` assigns each result an offset (slot), and `shardc.runtime.gloo.direct` requests it here.
 Memory in use is never given away: if a slot is occupied (a second forward before the first's backward, a result still
 referenced), the result gets its own memory, counted in `Buffers.strays`.
 

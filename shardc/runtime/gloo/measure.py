@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-import shardc.runtime.wire.direct  # noqa: F401  (collectives that are measured)
+import shardc.runtime.gloo.direct  # noqa: F401  (collectives that are measured)
 from shardc.ir.arena import LARGEST
 from shardc.ir.comm import is_ring
 from shardc.ir.comm_volume import wire_elements
-from shardc.runtime.wire.buffers import let_compute_first
+from shardc.runtime.gloo.buffers import let_compute_first
 
 c10d = torch.ops._c10d_functional
 _SMALL, _MANY = 64, 17  # elements; tensors
@@ -66,7 +66,7 @@ def measure_collectives(
 
 
 def in_messages(group: str, ranks: int) -> dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]]:
-    """Returns, by kind of collective, a call of it on tensors as direct messages (`shardc.runtime.wire.direct`)."""
+    """Returns, by kind of collective, a call of it on tensors as direct messages (`shardc.runtime.gloo.direct`)."""
     ops = torch.ops.shardc
     calls = {
         "all_gather": lambda xs: ops.all_gather_into_tensor_coalesced(xs, ranks, group),
