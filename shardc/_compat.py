@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from types import CodeType
-from typing import Any
+from typing import Any, TypeAlias
 from unittest.mock import patch
 from weakref import WeakSet
 
@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from shardc.errors import MeshError
 
 pytree = _pytree  # torch's pytrees
+PyTree: TypeAlias = Any  # tensors and constants in nested lists, tuples, dicts and registered classes
 StridedShard = _StridedShard  # used by users, but exported with an underscore only
 LazyGraphModule = _LazyGraphModule  # generates its code when first called or shown
 WrappedHook = _WrappedHook
