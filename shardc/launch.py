@@ -14,7 +14,7 @@ from shardc.validate import checked
 
 
 def mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
-    """Return the mesh of all ranks; initialises the process group and sets the rank's device, if not done yet.
+    """Returns the mesh of all ranks; initialises the process group and sets the rank's device, if not done yet.
 
     Under torchrun, these are its ranks. A plain process is a world of one rank, so that the same script runs without
     torchrun.

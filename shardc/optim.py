@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
     torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
 )  # fmt: skip
+T = TypeVar("T")
 # State that is a scalar per parameter, even if the parameter is one too.
 _NUMBERS = ("step", "mu_product", "eta", "mu")
 
@@ -73,22 +74,23 @@ def wrap(
 
 
 @lru_cache(maxsize=64)
-def _on_shards(base: Any) -> Any:
+def _on_shards(base: type[torch.optim.Optimizer]) -> Any:
+    """Returns a subclass of `_OnShards` and ``base``."""
     return type(f"Sharded{base.__name__}", (_OnShards, base), {"base": base, "__module__": __name__})
 
 
 class _OnShards(torch.optim.Optimizer):
-    """Mixin before the optimizer's class, ``base``: its step runs ``base``'s on local tensors."""
+    """Mixin before the optimizer's class ``base``, whose step it runs on local tensors."""
 
-    base: Any
+    base: type[torch.optim.Optimizer]
     _names: dict[int, str]
     _tells: Callable[[], AbstractContextManager[None]]
     _shards: list[list[_Shard]]  # per group, as of the last step
     _tensors: list[tuple[list[nn.Parameter], list[Tensor]]]  # per group: parameters and local tensors
-    _local: defaultdict[Any, Any]  # shard -> state, as the base class keeps it
-    _calls: list[_AdamCall] | None  # kernel calls of the last step, if it can be repeated without the base class;
-    _held: list[dict[str, Any]]  # state of each parameter after it;
-    _values: list[Any]  # all values in these
+    _local: defaultdict[Tensor, Any]  # shard -> its state, as the base class keeps it
+    _calls: list[_AdamCall] | None  # kernel calls of the last step, if they can be repeated without the base class
+    _held: list[dict[str, object]]  # state of each parameter after the last step
+    _values: list[object]  # all values in these states
 
     def bind(self, names: dict[int, str], tells: Callable[[], AbstractContextManager[None]]) -> None:
         """Sets the names of the module's parameters by id, and the context manager that shares errors between ranks."""
@@ -111,7 +113,8 @@ class _OnShards(torch.optim.Optimizer):
         with self._tells():
             return self._step(closure)
 
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
+    def _step(self, closure: Callable[[], T] | None) -> T | None:
+        """Runs one step; returns the result of ``closure``, if there is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -147,10 +150,10 @@ class _OnShards(torch.optim.Optimizer):
         self._values = list(chain.from_iterable(map(dict.values, self._held)))
         return loss
 
-    def _step_unchanged(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> bool:
+    def _step_unchanged(self, groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, object]]) -> bool:
         """Repeats the kernel calls of the last step, with present gradients and options; returns False if it cannot."""
         scaled = getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None
-        if self._calls is None or scaled or not self._are_known(groups) or not self._is_as_left(state):
+        if self._calls is None or scaled or not self._are_known(groups) or not self._has_same_state(state):
             return False
         gradients = [call.gradients(group) for call, group in zip(self._calls, groups, strict=True)]
         if any(grads is None for grads in gradients):
@@ -160,8 +163,8 @@ class _OnShards(torch.optim.Optimizer):
                 call(group, grads or [])
         return True
 
-    def _is_as_left(self, state: dict[Any, Any]) -> bool:
-        """Whether the state has the same objects as after the last step of the base class."""
+    def _has_same_state(self, state: Mapping[Tensor, dict[str, object]]) -> bool:
+        """Whether ``state`` has the same objects as after the last step of the base class."""
         return (
             len(state) == len(self._held)
             and all(map(is_, state.values(), self._held))
@@ -196,8 +199,8 @@ class _Shard:
         self.data = nn.Parameter(self.local, requires_grad=self.local.is_floating_point() or self.local.is_complex())
         self.fuses = self.local.is_floating_point()
         self.dtype = self.local.dtype
-        self._known: list[Any] = []  # values of the parameter's state at the last read or write,
-        self._left: list[Any] = []  # and of the shard's
+        self._known: list[object] = []  # values of the parameter's state at the last `read` or `write`
+        self._left: list[object] = []  # values of the shard's state at the last `write`
 
     def take_grad(self) -> bool:
         """Sets the shard's gradient; returns whether a fused kernel can update the shard with it."""
@@ -211,14 +214,19 @@ class _Shard:
         self.data.grad = local
         return self.fuses and same
 
-    def gradient(self, grad: Any) -> Tensor:
+    def gradient(self, grad: Tensor) -> Tensor:
         """Returns the local tensor of ``grad``, the parameter's gradient."""
         if type(grad) is DTensor and grad._spec is self.param._spec:  # type: ignore[attr-defined]
             return grad._local_tensor
         return local_grad(self.name, self.param)
 
-    def read(self, state: dict[str, Any] | None, fused: bool, into: dict[Any, Any]) -> None:
-        """Copies the parameter's state to the shard, as local tensors; a fused kernel needs ``step`` on its device."""
+    def read(self, state: Mapping[str, object] | None, fused: bool, into: dict[Tensor, dict[str, object]]) -> None:
+        """Copies the parameter's state to the shard, as local tensors.
+
+        Args:
+            fused: whether a fused kernel runs, which needs ``step`` on the shard's device.
+            into: shard -> its state.
+        """
         if not state:
             if self._known:
                 into.pop(self.data, None)
@@ -233,8 +241,13 @@ class _Shard:
         into[self.data] = mine
         self._known, self._left = list(state.values()), []
 
-    def write(self, mine: dict[str, Any] | None, states: dict[Any, Any]) -> None:
-        """Copies the shard's state to the parameter, as DTensors; existing ones stay the same objects."""
+    def write(self, mine: Mapping[str, object] | None, states: Mapping[Tensor, dict[str, object]]) -> None:
+        """Copies the shard's state to the parameter, as DTensors; existing ones stay the same objects.
+
+        Args:
+            mine: state of the shard.
+            states: parameter -> its state.
+        """
         if not mine or _same(mine, self._left):
             return
         state = states[self.param]
@@ -242,7 +255,8 @@ class _Shard:
             state[key] = self._as_dtensor(key, x, state.get(key))
         self._known, self._left = list(state.values()), list(mine.values())
 
-    def _as_dtensor(self, key: str, x: Any, dtensor: Any) -> Any:
+    def _as_dtensor(self, key: str, x: object, dtensor: object) -> object:
+        """Returns the parameter's value of a state entry: a DTensor, the present one if it has the memory of ``x``."""
         if not isinstance(x, Tensor) or key in _NUMBERS or x.shape != self.local.shape:
             return x
         if isinstance(dtensor, DTensor) and dtensor._local_tensor is x:
@@ -251,9 +265,14 @@ class _Shard:
 
 
 class _AdamCall:
-    """A call of Adam's fused kernel on the ``shards`` of one parameter group, with their ``state`` after a step."""
+    """A call of Adam's fused kernel on one parameter group, which repeats that of a step.
 
-    def __init__(self, shards: list[_Shard], state: dict[Any, Any]) -> None:
+    Args:
+        shards: shards of the group.
+        state: shard -> its state after the step.
+    """
+
+    def __init__(self, shards: list[_Shard], state: Mapping[Tensor, dict[str, Any]]) -> None:
         self._used = [shard for shard in shards if shard.data.grad is not None]
         self._unused = [shard for shard in shards if shard.data.grad is None]
         self._params: list[Tensor] = [shard.data for shard in self._used]
@@ -267,14 +286,14 @@ class _AdamCall:
         return bool(group["fused"]) and all(x.device.type == "cpu" for x in group["params"])
 
     def gradients(self, group: dict[str, Any]) -> list[Tensor] | None:
-        """Returns the shards' gradients; None if more has changed than their values and the group's options."""
+        """Returns the shards' gradients; None if the call cannot be repeated with the options of ``group``."""
         if _asks_for_another(group) or (bool(group["amsgrad"]) != bool(self._largest) and self._params):
             return None
         if any(shard.param.grad is not None for shard in self._unused):
             return None
         grads = []
         for shard in self._used:
-            grad: Any = shard.param.grad
+            grad = shard.param.grad
             if grad is None:
                 return None
             local = shard.gradient(grad)
@@ -284,6 +303,7 @@ class _AdamCall:
         return grads
 
     def __call__(self, group: dict[str, Any], grads: list[Tensor]) -> None:
+        """Runs the kernel with the options of ``group``."""
         beta1, beta2 = group["betas"]
         numbers = {name: group[name] for name in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
         adam(
@@ -294,18 +314,17 @@ class _AdamCall:
 
 def _is_adam(base: type[torch.optim.Optimizer]) -> bool:
     """Whether ``base`` inherits its step from torch's Adam."""
-    plain: Any = torch.optim.Adam
-    mine: Any = base
-    return _plain_step(base) is _plain_step(plain) and _init_group(mine) is _init_group(plain)
+    plain = torch.optim.Adam
+    return _plain_step(base) is _plain_step(plain) and _init_group(base) is _init_group(plain)
 
 
-def _init_group(base: Any) -> Any:
-    """Returns the unwrapped method: the first torch.compile of a process wraps those of torch."""
+def _init_group(base: type[torch.optim.Optimizer]) -> object:
+    """Returns the method ``_init_group`` of ``base``, unwrapped: torch.compile wraps those of torch's optimizers."""
     method = getattr(base, "_init_group", None)
     return getattr(method, _compat.COMPILED_OUT, method)
 
 
-def _same(state: dict[str, Any], values: list[Any]) -> bool:
+def _same(state: Mapping[str, object], values: Sequence[object]) -> bool:
     """Whether ``state`` has the same objects as ``values``."""
     return len(state) == len(values) and all(map(is_, state.values(), values))
 
@@ -319,7 +338,7 @@ def _local_group(group: dict[str, Any], shards: list[_Shard], fuses: list[bool])
 
 
 def _asks_for_another(group: dict[str, Any]) -> bool:
-    """Whether the options of a group ask for an implementation other than the fused one."""
+    """Whether the options of a group ask for an implementation other than the fused kernel."""
     return any(group.get(name) for name in ("foreach", "differentiable", "capturable")) or group.get("fused") is False
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from shardc._compat import pytree
+from shardc._compat import PyTree, pytree
 from shardc.errors import BackwardError, InputError
 from shardc.runtime.module import ShardedModule
 from shardc.validate import Range, typed
@@ -42,11 +42,11 @@ def train_step(
                     fix="make the optimizer of the compiled module's parameters: module.parameters()",
                 )
 
-    def step(*args: Any, **kwargs: Any) -> Tensor:
+    def step(*args: PyTree, **kwargs: PyTree) -> Tensor:
         with sharded.shardc.tells():
-            return told_step(*args, **kwargs)
+            return unshared_step(*args, **kwargs)
 
-    def told_step(*args: Any, **kwargs: Any) -> Tensor:
+    def unshared_step(*args: PyTree, **kwargs: PyTree) -> Tensor:
         with torch.enable_grad():
             loss = module(*args, **kwargs)
         _check_loss(loss, "the module")
@@ -82,7 +82,7 @@ def value_and_grad(
     """
     sharded = _sharded(module)
 
-    def call(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
+    def call(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, dict[str, Tensor]]:
         sharded.shardc.params.sync.refuse("value_and_grad()")
         if sharded.shardc.params.sync.unreduced():
             raise BackwardError(
@@ -107,6 +107,7 @@ def value_and_grad(
 
 
 def _sharded(module: nn.Module) -> ShardedModule:
+    """Returns ``module``; InputError if it is not from `shardc.compile`."""
     if not isinstance(module, ShardedModule):
         raise InputError(
             "the module is not from shardc.compile", fix="pass what shardc.compile returned, or write the step by hand"
@@ -114,7 +115,8 @@ def _sharded(module: nn.Module) -> ShardedModule:
     return module
 
 
-def _check_loss(loss: Any, source: str) -> None:
+def _check_loss(loss: object, source: str) -> None:
+    """Raises InputError if ``loss``, returned by ``source``, is no scalar."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise InputError(

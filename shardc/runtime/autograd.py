@@ -1,38 +1,43 @@
-"""Compiled forward and backward as one autograd node, with the checks that autograd makes on one device."""
+"""`run_step`: a compiled forward and backward as one autograd node, with the checks that autograd makes elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from shardc._compat import PyTree
 from shardc.errors import BackwardError
-from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, Half
+from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, Deferred, Half
 from shardc.ir.layout import Layout
+from shardc.runtime.border import Changes, Listened
+from shardc.runtime.events import Event
 from shardc.runtime.gathered import gather
 from shardc.runtime.step import Runner
 from shardc.runtime.storage import grad_from_padded
 
-Feed = Sequence[Any]  # inputs of the forward, parameters as DTensors
+Feed = Sequence[Any]  # inputs of the forward graph: DTensors for parameters, and constants where a call passes them
+GradKey = tuple[str, str]  # ("grad", name of a parameter or input)
 _PLURAL = {"param": "parameter"}
 
 
-def run_step(runner: Runner, inputs: list[Tensor]) -> Any:
-    """Runs the program's forward on local inputs and returns its outputs, with an autograd node if grad mode is on."""
+def run_step(runner: Runner, inputs: list[Tensor]) -> PyTree:
+    """Runs the program's forward on local inputs and returns its outputs; in grad mode they have an autograd node."""
     watch_optimizers()
     program = runner.program
     train = torch.is_grad_enabled() and program.trains
     half = runner.half(FORWARD if train else INFERENCE)
     feed = runner.feed(half, inputs)
     border = runner.border
-    node: Any = None
+    node: Node | None = None
     if train:
         results = list(Step.apply(runner, *feed))
         node = next((x.grad_fn for x in results if isinstance(x, Tensor) and x.grad_fn is not None), None)
@@ -46,7 +51,7 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> Any:
             with torch.no_grad():
                 runner.params.snapshot.buffers[role.name].copy_(result)
     border.hand_out(half, results, feed, node)
-    out: list[Any] = []
+    out: list[object] = []
     for role, constant, result in zip(program.outputs, program.output_values, results, strict=True):
         if role.kind == "output":
             out.append(result if isinstance(result, Tensor) else constant)
@@ -56,11 +61,47 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> Any:
     return pytree.tree_unflatten(out, program.output_spec)
 
 
+class StepContext(Protocol):
+    """Autograd's context of a forward and its backward.
+
+    Attributes:
+        runner: runs the program.
+        others: saved values that are no tensors, by position; None for tensors.
+        strides: strides of each saved tensor; None unless saved-tensor hooks may change them.
+        changes, listened: results of `Border.watch` and of hooks on outputs, for `Border.check`.
+        unreduced: the gradients that the backward leaves unreduced.
+        freed: whether the backward has run, without ``retain_graph``.
+        call: event of the module call.
+        feed: inputs of the forward that the backward needs, else None.
+        versions: version counters at the forward of the tensors that the backward reads.
+    """
+
+    runner: Runner
+    others: list[object]
+    strides: list[tuple[int, ...]] | None
+    changes: Changes
+    listened: list[Listened]
+    unreduced: Deferred
+    freed: bool
+    call: Event | None
+    feed: Feed
+    versions: list[int]
+    _raw_saved_tensors: Sequence[Any]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+    def maybe_clear_saved_tensors(self) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+    def mark_non_differentiable(self, *outputs: Tensor) -> None: ...
+
+
 class Step(torch.autograd.Function):
     """Autograd function of a program; saves tensors as torch's functions do, so versions are checked and hooks run."""
 
     @staticmethod
-    def forward(ctx: Any, runner: Runner, *feed: Any) -> tuple[Any, ...]:
+    def forward(ctx: StepContext, runner: Runner, *feed: Any) -> tuple[object, ...]:
         half = runner.half(FORWARD)
         results = runner.run(half, runner.local(half, feed))
         border = runner.border
@@ -68,7 +109,7 @@ class Step(torch.autograd.Function):
         ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in saved))
         ctx.others = [None if isinstance(x, Tensor) else x for x in saved]
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        ctx.strides = [isinstance(x, Tensor) and x.stride() for x in saved] if hooked else None
+        ctx.strides = [x.stride() if isinstance(x, Tensor) else () for x in saved] if hooked else None
         ctx.changes, ctx.listened = border.watch(outputs), []
         ctx.runner, ctx.unreduced, ctx.freed = runner, runner.sync.unreduced(), False
         ctx.call = runner.groups.consistency.call
@@ -79,14 +120,14 @@ class Step(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+    def backward(ctx: StepContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         with ctx.runner.groups.consistency.tells():
             return Step._backward(ctx, *tangents)
 
     @staticmethod
-    def _backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+    def _backward(ctx: StepContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Runs the backward graph, after a check for in-place changes; returns the gradients of forward's arguments."""
-        runner: Runner = ctx.runner
+        runner = ctx.runner
         if torch.is_grad_enabled():
             raise BackwardError(
                 "create_graph=True: the gradients of a compiled module cannot be differentiated again",
@@ -100,7 +141,7 @@ class Step(torch.autograd.Function):
             )
         # Beside parameters in a loss, an output gets its gradient as a DTensor.
         tangents = tuple(gather(x) if isinstance(x, DTensor) else x for x in tangents)
-        by_index: dict[int, Any] = runner.border.gradients(tangents)
+        by_index = runner.border.gradients(tangents)
         used = frozenset(index for index, x in by_index.items() if x is not None)
         if not used:
             return (None, *(None for _ in ctx.feed))
@@ -111,7 +152,7 @@ class Step(torch.autograd.Function):
         if ctx.call is not None:
             runner.groups.consistency.enter(ctx.call.backward(used))
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.freed, ctx.others = True, None
+            ctx.freed, ctx.others = True, []
             ctx.maybe_clear_saved_tensors()  # or they would live until the backward ends
         results = runner.run(half, local)
         grads = {(role.kind, role.name): grad for role, grad in zip(half.gives, results, strict=True)}
@@ -119,16 +160,20 @@ class Step(torch.autograd.Function):
         return (None, *_handed_out(runner, ctx.feed, tangents, grads, late))
 
 
-def _backward_inputs(ctx: Any, half: Half, gradients: dict[int, Any]) -> list[Any]:
-    """Collects gradients of outputs, and saved tensors; torch's RuntimeError if one was changed in place."""
+def _backward_inputs(ctx: StepContext, half: Half, gradients: Mapping[int, Any]) -> list[object]:
+    """Returns the inputs of a backward graph: gradients of outputs, and saved values.
+
+    Raises:
+        RuntimeError: torch's own, if a saved tensor was changed in place.
+    """
     # The property rebuilds the list at each access.
-    inputs, places, saved = list[Any](), ctx.runner.border.places, ctx._raw_saved_tensors
+    inputs, places, saved = list[object](), ctx.runner.border.places, ctx._raw_saved_tensors
     for port in half.takes:
         if port.role.kind == "tangent":
             inputs.append(gradients[port.role.index].contiguous())
             continue
         at = places[port.name]
-        x = ctx.others[at]
+        x: Any = ctx.others[at]
         if x is None:
             x = saved[at].unpack()
             if ctx.strides is not None and x.stride() != ctx.strides[at]:  # a saved-tensor hook kept the values only
@@ -138,9 +183,20 @@ def _backward_inputs(ctx: Any, half: Half, gradients: dict[int, Any]) -> list[An
 
 
 def _handed_out(
-    runner: Runner, feed: Feed, tangents: Sequence[Any], grads: dict[Any, Any], late: dict[str, Tensor]
-) -> Iterator[Any]:
-    """Yields the gradient of each argument in ``feed``, in its own memory; ``late``: sums of earlier backwards."""
+    runner: Runner,
+    feed: Feed,
+    tangents: Sequence[Tensor | None],
+    grads: Mapping[GradKey, Tensor | None],
+    late: dict[str, Tensor],
+) -> Iterator[Tensor | None]:
+    """Yields the gradient of each argument in ``feed``, in its own memory.
+
+    Args:
+        tangents: gradients of the outputs.
+        grads: results of the backward graph.
+        late: gradients by parameter that include sums of earlier backwards; emptied of those in ``feed``, others are
+            added to ``.grad``.
+    """
     takes = [port.role for port in runner.half(FORWARD).takes]
     # Memory that the caller may hold: tangents, inputs, and gradients yielded before.
     inputs = [x for x, role in zip(feed, takes, strict=True) if role.kind == "input"]
@@ -158,13 +214,19 @@ def _handed_out(
         _accumulate(param, grad_from_padded(unaliased(grad, occupied), param))
 
 
-def _accumulate(param: Any, grad: Any) -> None:
-    """Adds a reduced sum to ``.grad`` of a parameter that was frozen since, or is not in this program."""
+def _accumulate(param: Tensor, grad: Tensor) -> None:
+    """Adds ``grad`` to ``.grad`` of a parameter for which autograd does not, as it is frozen or not in the program."""
     param.grad = grad if param.grad is None else param.grad + grad
 
 
 def unaliased(grad: Tensor, occupied: set[tuple[int, int]]) -> Tensor:
-    """Returns ``grad``, or a copy if its memory is ``occupied``; users change each gradient in place by itself."""
+    """Returns ``grad``, or a copy of it if another gradient or a tensor of the user has its memory.
+
+    Users change each gradient in place, and no other tensor may change with it.
+
+    Args:
+        occupied: (address, elements) of these tensors; ``grad`` is added.
+    """
     place = grad.data_ptr(), grad.numel()
     if grad.numel() and place in occupied:
         return grad.clone()
@@ -173,7 +235,7 @@ def unaliased(grad: Tensor, occupied: set[tuple[int, int]]) -> Tensor:
 
 
 def _versions(runner: Runner, feed: Feed) -> Iterator[int]:
-    """Yields the version counter of each tensor that the backward reads."""
+    """Yields the version of each tensor in ``feed`` that the backward reads."""
     with torch._C.DisableTorchFunctionSubclass():
         for _, at in runner.border.reads(runner.half(BACKWARD)):
             x = feed[at]
@@ -181,7 +243,7 @@ def _versions(runner: Runner, feed: Feed) -> Iterator[int]:
 
 
 def _check_versions(runner: Runner, half: Half, feed: Feed, before: Sequence[int]) -> None:
-    """Raises BackwardError if a tensor that this backward reads was changed in place since the forward."""
+    """Raises BackwardError if a tensor that the backward ``half`` reads is not at its version ``before``."""
     now = list(_versions(runner, feed))
     if now == before:
         return
@@ -196,13 +258,20 @@ def _check_versions(runner: Runner, half: Half, feed: Feed, before: Sequence[int
 
 
 def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
-    """Raises BackwardError for an input from a module with per-rank losses if this module's loss is global."""
+    """Raises BackwardError if an input comes from a module with per-rank losses and this module's loss is global.
+
+    Args:
+        inputs: local inputs of the call.
+        layouts: their layouts.
+    """
     if runner.splits_outputs or runner.fits_behind or not torch.is_grad_enabled():
         return
-    work = [x.grad_fn for x, layout in zip(inputs, layouts, strict=True) if x.grad_fn is not None and layout.bound]
-    seen: set[Any] = set()
+    work: list[Node | None] = [
+        x.grad_fn for x, layout in zip(inputs, layouts, strict=True) if x.grad_fn is not None and layout.bound
+    ]
+    seen: set[Node] = set()
     while work:
-        node: Any = work.pop()
+        node = work.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
@@ -216,8 +285,8 @@ def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layo
     runner.fits_behind = bool(seen)
 
 
-def _stepped(optimizer: Optimizer, *_: Any) -> None:
-    """Increments the version of parameters after an optimizer step: multi-tensor kernels do not do so for DTensors."""
+def _stepped(optimizer: Optimizer, *_: object) -> None:
+    """Optimizer hook: increments the versions of updated DTensors, as torch's multi-tensor kernels do not."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     changed = [param for param in params if isinstance(param, DTensor) and param.grad is not None]
     if changed:
@@ -226,5 +295,5 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
 
 @cache
 def watch_optimizers() -> None:
-    """Registers `_stepped` for all optimizers of the process, once."""
+    """Registers the hook `_stepped` for all optimizers of the process, once."""
     register_optimizer_step_post_hook(_stepped)

@@ -1,10 +1,9 @@
-"""Outputs and saved values of a forward: keeps in-place changes of outputs as safe as on one device.
+"""Outputs and saved values of a compiled forward; in-place changes of outputs are as safe as on one device.
 
 On one device, changing an output in place is harmless if no backward reads it; otherwise autograd's version counter
 makes the backward raise. A compiled backward may read other tensors: for example, it may recompute a value from an
 output. Such an output is copied. An output that only one device's backward reads is checked by its version counter.
-
-Outputs of a program as DTensors on the mesh.
+`as_dtensors` wraps outputs as DTensors, which have the same version counters and hooks.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -31,6 +31,7 @@ from shardc.runtime.storage import GradHooks, parameter_spec
 from shardc.runtime.views import Views, memory_of, of_constant, views_of
 
 Changes = list[tuple[int, Tensor, int]]  # (position of an output, its version counter, its version)
+Listened = tuple[int, GradHooks, weakref.ref[Tensor]]  # (position of an output, its gradient hooks, the output)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,11 @@ class SameMemory:
 
 
 class Border:
-    """Turns the results of a program's graphs into outputs (DTensors if ``dtensors``) and saved values for autograd."""
+    """Converts results of a program's graphs to outputs, and to values that autograd saves for the backward.
+
+    Attributes:
+        dtensors: whether outputs become DTensors.
+    """
 
     dtensors = False
 
@@ -72,7 +77,7 @@ class Border:
 
     @cached_property
     def needed(self) -> tuple[bool, ...]:
-        """Per input of the forward: whether it is a parameter or is read by the backward."""
+        """Whether each input of the forward is a parameter or is read by the backward."""
         read = {at for _, at in self.reads(self.half(BACKWARD))}
         takes = self.half(FORWARD).takes
         return tuple(port.role.kind == "param" or at in read for at, port in enumerate(takes))
@@ -94,7 +99,7 @@ class Border:
         return {at: returned[role.index] for at, role in enumerate(roles) if role.kind == "output"}
 
     def views(self, half: Half, outputs: Sequence[Any], feed: Sequence[Any]) -> Views:
-        """Returns the outputs of a graph that are views of other tensors, and made by `hand_out`; computed once."""
+        """Returns the outputs of a graph that are views of other tensors, which `hand_out` makes; cached per graph."""
         if half not in self._views:
             views = views_of(self.program, half, self.differentiable, outputs, feed, self.dtensors)
             bases = {self.count + at: self._returned[base.of[0]] for at, base in enumerate(views.bases)}
@@ -102,7 +107,7 @@ class Border:
         return self._views[half]
 
     def held_back(self, half: Half, results: Sequence[Any], feed: Sequence[Any]) -> list[Any]:
-        """Returns an inference graph's outputs, with None for views that `hand_out` makes, then their base tensors."""
+        """Returns the outputs of an inference graph, then the base tensors of views; None for views (`hand_out`)."""
         outputs = list(results[: self.count])
         outputs = self.views(half, outputs, feed).held_back(outputs)
         for at, shared in self._same_memory(half, outputs, [], feed).items():
@@ -110,8 +115,8 @@ class Border:
                 outputs[at] = outputs[at].clone()
         return self._read_only(half, outputs, feed)
 
-    def hand_out(self, half: Half, outputs: list[Any], feed: Sequence[Any], node: Any) -> None:
-        """Fills in the outputs that are views of others, in place, and registers gradient hooks on autograd's node."""
+    def hand_out(self, half: Half, outputs: list[Any], feed: Sequence[Any], node: Node | None) -> None:
+        """Adds the outputs that are views of other tensors to ``outputs``, and notes hooks of outputs on ``node``."""
         views = self._views[half]
         for at in views.read_only:
             if isinstance(outputs[at], ReadOnly):
@@ -121,7 +126,7 @@ class Border:
             self._listen(outputs, node)
 
     def _read_only(self, half: Half, outputs: list[Any], feed: Sequence[Any]) -> list[Any]:
-        """Wraps the outputs that cannot be changed in place as `ReadOnly`."""
+        """Wraps outputs as `ReadOnly` if they share memory with another tensor on one device only; returns all."""
         views = self._views[half]
         for at in views.read_only:
             if not isinstance(outputs[at], Tensor):
@@ -180,14 +185,14 @@ class Border:
         saved = [x.detach() if isinstance(x, Tensor) and x._is_view() else x for x in saved]
         return self._read_only(self.half(FORWARD), outputs, feed), saved
 
-    def without_gradients(self, outputs: Sequence[Any]) -> list[Tensor]:
+    def without_gradients(self, outputs: Sequence[object]) -> list[Tensor]:
         """Selects the results of `split_results` that autograd should treat as non-differentiable."""
         bases = self._views[self.half(FORWARD)].bases
         with_one = self.differentiable | {self.count + at for at, base in enumerate(bases) if base.split}
         return [x for at, x in enumerate(outputs) if isinstance(x, Tensor) and at not in with_one]
 
-    def gradients(self, tangents: Sequence[Any]) -> dict[int, Tensor | None]:
-        """Maps the index of each output to its gradient, taken from the gradient of its base if it is a view."""
+    def gradients(self, tangents: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
+        """Maps the index of each output to its gradient; that of a view is a part of its base tensor's gradient."""
         by_output = {role.index: tangents[at] for at, role in enumerate(self.program.outputs) if role.kind == "output"}
         for base, grad in zip(self._views[self.half(FORWARD)].bases, tangents[self.count :], strict=True):
             if grad is not None:
@@ -195,7 +200,7 @@ class Border:
         return by_output
 
     def watch(self, outputs: Sequence[Any]) -> Changes:
-        """Returns the version counters of the outputs that a backward reads, without keeping their memory alive."""
+        """Returns the version counters of outputs that a backward reads; they do not keep the outputs' memory alive."""
         shared = self._shared[self.half(FORWARD)]
         behind = self._behind[self.half(FORWARD)].items()
         read = [at for at, output in behind if output.read_by or (at in shared and shared[at].saved)]
@@ -203,19 +208,21 @@ class Border:
         return [(at, counter_of(outputs[at]), outputs[at]._version) for at in changed]
 
     def _listen(self, outputs: Sequence[Any], node: Any) -> None:
-        """Gives each of several differentiable outputs its own hooks; the node keeps those that `check` needs."""
+        """Gives each of several differentiable outputs its own gradient hooks, and notes on ``node`` those to check."""
         for at in self.differentiable if len(self.differentiable) > 1 else ():
             if self._returned[at].same is None and outputs[at].grad_fn is not None:
                 hooks = _give_hooks(outputs[at])
                 if self._returned[at].leads_to:
                     node.listened.append((at, hooks, weakref.ref(outputs[at])))
 
-    def check(self, half: Half, used: frozenset[int], changes: Changes, listened: Sequence[Any]) -> None:
+    def check(self, half: Half, used: frozenset[int], changes: Changes, listened: Sequence[Listened]) -> None:
         """Raises if a backward would compute other gradients than one device, because outputs were changed or hooked.
 
         Args:
+            half: the backward graph.
             used: indices of the outputs that have gradients.
             changes: result of `watch` at the forward.
+            listened: outputs with gradient hooks of their own.
 
         Raises:
             BackwardError: an output that this backward reads was changed in place, or a hook would see a part of a
@@ -244,7 +251,7 @@ class Border:
     def _same_memory(
         self, half: Half, outputs: Sequence[Any], saved: Sequence[Any], feed: Sequence[Any]
     ) -> dict[int, SameMemory]:
-        """Maps the position of each output that shares memory to the tensors it shares with; computed once."""
+        """Maps the position of each output that shares memory to the tensors it shares with; cached per graph."""
         if half in self._shared:
             return self._shared[half]
         input_at = {memory_of(x): at for at, x in reversed(list(enumerate(feed)))}
@@ -268,18 +275,17 @@ class Border:
     def _base(
         self, half: Half, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]
     ) -> Tensor | None:
-        """Returns the tensor that an output aliases here and on one device; None if it should have its own memory."""
+        """Returns the tensor whose memory output ``at`` has both here and on one device; None if there is none."""
         output = self._behind[half][at]
         if shared.feed_index is not None and output.of is not None:
-            local: Tensor = _local(feed[shared.feed_index])
-            return local
+            return _local(feed[shared.feed_index])
         if shared.first is not None and self._behind[half][shared.first].first == output.first:
             x: Tensor = outputs[shared.first]
             return x
         return None
 
     def _aliased_output(self, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]) -> Tensor:
-        """Returns output ``at`` as a view of the tensor that it aliases on one device; otherwise a copy or detached."""
+        """Returns output ``at``: a view of the tensor that it aliases on one device too, else detached or a copy."""
         half = self.half(FORWARD)
         out, base = outputs[at], self._base(half, at, shared, outputs, feed)
         if base is not None:
@@ -312,6 +318,7 @@ def follow(local: Tensor, x: DTensor, index: int) -> None:
 
 
 def _give_hooks(x: Any) -> GradHooks:
+    """Replaces the gradient hooks of ``x``, which has an autograd node, by an empty `GradHooks`; returns it."""
     x._backward_hooks = hooks = GradHooks()
     x.grad_fn._register_hook_dict(x)
     return hooks
@@ -327,11 +334,12 @@ def counter_of(x: Tensor) -> Tensor:
     return counter
 
 
-def _local(x: Any) -> Any:
+def _local(x: Tensor) -> Tensor:
+    """Returns the local tensor of a DTensor; other tensors as they are."""
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
-def as_dtensors(outputs: Sequence[Any], roles: Sequence[Role], device_mesh: DeviceMesh) -> list[Any]:
+def as_dtensors(outputs: Sequence[object], roles: Sequence[Role], device_mesh: DeviceMesh) -> list[object]:
     """Wraps local output tensors as DTensors of the compiled layout; other values are returned as they are.
 
     A DTensor gradient is brought to the output's layout in the backward, pending sums reduced. It is the gradient of
@@ -343,8 +351,8 @@ def as_dtensors(outputs: Sequence[Any], roles: Sequence[Role], device_mesh: Devi
     Raises:
         LayoutError: DTensor placements cannot express a layout.
     """
-    out: list[Any] = []
-    wrapped: dict[int, Any] = {}
+    out: list[object] = []
+    wrapped: dict[int, DTensor] = {}
     for value, role in zip(outputs, roles, strict=True):
         if isinstance(value, Tensor) and id(value) not in wrapped:
             assert role.layout is not None
@@ -355,11 +363,19 @@ def as_dtensors(outputs: Sequence[Any], roles: Sequence[Role], device_mesh: Devi
     return out
 
 
+class _ToDTensorContext(Protocol):
+    """Autograd's context of `_ToDTensor`, with the ``spec`` of the DTensor."""
+
+    spec: DTensorSpec
+
+    def mark_non_differentiable(self, *outputs: Tensor) -> None: ...
+
+
 class _ToDTensor(torch.autograd.Function):
-    """Wraps a local tensor as a DTensor; its backward turns a DTensor gradient into a local tensor."""
+    """Wraps a local tensor as a DTensor; its backward returns the local tensor of a DTensor gradient."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> Tensor:
+    def forward(ctx: _ToDTensorContext, local: Tensor, spec: DTensorSpec) -> Tensor:
         ctx.spec = spec
         if not (local.is_floating_point() or local.is_complex()):
             out = DTensor(local.view_as(local), spec, requires_grad=False)
@@ -369,6 +385,6 @@ class _ToDTensor(torch.autograd.Function):
         return out.view_as(out) if local._is_view() else out  # a view cannot be changed in place here
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Any, None]:
+    def backward(ctx: _ToDTensorContext, grad: DTensor) -> tuple[Tensor, None]:
         placements = [Replicate() if p.is_partial() else p for p in ctx.spec.placements]
         return grad.redistribute(placements=placements).to_local(), None

@@ -1,10 +1,11 @@
-"""Comparisons of `Event`s between ranks through the store: the hash of each rank, and the verdict of all.
+"""Comparisons between ranks through the store: of their next `Event`, and of methods that all ranks must call.
 
-Methods that all ranks must call: a rank that calls one alone raises at once, and the others run on.
+`Comparisons` are of events: each rank publishes the hash of its own, and the last one to arrive the verdict.
 
-The first rank that calls opens an attempt in the store, and the others join it. It fails if the listener thread
-(`shardc.runtime.gloo.listen`) of another rank reports that this rank goes on to its next event, waits in a collective
-of torch with a rank of the attempt, or ends.
+`Meeting` is for methods: a rank that calls one alone raises at once, and the others run on. The first rank that calls
+it opens an attempt in the store, which the others join. The attempt fails if another rank's listener thread
+(`shardc.runtime.gloo.listen`) reports that its rank goes on to its next event, waits in a collective of torch with a
+rank of the attempt, or ends.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
@@ -26,6 +26,8 @@ from shardc.errors import MeshError
 from shardc.ir.code import is_told
 from shardc.runtime.events import Event, Lines, ended, late_ranks
 
+# An event's number, or a list with a name (or the rank that failed) first; sent as JSON.
+Message = int | Sequence[int | str | None]
 BEFORE = "differ before"  # verdict: the ranks differ at an earlier event
 _SAME = "same"
 _LONGEST_PAUSE = 0.05  # seconds between reads of the store
@@ -44,14 +46,14 @@ class Comparisons:
         self.asked: set[int] = set()
         self.answered: deque[int] = deque(maxlen=64)
         self._last: int | None = None
-        self._said: str | None = None
-        self._told: set[str] = set()
+        self._last_text: str | None = None  # store key of this rank's last text
+        self._published: set[str] = set()  # hashes of events
 
     def tell(self, store: dist.Store, event: Event) -> None:
-        """Publishes the description (lines) of ``event`` in the store under its hash, once."""
-        if event.key not in self._told:
+        """Publishes the lines of ``event`` in the store under its hash, unless this rank has done so."""
+        if event.key not in self._published:
             store.set(f"{self.prefix}what/{event.key}", json.dumps(event.lines))
-            self._told.add(event.key)
+            self._published.add(event.key)
 
     def lines(self, store: dist.Store, key: str) -> Lines:
         """Reads the lines of the event with hash ``key``, which a rank has published."""
@@ -59,11 +61,11 @@ class Comparisons:
         return entry
 
     def at(self, number: int) -> str:
-        """Returns the prefix of the store keys of event ``number`` (events are counted alike on all ranks)."""
+        """Returns the prefix of the store keys of event ``number``; all ranks number their events the same way."""
         return f"{self.prefix}{number}/"
 
     def arrive(
-        self, store: dist.Store, number: int, key: str, announce: Callable[[dist.Store, Any], None]
+        self, store: dist.Store, number: int, key: str, announce: Callable[[dist.Store, Message], None]
     ) -> tuple[int, str] | None:
         """Publishes this rank's hash ``key`` of event ``number``.
 
@@ -139,9 +141,9 @@ class Comparisons:
 
     def entries_at(self, store: dist.Store, number: int, ranks: Iterable[int]) -> dict[int, str]:
         """Reads what ``ranks`` (mesh positions) published by `say` at event ``number``; deletes this rank's last."""
-        if self._said is not None:
-            store.delete_key(self._said)
-        self._said = f"{self.at(number)}said/{self.rank}"
+        if self._last_text is not None:
+            store.delete_key(self._last_text)
+        self._last_text = f"{self.at(number)}said/{self.rank}"
         return {rank: store.get(f"{self.at(number)}said/{self.ranks[rank]}").decode() for rank in ranks}
 
     def hear_all(self, store: dist.Store, number: int) -> str:
@@ -162,7 +164,11 @@ _STUCK = 15  # samples in the same call of a collective, before a rank refuses
 
 
 class Meeting:
-    """This rank's side of methods that all ranks must call. ``prefix`` is that of its keys in the store.
+    """Calls of methods that all ranks must call, as this rank sees them.
+
+    Args:
+        prefix: prefix of the keys in the store.
+        rank, ranks: global rank of this process, and those of the mesh.
 
     Attributes:
         invited: another rank's attempt that this one has not joined: the number of the event before it, and its name.
@@ -180,13 +186,13 @@ class Meeting:
         store: dist.Store,
         number: int,
         method: str,
-        log: Callable[[dist.Store, Any], None],
+        log: Callable[[dist.Store, Message], None],
         check: Callable[[], None],
     ) -> None:
         """Waits until all ranks call ``method`` of the module, with ``number`` events before it.
 
         Args:
-            log: sends an entry to the listener threads of all ranks.
+            log: sends a message to the listener threads of all ranks.
             check: raises if another rank has failed; called while waiting.
 
         Raises:
@@ -215,6 +221,7 @@ class Meeting:
             )
 
     def _wait(self, store: dist.Store, at: str, number: int, attempt: str, check: Callable[[], None]) -> str:
+        """Polls the store for the verdict at ``at``, and returns it; refuses ``attempt`` if a rank has ended."""
         pause, end = 0.0005, time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
         while not store.check([f"{at}verdict"]):
             check()
@@ -228,11 +235,16 @@ class Meeting:
         return store.get(f"{at}verdict").decode()
 
     def _refuse(self, store: dist.Store, number: int, attempt: str, why: str) -> None:
+        """Sets the verdict of ``attempt`` to ``why``, unless it has one; the next call opens a new attempt."""
         if store.compare_set(f"{self.prefix}meet/{attempt}/verdict", "", why).decode() == why:
             store.delete_key(f"{self.prefix}meet/{number}")
 
     def hears(self, store: dist.Store, number: int, attempt: str, now: Callable[[], int]) -> None:
-        """Handles that another rank waits in a method after event ``number``: refuses if this rank is past that."""
+        """Handles the message that another rank opened ``attempt`` after event ``number``.
+
+        Args:
+            now: returns the number of this rank's last event; the attempt is refused if that is a later one.
+        """
         if attempt == self._joined or attempt.partition(".")[0] == str(self.rank):
             return
         self.invited = number, attempt
@@ -247,7 +259,7 @@ class Meeting:
             self._refuse_invited(store, *invited, f"rank {self.rank} went on to a {what}")
 
     def look(self, store: dist.Store) -> None:
-        """Refuses the invitation if this rank waits in a collective of torch; called by the listener thread."""
+        """Refuses the invitation if this rank waits in a collective of torch; the listener thread calls it often."""
         invited = self.invited
         if invited is None:
             return
@@ -269,21 +281,25 @@ class Meeting:
 
 
 class Looks:
-    """Samples of what the main thread is doing, taken regularly by the listener thread."""
+    """Samples of the main thread's stack, which the listener thread takes regularly."""
 
     def __init__(self) -> None:
-        self._last: tuple[Any, int] = (None, 0)
+        self._last: tuple[tuple[int, str] | None, int] = (None, 0)
         self._runs: tuple[int, int] = (0, 0)
         self._patience = _LONG
 
     def stuck(self, rank: int, looks: int) -> str | None:
-        """Takes a sample; names the torch collective with ``rank`` in which the last ``looks`` samples were, if any."""
+        """Takes a sample; returns the torch collective with ``rank`` that the last ``looks`` samples show, if any."""
         entry = _collective(sys._current_frames().get(threading.main_thread().ident or 0), rank)
         self._last = entry, self._last[1] + 1 if entry == self._last[0] else 1
         return entry[1] if entry is not None and self._last[1] >= looks else None
 
     def long(self, number: int, running: bool) -> bool:
-        """Takes a sample; whether event ``number`` has been ``running`` for long. Each True doubles the limit."""
+        """Takes a sample; returns whether a graph runs in event ``number`` for long. Each True doubles the limit.
+
+        Args:
+            running: whether a graph runs now.
+        """
         self._runs = number, self._runs[1] + 1 if running and number == self._runs[0] else 0
         if self._runs[1] < self._patience:
             return False
@@ -300,7 +316,11 @@ _TOGETHER = {
 
 
 def _collective(frame: FrameType | None, rank: int) -> tuple[int, str] | None:
-    """Returns the identity, and the name and line, of the torch collective with ``rank`` that a thread is in."""
+    """Returns (id, name and line) of the call of a torch collective with ``rank`` that a stack is in, if any.
+
+    Args:
+        frame: innermost frame of the stack.
+    """
     call, name, last = None, "", ""
     while frame is not None:
         code = frame.f_code

@@ -1,4 +1,4 @@
-"""Ops on DTensor parameters and gradients, with the results of one device.
+"""DTensor parameters and gradients of compiled modules: ops and methods with the results of one device, and pickling.
 
 DTensor gets some of these wrong or refuses them: reading a partial sum gives a rank's own term, the mean of uneven
 shards is not the mean, writes to a gathered view are lost, and plain tensors cannot be mixed in. `install` adds a rule
@@ -6,37 +6,35 @@ before DTensor's, for meshes of compiled modules. Ops that DTensor is known to g
 usual. Others run on unsharded tensors (`gathered.py`), which costs a gather. A plain tensor counts as replicated, and
 ranks compare it.
 
-Pickling of DTensors with their mesh position, so that a rank cannot load another rank's shard.
+`METHODS` replace methods and attributes of the class DTensor that are no ops, for the same meshes.
 
-Plain DTensors unpickle onto the mesh coordinate of the reading rank: the first rank's file would give its shard to
-every rank.
-
-Methods and attributes of DTensors that are no ops: values, text, copies and memory.
-
-They replace torch's on the class, and change DTensors on meshes of compiled modules only.
+`install_pickling` makes DTensors store their position on the mesh. Otherwise, a rank that reads the first rank's file
+would take that shard for its own.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from math import prod
-from typing import Any
+from typing import Any, SupportsIndex
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OutputSharding
+from torch.distributed.tensor._op_schema import OpInfo, OutputSharding
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from shardc import _compat
+from shardc._compat import PyTree
 from shardc.errors import LayoutError, ShardcWarning
 from shardc.ir.op_traits import draws
 from shardc.runtime.gathered import (
@@ -56,7 +54,7 @@ from shardc.runtime.gathered import (
 _PICKLED_PART = "shardc_part"  # key in the state of a pickled DTensor
 _pickle = DTensor.__reduce_ex__
 
-Part = list[tuple[str, int, int]]  # (name, size, coordinate) per mesh dim that shards it
+Part = list[tuple[str, int, int]]  # (name, size, coordinate) of each mesh dim that shards a tensor
 
 
 def install_pickling() -> None:
@@ -77,7 +75,8 @@ def _part(tensor: DTensor) -> Part | None:
     return [(name, size, at) for name, size, at, placement in dims if not placement.is_replicate()]
 
 
-def _reduce(self: DTensor, protocol: Any) -> Any:
+def _reduce(self: DTensor, protocol: SupportsIndex) -> tuple[object, ...]:
+    """Implements ``DTensor.__reduce_ex__``: DTensor's own state and the mesh position."""
     build, (func, cls, args, (attributes, slots)) = _pickle(self, protocol)
     if isinstance(slots["_spec"], ReplicatedSpec):
         slots = {**slots, "_spec": slots["_spec"].plain()}
@@ -86,7 +85,8 @@ def _reduce(self: DTensor, protocol: Any) -> Any:
     return build, (func, cls, args, (attributes, slots))
 
 
-def _set_state(self: DTensor, state: Any) -> None:
+def _set_state(self: DTensor, state: object) -> None:
+    """Implements ``DTensor.__setstate__``; LayoutError if the state is of another mesh position."""
     torch._utils._set_obj_state(self, state)
     part = vars(self).pop(_PICKLED_PART, None)
     if not part or not dist.is_initialized():  # replicated, or read without a process group
@@ -103,6 +103,7 @@ def _set_state(self: DTensor, state: Any) -> None:
 
 
 def _shown(part: Part | None) -> str:
+    """Returns a mesh position as text."""
     return "none" if part is None else ", ".join(f"{at} of {size} along {name}" for name, size, at in part)
 
 
@@ -110,17 +111,19 @@ meshes: WeakSet[DeviceMesh] = WeakSet()  # of compiled modules
 
 
 def _is_ours(x: DTensor) -> bool:
+    """Whether ``x`` is on the mesh of a compiled module."""
     return x.device_mesh in meshes
 
 
-def _tolist(self: DTensor) -> Any:
+def _tolist(self: DTensor) -> object:
     return gather(self).tolist() if _is_ours(self) else Tensor.tolist(self)
 
 
-def _numpy(self: DTensor, *, force: bool = False) -> Any:
+def _numpy(self: DTensor, *, force: bool = False) -> object:
+    """Returns the gathered values as a read-only array."""
     if not _is_ours(self):
         return Tensor.numpy(self, force=force)
-    torch.empty(0, requires_grad=self.requires_grad).numpy(force=force)  # raises what torch does
+    torch.empty(0, requires_grad=self.requires_grad).numpy(force=force)  # raises torch's error
     detached: Any = self.detach()
     out = gather(detached).cpu().numpy().copy()
     out.flags.writeable = False  # a write to it would not reach the shards
@@ -132,15 +135,15 @@ def _format(self: DTensor, spec: str) -> str:
 
 
 def _str(self: DTensor) -> str:
-    """Text of a scalar's value; for other tensors the `repr` of this rank's shard, without communication."""
+    """Returns a scalar's value as text; for other tensors the `repr` of this rank's shard, without communication."""
     if not _is_ours(self):
         return repr(self)
     detached: Any = self.detach()
     return str(gather(detached)) if self.dim() == 0 else repr(settle(detached))
 
 
-def _deepcopy(self: DTensor, memo: dict[int, Any]) -> Any:
-    """Copies a leaf into its own memory, with the same layout; torch's fails on DTensors."""
+def _deepcopy(self: DTensor, memo: dict[int, object]) -> object:
+    """Copies a leaf of autograd into its own memory, with the same layout; torch's method fails on DTensors."""
     if id(self) in memo:
         return memo[id(self)]
     if not self.is_leaf or not _is_ours(self):
@@ -179,11 +182,11 @@ def _set_data(self: DTensor, value: Tensor) -> None:
         self.detach().copy_(value)
 
 
-def _memory(name: str, fix: str) -> Any:
-    """Returns a method in place of ``name`` that refuses to expose memory, except to torch's own code."""
+def _memory(name: str, fix: str) -> Callable[..., object]:
+    """Returns a replacement of the method ``name`` that raises LayoutError, except when torch's own code calls it."""
     torchs = getattr(Tensor, name)
 
-    def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+    def method(self: DTensor, *args: object, **kwargs: object) -> object:
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if not _is_ours(self) or (name == "data_ptr" and caller.partition(".")[0] == "torch"):
             return torchs(self, *args, **kwargs)
@@ -195,7 +198,7 @@ def _memory(name: str, fix: str) -> Any:
 _PART = "use this rank's part, p.to_local(), or a copy of all of it, p.full_tensor()"
 _torch_deepcopy = DTensor.__deepcopy__
 _torch_data: Any = Tensor.data
-METHODS: dict[str, Any] = {
+METHODS: dict[str, object] = {
     "tolist": _tolist,
     "numpy": _numpy,
     "__format__": _format,
@@ -261,11 +264,11 @@ def install(device_mesh: DeviceMesh) -> None:
 
 
 def _take_plain_tensors() -> None:
-    """Makes DTensor accept plain tensors mixed with DTensors, which it refuses; `_rule` handles them."""
+    """Makes DTensor accept ops on plain tensors and DTensors, which it refuses; `_rule` handles them."""
     dispatcher: Any = DTensor._op_dispatcher
     theirs = dispatcher._try_replicate_spec_for_scalar_tensor
 
-    def spec_of(op: Any, x: Tensor, mesh: Any) -> DTensorSpec:
+    def spec_of(op: OpOverload, x: Tensor, mesh: DeviceMesh) -> DTensorSpec:
         if x.numel() != 1 and (mesh not in meshes or _is_traced(x)):
             dispatcher._allow_implicit_replication = False
             try:
@@ -278,10 +281,10 @@ def _take_plain_tensors() -> None:
     dispatcher._allow_implicit_replication = True
 
 
-def _rule(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _rule(theirs: Callable[..., object]) -> Callable[..., object]:
     """Wraps DTensor's sharding propagation ``theirs``: on our meshes, returns an op's sharding or its result."""
 
-    def rule(op: Any, args: Any, kwargs: Any, info: Any, try_cache: bool) -> Any:
+    def rule(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], info: Any, try_cache: bool) -> object:
         mesh = info.compute_mesh
         specs = [x for x in (*info.flat_args_schema, *info.schema.kwargs_schema.values()) if isinstance(x, DTensorSpec)]
         if mesh not in meshes or _is_traced(args):
@@ -308,13 +311,13 @@ def _rule(theirs: Callable[..., Any]) -> Callable[..., Any]:
         if op in _NORMS and any(x.dtype == torch.float16 for x in tensors):
             return _fine_norm(op, args, kwargs)
         if not _trusts(op, specs, args):
-            return on_wholes(op, args, kwargs, mesh)
+            return on_unsharded(op, args, kwargs, mesh)
         try:
             sharding = theirs(op, args, kwargs, info, try_cache)
         except (NotImplementedError, RuntimeError):
-            return on_wholes(op, args, kwargs, mesh)
+            return on_unsharded(op, args, kwargs, mesh)
         if isinstance(sharding, OutputSharding) and not _is_in_place(op, info, sharding):
-            return on_wholes(op, args, kwargs, mesh)
+            return on_unsharded(op, args, kwargs, mesh)
         for spec in pytree.tree_leaves(getattr(sharding, "output_spec", None)):
             ReplicatedSpec.mark(spec)
         return sharding
@@ -322,30 +325,32 @@ def _rule(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def _beside_plain(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh, writes: list[Any]) -> Any:
+def _beside_plain(
+    op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], mesh: DeviceMesh, writes: list[Tensor]
+) -> PyTree:
     """Runs ``op`` on DTensors and plain tensors, which count as replicated."""
     if any(not isinstance(x, DTensor) for x in writes):
-        return on_wholes(op, args, kwargs, mesh)
+        return on_unsharded(op, args, kwargs, mesh)
     leaves = pytree.tree_leaves((args, kwargs))
     check_equal([x for x in leaves if isinstance(x, Tensor) and not isinstance(x, DTensor)], mesh, op)
 
-    def whole(x: Any) -> Any:
+    def whole(x: object) -> object:
         return replicated(x, mesh) if isinstance(x, Tensor) and not isinstance(x, DTensor) else x
 
     return op(*pytree.tree_map(whole, args), **pytree.tree_map(whole, kwargs))
 
 
-def _is_in(x: Any, tensors: list[Any]) -> bool:
+def _is_in(x: object, tensors: Sequence[Tensor]) -> bool:
     return any(x is y for y in tensors)
 
 
-def _handler(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
+def _handler(theirs: Callable[..., PyTree] | None) -> Callable[..., PyTree]:
     """Returns an op handler: shardc's on meshes of compiled modules, DTensor's ``theirs`` on other meshes."""
 
-    def handler(op: Any, args: Any, kwargs: Any) -> Any:
+    def handler(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         mesh = next(x.device_mesh for x in pytree.tree_leaves(args) if isinstance(x, DTensor))
         if mesh in meshes and not _is_traced(args):
-            return _OURS[op](*args) if op in _OURS else on_wholes(op, args, kwargs, mesh)
+            return _OURS[op](*args) if op in _OURS else on_unsharded(op, args, kwargs, mesh)
         if theirs is not None:
             return theirs(op, args, kwargs)
         table = DTensor._op_dispatcher._custom_op_handlers
@@ -358,7 +363,7 @@ def _handler(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
     return handler
 
 
-def _copy(target: Any, value: Any, *_: Any) -> Any:
+def _copy(target: Tensor, value: Any, *_: object) -> Tensor:
     """Implements ``target.copy_(value)`` for DTensors in any layouts and plain replicated tensors."""
     if not isinstance(target, DTensor):
         return target.copy_(gather(value))
@@ -373,7 +378,7 @@ def _copy(target: Any, value: Any, *_: Any) -> Any:
     return target
 
 
-def _unscale(grads: Any, found_inf: Tensor, inverse: Tensor) -> None:
+def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     """Implements `GradScaler.unscale_`: a gradient that is not finite on one rank counts on all ranks."""
     local = [settle(x)._local_tensor if isinstance(x, DTensor) else x for x in grads]
     aten._amp_foreach_non_finite_check_and_unscale_.default(local, found_inf, inverse)
@@ -382,13 +387,14 @@ def _unscale(grads: Any, found_inf: Tensor, inverse: Tensor) -> None:
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, mesh.get_group(dim))
 
 
-_OURS: dict[Any, Callable[..., Any]] = {
+_OURS: dict[OpOverload, Callable[..., Tensor | None]] = {
     aten.copy_.default: _copy,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
 
 
-def _is_traced(args: Any) -> bool:
+def _is_traced(args: PyTree) -> bool:
+    """Whether an op is traced: ``args`` have meta or fake tensors, or torch.compile is running."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     leaves = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
@@ -396,7 +402,7 @@ def _is_traced(args: Any) -> bool:
     return any(x.is_meta or isinstance(x, FakeTensor) for x in local) or torch.compiler.is_compiling()
 
 
-def _one_sum(specs: list[DTensorSpec], op: Any, args: Any, kwargs: Any) -> bool:
+def _one_sum(specs: list[DTensorSpec], op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> bool:
     """Whether all operands have the same pending sums, and ``op`` preserves them."""
     if op is aten.stack.default:
         return all(spec.placements == specs[0].placements for spec in specs)
@@ -406,14 +412,14 @@ def _one_sum(specs: list[DTensorSpec], op: Any, args: Any, kwargs: Any) -> bool:
     return sums and all(spec.placements == specs[0].placements for spec in specs)
 
 
-def _is_pointwise(op: Any) -> bool:
+def _is_pointwise(op: OpOverload) -> bool:
     name = op._schema.name
     if torch.Tag.pointwise in op.tags:
         return True
     return name.startswith("aten::_foreach_") and not any(x in name for x in ("norm", "max", "copy"))
 
 
-def _trusts(op: Any, specs: list[DTensorSpec], args: Any) -> bool:
+def _trusts(op: OpOverload, specs: list[DTensorSpec], args: tuple[PyTree, ...]) -> bool:
     """Whether DTensor is known to compute ``op`` correctly on operands with ``specs``."""
     if draws(op) or "out" in op._schema.overload_name:
         return False  # seeds may differ; `out=` would take the result's layout
@@ -429,6 +435,7 @@ def _trusts(op: Any, specs: list[DTensorSpec], args: Any) -> bool:
 
 
 def _is_even(spec: DTensorSpec) -> bool:
+    """Whether all shards have the same size."""
     for dim, size in enumerate(spec.shape):
         over = [n for n, x in zip(spec.mesh.shape, spec.placements, strict=True) if x.is_shard(dim)]
         if size % prod(over):
@@ -436,7 +443,7 @@ def _is_even(spec: DTensorSpec) -> bool:
     return True
 
 
-def _is_in_place(op: Any, info: Any, sharding: OutputSharding) -> bool:
+def _is_in_place(op: OpOverload, info: OpInfo, sharding: OutputSharding) -> bool:
     """Whether ``op`` writes or views the operands themselves, not redistributed copies."""
     writes = any(x.alias_info is not None for x in op._schema.arguments)
     redistributed = sharding.redistribute_schema
@@ -452,8 +459,8 @@ def _is_in_place(op: Any, info: Any, sharding: OutputSharding) -> bool:
     return not (moved[0] if op.is_view or not op._schema.name.startswith("aten::_foreach_") else any(moved))
 
 
-def on_wholes(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
-    """Runs ``op`` on unsharded tensors on every rank, and copies what it writes back to the shards. All ranks run it.
+def on_unsharded(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], mesh: DeviceMesh) -> PyTree:
+    """Runs ``op`` on unsharded tensors on every rank, and copies written ones back to the shards. All ranks call it.
 
     Random draws are those of the mesh's first rank. Results of random ops with the shape of the first argument
     (`torch.randn_like`) get its layout; other results are replicated.
@@ -466,7 +473,7 @@ def on_wholes(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     check_equal([x for x in leaves if not _is_in(x, writes)], mesh, op)
     wholes: dict[int, Tensor] = {}
 
-    def whole(x: Any) -> Any:
+    def whole(x: object) -> object:
         if not isinstance(x, DTensor):
             return x
         if id(x) not in wholes:
@@ -489,7 +496,7 @@ def on_wholes(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
         scatter_into(x, wholes[id(x)])
     originals = {id(wholes[id(x)]): x for x in writes if id(x) in wholes}
 
-    def wrap(x: Any) -> Any:
+    def wrap(x: object) -> object:
         if not isinstance(x, Tensor) or _is_in(x, writes):
             return x
         if id(x) in originals:
@@ -504,8 +511,10 @@ def on_wholes(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
 _MEANS = (aten.mean.default, aten.mean.dim)
 
 
-def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """Computes a mean as sum / count: a mean of shard means is wrong for uneven shards, and gloo has none."""
+def _mean(
+    x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Computes a mean as sum / count: a mean of the shards' means is wrong for uneven shards, and gloo has no mean."""
     dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
     kind = dtype or x.dtype
     wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else kind  # the sum may overflow
@@ -513,7 +522,7 @@ def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) 
     return (total / prod(x.shape[at] for at in dims if x.dim())).to(kind)
 
 
-def _fine_norm(op: Any, args: Any, kwargs: Any) -> Any:
+def _fine_norm(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
     """Computes norms of float16 in float32, as sums of squares over ranks could overflow.
 
     A ``dtype`` argument would not do: DTensor's cache does not distinguish dtypes.

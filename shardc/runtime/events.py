@@ -1,4 +1,4 @@
-"""Events of a rank, as text that ranks can compare: a module call, its backward, the compilation of a program."""
+"""Events of a rank (module calls, backwards, compilations) as text that ranks compare, and errors for differences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import groupby, zip_longest
 from operator import attrgetter
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, fx
@@ -24,7 +23,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
 from shardc.runtime.identity_guards import Mode
 from shardc.runtime.shards import fingerprint
-from shardc.runtime.signature import Constant, Signature
+from shardc.runtime.signature import Constant, Like, Signature
 
 SAME = "the same"
 _LONGEST = 4000  # characters of another rank's error
@@ -54,7 +53,7 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Event:
-    """An event that all ranks must go through in the same order: (topic, text) lines; the first topic is "event"."""
+    """An event that all ranks must go through in the same order, as (topic, text) lines; the first topic is "event"."""
 
     lines: tuple[tuple[str, str], ...]
 
@@ -73,7 +72,7 @@ class Event:
 
     @cached_property
     def fresh(self) -> Event:
-        """The event of this call if parameter values were replaced since the last one."""
+        """Event of this call, if parameter values were replaced since the previous call."""
         return Event((*self.lines, ("new values", "some since the last call")))
 
     @cached_property
@@ -82,15 +81,20 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Told:
-    """Context manager that reports an error raised in it to other ranks: it calls ``fails`` with it and ``epoch``."""
+class ErrorReport:
+    """Context manager that reports an error raised in it to the other ranks, and raises it.
+
+    Args:
+        fails: called with the error and ``epoch``; see `RankConsistency.fails`.
+        epoch: epoch of the event numbers at the start of the block.
+    """
 
     fails: Callable[[BaseException, int], None]
     epoch: int
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.fails(error, self.epoch)
 
@@ -98,7 +102,7 @@ class Told:
 def call_event(
     name: str,
     call: Signature,
-    leaves: Sequence[Any],
+    leaves: Sequence[object],
     mode: Mode,
     grad: bool,
     inference: bool,
@@ -111,6 +115,7 @@ def call_event(
         name: name of the module.
         call: signature of the local inputs.
         leaves: pytree leaves of the arguments.
+        mode: mode flags of the model.
         grad, inference: whether grad mode and inference mode are on.
         deferred: the gradients that are left unreduced.
         row_axes: per tensor, the mesh axes over which ranks may pass different numbers of rows; none by default.
@@ -138,7 +143,13 @@ def call_event(
 
 
 def program_event(certificate: str, graphs: Mapping[str, fx.GraphModule], mesh: Mesh) -> Event:
-    """Returns the event of compiling ``graphs``, by name; ``certificate`` lists their collectives in order."""
+    """Returns the event by which ranks compare a compilation.
+
+    Args:
+        certificate: text that lists the collectives of the graphs in order.
+        graphs: local graphs by name.
+        mesh: mesh of the graphs.
+    """
     # A saved value is named after its node, and a stored graph does not keep node names.
     texts = {name: re.sub(r"(?m)^(  saved(?: #\d+)?) \S+ =", r"\1 =", dump(gm, mesh)) for name, gm in graphs.items()}
     code = [(f"the {name} graph", texts[name] + "\n".join(_constants(gm))) for name, gm in graphs.items()]
@@ -146,13 +157,14 @@ def program_event(certificate: str, graphs: Mapping[str, fx.GraphModule], mesh: 
 
 
 def _constants(gm: fx.GraphModule) -> list[str]:
-    """Returns a line with name and fingerprint for each constant tensor of a graph."""
+    """Returns one line for each constant tensor of a graph: its name and fingerprint."""
     targets = {str(node.target) for node in gm.graph.nodes if node.op == "get_attr"}
     constants = [(name, attrgetter(name)(gm)) for name in sorted(targets)]
     return [f"{name} = {fingerprint(x):x}" for name, x in constants if isinstance(x, Tensor)]
 
 
-def _shown(x: Any, constant: Any, any_rows: bool) -> str:
+def _shown(x: object, constant: Like | Constant, any_rows: bool) -> str:
+    """Returns an argument as text: shape and dtype of a tensor, without its rows if ``any_rows``; else the value."""
     if isinstance(x, Tensor):
         kind = "DTensor of " if isinstance(x, DTensor) else ""
         shape = ", ".join(["any", *map(str, x.shape[1:])] if any_rows else map(str, x.shape))
@@ -162,7 +174,7 @@ def _shown(x: Any, constant: Any, any_rows: bool) -> str:
     return re.sub(" at 0x[0-9a-f]+", "", repr(value))  # addresses differ between processes
 
 
-def _runs(values: Any) -> str:
+def _runs(values: object) -> str:
     """Returns a value as text, and a tuple run-length encoded: ``True x 3, False``."""
     if not isinstance(values, tuple):
         return repr(values)
@@ -171,7 +183,7 @@ def _runs(values: Any) -> str:
 
 
 def difference(rank: int, rank_lines: Lines, other_rank: int, other_lines: Lines) -> MeshError:
-    """Returns the error for two ranks whose events with equal numbers differ, with the first line that does."""
+    """Returns the error for two ranks whose events with equal numbers differ; it shows the first line that does."""
     mine, theirs = {line[0]: line[1] for line in rank_lines}, {line[0]: line[1] for line in other_lines}
     topics = [topic for topic in {**mine, **theirs} if mine.get(topic) != theirs.get(topic)]
     if not topics:
@@ -197,7 +209,7 @@ def difference(rank: int, rank_lines: Lines, other_rank: int, other_lines: Lines
 
 
 def raised(rank: int, error: BaseException) -> tuple[str, str | None, str]:
-    """Returns text, source line and fix of the error that other ranks raise for ``error`` of ``rank``."""
+    """Returns (text, source line, fix) of the error that other ranks raise after ``rank`` raised ``error``."""
     shardc_error = error if isinstance(error, ShardcError) else None
     text = (shardc_error.what if shardc_error else str(error))[:_LONGEST]
     fix = f"mend it on rank {rank}" + (
@@ -217,7 +229,11 @@ def _lines_of_user(error: BaseException) -> Iterator[str]:
 
 
 def late_ranks(store: dist.Store, at: str, ranks: Sequence[int]) -> MeshError | None:
-    """Returns the error for ``ranks`` that did not all arrive; None if the last of them just did."""
+    """Returns the error for ranks that did not arrive in time; None if all ``ranks`` have arrived.
+
+    Args:
+        at: prefix of the store keys under which ranks publish that they have arrived.
+    """
     waited = f"{store.timeout.total_seconds():g} seconds"  # type: ignore[attr-defined]
     try:
         late = [rank for rank in ranks if not store.check([f"{at}here/{rank}"])]
@@ -237,7 +253,7 @@ def late_ranks(store: dist.Store, at: str, ranks: Sequence[int]) -> MeshError | 
 
 
 def ended(rank: int, ranks: Sequence[int]) -> MeshError:
-    """Returns the error for a ``rank`` that does not arrive because its program has ended."""
+    """Returns the error for ``rank``, which does not arrive because its program has ended."""
     return MeshError(
         f"rank {rank} of {list(ranks)} has ended, or left its process group, and does not come to compare what it runs",
         fix=f"look at rank {rank} first: it raised, or took fewer steps (drop_last=True, or a sampler that pads)",
@@ -245,7 +261,7 @@ def ended(rank: int, ranks: Sequence[int]) -> MeshError:
 
 
 def lost(error: RuntimeError, rank: int, ranks: Sequence[int]) -> RuntimeError:
-    """Returns a CollectiveError in place of ``error`` if a connection was lost or a wait timed out; else ``error``."""
+    """Returns a CollectiveError for ``error`` of ``rank`` if a connection was lost or timed out; else ``error``."""
     text = str(error).partition("\n")[0]
     if isinstance(error, ShardcError) or not re.search(r"gloo|NCCL|[Cc]onnection|[Tt]imed out", text):
         return error
@@ -256,8 +272,13 @@ def lost(error: RuntimeError, rank: int, ranks: Sequence[int]) -> RuntimeError:
     )
 
 
-def waits_elsewhere(rank: int, where: str, other: int, does: Lines) -> MeshError:
-    """Returns the error if ``rank`` waits in a collective of torch, and rank ``other`` in an event (lines ``does``)."""
+def different_waits(rank: int, where: str, other: int, does: Lines) -> MeshError:
+    """Returns the error for ``rank`` that waits in a torch collective, while rank ``other`` waits for it in an event.
+
+    Args:
+        where: name and source line of the collective.
+        does: lines of the event.
+    """
     return MeshError(
         f"rank {rank} waits in {where}, and rank {other} waits for it at a {does[0][1]}",
         fix="call both on every rank, equally often and in the same order (equally many batches: drop_last=True, or a "
@@ -265,7 +286,7 @@ def waits_elsewhere(rank: int, where: str, other: int, does: Lines) -> MeshError
     )
 
 
-def _state(value: Any) -> str:
+def _state(value: object) -> str:
     """Returns one or several settings of torch as text for an error."""
     if isinstance(value, tuple):
         return ", ".join(" ".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in value) or "none"

@@ -1,21 +1,21 @@
-"""Calls beside the compiled forward: one that the user sets around it, and those that would treat shards as parameters.
+"""Calls around and beside the compiled forward.
 
-Errors for code that would treat shards as parameters: calls of submodules, and wrappers such as DDP and FSDP.
+`Forward` lets users wrap it, as in ``module.forward = wrap(module.forward)``. Code that would treat shards as
+parameters raises: direct calls of submodules, and wrappers such as DDP and FSDP.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardc._compat import REGISTRY_KEY, STATE_KEY
+from shardc._compat import REGISTRY_KEY, STATE_KEY, PyTree
 from shardc.errors import InputError
 
 _MOST = 10_000  # objects that a search visits
@@ -31,10 +31,10 @@ class Forward:
     the program; ``module.forward`` remains the compiled one.
     """
 
-    def __init__(self, compiled: Callable[..., Any]) -> None:
+    def __init__(self, compiled: Callable[..., PyTree]) -> None:
         self.compiled = compiled
 
-    def __get__(self, module: Any, cls: Any = None) -> Any:
+    def __get__(self, module: nn.Module | None, cls: type | None = None) -> Callable[..., PyTree]:
         if module is None:
             return self.compiled
         state = vars(module).get("shardc")
@@ -42,7 +42,7 @@ class Forward:
             return state.around
         return MethodType(self.compiled, module)
 
-    def __set__(self, module: Any, value: Any) -> None:
+    def __set__(self, module: nn.Module, value: object) -> None:
         state = vars(module).get("shardc")
         if state is not None and self._reached(module, value):
             state.around = value
@@ -51,18 +51,18 @@ class Forward:
         if state is not None:
             state.around = None
 
-    def __delete__(self, module: Any) -> None:
+    def __delete__(self, module: nn.Module) -> None:
         state = vars(module).get("shardc")
         if state is not None and state.around is not None:
             state.around = None
         elif vars(module).pop("forward", None) is None:
             raise AttributeError("forward")
 
-    def _reached(self, module: nn.Module, value: Any) -> bool:
+    def _reached(self, module: nn.Module, value: object) -> bool:
         """Whether ``value`` refers to the compiled forward: in closures, defaults, arguments, attributes or globals."""
         functions = self.compiled, inspect.unwrap(self.compiled)
-        seen: dict[int, Any] = {}
-        todo = [value]
+        seen: dict[int, object] = {}
+        todo: list[object] = [value]
         while todo and len(seen) < _MOST:
             x = todo.pop()
             if x is self.compiled or isinstance(x, MethodType) and x.__self__ is module and x.__func__ in functions:
@@ -73,7 +73,9 @@ class Forward:
         return False
 
 
-def call_around(module: nn.Module, around: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def call_around(
+    module: nn.Module, around: Callable[..., PyTree], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> PyTree:
     """Calls ``around``, a wrapper of the compiled forward; InputError if hooks of the module would run inside it."""
     if any(vars(module).get(kind) for kind in _HOOKS):
         raise InputError(
@@ -83,7 +85,7 @@ def call_around(module: nn.Module, around: Callable[..., Any], args: Any, kwargs
     return around(*args, **kwargs)
 
 
-def _within(x: Any) -> Iterable[Any]:
+def _within(x: object) -> Iterable[object]:
     """Returns the objects that ``x`` refers to, without modules and classes."""
     if isinstance(x, nn.Module | ModuleType | type | CodeType | str | bytes):
         return ()
@@ -108,7 +110,8 @@ def _within(x: Any) -> Iterable[Any]:
 
 
 def _names(code: CodeType) -> set[str]:
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    """Returns the names of globals and attributes in ``code`` and in functions defined in it."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*map(_names, inner))
 
 
@@ -116,18 +119,18 @@ _CALL = "_compiled_call_impl"  # attribute of a module that torch calls instead 
 _OTHER = "replicate"  # ``fully_shard`` of an outer module skips modules with this
 
 
-class Refuses(dict[Any, Any]):
+class Refuses(dict[object, object]):
     """A module's registry entry for ``fully_shard`` and ``replicate``; raises when either looks itself up in it."""
 
-    def __contains__(self, function: Any) -> bool:
+    def __contains__(self, function: object) -> bool:
         raise wrapped(getattr(function, "__name__", "fully_shard"))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[Refuses], tuple[dict[object, object]]]:
         return Refuses, (dict(self),)
 
 
 def wrapped(by: str) -> InputError:
-    """Returns the error for a compiled module, or a submodule of it, that ``by`` (DDP, FSDP) would wrap."""
+    """Returns the error for a compiled module, or a submodule of it, that is passed to ``by`` (DDP, FSDP)."""
     return InputError(
         f"{by} is given a compiled module, which shards its parameters and reduces its gradients itself",
         fix="train the module as it is: its plan says what is sharded; with accelerate or Trainer, use Accelerator or "
@@ -136,14 +139,14 @@ def wrapped(by: str) -> InputError:
 
 
 def check_ddp(owner: nn.Module) -> None:
-    """Raises InputError if ``owner``, a compiled module, is inside a DDP module, which would average its shards."""
+    """Raises InputError if a DDP module contains the compiled module ``owner``, and would average its shards."""
     front = DistributedDataParallel._active_ddp_module
     if front is not None and not {*map(id, front._module_parameters)}.isdisjoint(map(id, owner.parameters())):
         raise wrapped("DistributedDataParallel")
 
 
 def guard(owner: nn.Module) -> None:
-    """Makes direct calls of submodules raise, and hides the modules from a ``fully_shard`` of a model around them."""
+    """Makes direct calls of submodules raise, and makes ``fully_shard`` of an outer module skip these modules."""
     for part in owner.modules():
         vars(part)[STATE_KEY] = Refuses(vars(part).get(STATE_KEY, {}))
         vars(part)[REGISTRY_KEY] = vars(part).get(REGISTRY_KEY, {}) | {_OTHER: None}
@@ -161,13 +164,14 @@ def unguard(owner: nn.Module) -> None:
             del vars(part)[_CALL]
 
 
-def _call(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call(part: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    """Calls ``part``, a submodule of a compiled module; raises InputError if its parameters are shards."""
     if any(isinstance(param, DTensor) for param in part.parameters()):
         raise by_itself(type(part).__name__)
     return part._call_impl(*args, **kwargs)
 
 
-def call_slice(part: nn.Module, cls: Any, args: Any, kwargs: Any) -> Any:
+def call_slice(part: nn.Module, cls: type[nn.Module], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> PyTree:
     """Calls ``part``, a slice of a compiled container, as a ``cls``; raises InputError if it has sharded parameters."""
     if any(isinstance(param, DTensor) for param in part.parameters()):
         raise by_itself(cls.__name__)

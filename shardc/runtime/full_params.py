@@ -1,4 +1,4 @@
-"""Unsharded views of sharded parameters: gathered tensors, full state dicts, and `summon_full_params`."""
+"""Unsharded values of sharded parameters: gathered tensors, full state dicts, and `summon_full_params`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardc.runtime.storage import cut, local_indices, parameter_spec, shard_ten
 
 
 def whole(tensor: DTensor, storage: Layout) -> Tensor:
-    """Gathers a parameter, or a gradient or optimizer state like it, without padding; never an alias of the shard.
+    """Gathers a parameter, or a tensor like it (a gradient, optimizer state), without padding, into its own memory.
 
     A collective: all ranks call it, for the same tensors in the same order.
 
@@ -73,7 +73,7 @@ def _take_in(out: Tensor, storage: Layout, rank: int, local: Tensor, sender: int
 
 
 def write(param: DTensor, value: Tensor, storage: Layout, rank: int) -> None:
-    """Copies this rank's shard of the unsharded ``value`` into ``param``, in place."""
+    """Copies this rank's shard of the unsharded ``value`` into ``param``, which is stored as ``storage``, in place."""
     local = param._local_tensor
     with torch.no_grad():
         local.copy_(cut(shard_tensor(value, storage, rank), local.shape))
@@ -150,8 +150,8 @@ def summon_full_params(
             wholes[which].grad = whole(param.grad, storages[name])  # type: ignore[arg-type]
     slots = [
         (owner, key, param)
-        for one in module.modules()
-        for owner in (one._parameters,)
+        for submodule in module.modules()
+        for owner in (submodule._parameters,)
         for key, param in owner.items()
         if param is not None
     ]
@@ -166,7 +166,7 @@ def summon_full_params(
             left.setdefault(id(param), []).append(owner.get(key))
             owner[key] = param
         if writeback:
-            changed = [(*named[which], _replaced_value(named[which], found)) for which, found in left.items()]
+            changed = [(*named[which], _replaced_value(named[which], values)) for which, values in left.items()]
             for name, param, value in changed:
                 write(param, value, storages[name], rank)  # type: ignore[arg-type]
                 if with_grads:
@@ -186,7 +186,15 @@ def _write_grad(param: DTensor, value: Tensor | None, storage: Layout, rank: int
 
 
 def _replaced_value(named: tuple[str, Tensor], values: list[Tensor | None]) -> Tensor:
-    """Returns a parameter's value at the end of `summon_full_params`; LayoutError if its names have different ones."""
+    """Returns a parameter's value at the end of `summon_full_params`.
+
+    Args:
+        named: name and parameter.
+        values: value at each of its places in the module.
+
+    Raises:
+        LayoutError: the values are several tensors, or of another shape.
+    """
     name, param = named
     first = values[0]
     if any(value is not first for value in values):

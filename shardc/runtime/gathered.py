@@ -1,23 +1,23 @@
-"""Gathering DTensors to unsharded tensors and back, and views that exist only of the unsharded tensor.
+"""DTensors as unsharded tensors: gathers, the way back, views of the unsharded tensor, and checkpoints in boxes.
 
 ``weight[0]`` of a parameter sharded along dim 0 is not a view of a rank's shard. DTensor returns a gathered copy and
 loses writes to it. A `GatheredView` reads the current values and writes through to the shards.
 
-``torch.distributed.checkpoint`` of DTensors whose local tensor consists of several boxes of the global tensor.
-
-DTensor's checkpoint hooks describe one box: an offset and the local shape. For a layout such as ``(3 32@tp)``, with
-three boxes, this is wrong (torch 2.13 refuses to save: "overlapping chunks"). Torch makes the DTensors of optimizer
-state itself, so `install_checkpointing` replaces the three hooks on DTensor. DTensors of one box are saved as before.
+A shard may consist of several boxes of the global tensor. DTensor's checkpoint hooks describe one: an offset and the
+local shape. For a layout such as ``(3 32@tp)``, with three boxes, this is wrong (torch 2.13 refuses to save:
+"overlapping chunks"). Torch makes the DTensors of optimizer state itself, so `install_checkpointing` replaces the three
+hooks on DTensor. DTensors of one box are saved as before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._collective_utils import mesh_broadcast
@@ -25,6 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from shardc import _compat
+from shardc._compat import PyTree
 from shardc.errors import LayoutError
 from shardc.runtime.shards import fingerprint
 
@@ -45,7 +46,8 @@ def install_checkpointing() -> None:
         setattr(DTensor, name, hook)
 
 
-def _write_items(self: DTensor, fqn: str, value: Any) -> list[WriteItem]:
+def _write_items(self: DTensor, fqn: str, value: object) -> list[WriteItem]:
+    """Implements ``DTensor.__create_write_items__``: one item per box."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -64,11 +66,13 @@ def _write_items(self: DTensor, fqn: str, value: Any) -> list[WriteItem]:
 
 
 def _chunk_list(self: DTensor) -> list[ChunkStorageMetadata]:
+    """Implements ``DTensor.__create_chunk_list__``: one chunk per box."""
     boxes = _boxes(self)
     return [chunk for _, chunk in boxes] if len(boxes) > 1 else _original["__create_chunk_list__"](self)
 
 
 def _tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
+    """Implements ``DTensor.__get_tensor_shard__``: the box at the offset of ``index``."""
     boxes = _boxes(self)
     if len(boxes) == 1:
         return _original["__get_tensor_shard__"](self, index)
@@ -93,7 +97,7 @@ def _boxes(tensor: DTensor) -> list[Box]:
 
 
 def box_indices(tensor: DTensor) -> list[torch.Tensor]:
-    """Returns, per dim, the global indices of this rank's shard, by applying the placements to the indices."""
+    """Returns, per dim, the global indices of this rank's shard, by splitting the indices as the placements say."""
     indices = [torch.arange(size) for size in tensor.shape]
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "only ranks of the mesh save and load"
@@ -155,7 +159,7 @@ class ReplicatedSpec(DTensorSpec):
         return spec
 
     @classmethod
-    def mark(cls, spec: Any) -> bool:
+    def mark(cls, spec: object) -> bool:
         """Turns a replicated DTensorSpec into this class, in place; returns whether it did."""
         if type(spec) is not DTensorSpec or not all(x.is_replicate() for x in spec.placements):
             return False
@@ -192,7 +196,7 @@ def scatter_into(x: DTensor, whole: Tensor) -> None:
 
 
 def local_part(x: DTensor, whole: Tensor) -> Tensor:
-    """Returns this rank's shard of ``whole`` in the layout of ``x``, which has the same shape."""
+    """Returns this rank's shard of the unsharded ``whole`` in the layout of ``x``, which has the same shape."""
     part = whole
     for dim, index in enumerate(box_indices(x)):
         if len(index) != whole.shape[dim]:
@@ -207,7 +211,7 @@ def scattered_like(x: DTensor, whole: Tensor) -> DTensor:
     return DTensor(local_part(x, whole), spec, requires_grad=False)
 
 
-def check_equal(tensors: list[Tensor], device_mesh: DeviceMesh, op: Any) -> None:
+def check_equal(tensors: list[Tensor], device_mesh: DeviceMesh, op: OpOverload) -> None:
     """Checks that plain ``tensors``, used with DTensors in ``op``, are equal on all ranks of the mesh; one collective.
 
     Tensors of one element are not compared, like Python numbers.
@@ -238,7 +242,7 @@ def broadcast(x: Tensor, device_mesh: DeviceMesh) -> None:
         mesh_broadcast(x, device_mesh, dim)
 
 
-def written(op: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+def written(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Iterator[Tensor]:
     """Yields the tensor arguments that ``op`` writes."""
     for at, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -271,8 +275,8 @@ class GatheredView(DTensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: OpOverload, types: object, args: tuple[PyTree, ...] = (), kwargs: dict[str, PyTree] | None = None
+    ) -> PyTree:
         kwargs = kwargs or {}
         views = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, GatheredView)]
         for source in {id(x._source): x._source for x in views}.values():
@@ -281,9 +285,9 @@ class GatheredView(DTensor):
         if func.is_view and isinstance(first, GatheredView):
             return _wrapped(func(first._local_tensor, *args[1:], **kwargs), first._source)
         writes = list(written(func, args, kwargs))
-        stands_for: dict[int, Any] = {}
+        stands_for: dict[int, DTensor] = {}
 
-        def without(x: Any) -> Any:
+        def without(x: object) -> object:
             if isinstance(x, GatheredView):
                 return stands_for.setdefault(id(x), DTensor(x._local_tensor, x._spec, requires_grad=False))
             return x
@@ -296,7 +300,7 @@ class GatheredView(DTensor):
         return pytree.tree_map(lambda x: originals.get(id(x), x), result)
 
 
-def view_of(base: DTensor, op: Any, args: Any, kwargs: Any) -> Any:
+def view_of(base: DTensor, op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
     """Applies the view ``op`` to ``base``, its first argument; each result is a `GatheredView`."""
     whole = gather(base)
     if whole is base._local_tensor:
@@ -304,8 +308,10 @@ def view_of(base: DTensor, op: Any, args: Any, kwargs: Any) -> Any:
     return _wrapped(op(whole, *args[1:], **kwargs), _Source(base, whole))
 
 
-def _wrapped(results: Any, source: _Source) -> Any:
-    def wrap(x: Any) -> Any:
+def _wrapped(results: PyTree, source: _Source) -> PyTree:
+    """Wraps tensors, views of the unsharded tensor of ``source``, as `GatheredView`."""
+
+    def wrap(x: object) -> object:
         if not isinstance(x, Tensor):
             return x
         view = GatheredView(x, replicated_spec(x, source.base.device_mesh), requires_grad=False)

@@ -1,7 +1,4 @@
-"""Gradients of a compiled module: their global norm, and those that a backward leaves unreduced.
-
-Gradients that a backward leaves unreduced (`no_sync`), and their local sums.
-"""
+"""Gradients of a compiled module: their global norm, and local sums of gradients left unreduced (`no_sync`)."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from shardc.errors import BackwardError, InputError, LayoutError
 from shardc.ir.comm import group_name
@@ -40,7 +38,11 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clips gradients like ``torch.nn.utils.clip_grad_norm_`` on one device, by one all-reduce of a scalar.
 
-    Of replicas, the one whose other coordinates are 0 is counted.
+    Of a gradient's replicas, one is counted: that on the rank whose coordinates on replicating axes are 0.
+
+    Args:
+        storages: storage layout of each parameter.
+        device: device of the returned norm.
 
     Returns:
         The norm before clipping: a plain scalar, the same on all ranks, in the gradients' widest dtype (at least
@@ -98,7 +100,7 @@ Key = tuple[str, Layout]  # a parameter and the layout of its local sum
 
 @dataclass(eq=False)
 class Sync:
-    """Settings of the gradients that backwards leave unreduced, and their local sums so far.
+    """Settings that decide which gradients backwards leave unreduced, and the local sums of these.
 
     Args:
         levels: FSDP level of each parameter (0 without an ``fsdp`` entry).
@@ -143,7 +145,10 @@ class Sync:
         return Deferred(whole, accumulating.scattered | frozenset(summed) - whole)
 
     def add(self, name: str, layout: Layout, grad: Tensor) -> None:
-        """Adds a gradient to its sum; in place only if the sum has its own memory, as gradients may share memory."""
+        """Adds ``grad`` to the local sum of parameter ``name`` in ``layout``.
+
+        It adds in place only if the sum has its own memory, as gradients may share memory.
+        """
         key = name, layout
         if key not in self.sums:
             self.sums[key] = grad
@@ -155,7 +160,7 @@ class Sync:
         _optimizers.watch(self)
 
     def take(self, names: frozenset[str]) -> dict[Key, Tensor]:
-        """Removes and returns the unreduced gradient sums of parameters ``names``, to be reduced now."""
+        """Removes and returns the local sums of parameters ``names``, for the caller to reduce."""
         due = {key: self.sums.pop(key) for key in list(self.sums) if key[0] in names}
         self._own.difference_update(due)
         if not self.sums:
@@ -214,6 +219,7 @@ class Sync:
 
 
 def _switched(names: frozenset[str], on: bool, changed: Iterable[str]) -> frozenset[str]:
+    """Returns ``names`` with those in ``changed`` added if ``on``, else removed."""
     return names.union(changed) if on else names.difference(changed)
 
 
@@ -222,11 +228,12 @@ class _Optimizers:
 
     def __init__(self) -> None:
         self._holding: WeakSet[Sync] = WeakSet()
-        self._hook: Any = None
-        self._plain: Any = None
-        self._ours: Any = None
+        self._hook: RemovableHandle | None = None
+        self._plain: Any = None  # torch's ``Optimizer.zero_grad``
+        self._ours: Callable[..., None] | None = None
 
     def watch(self, sync: Sync) -> None:
+        """Adds ``sync``, which has gradient sums, and installs the hooks if they are not."""
         self._holding.add(sync)
         if self._hook is not None:
             return
@@ -234,7 +241,7 @@ class _Optimizers:
         plain = self._plain = Optimizer.zero_grad
 
         @functools.wraps(plain)
-        def zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        def zero_grad(optimizer: Optimizer, *args: bool, **kwargs: bool) -> None:
             plain(optimizer, *args, **kwargs)
             for sync in list(self._holding):
                 sync.drop(sync.of(optimizer))
@@ -243,6 +250,7 @@ class _Optimizers:
         Optimizer.zero_grad = zero_grad  # type: ignore[method-assign, assignment]
 
     def leave(self, sync: Sync) -> None:
+        """Removes ``sync``, which has no more sums, and the hooks if no other has any."""
         self._holding.discard(sync)
         if self._hook is not None and not self._holding:
             self._hook.remove()
@@ -250,7 +258,8 @@ class _Optimizers:
             if Optimizer.zero_grad is self._ours:  # else somebody wrapped it, and ours does nothing more
                 Optimizer.zero_grad = self._plain  # type: ignore[method-assign]
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Optimizer hook: raises BackwardError if gradients of its parameters are unreduced."""
         for sync in list(self._holding):
             sync.refuse(f"{type(optimizer).__name__}.step()", sync.of(optimizer))
 

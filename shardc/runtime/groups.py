@@ -1,13 +1,12 @@
-"""Process groups, under names that compiled graphs use on every rank.
+"""Process groups by the names that compiled graphs use on every rank, and errors of collectives on them.
 
 A graph names a group by its axes in mesh order, ``"shardc:dp"`` or ``"shardc:dp,tp"`` (or axis parts, ``tp:1x2``). Each
 rank registers its own process group under that name, so all ranks run the same graph. Names of a second mesh of the
 process have a tag, ``"shardc.1:dp"``; `Groups.rename` maps graph names to registered names before lowering.
 
-Errors of a failed collective (a peer is gone), with its name, plan entry and source line.
-
-Nothing is recorded during a step. The traceback shows the failing node, or the line of Inductor's code, whose
-collectives are in graph order (`shardc.ir.emitted.check_order`).
+`named` names a failed collective (a peer is gone), its plan entry and source line. Nothing is recorded for it during a
+step: the traceback shows the failing node, or the line of Inductor's code, whose collectives are in graph order
+(`shardc.ir.emitted.check_order`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable, Iterable, Iterator
 from operator import getitem
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,7 +23,7 @@ from torch import fx
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-import shardc.runtime.gloo.direct  # noqa: F401  (collectives that graphs may call on these groups)  # noqa: F401
+import shardc.runtime.gloo.direct  # noqa: F401  (collectives that graphs may call on these groups)
 from shardc import _compat
 from shardc.errors import CollectiveError, MeshError
 from shardc.ir import graph as ir
@@ -43,7 +42,11 @@ Axes = tuple[str, ...]
 
 
 def _check_carries(mesh: Mesh, kind: str) -> None:
-    """Refuses gloo for accelerator tensors, on which some of its collectives raise and others end the process."""
+    """Raises MeshError for gloo on accelerators, where some of its collectives raise and others end the process.
+
+    Args:
+        kind: device type of the mesh.
+    """
     config = str(dist.get_backend_config())  # such as "cpu:gloo,cuda:nccl"
     if mesh.ranks > 1 and kind != "cpu" and f"{kind}:gloo" in config.split(","):
         raise MeshError(
@@ -164,6 +167,7 @@ class Groups:
         return int(largest.item())
 
     def _along_each_axis(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
+        """Yields (axis, this rank's group along it) for each mesh axis with several ranks."""
         for axis, size in self.mesh.shape:
             if size > 1:
                 name = self.add([(axis,)])[GROUP_PREFIX + axis]
@@ -180,9 +184,11 @@ class Groups:
         return self._coordinates[axes, place]
 
     def _ordered(self, axes: Axes) -> Axes:
+        """Returns ``axes`` in mesh order."""
         return tuple(sorted(axes, key=self.mesh.order))
 
     def _place(self, axis: str) -> tuple[int, int, int]:
+        """Returns a sort key: the axis's position in the mesh, then its size."""
         return (*self.mesh.order(axis), self.mesh.size(axis))
 
     def _groups(self, axes: Axes) -> list[list[int]]:
@@ -216,7 +222,7 @@ def _world() -> dist.ProcessGroup:
 
 
 class Cause(Protocol):
-    """The reason for a collective: plan entry and source line."""
+    """Reason for a collective: plan entry and source line; "" if unknown."""
 
     @property
     def entry(self) -> str: ...
@@ -258,12 +264,16 @@ def named(
 
 
 def collective_of(error: Exception, gm: fx.GraphModule, segment: Segment | None = None) -> fx.Node | None:
-    """Returns the node of ``gm`` that started the collective in which, or in whose wait, ``error`` was raised."""
+    """Returns the node of ``gm`` whose collective raised ``error``, at its start or in its wait; None if none did.
+
+    Args:
+        segment: the part of ``gm`` that ran; by default all of it.
+    """
     collective: fx.Node | None = None
     step = error.__traceback__
     while step is not None:
         frame, line = step.tb_frame, step.tb_lineno
-        at: Any = frame.f_locals.get("n") if frame.f_code.co_name == "run_node" else None
+        at = frame.f_locals.get("n") if frame.f_code.co_name == "run_node" else None
         if isinstance(at, fx.Node):
             collective = _start(at)
         elif frame.f_code.co_name == "call":
@@ -279,7 +289,7 @@ def collective_of(error: Exception, gm: fx.GraphModule, segment: Segment | None 
 
 
 def _start(node: fx.Node) -> fx.Node | None:
-    """Returns the collective that ``node`` starts or waits for; None if it does neither."""
+    """Returns the node of the collective that ``node`` starts or waits for; None if it does neither."""
     while collective_kind(node) is None:
         waits = node.target in (WAIT, getitem)
         if not waits or not isinstance(node.args[0], fx.Node):

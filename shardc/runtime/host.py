@@ -1,4 +1,4 @@
-"""The host: offloaded parameters and their copies, and settings of its heap.
+"""Host memory: copies of offloaded parameters from and to it, and settings of malloc and garbage collection.
 
 On an accelerator, each direction has its own stream, concurrent with compute and with the other direction:
 
@@ -9,8 +9,6 @@ On an accelerator, each direction has its own stream, concurrent with compute an
 
 Host memory is pinned if asked for; otherwise the driver copies through a buffer and the copy overlaps nothing. Host
 memory must not change before a copy has read it: the runtime calls `settle` before a step returns.
-
-Settings of the host's heap: malloc's trimming between steps, and garbage collection during a compile.
 """
 
 from __future__ import annotations
@@ -85,25 +83,25 @@ class ParamLocation:
 
     @property
     def place(self) -> torch.device:
-        """Device of its memory."""
+        """Device of its memory between steps."""
         return HOST if self.entry else self.device
 
     def keep(self, x: Tensor) -> Tensor:
-        """Moves ``x`` to this memory, unless it is in it."""
+        """Returns ``x`` in this memory: itself if it is there, else a copy."""
         placed = x.to(self.place)
         pin = self.entry and self.pinned and self.device.type != "cpu" and not placed.is_pinned()
         return placed.pin_memory() if pin else placed
 
 
 class _Copy(dist.Work):
-    """An asynchronous copy: the first wait calls ``arrive``; ``keep`` is alive until then."""
+    """Work handle of an asynchronous copy; the first wait calls ``arrive`` and frees the tensors ``keep``."""
 
     def __init__(self, arrive: Callable[[], None], keep: tuple[Tensor, ...]) -> None:
         super().__init__()
         self._arrive: Callable[[], None] | None = arrive
         self._keep = keep
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: object = None) -> bool:
         arrive, self._arrive = self._arrive, None
         if arrive is not None:
             arrive()
@@ -112,6 +110,7 @@ class _Copy(dist.Work):
 
 
 def _to_device(x: Tensor, device: str) -> Tensor:
+    """Starts the copy of the host tensor ``x`` to ``device``; a wait for the result must follow."""
     if device == "cpu":
         return x.clone(memory_format=torch.contiguous_format)
     module: Any = torch.get_device_module(device)
@@ -127,6 +126,7 @@ def _to_device(x: Tensor, device: str) -> Tensor:
 
 
 def _to_host(x: Tensor) -> Tensor:
+    """Starts the copy of ``x`` to pinned host memory; a wait for the result must follow."""
     if x.device.type == "cpu":
         return x.clone(memory_format=torch.contiguous_format)
     module: Any = torch.get_device_module(x.device)
@@ -151,18 +151,18 @@ def settle() -> None:
 _local = threading.local()
 
 
-def _reading() -> list[Any]:
+def _reading() -> list[torch.Event]:
     """Returns this thread's events of copies that may still read host memory."""
     if not hasattr(_local, "reading"):
         _local.reading = []
     return _local.reading
 
 
-_streams: dict[tuple[torch.device, str], Any] = {}
+_streams: dict[tuple[torch.device, str], torch.Stream] = {}
 
 
-def _stream(device: torch.device, direction: str) -> Any:
-    """Returns the stream for copies in one direction."""
+def _stream(device: torch.device, direction: str) -> torch.Stream:
+    """Returns the stream of an accelerator for copies in one direction, "to_device" or "to_host"."""
     key = device, direction
     if key not in _streams:
         module: Any = torch.get_device_module(device)

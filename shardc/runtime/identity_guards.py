@@ -1,11 +1,13 @@
-"""Identity guards: tell in some 10 microseconds, in front of each step, that no guard of a program can have changed.
+"""`ModuleSnapshot` and `IdentityGuards`: quick checks before each step that a model is as it was captured.
 
-A snapshot of a model's modules, parameters and buffers, from one walk; each step needs them several times.
+A snapshot has the modules, parameters and buffers of a model, which each step needs several times, from one traversal.
+Identity guards compare the other objects that captures read. Both take some 10 microseconds, and only if they fail are
+the guards of programs compared by value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, contains, is_, itemgetter, methodcaller
@@ -19,15 +21,13 @@ from shardc.ir.guards import GONE, GRAD_MODE, HOOKS, STATES, Lookup, Path, Read,
 from shardc.ir.reach import Reach
 
 _KINDS = ("_modules", "_parameters", "_buffers", *HOOKS)
-_values: Any = methodcaller("values")
+_values = methodcaller("values")
 _training, _requires_grad, _dtype = itemgetter("training"), attrgetter("requires_grad"), attrgetter("dtype")
 
 
 @dataclass(frozen=True)
 class Mode:
-    """Mode flags of a model that select its program, besides inputs and guards.
-
-    A snapshot has one object for each state.
+    """Mode flags of a model that select its program; equal ones of a snapshot are one object.
 
     Args:
         training: train or eval mode of each module.
@@ -41,7 +41,7 @@ class Mode:
 
 
 class ModuleSnapshot:
-    """The modules (each once), parameters and buffers (by each of their names) of a model at one time."""
+    """The modules (each once), parameters and buffers (by each of their names) of a model when it is made."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = list(model.modules())
@@ -58,10 +58,10 @@ class ModuleSnapshot:
         self._empty = [(itemgetter(*kinds, kinds[0]), held) for held, kinds in empty if kinds]
         self._sizes = list(map(len, self._full))
         self._names = list(chain.from_iterable(self._full))
-        self._things = list(chain.from_iterable(map(_values, self._full)))
+        self._values = list(chain.from_iterable(map(_values, self._full)))
         self._global = list(map(dict, global_hooks()))
         self._mode: Mode | None = None
-        self._modes: dict[tuple[Any, ...], Mode] = {}
+        self._modes: dict[tuple[tuple[bool, ...], tuple[bool, ...], tuple[torch.dtype, ...]], Mode] = {}
 
     def holds(self) -> bool:
         """Whether the model still has the same modules, parameters, buffers and hooks under the same names."""
@@ -71,7 +71,7 @@ class ModuleSnapshot:
             return False
         return (
             list(chain.from_iterable(self._full)) == self._names
-            and all(map(is_, chain.from_iterable(map(_values, self._full)), self._things))
+            and all(map(is_, chain.from_iterable(map(_values, self._full)), self._values))
             and list(map(len, self._full)) == self._sizes
             and global_hooks() == self._global
         )
@@ -89,7 +89,8 @@ class ModuleSnapshot:
         return last
 
 
-def _once(named: dict[str, Any]) -> list[Tensor]:
+def _once(named: Mapping[str, Tensor]) -> list[Tensor]:
+    """Returns the tensors of ``named`` without repetitions."""
     return list({id(tensor): tensor for tensor in named.values()}.values())
 
 
@@ -98,19 +99,20 @@ _MISSING = (AttributeError, KeyError, IndexError, TypeError)
 
 
 class IdentityGuards:
-    """Guards by identity: the objects of a model (attributes, globals) that captures have read.
+    """Guards by identity of the objects (attributes, globals) that captures of a model have read.
 
     They compare objects, so `holds` may be False although all values are equal. It is never wrongly True, except for
     changes inside objects that do not expose their attributes.
     """
 
-    def __init__(self, reads: Iterable[Reads], model: nn.Module, loss: Any) -> None:
-        self._items: dict[int, tuple[Any, dict[Any, Any]]] = {}  # mapping -> key -> value
-        self._own: dict[tuple[int, Any], tuple[Any, Any]] = {}  # names and keys that are absent from a dict
-        self._rows: dict[int, tuple[Any, tuple[Any, ...]]] = {}  # container -> its elements
+    def __init__(self, reads: Iterable[Reads], model: nn.Module, loss: object) -> None:
+        self._items: dict[int, tuple[Mapping[Any, object], dict[object, object]]] = {}  # id -> (mapping, key -> value)
+        self._own: dict[tuple[int, object], tuple[Mapping[Any, object], object]] = {}  # a dict and a key it lacks
+        self._rows: dict[int, tuple[Any, tuple[object, ...]]] = {}  # id of a container -> it, its elements
         self._tensors: list[tuple[Tensor, int]] = []
-        self._rest: list[tuple[Any, str, Any]] = []  # object, attribute, value
-        self._states: list[tuple[Any, list[Any], Any]] = []  # function of torch, arguments, result
+        self._rest: list[tuple[object, str, object]] = []  # object, attribute, value
+        # Functions of torch that return its state, with arguments and result.
+        self._states: list[tuple[Callable[..., object], list[object], object]] = []
         reached: list[Reach] = []
         for capture in {id(one): one for one in reads}.values():
             reached.append(capture.reach(model, loss))
@@ -126,7 +128,7 @@ class IdentityGuards:
         self._absent = [held for held, _ in self._own.values()], [name for _, name in self._own.values()]
 
     def holds(self) -> bool:
-        """Whether all objects are the same, and all tensor versions."""
+        """Whether all objects are the same, and all tensors have the same versions."""
         try:
             now = [get(held) for get, held in self._getters]
         except KeyError:
@@ -137,7 +139,7 @@ class IdentityGuards:
             and all(len(row) == len(held) and all(map(is_, row, held)) for held, row in self._rows.values())
             and all(tensor._version == version for tensor, version in self._tensors)
             and all(_same(getattr(held, name, GONE), value) for held, name, value in self._rest)
-            and all(asked(*args) == said for asked, args, said in self._states)
+            and all(state(*args) == before for state, args, before in self._states)
             and self._reached.holds()
         )
 
@@ -182,12 +184,14 @@ class IdentityGuards:
             else:
                 self._row(container)
 
-    def _row(self, container: Any) -> None:
+    def _row(self, container: object) -> None:
+        """Adds a guard for the elements of ``container``."""
         if hasattr(container, "__iter__") and not isinstance(container, (tuple, str)):  # these are immutable
             self._rows[id(container)] = container, tuple(container)
 
-    def _attribute(self, owner: Any, name: str) -> None:
-        attributes: Mapping[str, Any] = getattr(owner, "__dict__", {})
+    def _attribute(self, owner: object, name: str) -> None:
+        """Adds a guard for the attribute ``name`` of ``owner``, or for its absence from the instance."""
+        attributes: Mapping[str, object] = getattr(owner, "__dict__", {})
         if name in attributes:
             self._items.setdefault(id(attributes), (attributes, {}))[1][name] = attributes[name]
             return
@@ -196,5 +200,6 @@ class IdentityGuards:
             self._rest.append((owner, name, getattr(owner, name, GONE)))
 
 
-def _same(left: Any, right: Any) -> bool:
+def _same(left: object, right: object) -> bool:
+    """Whether two objects are the same; methods of one object are compared by equality."""
     return left is right or (callable(left) and left == right)

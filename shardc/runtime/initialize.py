@@ -1,10 +1,10 @@
-"""Initialisation shard by shard: user code runs on parameters of global shape that no rank holds in full.
+"""Initialisation shard by shard: a model's code runs on parameters of global shape that no rank holds in full.
 
 Meanwhile each parameter and buffer is a `Virtual`, a CPU tensor of global shape with memory for this rank's shard.
 In-place fills, elementwise ops and views act on the shard; random fills draw the whole stream in chunks
 (`shardc.runtime.sharded_init`). The result is bit for bit that of one CPU device with the same generator state.
 
-A model's own initialisation methods: on a compiled module, they run shard by shard.
+On a compiled module, the model's own initialisation methods run this way too (`initializers`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from shardc import _compat
+from shardc._compat import PyTree
 from shardc.errors import InitError, MeshError
 from shardc.ir.layout import Layout
 from shardc.runtime.sharded_init import Fill, InitShard, Piece, Virtual, drawn, piece_of, place, scatter, unsupported
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 
 CHUNK_BYTES = 1 << 20
+T = TypeVar("T")
 InitFn = Callable[[nn.Module], None]
 
 
@@ -128,9 +130,9 @@ def shardwise(
     tables = [(getattr(module, kind), dict(getattr(module, kind))) for module in model.modules() for kind in _KINDS]
     for slot in slots:
         getattr(slot.module, slot.kind)[slot.key] = slot.stand_in
-    elsewhere = {id(slot.before): slot.stand_in for slot in slots}
+    stand_in_of = {id(slot.before): slot.stand_in for slot in slots}
     try:
-        with torch.no_grad(), shardwise_trunc_normal(), _Elsewhere(elsewhere):
+        with torch.no_grad(), shardwise_trunc_normal(), _StandIns(stand_in_of):
             yield slots
     finally:
         for now, before in tables:
@@ -139,6 +141,7 @@ def shardwise(
 
 
 def _stand_in(tensor: torch.Tensor, shard: InitShard) -> torch.Tensor:
+    """Returns the `Virtual` for ``tensor``, a parameter if ``tensor`` is one."""
     whole: torch.Tensor = Virtual.whole(shard)
     if isinstance(tensor, nn.Parameter):
         whole = nn.Parameter(whole, tensor.requires_grad)
@@ -146,21 +149,31 @@ def _stand_in(tensor: torch.Tensor, shard: InitShard) -> torch.Tensor:
     return whole
 
 
-def attributes(tensor: torch.Tensor) -> dict[str, Any]:
+def attributes(tensor: torch.Tensor) -> dict[str, object]:
     """Returns the attributes that a model's code has set on a parameter or buffer."""
     return {
         key: x for key, x in vars(tensor).items() if key not in ("meta", "init_shard") and not key.startswith("shardc_")
     }
 
 
-class _Elsewhere(TorchFunctionMode):
-    """Replaces a tensor of the model by its stand-in in code that holds it outside of modules: in a list or closure."""
+class _StandIns(TorchFunctionMode):
+    """Torch function mode that replaces a model's tensors by stand-ins, also where code reads them from a closure.
+
+    Args:
+        stand_ins: id of a tensor -> its `Virtual`.
+    """
 
     def __init__(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
         super().__init__()
         self._stand_ins = stand_ins
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., T],
+        types: object,
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> T:
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda x: self._stand_ins.get(id(x), x), (tuple(args), dict(kwargs or {}))
         )
@@ -180,7 +193,7 @@ def _named_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
 
 
 def check_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
-    """Reads the present tensor of each slot (module entry); InitError if one was added, removed or has another kind."""
+    """Notes the present tensor of each slot (module entry); InitError if one was added, removed or has another kind."""
     names = {slot.name for slot in slots}
     for name, *_ in _named_slots(model):
         if name not in names:
@@ -275,8 +288,8 @@ _INITIALISES = re.compile(
 )
 
 
-def initializers(cls: Any) -> dict[str, Any]:
-    """Returns wrappers of the methods of ``cls`` whose names say that they initialise (``init_weights``).
+def initializers(cls: type) -> dict[str, Callable[..., PyTree]]:
+    """Returns wrappers of the methods of ``cls`` that initialise, by their names (``init_weights``, ``reset``).
 
     What they write to parameters and buffers reaches the shards, with the values of one device; attributes that they
     set stay.
@@ -285,9 +298,11 @@ def initializers(cls: Any) -> dict[str, Any]:
     return {name: _shardwise(method) for name, method in methods.items() if isinstance(method, FunctionType)}
 
 
-def _shardwise(method: FunctionType) -> Any:
+def _shardwise(method: FunctionType) -> Callable[..., PyTree]:
+    """Wraps an initialisation method of a model for its compiled module."""
+
     @functools.wraps(method)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         state: State | None = vars(self).get("shardc")
         if state is None:  # a slice of a container
             return method(self, *args, **kwargs)
@@ -298,8 +313,10 @@ def _shardwise(method: FunctionType) -> Any:
     return call
 
 
-def initialise(state: State, run: Callable[[nn.Module], Any], complete: bool = False) -> Any:
-    """Calls ``run`` with the model and copies what it writes into the shards; returns its result. All ranks call it.
+def initialise(state: State, run: Callable[[nn.Module], T], complete: bool = False) -> T:
+    """Calls ``run`` with the model, copies the values that it writes to the shards, and returns its result.
+
+    All ranks call it.
 
     Args:
         complete: whether all tensors on ``meta`` must be filled.
@@ -328,12 +345,17 @@ def initialise(state: State, run: Callable[[nn.Module], Any], complete: bool = F
 
 def _note_attributes(slot: Slot) -> None:
     """Copies attributes and ``requires_grad`` from the stand-in to the tensor."""
-    now: Any = slot.now
-    slot.before.requires_grad_(now.requires_grad)
-    vars(slot.before).update(attributes(now))
+    assert slot.now is not None
+    slot.before.requires_grad_(slot.now.requires_grad)
+    vars(slot.before).update(attributes(slot.now))
 
 
 def _write(state: State, slot: Slot, value: torch.Tensor, fresh: dict[int, torch.Tensor]) -> None:
+    """Copies ``value``, a slot's padded local tensor, to the module.
+
+    Args:
+        fresh: id of a buffer that has no values -> the tensor in its place; shared by tied buffers.
+    """
     before: Any = slot.before
     if slot.kind == "_buffers":
         if slot.now is not slot.stand_in or before.is_meta:

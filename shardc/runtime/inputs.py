@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardc._compat import FakeTensor
+from shardc._compat import FakeTensor, PyTree
 from shardc.errors import InputError
 from shardc.ir.kinds import why_refused
 from shardc.ir.layout import Layout
@@ -92,7 +91,7 @@ def check_inputs(
         raise InputError("; ".join(wrong), fix=fix)
 
 
-def check_kinds(names: Sequence[str], leaves: Sequence[Any], values: bool) -> None:
+def check_kinds(names: Sequence[str], leaves: Sequence[object], values: bool) -> None:
     """Raises InputError for a tensor of an unsupported type, or without values if ``values`` are needed."""
     for name, x in zip(names, leaves, strict=True):
         if not isinstance(x, torch.Tensor):
@@ -105,7 +104,7 @@ def check_kinds(names: Sequence[str], leaves: Sequence[Any], values: bool) -> No
             raise InputError(f"input {name!r} is {kind}, without values", fix="pass a tensor with values")
 
 
-def check_constants(names: Sequence[str], values: Sequence[Any], captured: Sequence[Any]) -> None:
+def check_constants(names: Sequence[str], values: Sequence[object], captured: Sequence[object]) -> None:
     """Raises InputError if a non-tensor input has another value than the one that the program was captured with."""
     for name, value, constant in zip(names, values, captured, strict=True):
         if type(value) is not type(constant) or value != constant:
@@ -116,6 +115,7 @@ def check_constants(names: Sequence[str], values: Sequence[Any], captured: Seque
 
 
 def _wrong_shape(name: str, x: torch.Tensor, layout: Layout) -> str:
+    """Returns the error text for an input whose shape does not fit ``layout``."""
     shape = tuple(x.shape)
     expected = f"expected local shape {list(layout.local_shape)} (global {list(layout.shape)}, layout {layout})"
     if isinstance(x, DTensor):
@@ -124,7 +124,7 @@ def _wrong_shape(name: str, x: torch.Tensor, layout: Layout) -> str:
     return f"input {name!r} has local shape {list(shape)}{hint}; {expected}"
 
 
-def takes_loss(model: Any, args: Sequence[Any], kwargs: dict[str, Any], loss_args: int | None) -> bool:
+def takes_loss(model: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], loss_args: int | None) -> bool:
     """Whether a call passes the loss's ``loss_args`` arguments after the model's; InputError if neither form fits."""
     model_args = len(args) - (loss_args or 0)
     if loss_args is not None and model_args >= 0 and _refuses(model, args[:model_args], kwargs) is None:
@@ -138,8 +138,8 @@ def takes_loss(model: Any, args: Sequence[Any], kwargs: dict[str, Any], loss_arg
 
 
 def targets_last(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[str]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    model: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], targets: Sequence[str]
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """Moves the loss's ``targets`` from the keywords to the end of the positional arguments, if all are keywords."""
     parameters = inspect.signature(model.forward).parameters.values()
     accepts_targets = any(p.name in targets or p.kind is p.VAR_KEYWORD for p in parameters)
@@ -160,8 +160,8 @@ def no_targets(model: nn.Module, targets: Sequence[str]) -> InputError:
     )
 
 
-def _refuses(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-    """Returns why ``model.forward`` does not take these arguments; None if it does."""
+def _refuses(model: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> str | None:
+    """Returns Python's error text if ``model.forward`` does not take these arguments; None if it does."""
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -169,8 +169,12 @@ def _refuses(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> s
     return None
 
 
-def examples_of(leaves: list[Any], spec: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
-    """Returns the arguments of a call with its tensors on ``meta``, at global ``shapes``."""
+def examples_of(leaves: Sequence[object], spec: pytree.TreeSpec, shapes: Sequence[tuple[int, ...]]) -> PyTree:
+    """Returns the arguments of a call with its tensors on ``meta``, at global ``shapes``.
+
+    Args:
+        leaves, spec: pytree leaves and structure of ``(args, kwargs)``.
+    """
     whole = iter(shapes)
     examples = [
         torch.empty(next(whole), dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 from types import FunctionType, MethodType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardc._compat import PyTree
 from shardc.errors import InputError
-from shardc.ir.comm_volume import GROUP_PREFIX
+from shardc.ir.comm_volume import group_axes
 from shardc.runtime.module import ShardedModule
+from shardc.runtime.state import State
 from shardc.validate import typed
 
 
@@ -37,8 +38,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     method = inspect.getattr_static(cls, name, None)
     if not isinstance(method, FunctionType) or hasattr(front, name):
         raise InputError(f"{cls.__name__} has no method {name!r} of its own", fix="name one that its class defines")
-    build: Any = module.shardc.cache.build
-    if build.loss is not None:
+    if module.shardc.cache.build.loss is not None:
         raise InputError(
             f"the module was compiled with loss=, and {name!r} returns no argument of it",
             fix="compile it without loss=, and take the loss of what the module returns",
@@ -46,7 +46,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     @torch.compiler.disable
     @functools.wraps(method)
-    def call(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
+    def call(self: ShardedModule, *args: PyTree, **kwargs: PyTree) -> PyTree:
         before = vars(self).get("forward")
         vars(self)["forward"] = MethodType(method, self)  # a call runs the program of the present forward
         try:
@@ -70,9 +70,9 @@ def expert_tokens(module: nn.Module) -> dict[str, Tensor]:
     Raises:
         InputError: the module was not compiled by `shardc.compile` for a DeviceMesh.
     """
-    state: Any = getattr(module, "shardc", None)
+    state: State | None = getattr(module, "shardc", None)
     groups = None if state is None else state.spec.groups
-    if groups is None:
+    if state is None or groups is None:
         raise InputError(
             f"{type(module).__name__} has no ranks", fix="pass what shardc.compile returned for a DeviceMesh"
         )
@@ -80,7 +80,7 @@ def expert_tokens(module: nn.Module) -> dict[str, Tensor]:
     with groups.consistency.tells(), groups.consistency.reduces("expert_tokens()"):
         for where, (counts, over) in state.cache.tokens.items():
             if over:
-                axes = tuple(over.removeprefix(GROUP_PREFIX).split(","))
+                axes = group_axes(over, groups.mesh) or ()
                 started = torch.ops._c10d_functional.all_reduce(counts, "sum", groups.add([axes])[over])
                 counts = torch.ops._c10d_functional.wait_tensor(started)
             out[where] = counts

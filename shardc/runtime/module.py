@@ -1,7 +1,4 @@
-"""`ShardedModule`: a subclass of the user's module class that runs compiled programs on sharded parameters.
-
-Support of ``deepcopy`` for compiled modules.
-"""
+"""`ShardedModule`: a subclass of the user's module class that runs compiled programs on sharded parameters."""
 
 from __future__ import annotations
 
@@ -9,13 +6,14 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardc._compat import PyTree
 from shardc.errors import InputError, MeshError
 from shardc.ir.clone import unsharded
 from shardc.ir.executable import Executable
@@ -35,12 +33,15 @@ from shardc.runtime.storage import padded_local, to_parameter
 from shardc.runtime.uneven import Rows, global_rows, row_axes
 from shardc.validate import typed
 
-if TYPE_CHECKING:
-    from shardc.runtime.state import State
+GlobalShapes = Callable[[Sequence[tuple[str, tuple[int, ...]]]], list[tuple[int, ...]]]  # of (name, local shape) pairs
 
 
-def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copies a compiled module without its gradients; compiled programs are shared. All ranks call it."""
+def copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
+    """Copies a compiled module without its gradients; both have the same programs. All ranks call it.
+
+    Args:
+        memo: memo of ``deepcopy``: id of an object -> its copy.
+    """
     state: State = module.shardc  # type: ignore[assignment]
     state.check()
     state.params.sync.refuse("deepcopy")
@@ -51,8 +52,8 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     module_copy: Any = copy.deepcopy(unsharded(module), memo)
     module_copy.__class__ = type(module)
     memo[id(module)] = module_copy
-    build: Any = state.cache.build
-    copied_state = type(state)(module_copy, state.spec, build.for_copy(), state.params.sync.for_copy(), {}, state.found)
+    build = state.cache.build.for_copy()
+    copied_state = type(state)(module_copy, state.spec, build, state.params.sync.for_copy(), {}, state.found)
     copied_state.around = copy.deepcopy(state.around, memo)
     copied_state.cache.explicit, copied_state.cache.shapes = state.cache.explicit, dict(state.cache.shapes)
     for key, program in state.cache.programs.items():
@@ -61,7 +62,7 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _copied_param(param: DTensor, state: State, name: str) -> nn.Parameter:
-    """Returns a copy of ``param`` with a new padded buffer."""
+    """Returns a copy of the parameter ``name`` with its own padded buffer."""
     assert state.spec.param_mesh is not None
     storage = state.spec.storages[name]
     padded = padded_local(param.detach(), storage)
@@ -81,8 +82,8 @@ class ShardedModule(nn.Module):
     shardc: Namespace
 
     @torch.compiler.disable  # in a compiled function that calls the module, the call is not traced
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the program as `forward` does; hooks, and a ``forward`` set by the user, are part of it (`Forward`)."""
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Runs the program as `forward` does; it contains the model's hooks and a ``forward`` set by the user."""
         state = vars(self).get("shardc")
         if state is not None and state.around is not None:
             return call_around(self, state.around, args, kwargs)
@@ -109,25 +110,25 @@ class ShardedModule(nn.Module):
         return False
 
     @_is_fsdp_managed_module.setter
-    def _is_fsdp_managed_module(self, value: Any) -> None:
+    def _is_fsdp_managed_module(self, value: object) -> None:
         raise forward_calls.wrapped("FullyShardedDataParallel")
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *(self.shardc.short_names() if "shardc" in vars(self) else ())})
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
         """Makes a compiled module with the same values and plan, without gradients. All ranks copy."""
         with self.shardc.tells():
             return copied(self, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise InputError(
             f"a compiled module ({type(self).__name__}) cannot be pickled or copied flat: it holds process groups",
             fix="save module.state_dict(), with torch.distributed.checkpoint; copy.deepcopy makes a module of its own",
         )
 
     @torch.compiler.disable
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs a forward on this rank's shards of the inputs.
 
         Gradients of several backwards add up in ``.grad``. Each is the gradient of its own call's global objective. For
@@ -144,7 +145,7 @@ class ShardedModule(nn.Module):
         """
         return _forward(self, args, kwargs)
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+    def zero_grad(self, *args: bool, **kwargs: bool) -> None:
         """Clears the gradients, and drops the local sums of unreduced ones (`no_sync`)."""
         super().zero_grad(*args, **kwargs)
         self.shardc.params.sync.drop()
@@ -161,7 +162,7 @@ class ShardedModule(nn.Module):
         with self.shardc.tells():
             return super().load_state_dict(*args, **kwargs)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
         with self.shardc.tells():
             check_conversion(self, fn)
             super()._apply(fn, recurse)
@@ -184,12 +185,13 @@ class BehindModel(nn.Module):
         parameter_checks.check_loads(state.params.present(), state_dict, strict)
         return super().load_state_dict(state_dict, strict, assign)
 
-    def share_memory(self) -> Any:
+    def share_memory(self) -> NoReturn:
         """Raises InputError: ranks are processes that hold different shards."""
         raise InputError("a compiled module cannot share its memory", fix="share the model before it is compiled")
 
 
-def _forward(module: ShardedModule, args: Any, kwargs: Any) -> Any:
+def _forward(module: ShardedModule, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+    """Runs a call of the compiled module; see `ShardedModule.forward`."""
     if (state := vars(module).get("shardc")) is None:  # a slice of a container has its class
         return forward_calls.call_slice(module, type(module).__bases__[1], args, kwargs)
     if state.spec.groups is None:
@@ -202,7 +204,8 @@ def _forward(module: ShardedModule, args: Any, kwargs: Any) -> Any:
         return _step(state, args, kwargs)
 
 
-def _step(state: State, args: Any, kwargs: Any) -> Any:
+def _step(state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+    """Runs the program of a call on this rank's shards, and returns the outputs."""
     assert state.spec.groups is not None
     state.check(runs=True)
     if kwargs:
@@ -237,9 +240,12 @@ def _step(state: State, args: Any, kwargs: Any) -> Any:
 
 
 def _program(
-    state: State, args: Any, kwargs: Any, leaves: list[Any], spec: Any
+    state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], leaves: list[object], spec: pytree.TreeSpec
 ) -> tuple[Executable, Rows | None, bool]:
     """Finds or compiles the program of a call on local inputs; cached by `call_key`.
+
+    Args:
+        leaves, spec: pytree leaves and structure of ``(args, kwargs)``.
 
     Returns:
         The program, the row counts of the ranks if they differ, and whether ranks compare the inputs.
@@ -281,7 +287,7 @@ def _program(
 
 
 def _row_axes(state: State, call: Signature, leaves: list[Any]) -> tuple[tuple[str, ...], ...]:
-    """Over which axes the rows of each tensor of a call are split."""
+    """Returns the mesh axes that split the rows of each tensor of a call."""
     tensors, ranks = [x for x in leaves if isinstance(x, Tensor)], state.spec.mesh.ranks
     shapes = [
         (name, tuple(max(n, 1) * ranks for n in x.shape)) for (name, _), x in zip(call.tensors, tensors, strict=True)
@@ -289,8 +295,15 @@ def _row_axes(state: State, call: Signature, leaves: list[Any]) -> tuple[tuple[s
     return row_axes(tensors, state.cache.build.input_layouts(shapes))
 
 
-def _uneven(state: State, rows: Rows, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Executable:
-    """The program for a call in which ranks pass different numbers of rows: that of all rows together."""
+def _uneven(
+    state: State,
+    rows: Rows,
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+    leaves: list[object],
+    spec: pytree.TreeSpec,
+) -> Executable:
+    """Returns the program for a call in which ranks pass different numbers of rows; it takes all rows as one input."""
     assert state.spec.groups is not None
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     shapes = rows.totals(_global(rows.names, tensors, state.spec.global_shapes), state.spec.groups)
@@ -316,13 +329,20 @@ def _uneven(state: State, rows: Rows, args: Any, kwargs: Any, leaves: list[Any],
     return program
 
 
-def _find_program(state: State, call: Signature, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Executable:
+def _find_program(
+    state: State,
+    call: Signature,
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+    leaves: list[object],
+    spec: pytree.TreeSpec,
+) -> Executable:
     """Returns the program that a call with local inputs needs; compiles it unless `lower` was called."""
     check_kinds(call.names, leaves, values=True)
     state.cache.mark(call.names, args, kwargs)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
 
-    def by_plan() -> Any:
+    def by_plan() -> PyTree:
         names = [name for name, _ in call.tensors]
         return examples_of(leaves, spec, _global(names, tensors, state.cache.whole_shapes))
 
@@ -340,8 +360,12 @@ def _find_program(state: State, call: Signature, args: Any, kwargs: Any, leaves:
     return state.cache.program_for(*examples_of(leaves, spec, shapes))
 
 
-def _global(names: Sequence[str], tensors: Sequence[Tensor], whole: Callable[..., Any]) -> list[tuple[int, ...]]:
-    """Returns the global shapes of ``tensors``; ``whole`` maps (name, local shape) pairs to them."""
+def _global(names: Sequence[str], tensors: Sequence[Tensor], whole: GlobalShapes) -> list[tuple[int, ...]]:
+    """Returns the global shapes of ``tensors``.
+
+    Args:
+        whole: maps (name, local shape) of all inputs to their global shapes.
+    """
     # The plan maps all inputs at once, by name and position, so DTensors are passed too, with their local shapes.
     shapes = whole([(name, tuple(local_part(x).shape)) for name, x in zip(names, tensors, strict=True)])
     return [tuple(x.shape) if isinstance(x, DTensor) else shape for x, shape in zip(tensors, shapes, strict=True)]

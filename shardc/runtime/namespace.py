@@ -1,6 +1,6 @@
 """`Namespace`: the methods that a compiled module has in addition to the model's.
 
-Methods of FSDP2 modules that a compiled module lacks, with what to write instead.
+`INSTEAD` lists methods of FSDP2 modules that a compiled module lacks, with their replacements.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, wraps
-from typing import Annotated, Any
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from shardc._compat import PyTree
 from shardc.runtime.full_params import first_state_dict, full_state_dict, summon_full_params
 from shardc.runtime.gloo.buffers import MemoryUse
 from shardc.runtime.gradients import clip_grad_norm_
@@ -23,6 +24,10 @@ from shardc.runtime.program_cache import CacheKey
 from shardc.runtime.state import State
 from shardc.runtime.uneven import refuse_own
 from shardc.validate import Range, typed
+
+P = ParamSpec("P")
+S = TypeVar("S", bound=State)
+T = TypeVar("T")
 
 _SCHEDULED = "nothing to write: the compiler schedules gathers"
 _IN_BACKWARD = "nothing to write: the compiled backward decides it"
@@ -46,11 +51,11 @@ INSTEAD = {
 }
 
 
-def shares_errors(method: Callable[..., Any]) -> Any:
+def shares_errors(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     """Decorator for methods that all ranks call: an error on this rank is raised on the others too."""
 
     @wraps(method)
-    def call(self: State, *args: Any, **kwargs: Any) -> Any:
+    def call(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
         with self.tells():
             return method(self, *args, **kwargs)
 
@@ -71,15 +76,16 @@ class Namespace(State):
         return frozenset(name for each in bases for name in vars(each) if not name.startswith("_")) - {"short_names"}
 
     def _meet(self, method: str) -> None:
-        """Raises MeshError where this rank calls ``method`` and another one does not."""
+        """Raises MeshError if this rank calls ``method`` and another rank does not."""
         if self.spec.groups is not None:
             self.spec.groups.consistency.meet(f"{type(self.spec.template).__name__}.{method}")
 
     def _waits(self) -> AbstractContextManager[None]:
-        """Context of collectives on the parameters' mesh: if another rank raises, they raise too instead of waiting."""
+        """Context manager around collectives: if another rank raises, they raise on this one instead of waiting."""
         return nullcontext() if self.spec.groups is None else self.spec.groups.consistency.waits()
 
     def _compiles(self) -> AbstractContextManager[None]:
+        """Context manager around compilations: if another rank raises, they raise on this one early."""
         return nullcontext() if self.spec.groups is None else self.spec.groups.consistency.compiles()
 
     @typed()
@@ -129,7 +135,7 @@ class Namespace(State):
         return self.cache.buffers.use(planned)
 
     @shares_errors
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Compiles for example inputs at *global* shapes (on any device, or ``meta``) and returns the `Program`.
 
         After this, calls with other shapes, dtypes or constants raise, until lowered too; sizes in
@@ -147,7 +153,7 @@ class Namespace(State):
             self.cache.programs[key] = program
         return program
 
-    def shard_inputs(self, *args: Any, **kwargs: Any) -> Any:
+    def shard_inputs(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Cuts global inputs (a tensor, or trees of them) into this rank's shards.
 
         Returns:
@@ -198,6 +204,7 @@ class Namespace(State):
 
     @contextmanager
     def _summoned(self, writeback: bool, with_grads: bool) -> Iterator[None]:
+        """Context manager of `summon_full_params`, whose checks have passed."""
         with self.tells(), ExitStack() as block:
             with self._waits():
                 owner, spec = self.params.owner, self.spec

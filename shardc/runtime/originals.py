@@ -8,9 +8,9 @@ other uses of an old one are forwarded.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor, nn
@@ -18,26 +18,34 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardc._compat import pytree
+from shardc._compat import PyTree, pytree
 from shardc.errors import InputError, ShardcWarning
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class _Pair:
-    """A compiled module (held weakly), and the warnings given about its original model."""
+    """A compiled module (held weakly), and the warnings given about its original model.
+
+    Args:
+        replaced: whether the model is the compiled module itself, with new parameters (`shardc.shard`).
+        warned: fixes in the warnings.
+    """
 
     module: ReferenceType[nn.Module]
     replaced: bool
     warned: set[str] = field(default_factory=set)
 
     def warn(self, what: str, fix: str) -> None:
+        """Warns, once for each ``fix``."""
         if fix not in self.warned:
             self.warned.add(fix)
             warnings.warn(ShardcWarning(f"{what}; {fix}"), stacklevel=4)
 
 
 def _of_new(name: str) -> Any:
-    """Returns a property that forwards to the new parameter an attribute that bypasses `__torch_function__`."""
+    """Returns a property that forwards ``name``, for which `__torch_function__` is not called, to the new parameter."""
     return property(
         lambda self: getattr(_originals.new(self), name),
         lambda self, value: setattr(_originals.new(self), name, value),
@@ -51,7 +59,13 @@ class Replaced(nn.Parameter):
     grad, data = _of_new("grad"), _of_new("data")
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., T],
+        types: object,
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> T:
         args, kwargs = pytree.tree_map_only(cls, _originals.new, (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -1,8 +1,6 @@
-"""Parameters between steps: checks that they still fit the compiled module, and hooks for ``load_state_dict``.
+"""`ParamStore`: parameters and buffers of a compiled module between steps, with checks and hooks for loading.
 
 Names, ties, global shapes and storage layouts must not change. Values, ``requires_grad``, dtypes and the objects may.
-
-The parameters and buffers of a compiled module: where they are, whether they are still those that were compiled.
 """
 
 from __future__ import annotations
@@ -64,14 +62,22 @@ def contracts(template: nn.Module, storages: Mapping[str, Layout], view: Mesh) -
 
 
 class Seen:
-    """Parameters at the last successful `check`, to skip the next one if nothing has changed."""
+    """Specs and devices of the parameters at the last successful `check`, which need no check while they are the same.
+
+    Args:
+        runs: whether the check was for a run of the module.
+    """
 
     def __init__(self, params: Mapping[str, nn.Parameter], runs: bool) -> None:
         self._specs, self._devices = list(map(_spec, params.values())), list(map(_device, params.values()))
         self._runs = runs
 
     def still(self, params: Mapping[str, nn.Parameter], runs: bool) -> bool:
-        """Whether ``params`` (the same objects) have the same specs and devices, and were checked for ``runs``."""
+        """Whether ``params``, the same objects, need no check: they have the same specs and devices.
+
+        Args:
+            runs: whether the module is about to run, for which an earlier check without ``runs`` does not do.
+        """
         return (
             runs <= self._runs
             and all(map(is_, self._specs, map(_spec, params.values())))
@@ -122,10 +128,11 @@ def check(
                 fix=_FIX,
             )
         if param.device.type != homes[keep.first].place.type and (runs or not param.is_meta):
-            raise _elsewhere(name, param, homes[keep.first])
+            raise _moved(name, param, homes[keep.first])
 
 
-def _elsewhere(name: str, param: DTensor, home: ParamLocation) -> LayoutError:
+def _moved(name: str, param: DTensor, home: ParamLocation) -> LayoutError:
+    """Returns the error for a parameter that is on another device than ``home`` says."""
     entry = home.entry or None
     if param.is_meta:
         fix = "give it some: module.init_weights(...) or module.load_state_dict(...)"
@@ -147,7 +154,8 @@ def load_hooks(
             submodule.register_load_state_dict_pre_hook(partial(_load, stored, rank))
 
 
-def _is_ours(hook: Any) -> bool:
+def _is_ours(hook: object) -> bool:
+    """Whether a hook is one of `load_hooks`."""
     return getattr(getattr(hook, "hook", hook), "func", None) is _load
 
 
@@ -155,9 +163,9 @@ def _load(
     stored: Mapping[str, tuple[Layout, ParamLocation]],
     rank: int,
     module: nn.Module,
-    state_dict: dict[str, Any],
+    state_dict: dict[str, object],
     prefix: str,
-    *_: Any,
+    *_: object,
 ) -> None:
     """Pre-hook: loads the state dict's values into the module's own parameters, and puts these in the state dict."""
     for key, (storage, home) in stored.items():
@@ -216,12 +224,13 @@ class ParamStore:
 
     Args:
         owner: the module itself.
-        sync: which gradients are reduced.
-        sources: fingerprints of what stored shards were cut of; see `shardc.runtime.replicas`.
+        spec: mesh and layouts of the module.
+        sync: settings of the gradients that are left unreduced, with their sums.
+        sources: fingerprints of unsharded tensors and of the shards cut from them; see `shardc.runtime.replicas`.
+        fresh: whether values have been written since the ranks last compared them.
 
     Attributes:
-        view: the module as its own class has it, which knows nothing of this.
-        fresh: whether values came since the ranks compared them.
+        view: the module as an instance of the user's class, with the same parameters.
     """
 
     spec: ShardingSpec
@@ -246,13 +255,13 @@ class ParamStore:
         return self._snapshot
 
     def look(self) -> ModuleSnapshot:
-        """Returns the module's current snapshot, which is the last one if nothing came or went."""
+        """Returns the module's current snapshot: the last one, unless entries of the module were added or removed."""
         if self._snapshot is None or not self._snapshot.holds():
             self._snapshot, self._checked = ModuleSnapshot(self.owner), None
         return self._snapshot
 
     def present(self) -> nn.Module:
-        """The user's module as it is now, with ``meta`` parameters at global shapes, for capture."""
+        """Copies the user's module in its present state, with ``meta`` tensors at global shapes, for capture."""
         named = self.spec.template.named_parameters(remove_duplicate=False)
         strides = {name: param.stride() for name, param in named}
 
@@ -272,7 +281,7 @@ class ParamStore:
         return contracts(self.spec.template, self.spec.storages, Mesh.of(self.spec.param_mesh))
 
     def check(self, runs: bool = False) -> None:
-        """Checks that the parameters are still the ones that were compiled for, with values where the module runs."""
+        """Raises LayoutError if a parameter no longer fits the module, or has no values and the module ``runs``."""
         mesh, params = self.spec.param_mesh, self.snapshot.parameters
         if mesh is None or self._checked is not None and self._checked.still(params, runs):
             return
@@ -280,7 +289,11 @@ class ParamStore:
         self._checked = Seen(params, runs)
 
     def compare_values(self, name: str) -> None:
-        """Before the first use of values: ranks compare those that several of them hold; ``name``: of the module."""
+        """Compares replicated values between ranks, if values have been written since the last comparison.
+
+        Args:
+            name: name of the module.
+        """
         if self.fresh and self.spec.groups is not None:
             tensors = [*self.snapshot.parameters.items(), *self.snapshot.buffers.items()]
             first = {id(x): (name, x) for name, x in reversed(tensors)}  # the first name of what is tied

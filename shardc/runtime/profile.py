@@ -1,11 +1,11 @@
-"""Profile of one step on this rank, by torch's profiler: collectives, bytes sent and memory."""
+"""`profile_step`: a profile of one step on this rank, by torch's profiler: collectives, bytes sent and memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -18,6 +18,24 @@ _SIZES = {
 }  # fmt: skip
 
 
+class _Event(Protocol):
+    """An event of torch's profiler."""
+
+    def name(self) -> str: ...
+
+    def start_ns(self) -> int: ...
+
+    def duration_ns(self) -> int: ...
+
+    def start_thread_id(self) -> int: ...
+
+    def shapes(self) -> list[list[int]]: ...
+
+    def dtypes(self) -> list[str]: ...
+
+    def nbytes(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Ran:
     """A collective in the profile of a step: its kind, bytes and times.
@@ -25,7 +43,7 @@ class Ran:
     Args:
         kind: as in `shardc.ir.ops`.
         sent: bytes of its messages; None if the backend sends by itself.
-        payload: (elements, bytes per element) passed to the backend in that case; None if the profiler does not tell.
+        payload: (elements, bytes per element) passed to the backend in that case; None if the profile has no sizes.
         start, end: seconds from the start of the step to the call, and to the end of its last message.
         called: seconds of the call itself.
     """
@@ -53,12 +71,12 @@ class Profiled:
     allocated: int
 
 
-def profile_step(step: Callable[[], Any]) -> Profiled:
+def profile_step(step: Callable[[], object]) -> Profiled:
     """Runs ``step`` on the CPU under torch's profiler."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as seen:
         step()
     results: Any = seen.profiler.kineto_results
-    events = sorted(results.events(), key=lambda event: (event.start_ns(), -event.duration_ns()))
+    events: list[_Event] = sorted(results.events(), key=lambda event: (event.start_ns(), -event.duration_ns()))
     first = events[0].start_ns()
     calls = [(event, kind) for event in events if (kind := _kind(event.name())) is not None]
     messages = [event for event in events if event.name() == "gloo:send"]
@@ -94,23 +112,24 @@ def _kind(name: str) -> str | None:
     return KINDS.get(op.removesuffix("_coalesced").removesuffix("_out"))
 
 
-def _inside(event: Any, outer: Any) -> bool:
+def _inside(event: _Event, outer: _Event) -> bool:
     """Whether event ``outer`` contains ``event``, on the same thread."""
     same = event.start_thread_id() == outer.start_thread_id()
     return bool(same and outer.start_ns() <= event.start_ns() and _end(event) <= _end(outer))
 
 
-def _end(event: Any) -> int:
-    return int(event.start_ns() + event.duration_ns())
+def _end(event: _Event) -> int:
+    """Returns the end of an event in nanoseconds."""
+    return event.start_ns() + event.duration_ns()
 
 
-def _payload(event: Any) -> Any:
+def _payload(event: _Event) -> Any:
     """Returns (elements, bytes per element) of an event's first tensor; None if it is a list."""
     shape, dtype = event.shapes()[0], event.dtypes()[0]
     return (prod(shape), _SIZES[dtype]) if dtype in _SIZES else None
 
 
-def _peak(events: list[Any]) -> int:
+def _peak(events: Sequence[_Event]) -> int:
     """Returns the peak of allocated minus freed bytes."""
     live = peak = 0
     for event in events:

@@ -1,10 +1,10 @@
-"""The programs of a module, by the calls that they are compiled for and by what their captures read of the model."""
+"""`ProgramCache`: the programs of a module, by call signature and guards, and the calls whose programs are known."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from shardc._compat import PyTree
 from shardc.errors import InputError, ShardcWarning
 from shardc.ir.executable import NOTHING, Deferred, Executable
 from shardc.ir.guards import Guards, Lookup, Values, parse, tracing
@@ -42,9 +43,9 @@ class CallCacheEntry:
     """Cached facts about calls of one signature.
 
     Args:
-        event: what other ranks are told of one.
-        row_axes: of each tensor, where ranks may pass different numbers of rows; else none.
-        program: None before the first.
+        event: event by which ranks compare such a call.
+        row_axes: per tensor, the axes over which ranks may pass different numbers of rows; empty if none do.
+        program: program of such calls; None before the first one runs.
     """
 
     event: Event
@@ -53,64 +54,76 @@ class CallCacheEntry:
 
 
 class Build(Protocol):
-    """Makes programs for example inputs at global shapes."""
+    """Builder of programs for example inputs at global shapes.
+
+    Attributes:
+        dynamic: the dynamic sizes (`shardc.dynamic`).
+        families: the programs of dynamic sizes.
+        loss: loss function that programs include.
+    """
 
     dynamic: Any
     families: Any
-    loss: Any
+    loss: Callable[..., object] | None
 
     def __call__(
-        self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool,
+        self, template: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], with_loss: bool,
         deferred: Deferred = NOTHING,
     ) -> Executable: ...  # fmt: skip
 
     def stored(
-        self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool, evaluates: bool
+        self, template: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], with_loss: bool, evaluates: bool
     ) -> Executable:
-        """As a call, or what an earlier start or another rank has stored of it."""
+        """Returns the program from the store, if an earlier start or another rank has stored it; else builds it."""
 
     def sized(
         self,
         template: Callable[[], nn.Module],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
         with_loss: bool,
         call: Signature,
         deferred: Deferred,
         holds: Callable[[Guards], bool],
     ) -> Executable | None:
-        """The program for inputs with dynamic sizes; None where there are none."""
+        """Returns the program for inputs with dynamic sizes; None if no size is dynamic."""
 
     @property
     def has_own_inputs(self) -> bool:
-        """Whether an input may be each rank's own."""
+        """Whether the plan has per-rank inputs (`shardc.per_rank`)."""
 
     def numbered(self, names: Sequence[str]) -> dict[int, int]:
-        """Inputs whose values are row numbers within a rank's part of another input -> that one, by position."""
+        """Maps the position of an input with per-rank row numbers to that of the input whose rows it numbers."""
 
-    def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Layout]: ...
+    def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Layout]:
+        """Returns the layouts of inputs, given as (name, global shape)."""
+
+    def for_copy(self) -> Build:
+        """Returns a builder for a copy of the module."""
 
 
 class ProgramCache:
-    """The programs of one module, and what is known of calls until something changes that a capture read.
+    """The programs of one module, and cached facts about its calls, which are dropped once a guard may fail.
 
     Args:
-        build: makes the programs.
+        spec: mesh and layouts of the module.
+        params: its parameters.
+        build: builder of the programs.
 
     Attributes:
-        programs: of fixed sizes; those of dynamic sizes are in ``build.families``.
-        calls: what is known of calls, by all that finding their programs looks at.
+        programs: programs of fixed sizes; those of dynamic sizes are in ``build.families``.
+        calls: facts about calls by `call_key`.
         explicit: whether `Namespace.lower` was called.
-        shapes: (name, local shape) of inputs -> the global shape that they are taken for.
-        buffers: the memory of collectives' results, of all programs.
-        tokens: counts of each expert layer in the last forward.
-        runners: of the programs that have run, by their ids.
+        shapes: (name, local shape) of an input -> its global shape.
+        buffers: memory for the results of collectives, shared by all programs.
+        tokens: (tokens per expert, name of the group to sum over) of each expert layer in the last forward.
+        runners: runners of the programs that have run, by the program's id.
     """
 
     def __init__(self, spec: ShardingSpec, params: ParamStore, build: Build) -> None:
         self.spec, self.params, self.build = spec, params, build
         self.programs: dict[CacheKey, Executable] = {}
-        self.calls: dict[Any, CallCacheEntry] = {}
+        self.calls: dict[Hashable, CallCacheEntry] = {}
         self.explicit, self.buffers = False, Buffers()
         self.shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
         self.tokens: dict[str, tuple[Tensor, str]] = {}
@@ -121,63 +134,68 @@ class ProgramCache:
         self._identities: IdentityGuards | None = None
 
     def look(self) -> ModuleSnapshot:
-        """Returns the module's current snapshot; forgets what is known of calls if a guard may no longer hold."""
+        """Returns the module's current snapshot; drops the facts about calls if a guard may fail."""
         snapshot = self.params.look()
         if snapshot is not self._snapshot or self._identities is None or not self._identities.holds():
             self.calls.clear()
             self._holding.clear()
             self._snapshot = snapshot
-            self._look_at()
+            self._watch()
         return snapshot
 
-    def _look_at(self) -> None:
+    def _watch(self) -> None:
+        """Takes identity guards of the objects that captures of all programs have read."""
         reads = (guards.reads for guards in self._guards())
         self._identities = IdentityGuards(reads, self.params.view, self.build.loss)
 
     def _guards(self) -> Iterator[Guards]:
+        """Yields the guards of all programs."""
         yield from (key.guards for key in self.programs)
         yield from self.build.families.guards()
 
     def holds(self, guards: Guards) -> bool:
-        """Whether all that a capture read of the model (attributes, globals) still has the values read then."""
+        """Whether the attributes and globals that a capture read still have the same values."""
         key = guards, torch.is_grad_enabled()
         if key not in self._holding and guards.hold(self.params.view, self.build.loss):
             self._holding.add(key)
         return key in self._holding
 
     def find(self, call: Signature, deferred: Deferred) -> Executable | None:
-        """The program for a call of the model as it is now; None where there is none yet."""
+        """Returns the program for a call of the model in its present state; None if there is none."""
         for key, program in self.programs.items():
             if key.deferred == deferred and key.call == call and self.holds(key.guards):
                 return program
         return None
 
     def add(self, program: Executable, guards: Guards | None = None) -> None:
-        """Adds a program for its call, while ``guards`` hold, by default its own; replaces one of equal guards.
+        """Adds a program for its call while ``guards`` hold; replaces a program with equal guards.
 
-        Warns of many programs of one call.
+        Warns if there are many programs of one call.
+
+        Args:
+            guards: by default those of the program.
         """
         key = CacheKey(program.key.call, guards or program.guards, program.deferred)
         variants = {at.guards.values: at for at in self.programs if at.call == key.call}
         equal = [at for at in self.programs if at[::2] == key[::2] and at.guards.equals(key.guards)]
         self.programs[equal[0] if equal else key] = program
-        self._look_at()
+        self._watch()
         count = len(variants) + 1
         if key.guards.values not in variants and count >= _MANY and count & (count - 1) == 0:
             warnings.warn(ShardcWarning(_changing([*variants, key.guards.values])), stacklevel=2)
 
-    def with_loss(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether a call passes the loss its arguments: its last positional ones, if the model does without them.
+    def with_loss(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> bool:
+        """Whether the last positional arguments of a call are the loss's: the model takes the others alone.
 
         Raises:
-            InputError: these are no arguments of the model, with or without those of the loss.
+            InputError: the model takes neither all arguments nor the others.
         """
         return takes_loss(self.params.view, args, kwargs, None if self.spec.targets is None else len(self.spec.targets))
 
-    def program_for(self, args: Sequence[Any], kwargs: dict[str, Any], looks: bool = False) -> Executable:
-        """Return the program for global (example) inputs in the current train or eval mode; builds it if there is none.
+    def program_for(self, args: Sequence[PyTree], kwargs: dict[str, PyTree], looks: bool = False) -> Executable:
+        """Returns the program for global (example) inputs in the current mode; builds it if there is none.
 
-        It can train, except under no_grad if the model asks for the grad mode.
+        It has a backward, except under no_grad if the model reads the grad mode.
 
         Args:
             looks: whether the graphs after each pass are needed, which a program from the store does not have.
@@ -207,41 +225,42 @@ class ProgramCache:
         return program
 
     def _sized(
-        self, call: Signature, args: Sequence[Any], kwargs: dict[str, Any], deferred: Deferred
+        self, call: Signature, args: Sequence[PyTree], kwargs: dict[str, PyTree], deferred: Deferred
     ) -> Executable | None:
-        """The program for a call with dynamic sizes; None where there are none."""
+        """Returns the program for a call with dynamic sizes; None if no size is dynamic."""
         example = args, kwargs, self.with_loss(args, kwargs)
         program = self.build.sized(self.params.present, *example, call, deferred, self.holds)
         if program is not None and (program.guards, torch.is_grad_enabled()) not in self._holding:
-            self._look_at()
+            self._watch()
         return program
 
-    def mark(self, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def mark(self, names: Sequence[str], args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
         """Records which dims of a call's tensors are marked as dynamic (``torch._dynamo.mark_dynamic``)."""
         self.build.dynamic.mark(list(zip(names, pytree.tree_leaves((tuple(args), kwargs)), strict=True)))
 
-    def lowered_but_for_sizes(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether a program was compiled for such arguments, but for dynamic sizes and the train or eval mode."""
+    def lowered_but_for_sizes(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> bool:
+        """Whether a program has these inputs, apart from dynamic sizes and the train or eval mode."""
         call = self.signature(args, kwargs)
         inputs = list(zip(call.names, pytree.tree_leaves((tuple(args), kwargs)), strict=True))
         dims, _ = self.build.dynamic.of(inputs)
         return any(key.call.without(dims).leaves == call.without(dims).leaves for key in self.programs)
 
-    def lowered(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether there is a program for such arguments, at global shapes."""
+    def lowered(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> bool:
+        """Whether there is a program for these arguments, which have global shapes."""
         with torch.enable_grad():
             return self.find(self.signature(args, kwargs), NOTHING) is not None
 
     def whole_shapes(self, local: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[int, ...]]:
-        """The global shapes of a call's inputs, as they were cut, or else by the plan."""
+        """Returns the global shapes of inputs, given as (name, local shape): from `note_cut`, else by the plan."""
         by_plan = self.spec.global_shapes(local)
-        return [self.shapes.setdefault(each, shape) for each, shape in zip(local, by_plan, strict=True)]
+        return [self.shapes.setdefault(named, shape) for named, shape in zip(local, by_plan, strict=True)]
 
     def note_cut(self, name: str, local: tuple[int, ...], whole: tuple[int, ...]) -> None:
-        """Notes that ``local`` is what is cut of an input of shape ``whole``.
+        """Records that the shards of input ``name``, of global shape ``whole``, have shape ``local``.
 
         Raises:
-            InputError: an input of another shape looks alike, being taken whole where it does not divide.
+            InputError: an input of another global shape has shards of the same shape, as it does not divide and is
+                replicated.
         """
         previous = self.shapes.setdefault((name, local), whole)
         if previous != whole:
@@ -252,13 +271,13 @@ class ProgramCache:
                 fix=f"drop or pad the batch of {small}, or compile another module for it",
             )
 
-    def signature(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
-        """The signature of a call in the current train or eval mode."""
+    def signature(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Signature:
+        """Returns the signature of a call in the current train or eval mode."""
         mode = self.look().mode()
         return Signature.of(mode, TorchGlobalState.now(self.spec.device), self.input_names(args, kwargs), args, kwargs)
 
-    def input_names(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-        """A name for each leaf of a call's arguments."""
+    def input_names(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> list[str]:
+        """Returns a name for each pytree leaf of a call's arguments."""
         targets = len(self.spec.targets or ()) * self.with_loss(args, kwargs)
         return self.spec.names(self.params.view, args, kwargs, targets)
 
@@ -280,6 +299,7 @@ class ProgramCache:
 
 
 def _changing(variants: list[Values]) -> str:
+    """Returns the warning for many programs of one call; ``variants`` are the values that each was compiled for."""
     values_by_name = [dict(values) for values in variants]
     differ = [name for name in values_by_name[-1] if len({values.get(name) for values in values_by_name}) > 1]
     shown = [
@@ -294,4 +314,5 @@ def _changing(variants: list[Values]) -> str:
 
 
 def _shown(name: str) -> str:
+    """Returns the expression ``name`` with attributes in place of lookups in ``_modules``."""
     return re.sub(r"\._modules\['([^']+)'\]", r".\1", name)

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardc.errors import CollectiveError, MeshError
-from shardc.runtime.comparing import BEFORE, Comparisons, Looks, Meeting
-from shardc.runtime.events import Event, Told, difference, lost, raised, waits_elsewhere
+from shardc.runtime.comparing import BEFORE, Comparisons, Looks, Meeting, Message
+from shardc.runtime.events import ErrorReport, Event, difference, different_waits, lost, raised
 from shardc.runtime.gloo.listen import END, NOTHING, Listener, Stopped, raise_in
 
 _PAST = 4096  # events that are remembered
@@ -124,7 +124,11 @@ class RankConsistency:
             raise
 
     def exchange(self, event: Event, text: str, ranks: Iterable[int]) -> dict[int, str]:
-        """Publishes ``text`` at an event; returns the texts of ``ranks`` (mesh positions) at it. Raises as `enter`."""
+        """Publishes ``text`` at an event, and returns the texts of ``ranks`` (positions on the mesh) at that event.
+
+        Raises:
+            MeshError: as `enter`.
+        """
         store = self._connected()
         self._comparisons.say(store, self.number + 1, text)
         self.enter(event, ask=True)
@@ -179,19 +183,20 @@ class RankConsistency:
         except Stopped:
             raise self._raised() from None
 
-    def tells(self) -> Told:
+    def tells(self) -> ErrorReport:
         """Returns a context manager that sends an error raised inside it to the other ranks, which raise it too."""
-        return Told(self.fails, self.epoch)
+        return ErrorReport(self.fails, self.epoch)
 
     @property
     def epoch(self) -> int:
-        """Number of times that this rank restarted its numbering of events, as after an error."""
+        """Number of times that this rank has restarted its numbering of events, which it does after an error."""
         return self.number // _AGAIN
 
     def fails(self, error: BaseException, epoch: int) -> None:
         """Sends an error of this rank to the others, which raise it too; event numbers restart.
 
-        ``epoch`` is that at the start of the failing block; if it has changed, the others have raised already.
+        Args:
+            epoch: epoch at the start of the failing block. If it has changed since, the others have raised already.
         """
         goes_on = isinstance(error, CollectiveError) or self._met() is error  # reported elsewhere, or not at all
         if self.alone or epoch != self.epoch or self._broken or goes_on:
@@ -203,11 +208,11 @@ class RankConsistency:
             self._log(self._connected(), [self.rank, number, *raised(self.rank, error)])
 
     def behind(self) -> MeshError | None:
-        """Returns the MeshError if a collective failed because ranks differ, else None; waits a second for it."""
+        """Returns the MeshError if a collective failed because ranks differ, else None; waits up to a second."""
         return self._raised() if not self.alone and self._found.wait(_HEARD / 2) else None
 
     def _raised(self) -> MeshError:
-        """Returns the error to raise on this rank, after the other ranks could read it, and restarts the numbering."""
+        """Restarts the numbering, and returns the error to raise on this rank, once the other ranks could read it."""
         error, heard, self._heard = self._different, self._heard, None
         assert error is not None
         if heard is not None:  # else the store may end with this rank, before others have read it
@@ -220,6 +225,7 @@ class RankConsistency:
         return MeshError(error.what, source=error.source, fix=error.fix)
 
     def _begin_anew(self) -> None:
+        """Restarts the numbering of events in a new epoch, without past events and errors."""
         self.number, self.modules, self._inside = (self.epoch + 1) * _AGAIN, 0, False
         self._past.clear()
         self._found.clear()
@@ -267,8 +273,8 @@ class RankConsistency:
 
     # --- answering for a rank whose event was predicted
 
-    def _log(self, store: dist.Store, entry: Any) -> None:
-        """Appends ``entry`` to the log that the listener threads of all ranks read."""
+    def _log(self, store: dist.Store, entry: Message) -> None:
+        """Appends the message ``entry`` to the log that the listener threads of all ranks read."""
         store.set(f"{self._prefix}log/{store.add(f'{self._prefix}log', 1)}", json.dumps(entry))
 
     def heard(self, store: dist.Store, entry: str) -> None:
@@ -285,13 +291,14 @@ class RankConsistency:
         elif message[0] == "meet":
             self._meeting.hears(store, message[1], message[2], lambda: self.number)
         elif message[0] == "differs":
-            self._differs_there(store, *message[1:])
+            self._on_difference(store, *message[1:])
         elif message[0] == "waits":
-            self._waits_there(store, *message[1:])
+            self._on_wait(store, *message[1:])
         else:
-            self._fails_there(store, *message)
+            self._on_failure(store, *message)
 
     def _answer_if_asked(self) -> None:
+        """Publishes the past events that other ranks compare; raises if one differs."""
         for number in sorted(self._comparisons.asked):
             if number <= self.number:
                 self._answer(self._connected(), number)
@@ -311,8 +318,8 @@ class RankConsistency:
             self._hear_difference(store, number, other)
         self._interrupt_if_running(store)
 
-    def _differs_there(self, store: dist.Store, number: int, rank: int, key: str) -> None:
-        """Makes this rank raise if ``rank`` and it differ at event ``number``, which this rank has passed already."""
+    def _on_difference(self, store: dist.Store, number: int, rank: int, key: str) -> None:
+        """Handles the hash ``key`` of event ``number`` on ``rank``: this rank raises if it has passed another event."""
         with self._lock:
             passed = number <= self.number and self.number - number < len(self._past) and self._waits != number
             if rank == self.rank or not passed or self._different is not None:
@@ -323,7 +330,7 @@ class RankConsistency:
         self._interrupt_if_running(store)
 
     def _hear_difference(self, store: dist.Store, number: int, other: tuple[int, str]) -> None:
-        """Makes this rank raise, in its next event or in the one that it waits for."""
+        """Makes this rank raise, in its next event or in that it waits in, as ``other`` (rank, hash) differs."""
         self._break_if_running(store)  # before the others read it: their connections to this rank close too
         self._differ(store, number, other)
         self._found.set()
@@ -331,12 +338,19 @@ class RankConsistency:
             store.set(f"{self._comparisons.at(self._waits)}verdict", BEFORE)
 
     def _interrupt_if_running(self, store: dist.Store) -> None:
+        """Ends the collectives of this rank if a graph is running."""
         self._break_if_running(store)  # it may have begun just now, before it could see the error
         if self._broken:
             self._end_waits()
 
-    def _fails_there(self, store: dist.Store, rank: int, number: int, text: str, source: Any, fix: Any) -> None:
-        """Makes this rank raise after ``rank`` raised, if it runs or compares a later event than that rank's last."""
+    def _on_failure(
+        self, store: dist.Store, rank: int, number: int, text: str, source: str | None, fix: str | None
+    ) -> None:
+        """Handles an error of ``rank``, whose last event was ``number``: this rank raises if it is at a later event.
+
+        Args:
+            text, source, fix: of the error to raise.
+        """
         with self._lock:
             epoch = self.epoch
             if rank == self.rank or number // _AGAIN != epoch or self._failure is not None:
@@ -371,7 +385,7 @@ class RankConsistency:
         if pending and not self.running:
             asks, key = store.get(f"{self._comparisons.at(pending[0])}first").decode().split()
             if (where := self._looks.stuck(int(asks), _STUCK)) is not None:
-                error = waits_elsewhere(self.rank, where, int(asks), self._comparisons.lines(store, key))
+                error = different_waits(self.rank, where, int(asks), self._comparisons.lines(store, key))
                 with self._lock:
                     self._failure = self._failure or (self.number, error)
                 self._comparisons.asked.difference_update(pending)
@@ -379,8 +393,8 @@ class RankConsistency:
         if self._looks.long(self.number, self.running):
             self._answer(store, self.number)
 
-    def _waits_there(self, store: dist.Store, rank: int, number: int, text: str, fix: str) -> None:
-        """Makes this rank raise if it is in event ``number`` (a call, say) and ``rank`` in a collective of torch."""
+    def _on_wait(self, store: dist.Store, rank: int, number: int, text: str, fix: str) -> None:
+        """Handles that ``rank`` waits in a torch collective: this rank raises if it is in event ``number`` (a call)."""
         with self._lock:
             came = number <= self.number and number // _AGAIN == self.epoch and rank != self.rank
             if not came or self._different is not None or self._waits != number and not self.running:
@@ -394,16 +408,18 @@ class RankConsistency:
             self._end_waits()
 
     def _end_waits(self) -> None:
+        """Makes the collective in which this rank waits raise."""
         if (interrupt := self._interrupt()) is not None:  # a running mesh is alive
             interrupt()
 
     def _break_if_running(self, store: dist.Store) -> None:
+        """Marks the mesh's groups as broken, here and in the store, if a graph is running."""
         if self.running and not self._broken:
             self._broken = True
             store.set(f"{self._prefix}broken", "")
 
     def _connected(self) -> dist.Store:
-        """Returns this rank's connection to the store; at first, opens it and starts the listener on another one."""
+        """Returns this rank's connection to the store. The first call opens it, and starts the listener thread."""
         if self._store is None:
             store: Any = c10d._get_default_store()
             self._store = store.clone()

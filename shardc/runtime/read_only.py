@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
 from shardc import _compat
+from shardc._compat import PyTree
 from shardc.errors import LayoutError
 from shardc.runtime.gathered import written
 
@@ -39,6 +41,7 @@ class Shared:
         name: the tensor, as errors name it.
         source: the input, buffer or parameter; None if the tensor is another output, which is read-only too.
         itself: whether the output is a parameter.
+        version: version of the source at the last `note`; None before.
         constant: whether it is a plain tensor that forward reads, compiled in as a constant.
     """
 
@@ -63,6 +66,7 @@ class Shared:
             )
 
     def _version(self) -> int | None:
+        """Returns the version of the source; None if there is none, or it has no version."""
         x = self.source() if self.source is not None else None
         if x is None or x.is_inference():
             return None
@@ -112,7 +116,13 @@ class ReadOnly(Tensor):
         return out
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., PyTree],
+        types: object,
+        args: tuple[PyTree, ...] = (),
+        kwargs: dict[str, PyTree] | None = None,
+    ) -> PyTree:
         x = args[0] if args else None
         if isinstance(x, ReadOnly):
             if func in _TAKES_MEMORY or (func in _GRADIENTS and x.shared.itself):
@@ -127,8 +137,8 @@ class ReadOnly(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: OpOverload, types: object, args: tuple[PyTree, ...] = (), kwargs: dict[str, PyTree] | None = None
+    ) -> PyTree:
         kwargs = kwargs or {}
         for x in _written(func, args, kwargs):
             if isinstance(x, ReadOnly):
@@ -143,23 +153,24 @@ class ReadOnly(Tensor):
             shared.check()
         args, kwargs = pytree.tree_unflatten([plain(x) for x in leaves], spec)
 
-        def as_view(x: Any) -> Any:
+        def as_view(x: Any) -> object:
             source = sources.get(_memory(x)) if isinstance(x, Tensor) and not isinstance(x, DTensor) else None
             return x if source is None else cls.of(x, source)
 
         return pytree.tree_map(as_view, func(*args, **kwargs))
 
 
-def plain(x: Any) -> Any:
+def plain(x: object) -> object:
     """Returns the plain tensor of a `ReadOnly`; other values as they are."""
     return x.local if isinstance(x, ReadOnly) else x
 
 
 def _memory(x: Tensor) -> int:
+    """Returns the address of the storage."""
     return x.untyped_storage().data_ptr()
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+def _written(func: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Iterator[object]:
     """Yields the tensors that ``func`` writes, or whose memory it keeps."""
     schema = getattr(func, "_schema", None)
     if schema is None or func is torch.ops.aten.detach_.default:

@@ -22,7 +22,7 @@ _EVERY = 1024  # calls between two comparisons, in the long run
 
 
 class Turns:
-    """Schedule of the calls at which ranks compare inputs; all ranks make the same calls."""
+    """Schedule of the calls at which ranks compare inputs: the same on all ranks, as these make the same calls."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
@@ -150,7 +150,12 @@ def compare_inputs(
 
 
 def _differing(names: list[str], passed: Passed, first: int, groups: Groups) -> list[tuple[str, str]]:
-    """Returns the event lines for inputs ``names`` that differ from rank ``first``; ``passed`` is the first input."""
+    """Returns the event lines for inputs that differ from those of rank ``first``.
+
+    Args:
+        names: names of the inputs.
+        passed: the first of them.
+    """
     mesh, key = groups.mesh, names[0]
     along = ", ".join(axis for axis in mesh.axes if mesh.index(axis, first) != mesh.index(axis, groups.rank))
     lies = f"split over {', '.join(passed.split)}" if passed.split else "whole on every rank"
@@ -173,13 +178,14 @@ def _differing(names: list[str], passed: Passed, first: int, groups: Groups) -> 
 
 
 def note_source(sources: Sources, name: str, storage: Layout, whole: Tensor, param: Tensor) -> None:
-    """Records the fingerprints of ``whole`` and of its shard ``param``, if ``storage`` shards it."""
+    """Records the fingerprints of the unsharded ``whole`` and of its shard ``param``, if ``storage`` shards it."""
     if storage.bound:
         assert isinstance(param, DTensor)
         sources[name] = fingerprint(whole), fingerprint(param._local_tensor)
 
 
 def _stored(storage: Layout | None) -> str:
+    """Returns a storage layout as text for a list of tensors."""
     return "" if storage is None else f", stored as {storage}"
 
 
@@ -194,5 +200,6 @@ def _first(split: tuple[str, ...], groups: Groups) -> int:
 
 
 def _fingerprint(x: Tensor) -> int:
+    """Returns the fingerprint of a local tensor; 0 on ``meta``."""
     x = x._local_tensor if isinstance(x, DTensor) else x
     return 0 if x.is_meta else fingerprint(x)

@@ -1,13 +1,12 @@
-"""`Virtual`: a CPU tensor of global shape that has memory for this rank's shard only, to initialise parameters.
+"""`Virtual` and `Lazy`: CPU tensors of global shape whose elements are not all in memory.
 
-`Lazy`: a tensor that is read from its source when copied, and only the part that is copied.
+A `Virtual` has memory for this rank's shard, for initialisation. A `Lazy` tensor reads elements from its source when
+they are copied.
 
-Random fills of a sharded tensor with the values of a single device, without holding the whole tensor.
-
-Each rank draws all chunks from the same CPU generator and keeps its own elements, so the generator's state afterwards
-is that of one device too. torch's CPU fills are sequential in the flat index, but ``normal_`` works in blocks of 16 and
-redraws the last 16 elements if the size is no multiple of 16. So chunks are multiples of 16, and the last one has at
-least 16 elements.
+Random fills of a `Virtual` have the values of a single device (`draw`). Each rank draws all chunks from the same CPU
+generator and keeps its own elements, so the generator's state afterwards is that of one device too. torch's CPU fills
+are sequential in the flat index, but ``normal_`` works in blocks of 16 and redraws the last 16 elements if the size is
+no multiple of 16. So chunks are multiples of 16, and the last one has at least 16 elements.
 """
 
 from __future__ import annotations
@@ -21,10 +20,11 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from shardc._compat import is_inplace
+from shardc._compat import PyTree, is_inplace
 from shardc.errors import InitError
 from shardc.ir.layout import Layout
 from shardc.ir.op_traits import draws
@@ -69,8 +69,12 @@ class Lazy(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> PyTree:
         kwargs = dict(kwargs or {})
         source = args[0]
         if func._schema.is_mutable:
@@ -127,7 +131,13 @@ Fill = Callable[[torch.Tensor], object]
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's part of a tensor of global ``shape``: indices per dim, and the local tensor (None if it has none)."""
+    """This rank's elements of a tensor.
+
+    Args:
+        shape: global shape.
+        indices: per dim, the global indices of the elements.
+        local: tensor of the elements; None if this rank has none.
+    """
 
     shape: tuple[int, ...]
     indices: tuple[Sequence[int], ...]
@@ -145,7 +155,10 @@ def draw(piece: Piece, fill: Fill, dtype: torch.dtype, limit: int) -> None:
 
 
 def drawn(numel: int, fill: Fill, dtype: torch.dtype, limit: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Draws a whole tensor by ``fill`` in chunks; yields (first flat index, values), in a buffer that is reused."""
+    """Draws a whole tensor of ``numel`` elements by ``fill``, in chunks; yields (first flat index, values) of each.
+
+    Chunks have at most about ``limit`` elements, and share a buffer.
+    """
     step = max(limit // BLOCK, 1) * BLOCK
     buffer = torch.empty(min(numel, step + BLOCK), dtype=dtype)
     start = 0
@@ -158,7 +171,11 @@ def drawn(numel: int, fill: Fill, dtype: torch.dtype, limit: int) -> Iterator[tu
 
 
 def place(piece: Piece, start: int, values: torch.Tensor) -> None:
-    """Copies this rank's elements of ``values``, the whole tensor's from flat index ``start``, into ``piece``."""
+    """Copies this rank's elements of ``values`` into ``piece``.
+
+    Args:
+        start: flat index of the first of ``values`` in the whole tensor.
+    """
     if piece.local is None or piece.local.numel() == 0:
         return
     if not piece.shape:
@@ -181,6 +198,7 @@ def place(piece: Piece, start: int, values: torch.Tensor) -> None:
 
 
 def _place_rows(piece: Piece, first: int, block: torch.Tensor) -> None:
+    """Copies this rank's elements of ``block``, rows of the whole tensor from row ``first``, into ``piece``."""
     assert piece.local is not None
     rows = piece.indices[0]
     low, high = bisect_left(rows, first), bisect_left(rows, first + block.shape[0])
@@ -198,7 +216,7 @@ def shifted(index: Sequence[int], by: int) -> Sequence[int]:
 
 
 def scatter(piece: Piece, flat: torch.Tensor, values: torch.Tensor) -> None:
-    """Writes ``values`` at the whole tensor's flat indices ``flat`` into ``piece``, skipping those of other ranks."""
+    """Copies this rank's elements of ``values`` into ``piece``; ``flat``: flat index of each in the whole tensor."""
     if piece.local is None or piece.local.numel() == 0:
         return
     mask = torch.ones_like(flat, dtype=torch.bool)
@@ -244,7 +262,7 @@ class InitShard:
     rank: int
     before: torch.Tensor
     limit: int
-    written: set[tuple[Any, ...]] = field(default_factory=set)
+    written: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, storage: Layout | None, rank: int, limit: int) -> InitShard:
@@ -280,7 +298,7 @@ class InitShard:
 
     @property
     def touched(self) -> bool:
-        """Whether an op read or wrote the values."""
+        """Whether an op has read or written the values."""
         return "padded" in vars(self)
 
     @cached_property
@@ -289,7 +307,8 @@ class InitShard:
         return tuple(map(len, self.indices)) == self.shape
 
     def mark(self, view: Virtual) -> None:
-        self.written.add((view.storage_offset(), tuple(view.shape), view.stride()))
+        """Records that ``view`` was filled."""
+        self.written.add((int(view.storage_offset()), tuple(view.shape), view.stride()))
 
     def check_written(self) -> None:
         """Raises InitError if the filled views have fewer elements than the tensor."""
@@ -318,6 +337,7 @@ class Virtual(torch.Tensor):
 
     @classmethod
     def whole(cls, shard: InitShard) -> Virtual:
+        """Makes the tensor for all of a parameter or buffer."""
         return cls(torch.empty(shard.shape, dtype=shard.dtype, device="meta"), shard)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -338,8 +358,12 @@ class Virtual(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> PyTree:
         kwargs = kwargs or {}
         target = args[0]
         if func.is_view and isinstance(target, Virtual):
@@ -363,8 +387,8 @@ class Virtual(torch.Tensor):
         return target
 
 
-def _on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs any op on tensors of which this rank has all elements."""
+def _on_whole(func: OpOverload, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> PyTree:
+    """Runs any op on tensors that this rank has all elements of."""
 
     def local(view: Virtual) -> torch.Tensor:
         whole = view.init_shard.local
@@ -381,7 +405,7 @@ def _on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if written and written[0] is args[0] else result
 
 
-def _factory(func: Any, target: Virtual, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+def _factory(func: OpOverload, target: Virtual, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> torch.Tensor:
     """Runs a factory op (``zeros_like``) as a CPU tensor; raises InitError if that exceeds ``limit`` elements."""
     meta = func(target.meta, *args[1:], **kwargs)
     if meta.numel() > target.init_shard.limit:
@@ -389,7 +413,7 @@ def _factory(func: Any, target: Virtual, args: Sequence[Any], kwargs: Mapping[st
     return func(target.meta, *args[1:], **{**kwargs, "device": CPU})
 
 
-def _elementwise(func: Any, target: Virtual, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _elementwise(func: OpOverload, target: Virtual, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
     """Runs an in-place elementwise op on the shard of ``target``, with the same part of the other operands."""
     piece = piece_of(func, target)
 
@@ -457,6 +481,7 @@ def piece_of(func: object, view: Virtual) -> Piece:
 
 
 def unsupported(func: object, view: Virtual, how: str = "shard by shard") -> InitError:
+    """Returns the error for an op that cannot run on ``view``; ``how`` says in which way it would."""
     return InitError(
         f"{func} cannot initialise {view.init_shard.name!r} ({list(view.init_shard.shape)}) {how}",
         source=_caller(),

@@ -1,4 +1,4 @@
-"""What a compiled module is sharded for: the mesh, the layouts of its parameters and what the plan says of calls."""
+"""`ShardingSpec`: the mesh of a compiled module, layouts of its parameters, and rules of the plan for its calls."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime.groups import Groups
 from shardc.runtime.host import ParamLocation
 
-Lower = Callable[..., Sequence[Compiled]]  # makes halves callable
+Lower = Callable[..., Sequence[Compiled]]  # local graphs (`Half`) -> their code
 
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """What a module is compiled for: mesh, storage layouts, devices and so on; immutable.
+    """Settings that a module is compiled with: mesh, storage layouts, devices and so on; immutable.
 
     Args:
         mesh: the abstract mesh.
-        device_mesh: None for a module that is only analysed or simulated.
-        param_mesh: what parameters are DTensors on: the same, or a view of it with some of its axes split in parts.
+        device_mesh: mesh of devices; None if the module is only analysed or simulated.
+        param_mesh: mesh of the parameters' DTensors: ``device_mesh``, or a view of it with some axes split into parts.
         groups: this rank's process groups; None without a device mesh.
-        template: the user's module as it was, with ``meta`` parameters at global shapes; see `ParamStore.present`.
+        template: the user's module at compile, with ``meta`` parameters at global shapes; see `ParamStore.present`.
         storages: storage layout of each parameter.
-        homes: where each parameter is kept between steps.
-        device: where the program runs.
-        global_shapes: local shapes of the inputs by name -> global shapes, by the plan.
-        names: (template, args, kwargs, how many of args are the loss's) -> a name for each leaf.
-        targets: the arguments that the loss takes after the model's output; None without a loss.
-        lower_half: makes a half callable.
-        unit: (roles of the outputs, layout of an input) -> what its gradient is scaled by to be this rank's.
-        dtensor_outputs: whether outputs come back as DTensors.
+        homes: device of each parameter between steps.
+        device: device on which programs run.
+        global_shapes: (name, local shape) of the inputs -> their global shapes, by the plan.
+        names: (template, args, kwargs, number of args for the loss) -> a name for each pytree leaf.
+        targets: names of the loss's arguments after the model's output; None without a loss.
+        lower_half: lowers local graphs.
+        unit: (roles of the outputs, layout of an input) -> factor that makes an input's gradient this rank's own.
+        dtensor_outputs: whether outputs are DTensors.
         uneven: whether ranks may pass different numbers of rows.
     """
 
@@ -60,8 +60,9 @@ class ShardingSpec:
 
     @property
     def rank(self) -> int:
+        """Row-major index of this process on the mesh; 0 without a device mesh."""
         return self.groups.rank if self.groups is not None else 0
 
     def tells(self) -> AbstractContextManager[None]:
-        """A block of what all ranks do: what is raised in it on this rank is raised on the others too."""
+        """Returns a context manager that sends an error raised inside it to the other ranks, which raise it too."""
         return nullcontext() if self.groups is None else self.groups.consistency.tells()

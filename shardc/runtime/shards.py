@@ -1,8 +1,6 @@
-"""Conversion of a global tensor to the shards of all ranks of a mesh, and back.
+"""Shards of all ranks in one process: conversion from and to global tensors, collectives as functions, fingerprints.
 
-Reference semantics of collectives on the tensors of one group, in group order; used by the lockstep simulator.
-
-Fingerprints of tensors: different values very rarely have the same one.
+The simulator uses the first two. A fingerprint is a hash of a tensor, by which ranks compare values.
 """
 
 from __future__ import annotations
@@ -36,12 +34,14 @@ def reduce(terms: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def all_gather(shards: list[torch.Tensor], size: int) -> list[torch.Tensor]:
+    """Concatenates ``shards`` along dim 0; scalars are stacked."""
     _check_size(shards, size)
     whole = torch.cat(shards) if shards[0].ndim else torch.stack(shards)
     return [whole.clone() for _ in shards]
 
 
 def reduce_scatter(terms: list[torch.Tensor], op: str, size: int) -> list[torch.Tensor]:
+    """Reduces ``terms`` and splits the result along dim 0."""
     _check_size(terms, size)
     assert terms[0].shape[0] % size == 0, f"{tuple(terms[0].shape)} cannot be scattered over {size} ranks"
     return [part.clone() for part in reduce(terms, op).chunk(size)]
@@ -53,6 +53,7 @@ def all_reduce(terms: list[torch.Tensor], op: str) -> list[torch.Tensor]:
 
 
 def all_to_all(shards: list[torch.Tensor], receives: Sequence[int], sends: Sequence[int]) -> list[torch.Tensor]:
+    """Sends rows to each rank, in numbers ``sends``, and concatenates the received ones."""
     pieces = [shard.split(list(sends)) for shard in shards]
     out = [torch.cat([piece[k] for piece in pieces]) for k in range(len(shards))]
     assert all(result.shape[0] == sum(receives) for result in out), f"sends {sends} do not make receives {receives}"
@@ -64,13 +65,19 @@ def broadcast(copies: list[torch.Tensor], src: int) -> list[torch.Tensor]:
 
 
 def permute_ranks(shards: list[torch.Tensor], destinations: Sequence[int]) -> list[torch.Tensor]:
+    """Moves the tensor of each rank to ``destinations[rank]``."""
     return [shards[list(destinations).index(k)].clone() for k in range(len(shards))]
 
 
 def send_rows(
     rows: list[torch.Tensor], sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], size: int
 ) -> list[torch.Tensor]:
-    """Sends rows by their counts (see `shardc.ir.comm`). Unused rows of the result are NaN, so that a read shows."""
+    """Sends rows by their counts (see `shardc.ir.comm`); unused rows of the result are NaN (-1 in integers).
+
+    Args:
+        sends, receives: per rank, the number of rows to and from each rank.
+        size: rows of the result.
+    """
     pieces = [x[: int(n.sum())].split(n.tolist()) for x, n in zip(rows, sends, strict=True)]
     out = []
     for k, counts in enumerate(receives):
@@ -82,6 +89,7 @@ def send_rows(
 
 
 def _check_size(tensors: list[torch.Tensor], size: int) -> None:
+    """Raises AssertionError if a collective over ``size`` ranks has another number of tensors."""
     assert size == len(tensors), f"a group of {len(tensors)} ranks was called one of {size}"
 
 
@@ -152,7 +160,10 @@ def flat_index(mesh: Mesh, axes: Sequence[str], rank: int) -> int:
 
 
 def shard(x: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """Splits global ``x`` into shards; on a partial axis only the first rank has the value, others a neutral one."""
+    """Splits global ``x`` into the shard of each rank.
+
+    On an axis with a pending reduction the first rank has the value, and the others the neutral element.
+    """
     mesh = layout.mesh
     shards = [x[indices(layout, rank)].clone() for rank in range(mesh.ranks)]
     for axis, op in layout.partial:
@@ -163,7 +174,7 @@ def shard(x: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 
 
 def scatter_terms(x: torch.Tensor, layout: Layout, generator: torch.Generator) -> list[torch.Tensor]:
-    """Splits global ``x`` into shards; partial axes get random integer terms that reduce to it."""
+    """Splits global ``x`` into the shard of each rank; pending reductions get random integer terms."""
     mesh, terms = layout.mesh, [x]
     for axis, op in layout.partial:
         terms = [part for term in terms for part in _split_term(term, op, mesh.size(axis), generator)]
@@ -206,19 +217,20 @@ def indices(layout: Layout, rank: int) -> tuple[torch.Tensor, ...]:
 
 
 def _term(layout: Layout, rank: int) -> int:
-    """Returns the index of the term that ``rank`` holds of a partial tensor, over all axes of pending reductions."""
+    """Returns the index of ``rank`` along all axes with pending reductions: that of its term."""
     return flat_index(layout.mesh, [axis for axis, _ in layout.partial], rank)
 
 
 @lru_cache(maxsize=65536)
 def _replica(layout: Layout, rank: int) -> int:
-    """Returns how many lower ranks hold the same local tensor: the same shard of the same partial result."""
+    """Returns the number of lower ranks that hold the same shard, of the same term of a pending reduction."""
     mesh = layout.mesh
     coordinates = [mesh.index(axis, rank) for axis in layout.axes]
     return sum([mesh.index(axis, other) for axis in layout.axes] == coordinates for other in range(rank))
 
 
 def _reduced(terms: list[torch.Tensor], layout: Layout) -> torch.Tensor:
+    """Performs the pending reductions of ``layout`` on ``terms``, which are in the order of `_term`."""
     for axis, op in reversed(layout.partial):
         size = layout.mesh.size(axis)
         terms = [reduce(terms[k : k + size], op) for k in range(0, len(terms), size)]

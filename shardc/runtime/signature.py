@@ -1,7 +1,4 @@
-"""Signatures of programs: the arguments of a call and the state of the model, which select the program of a call.
-
-Global settings of torch that change what is captured, and so select the program of a call.
-"""
+"""`Signature`: arguments of a call, modes of the model and global settings of torch, which select a call's program."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from torch import Tensor
 from torch.utils._device import DeviceContext
 
 from shardc import _compat
+from shardc._compat import PyTree
 from shardc.errors import InputError
 from shardc.ir.code import calling_line
 from shardc.ir.executable import Deferred
@@ -25,14 +23,14 @@ from shardc.runtime.inputs import check_constants, check_inputs
 
 
 class TorchGlobalState(NamedTuple):
-    """Settings of torch that affect which ops a model consists of.
+    """Global settings of torch that change the captured ops of a model.
 
     Args:
         autocast: (device type, dtype) for each device type with autocast on.
         default_dtype: `torch.get_default_dtype`.
         deterministic: deterministic algorithms, and their warn-only mode.
         matmul_precision: float32 matmul precision.
-        attention: which kinds of attention kernels are enabled.
+        attention: whether the math, flash, memory-efficient and cuDNN kernels of attention are enabled.
         default_device: `torch.set_default_device`; "" if unset.
     """
 
@@ -64,6 +62,7 @@ class TorchGlobalState(NamedTuple):
 
 
 def _default_device() -> str:
+    """Returns the device set by `torch.set_default_device`; InputError under another TorchFunctionMode."""
     modes = [torch._C._get_function_stack_at(at) for at in range(torch._C._len_torch_function_stack())]
     for mode in modes:
         if not isinstance(mode, DeviceContext):
@@ -81,7 +80,7 @@ _LEAVES = frozenset((Tensor, bool, int, float, str, type(None)))
 
 @dataclass(frozen=True)
 class Like:
-    """Shape and dtype of a tensor argument; a dynamic size is a name."""
+    """Shape, dtype and ``requires_grad`` of a tensor argument; a dynamic size has a name instead of a number."""
 
     shape: tuple[int | str, ...]
     dtype: torch.dtype
@@ -90,10 +89,10 @@ class Like:
 
 @dataclass(frozen=True)
 class Constant:
-    """A leaf that is no tensor: its value is part of the program. 1, 1.0 and True are different ones.
+    """Value and type of an argument that is no tensor, and so part of the program; 1, 1.0 and True differ.
 
     Args:
-        kind: the name of the value's type.
+        kind: name of the value's type.
     """
 
     kind: str
@@ -106,10 +105,10 @@ class Signature:
 
     Args:
         names: names of the pytree leaves of ``(args, kwargs)``.
-        leaves: description of each; shapes are global for a compiled program, local for a call.
-        spec: their pytree.
-        mode: of the model.
-        surroundings: the states of torch that the call is made under.
+        leaves: description of each leaf; shapes are global for a compiled program, local for a call.
+        spec: pytree structure.
+        mode: mode flags of the model.
+        surroundings: torch's settings at the call.
     """
 
     names: tuple[str, ...]
@@ -124,8 +123,8 @@ class Signature:
         mode: Mode,
         surroundings: TorchGlobalState,
         names: Sequence[str],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
     ) -> Signature:
         """Returns the signature of a call of a model in ``mode``; InputError if an argument is not comparable."""
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -147,26 +146,26 @@ class Signature:
         return [(name, x) for name, x in zip(self.names, self.leaves, strict=True) if isinstance(x, Like)]
 
     @property
-    def constants(self) -> list[tuple[str, Any]]:
+    def constants(self) -> list[tuple[str, object]]:
         return [(name, x.value) for name, x in zip(self.names, self.leaves, strict=True) if isinstance(x, Constant)]
 
     @property
-    def kinds(self) -> tuple[Any, ...]:
-        """Pytree, and per leaf whether it is a tensor."""
+    def kinds(self) -> tuple[object, ...]:
+        """Pytree structure, and for each leaf whether it is a tensor."""
         return self.spec, tuple(type(x) for x in self.leaves)
 
 
 def call_key(
-    leaves: Sequence[Any], spec: pytree.TreeSpec, mode: Mode, surroundings: TorchGlobalState, deferred: Deferred
+    leaves: Sequence[object], spec: pytree.TreeSpec, mode: Mode, surroundings: TorchGlobalState, deferred: Deferred
 ) -> Hashable | None:
     """Returns a hashable key for the program of a call with local inputs; None if such calls cannot be cached.
 
     Args:
-        leaves, spec: of the call's ``(args, kwargs)``.
-        mode: an object of the module's snapshot, which outlives the key.
+        leaves, spec: pytree leaves and structure of the call's ``(args, kwargs)``.
+        mode: mode of the module's snapshot, which outlives the key.
         deferred: the gradients that are left unreduced.
     """
-    described: list[Any] = []
+    described: list[tuple[object, ...]] = []
     for x in leaves:
         if isinstance(x, Tensor):
             if x.is_nested or hasattr(x, _compat.DYNAMIC_DIMS):
@@ -183,7 +182,7 @@ def call_key(
     return key
 
 
-def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
+def flattened(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[list[object], pytree.TreeSpec]:
     """Flattens ``(args, kwargs)``; without pytree's traversal if all arguments are leaves."""
     leaves = [*args, *kwargs.values()]
     if _LEAVES.issuperset(map(type, leaves)):
@@ -193,11 +192,12 @@ def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any],
 
 @lru_cache
 def _flat_spec(count: int, *names: str) -> pytree.TreeSpec:
+    """Returns the pytree structure of ``count`` positional arguments and keywords ``names``, all leaves."""
     return pytree.tree_structure(((None,) * count, dict.fromkeys(names)))
 
 
 class Compiled(Protocol):
-    """Type of the programs that `fitting` chooses from: they have names and layouts of their inputs."""
+    """A program that `fitting` chooses from, with (name, layout) of its inputs."""
 
     inputs: tuple[tuple[str, Layout], ...]
 
@@ -206,10 +206,10 @@ P = TypeVar("P", bound=Compiled)
 
 
 def fitting(call: Signature, tensors: Sequence[Tensor], programs: dict[Any, P]) -> P:
-    """The program for a call with local ``tensors``, whatever the model's modes; the last made of several.
+    """Returns the program for a call with local ``tensors``, for any mode of the model; the latest of several.
 
     Raises:
-        InputError: none fits; what is wrong with the one that fits best.
+        InputError: no program fits; the text is for the one that fits best.
     """
     errors: list[tuple[int, InputError]] = []
     for (compiled_for, *_), program in reversed(programs.items()):
@@ -249,7 +249,7 @@ def _shown(signature: Signature) -> str:
     return ", ".join(named) or "nothing"
 
 
-def _leaf(name: str, x: Any) -> Like | Constant:
+def _leaf(name: str, x: object) -> Like | Constant:
     """Describes one pytree leaf of the arguments; InputError if it is neither a tensor nor hashable."""
     if isinstance(x, Tensor):
         return Like(() if x.is_nested else tuple(x.shape), x.dtype, x.requires_grad)

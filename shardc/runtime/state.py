@@ -1,4 +1,4 @@
-"""The state of a compiled module: what it is sharded for, its parameters, its programs."""
+"""`State`: sharding, parameters and programs of a compiled module."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardc._compat import PyTree
 from shardc.ir.executable import Executable
 from shardc.ir.mesh import Mesh
 from shardc.runtime.gradients import Sync
@@ -22,10 +23,13 @@ class State:
     """``module.shardc`` without its methods for users.
 
     Attributes:
-        turns: at which calls ranks compare inputs.
-        around: a forward that was set on the module and calls the compiled one; see `shardc.runtime.forward_calls`.
-        found: the result of the search for its plan (`shardc.search.result.Found`); None where the plan was given.
-        epoch: see `shardc.runtime.rank_consistency.RankConsistency`; when it last ran.
+        spec: mesh and layouts of the module.
+        params: its parameters and buffers.
+        cache: its programs.
+        turns: schedule of the calls at which ranks compare inputs.
+        around: forward that a user set on the module and that calls the compiled one (`forward_calls.Forward`).
+        found: result of the search for the plan (`shardc.search.result.Found`); None if the user gave the plan.
+        epoch: epoch of the event numbers (`RankConsistency.epoch`) at the last run.
     """
 
     def __init__(
@@ -35,7 +39,7 @@ class State:
         self.spec, self.params, self.found = spec, ParamStore(spec, owner, sync, sources), found
         self.cache = ProgramCache(spec, self.params, build)
         self.turns, self.epoch = Turns(), 0
-        self.around: Callable[..., Any] | None = None
+        self.around: Callable[..., PyTree] | None = None
         self._name: str | None = None
 
     @property
@@ -64,16 +68,20 @@ class State:
         return self._name
 
     def begin_anew(self, epoch: int) -> None:
-        """Forgets what ranks do not share after an error of one of them, which others came further than."""
+        """Resets all that may differ between ranks after an error, which other ranks raised at a later point.
+
+        Args:
+            epoch: the new epoch of the event numbers.
+        """
         self._name, self.epoch, self.params.fresh, self.turns = None, epoch, True, Turns()
         self.cache.calls.clear()
         self.cache.runners.clear()
 
     def check(self, runs: bool = False) -> None:
-        """Checks that the parameters are still the ones that were compiled for, with values where the module runs."""
+        """Raises LayoutError if a parameter no longer fits the module, or has no values and the module ``runs``."""
         self.cache.look()
         self.params.check(runs)
 
     def tells(self) -> AbstractContextManager[None]:
-        """A block of what all ranks do: what is raised in it on this rank is raised on the others too."""
+        """Returns a context manager that sends an error raised inside it to the other ranks, which raise it too."""
         return self.spec.tells()

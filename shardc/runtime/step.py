@@ -1,6 +1,7 @@
 """`Runner`: runs the graphs of a compiled program on this rank.
 
-``torch.autograd.detect_anomaly`` for compiled backwards: names the op that first gave NaN, by module and line.
+Under ``torch.autograd.detect_anomaly``, the error for NaN in a backward names the op that first gave it, by module and
+source line.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from shardc.ir.executable import (
     certificate_of,
 )
 from shardc.ir.graph import Role
+from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.repeat import Segment
 from shardc.runtime.border import Border
@@ -46,7 +48,7 @@ from shardc.runtime.storage import cut, padded_local
 _NOWHERE = 1 << 30
 
 
-def watched(half: Half, inputs: list[Any]) -> tuple[Sequence[Any], int]:
+def watched(half: Half, inputs: list[object]) -> tuple[Sequence[Any], int]:
     """Interprets a graph op by op; returns its results, and the index of the first node whose result has NaN."""
     watch = _Watch(half.gm)
     with torch.no_grad():
@@ -54,13 +56,15 @@ def watched(half: Half, inputs: list[Any]) -> tuple[Sequence[Any], int]:
 
 
 class _Watch(fx.Interpreter):
+    """Interpreter of a graph that notes the index of the first node whose result has NaN."""
+
     first = _NOWHERE
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
         self._places = {node: at for at, node in enumerate(gm.graph.nodes)}
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         """Runs a node; the result of a collective is checked at its wait."""
         result = super().run_node(n)
         looks = n.op == "call_function" and self.first == _NOWHERE and collective_kind(n) is None
@@ -69,17 +73,19 @@ class _Watch(fx.Interpreter):
         return result
 
 
-def has_nan(x: Any) -> bool:
+def has_nan(x: object) -> bool:
     """Whether ``x`` is a tensor with a NaN."""
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and bool(x.isnan().any())
 
 
 def check(
-    half: Half, results: Sequence[Any], first: int, groups: Groups, unpadded: Callable[[str, Tensor], Tensor]
+    half: Half, results: Sequence[object], first: int, groups: Groups, unpadded: Callable[[str, Tensor], Tensor]
 ) -> None:
     """Raises if a gradient of a backward is NaN on any rank; all ranks call it.
 
     Args:
+        half: the backward graph.
+        results: its results.
         first: node index from `watched`.
         unpadded: (name, gradient) -> the gradient without padding.
 
@@ -111,11 +117,11 @@ class Runner:
     """Runs the forward and backward graphs of a compiled program on this rank; lowers them at first use.
 
     Args:
-        program: what to run.
-        spec: of the module, which is on a device mesh.
-        params: of the module; takes the gradients that the program leaves unreduced.
-        buffers: the memory that the results of collectives lie in.
-        tokens: gets what each layer of experts notes of its tokens; see `shardc.custom_ops.expert_ops.noting`.
+        program: the compiled program.
+        spec: settings of the module, which is on a device mesh.
+        params: parameters of the module, and local sums of the gradients that the program leaves unreduced.
+        buffers: memory for the results of collectives.
+        tokens: filled by name of each expert layer with (tokens per expert, name of the group to sum over).
 
     Attributes:
         splits_outputs: whether gradients of outputs are of this rank's own loss, and are scaled.
@@ -141,10 +147,10 @@ class Runner:
         self.splits_outputs = any(spec.unit(program.outputs, layout) != 1 for layout in layouts)
         self.tokens = tokens
         self._compiled: dict[Half, Compiled] = {}
-        self._reductions: dict[tuple[Any, ...], Half] = {}
+        self._reductions: dict[tuple[tuple[str, Layout, torch.dtype], ...], Half] = {}
 
     def backward_of(self, used: frozenset[int]) -> Half:
-        """Returns the backward for gradients of the outputs with indices ``used``; others are pruned."""
+        """Returns the backward graph for gradients of the outputs with indices ``used``, without ops for the others."""
         whole = self.half(BACKWARD)
         every = {port.role.index for port in whole.takes if port.role.kind == "tangent"}
         if used >= every:
@@ -152,7 +158,7 @@ class Runner:
         with self.groups.consistency.compiles():
             return self.half(used)
 
-    def run(self, half: Half, inputs: list[Any]) -> Sequence[Any]:
+    def run(self, half: Half, inputs: list[object]) -> Sequence[Any]:
         """Runs a forward or backward graph; empties ``inputs``. A failed collective raises CollectiveError."""
         compiled, consistency = self.compiled(half), self.groups.consistency
         running: Segment | None = None
@@ -189,7 +195,7 @@ class Runner:
             raise consistency.behind() or failed from error
 
     def _without_pad(self, name: str, grad: Tensor) -> Tensor:
-        """The gradient of the parameter ``name`` without what its storage is padded with; of an input, as it is."""
+        """Returns the gradient of the parameter ``name`` without the padding of its storage; others as they are."""
         param: Any = self.params.snapshot.parameters.get(name)
         return grad if param is None or grad.dim() != param.dim() else cut(grad, param._local_tensor.shape)
 
@@ -202,7 +208,7 @@ class Runner:
         return peaks
 
     def compiled(self, half: Half) -> Compiled:
-        """Returns the callable of a graph; forward and backward are lowered together, and compared between ranks."""
+        """Returns a lowered graph; lowers forward and backward together, after a comparison between ranks."""
         if half not in self._compiled:
             keep_heap()
             together = self.program.step() if half in self.program.step() else (half,)
@@ -222,11 +228,23 @@ class Runner:
             with self.groups.consistency.compiles():
                 self._reductions[key] = self.program.reduction(key)
         half, summands = self._reductions[key], iter(list(sums.values()))
-        feed = [self._coordinate(port) if port.role.kind == "coordinate" else next(summands) for port in half.takes]
+        feed: list[object] = [
+            self._coordinate(port) if port.role.kind == "coordinate" else next(summands) for port in half.takes
+        ]
         return {role.name: x for role, x in zip(half.gives, self.run(half, feed), strict=True)}
 
-    def late(self, roles: Sequence[Role], grads: dict[Any, Tensor | None], deferred: Deferred) -> dict[str, Tensor]:
-        """Adds unreduced gradients to their local sums; reduces and returns the sums not in ``deferred``."""
+    def late(
+        self, roles: Sequence[Role], grads: dict[tuple[str, str], Tensor | None], deferred: Deferred
+    ) -> dict[str, Tensor]:
+        """Adds unreduced gradients to their local sums, and reduces the sums of parameters not in ``deferred``.
+
+        Args:
+            roles: results of the backward graph.
+            grads: these by ("grad", parameter name); the unreduced ones are removed.
+
+        Returns:
+            Padded gradients by parameter name.
+        """
         if not self.program.deferred:
             return {}
         for role in roles:
@@ -255,11 +273,12 @@ class Runner:
                 feed.append(inputs_by_name.get(port.role.name, port.example))
         return feed
 
-    def _coordinate(self, port: Port) -> Any:
+    def _coordinate(self, port: Port) -> Tensor:
+        """Returns this rank's index along the axes that ``port`` names."""
         return self.groups.coordinate(tuple(port.role.name.split(",")))
 
-    def local(self, half: Half, feed: Sequence[Any]) -> list[Any]:
-        """Converts the result of `feed` to what the graph takes: padded local tensors, contiguous buffers."""
+    def local(self, half: Half, feed: Sequence[Any]) -> list[object]:
+        """Converts the result of `feed` to the arguments of the graph: padded local tensors, contiguous buffers."""
         return [
             padded_local(x, self.spec.storages[port.role.name])
             if port.role.kind == "param"

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -31,18 +30,19 @@ from shardc.runtime.shards import flat_index
 
 # Attribute of a DTensor's local tensor: the padded buffer that it views.
 _PADDED = "shardc_padded"
+Hook = Callable[[Tensor], Tensor | None]
 
 dtensor_ops.install_pickling()  # when this is imported: a file may be read before any module is compiled
 
 
-class GradHooks(OrderedDict[int, Any]):
+class GradHooks(OrderedDict[int, Hook]):
     """Hooks of a tensor that a compiled program takes or returns; not called if its gradient is None.
 
     Autograd sees the program as one function, which returns None for tensors without gradient, and would pass None to
     hooks.
     """
 
-    def __setitem__(self, key: int, hook: Any) -> None:
+    def __setitem__(self, key: int, hook: Hook) -> None:
         super().__setitem__(key, lambda grad: None if grad is None else hook(grad))
 
 
@@ -69,7 +69,7 @@ def unpadded_shape(storage: Layout, shape: Sequence[int], rank: int) -> tuple[in
 
 
 def take(tensor: torch.Tensor, dim: int, index: Sequence[int]) -> torch.Tensor:
-    """Selects the ascending ``index`` along ``dim``: a view if contiguous, else a copy."""
+    """Selects the elements at the ascending ``index`` along ``dim``: a view if they are contiguous, else a copy."""
     if not index or index[-1] - index[0] + 1 == len(index):
         return tensor.narrow(dim, index[0] if index else 0, len(index))
     return tensor.index_select(dim, torch.tensor(index, device=tensor.device))
@@ -177,7 +177,7 @@ def padded_local(param: torch.Tensor, storage: Layout) -> torch.Tensor:
 
 
 def refill(param: nn.Parameter, padded: torch.Tensor, storage: Layout, rank: int) -> None:
-    """Gives the DTensor ``param`` the local buffer ``padded``; it stays the same object."""
+    """Replaces the values of ``param``, a DTensor that stays the same object, by the padded local tensor ``padded``."""
     new = to_parameter(padded, storage, param.shape, param.device_mesh, rank, param.requires_grad)  # type: ignore[attr-defined]
     torch.utils.swap_tensors(param, new)
 
@@ -196,6 +196,7 @@ def like_parameter(local: torch.Tensor, param: torch.Tensor) -> DTensor:
 
 
 def _views(local: torch.Tensor, padded: torch.Tensor) -> bool:
+    """Whether ``local`` is a view of ``padded`` from its first element on."""
     return (
         local.untyped_storage().data_ptr() == padded.untyped_storage().data_ptr()
         and local.storage_offset() == padded.storage_offset()
@@ -205,5 +206,6 @@ def _views(local: torch.Tensor, padded: torch.Tensor) -> bool:
 
 
 def _check_fits(storage: Layout, shape: Sequence[int]) -> None:
+    """Raises LayoutError if a tensor of global ``shape`` exceeds the (padded) shape of ``storage``."""
     if len(shape) != storage.ndim or any(size > room for size, room in zip(shape, storage.shape, strict=True)):
         raise LayoutError(f"a tensor of shape {list(shape)} does not fit the storage layout {storage}")

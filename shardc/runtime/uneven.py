@@ -1,4 +1,4 @@
-"""Uneven batches: ranks pass different numbers of rows, which are gathered into global inputs; per-rank row numbers."""
+"""Uneven batches, whose rows are gathered into global inputs, and inputs that number a rank's own rows."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ class Rows:
 
     @property
     def even(self) -> bool:
+        """Whether all ranks pass the same numbers of rows."""
         return len(set(self.counts)) == 1
 
     def blocks(self, at: int, groups: Groups) -> list[int]:
@@ -167,7 +168,12 @@ def global_rows(
 
 
 def refuse_own(names: Sequence[str], numbered: Mapping[int, int]) -> None:
-    """Raises InputError if global inputs that are to be sharded include per-rank row numbers."""
+    """Raises InputError if global inputs to be sharded include per-rank row numbers.
+
+    Args:
+        names: names of the inputs.
+        numbered: as in `global_rows`.
+    """
     for at in numbered:
         raise InputError(
             f"input {names[at]!r} is each rank's own by the plan (per_rank), and no part of a global one",

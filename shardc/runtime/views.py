@@ -8,7 +8,7 @@ outputs that are parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import getitem
@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
+from shardc._compat import PyTree
 from shardc.ir import graph as ir
 from shardc.ir.executable import Executable, Half
+from shardc.ir.layout import Layout
 from shardc.ir.returned import Returned
 
-Op = Callable[[Tensor], Any]
+Op = Callable[[Tensor], PyTree]
 Place = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides and offset within memory
 
 
@@ -47,6 +49,7 @@ class View:
     detached: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Makes the output from its source ``x``."""
         if self.from_feed and self.output.itself:
             return x
         if self.detached and self.output.view:
@@ -66,7 +69,7 @@ class Base:
 
     Args:
         of: positions of these outputs.
-        places: size, strides and offset of each in the base, which has one dim.
+        places: sizes, strides and offset of each in the base, which has one dim.
         split: those of ``of`` that have gradients.
     """
 
@@ -75,7 +78,7 @@ class Base:
     split: frozenset[int]
 
     def holding(self, outputs: Sequence[Any]) -> Tensor:
-        """Returns a tensor of which ``outputs`` can be views: a copy, or their own memory if its layout allows."""
+        """Returns a tensor that ``outputs`` can be views of: a copy, or their memory if they have these places."""
         values = [outputs[at] for at in self.of]
         first, size = values[0], max(map(_end, self.places))
         start = first.storage_offset() - self.places[0][2]
@@ -100,10 +103,10 @@ class Base:
 
 @dataclass(frozen=True)
 class Views:
-    """Outputs that are views of others: made from these after a graph has run.
+    """Outputs of a graph that are views of other tensors, from which they are made after a run.
 
     Args:
-        views: these outputs, each after the one it is made of.
+        views: view ops of these outputs, each after its source.
         bases: the bases, whose positions follow those of the outputs.
         read_only: positions of outputs that share memory on one device and not here, and of their bases.
     """
@@ -145,7 +148,7 @@ def views_of(
         feed: inputs of the run.
         dtensors: whether outputs become DTensors, which are never views of each other.
     """
-    nodes: list[Any] = [node for _, node in ir.outputs(half.graph)][: len(program.outputs)]
+    nodes: list[fx.node.Argument] = [node for _, node in ir.outputs(half.graph)][: len(program.outputs)]
     at_index = {role.index: at for at, role in enumerate(program.outputs) if role.kind == "output"}
     returned = {
         at: program.returned[index]
@@ -160,7 +163,8 @@ def views_of(
     hidden: dict[int, list[int]] = {}  # outputs that share a memory that is no output or input
     stray: set[int] = set()
 
-    def add(view: View, source: Any, fits: bool) -> None:
+    def add(view: View, source: Tensor, fits: bool) -> None:
+        """Adds ``view`` to ``views`` if ``fits`` and the source's local tensor has the view too, else to ``stray``."""
         if fits and not dtensors and _holds(view, source, outputs[view.at]):
             views[view.at] = view
         else:
@@ -223,13 +227,14 @@ def _at(place: Place, base: Tensor) -> Tensor:
     return base.as_strided(sizes, strides, base.storage_offset() + offset)
 
 
-def memory_of(x: Any) -> int:
+def memory_of(x: object) -> int:
     """Returns the address of the storage, equal for tensors that share memory; 0 for other values."""
     x = x._local_tensor if isinstance(x, DTensor) else x
     return int(x.untyped_storage().data_ptr()) if isinstance(x, Tensor) else 0
 
 
-def _axes(layout: Any) -> frozenset[str]:
+def _axes(layout: Layout | None) -> frozenset[str]:
+    """Returns the mesh axes that a layout uses."""
     return frozenset(layout.axes) if layout is not None else frozenset()
 
 
@@ -247,10 +252,10 @@ def _ordered(views: dict[int, View]) -> Iterator[View]:
         yield from of(view)
 
 
-def _up(node: Any) -> Iterator[tuple[fx.Node, Op | None]]:
-    """Yields ``node``, the node it is a view of, and so on, each with the op that makes it from the next."""
+def _up(node: fx.Node) -> Iterator[tuple[fx.Node, Op | None]]:
+    """Yields ``node``, then the source of this view, and so on, each with the op that makes it from the next."""
     while True:
-        before: Any = node.all_input_nodes[0] if node.op == "call_function" and node.all_input_nodes else None
+        before = node.all_input_nodes[0] if node.op == "call_function" and node.all_input_nodes else None
         op: Op | None = None
         if before is None:
             pass
@@ -266,25 +271,28 @@ def _up(node: Any) -> Iterator[tuple[fx.Node, Op | None]]:
 
 
 def _is_view_op(node: fx.Node) -> bool:
+    """Whether ``node`` is a view op whose first argument is its only operand."""
     op = node.target
     is_op = isinstance(op, torch._ops.OpOverload) and op.is_view
     return is_op and node.all_input_nodes == [node.args[0]]
 
 
-def _applied(op: Any, args: Any, kwargs: Any, x: Tensor) -> Any:
+def _applied(op: Callable[..., PyTree], args: Sequence[object], kwargs: Mapping[str, object], x: Tensor) -> PyTree:
+    """Calls ``op`` with ``x`` before the other arguments; a function that `View.ops` can hold by `partial`."""
     return op(x, *args, **kwargs)
 
 
-def _one_of(op: Op, index: int, x: Tensor) -> Any:
+def _one_of(op: Op, index: int, x: Tensor) -> Tensor:
+    """Returns the result with ``index`` of an op with several results."""
     return op(x)[index]
 
 
-def of_constant(node: Any) -> bool:
+def of_constant(node: fx.node.Argument) -> bool:
     """Whether ``node`` is a view of a constant of its graph."""
     return isinstance(node, fx.Node) and [x for x, _ in _up(node)][-1].op == "get_attr"
 
 
-def _path(node: Any, source: Any) -> tuple[Op, ...] | None:
+def _path(node: fx.node.Argument, source: fx.Node) -> tuple[Op, ...] | None:
     """Returns the view ops that make ``node`` from ``source``; None if it is no view of it."""
     ops: list[Op] = []
     for above, op in _up(node) if isinstance(node, fx.Node) else ():
@@ -295,7 +303,7 @@ def _path(node: Any, source: Any) -> tuple[Op, ...] | None:
     return None
 
 
-def _holds(view: View, source: Any, value: Tensor) -> bool:
+def _holds(view: View, source: Tensor, value: Tensor) -> bool:
     """Whether applying ``view`` to ``source`` gives a view of its memory with the shape and dtype of ``value``."""
     with torch.no_grad():
         out = replace(view, detached=False)(source.detach())
@@ -304,11 +312,17 @@ def _holds(view: View, source: Any, value: Tensor) -> bool:
 
 
 def _base(
-    group: Sequence[int], nodes: Sequence[Any], outputs: Sequence[Any], gradients: Collection[int]
+    group: Sequence[int], nodes: Sequence[fx.node.Argument], outputs: Sequence[Any], gradients: Collection[int]
 ) -> Base | None:
-    """Finds a common base tensor for a group of outputs; None if there is none."""
-    ways = [[node for node, _ in _up(nodes[at])] for at in group]
-    common = next((node for node in ways[0] if all(node in way for way in ways)), None)
+    """Finds a tensor that a group of outputs are views of; None if there is none.
+
+    Args:
+        group: positions of the outputs.
+        nodes: node of each output.
+        gradients: positions of outputs that have gradients.
+    """
+    paths = [[node for node, _ in _up(nodes[at])] for at in group]
+    common = next((node for node in paths[0] if all(node in path for path in paths)), None)
     values = [outputs[at] for at in group]
     if common is None or len({x.dtype for x in values}) > 1:
         return None
@@ -326,11 +340,13 @@ def _base(
 
 
 def _through(node: fx.Node, source: fx.Node, x: Tensor) -> Tensor:
+    """Applies to ``x`` the view ops that make ``node`` from ``source``."""
     for op in _path(node, source) or ():
         x = op(x)
     return x
 
 
 def _end(place: Place) -> int:
+    """Returns the offset after the last element of ``place``."""
     sizes, strides, offset = place
     return offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) + 1 if all(sizes) else offset

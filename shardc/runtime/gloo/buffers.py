@@ -1,10 +1,8 @@
-"""Memory for results of collectives: arenas, allocated once and reused in every step.
+"""Memory for results of collectives, in arenas that are reused in every step; scheduling of gloo's threads.
 
 The pass `PlanMemory` assigns each result an offset (slot), and `shardc.runtime.gloo.direct` requests it here.
 Memory in use is never given away: if a slot is occupied (a second forward before the first's backward, a result still
 referenced), the result gets its own memory, counted in `Buffers.strays`.
-
-Scheduling of gloo's event loop threads relative to compute threads.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +65,11 @@ class Arena:
             self._used = []
 
     def take(self, slot: Slot, dtype: torch.dtype, shape: Sequence[int], left: Callable[[], None]) -> Tensor | None:
-        """Returns a tensor at a slot's arena offset; None if that is in use. ``left`` is called when it is freed."""
+        """Returns a tensor in the memory of ``slot``; None if that is in use.
+
+        Args:
+            left: called when the tensor's storage is freed.
+        """
         first, last = span = slot.offset, slot.offset + slot.size
         # `_is_free` gets a copy: finalizers of other threads remove ranges meanwhile.
         used = self._used
@@ -76,7 +77,7 @@ class Arena:
             return None
         insort(used, span)
 
-        def gone(_: Any) -> None:
+        def gone(_: object) -> None:
             used.remove(span)
             left()
 
@@ -141,6 +142,7 @@ class Buffers:
         return sum(arena.size for arena in self.arenas.values())
 
     def use(self, planned: dict[str, int]) -> MemoryUse:
+        """Returns the counters, with the ``planned`` peaks."""
         return MemoryUse(planned, self.peak, self.allocated, self.strays)
 
     @contextmanager
@@ -184,7 +186,7 @@ class Buffers:
 
 @dataclass
 class Window:
-    """The arena slots of the running graph: those of ``plan`` from index ``first``."""
+    """The arena slots of the running segment of a graph: the slots of ``plan`` from index ``first``."""
 
     buffers: Buffers
     plan: MemoryPlan
@@ -192,7 +194,12 @@ class Window:
 
 
 def empty(slots: Sequence[int], at: int, like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns uninitialised memory, of ``like``'s dtype, for slot ``at`` of a collective's ``slots``."""
+    """Returns an uninitialised tensor of ``shape``, with ``like``'s dtype, for a result of a collective.
+
+    Args:
+        slots: slot indices of the collective, in the plan of the running graph; empty without a plan.
+        at: position in ``slots``.
+    """
     stack = _stack()
     if not slots or not stack:
         return like.new_empty(shape)
@@ -213,7 +220,7 @@ def lend(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape), lambda: delattr(memory, "lender")
 
 
-def _watch(tensor: Tensor, gone: Callable[[Any], None]) -> None:
+def _watch(tensor: Tensor, gone: Callable[[object], None]) -> None:
     """Calls ``gone`` when the storage of ``tensor`` is freed."""
     weakref.finalize(tensor.untyped_storage(), gone, None).atexit = False
 

@@ -1,14 +1,14 @@
-"""Direct collectives: messages from each rank to each other rank, ``shardc::*_coalesced`` (see `shardc.ir.comm`).
+"""Kernels of collectives between CPU ranks that send messages directly: ``shardc::*_coalesced``, ``permute_ranks``.
 
-A shard is sent from its own memory to its place in the receiver's result. Small shards are packed into one message
-(`shardc.ir.arena`). Gloo's own collectives copy lists of tensors into a buffer and back, run a reduce-scatter as an
-all-reduce, and take several times as long for a gather (on one machine). Sums are computed at the wait, in rank order,
-so that replicas are equal bit for bit. ``shardc::permute_ranks`` is an all-to-all in which each rank sends to one.
+See `shardc.ir.comm` for the ops. A shard goes from its own memory to its place in the receiver's result. Small shards
+are packed into one message (`shardc.ir.arena`). Gloo's own collectives copy lists of tensors into a buffer and back,
+run a reduce-scatter as an all-reduce, and take several times as long for a gather (on one machine). Sums are computed
+at the wait, in rank order, so that replicas are equal bit for bit. ``shardc::permute_ranks`` is an all-to-all in which
+each rank sends to one.
 
-Row exchange with sizes known at run time: ``shardc::send_rows_coalesced`` (see `shardc.ir.comm`).
-
-On a CPU, rows go in messages directly to their places in the result; small ones of several tensors share a message. On
-other devices they go in one all-to-all per tensor.
+``shardc::send_rows_coalesced`` sends numbers of rows that are known at run time only. On a CPU, rows go in messages to
+their places in the result, and small ones of several tensors share a message. On other devices they go in one
+all-to-all per tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,18 +37,18 @@ class Mail:
     """Pending messages to and from all peers.
 
     Args:
-        messages: handles to wait for.
+        messages: work handles of the messages.
         packing: tensors that share a message.
         came: by peer, the received bytes of the shared message; empty if there is none.
         packs: memory of the shared messages, received and sent.
     """
 
-    messages: list[Any]
+    messages: list[dist.Work]
     packing: Packing
     came: dict[int, Tensor]
     packs: tuple[Tensor, ...]
 
-    def packed(self, peer: int, like: Sequence[Tensor]) -> dict[int, Tensor]:
+    def unpacked(self, peer: int, like: Sequence[Tensor]) -> dict[int, Tensor]:
         """Unpacks the small tensors that share a message of ``peer``: index in ``like`` -> flat tensor of its dtype."""
         starts = self.packing.offsets
         ends = [*starts.values(), self.packing.size][1:]
@@ -60,7 +59,7 @@ class Mail:
 
 
 def packing_of(rows: Sequence[Tensor]) -> Packing:
-    """Returns how tensors to one peer are packed into messages."""
+    """Returns the packing of ``rows``, the tensors for one peer, into messages."""
     return Packing.of([(row.dtype, row.numel() * row.element_size()) for row in rows])
 
 
@@ -113,6 +112,7 @@ def _bytes(row: Tensor) -> Tensor:
 
 
 def _of(packs: dict[int, Tensor], peer: int) -> tuple[Tensor, ...]:
+    """Returns the shared message of ``peer``; () if there are none."""
     return (packs[peer],) if packs else ()
 
 
@@ -139,12 +139,12 @@ class _Exchange(dist.Work):
         finish: called after the last message.
     """
 
-    def __init__(self, messages: Sequence[Any], keep: Sequence[Tensor], finish: Callable[[], None]) -> None:
+    def __init__(self, messages: Sequence[dist.Work], keep: Sequence[Tensor], finish: Callable[[], None]) -> None:
         super().__init__()
         self._messages, self._keep = messages, keep
         self._finish: Callable[[], None] | None = finish
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: object = None) -> bool:
         messages, self._messages = self._messages, ()
         for message in messages:
             message.wait()
@@ -171,7 +171,7 @@ def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: S
 
     def unpack() -> None:
         for peer in peers if packing.offsets else ():
-            came = mail.packed(peer, flat)
+            came = mail.unpacked(peer, flat)
             torch._foreach_copy_([parts[at][peer] for at in came], list(came.values()))
 
     return _started(gathered, _Exchange(mail.messages, [*inputs, *mail.packs], unpack))
@@ -180,6 +180,7 @@ def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: S
 def _reduce_scatter(
     inputs: list[Tensor], reduce_op: str, group_size: int, group_name: str, slots: Sequence[int] = ()
 ) -> list[Tensor]:
+    """Implements ``reduce_scatter_tensor_coalesced`` on CPU ranks by direct messages."""
     terms = [x.contiguous().view(group_size, -1) for x in inputs]
     shapes = [(x.shape[0] // group_size, *x.shape[1:]) for x in inputs]
     return _reduced(group_name, terms, shapes, reduce_op, slots)
@@ -210,7 +211,11 @@ def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Se
 def _reduced(
     group_name: str, terms: list[Tensor], shapes: list[tuple[int, ...]], op: str, slots: Sequence[int]
 ) -> list[Tensor]:
-    """Reduces, over the ranks, this rank's row of each of ``terms`` ([ranks, elements], a row per rank)."""
+    """Reduces over ranks: from each tensor of ``terms`` ([ranks, elements]), the row for this rank.
+
+    Args:
+        shapes: shapes of the results.
+    """
     group, rank, peers = _group(group_name)
     ranks = group.size()
     results = [empty(slots, at, term, shape) for at, (term, shape) in enumerate(zip(terms, shapes, strict=True))]
@@ -227,8 +232,8 @@ def _reduced(
     mail = exchange(group, terms, lambda at, peer: into[at][peer], packing, slots[wires:])
 
     def came(peer: int) -> list[Tensor]:
-        packed = mail.packed(peer, terms)
-        return [packed[at] if at in packed else into[at][peer] for at in range(len(terms))]
+        unpacked = mail.unpacked(peer, terms)
+        return [unpacked[at] if at in unpacked else into[at][peer] for at in range(len(terms))]
 
     def finish() -> None:
         terms_by_rank = [[term[rank] for term in terms] if peer == rank else came(peer) for peer in range(ranks)]
@@ -275,12 +280,12 @@ _library.impl("permute_ranks", _permute_ranks, "CompositeExplicitAutograd")
 
 
 def _parts(inputs: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
-    """Splits each tensor by ``counts``; per rank, the rows that go to or come from it."""
+    """Splits the rows of each tensor by ``counts``, the rows per rank; returns a list of tensors per rank."""
     edges = [0, *accumulate(counts)]
     return [[x[start:end] for x in inputs] for start, end in pairwise(edges)]
 
 
-def _together(parts: Sequence[Tensor]) -> bool:
+def _share_message(parts: Sequence[Tensor]) -> bool:
     """Whether the tensors for one peer share a message."""
     return len(parts) > 1 and sum(x.numel() * x.element_size() for x in parts) <= LARGEST
 
@@ -291,18 +296,23 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 
 def _send(inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, group_name: str) -> list[Tensor]:
-    """Sends rows in direct messages between CPU ranks; ``sends`` and ``receives`` are row counts per rank."""
+    """Implements ``send_rows_coalesced`` on CPU ranks by direct messages.
+
+    Args:
+        sends, receives: number of rows to and from each rank of the group.
+        rows: rows of the results.
+    """
     group, rank, peers = _group(group_name)
     inputs = [x.contiguous() for x in inputs]
     received = [x.new_empty((rows, *x.shape[1:])) for x in inputs]
     goes, comes = _parts(inputs, sends.tolist()), _parts(received, receives.tolist())
-    messages: list[Any] = []
+    messages: list[dist.Work] = []
     keep = list(inputs)
     unpack: list[tuple[Tensor, list[Tensor]]] = []
     for peer in peers:
         if not comes[peer][0].numel():
             continue
-        if _together(comes[peer]):
+        if _share_message(comes[peer]):
             size = sum(x.numel() * x.element_size() for x in comes[peer])
             pack = torch.empty(size, dtype=torch.uint8)
             unpack.append((pack, comes[peer]))
@@ -312,7 +322,7 @@ def _send(inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, grou
     for peer in peers:
         if not goes[peer][0].numel():
             continue
-        if _together(goes[peer]):
+        if _share_message(goes[peer]):
             keep.append(torch.cat([_as_bytes(x) for x in goes[peer]]))
             messages.append(group.send([keep[-1]], peer, _TAG))
         else:
@@ -330,11 +340,12 @@ def _send(inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, grou
 
 
 def _bytes_into(place: Tensor, part: Tensor) -> None:
+    """Copies ``part``, the bytes of a tensor, into ``place``."""
     place.copy_(part.clone().view(place.dtype).view(place.shape))
 
 
 def _exchange(inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, group_name: str) -> list[Tensor]:
-    """Sends rows by one all-to-all per tensor; arguments as `_send`."""
+    """Implements ``send_rows_coalesced`` by one all-to-all per tensor; arguments as `_send`."""
     group, _, _ = _group(group_name)
     goes, comes = sends.tolist(), receives.tolist()
     received = [x.new_empty((rows, *x.shape[1:])) for x in inputs]

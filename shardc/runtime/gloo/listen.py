@@ -1,4 +1,4 @@
-"""The listener thread of a rank, which reads what other ranks publish, and the means to interrupt this rank."""
+"""`Listener`: a thread that reads the messages of other ranks, and functions that interrupt this rank."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ class Listener(Thread):
             self._tell(END)
 
     def _tell(self, entry: str) -> None:
+        """Calls ``heard`` with ``entry``, if its object is alive."""
         heard = self._heard()
         if heard is not None:
             heard(self._store, entry)

@@ -25,6 +25,7 @@ from shardc.ir.comm_volume import wire_elements
 from shardc.runtime.gloo.buffers import let_compute_first
 
 c10d = torch.ops._c10d_functional
+Call = Callable[[list[torch.Tensor]], list[torch.Tensor]]  # starts a collective
 _SMALL, _MANY = 64, 17  # elements; tensors
 _APART = LARGEST // 4 + 16  # elements of a tensor too large to share a message
 _MIDDLE, _LARGE = 1 << 16, 1 << 20  # elements
@@ -32,7 +33,7 @@ _SEGMENT = 4e-3  # seconds of compute before a collective
 
 
 def collectives(group: str, ranks: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Returns, by kind of collective, a call of it on a float32 tensor whose size ``ranks`` divides."""
+    """Returns, by kind of collective, a function that starts it on a float32 tensor whose size ``ranks`` divides."""
 
     def equal_splits(x: torch.Tensor) -> list[int]:
         return [x.numel() // ranks] * ranks
@@ -65,8 +66,8 @@ def measure_collectives(
         yield kind, ranks, times[0], (wires[1] - wires[0]) / max(times[1] - times[0], 1e-9)
 
 
-def in_messages(group: str, ranks: int) -> dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]]:
-    """Returns, by kind of collective, a call of it on tensors as direct messages (`shardc.runtime.gloo.direct`)."""
+def in_messages(group: str, ranks: int) -> dict[str, Call]:
+    """Returns, by kind of collective, a call of it by direct messages (`shardc.runtime.gloo.direct`)."""
     ops = torch.ops.shardc
     calls = {
         "all_gather": lambda xs: ops.all_gather_into_tensor_coalesced(xs, ranks, group),
@@ -100,17 +101,19 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
     ranks = dist.get_world_size(group)
     calls = in_messages(group.group_name, ranks)
 
-    def mean(seconds: Callable[[Callable[..., Any], str], float]) -> float:
+    def mean(seconds: Callable[[Call, str], float]) -> float:
+        """Returns the mean over kinds of the slowest rank's ``seconds(call, kind)``."""
         return sum(_slowest(seconds(call, kind), group) for kind, call in calls.items()) / len(calls)
 
-    def whole(call: Callable[..., Any], xs: list[torch.Tensor]) -> None:
+    def whole(call: Call, xs: list[torch.Tensor]) -> None:
+        """Runs a collective, waits included."""
         for result in call(xs):
             c10d.wait_tensor(result)
 
     def operands(kind: str, elements: int, count: int = 1) -> list[torch.Tensor]:
         return [torch.zeros((ranks if kind != "all_gather" else 1) * elements) for _ in range(count)]
 
-    def fastest(call: Callable[..., Any], kind: str, elements: int, count: int = 1) -> float:
+    def fastest(call: Call, kind: str, elements: int, count: int = 1) -> float:
         return _fastest(partial(whole, call, operands(kind, elements, count)), runs, group, times)
 
     # The same bytes in one message and in many.
@@ -132,7 +135,7 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
     return Sent(latency, call_seconds, message, 1 / per_byte, share)
 
 
-def _after_compute(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, group: dist.ProcessGroup) -> float:
+def _after_compute(call: Call, xs: list[torch.Tensor], runs: int, group: dist.ProcessGroup) -> float:
     """Returns the seconds that a collective adds to the compute before it, as a mean of the middle 80 % of runs.
 
     In a step, ranks meet after milliseconds of compute: they arrive at different times, and sleeping threads must be
@@ -156,10 +159,10 @@ def _after_compute(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, 
     return max(seconds[True] - seconds[False], 0.0)
 
 
-def _share(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, times: int, group: dist.ProcessGroup) -> float:
+def _share(call: Call, xs: list[torch.Tensor], runs: int, times: int, group: dist.ProcessGroup) -> float:
     """Returns the fraction of a collective's time that concurrent compute loses."""
     x = torch.rand(256, 256)
-    alone = _fastest(lambda: [c10d.wait_tensor(made) for made in call(xs)], runs, group, times)
+    alone = _fastest(lambda: [c10d.wait_tensor(result) for result in call(xs)], runs, group, times)
     product = _fastest(lambda: x @ x, runs, group, times=50)
     count = max(int(2 * alone / product), 1)
 
@@ -224,17 +227,18 @@ def _in_turn(make: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tens
 def _elementwise(
     x: torch.Tensor, y: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A residual, its norm and a gate: 4 tensors read, 3 written."""
+    """Computes a residual, its norm and a gate: 4 tensors are read, 3 written."""
     total = x + y
     norm = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * weight
     return total, norm, torch.nn.functional.silu(gate) * up
 
 
 def _waited(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Runs a collective and waits for its result."""
     return c10d.wait_tensor(call(x))
 
 
-def _fastest(call: Callable[[], Any], runs: int, group: dist.ProcessGroup | None = None, times: int = 1) -> float:
+def _fastest(call: Callable[[], object], runs: int, group: dist.ProcessGroup | None = None, times: int = 1) -> float:
     """Returns the seconds per call in the fastest of ``runs`` runs of ``times`` calls, after a warm-up run.
 
     The ranks of ``group`` start together.
@@ -250,7 +254,7 @@ def _fastest(call: Callable[[], Any], runs: int, group: dist.ProcessGroup | None
     return best
 
 
-def _typical(call: Callable[[], Any], runs: int) -> float:
+def _typical(call: Callable[[], object], runs: int) -> float:
     """Returns the median seconds of ``runs`` calls, after one to warm up."""
     call()
     seconds = []
@@ -267,7 +271,7 @@ def _mean_of_middle(seconds: list[float]) -> float:
     return statistics.mean(sorted(seconds)[cut : len(seconds) - cut])
 
 
-def _host_seconds(call: Callable[[], Any], runs: int, group: dist.ProcessGroup) -> float:
+def _host_seconds(call: Callable[[], object], runs: int, group: dist.ProcessGroup) -> float:
     """Returns the least CPU seconds of this thread for a call."""
     best = float("inf")
     for _ in range(runs + 1):
@@ -280,6 +284,7 @@ def _host_seconds(call: Callable[[], Any], runs: int, group: dist.ProcessGroup) 
 
 
 def _slowest(seconds: float, group: dist.ProcessGroup) -> float:
+    """Returns the largest ``seconds`` of all ranks."""
     slowest = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     return float(slowest)

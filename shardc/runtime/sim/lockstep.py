@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -28,6 +28,7 @@ from shardc.runtime import shards
 from shardc.runtime.shards import COLLECTIVES
 
 Groups = tuple[tuple[int, ...], ...]
+T = TypeVar("T")
 
 
 class PerRank(list[Any]):
@@ -43,27 +44,32 @@ class Lockstep:
 
     # --- the builder's interface
 
-    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(self, target: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
         """Calls ``target`` on every rank with that rank's values of `PerRank` arguments; other arguments are shared."""
         if isinstance(target, OpOverload) and communicates(target) and target not in MOVES:
             return self._collective(target, args, kwargs)
         return PerRank(target(*_pick(args, rank), **_pick(kwargs, rank)) for rank in range(self.mesh.ranks))
 
     def coordinate(self, axes: tuple[str, ...]) -> PerRank:
+        """Returns the index of each rank along ``axes``, as int64 [1]."""
         return PerRank(torch.tensor([shards.flat_index(self.mesh, axes, rank)]) for rank in range(self.mesh.ranks))
 
     def key(self) -> PerRank:
+        """Returns the random key, the same on all ranks and in all calls."""
         if self._key is None:
             self._key = draw_key()
         return PerRank([self._key] * self.mesh.ranks)
 
     def shape(self, x: PerRank) -> tuple[int, ...]:
+        """Returns the local shape."""
         return tuple(x[0].shape)
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """Returns a new ``make()``: values of an eager run are not cached."""
         return make()
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
+        """Returns (size, name) of the groups along ``axes``."""
         return prod(self.mesh.size(axis) for axis in axes), group_name(axes)
 
     # --- global values
@@ -89,7 +95,7 @@ class Lockstep:
         feed: Callable[[fx.Node], PerRank],
         call: Callable[[fx.Node, Mapping[fx.Node, Any]], Any] | None = None,
     ) -> Iterator[tuple[fx.Node, Any]]:
-        """Yield each node of a graph with its value on every rank, in order; values are freed after their last use.
+        """Yields each node of a graph with its value on every rank, in order; values are freed after their last use.
 
         The output comes last, with a list: None for outputs that are no nodes.
 
@@ -114,17 +120,17 @@ class Lockstep:
                 del values[read]
 
     def execute(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-        """Execute the op of a local graph, given the values of its operands."""
+        """Executes the op of ``node``, given the ``values`` of its operands."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         with _compat.no_autocast():
             return self.call(node.target, *args, **kwargs)
 
     def run(self, gm: fx.GraphModule, inputs: Sequence[Sequence[Any]]) -> list[PerRank | None]:
-        """Return for each output of a local graph one value a rank, or None for outputs that are no nodes.
+        """Returns the value of each output of a local graph on every rank; None for outputs that are no nodes.
 
         Args:
             gm: a graph of aten ops, functional collectives and ``operator.getitem``.
-            inputs: for each placeholder one value a rank.
+            inputs: for each placeholder, its value on every rank.
         """
         feed = iter(inputs)
         results: list[PerRank | None] = []
@@ -151,8 +157,8 @@ class Lockstep:
         if isinstance(x, PerRank):
             results = _by_group(function, x, options, groups)
         else:
-            per_tensor = [_by_group(function, one, options, groups) for one in x]
-            results = PerRank([one[rank] for one in per_tensor] for rank in range(self.mesh.ranks))
+            per_tensor = [_by_group(function, tensor, options, groups) for tensor in x]
+            results = PerRank([tensor[rank] for tensor in per_tensor] for rank in range(self.mesh.ranks))
         into = x if name.endswith("_") else out
         if into is None:
             return results
@@ -162,7 +168,8 @@ class Lockstep:
         return into
 
 
-def _pick(x: Any, rank: int) -> Any:
+def _pick(x: object, rank: int) -> Any:
+    """Replaces each `PerRank` in nested arguments by its value on ``rank``."""
     if isinstance(x, PerRank):
         return x[rank]
     if isinstance(x, (tuple, list)):
@@ -172,10 +179,13 @@ def _pick(x: Any, rank: int) -> Any:
     return x
 
 
-def _by_group(function: Callable[..., Any], x: PerRank, options: Sequence[Any], groups: Groups) -> PerRank:
+def _by_group(
+    function: Callable[..., Sequence[torch.Tensor]], x: PerRank, options: Sequence[object], groups: Groups
+) -> PerRank:
+    """Calls ``function`` for each group, with its ranks' values of ``x`` and of the options that are `PerRank`."""
     out = PerRank([None] * len(x))
     for ranks in groups:
-        group_options = [[one[r] for r in ranks] if isinstance(one, PerRank) else one for one in options]
+        group_options = [[option[r] for r in ranks] if isinstance(option, PerRank) else option for option in options]
         for rank, result in zip(ranks, function([x[r] for r in ranks], *group_options), strict=True):
             out[rank] = result
     return out

@@ -9,6 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from shardc._compat import PyTree
 from shardc.custom_ops.random import draw_key
 from shardc.errors import InputError
 from shardc.ir.executable import BACKWARD, FORWARD, Executable, Half
@@ -22,7 +23,7 @@ from shardc.runtime.storage import cut, shard_tensor
 
 
 class Simulation:
-    """Runs all ranks of an abstract mesh in this process, collectives included; call it with *global* inputs.
+    """Runs all ranks of an abstract mesh in this process, collectives included; takes *global* inputs.
 
     Args:
         module: result of `shardc.compile` for an abstract `Mesh`, with real parameters.
@@ -54,7 +55,7 @@ class Simulation:
         self._saved: tuple[Executable, dict[str, PerRank]] | None = None
         self._changes: list[tuple[int, Tensor, int]] = []  # versions of outputs that a backward reads
 
-    def __call__(self, *args: Any, grad: bool = True, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, grad: bool = True, **kwargs: PyTree) -> PyTree:
         """Returns the global outputs for global inputs; `backward` may follow if ``grad``."""
         if self.state.around is not None:
             raise InputError(
@@ -69,7 +70,7 @@ class Simulation:
         fed = {name: self.ranks.shard(x, layout) for (name, layout), x in zip(program.inputs, leaves, strict=True)}
         results = self.ranks.run(half.gm, self._feed(half, fed))
         count = len(program.outputs)
-        out: list[Any] = []
+        out: list[object] = []
         for role, constant, result in zip(program.outputs, program.output_values, results[:count], strict=True):
             if role.kind == "buffer":
                 self.buffers[role.name] = list(result)  # type: ignore[arg-type]
@@ -175,9 +176,11 @@ class Simulation:
         return step
 
     def _whole(self, shards: Sequence[Tensor], name: str) -> Tensor:
+        """Joins the shards of parameter ``name``, or of its gradient, without padding."""
         return cut(self.ranks.assemble(shards, self.storages[name]), self._shapes[name])
 
     def _feed(self, half: Half, inputs: dict[str, PerRank]) -> list[Any]:
+        """Returns the value of each argument of a graph on every rank; ``inputs``: those of the call, by name."""
         feed: list[Any] = []
         for role, example in ((port.role, port.example) for port in half.takes):
             if role.kind == "coordinate":
