@@ -32,7 +32,14 @@ from shardc.errors import InputError, ShardcError
 Function = TypeVar("Function", bound=Callable[..., Any])
 T = TypeVar("T")
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of ``dtype`` in torch: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES = {dtype_name(x): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 _NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a string", type(None): "None"}
 
 

@@ -1,4 +1,4 @@
-"""Annotates a traced graph: names from module paths, source lines, phases, and what each input and output is."""
+"""Annotates a traced graph: names from module paths, source lines, phases, and the `Role` of each input and output."""
 
 from __future__ import annotations
 
@@ -23,12 +23,17 @@ from shardc.ir.graph import Info, NameScope, Origin, Role
 from shardc.ir.returned import AGAIN
 from shardc.ir.rewriter import GraphRewriter
 
-PREFIX = "model."  # of the names of the model's parameters and buffers in `_Root`
+PREFIX = "model."  # of the names of the model's modules, parameters and buffers in the traced root module
 OUTPUT = ""  # name of the tag that gives each output a node of its own
 SAME = "="  # name of the tag of an output that is the same tensor object as an earlier one
 _WITH_EFFECTS = torch.ops.higher_order.with_effects
 # Role kinds that forward must not change in place -> (their word in the error, the fix).
 _UNCHANGED = {"param": ("parameter", "or register it as a buffer"), "input": ("input", "and return it")}
+
+
+def model_name(name: str) -> str:
+    """Return the name in the model of a module, parameter or buffer named ``name`` in the traced root module."""
+    return f"{name}.".removeprefix(PREFIX)[:-1]
 
 
 def annotate(
@@ -106,13 +111,13 @@ def _cast_stored(graph: fx.Graph, stored: Mapping[str, torch.dtype]) -> None:
 def _merge_names(graph: fx.Graph, first: Mapping[str, str]) -> None:
     """Merges the placeholders and gradients of a tensor that has several names; the first name stays."""
     output = ir.output_node(graph)
-    placed: dict[Any, fx.Node] = {}
+    placed: dict[aot.AOTInput, fx.Node] = {}
     for node in ir.placeholders(graph):
         desc = node.meta["desc"] = _by_first_name(node.meta["desc"], first)
         if placed.setdefault(desc, node) is not node:
             node.replace_all_uses_with(placed[desc])
             graph.erase_node(node)
-    results: dict[Any, Any] = {}
+    results: dict[aot.AOTOutput, fx.node.Argument] = {}
     for desc, result in zip(output.meta["desc"], output.args[0], strict=True):
         desc = _by_first_name(desc, first)
         before = results.get(desc)
@@ -125,6 +130,7 @@ def _merge_names(graph: fx.Graph, first: Mapping[str, str]) -> None:
 
 
 def _by_first_name(desc: Any, first: Mapping[str, str]) -> Any:
+    """Return the descriptor ``desc`` of an input or output, by the first name of its parameter or buffer."""
     if isinstance(desc, aot.ParamAOTInput | aot.BufferAOTInput):
         return replace(desc, target=first[desc.target])
     for place in ("grad_of", "mutated_input", "base"):
@@ -133,10 +139,10 @@ def _by_first_name(desc: Any, first: Mapping[str, str]) -> Any:
     return desc
 
 
-def _drop_output_tags(graph: fx.Graph) -> set[Any]:
+def _drop_output_tags(graph: fx.Graph) -> set[aot.AOTOutput]:
     """Drops the tags of outputs; returns the descriptors of outputs that are the same tensor as an earlier one."""
     output = ir.output_node(graph)
-    duplicates: set[Any] = set()
+    duplicates: set[aot.AOTOutput] = set()
     for node in list(graph.nodes):
         if node.target is torch.ops.shardc.tag.default and node.args[1] in (OUTPUT, SAME):
             if node.args[1] == SAME:
@@ -166,8 +172,8 @@ def _forward_first(graph: fx.Graph, backward_from: fx.Node | None, needed: set[f
             backward_from.prepend(node)
 
 
-def _name_outputs(output: fx.Node, inputs: Sequence[str], duplicates: Container[Any]) -> None:
-    """Records what each output is (a `Role`: model output, gradient, buffer); drops other results.
+def _name_outputs(output: fx.Node, inputs: Sequence[str], duplicates: Container[aot.AOTOutput]) -> None:
+    """Records the `Role` of each output (model output, gradient, buffer) in the output node; drops other results.
 
     Args:
         duplicates: the descriptors of outputs that are the same tensor as an earlier output.
@@ -216,21 +222,23 @@ def _first_backward(graph: fx.Graph, needed: set[fx.Node]) -> fx.Node | None:
     return None
 
 
-def _input_role(desc: Any, inputs: Sequence[str]) -> Role:
+def _input_role(desc: aot.AOTInput, inputs: Sequence[str]) -> Role:
+    """Return the `Role` of a placeholder: parameter, buffer, tangent or input."""
     if isinstance(desc, aot.ParamAOTInput):
-        return Role("param", desc.target.removeprefix(PREFIX))
+        return Role("param", model_name(desc.target))
     if isinstance(desc, aot.BufferAOTInput):
-        return Role("buffer", desc.target.removeprefix(PREFIX))
+        return Role("buffer", model_name(desc.target))
     if isinstance(desc, aot.SubclassGetAttrAOTInput):  # an inner tensor of a wrapper subclass
         outer = _input_role(desc.base, inputs)
         return replace(outer, name=f"{outer.name}.{desc.attr}")
     if isinstance(desc, aot.TangentAOTInput):
         return Role("tangent", _output_name(desc.output), _output_index(desc.output))
+    assert isinstance(desc, aot.PlainAOTInput), f"{desc} is no input of the model"
     return Role("input", inputs[desc.idx], desc.idx)
 
 
-def _output_role(desc: Any, inputs: Sequence[str]) -> Role | None:
-    """Return what an output is (a `Role`: model output, gradient, buffer); None if the program does not return it."""
+def _output_role(desc: aot.AOTOutput, inputs: Sequence[str]) -> Role | None:
+    """Return the `Role` of an output: model output, gradient or buffer; None if the program does not return it."""
     if isinstance(desc, aot.GradAOTOutput):
         target = _input_role(desc.grad_of, inputs)
         return Role("grad", target.name, target.index)
@@ -244,7 +252,7 @@ def _output_role(desc: Any, inputs: Sequence[str]) -> Role | None:
     return None
 
 
-def _inner_output_role(desc: Any, inputs: Sequence[str]) -> Role | None:
+def _inner_output_role(desc: aot.SubclassGetAttrAOTOutput, inputs: Sequence[str]) -> Role | None:
     """Return the `Role` of a wrapper subclass's inner tensor; CaptureError if the subclass is a model output."""
     outer = _output_role(desc.base, inputs)
     if outer is not None and outer.kind == "output":
@@ -255,22 +263,23 @@ def _inner_output_role(desc: Any, inputs: Sequence[str]) -> Role | None:
     return None if outer is None else replace(outer, name=f"{outer.name}.{desc.attr}")
 
 
-def _output_index(desc: Any) -> int:
+def _output_index(desc: aot.AOTOutput) -> int:
     return getattr(desc, "idx", 0)
 
 
-def _output_name(desc: Any) -> str:
+def _output_name(desc: aot.AOTOutput) -> str:
     return "out" if _output_index(desc) == 0 else f"out.{_output_index(desc)}"
 
 
 def _module_path(node: fx.Node) -> str:
+    """Return the qualified name, in the model, of the module whose forward made ``node``; "" for the model itself."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if not stack:
         return ""
     path = list(stack.values())[-1][0]
     path = re.sub(r"^L\['\w+'\]\.?", "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path).replace("._modules", "")
-    return (path + ".").removeprefix(PREFIX).strip(".")
+    return model_name(path).strip(".")
 
 
 def _region(node: fx.Node) -> int:
@@ -281,6 +290,7 @@ def _region(node: fx.Node) -> int:
 
 
 def _stem(node: fx.Node, module: str = "") -> str:
+    """Return the name of the op of ``node``, after the path of its ``module`` if one is given."""
     target = node.target
     name = getattr(target, "__name__", str(target)) if not hasattr(target, "overloadpacket") else ""
     name = name or target.overloadpacket.__name__

@@ -1,18 +1,15 @@
-"""Translates errors of Dynamo and AOTAutograd to a `CaptureError` with the user's line and a fix.
+"""`CaptureError` for code that cannot be captured: the reason, the user's line (``file:line``) and a fix.
 
-Finds lines of the user's code, as ``file:line``.
-
-Table of Dynamo's messages for code that cannot be captured, with the reason and the fix.
+`REFUSALS` is the table of Dynamo's messages. The ``check_`` and ``refuse_`` functions look at values and traced graphs.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import Enum
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +17,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchDynamoException
 
+from shardc._compat import PyTree
 from shardc.errors import CaptureError
 from shardc.ir.code import calling_line, told_place
 from shardc.ir.graph import info, placeholders, role
+from shardc.validate import dtype_name
 
 
 def frames(trace: str) -> list[str]:
@@ -31,18 +30,18 @@ def frames(trace: str) -> list[str]:
 
 
 def line_of(node: fx.Node) -> str:
-    """Return the user's line that a traced node comes from; empty if there is none."""
+    """Return the user's line, ``file:line``, that a traced node comes from; "" if there is none."""
     return user_frame(frames(node.meta.get("stack_trace") or ""))
 
 
 def user_frame(frames: Iterable[str]) -> str:
-    """Return the innermost of ``frames`` that is in the user's code, not torch's, shardc's or Python's; or empty."""
+    """Return the innermost of ``frames`` (``file:line``) outside of torch, shardc and Python's library, or ""."""
     user_frames = [frame for frame in frames if told_place(frame.rpartition(":")[0]) is None]
     return user_frames[-1] if user_frames else ""
 
 
-def defined_at(function: Any) -> str:
-    """Return the line on which a function is defined; empty for one without Python code."""
+def defined_at(function: Callable[..., object]) -> str:
+    """Return ``file:line`` of the definition of a function; "" for one without Python code."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
@@ -225,11 +224,16 @@ LOSS_GAVE = "what is traced gave "
 def capture_error(
     model: nn.Module,
     error: Exception,
-    loss: Any = None,
+    loss: Callable[..., object] | None = None,
     inputs: Sequence[tuple[str, Tensor]] = (),
     uncast: tuple[str, str] = ("", ""),
 ) -> CaptureError:
-    """Return the `CaptureError` for ``error`` of a trace of ``model``; ``uncast`` is the result of `Dtypes.uncast`."""
+    """Return the `CaptureError` for an ``error`` that a trace of ``model`` raised.
+
+    Args:
+        inputs: (name, example) of each tensor input.
+        uncast: the result of `Dtypes.uncast`.
+    """
     text = str(error)
     if gave := re.search(rf"{LOSS_GAVE}([^'\"\\]*)", text):
         if loss is None:
@@ -328,11 +332,12 @@ def _layer_drops(model: nn.Module) -> list[str]:
 
 
 def _shown(inputs: Sequence[tuple[str, Tensor]]) -> str:
-    listed = [f"{name}: {str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for name, x in inputs]
+    """Return the dtypes and shapes of ``inputs`` (name, example) as text."""
+    listed = [f"{name}: {dtype_name(x.dtype)}{list(x.shape)}" for name, x in inputs]
     return ", ".join(listed) or "no tensors"
 
 
-def check_result(out: Any, is_loss: bool) -> None:
+def check_result(out: PyTree, is_loss: bool) -> None:
     """Checks, in the trace, that a loss is a scalar and a model returns a tensor; else ValueError."""
     if is_loss and not (isinstance(out, Tensor) and out.numel() == 1 and not out.is_complex()):
         kind = f"a tensor of {out.dtype}, {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
@@ -355,7 +360,7 @@ def check_dtypes(graph: fx.Graph, uncast: tuple[str, str]) -> None:
                 cause, fix = uncast
                 inputs = [(role(n).name, n.meta["val"]) for n in placeholders(graph, "input")]
                 raise CaptureError(
-                    f"{node.target} is given {' and '.join(str(x).removeprefix('torch.') for x in dtypes)}; the inputs "
+                    f"{node.target} is given {' and '.join(dtype_name(x) for x in dtypes)}; the inputs "
                     f"are {_shown(inputs)}{cause and '; '}{cause}",
                     source=info(node).origin.source or calling_line(),
                     fix=fix or "pass inputs of the parameters' dtype, or cast where the model multiplies",
@@ -384,10 +389,13 @@ _IN_PLACE_OF = {
 }
 
 
+_COLLECTIVES = ("c10d_functional", "_c10d_functional")  # namespaces of collectives
+
+
 def refuse_higher_order(graph: fx.Graph) -> None:
     """Raises CaptureError for a higher-order op, an op that writes to its arguments, or a collective."""
     for node in graph.nodes:
-        if str(getattr(node.target, "namespace", "")).endswith("c10d_functional"):
+        if getattr(node.target, "namespace", "") in _COLLECTIVES:
             raise CaptureError(
                 f"forward calls the collective {node.target}, and a model is written for one device: a program has its "
                 "own collectives",

@@ -1,15 +1,10 @@
 """Decompositions under which a model is traced, chosen so that sharding rules are exact.
 
-Norms, softmaxes and losses become sums, maxima and pointwise ops, whose rules are exact over any sharded dim;
-contractions, attention, embeddings, convolutions and pooling stay one op.
-
-Decomposes nn.LSTM, nn.GRU and nn.RNN layers to matmuls and one op for all steps (`recurrent_ops`).
-
-Replaces ``as_strided`` and its forms by ops on elements: permutations, views and indexing.
-
-``as_strided`` reads the storage of a tensor by the strides that it had in the trace; a shard has other strides. So the
-op becomes a selection of elements of the tensor that owns the storage: a permutation if it reads each element once,
-else an index.
+- Norms, softmaxes and losses become sums, maxima and pointwise ops, whose rules are exact over any sharded dim.
+  Contractions, attention, embeddings, convolutions and pooling stay one op.
+- nn.LSTM, nn.GRU and nn.RNN become matmuls and one op for all steps (`recurrent_ops`).
+- ``as_strided`` reads a storage by the strides that a tensor had in the trace; a shard has other strides. It becomes a
+  selection of elements of the tensor that owns the storage: a permutation if it reads each element once, else an index.
 """
 
 from __future__ import annotations
@@ -19,13 +14,15 @@ from contextlib import contextmanager
 from functools import partial
 from math import prod
 from operator import getitem
-from typing import Any
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._decomp import decompositions
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardc.capture.capture_errors import line_of
 from shardc.custom_ops.recurrent_ops import STEPS
@@ -50,7 +47,7 @@ def fake_like(x: Tensor, device: torch.device, dtype: torch.dtype | None = None)
     return fake.requires_grad_(x.requires_grad)
 
 
-def without_strides(graph: fx.Graph, mode: Any) -> None:
+def without_strides(graph: fx.Graph, mode: FakeTensorMode) -> None:
     """Replaces ``as_strided`` ops of a traced graph; CaptureError if one reads outside of the tensor's elements."""
     nodes = [node for node in graph.nodes if node.op == "call_function" and node.target in (*_READS, *_WRITES)]
     if not nodes:
@@ -97,6 +94,7 @@ class _Elements:
             )
 
     def read(self) -> fx.Node:
+        """Return the elements that the op reads, in the shape of its result."""
         if not prod(self.size):
             return self._call(aten.new_empty.default, self.base, self.size)
         order = self._through_all()
@@ -143,12 +141,14 @@ class _Elements:
         return positions if not self.offset else self._call(aten.add.Tensor, positions, self.offset)
 
     def _flat(self, x: fx.Node) -> fx.Node:
+        """Return the elements of ``x``, a tensor of the base's shape, as one dim, in the order of the storage."""
         return self._call(aten.reshape.default, self._permuted(x, self.order), [-1])
 
     def _permuted(self, x: fx.Node, order: Sequence[int]) -> fx.Node:
         return x if list(order) == sorted(order) else self._call(aten.permute.default, x, list(order))
 
-    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def _call(self, target: OpOverload, *args: fx.node.Argument, **kwargs: fx.node.Argument) -> fx.Node:
+        """Inserts a call of ``target`` with the meta of the op, and its own fake value."""
         node = self.graph.call_function(target, args, kwargs)
         node.meta = {name: value for name, value in self.node.meta.items() if name != "val"}
         fakes = fx.map_arg((args, kwargs), lambda x: x.meta["val"])
@@ -180,14 +180,14 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return [list(order).index(dim) for dim in range(len(order))]
 
 
-Hidden = Any  # a tensor; for an LSTM (hidden, cell)
+Hidden: TypeAlias = "Tensor | tuple[Tensor, Tensor]"  # for an LSTM (hidden, cell)
 
 
 def _layer(
     input: Tensor, hidden: Hidden, params: Sequence[Tensor], has_biases: bool, hidden_fn: str, reverse: bool = False
 ) -> tuple[Tensor, Hidden]:
     """Computes one direction of one layer: input [time, batch, in] -> (outputs [time, batch, out], last state)."""
-    h, c = hidden if hidden_fn == "lstm" else (hidden, None)
+    h, c = hidden if isinstance(hidden, tuple) else (hidden, None)
     w_input, w_state, *rest = params
     gates = F.linear(input, w_input, rest[0] if has_biases else None)
     of_state: Tensor | None = rest[1] if has_biases else None
@@ -212,8 +212,8 @@ def _layer(
 
 
 def _layers(
-    input: Tensor, hidden: Sequence[Hidden], params: Sequence[Any], has_biases: bool, num_layers: int, dropout: float,
-    train: bool, bidirectional: bool, batch_first: bool, layer_fn: Callable[..., tuple[Tensor, Hidden]],
+    input: Tensor, hidden: Sequence[Hidden], params: Sequence[Sequence[Tensor]], has_biases: bool, num_layers: int,
+    dropout: float, train: bool, bidirectional: bool, batch_first: bool, layer_fn: Callable[..., tuple[Tensor, Hidden]],
 ) -> tuple[Tensor, list[Hidden]]:  # fmt: skip
     """Computes all layers, with the dropout between them, which torch's decomposition leaves out."""
     input, ways, last = input.transpose(0, 1) if batch_first else input, 1 + bidirectional, []
@@ -227,7 +227,7 @@ def _layers(
 
 
 # (owner, attribute name, replacement) in torch's decompositions; a cell function becomes its name.
-OTHER_FORMS: tuple[tuple[Any, str, Any], ...] = (
+OTHER_FORMS: tuple[tuple[object, str, object], ...] = (
     (decompositions, "select_one_layer_lstm_function", lambda *_: partial(_layer, hidden_fn="lstm")),
     (decompositions, "one_layer_rnn", _layer),
     (decompositions, "gru_cell", "gru"),
@@ -262,14 +262,16 @@ FROM_TORCH = tuple(
 )
 
 
-def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+def _mean(
+    x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     dims = list(range(x.ndim)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
     count = prod(x.shape[d] for d in dims if x.ndim)
     return aten.div.Tensor(aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype), count)
 
 
 def _var_mean(
-    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+    x: Tensor, dim: int | Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     dims = list(range(x.ndim)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
     count = prod(x.shape[d] for d in dims if x.ndim)
@@ -281,7 +283,9 @@ def _var_mean(
     return var, mean if keepdim else aten.squeeze.dims(mean, dims)
 
 
-def _var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+def _var(
+    x: Tensor, dim: int | Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
     return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
@@ -294,12 +298,12 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float 
     return aten.add.Tensor(product, bias if beta == 1 else aten.mul.Tensor(bias, beta))
 
 
-def _chunk(x: Tensor, chunks: int, dim: int = 0) -> Any:
+def _chunk(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
     size = max(1, -(-x.shape[dim] // chunks))
     return aten.split.Tensor(x, size, dim)
 
 
-def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Any:
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: object) -> Tensor:
     """Adds the bias separately: a partial product would add it once per rank."""
     if bias is None:
         return NotImplemented
@@ -308,9 +312,11 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any)
 
 
 def _convolution_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, stride: Any, padding: Any, dilation: Any,
-    transposed: bool, output_padding: Any, groups: int, output_mask: Sequence[bool],
-) -> Any:  # fmt: skip
+    grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    """Computes the gradient of the bias as a sum of its own, apart from those of input and weight."""
     if not output_mask[2]:
         return NotImplemented
     over = [0, *range(2 + x.ndim - weight.ndim, grad.ndim)]
@@ -340,7 +346,7 @@ def _nll_loss_backward(
     return aten.where.self(hit, aten.neg.default(grad), aten.full.default([], 0, dtype=grad.dtype, device=grad.device))
 
 
-def _slice_backward(grad: Tensor, sizes: Any, dim: int, start: int, end: int, step: int) -> Tensor:
+def _slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Tensor:
     dim %= grad.ndim
     before = min(max(start + sizes[dim] if start < 0 else start, 0), sizes[dim])
     if step != 1:  # put zeros in the places that the step skipped
@@ -354,7 +360,7 @@ def _slice_backward(grad: Tensor, sizes: Any, dim: int, start: int, end: int, st
     return _pad_dim(grad, dim, before, sizes[dim] - before - grad.shape[dim])
 
 
-def _select_backward(grad: Tensor, sizes: Any, dim: int, index: int) -> Tensor:
+def _select_backward(grad: Tensor, sizes: Sequence[int], dim: int, index: int) -> Tensor:
     dim %= len(sizes)
     index %= sizes[dim]
     return _pad_dim(aten.unsqueeze.default(grad, dim), dim, index, sizes[dim] - index - 1)
@@ -364,7 +370,7 @@ def _pad_dim(x: Tensor, dim: int, before: int, after: int) -> Tensor:
     return aten.constant_pad_nd.default(x, [*[0, 0] * (x.ndim - dim - 1), before, after], 0)
 
 
-def _constant_pad_nd(x: Tensor, pad: Sequence[int], value: Any = 0) -> Any:
+def _constant_pad_nd(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
     """Replaces negative padding by slices: torch's kernel takes symbolic sizes for positive padding only."""
     if all(width >= 0 for width in pad):
         return NotImplemented
@@ -376,7 +382,7 @@ def _constant_pad_nd(x: Tensor, pad: Sequence[int], value: Any = 0) -> Any:
     return aten.constant_pad_nd.default(x, added, value) if any(added) else aten.clone.default(x)
 
 
-def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
     """Writes one value under a boolean mask by ``where``, whose shapes do not depend on the mask's values."""
     indexed = [(at, index) for at, index in enumerate(indices) if index is not None]
     if len(indexed) != 1 or indexed[0][1].dtype != torch.bool or values.numel() != 1 or accumulate:
@@ -386,17 +392,21 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
     return aten.where.self(mask, aten.view.default(values, []), x)
 
 
-def _zeros(size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+def _zeros(
+    size: Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: object
+) -> Tensor:
     """Replaces autograd's zero gradient without memory by ``full``: its views would have no device."""
     return aten.full.default(size, 0, dtype=dtype or torch.get_default_dtype(), device=device or torch.device("cpu"))
 
 
-def _full_like(x: Tensor, value: Any, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
+def _full_like(
+    x: Tensor, value: float, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: object
+) -> Tensor:
     return aten.full.default(x.shape, value, dtype=dtype or x.dtype, device=device or x.device)
 
 
 def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``v`` and ``g`` for the weight ``v g / norms``; norms are over all dims but ``dim``."""
+    """Return the gradients of ``v`` and ``g`` in ``v g / norms``; the norms are over all dims except ``dim``."""
     over = [d for d in range(v.ndim) if d != dim % v.ndim]
     along = aten.div.Tensor(aten.sum.dim_IntList(aten.mul.Tensor(grad, v), over, True), norms)
     across = aten.sub.Tensor(grad, aten.mul.Tensor(v, aten.div.Tensor(along, norms)))
@@ -417,12 +427,14 @@ def _permutation_sign(pivots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _det(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the determinant, LU and pivots."""
     lu, pivots = _lu(a)
     diagonal = aten.diagonal.default(lu, 0, -2, -1)
     return aten.mul.Tensor(aten.prod.dim_int(diagonal, -1), _permutation_sign(pivots, a.dtype)), lu, pivots
 
 
 def _slogdet(a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the sign and the logarithm of the absolute value of the determinant, LU and pivots."""
     lu, pivots = _lu(a)
     diagonal = aten.diagonal.default(lu, 0, -2, -1)
     sign = aten.mul.Tensor(aten.prod.dim_int(aten.sgn.default(diagonal), -1), _permutation_sign(pivots, a.dtype))
@@ -431,7 +443,7 @@ def _slogdet(a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 _MEAN = 1
 
-OWN: dict[Any, Callable[..., Any]] = {
+OWN: dict[OpOverload, Callable[..., object]] = {
     aten.mean.default: lambda x, *, dtype=None: _mean(x, dtype=dtype),
     aten.mean.dim: _mean,
     aten.var_mean.correction: _var_mean,

@@ -1,17 +1,20 @@
-"""Floating-point dtypes of a model's modules in the trace."""
+"""Dtypes of a model's modules in its trace: casts of parameters, buffers, arguments and results."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from shardc._compat import PyTree
 from shardc.ir.inner import InnerTensors
+from shardc.ir.module_paths import name_in
 from shardc.ir.repeat import Repeats
+from shardc.validate import dtype_name
 
 # Modules whose children are layers, the units that FSDP2 wraps one by one.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -19,12 +22,30 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True)
 class ModuleDtypes:
-    """Floating-point dtypes of a module's parameters, buffers, arguments and results; None leaves one unchanged."""
+    """Dtypes of a module's floating-point parameters, buffers, arguments and results; None leaves them unchanged.
+
+    Args:
+        takes: dtype of the arguments.
+        gives: dtype of the results.
+    """
 
     param: torch.dtype | None = None
     buffers: torch.dtype | None = None
     takes: torch.dtype | None = None
     gives: torch.dtype | None = None
+
+
+class ModulePolicy(Protocol):
+    """Dtypes that a plan gives a module: a `shardc.plan.entries.Precision`, which cannot be imported here."""
+
+    @property
+    def param(self) -> torch.dtype | None: ...
+    @property
+    def buffers(self) -> torch.dtype | None: ...
+    @property
+    def output(self) -> torch.dtype | None: ...
+    @property
+    def cast_forward_inputs(self) -> bool | str: ...
 
 
 @dataclass(frozen=True)
@@ -34,7 +55,7 @@ class Dtypes:
     modules: tuple[tuple[str, ModuleDtypes], ...] = ()
 
     @classmethod
-    def of(cls, model: nn.Module, policy: Callable[[str], Any]) -> Dtypes:
+    def of(cls, model: nn.Module, policy: Callable[[str], ModulePolicy]) -> Dtypes:
         """Return the dtypes that a plan gives the modules of ``model``.
 
         Arguments are cast if the policy says so: at the outermost modules of the policy, and at its layers (children of
@@ -64,10 +85,8 @@ class Dtypes:
 
     def within(self, block: str) -> dict[str, ModuleDtypes]:
         """Return the dtypes of the modules in ``block``, by their path relative to it."""
-        inside = f"{block}."
-        return {
-            path.removeprefix(block): dtypes for path, dtypes in self.modules if f"{path}.".startswith(inside)
-        }  # fmt: skip
+        named = [(name_in(path, block), dtypes) for path, dtypes in self.modules]
+        return {name: dtypes for name, dtypes in named if name is not None}
 
     def uncast(self, model: nn.Module) -> tuple[str, str]:
         """Return (error text, fix) on buffers in another dtype than cast parameters; ("", "") if there are none."""
@@ -84,7 +103,7 @@ class Dtypes:
         name, dtype = buffers[0]
         more = f", as are {len(buffers) - 1} more" if len(buffers) > 1 else ""
         return (
-            f"buffer {name!r} is {str(dtype).removeprefix('torch.')}{more}: precision(...) casts no buffers by itself",
+            f"buffer {name!r} is {dtype_name(dtype)}{more}: precision(...) casts no buffers by itself",
             f"cast where the model uses it, or write precision(..., buffers={params[0]})",
         )
 
@@ -105,15 +124,17 @@ class Dtypes:
 UNCHANGED = Dtypes()
 
 
-def _takes(dtype: torch.dtype) -> Any:
+def _takes(dtype: torch.dtype) -> Callable[..., tuple[PyTree, PyTree]]:
+    """Return a forward pre-hook that casts floating-point arguments to ``dtype``."""
     return lambda _module, args, kwargs: (_floats_to(dtype, args), _floats_to(dtype, kwargs))
 
 
-def _gives(dtype: torch.dtype) -> Any:
+def _gives(dtype: torch.dtype) -> Callable[..., PyTree]:
+    """Return a forward hook that casts floating-point results to ``dtype``."""
     return lambda _module, _args, output: _floats_to(dtype, output)
 
 
-def _floats_to(dtype: torch.dtype, tree: Any) -> Any:
+def _floats_to(dtype: torch.dtype, tree: PyTree) -> PyTree:
     """Return ``tree`` with floating-point tensors in ``dtype``; a container in which nothing changes is not copied."""
     if isinstance(tree, Tensor):
         return tree.to(dtype) if tree.is_floating_point() and tree.dtype != dtype else tree

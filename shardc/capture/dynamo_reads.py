@@ -1,31 +1,32 @@
-"""Reads of a trace, from Dynamo: attributes, globals, lengths and types, and the storage of each output.
-
-Finds which storage each output of a model has on one device, from Dynamo's graph.
-"""
+"""Reads of a trace (attributes, globals, lengths, types) and storages of its outputs, from Dynamo's guards."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import getitem
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import functional_export
+from torch._dynamo.convert_frame import CaptureOutput
 from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import ConstDictVariable, UserDefinedObjectVariable
+from torch._dynamo.variables.base import VariableTracker
+from torch._guards import Guard
 
 from shardc._compat import is_wrapper, traced_code
-from shardc.capture.annotate import OUTPUT, PREFIX, SAME
+from shardc.capture.annotate import OUTPUT, SAME, model_name
 from shardc.capture.capture_errors import user_frame
 from shardc.capture.side_effects import Change
 from shardc.errors import CaptureError
@@ -37,15 +38,20 @@ from shardc.ir.returned import Memory
 
 
 def memories_of(
-    traced: Any, root: nn.Module, places: dict[str, str], fakes: Sequence[Tensor], inputs: Sequence[str]
+    traced: fx.GraphModule, root: nn.Module, places: dict[str, str], fakes: Sequence[Tensor], inputs: Sequence[str]
 ) -> tuple[tuple[Memory, ...], dict[int, str]]:
     """Return the storage of each output, and storage -> name of its owner, as `returned` takes them.
 
     Dynamo's graph has the ops that one device runs; AOTAutograd's graph is functionalized.
+
+    Args:
+        traced: Dynamo's graph of ``root``.
+        places: every name of a parameter or buffer of ``root`` -> the first name of that tensor.
+        fakes, inputs: the fake tensor and the name of each tensor input.
     """
     plain = [(f"{path}.{key}", x) for path, module in root.named_modules() for key, x in vars(module).items()]
     tensors = (*plain, *root.named_parameters(), *root.named_buffers())
-    names = {id(x): places.get(name, name).removeprefix(PREFIX) for name, x in tensors}
+    names = {id(x): model_name(places.get(name, name)) for name, x in tensors}
     names |= dict(zip(map(id, fakes), inputs, strict=True))
     feeds = zip(traced.graph.find_nodes(op="placeholder"), traced._dynamo_bytecode_flatten(*fakes), strict=True)
     owners = {_memory(node): names.get(id(x), "a tensor forward reads") for node, x in feeds if isinstance(x, Tensor)}
@@ -61,7 +67,7 @@ def _as_view(node: fx.Node) -> tuple[bool, bool]:
     """
     strided = fixed = False
     memory = _memory(node)
-    while node.op.startswith("call_") and node.all_input_nodes:
+    while node.op in ("call_function", "call_method") and node.all_input_nodes:
         before = node.all_input_nodes[0]
         if before.target is torch.ops.higher_order.autograd_function_apply and node.target is getitem:
             return strided, fixed or any(_memory(x) == memory for x in before.all_input_nodes if _is_tensor(x))
@@ -88,12 +94,14 @@ def _overlaps_itself(x: Tensor) -> bool:
 
 
 def _memory(node: fx.Node) -> int:
+    """Return the identity of the storage of ``node``: equal for tensors that share memory."""
     x = node.meta["example_value"]
     return int(x.untyped_storage()._cdata) if x.layout is torch.strided else id(x)
 
 
+What = Literal["value", "type", "length", "keys", "has", "own"]
 # Guard kind -> the property that it checks; other guards check a value.
-_WHAT: dict[str, Any] = {
+_WHAT: dict[str, What] = {
     "TYPE_MATCH": "type",
     "SEQUENCE_LENGTH": "length", "TUPLE_ITERATOR_LEN": "length", "DICT_LENGTH": "length",
     "DICT_KEYS_MATCH": "keys", "DICT_CONST_KEYS": "keys", "MAPPING_KEYS_CHECK": "keys",
@@ -113,12 +121,12 @@ _MODEL, _LOSS = "L['self']._modules['model']", "L['self']._loss[0]"
 
 
 @contextmanager
-def recorded() -> Iterator[list[Any]]:
+def recorded() -> Iterator[list[CaptureOutput]]:
     """Collects Dynamo's capture output for each trace in the block.
 
     Also adds guards for absent dict keys and absent attributes that code looks up.
     """
-    traces: list[Any] = []
+    traces: list[CaptureOutput] = []
     attribute = UserDefinedObjectVariable.var_getattr
     before, look_up = functional_export.fullgraph_capture, ConstDictVariable.getitem_const_raise_exception_if_absent
 
@@ -126,12 +134,12 @@ def recorded() -> Iterator[list[Any]]:
         traces.append(before(*args, **kwargs))
         return traces[-1]
 
-    def looked_up(self: Any, tx: Any, key: Any) -> Any:
+    def looked_up(self: ConstDictVariable, tx: InstructionTranslatorBase, key: VariableTracker) -> VariableTracker:
         if key not in self:
             self.install_dict_contains_guard(tx, [key])
         return look_up(self, tx, key)
 
-    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+    def var_getattr(self: UserDefinedObjectVariable, tx: InstructionTranslatorBase, name: str) -> VariableTracker:
         try:
             return attribute(self, tx, name)
         except ObservedAttributeError:
@@ -156,7 +164,9 @@ def _wrapper_code(model: nn.Module) -> set[CodeType]:
     return {method.__code__ for method in methods if isinstance(method, FunctionType)}
 
 
-def reads_of(trace: Any, model: nn.Module, loss: Any, states: Iterable[Read] = ()) -> Reads:
+def reads_of(
+    trace: CaptureOutput, model: nn.Module, loss: Callable[..., object] | None, states: Iterable[Read] = ()
+) -> Reads:
     """Return the attributes, globals and properties that a trace of ``loss(model(...))`` read, and ``states`` of torch.
 
     Raises:
@@ -198,9 +208,9 @@ def reads_of(trace: Any, model: nn.Module, loss: Any, states: Iterable[Read] = (
             if value.requires_grad and not text.startswith("loss"):
                 raise _foreign(text, value, guard)
             if refused := why_refused(value):
-                what, instead = refused
+                kind_of_tensor, instead = refused
                 fix = f"put in its place {instead.format(text)}"
-                raise CaptureError(f"forward reads {text}, which is {what}", source=_line(guard), fix=fix)
+                raise CaptureError(f"forward reads {text}, which is {kind_of_tensor}", source=_line(guard), fix=fix)
         reads.add(read)
     codes = traced_code(trace.graph_capture_output)
     _refuse_questions(model, codes)
@@ -213,7 +223,7 @@ def reads_of(trace: Any, model: nn.Module, loss: Any, states: Iterable[Read] = (
     return Reads(tuple(ordered), scopes, tuple(sorted(traced.items())))
 
 
-def expressed(trace: Any, changes: Iterable[Change], reads: Reads) -> list[Change]:
+def expressed(trace: CaptureOutput, changes: Iterable[Change], reads: Reads) -> list[Change]:
     """Return ``changes`` with expressions in the terms of ``reads``, without globals of torch and of libraries."""
     capture = trace.graph_capture_output
     scope, imported = capture.output_graph.global_scope, dict(capture.import_sources)
@@ -226,13 +236,20 @@ def expressed(trace: Any, changes: Iterable[Change], reads: Reads) -> list[Chang
 
 
 def _of_library(module: str) -> bool:
+    """Return whether ``module`` is torch's, shardc's, Python's or an installed library's, or is not loaded."""
     loaded = sys.modules.get("__main__" if module == MAIN else module)
     file = getattr(loaded, "__file__", None) or ""
     return loaded is None or is_told_module(loaded) or f"{os.sep}site-packages{os.sep}" in file
 
 
-def _expression(text: str, imported: dict[str, str], scope: Any, scopes: Any) -> str | None:
-    """Return a guard's source in terms of ``model``, ``loss`` and globals; None if it is none of these."""
+def _expression(text: str, imported: Mapping[str, str], scope: Mapping[str, Any], scopes: dict[str, Any]) -> str | None:
+    """Return a guard's source ``text`` in terms of ``model``, ``loss`` and globals; None if it is none of these.
+
+    Args:
+        imported: Dynamo's name of an imported module -> the module's name.
+        scope: Dynamo's global names -> their values, among them the globals of code that cannot be imported.
+        scopes: our names of such globals -> the globals; extended.
+    """
     text = text.replace(_MODEL, "model").replace(_LOSS, "loss")
 
     def name(match: re.Match[str]) -> str:
@@ -252,7 +269,8 @@ def _expression(text: str, imported: dict[str, str], scope: Any, scopes: Any) ->
     return text if text and not re.search(r"\b[LG]\[", text) else None
 
 
-def _foreign(text: str, value: Tensor, guard: Any) -> CaptureError:
+def _foreign(text: str, value: Tensor, guard: Guard) -> CaptureError:
+    """Return the error for a read, ``text``, of a tensor that needs a gradient and is no parameter of the model."""
     return CaptureError(
         f"forward reads {text}, a tensor of shape {list(value.shape)} that needs a gradient and is no parameter of the "
         "compiled model",
@@ -264,11 +282,12 @@ def _foreign(text: str, value: Tensor, guard: Any) -> CaptureError:
 
 
 def _line(guard: Any) -> str | None:
+    """Return the user's line that installed ``guard``, or None."""
     frames = [f"{frame.filename}:{frame.lineno}" for frame in guard.user_stack or guard.stack or ()]
     return user_frame(frames) or None
 
 
-def _refuse_questions(model: nn.Module, codes: Iterable[Any]) -> None:
+def _refuse_questions(model: nn.Module, codes: Iterable[CodeType]) -> None:
     """Raises CaptureError if traced code asks for the class of a parameter or buffer that the compiled copy lacks."""
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         cls, lost = lost_names(x)

@@ -1,13 +1,13 @@
-"""Marks parts of a model in its trace: activations that a plan names, and the functions of one expert.
+"""Markers in a trace: of the activations that a plan names, and of experts.
 
-Traces the experts of libraries as functions of one expert, between markers (`shardc.custom_ops.expert_markers`).
+Experts of libraries are traced as the function of one expert, between markers (`shardc.custom_ops.expert_markers`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from shardc._compat import PyTree
 from shardc.capture.annotate import PREFIX
 from shardc.custom_ops import expert_markers
 
 
 @dataclass(frozen=True)
 class Tag:
-    """The place of an `ops.tag` in the trace: tensor (or keyword) ``index`` of a module's input or output."""
+    """An activation that is marked by `ops.tag` in the trace.
+
+    Args:
+        module: the module's qualified name.
+        where: "input" or "output" of the module.
+        index: which tensor of them, by position or keyword.
+    """
 
     module: str
     where: str
@@ -37,6 +44,7 @@ class Tag:
 
 @torch.library.custom_op("shardc::tag", mutates_args=())
 def mark(x: Tensor, name: str) -> Tensor:
+    """Returns a copy of ``x``: the op whose call, with its ``name``, stands in the trace for a tag."""
     return x.clone()
 
 
@@ -63,15 +71,17 @@ def tagged(root: nn.Module, tags: Sequence[Tag]) -> Iterator[None]:
         yield
 
 
-def _replace_inputs(tag: Tag, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _replace_inputs(
+    tag: Tag, _module: nn.Module, args: PyTree, kwargs: dict[str, PyTree]
+) -> tuple[PyTree, dict[str, PyTree]]:
     return (args, _replace(kwargs, tag)) if isinstance(tag.index, str) else (_replace(args, tag), kwargs)
 
 
-def _replace_output(tag: Tag, _module: nn.Module, _args: Any, output: Any) -> Any:
+def _replace_output(tag: Tag, _module: nn.Module, _args: PyTree, output: PyTree) -> PyTree:
     return _replace(output, tag)
 
 
-def _replace(values: Any, tag: Tag) -> Any:
+def _replace(values: PyTree, tag: Tag) -> PyTree:
     """Return ``values`` with its ``tag.index``-th tensor (or that key) passed through the marker op ``shardc::tag``.
 
     A dict subclass (an output of ``transformers``) is changed in place.
@@ -116,11 +126,12 @@ def transformers_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, 
     return expert_markers.apply(expert, hidden_states, top_k_index, top_k_weights, params, scaled=True)
 
 
-def _interface(self: Any, experts_implementation: str, default: Any) -> Any:
+def _interface(self: object, experts_implementation: str, default: object) -> Callable[..., Tensor]:
+    """Replaces the lookup of an ``experts_implementation`` of ``transformers``: every one is `transformers_experts`."""
     return transformers_experts
 
 
-def other_forms() -> tuple[tuple[Any, str, Any], ...]:
+def other_forms() -> tuple[tuple[object, str, object], ...]:
     """Return the patches for the experts of imported libraries: (owner, attribute name, replacement)."""
     library = sys.modules.get("transformers.integrations.moe")
     interfaces = () if library is None else ((library.ExpertsInterface, "get_interface", _interface),)
@@ -128,7 +139,7 @@ def other_forms() -> tuple[tuple[Any, str, Any], ...]:
 
 
 @contextmanager
-def patched(forms: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+def patched(forms: Iterable[tuple[object, str, object]]) -> Iterator[None]:
     """Applies the patches ``forms``, (owner, attribute name, replacement); undoes them on exit."""
     replacements = tuple(forms)
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replacements]

@@ -1,24 +1,27 @@
-"""Records states of torch that traced code reads by a call, such as the default dtype: Dynamo makes them constants.
+"""Records states of torch that traced code reads, such as the default dtype or the grad mode: they become guards.
 
-Answers traced code that reads the grad mode: from torch, or from a tensor that it computes.
+Dynamo makes a state that code reads by a call a constant. The grad mode may also be read from a computed tensor, by
+``requires_grad`` or ``is_leaf``. Reads that cannot become a guard are refused.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.utils import np
 from torch._dynamo.variables import ConstantVariable, PolyfilledFunctionVariable, TensorVariable, UserFunctionVariable
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.ctx_manager import GradModeVariable, InferenceModeVariable
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.misc import AutogradFunctionContextVariable, NumpyVariable
@@ -39,6 +42,9 @@ _PURE = {
     "cuda.is_initialized", "xpu.is_initialized", "distributed.is_initialized", "distributed.get_rank",
     "distributed.get_world_size",
 }  # fmt: skip
+Args = list[VariableTracker]
+Kwargs = dict[str, VariableTracker]
+CallFunction = Callable[..., VariableTracker]
 _INTERPRETERS = torch._C._functorch.peek_interpreter_stack  # Dynamo answers as if no transform were active
 
 
@@ -51,13 +57,15 @@ def recorded_states() -> Iterator[set[Read]]:
     reads = set() if torch.is_grad_enabled() else {Read(GRAD_MODE)}
     call, grad_mode = TorchInGraphFunctionVariable.call_function, GradMode(reads)
 
-    def note(name: str, args: Any, kwargs: Any) -> None:
+    def note(name: str, args: Args, kwargs: Kwargs) -> None:
         constants = [x.as_python_constant() for x in (*args, *kwargs.values())]
         if not all(isinstance(x, _LITERALS) for x in constants):
             raise Unsupported(f"a state, {name}, of {constants}")
         reads.add(Read(f"{name}({', '.join(map(repr, constants))})"))
 
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    def call_function(
+        self: TorchInGraphFunctionVariable, tx: InstructionTranslatorBase, args: Args, kwargs: Kwargs
+    ) -> VariableTracker:
         name = _NAMES.get(self.value)
         if name == "torch.is_grad_enabled":
             grad_mode.note(tx)
@@ -69,8 +77,8 @@ def recorded_states() -> Iterator[set[Read]]:
             raise Unsupported(f"a state, {getattr(self.value, '__name__', self.value)}")
         return call(self, tx, args, kwargs)
 
-    def of_python(before: Callable[..., Any]) -> Callable[..., Any]:
-        def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    def of_python(before: CallFunction) -> CallFunction:
+        def call_function(self: Any, tx: InstructionTranslatorBase, args: Args, kwargs: Kwargs) -> VariableTracker:
             if (name := _NAMES.get(self.fn)) is not None:
                 note(name, args, kwargs)
             return before(self, tx, args, kwargs)
@@ -79,7 +87,7 @@ def recorded_states() -> Iterator[set[Read]]:
 
     of_numpy = NumpyVariable.call_function
 
-    def call_numpy(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    def call_numpy(self: NumpyVariable, tx: InstructionTranslatorBase, args: Args, kwargs: Kwargs) -> VariableTracker:
         operands = (*args, *kwargs.values())
         if _is_number_of_numpy(self.value) and all(x.is_python_constant() for x in operands):
             number = self.value(
@@ -100,8 +108,9 @@ def recorded_states() -> Iterator[set[Read]]:
         yield reads
 
 
-def _of_torch(path: str) -> Any:
-    x: Any = torch
+def _of_torch(path: str) -> object:
+    """Return the object at the dotted ``path`` in torch, or None."""
+    x: object = torch
     for name in path.split("."):
         x = getattr(x, name, None)
     return x
@@ -111,16 +120,17 @@ def _of_torch(path: str) -> Any:
 _PURE_FUNCTIONS = {*filter(callable, vars(math).values()), *filter(callable, map(_of_torch, _PURE))}
 
 
-def _is_number_of_numpy(function: Any) -> bool:
+def _is_number_of_numpy(function: object) -> bool:
     """Return whether a NumPy function maps numbers to a number, such as ``np.prod(x.shape)`` and ``np.sqrt(4)``."""
     return np is not None and (isinstance(function, np.ufunc) or function in (np.prod, np.sum, np.min, np.max, np.mean))
 
 
-def _is_pure(function: Any) -> bool:
+def _is_pure(function: object) -> bool:
+    """Return whether a function that Dynamo evaluates depends on its arguments, machine and process only."""
     return function in _PURE_FUNCTIONS
 
 
-def value_numbers(gm: fx.GraphModule, numbers: dict[Any, int], with_gradients: bool = True) -> list[Any]:
+def value_numbers(gm: fx.GraphModule, numbers: dict[Hashable, int], with_gradients: bool = True) -> list[object]:
     """Return a list with one value number per output of a joint graph: outputs computed by the same ops from equal
     operands have equal numbers, also in different graphs that share ``numbers``.
 
@@ -130,11 +140,11 @@ def value_numbers(gm: fx.GraphModule, numbers: dict[Any, int], with_gradients: b
     """
     node_numbers: dict[fx.Node, int] = {}
 
-    def of(x: Any) -> Any:
+    def of(x: fx.node.Argument) -> object:
         return fx.node.map_arg(x, lambda node: f"%{node_numbers[node]}")
 
     for at, node in enumerate(gm.graph.nodes):
-        key: Any = (node.op, at)
+        key: Hashable = (node.op, at)
         if node.op == "get_attr":
             constant = attrgetter(str(node.target))(gm)
             key = (
@@ -173,7 +183,7 @@ class GradMode:
         self._inference: list[bool] = []  # modes of the inference_mode blocks that the trace is in
         self._left = False  # whether forward entered inference_mode(False)
 
-    def note(self, tx: Any) -> bool:
+    def note(self, tx: InstructionTranslatorBase) -> bool:
         """Notes a read of the grad mode; returns False in torch's own code. Unsupported in a reentrant checkpoint."""
         if is_told(tx.f_code) and "polyfills" not in tx.f_code.co_filename:
             return False
@@ -191,24 +201,28 @@ class GradMode:
         enter, leave = InferenceModeVariable.enter, InferenceModeVariable.exit
         checkpoint, block = CheckpointHigherOrderVariable.call_function, TorchCtxManagerClassVariable.call_function
 
-        def var_getattr(this: Any, tx: Any, name: str) -> Any:
+        def var_getattr(this: TensorVariable, tx: InstructionTranslatorBase, name: str) -> VariableTracker:
             answer = attribute(this, tx, name)
             if this.source is None and name in _RECORDED and self.note(tx):
                 return self._in_inference(name, answer, _is_view(this, tx))
             return answer
 
-        def method_attr_grad(this: Any, tx: Any) -> Any:
+        def method_attr_grad(this: TensorVariable, tx: InstructionTranslatorBase) -> VariableTracker | None:
             if this.source is not None:
                 raise Unsupported("the gradient of a parameter or an input")
             answer = grad_of(this, tx)  # None if Dynamo does not know; a computed tensor keeps no gradient
             return ConstantVariable.create(None) if answer is None and this.source is None else answer
 
-        def needs_input_grad(this: Any, tx: Any, name: str) -> Any:
+        def needs_input_grad(
+            this: AutogradFunctionContextVariable, tx: InstructionTranslatorBase, name: str
+        ) -> VariableTracker:
             if name == "needs_input_grad" and not _in_backward(tx):
                 self.note(tx)
             return of_context(this, tx, name)
 
-        def call_checkpoint(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        def call_checkpoint(
+            this: CheckpointHigherOrderVariable, tx: InstructionTranslatorBase, args: Args, kwargs: Kwargs
+        ) -> VariableTracker:
             flag = kwargs.get("use_reentrant")
             reentrant = torch.is_grad_enabled() and (flag is None or flag.as_python_constant() is not False)
             self._reentrant += reentrant
@@ -220,34 +234,38 @@ class GradMode:
                 raise Unsupported("a reentrant checkpoint of inputs without gradients")
             return result
 
-        def backward(this: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        def backward(*args: object, **kwargs: object) -> NoReturn:
             raise Unsupported("a backward within forward")
 
-        def register_hook(this: Any, *args: Any, **kwargs: Any) -> Any:
+        def register_hook(this: TensorVariable, *args: Any, **kwargs: Any) -> VariableTracker:
             if this.source is not None:
                 raise Unsupported("a hook of a parameter or an input")
             return register(this, *args, **kwargs)
 
-        def store_attr(this: Any, item: Any, name: str, *how: Any) -> Any:
+        def store_attr(this: SideEffects, item: VariableTracker, name: str, *how: Any) -> None:
             if name == "grad" and isinstance(item, TensorVariable) and item.source is not None:
                 raise Unsupported("the gradient of a parameter or an input")
-            return store(this, item, name, *how)
+            store(this, item, name, *how)
 
-        def enter_inference(this: Any, tx: Any) -> Any:
+        def enter_inference(this: InferenceModeVariable, tx: InstructionTranslatorBase) -> VariableTracker:
             self._inference.append(this.target_values[0])
             self._left |= not this.target_values[0]
             return enter(this, tx)
 
-        def exit_inference(this: Any, tx: Any, *args: Any) -> Any:
+        def exit_inference(
+            this: InferenceModeVariable, tx: InstructionTranslatorBase, *args: VariableTracker
+        ) -> VariableTracker:
             self._inference.pop()
             return leave(this, tx, *args)
 
-        def set_grad_mode(this: Any, tx: Any, values: Any) -> None:
+        def set_grad_mode(this: GradModeVariable, tx: InstructionTranslatorBase, values: Sequence[bool]) -> None:
             if self._inference and self._inference[-1] and values[0]:
                 raise Unsupported("gradients enabled in inference_mode()")
             sets(this, tx, values)
 
-        def make_block(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        def make_block(
+            this: TorchCtxManagerClassVariable, tx: InstructionTranslatorBase, args: Args, kwargs: Kwargs
+        ) -> VariableTracker:
             if this.value in _BY_MODE and kwargs.keys() == {"mode"}:
                 args, kwargs = [*args, kwargs["mode"]], {}
             return block(this, tx, args, kwargs)
@@ -268,7 +286,7 @@ class GradMode:
         ):
             yield
 
-    def _in_inference(self, name: str, answer: Any, view: bool) -> Any:
+    def _in_inference(self, name: str, answer: VariableTracker, view: bool) -> VariableTracker:
         """Return the ``answer`` to a read of attribute ``name``, corrected for inference mode.
 
         A view of a parameter requires a gradient there too, so such a read is refused.
@@ -284,24 +302,27 @@ class GradMode:
         return ConstantVariable.create(not _RECORDED[name])
 
 
-def _is_view(this: Any, tx: Any) -> bool:
+def _is_view(this: TensorVariable, tx: InstructionTranslatorBase) -> bool:
     """Return whether a computed tensor is a view of a parameter, a buffer or an input."""
     nodes = [node for node in tx.output.graph.nodes if node.op in ("placeholder", "get_attr")]
     return _memory(this.as_proxy().node) in {_memory(node) for node in nodes}
 
 
 def _memory(node: fx.Node) -> int | None:
+    """Return the identity of the storage of ``node``; None if it has no dense tensor."""
     x = node.meta.get("example_value")
     return x.untyped_storage()._cdata if isinstance(x, torch.Tensor) and x.layout is torch.strided else None
 
 
-def _require_grad(values: Sequence[Any]) -> bool:
+def _require_grad(values: Sequence[object]) -> bool:
     """Return whether one of these values is a tensor that requires a gradient; autograd does not look into lists."""
     nodes = [x.as_proxy().node for x in values if isinstance(x, TensorVariable)]
     return any(node.meta["example_value"].requires_grad for node in nodes)
 
 
-def _in_backward(tx: Any) -> bool:
+def _in_backward(translator: InstructionTranslatorBase) -> bool:
+    """Return whether ``translator`` traces a backward of the user's own."""
+    tx: InstructionTranslatorBase | None = translator
     while tx is not None and tx.f_code.co_name not in ("backward", "vjp"):
         tx = tx.parent
     return tx is not None

@@ -1,4 +1,4 @@
-"""Leaves out checks that raise on values of tensors: a program reads no values; a warning says so."""
+"""Leaves out checks of tensors' values (``if <tensor>: raise``), with a warning: a program reads no values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.bytecode_transformation import Instruction
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import TensorVariable
 from torch.distributions import constraints, kl
@@ -18,6 +19,8 @@ from shardc.capture.capture_errors import user_frame
 from shardc.errors import ShardcWarning
 
 _JUMPS = ("POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE")
+
+Jump = Callable[[Any, Any], None]  # handles (translator, instruction)
 
 
 @contextmanager
@@ -38,12 +41,15 @@ def without_raising() -> Iterator[None]:
 
 
 def _below(kind: Any) -> Iterator[Any]:
+    """Yields the class ``kind`` and all its subclasses."""
     yield kind
     for derived in kind.__subclasses__():
         yield from _below(derived)
 
 
-def _past_raises(jump: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def _past_raises(jump: Jump) -> Jump:
+    """Return Dynamo's handler ``jump`` of a conditional jump, which leaves out a branch on a tensor that only raises."""
+
     def handler(tx: Any, instruction: Any) -> None:
         if isinstance(tx.stack[-1].realize(), TensorVariable):
             next_raises, target_raises = (
@@ -60,15 +66,17 @@ def _past_raises(jump: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]
     return handler
 
 
-def _left_out(tx: Any) -> str:
+def _left_out(tx: InstructionTranslatorBase) -> str:
+    """Return the warning for the check that Dynamo is at, with the user's line."""
     callers = [f"{tx.f_code.co_filename}:{tx.lineno}"]
-    while (tx := tx.parent) is not None:
+    while tx.parent is not None:
+        tx = tx.parent
         callers.insert(0, f"{tx.f_code.co_filename}:{tx.lineno}")
     place = user_frame(callers) or callers[-1]
     return f"{place} raises where values are wrong; the compiled program looks at no values there and goes on"
 
 
-def _raises(instructions: list[Any], at: int) -> bool:
+def _raises(instructions: list[Instruction], at: int) -> bool:
     """Return whether the instructions from ``at`` on raise before any jump or return."""
     for instruction in instructions[at:]:
         if instruction.opname == "RAISE_VARARGS":
@@ -81,30 +89,30 @@ def _raises(instructions: list[Any], at: int) -> bool:
 # torch's checking functions, in a form that `without_raising` leaves out if they read values.
 
 
-def _assert(condition: Any, message: Any = None) -> None:
+def _assert(condition: object, message: object = None) -> None:
     if not condition:
         raise AssertionError(message)
 
 
-def _check_tensor_all(cond: Tensor, message: Any = None) -> None:
+def _check_tensor_all(cond: Tensor, message: object = None) -> None:
     if not cond.all():
         raise RuntimeError(message)
 
 
-def _check_tensor_all_with(error_type: type[Exception], cond: Tensor, message: Any = None) -> None:
+def _check_tensor_all_with(error_type: type[Exception], cond: Tensor, message: object = None) -> None:
     if not cond.all():
         raise error_type(message)
 
 
-def _is_dependent(constraint: Any) -> bool:
+def _is_dependent(constraint: object) -> bool:
     return isinstance(constraint, constraints._Dependent)
 
 
-def _is_symmetric(self: Any, value: Tensor) -> Tensor:
+def _is_symmetric(self: object, value: Tensor) -> Tensor:
     return torch.isclose(value, value.mT, atol=1e-6).all(-2).all(-1)
 
 
-def _is_positive_definite(self: Any, value: Tensor) -> Tensor:
+def _is_positive_definite(self: object, value: Tensor) -> Tensor:
     return _is_symmetric(self, value) & torch.linalg.cholesky_ex(value).info.eq(0)
 
 

@@ -5,17 +5,18 @@ Any other random op would draw on each rank separately, and is refused: `refuse_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from math import log1p, pi
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.variables import misc, user_defined
+from torch._ops import OpOverload
 
 import shardc.custom_ops.random  # noqa: F401  (defines the ops)
 from shardc.capture.capture_errors import line_of
@@ -31,14 +32,14 @@ Shape = Sequence[int]
 def without_random_numbers() -> Iterator[None]:
     """Makes Dynamo refuse random numbers of Python's ``random``, which would become constants of a program."""
 
-    def refuse(tx: Any, fn: Any, *_: Any) -> Any:
+    def refuse(tx: object, fn: object, *_: object) -> NoReturn:
         raise Unsupported(f"a random number of Python's, {getattr(fn, '__name__', fn)}")
 
     with patch.object(user_defined, "call_random_fn", refuse), patch.object(misc, "call_random_fn", refuse):
         yield
 
 
-def random_decompositions() -> dict[Any, Callable[..., Any]]:
+def random_decompositions() -> dict[OpOverload, Callable[..., object]]:
     """Return op overload -> decomposition, for one trace; each draw in it has its own stream."""
     draws = _Draws()
     return {
@@ -71,7 +72,7 @@ def random_decompositions() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def _factory(how: dict[str, Any], like: Tensor | None = None) -> dict[str, Any]:
+def _factory(how: Mapping[str, Any], like: Tensor | None = None) -> dict[str, Any]:
     """Return the dtype and device arguments of a factory function, with torch's defaults."""
     dtype = how.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
     device = how.get("device") or (torch.device("cpu") if like is None else like.device)
@@ -79,6 +80,7 @@ def _factory(how: dict[str, Any], like: Tensor | None = None) -> dict[str, Any]:
 
 
 def _fine(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers are drawn for a result in ``dtype``: at least float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -109,7 +111,7 @@ def _rrelu_backward(
 
 
 class _Draws:
-    """The random ops of one trace."""
+    """Decompositions of random ops in one trace; each draw has its own number, the stream."""
 
     def __init__(self) -> None:
         self._streams = count()
@@ -123,6 +125,7 @@ class _Draws:
         return self.uniform(x.shape, dtype=_fine(x.dtype), device=x.device)
 
     def between(self, x: Tensor, low: float, high: float) -> Tensor:
+        """Draws uniform numbers from ``low`` to ``high``, shaped like ``x``."""
         unit = self.uniform(x.shape, dtype=x.dtype, device=x.device)
         return aten.add.Scalar(aten.mul.Scalar(unit, high - low), low)
 
@@ -148,10 +151,12 @@ class _Draws:
         return drawn if fine == dtype else aten._to_copy.default(drawn, dtype=dtype)
 
     def gaussian(self, like: Tensor, mean: Tensor | float, std: Tensor | float) -> Tensor:
+        """Draws normal numbers with a mean and standard deviation, shaped like ``like``."""
         drawn = self.normal(like.shape, dtype=like.dtype, device=like.device)
         return aten.add.Tensor(aten.mul.Tensor(drawn, std), mean)
 
     def spread(self, mean: float, std: float, size: Shape, **how: Any) -> Tensor:
+        """Draws normal numbers of shape ``size``; ``how`` has the dtype and device."""
         return aten.add.Tensor(aten.mul.Tensor(self.normal(size, **how), std), mean)
 
     def multinomial(self, weights: Tensor, count: int, replacement: bool = False) -> Tensor:
@@ -178,13 +183,25 @@ class _Draws:
         drawn = aten.where.self(aten.gt.Scalar(x, 0), unit, self.between(x, lower, upper))
         return aten.mul.Tensor(x, drawn), drawn
 
-    def integers(self, low: int, high: int, size: Shape, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    def integers(
+        self,
+        low: int,
+        high: int,
+        size: Shape,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        **_: object,
+    ) -> Tensor:
         """Draws integers from float64 uniforms: their 53 bits reach every number of a range below 2**53."""
         unit = self.uniform(size, dtype=torch.float64, device=device or torch.device("cpu"))
         drawn = aten.add.Scalar(aten.floor.default(aten.mul.Scalar(unit, high - low)), low)
         return aten._to_copy.default(drawn, dtype=dtype or torch.int64)
 
-    def permutation(self, n: int, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    def permutation(
+        self, n: int, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: object
+    ) -> Tensor:
+        """Draws a permutation of 0 to ``n - 1``, as the order of uniform numbers."""
         unit = self.uniform([n], dtype=torch.float64, device=device or torch.device("cpu"))
         order = aten.sort.default(unit)[1]
         return order if dtype in (None, torch.int64) else aten._to_copy.default(order, dtype=dtype)

@@ -8,10 +8,10 @@ the same way from the block before. Names of classes and models play no part.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -19,18 +19,20 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
+from torch.utils.hooks import RemovableHandle
 
-from shardc._compat import is_wrapper
+from shardc._compat import PyTree, is_wrapper
 from shardc.capture import markers
-from shardc.capture.annotate import PREFIX
+from shardc.capture.annotate import model_name
 from shardc.capture.decompositions import fake_like
 from shardc.capture.dtypes import Dtypes
 from shardc.capture.replacements import is_cache, other_layers
 from shardc.capture.trace import Loss, _Root, faked
 from shardc.ir.inner import metadata
+from shardc.ir.module_paths import is_in, name_in
 from shardc.ir.repeat import Repeat, Repeats
 
-# Constants that are compared by value; any other object is only like itself.
+# Constants that are compared by value; other objects are compared by identity.
 PLAIN = (
     int, float, complex, str, bytes, type(None), type(...), slice,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -43,20 +45,36 @@ _DRAW = {
 }  # fmt: skip
 
 _LEAF = pytree.tree_structure(0)
+Frozen = list[object]  # leaves of arguments or results, tensors as their `Token`
 
 
 class Token(int):
     """Stands for a tensor in recorded calls: its number, in the order of first appearance."""
 
 
+class Event(NamedTuple):
+    """A recorded call of a torch function: its arguments and results, with their pytree specs."""
+
+    function: Callable[..., object]
+    args: Frozen
+    args_spec: pytree.TreeSpec
+    results: Frozen
+    results_spec: pytree.TreeSpec
+
+
 @dataclass
 class Block:
-    """One call of a block: the range of recorded op calls in it, its arguments and its results."""
+    """One call of a block.
+
+    Args:
+        enter, exit: the range of the recorded op calls in it.
+        takes, gives: its arguments and its results.
+    """
 
     enter: int
     exit: int
-    takes: list[Any]
-    gives: list[Any]
+    takes: Frozen
+    gives: Frozen
 
 
 class Recorder(TorchFunctionMode):
@@ -67,7 +85,7 @@ class Recorder(TorchFunctionMode):
             tensors with the metadata of the first results. Only for results that share no memory with arguments.
 
     Attributes:
-        events: (function, frozen arguments, their tree, frozen results, their tree) in order.
+        events: the calls, in order.
         producers: the index of the event that first returned each tensor.
         inputs: the tokens of the inputs.
         names: the names of the parameters and buffers, by token.
@@ -80,37 +98,49 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, reuse: bool) -> None:
         super().__init__()
-        self.events: list[tuple[Any, list[Any], Any, list[Any], Any]] = []
+        self.events: list[Event] = []
         self.producers: dict[Token, int] = {}
         self.inputs: list[Token] = []
         self.names: dict[Token, str] = {}
         self.blocks: dict[str, list[Block]] = {}
-        self.signatures: dict[str, Any] = {}
-        self.result: list[Any] = []
+        self.signatures: dict[str, object] = {}
+        self.result: Frozen = []
         self.changed: set[str] = set()
-        self._results: dict[Any, Any] | None = {} if reuse else None
+        self._results: dict[Hashable, PyTree] | None = {} if reuse else None
         self._tokens: dict[int, Token] = {}
-        self._tensors: list[Any] = []  # so that no address is used again
+        self._tensors: list[Tensor] = []  # so that no address is used again
 
-    def token(self, x: Any) -> Token:
+    def token(self, x: Tensor) -> Token:
+        """Return the token of ``x``; a tensor that is new gets the next number."""
         if id(x) not in self._tokens:
             self._tokens[id(x)] = Token(len(self._tensors))
             self._tensors.append(x)
             self.producers[self._tokens[id(x)]] = len(self.events)
         return self._tokens[id(x)]
 
-    def freeze(self, leaves: list[Any]) -> list[Any]:
+    def freeze(self, leaves: Sequence[object]) -> Frozen:
+        """Return ``leaves`` with tensors as tokens and objects as their identity."""
         return [self.token(x) if isinstance(x, Tensor) else x if isinstance(x, PLAIN) else id(x) for x in leaves]
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., PyTree], types: object, args: PyTree = (), kwargs: dict[str, PyTree] | None = None
+    ) -> PyTree:
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
         frozen = self.freeze(leaves)
         out = self._call(func, args, kwargs or {}, leaves, spec)
         results, results_spec = ([out], _LEAF) if isinstance(out, Tensor) else pytree.tree_flatten(out)
-        self.events.append((func, frozen, spec, self.freeze(results), results_spec))
+        self.events.append(Event(func, frozen, spec, self.freeze(results), results_spec))
         return out
 
-    def _call(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Any:
+    def _call(
+        self,
+        func: Callable[..., PyTree],
+        args: PyTree,
+        kwargs: dict[str, PyTree],
+        leaves: list[object],
+        spec: pytree.TreeSpec,
+    ) -> PyTree:
+        """Return the result of ``func``: with ``reuse``, new tensors like those of an earlier call."""
         name = getattr(func, "__name__", "_")
         if self._results is None or name.endswith("_") or not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves):
             return func(*args, **kwargs)
@@ -128,7 +158,8 @@ class Recorder(TorchFunctionMode):
         return out
 
 
-def _described(x: Any) -> Any:
+def _described(x: object) -> tuple[object, ...]:
+    """Return the metadata of a tensor, or the value of a constant."""
     if isinstance(x, Tensor):
         return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad
     return type(x), x
@@ -143,16 +174,17 @@ def _maker(x: FakeTensor) -> Callable[[], FakeTensor]:
 
 def record_calls(
     model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
     device: torch.device,
     loss: Loss | None,
     dtypes: Dtypes,
     reuse: bool,
 ) -> Recorder:
-    """Runs ``model`` and its loss on fake tensors and returns the calls; ``reuse`` is that of `Recorder`.
+    """Runs ``model`` and its loss on fake tensors; returns the recorded calls. Arguments are those of `capture`.
 
-    With ``reuse``, a buffer that is changed through a view is seen to change in the first of several equal calls only.
+    Args:
+        reuse: as for `Recorder`. A buffer changed through a view counts as changed in the first of equal calls only.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -172,8 +204,8 @@ def record_calls(
         both = (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
         places: dict[int, list[str]] = {}
         for name, x in (item for named in both for item in named):
-            places.setdefault(id(x), []).append(name.removeprefix(PREFIX))
-            record.names[record.token(x)] = name.removeprefix(PREFIX)
+            places.setdefault(id(x), []).append(model_name(name))
+            record.names[record.token(x)] = model_name(name)
         for path, size in numbered_containers(model):
             container, names = model.get_submodule(path), Repeat(path, 0, size).names()
             for name, block in zip(names, container._modules.values(), strict=True):
@@ -185,36 +217,40 @@ def record_calls(
         buffers = [(name, x, x._version) for name, x in root.named_buffers()]
         with record:
             record.result = record.freeze(pytree.tree_leaves(root(*fakes)))
-        record.changed = {name.removeprefix(PREFIX) for name, x, version in buffers if x._version != version}
+        record.changed = {model_name(name) for name, x, version in buffers if x._version != version}
     for name in record.signatures:
-        if any(buffer.startswith(f"{name}.") for buffer in record.changed):
+        if any(is_in(buffer, name) for buffer in record.changed):
             record.signatures[name] = None
     return record
 
 
-def _signature(block: nn.Module | None, name: str, places: dict[int, list[str]]) -> Any:
-    """Return the signature of a block: modules and tensor metadata; None if a module outside shares its tensors."""
+def _signature(block: nn.Module | None, name: str, places: Mapping[int, Sequence[str]]) -> object:
+    """Return the modules and tensor metadata of a block, to compare; None if a module outside shares its tensors.
+
+    Args:
+        places: the identity of each tensor -> its names in the model.
+    """
     if block is None:
         return None
     modules = [(path, type(module), module.training) for path, module in block.named_modules()]
     tensors = []
     for path, x in (*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)):
-        if any(not place.startswith(f"{name}.") for place in places[id(x)]):
+        if not all(is_in(place, name) for place in places[id(x)]):
             return None
         tensors.append((path, metadata(x)))
     return modules, tensors
 
 
-def _add_hooks(block: nn.Module | None, calls: list[Block], record: Recorder) -> list[Any]:
-    """Installs hooks that record the calls of ``block``; returns their handles."""
+def _add_hooks(block: nn.Module | None, calls: list[Block], record: Recorder) -> list[RemovableHandle]:
+    """Installs hooks that add the calls of ``block`` to ``calls``; returns the hooks' handles."""
     if block is None:
         return []
 
-    def enter(_module: Any, args: Any, kwargs: Any) -> None:
+    def enter(_module: nn.Module, args: PyTree, kwargs: PyTree) -> None:
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=is_cache)  # how full a cache is does not matter
         calls.append(Block(len(record.events), -1, record.freeze(leaves), []))
 
-    def leave(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+    def leave(_module: nn.Module, _args: PyTree, _kwargs: PyTree, output: PyTree) -> None:
         calls[-1].exit, calls[-1].gives = len(record.events), record.freeze(pytree.tree_leaves(output))
 
     return [
@@ -253,18 +289,18 @@ def shortened(model: nn.Module, repeats: Repeats) -> Iterator[None]:
 
 def find_repeats(
     model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
     *,
     device: torch.device,
     keep: int,
     loss: Loss | None = None,
     dtypes: Dtypes,
 ) -> Repeats:
-    """Return the runs of more than ``keep`` equal blocks, one a container, on whose length nothing else depends.
+    """Return the runs of more than ``keep`` equal blocks, at most one per container, whose length nothing depends on.
 
     Args:
-        model, args, kwargs, device, loss, dtypes: as `capture`'s.
+        model, args, kwargs, device, loss, dtypes: as for `capture`.
         keep: the number of blocks that represent a run.
     """
 
@@ -278,7 +314,7 @@ def find_repeats(
     whole = record(dtypes)
     runs: list[Repeat] = []
     for path, size in containers:
-        if not any(f"{path}.".startswith(f"{block}.") for run in runs for block in run.names()):
+        if not any(is_in(path, block) for run in runs for block in run.names()):
             run = _longest(whole, path, size)
             if run is not None and run.count > keep:
                 runs.append(run)
@@ -320,21 +356,21 @@ def _longest(record: Recorder, path: str, size: int) -> Repeat | None:
     return max(runs, key=lambda run: (run.count, -run.first), default=None)
 
 
-def _draws(func: Any, args: list[Any]) -> bool:
-    """Whether a function draws random numbers, which differ from block to block."""
+def _draws(func: Callable[..., object], args: Frozen) -> bool:
+    """Return whether a call of ``func`` draws random numbers, which differ from block to block."""
     name = getattr(func, "__name__", "").strip("_")
     share = any(isinstance(x, float) and x > 0 for x in args)
     return name in _DRAW or ("dropout" in name and share and any(x is True for x in args))
 
 
-def _tokens(leaves: Sequence[Any]) -> dict[Token, int]:
+def _tokens(leaves: Sequence[object]) -> dict[Token, int]:
     """Return the position of each tensor among ``leaves``."""
     return {x: at for at, x in enumerate(leaves) if isinstance(x, Token)}
 
 
 def _canonical(
-    record: Recorder, start: int, events: Sequence[Any], extra: Sequence[Any], name_of: Callable[[Token], Any]
-) -> Any:
+    record: Recorder, start: int, events: Sequence[Event], extra: Sequence[object], name_of: Callable[[Token], object]
+) -> tuple[list[Event], Frozen]:
     """Return recorded op calls in comparable form: a tensor becomes its name (``name_of``) or its number as a result.
 
     Args:
@@ -344,12 +380,12 @@ def _canonical(
     """
     local: dict[Token, int] = {}
 
-    def role(x: Token) -> Any:
+    def role(x: Token) -> object:
         if (name := name_of(x)) is not None:
             return name
         return ("own", local[x]) if x in local and record.producers[x] >= start else ("other", x)
 
-    def frozen(leaves: Sequence[Any]) -> list[Any]:
+    def frozen(leaves: Sequence[object]) -> Frozen:
         return [role(x) if isinstance(x, Token) else (type(x), x) for x in leaves]
 
     out = []
@@ -357,44 +393,44 @@ def _canonical(
         frozen_args = frozen(args)
         for x in _tokens(results):
             local.setdefault(x, len(local))
-        out.append((func, frozen_args, args_spec, frozen(results), results_spec))
+        out.append(Event(func, frozen_args, args_spec, frozen(results), results_spec))
     return out, frozen(extra)
 
 
-def _body(record: Recorder, call: Block, name: str) -> Any:
+def _body(record: Recorder, call: Block, name: str) -> object:
     """Return a block's recorded op calls, to compare: tensors are named by its arguments, parameters and buffers."""
     takes = _tokens(call.takes)
 
-    def name_of(x: Token) -> Any:
-        if record.names.get(x, "").startswith(f"{name}."):
-            return "held", record.names[x].removeprefix(f"{name}.")
+    def name_of(x: Token) -> object:
+        if (inner := name_in(record.names.get(x, ""), name)) is not None:
+            return "held", inner
         return ("taken", takes[x]) if x in takes else None
 
     return _canonical(record, call.enter, record.events[call.enter : call.exit], call.gives, name_of)
 
 
-def _link(record: Recorder, before: Block, after: Block) -> Any:
-    """Return how a block's arguments are computed from the arguments and results of the block before it."""
+def _link(record: Recorder, before: Block, after: Block) -> object:
+    """Return the op calls, to compare, that compute a block's arguments from arguments and results of the block before."""
     gives, takes = _tokens(before.gives), _tokens(before.takes)
 
-    def name_of(x: Token) -> Any:
+    def name_of(x: Token) -> object:
         return ("given", gives[x]) if x in gives else ("taken before", takes[x]) if x in takes else None
 
     return _canonical(record, before.exit, record.events[before.exit : after.enter], after.takes, name_of)
 
 
 def _escapes(record: Recorder, calls: Sequence[Block], run: Repeat) -> bool:
-    """Whether tensors of a run, other than the last block's results, are used after the run."""
+    """Return whether tensors of a run, other than the last block's results, are used after the run."""
     start, last = calls[run.first].enter, calls[run.first + run.count - 1]
     tail = [x for _, args, *_ in record.events[last.exit :] for x in args]
     used = _tokens([*tail, *record.result]).keys() - _tokens(last.gives).keys() - record.names.keys()
     return any(start <= record.producers[x] < last.enter for x in used)
 
 
-def _outside(record: Recorder, repeats: Repeats, renamed: Callable[[str], Any] = str) -> Any:
+def _outside(record: Recorder, repeats: Repeats, renamed: Callable[[str], object] = str) -> object:
     """Return the recorded op calls outside of repeated blocks, to compare; ``renamed`` maps parameter names."""
     spans = []
-    gives: dict[Token, Any] = {}
+    gives: dict[Token, tuple[int, int]] = {}
     for number, run in enumerate(repeats):
         calls = [record.blocks[name][0] for name in run.names()]
         spans.append((calls[0].enter, calls[-1].exit))
@@ -402,7 +438,7 @@ def _outside(record: Recorder, repeats: Repeats, renamed: Callable[[str], Any] =
     events = [e for at, e in enumerate(record.events) if not any(start <= at < end for start, end in spans)]
     inputs, results = _tokens(record.inputs), {x for *_, results, _ in events for x in _tokens(results)}
 
-    def name_of(x: Token) -> Any:
+    def name_of(x: Token) -> object:
         if x in record.names:
             return "held", renamed(record.names[x])
         if x in gives:

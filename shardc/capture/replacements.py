@@ -1,57 +1,64 @@
-"""Replacements for a trace: functions, layers and caches that cannot be traced or sharded as they are.
+"""Replacements, during a trace, for functions, layers and caches that cannot be traced or sharded as they are.
 
-Registers the key-value caches of ``transformers`` as pytrees, so that their tensors are inputs and outputs.
-
-A program does not change a cache that is passed in. The cache that it returns has the added keys and values.
-
-Replaces layers, for a trace, that cannot be traced in their own form.
-
-Replaces functions of torch, for a trace, whose own form cannot be sharded or traced.
-
-An embedding bag is one kernel over all bags; some functions check values; torch decomposes some wrongly. The functions
-here have the same results and gradients.
+- Key-value caches of ``transformers`` are registered as pytrees, so that their tensors are inputs and outputs. A
+  program does not change a cache that is passed in; the cache that it returns has the added keys and values.
+- Layers: `other_layers`.
+- Functions of torch: an embedding bag is one kernel over all bags; some functions check values; torch decomposes some
+  wrongly. The functions here have the same results and gradients.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import combinations as chosen
 from math import log, pi
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.trace_rules import get_tensor_method, get_torch_obj_rule_map
 from torch._dynamo.variables import ConstantVariable, TorchInGraphFunctionVariable
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch.nn import _reduction as _Reduction
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shardc._compat import PyTree
 from shardc.capture import decompositions, markers, raises, side_effects
+from shardc.validate import dtype_name
 
 _call_method = GetAttrVariable.call_method
 
 
-def _on_texts(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Replaces how Dynamo traces a method call on a torch class's attribute: the attribute may be a string."""
+def _call_attribute(
+    self: GetAttrVariable,
+    tx: InstructionTranslatorBase,
+    name: str,
+    args: list[VariableTracker],
+    kwargs: dict[str, VariableTracker],
+) -> VariableTracker:
+    """Traces a call of method ``name`` on a torch class's attribute, also if the attribute is a string."""
     text = getattr(self.obj.value, self.name, None) if isinstance(self.obj, TorchInGraphFunctionVariable) else None
     if isinstance(text, str):
         return ConstantVariable.create(text).call_method(tx, name, args, kwargs)
     return _call_method(self, tx, name, args, kwargs)
 
 
-OTHER_FORMS: tuple[tuple[Any, str, Any], ...] = ((GetAttrVariable, "call_method", _on_texts),)
+OTHER_FORMS: tuple[tuple[object, str, object], ...] = ((GetAttrVariable, "call_method", _call_attribute),)
 
 
 _BASES = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")
 _registered: dict[str, type] = {}
+T = TypeVar("T")
+Context = list[Any]  # [names of attributes that may hold tensors, {name: value} of the others]
 
 
 def register_caches() -> None:
@@ -66,25 +73,27 @@ def register_caches() -> None:
 
 
 def _below(kind: type) -> Iterator[type]:
+    """Yields all subclasses of ``kind``."""
     derived: type
     for derived in kind.__subclasses__():
         yield derived
         yield from _below(derived)
 
 
-def _flatten(cache: Any) -> tuple[list[Any], Any]:
+def _flatten(cache: object) -> tuple[list[PyTree], Context]:
     """Return the attributes that may hold tensors; as context, their names and the values of the others."""
     attributes = {name: value for name, value in vars(cache).items() if _may_hold(value)}
     others = {name: _written(value) for name, value in vars(cache).items() if name not in attributes}
     return list(attributes.values()), [list(attributes), others]
 
 
-def _flatten_with_keys(cache: Any) -> tuple[list[Any], Any]:
+def _flatten_with_keys(cache: object) -> tuple[list[tuple[pytree.KeyEntry, PyTree]], Context]:
     values, context = _flatten(cache)
     return [(pytree.GetAttrKey(name), value) for name, value in zip(context[0], values, strict=True)], context
 
 
-def _unflatten(kind: Any, values: Any, context: Any) -> Any:
+def _unflatten(kind: type[T], values: Iterable[PyTree], context: Context) -> T:
+    """Return a cache of class ``kind`` with the attributes that `_flatten` returned."""
     cache = kind.__new__(kind)
     for name, value in zip(context[0], values, strict=True):
         setattr(cache, name, value)
@@ -93,19 +102,20 @@ def _unflatten(kind: Any, values: Any, context: Any) -> Any:
     return cache
 
 
-def is_cache(value: Any) -> bool:
+def is_cache(value: object) -> bool:
     """Return whether ``value`` is a registered cache, or a layer of one."""
     return type(value) in _registered.values()
 
 
-def _may_hold(value: Any) -> bool:
+def _may_hold(value: object) -> bool:
+    """Return whether an attribute of a cache may hold tensors."""
     return isinstance(value, (Tensor, dict, list, tuple)) or is_cache(value)
 
 
-def _written(value: Any) -> Any:
+def _written(value: object) -> object:
     """Return ``value`` in the form that a saved program stores (see `shardc.precompiled.record`), if it has one."""
     if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
+        return {"dtype": dtype_name(value)}
     if isinstance(value, torch.device):
         return {"device": str(value)}
     if isinstance(value, type):
@@ -113,7 +123,8 @@ def _written(value: Any) -> Any:
     return value
 
 
-def _read(value: Any) -> Any:
+def _read(value: object) -> object:
+    """Return the value that `_written` returned ``value`` for."""
     if not isinstance(value, dict):
         return value
     ((kind, name),) = value.items()
@@ -161,12 +172,14 @@ def other_layers(root: nn.Module) -> Iterator[None]:
 
 
 def _other_forward(module: _BatchNorm) -> Callable[..., Tensor] | None:
+    """Return the forward that replaces the one of a batch norm; None if its own can be traced."""
     if module.training and module.track_running_stats and module.momentum is None and module.running_mean is not None:
         return _cumulative
     return _BatchNorm.forward if isinstance(module, nn.SyncBatchNorm) else None
 
 
 def _cumulative(self: _BatchNorm, input: Tensor) -> Tensor:
+    """Computes a batch norm that updates cumulative averages, with the counter as a tensor."""
     self._check_input_dim(input)
     count, mean, var = self.num_batches_tracked, self.running_mean, self.running_var
     assert count is not None and mean is not None and var is not None
@@ -269,7 +282,7 @@ def cov(
     """Computes `torch.cov` without its check of the sum of weights; a clamp keeps the divisor from being negative."""
     rows = input.view(1, -1) if input.dim() < 2 else input
     weights = aweights if fweights is None else fweights if aweights is None else fweights * aweights
-    total: Any = rows.shape[1] if weights is None else weights.sum()
+    total = rows.shape[1] if weights is None else weights.sum()
     centered = rows - ((rows if weights is None else rows * weights).sum(1) / total).unsqueeze(1)
     product = centered.mm((centered if weights is None else centered * weights).t().conj())
     ddof = correction if weights is None or aweights is None else correction * (weights * aweights).sum() / total
@@ -299,7 +312,7 @@ def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> T
 
 def chunked_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
-    reduction: str, ignore_index: int, label_smoothing: float, *_: Any,
+    reduction: str, ignore_index: int, label_smoothing: float, *_: object,
 ) -> tuple[Tensor, None, None, None]:  # fmt: skip
     """Computes the loss of all rows at once: torch's kernel over chunks of rows has no sharding rule."""
     logits = F.linear(input, linear_weight, linear_bias)
@@ -311,7 +324,7 @@ def chunked_cross_entropy(
 
 def chunked_cross_entropies(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
-    ignore_index: int, *_: Any,
+    ignore_index: int, *_: object,
 ) -> Tensor:  # fmt: skip
     """Computes `chunked_cross_entropy` without reduction: one loss a row."""
     logits = F.linear(input, linear_weight, linear_bias)
@@ -336,7 +349,7 @@ def gaussian_nll_loss(
 
 
 def multilabel_margin_loss(
-    input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
+    input: Tensor, target: Tensor, size_average: bool | None = None, reduce: bool | None = None, reduction: str = "mean"
 ) -> Tensor:
     """Computes the loss with the labels before the first -1 of a row; torch's decomposition adds the later ones too."""
     if size_average is not None or reduce is not None:
@@ -354,13 +367,14 @@ def multilabel_margin_loss(
 
 
 def _reduced(loss: Tensor, reduction: str) -> Tensor:
+    """Return ``loss`` reduced by "none", "mean" or "sum"."""
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not valid")
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
-def get_cached(self: Any, instance: Any, owner: Any = None) -> Any:
-    """`functools.cached_property` without its lock (Python 3.11)."""
+def get_cached(self: Any, instance: object, owner: type | None = None) -> object:
+    """Reads a `functools.cached_property` without taking its lock (Python 3.11)."""
     if instance is None:
         return self
     if self.attrname not in instance.__dict__:
@@ -369,7 +383,7 @@ def get_cached(self: Any, instance: Any, owner: Any = None) -> Any:
 
 
 # (owner, attribute name, replacement)
-_OTHER_FORMS: tuple[tuple[Any, str, Any], ...] = (
+_OTHER_FORMS: tuple[tuple[object, str, object], ...] = (
     (F, "embedding_bag", embedding_bag),
     (torch, "embedding_bag", bags),
     *((owner, f.__name__, f) for owner in (torch, Tensor) for f in (cov, corrcoef)),

@@ -1,8 +1,7 @@
-"""Side effects of forward: refuses those that would change a result of a program, and warns of the others.
+"""Side effects of forward: those that would change a result of a program raise `CaptureError`, the others warn.
 
-Refuses hooks that a trace would leave out, or run twice.
-
-Finds attributes and globals that forward sets, and refuses those that it also reads: a program sets none.
+Refused are hooks that a trace would leave out or run twice, replaced buffers, and attributes and globals that forward
+both sets and reads: a program sets none.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
@@ -25,14 +24,17 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables.base import VariableTracker
 from torch._guards import TracingContext
 
+from shardc._compat import PyTree
 from shardc.capture.capture_errors import line_with, user_frame
 from shardc.errors import CaptureError, ShardcWarning
 from shardc.ir.code import calling_line
 from shardc.ir.guards import BACKWARD_HOOKS, Constant, Lookup, Reads, global_hooks, parse
+from shardc.ir.module_paths import name_in
 
 _BACKWARD_FIX = (
     "register a forward hook that registers one on the output instead, which is traced: module.register_forward_hook("
@@ -56,11 +58,11 @@ def refuse_hooks(model: nn.Module) -> None:
         )
 
 
-def _named(hook: Any) -> str:
+def _named(hook: object) -> str:
     return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
-def _line(hook: Any) -> str | None:
+def _line(hook: object) -> str | None:
     code = getattr(hook, "__code__", None)
     return code and f"{code.co_filename}:{code.co_firstlineno}"
 
@@ -88,37 +90,37 @@ class Change:
 
     expression: str
     name: str
-    value: Any
+    value: VariableTracker
     line: str
     owner: str
 
     @property
-    def tensors(self) -> list[Any]:
-        """The nodes of the tensors in the new value."""
+    def tensors(self) -> list[fx.Node]:
+        """The traced nodes of the tensors in the new value."""
         items = vars(_traced(self.value)).get("items")
         inside = list(items.values()) if isinstance(items, dict) else items if isinstance(items, list) else []
         proxies = [vars(_traced(variable)).get("proxy") for variable in (self.value, *inside)]
         return [proxy.node for proxy in proxies if proxy is not None]
 
     @property
-    def constant(self) -> Any:
-        """The new value if it is a constant; else Dynamo's variable of it."""
+    def constant(self) -> object:
+        """The new value if it is a constant, or else Dynamo's variable of it."""
         variable = _traced(self.value)
         return variable.as_python_constant() if type(variable).__name__ == "ConstantVariable" else variable
 
 
-def _traced(variable: Any) -> Any:
-    """Return the variable that a lazy ``variable`` stands for; itself if the trace did not use it."""
+def _traced(variable: VariableTracker) -> VariableTracker:
+    """Return the variable behind a lazy ``variable``; a variable that the trace did not use stays as it is."""
     return variable.realize() if getattr(variable, "is_realized", bool)() is not False else variable
 
 
 @contextmanager
 def changes_recorded() -> Iterator[list[Change]]:
-    """Records what a trace in the block sets on the model's modules and in globals."""
+    """Collects the attributes of modules, and the globals, that forward sets during a trace in the block."""
     changes: list[Change] = []
     store, mutation, set_cell = SideEffects.store_attr, SideEffects.mutation, SideEffects.store_cell
 
-    def note(item: Any, name: str | None, value: Any) -> None:
+    def note(item: VariableTracker, name: str | None, value: VariableTracker) -> None:
         source = getattr(item, "source", None)
         text = source and (source.name if isinstance(source.name, str) else source.name())
         if not text or not (MODEL in text or text.startswith("G[")):
@@ -129,15 +131,15 @@ def changes_recorded() -> Iterator[list[Change]]:
             frames = [f"{frame.filename}:{frame.lineno}" for frame in TracingContext.extract_stack()]
             changes.append(Change(expression, attribute, value, user_frame(frames), text.replace(MODEL, "model")))
 
-    def store_attr(self: Any, item: Any, name: str, value: Any, *kind: Any) -> None:
+    def store_attr(self: SideEffects, item: VariableTracker, name: str, value: VariableTracker, *kind: Any) -> None:
         store(self, item, name, value, *kind)
         note(item, name, value)
 
-    def mutate(self: Any, var: Any) -> None:
+    def mutate(self: SideEffects, var: VariableTracker) -> None:
         mutation(self, var)
         note(var, None, var)
 
-    def store_cell(self: Any, cell: Any, value: Any) -> None:
+    def store_cell(self: SideEffects, cell: VariableTracker, value: VariableTracker) -> None:
         set_cell(self, cell, value)
         note(cell, "cell_contents", value)
 
@@ -153,7 +155,7 @@ def changed_reads(
     changes: Iterable[Change],
     reads: Reads,
     model: nn.Module,
-    loss: Any,
+    loss: Callable[..., object] | None,
     code: Iterable[CodeType],
     retrace: Callable[[dict[str, Constant]], Reads | None],
 ) -> Reads:
@@ -229,15 +231,17 @@ def _variable(change: Change, at: Lookup) -> str:
 
 
 def _shown(expression: str) -> str:
-    if expression.startswith("model."):
-        path = re.sub(r"_modules\['([^']+)'\]", r"\1", expression.removeprefix("model."))
+    """Return an attribute of the model or a global, named by ``expression``, as an error shows it."""
+    if attribute := name_in(expression, "model"):
+        path = re.sub(r"_modules\['([^']+)'\]", r"\1", attribute)
         return f"the attribute {path!r}"
     name = re.sub(r"module\('([^']+)'\)", r"\1", expression)
     return f"the global {re.sub(r'scope[(][^)]+[)]', '', name)}"
 
 
 def _fix(change: Change) -> str:
-    if not change.expression.startswith("model."):
+    """Return the fix for an attribute or global that forward reads and changes."""
+    if not name_in(change.expression, "model"):
         return "make it a buffer (a tensor) of the model that forward changes in place, or pass it as an input"
     return (
         f"make it a buffer (a tensor) that forward changes in place, as by self.{change.name}.add_(1) or "
@@ -260,7 +264,7 @@ def assigned(model: nn.Module, values: dict[str, Constant]) -> Iterator[None]:
             delattr(owner, name) if value is places else setattr(owner, name, value)
 
 
-def _of_inputs(node: Any) -> bool:
+def _of_inputs(node: fx.Node) -> bool:
     """Return whether a node depends on a placeholder of the graph."""
     todo, seen = [node], set()
     while todo:
@@ -359,7 +363,7 @@ def _name(node: ast.expr) -> str:
 
 
 def side_effects(
-    messages: Iterable[str], model: nn.Module, run: Callable[[], Any], sets: Iterable[Change] = ()
+    messages: Iterable[str], model: nn.Module, run: Callable[[], object], sets: Iterable[Change] = ()
 ) -> list[ShardcWarning]:
     """Return a warning for each side effect that Dynamo reports; runs the model to find replaced buffers.
 
@@ -396,7 +400,7 @@ def side_effects(
     return [ShardcWarning(f"{change} {text}") for change in dict.fromkeys(texts) if change is not None]
 
 
-def changed_arguments(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> list[ShardcWarning]:
+def changed_arguments(model: nn.Module, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> list[ShardcWarning]:
     """Return a warning for each list or dict argument that the model changes; runs it once more, on fake tensors."""
     bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     containers = [(name, x, _contents(x)) for root, arg in bound.items() for name, x in _containers(arg, root)]
@@ -410,7 +414,10 @@ def changed_arguments(model: nn.Module, args: Sequence[Any], kwargs: dict[str, A
     return [ShardcWarning(f"the model changes its argument {name} {text}") for name in changed]
 
 
-def _containers(value: Any, name: str) -> Iterator[tuple[str, list[Any] | dict[Any, Any]]]:
+Container = list[PyTree] | dict[Any, PyTree]
+
+
+def _containers(value: PyTree, name: str) -> Iterator[tuple[str, Container]]:
     """Yields (expression, container) for ``value`` and the lists and dicts in it."""
     if isinstance(value, list | dict):
         yield name, value
@@ -419,12 +426,12 @@ def _containers(value: Any, name: str) -> Iterator[tuple[str, list[Any] | dict[A
             yield from _containers(inner, f"{name}[{key!r}]")
 
 
-def _contents(value: list[Any] | dict[Any, Any]) -> list[tuple[Any, int]]:
+def _contents(value: Container) -> list[tuple[object, int]]:
     """Return the keys, in order, and the ids of the values."""
     return [(key, id(x)) for key, x in (value.items() if isinstance(value, dict) else enumerate(value))]
 
 
-def _replaced(model: nn.Module, run: Callable[[], Any]) -> Iterator[tuple[str, str, bool]]:
+def _replaced(model: nn.Module, run: Callable[[], object]) -> Iterator[tuple[str, str, bool]]:
     """Yields (module path, name, is a cache) of the buffers that ``run`` replaces; restores attributes.
 
     A cache is a buffer that was None and is not saved.
@@ -439,7 +446,7 @@ def _replaced(model: nn.Module, run: Callable[[], Any]) -> Iterator[tuple[str, s
 
 
 @contextlib.contextmanager
-def _restored(model: nn.Module) -> Iterator[dict[str, tuple[nn.Module, dict[str, Any], dict[str, Any]]]]:
+def _restored(model: nn.Module) -> Iterator[dict[str, tuple[nn.Module, dict[str, object], dict[str, Tensor | None]]]]:
     """Restores the attributes and buffers of ``model`` on exit; yields those on entry by module path."""
     before = {path: (module, dict(module.__dict__), dict(module._buffers)) for path, module in model.named_modules()}
     try:
@@ -473,7 +480,7 @@ def _module(path: str) -> str:
     return f"module {path!r}" if path else "the model"
 
 
-def print_nothing(*values: Any, **how: Any) -> None:
+def print_nothing(*values: object, **how: Any) -> None:
     """Replaces ``print``: does nothing in a trace, prints otherwise."""
     if not torch.compiler.is_compiling():
         _print(*values, **how)
@@ -483,7 +490,7 @@ _print = print
 OTHER_FORMS = ((builtins, "print", print_nothing),)
 
 
-def prints(codes: Iterable[Any]) -> list[ShardcWarning]:
+def prints(codes: Iterable[CodeType]) -> list[ShardcWarning]:
     """Return a warning for each traced function of the user's that prints."""
     lines = [f"{code.co_filename}:{code.co_firstlineno}" for code in codes if "print" in code.co_names]
     return [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import sympy
 import torch
@@ -19,12 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 
+from shardc._compat import PyTree
 from shardc.capture.dtypes import Dtypes
 from shardc.capture.markers import Tag
 from shardc.capture.trace import Captured, Loss, Traced, trace
 from shardc.errors import CaptureError
 
 Sizes = Mapping[str, int]
+Number = int | float | SymInt | SymFloat | SymBool
+T = TypeVar("T")
 _SYMBOLIC = (SymInt, SymFloat, SymBool)
 
 
@@ -71,7 +74,7 @@ class SymbolicCapture:
         values = {symbol: sympy.Integer(sizes[name]) for name, symbol in self.symbols.items()}
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         graph = fx.Graph()
-        env: dict[fx.Node, Any] = {}
+        env: dict[fx.Node, fx.node.Argument] = {}
         for node in traced.graph.graph.nodes:
             value = node.meta.get("val")
             if isinstance(value, _SYMBOLIC) and node.op == "call_function":
@@ -87,8 +90,8 @@ class SymbolicCapture:
 
 def capture_symbolic(
     model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
     dynamic: Mapping[str, Mapping[int, str]],
     *,
     device: torch.device,
@@ -121,7 +124,7 @@ def capture_symbolic(
 
     def fake(name: str, x: Tensor) -> Tensor:
         named = dynamic.get(name, {})
-        shape: Any = [size(named[dim], n) if dim in named else n for dim, n in enumerate(x.shape)]
+        shape = [size(named[dim], n) if dim in named else n for dim, n in enumerate(x.shape)]
         return torch.empty(shape, dtype=x.dtype, device=device).requires_grad_(x.requires_grad)
 
     traced = trace(model, args, kwargs, device, loss, tags, dtypes, mode, fake)
@@ -135,8 +138,8 @@ def capture_symbolic(
     return SymbolicCapture(traced, symbols, tuple(_conditions(env, symbols, guards)))
 
 
-def _guards_of(env: Any, hints: Mapping[int, str], symints: Mapping[str, SymInt]) -> list[tuple[sympy.Basic, str]]:
-    """Return the guards of ``env`` in the symbols of ``symints``, each with its line.
+def _guards_of(env: ShapeEnv, hints: Mapping[int, str], symints: Mapping[str, SymInt]) -> list[tuple[sympy.Basic, str]]:
+    """Return the guards of ``env``, in the symbols of ``symints``, and the line of each.
 
     Dynamo has its own symbols for the sizes of inputs; they are matched by their example sizes.
     """
@@ -148,6 +151,7 @@ def _guards_of(env: Any, hints: Mapping[int, str], symints: Mapping[str, SymInt]
 def _conditions(
     env: ShapeEnv, symbols: Mapping[str, sympy.Symbol], guards: Sequence[tuple[sympy.Basic, str]]
 ) -> list[Condition]:
+    """Return ``guards`` (relation, line) and the bounds of ``symbols`` as conditions, without those always true."""
     names = {symbol: sympy.Symbol(name) for name, symbol in reversed(list(symbols.items()))}
     relations = list(guards)
     for symbol in names:
@@ -166,6 +170,7 @@ def _conditions(
 def _fixed(
     model: nn.Module, guards: Sequence[tuple[sympy.Basic, str]], name: str, symbol: sympy.Basic, value: sympy.Basic
 ) -> CaptureError:
+    """Return the error for a size ``name`` whose ``symbol`` must be ``value``; ``guards`` have the line."""
     source = next((line for relation, line in guards if symbol in relation.free_symbols and line), None)
     return CaptureError(
         f"{type(model).__name__} works at one size of {name!r} only: it must be {value}",
@@ -174,12 +179,13 @@ def _fixed(
     )
 
 
-def _number(x: Any, values: Mapping[sympy.Symbol, sympy.Integer]) -> Any:
+def _number(x: Number, values: Mapping[sympy.Symbol, sympy.Integer]) -> int | float:
+    """Return a number of the trace with ``values`` for symbols."""
     kind = int if isinstance(x, SymInt) else float if isinstance(x, SymFloat) else bool
     return kind(x.node.shape_env.replace(x.node._expr).xreplace(values)) if isinstance(x, _SYMBOLIC) else x
 
 
-def _at(x: Any, values: Mapping[sympy.Symbol, sympy.Integer]) -> Any:
+def _at(x: object, values: Mapping[sympy.Symbol, sympy.Integer]) -> object:
     """Return a fake value of the trace with numbers for symbols, in the active fake mode."""
     if not isinstance(x, Tensor):
         return _number(x, values) if isinstance(x, _SYMBOLIC) else x
@@ -188,11 +194,11 @@ def _at(x: Any, values: Mapping[sympy.Symbol, sympy.Integer]) -> Any:
     return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
 
 
-def _plain(arguments: Any) -> Any:
+def _plain(arguments: fx.node.Argument) -> fx.node.Argument:
     """Return ``arguments``; asserts that no symbol is left in them."""
     return fx.node.map_aggregate(arguments, _checked)
 
 
-def _checked(x: Any) -> Any:
+def _checked(x: T) -> T:
     assert not isinstance(x, _SYMBOLIC), f"{x} stands in the trace without a node"
     return x

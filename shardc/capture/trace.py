@@ -2,11 +2,8 @@
 
 Dynamo traces the module without graph breaks and AOTAutograd differentiates it, under fake tensors: no tensor is
 materialised, and the model may be on ``meta``. The graph's placeholders are parameters, buffers and inputs by name,
-then one tangent for each output that requires a gradient.
-
-Wraps a function of tensors as a module.
-
-Caches captures, so that several plans and meshes share one.
+then one tangent for each output that requires a gradient. `CaptureOnce` caches captures, so that several plans and
+meshes share one.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -27,7 +24,7 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardc._compat import dynamo_captures, traced_code
+from shardc._compat import PyTree, dynamo_captures, traced_code
 from shardc.capture.annotate import OUTPUT, PREFIX, SAME, annotate
 from shardc.capture.capture_errors import capture_error, check_dtypes, check_result, refuse_higher_order, refuse_sparse
 from shardc.capture.decompositions import FROM_TORCH, OWN, eager_dropout, fake_like, without_strides
@@ -50,24 +47,24 @@ from shardc.capture.side_effects import (
 from shardc.errors import InputError, ShardcError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir.clone import clone_tree
-from shardc.ir.guards import GRAD_MODE, Read, Reads, Values
+from shardc.ir.guards import GRAD_MODE, Constant, Read, Reads, Values
 from shardc.ir.inner import InnerTensors, first_places, unflatten
 from shardc.ir.kinds import as_plain
 from shardc.ir.returned import Memory, Returned, returned
 from shardc.ir.text import leaf_paths
 
 
-def as_module(function: Callable[..., Any]) -> nn.Module:
+def as_module(function: Callable[..., PyTree]) -> nn.Module:
     """Return a module that calls ``function``, with its name and signature."""
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return function(*args, **kwargs)
 
     signature = inspect.signature(function)
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     forward.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])  # type: ignore[attr-defined]
     name = getattr(function, "__name__", type(function).__name__)
-    cls: Any = type(name, (nn.Module,), {"forward": forward, "__module__": function.__module__})
+    cls: type[nn.Module] = type(name, (nn.Module,), {"forward": forward, "__module__": function.__module__})
     return cls()
 
 
@@ -83,13 +80,13 @@ class CaptureOnce:
 
     def __init__(self) -> None:
         self.count = 0
-        self._cache: dict[Any, list[tuple[Values, Captured]]] = {}
+        self._cache: dict[Hashable, list[tuple[Values, Captured]]] = {}
 
     def __call__(
         self,
         model: nn.Module,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
         *,
         device: torch.device,
         loss: Loss | None = None,
@@ -115,7 +112,8 @@ class CaptureOnce:
         return captured
 
 
-def _described(x: Tensor) -> tuple[Any, ...]:
+def _described(x: Tensor) -> tuple[object, ...]:
+    """Return the metadata of ``x`` that a capture depends on."""
     return x.shape, x.stride(), x.dtype, x.requires_grad
 
 
@@ -124,7 +122,7 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, ir.copied(gm.graph))
 
 
-Loss = Callable[..., Any]
+Loss = Callable[..., PyTree]
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ class Captured:
     graph: fx.GraphModule
     inputs: tuple[str, ...]
     input_spec: pytree.TreeSpec
-    constants: tuple[tuple[int, Any], ...]
+    constants: tuple[tuple[int, object], ...]
     output_spec: pytree.TreeSpec
     fake_mode: FakeTensorMode
     reads: Reads
@@ -153,19 +151,19 @@ class Captured:
 
 
 class _Root(nn.Module):
-    """The traced module, a function of tensors only: ``model``, then ``loss(output, *extra)`` if there is a loss.
+    """Root module of a trace, a function of tensors: runs ``model``, then ``loss(output, *extra)`` if there is a loss.
 
     Non-tensor leaves of the arguments are constants. So are the loss's own tensors.
     """
 
-    def __init__(self, model: nn.Module, flat: Sequence[Any], spec: pytree.TreeSpec, loss: Loss | None) -> None:
+    def __init__(self, model: nn.Module, flat: Sequence[object], spec: pytree.TreeSpec, loss: Loss | None) -> None:
         super().__init__()
         self.model, self._flat, self._spec = model, [None if isinstance(x, Tensor) else x for x in flat], spec
         self._places = [at for at, x in enumerate(flat) if isinstance(x, Tensor)]
         self._loss = None if loss is None else (loss,)  # in a tuple: its tensors are not the model's
         self._extra = 0 if loss is None else loss_arity(loss)
 
-    def forward(self, *tensors: Tensor) -> Any:
+    def forward(self, *tensors: Tensor) -> PyTree:
         args, kwargs, extra = self.arguments(tensors)
         out = self.model(*args, **kwargs)
         if self._loss is not None:
@@ -182,7 +180,7 @@ class _Root(nn.Module):
 
         return pytree.tree_map_only(Tensor, marked, out)
 
-    def arguments(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Any], dict[str, Any], Sequence[Any]]:
+    def arguments(self, tensors: Sequence[Tensor]) -> tuple[Sequence[PyTree], dict[str, PyTree], Sequence[PyTree]]:
         """Return the model's args and kwargs, and the loss's arguments after the output."""
         flat = list(self._flat)
         for at, x in zip(self._places, tensors, strict=True):
@@ -217,8 +215,8 @@ class Traced(Captured):
 
     Args:
         names: every name of each parameter and buffer -> the first name of that tensor.
-        stored: dtype of each parameter and buffer.
-        dynamo: the fake mode that Dynamo ran the model in.
+        stored: storage dtype of each parameter and buffer.
+        dynamo: the fake mode in which Dynamo ran the model.
         uncast: the result of `Dtypes.uncast`.
         memories, owners: the result of `memories_of`.
     """
@@ -244,8 +242,8 @@ class Traced(Captured):
 
 def capture(
     model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
     *,
     device: torch.device,
     loss: Loss | None = None,
@@ -272,8 +270,8 @@ def capture(
 
 def trace(
     model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
     device: torch.device,
     loss: Loss | None,
     tags: Sequence[Tag],
@@ -336,14 +334,14 @@ def trace(
     reads = reads_of(traces[-1], model, loss, states)
     records = torch.is_grad_enabled()
 
-    def retrace(constants: dict[str, Any], grad: bool = records) -> Reads | None:
+    def retrace(constants: dict[str, Constant], grad: bool = records) -> Reads | None:
         with assigned(template, constants), torch.set_grad_enabled(grad), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first trace has issued these warnings
             try:
                 other = trace(template, args, kwargs, device, loss, tags, dtypes, mode, fake, retraces=grad != records)
             except ShardcError:
                 return None
-        numbers: dict[Any, int] = {}
+        numbers: dict[Hashable, int] = {}
         first, second = (value_numbers(gm, numbers, grad == records) for gm in (other.graph, joint.graph_module))
         return other.reads if first == second else None
 
@@ -380,7 +378,7 @@ def _first_names(root: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(x), name) for named in both for name, x in named}
 
 
-def _settings() -> dict[str, Any]:
+def _settings() -> dict[str, object]:
     """Return Dynamo's config for a capture, limited to the settings of this torch version.
 
     Numbers and sizes are constants, also after captures at other sizes. Recurrent layers, and gradients that the model
@@ -393,14 +391,14 @@ def _settings() -> dict[str, Any]:
     return {name: value for name, value in wanted.items() if hasattr(torch._dynamo.config, name)}
 
 
-def _logging() -> set[Any]:
+def _logging() -> set[Callable[..., object]]:
     """Return the functions that log or warn, with methods that libraries added to loggers: a trace skips them."""
     levels = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "log")
     added = {method for name, method in vars(logging.Logger).items() if name.startswith(levels)}
     return added | {warnings.warn} | set(torch._dynamo.config.ignore_logging_functions)
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
+def decompositions() -> dict[Any, Callable[..., object]]:
     """Return op overload -> decomposition, for AOTAutograd."""
     ops = [getattr(torch.ops.aten, name) for name in FROM_TORCH if hasattr(torch.ops.aten, name)]
     return {**get_decompositions(ops), **OWN, **random_decompositions()}
@@ -432,7 +430,7 @@ def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: 
     return copy
 
 
-def input_names(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], extra: int = 0) -> list[str]:
+def input_names(model: nn.Module, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], extra: int = 0) -> list[str]:
     """Return a dotted name for each flat leaf of ``(args, kwargs)``, with ``.input`` if a parameter has that name.
 
     Args:
