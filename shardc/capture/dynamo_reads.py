@@ -242,7 +242,7 @@ def _of_library(module: str) -> bool:
     return loaded is None or is_told_module(loaded) or f"{os.sep}site-packages{os.sep}" in file
 
 
-def _expression(text: str, imported: Mapping[str, str], scope: Mapping[str, Any], scopes: dict[str, Any]) -> str | None:
+def _expression(text: str, imported: Mapping[str, str], scope: Mapping[str, Any], scopes: Any) -> str | None:
     """Return a guard's source ``text`` in terms of ``model``, ``loss`` and globals; None if it is none of these.
 
     Args:

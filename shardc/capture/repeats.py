@@ -410,7 +410,7 @@ def _body(record: Recorder, call: Block, name: str) -> object:
 
 
 def _link(record: Recorder, before: Block, after: Block) -> object:
-    """Return the op calls, to compare, that compute a block's arguments from arguments and results of the block before."""
+    """Return the op calls, to compare, that compute a block's arguments from the values of the block before it."""
     gives, takes = _tokens(before.gives), _tokens(before.takes)
 
     def name_of(x: Token) -> object:

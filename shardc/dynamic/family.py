@@ -1,18 +1,15 @@
-"""`Family`: the program of a model for many sizes, fitted to three compiles.
-
-Dynamic sizes by name: which dims of which inputs change between calls.
-"""
+"""`Family`, the program of a model for many sizes, fitted to three compiles; `DynamicDims`, the dims that change."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import product
-from typing import Any
+from pathlib import Path
 
 from torch import Tensor, fx, nn
 
@@ -42,13 +39,13 @@ class DynamicDims:
     def __init__(self, dims_by_input: Mapping[str, Mapping[int, str]]) -> None:
         self.names: dict[str, dict[int, str]] = {name: dict(dims) for name, dims in dims_by_input.items()}
 
-    def mark(self, inputs: Sequence[tuple[str, Any]]) -> None:
+    def mark(self, inputs: Sequence[tuple[str, object]]) -> None:
         """Adds the dims of ``inputs`` that are marked as dynamic; each gets its own name, ``"x[0]"``."""
         for name, x in inputs:
             for dim in sorted(getattr(x, _compat.DYNAMIC_DIMS, ())):
                 self.names.setdefault(name, {}).setdefault(dim, f"{name}[{dim}]")
 
-    def of(self, inputs: Sequence[tuple[str, Any]]) -> tuple[dict[str, dict[int, str]], dict[str, int]]:
+    def of(self, inputs: Sequence[tuple[str, object]]) -> tuple[dict[str, dict[int, str]], dict[str, int]]:
         """Resolves the dynamic dims of a call's inputs: input -> dim -> name, and the size of each name.
 
         Raises InputError if an input lacks a dim, or a name has two sizes.
@@ -76,8 +73,8 @@ class DynamicDims:
         return dims, sizes
 
 
-def check_dynamic(dynamic: Any, model: nn.Module) -> None:
-    """Raises InputError if ``dynamic`` is no dict of dicts, or names an input that the model does not take."""
+def check_dynamic(dynamic: object, model: nn.Module) -> None:
+    """Raises InputError if ``dynamic`` is not a dict of dicts, or names an input that ``model`` does not take."""
     fix = 'write dynamic={"tokens": {0: "b", 1: "t"}}: input -> dim -> a name for its size'
     if not isinstance(dynamic, Mapping) or not all(isinstance(dims, Mapping) for dims in dynamic.values()):
         raise InputError(f"dynamic={dynamic!r} is not a dict of dicts", fix=fix)
@@ -101,17 +98,17 @@ _MOST = 8  # families per signature; other sizes are compiled separately
 
 
 class Family:
-    """One program for many input sizes, made from programs compiled at three of them.
+    """One program for many input sizes, fitted to programs compiled at three of them.
 
     Args:
         capture: captures the model at symbolic sizes, with example sizes to decide branches by.
         build: compiles a captured model for given sizes.
         layouts: returns name and layout of each input at given sizes.
-        example: sizes near which it is compiled; it may not hold for these themselves.
+        example: sizes near which it is compiled; it may be invalid at these sizes themselves.
         ranks: number of ranks of the mesh.
 
     Raises:
-        Differs, CaptureError: there is no such program; says why.
+        Differs, CaptureError: there is no such program, with the reason.
     """
 
     def __init__(
@@ -170,6 +167,7 @@ class Family:
         return self._build(self.symbolic.at(sizes), sizes)
 
     def _fitted(self, modulus: int, above: bool) -> None:
+        """Compiles the programs at three sizes above or below the example's, and fits the graphs of a step to them."""
         near = self._points(modulus, above)
         self.fit = Fit(near, modulus)
         self.programs = [self._built(point, warns=at == 0) for at, point in enumerate(near)]
@@ -179,7 +177,7 @@ class Family:
 
     def _points(self, modulus: int, above: bool) -> list[dict[str, int]]:
         """Returns three sets of sizes for which the capture's conditions hold, with equal sizes for tied names."""
-        first: dict[Any, str] = {}
+        first: dict[Hashable, str] = {}
         alias = {name: first.setdefault(symbol, name) for name, symbol in self.symbolic.symbols.items()}
         try:
             near = points({name: self.example[name] for name in first.values()}, modulus, above)
@@ -194,6 +192,7 @@ class Family:
         return near
 
     def _built(self, point: Sizes, warns: bool) -> Program:
+        """Compiles the program for the sizes ``point``; repeats its warnings if ``warns``."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             program = self.build(point)
@@ -210,19 +209,19 @@ class Family:
         return self._graphs[phase]
 
     def holds(self, sizes: Sizes) -> bool:
-        """Whether the program is valid at ``sizes``: they meet its conditions, and all its numbers are integers."""
+        """Return whether the program is valid at ``sizes``: they meet its conditions, and its numbers are integers."""
         return self.symbolic.broken(sizes) is None and all(number.whole_at(sizes) for number in self.fit.polynomials)
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """Conditions on the sizes, as text."""
+        """The conditions on the sizes, as text: ``"t <= 128"``."""
         scales = [graph.scale for graph in self._graphs.values()]
         merged = {name: max((scale[name] for scale in scales), default=(1, 0)) for name in self.example}
         return (*(c.text for c in self.symbolic.conditions), *conditions(merged))
 
 
 class SizedProgram(Program):
-    """A `Family`'s program at given sizes; its earlier stages are those of a program compiled for them alone."""
+    """A `Family`'s program at given sizes; other stages are those of a program for these sizes only."""
 
     def __init__(self, family: Family, sizes: Sizes) -> None:
         like = family.programs[0]
@@ -271,16 +270,16 @@ class SizedProgram(Program):
         last_graphs = dict(zip((last, f"{last}.backward"), self.step(), strict=False)).get(stage)
         return last_graphs.graph if last_graphs is not None else self.alone.graph(stage)
 
-    def save(self, *args: Any, **kwargs: Any) -> Any:
-        return self.alone.save(*args, **kwargs)
+    def save(self, directory: str | Path) -> list[Path]:
+        return self.alone.save(directory)
 
 
 class Families:
-    """The programs for many sizes (`Family`) of one module, with an LRU cache by sizes.
+    """The `Family` programs of one module, and an LRU cache of programs by sizes.
 
     Args:
-        kind: the class of their programs.
-        capacity: how many programs are kept.
+        kind: the class of the programs.
+        capacity: the largest number of cached programs.
 
     Attributes:
         forget: called with each evicted program.
@@ -289,17 +288,17 @@ class Families:
     def __init__(self, kind: type[SizedProgram] = SizedProgram, capacity: int = 64) -> None:
         self.kind, self.capacity = kind, capacity
         self.forget: Callable[[Program], object] = lambda program: None
-        self._families: dict[Any, list[tuple[Guards, Family | None]]] = {}
-        self._programs: OrderedDict[Any, list[Program]] = OrderedDict()
+        self._families: dict[Hashable, list[tuple[Guards, Family | None]]] = {}
+        self._programs: OrderedDict[Hashable, list[Program]] = OrderedDict()
 
     def guards(self) -> Iterator[Guards]:
-        """The guards (values of the model that a capture read) of all programs."""
+        """Yields the guards (values of the model that a capture read) of all programs."""
         yield from (guards for families in self._families.values() for guards, _ in families)
         yield from (program.guards for programs in self._programs.values() for program in programs)
 
     def program(
         self,
-        key: Any,
+        key: Hashable,
         sizes: Sizes,
         holds: Callable[[Guards], bool],
         family: Callable[[], Family | None],
@@ -309,9 +308,9 @@ class Families:
 
         Args:
             key: the call's signature, without its sizes.
-            holds: whether a capture would read now what it read then.
-            family: makes a family with ``sizes`` for the example, or None where there is none.
-            alone: makes the program for these sizes alone.
+            holds: returns whether guards still hold: a capture would read the same values now.
+            family: compiles a family with ``sizes`` for the example; None if there is none.
+            alone: compiles the program for these sizes only.
         """
         at = key, tuple(sizes.items())
         for program in self._programs.get(at, ()):
@@ -320,7 +319,7 @@ class Families:
                 return program
         families = [family for guards, family in self._families.setdefault(key, []) if holds(guards)]
         usual = min(sizes.values()) > 1  # one element is broadcast: another program
-        fitting = next((one for one in families if one is not None and usual and one.holds(sizes)), None)
+        fitting = next((cached for cached in families if cached is not None and usual and cached.holds(sizes)), None)
         tries = fitting is None and usual and None not in families and len(families) < _MOST
         compiled = family() if tries else None
         if compiled is not None and compiled.holds(sizes):

@@ -1,6 +1,6 @@
-"""Merges one local graph, compiled at three points, into a graph for any sizes.
+"""Merges a local graph, compiled at three points (sets of sizes), into one graph for any sizes.
 
-Fits numbers in three programs by polynomials in the sizes that the programs were compiled for.
+Numbers that differ between the three graphs become polynomials in the sizes (`Fit`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc._compat import pytree
+from shardc._compat import PyTree, pytree
 from shardc.errors import LayoutError
 from shardc.ir import graph as ir
 from shardc.ir.graph import Info, Value
+from shardc.ir.layout import Layout
 from shardc.ir.sized import Numbers, Polynomial, Quotient, Shape, SizedGraph, monomial
 
 POINTS = 3  # two determine ``a m + c``, the third confirms it
@@ -35,9 +36,9 @@ class Fit:
     _found: dict[tuple[int, ...], Polynomial] = field(default_factory=dict)
 
     def __call__(self, values: tuple[int, ...]) -> int | Polynomial:
-        """Returns the polynomial with ``values`` at the points (a number if they are equal).
+        """Return the polynomial that has ``values`` at the points; a number if they are equal.
 
-        Raises LayoutError if none of the forms ``a m``, ``a m + c``, ``a m + b n`` fits (m, n monomials).
+        Its form is ``a m``, ``a m + c`` or ``a m + b n``, with monomials m and n. LayoutError if none fits.
         """
         if all(value == values[0] for value in values):
             return values[0]
@@ -56,6 +57,7 @@ class Fit:
         return list(dict.fromkeys(self._found.values()))
 
     def _candidates(self, values: tuple[int, ...]) -> Iterator[Polynomial]:
+        """Yields the polynomials that have ``values`` at the points, simple ones first."""
         names = tuple(self.points[0])
         powers = [p for p in product(range(_MAX_POWER + 1), repeat=len(names)) if 0 < sum(p) <= _MAX_DEGREE]
         powers.sort(key=lambda p: (sum(p), p))
@@ -72,6 +74,7 @@ class Fit:
                     yield Polynomial(names, ((both[0], p), (both[1], q)))
 
     def _fits(self, values: Sequence[int], terms: Sequence[tuple[Fraction, Sequence[int]]]) -> bool:
+        """Return whether the ``terms`` (coefficient, monomial at each point) add up to ``values``."""
         if any(self.divisors % c.denominator for c, _ in terms):
             return False
         return all(sum(c * m[k] for c, m in terms) == value for k, value in enumerate(values))
@@ -87,9 +90,9 @@ def _solve(values: Sequence[int], m: Sequence[int], n: Sequence[int]) -> tuple[F
 
 
 def points(example: Mapping[str, int], modulus: int, above: bool = True) -> list[dict[str, int]]:
-    """Returns sizes near the example's, above or below, and congruent to them modulo ``modulus``.
+    """Return `POINTS` sets of sizes near the example's, above or below, and congruent to them modulo ``modulus``.
 
-    The quotients by ``modulus`` are distinct, and primes above the example, so that sizes are not related by chance.
+    The quotients by ``modulus`` are distinct, and above the example primes, so that sizes are not related by chance.
 
     Raises:
         LayoutError: there are not enough sizes below the example's.
@@ -154,7 +157,7 @@ def generalize(graphs: Sequence[fx.GraphModule], fit: Fit, sizes: Mapping[str, i
         sizes: example sizes, at which all numbers must be integers too.
 
     Raises:
-        Differs: the graphs differ in more than numbers, or a number is no simple function of the sizes; says where.
+        Differs: the graphs differ in more than numbers, or a number is no simple function of the sizes, with the node.
     """
     base = graphs[0]
     rows = list(zip(*(g.graph.nodes for g in graphs), strict=False))
@@ -195,15 +198,15 @@ def _node(
     return Numbers(args, kwargs, val, shapes) if _depends((args, kwargs, val, shapes)) else None
 
 
-def _fitted(values: Sequence[Any], places: Sequence[dict[fx.Node, int]], fit: Fit) -> Any:
+def _fitted(values: Sequence[PyTree], places: Sequence[dict[fx.Node, int]], fit: Fit) -> PyTree:
     """Merges the arguments of three nodes; numbers that differ become polynomials in the sizes."""
     leaves, specs = zip(*map(pytree.tree_flatten, values), strict=True)
     if any(spec != specs[0] for spec in specs):
         raise Differs(f"{values} stand in one place")
-    return pytree.tree_unflatten([_leaf(each, places, fit) for each in zip(*leaves, strict=True)], specs[0])
+    return pytree.tree_unflatten([_leaf(leaf, places, fit) for leaf in zip(*leaves, strict=True)], specs[0])
 
 
-def _leaf(values: Sequence[Any], places: Sequence[dict[fx.Node, int]], fit: Fit) -> Any:
+def _leaf(values: Sequence[Any], places: Sequence[dict[fx.Node, int]], fit: Fit) -> object:
     """Merges one argument of a node in all graphs: the value if it is equal, a polynomial for integers."""
     first = values[0]
     if isinstance(first, slice) and all(isinstance(x, slice) for x in values):
@@ -234,17 +237,19 @@ def _fraction(x: float) -> Fraction | None:
     return next((f for f in tries if f.numerator / f.denominator == x), None)
 
 
-def _val(values: Sequence[Any], fit: Fit) -> Any:
+def _val(values: Sequence[Any], fit: Fit) -> object:
+    """Merges the fake values of one node in all graphs: a `Shape` for a tensor, a tuple of them for several results."""
     first = values[0]
     if isinstance(first, Tensor):
-        sizes = tuple(fit(each) for each in zip(*(x.shape for x in values), strict=True))
-        return Shape(sizes, tuple(fit(each) for each in zip(*(x.stride() for x in values), strict=True)))
+        sizes = tuple(fit(size) for size in zip(*(x.shape for x in values), strict=True))
+        return Shape(sizes, tuple(fit(step) for step in zip(*(x.stride() for x in values), strict=True)))
     if isinstance(first, tuple | list):
-        return tuple(_val(each, fit) for each in zip(*values, strict=True))
+        return tuple(_val(items, fit) for items in zip(*values, strict=True))
     return None
 
 
-def _shapes(records: Sequence[Info], fit: Fit) -> tuple[tuple[Any, ...] | None, ...]:
+def _shapes(records: Sequence[Info], fit: Fit) -> tuple[tuple[int | Polynomial, ...] | None, ...]:
+    """Merges the shapes in the records of one node in all graphs; None for a result that is no tensor."""
     return tuple(
         tuple(fit(sizes) for sizes in zip(*(x.shape for x in each), strict=True))
         if isinstance(each[0], Value)
@@ -253,12 +258,12 @@ def _shapes(records: Sequence[Info], fit: Fit) -> tuple[tuple[Any, ...] | None, 
     )
 
 
-def _roles(roles: Sequence[tuple[ir.Role, ...]], fit: Fit) -> tuple[Any, ...]:
+def _roles(roles: Sequence[tuple[ir.Role, ...]], fit: Fit) -> tuple[object, ...]:
     """Merges the outputs' layouts at three example sizes: sizes that differ become polynomials."""
-    out: list[Any] = []
+    out: list[object] = []
     for outputs in zip(*roles, strict=True):
         layouts = [role.layout for role in outputs]
-        if len({(role.kind, role.name, role.index) for role in outputs}) > 1 or len({_bones(x) for x in layouts}) > 1:
+        if len({(role.kind, role.name, role.index) for role in outputs}) > 1 or len({_axes_of(x) for x in layouts}) > 1:
             raise Differs(f"the outputs are {', '.join(f'{role.kind} {role.name} {role.layout}' for role in outputs)}")
         if layouts[0] is None:
             out.append(None)
@@ -272,12 +277,13 @@ def _roles(roles: Sequence[tuple[ir.Role, ...]], fit: Fit) -> tuple[Any, ...]:
     return tuple(out)
 
 
-def _bones(layout: Any) -> Any:
+def _axes_of(layout: Layout | None) -> object:
+    """Return the axes of a layout, without sizes: equal for layouts that differ in sizes only."""
     return layout and (layout.partial, tuple(tuple(digit.axis for digit in digits) for digits in layout.dims))
 
 
-def _depends(value: Any) -> bool:
-    """Whether ``value`` contains a fitted polynomial."""
+def _depends(value: object) -> bool:
+    """Return whether ``value`` contains a fitted polynomial."""
     if isinstance(value, Shape):
         return _depends((value.sizes, value.strides))
     if isinstance(value, slice):
@@ -286,11 +292,13 @@ def _depends(value: Any) -> bool:
     return any(isinstance(x, Polynomial | Quotient) or isinstance(x, Shape | slice) and _depends(x) for x in leaves)
 
 
-def _attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+def _attribute(gm: fx.GraphModule, node: fx.Node) -> object:
+    """Return the constant of ``gm`` that the ``get_attr`` node stands for."""
     return operator.attrgetter(str(node.target))(gm)
 
 
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor):
+def _equal(left: object, right: object) -> bool:
+    """Return whether two constants are equal; tensors by shape, dtype and values."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
         return left.shape == right.shape and left.dtype == right.dtype and bool(torch.equal(left, right))
     return bool(left == right)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -24,20 +23,23 @@ from shardc.verify.subject import Subject, no_rules
 BACKENDS = ("inductor", "eager")
 
 
+Run = Callable[[list[Tensor]], Sequence[object]]
+
+
 @dataclass(frozen=True)
 class Code:
     """A compiled local graph.
 
     Args:
-        run: the callable: takes a list of local tensors, which it empties, and returns a list of results.
-        source: its code; "" of a graph without ops.
+        run: takes a list of local tensors, which it empties, and returns the results.
+        source: the generated code; "" for a graph without ops.
     """
 
-    run: Callable[[list[Tensor]], Sequence[Any]]
+    run: Run
     source: str
 
-    def __call__(self, inputs: list[Tensor]) -> Sequence[Any]:
-        # Nothing in here is differentiated: no op has to look whether it is. Of a wait, that is most of its time.
+    def __call__(self, inputs: list[Tensor]) -> Sequence[object]:
+        # Nothing in here is differentiated, so ops need not check for it. For a wait, that check is most of its time.
         with torch._C._AutoDispatchBelowAutograd():
             return self.run(inputs)
 
@@ -46,10 +48,10 @@ def lower(*halves: Half, backend: str, by: str = "auto") -> list[Compiled]:
     """Lower the forward and backward graph of a step to `Compiled` values.
 
     Args:
-        halves: localized, with fake tensors as their placeholders' ``meta["val"]``.
+        halves: graphs at local shapes, whose placeholders have fake tensors as ``meta["val"]``.
         backend: "inductor" or "eager".
-        by: Inductor lowers them "whole", by "blocks" that repeat, each kind once, or, "auto", by blocks where four are
-            alike.
+        by: "whole" compiles each graph as one; "blocks" compiles repeated blocks once; "auto" does so from four equal
+            blocks on.
     """
     if backend == "eager":
         return [Compiled(half, whole(half.gm), (_eager(half.gm),), half.plan) for half in halves]
@@ -87,8 +89,10 @@ def _compiled(half: Half, segments: tuple[Segment, ...], codes: Sequence[Code]) 
     return replace(compiled, plan=compiled.plan.moved(lifetimes.spans, lifetimes.leaving, leaving))
 
 
-def _eager(gm: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Any]]:
-    def run(inputs: list[Tensor]) -> Sequence[Any]:
+def _eager(gm: fx.GraphModule) -> Run:
+    """Return a callable that runs ``gm`` op by op."""
+
+    def run(inputs: list[Tensor]) -> Sequence[object]:
         # Takes the inputs out of the list and lets go of each value after its last use.
         with torch.no_grad():
             return fx.Interpreter(gm).boxed_run(inputs)

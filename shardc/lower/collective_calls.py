@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from operator import getitem
-from typing import Any
 
 from torch import Tensor, fx
 from torch._inductor.codecache import PyCodeCache
@@ -18,10 +17,12 @@ from shardc.ir.comm_volume import collective_kind
 from shardc.ir.emitted import check_order
 from shardc.ir.repeat import is_call
 
-Run = Callable[[list[Tensor]], Sequence[Any]]
+Run = Callable[[list[Tensor]], Sequence[object]]
 
 
 class _Name(str):
+    """Name of a variable in generated code, whose repr is the name."""
+
     __slots__ = ()
     __repr__ = str.__str__
 
@@ -41,15 +42,16 @@ def called(gm: fx.GraphModule) -> tuple[Run, str]:
 
 
 def _lines(graph: fx.Graph) -> Iterator[str]:
+    """Yields the lines of the generated function; each value is deleted after its last use."""
     placeholders, ops = graph.find_nodes(op="placeholder"), [node for node in graph.nodes if node.op == "call_function"]
-    returned: Any = ir.output_node(graph).args[0]
+    returned = ir.output_node(graph).args[0]
     name = {node: _Name(f"arg{at}") for at, node in enumerate(placeholders)}
-    for at, node in enumerate(ops):  # a wait gives what it is given
+    for at, node in enumerate(ops):  # the result of a wait is its operand
         name[node] = name[node.all_input_nodes[0]] if node.target is WAIT else _Name(f"buf{at}")
-    gone: list[list[_Name]] = [[] for _ in range(len(ops) + 1)]  # behind each op, and behind all
+    unused: list[list[_Name]] = [[] for _ in range(len(ops) + 1)]  # values without a use after each op
     results = {name.get(x) for x in returned}
     for value_name, at in _last(ops, name).items():
-        gone[at] += [value_name] if value_name not in results else []
+        unused[at] += [value_name] if value_name not in results else []
     yield f"{', '.join(name[node] for node in placeholders)}, = args"
     yield "args.clear()"
     for at, node in enumerate(ops):
@@ -60,7 +62,7 @@ def _lines(graph: fx.Graph) -> Iterator[str]:
             written = [*map(repr, args), *(f"{key}={x!r}" for key, x in kwargs.items())]
             call = f"torch.ops.{node.target}({', '.join(written)})"
         yield call if node.target is WAIT else f"{name[node]} = {call}"
-        yield from (f"del {value_name}" for value_name in gone[at])
+        yield from (f"del {value_name}" for value_name in unused[at])
     yield f"return ({', '.join(str(name.get(x, x)) for x in returned)},)"
 
 

@@ -1,6 +1,4 @@
-"""Divides the compilation of graphs among the ranks of a machine: one rank compiles a graph, the others load it from
-the cache.
-"""
+"""Divides the compilation of graphs among the ranks of a machine: one rank compiles a graph, the others load it."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from shardc.ir.repeat import type_of
 from shardc.progress import steps
 
-PATIENCE = 600.0  # seconds; who waits for longer compiles the graph itself
+PATIENCE = 600.0  # seconds; a rank that waits longer compiles the graph itself
 _POLL = 0.05  # seconds
 MADE, ALONE = ".made", ".alone"
 T = TypeVar("T")
@@ -43,7 +41,7 @@ def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModul
         if shares
         else {}
     )
-    waiting = deque(sorted(graphs, key=lambda gm: -len(gm.graph.nodes)))  # what takes long is not begun last
+    waiting = deque(sorted(graphs, key=lambda gm: -len(gm.graph.nodes)))  # the large ones first
     waiting.rotate(-dist.get_rank() if shares else 0)
     for _ in steps(range(len(graphs)), "lowering"):
         gm = _free(waiting, locks) if shares else waiting.popleft()

@@ -1,21 +1,21 @@
-"""Compiles one local graph by Inductor, and uses Inductor's cache of graphs across starts.
+"""Compiles one local graph by Inductor, through Inductor's cache of graphs across starts.
 
-Computes 16-bit matrix products, convolutions and attention in float32 on CPUs without units for them.
+On CPUs without 16-bit units, 16-bit matrix products, convolutions and attention are computed in float32 (`widened`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import SymInt, Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
@@ -26,6 +26,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import register_lowering
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
 from torch._inductor.utils import BoxedBool
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.compiler import config
 from torch.compiler._cache import CacheArtifactManager
@@ -34,6 +35,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 
 import shardc.ir.comm  # noqa: F401  (its ops are lowered here)
+from shardc._compat import PyTree
 from shardc.custom_ops import attention_ops
 from shardc.ir.emitted import check_order
 from shardc.ir.executable import BACKWARD, INFERENCE, Half
@@ -44,6 +46,7 @@ from shardc.lower.compile_lock import cache_folder, caches, name_of
 from shardc.lower.kernels import check_vectors, together
 
 aten = torch.ops.aten
+BoxedRun = Callable[[list[Any]], Sequence[object]]  # takes a list of tensors and sizes, which it empties
 _FORWARD_ATTENTION = (aten._scaled_dot_product_flash_attention_for_cpu.default, attention_ops.CALL)
 _DENSE = (
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default,
@@ -52,25 +55,25 @@ _DENSE = (
 )  # fmt: skip
 
 
-def widened(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+def widened(table: Mapping[Any, Callable[..., PyTree]]) -> dict[Any, Callable[..., PyTree]]:
     """Return the decompositions ``table`` with float32 versions of 16-bit products, convolutions and attention.
 
     On a CPU without 16-bit units torch takes 3 to 50 times as long for them, by layout. The sums have the same terms.
     """
     casts: dict[int, tuple[Tensor, Tensor]] = {}  # casts, by the tensor's identity; the tensor is held with it
 
-    def wide(x: Any) -> Any:
+    def wide(x: object) -> object:
         if not _is_slow(x):
             return x
         if id(x) not in casts:
             casts[id(x)] = x, x.to(torch.float32)
         return casts[id(x)][1]
 
-    def decomposition(op: Any) -> Callable[..., Any]:
-        # The others of a forward's results, as the log-sum-exp, have float32 and counters.
+    def decomposition(op: OpOverload) -> Callable[..., PyTree]:
+        # Other results of a forward are in float32 (the log-sum-exp) or are counters.
         narrowed = 1 if op in _FORWARD_ATTENTION else None
 
-        def decomposed(*args: Any, **kwargs: Any) -> Any:
+        def decomposed(*args: PyTree, **kwargs: PyTree) -> PyTree:
             low = next((x for x in pytree.arg_tree_leaves(*args, **kwargs) if _is_slow(x)), None)
             if low is None:
                 return table[op](*args, **kwargs) if op in table else NotImplemented
@@ -85,7 +88,7 @@ def widened(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., 
     return {**table, **{op: decomposition(op) for op in _DENSE}}
 
 
-def _is_slow(x: Any) -> bool:
+def _is_slow(x: object) -> TypeGuard[Tensor]:
     """Return whether ``x`` has a dtype for which this CPU has no fast matrix products."""
     return isinstance(x, Tensor) and x.device.type == "cpu" and x.dtype in slow_dtypes()
 
@@ -95,11 +98,11 @@ def slow_dtypes() -> frozenset[torch.dtype]:
     """Return the 16-bit dtypes that torch's CPU library does not compute in on this machine."""
     mkldnn = torch.ops.mkldnn
     has = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    return frozenset(dtype for dtype, asked in has.items() if not (hasattr(mkldnn, asked) and getattr(mkldnn, asked)()))
+    return frozenset(dtype for dtype, query in has.items() if not (hasattr(mkldnn, query) and getattr(mkldnn, query)()))
 
 
-def _unlike(values: Sequence[Any]) -> list[Any]:
-    """Return fake tensors like ``values``, each a separate object: an op's operands are found by identity."""
+def _separate(values: Sequence[object]) -> list[object]:
+    """Return fake tensors with the metadata of ``values``, each a separate object: operands are found by identity."""
     mode = next((x.fake_mode for x in values if isinstance(x, FakeTensor)), None) or FakeTensorMode()
     with mode:
         return [
@@ -108,14 +111,14 @@ def _unlike(values: Sequence[Any]) -> list[Any]:
         ]
 
 
-def lowered(gm: fx.GraphModule, kind: str, settings: Callable[[], str]) -> tuple[Any, str]:
+def lowered(gm: fx.GraphModule, kind: str, settings: Callable[[], str]) -> tuple[BoxedRun, str]:
     """Compile ``gm`` at the sizes of its placeholders, or load it from Inductor's cache; see `lowered_for`.
 
     Args:
-        settings: the result of `settings`.
+        settings: returns the result of `settings`.
     """
-    inputs = _unlike([n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")])
-    with _graph_cache(inputs), _as_here(inputs):
+    inputs = _separate([n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")])
+    with _graph_cache(inputs), _shardc_config(inputs):
         plain = caches() and not gm.graph.find_nodes(op="get_attr")  # the values of constants are part of the code
         key = cache_folder("keys") / name_of(gm, kind, settings()) if plain else None
         if key is not None and (cached := _cached_graph(key, inputs, kind)) is not None:
@@ -127,7 +130,7 @@ def lowered(gm: fx.GraphModule, kind: str, settings: Callable[[], str]) -> tuple
     return compiled, source
 
 
-def _cached_graph(key: Path, inputs: Sequence[Any], kind: str) -> CompiledFxGraph | None:
+def _cached_graph(key: Path, inputs: Sequence[object], kind: str) -> CompiledFxGraph | None:
     """Load a graph from Inductor's cache without decomposing or hashing it; None if it is not there.
 
     Args:
@@ -148,23 +151,24 @@ def _cached_graph(key: Path, inputs: Sequence[Any], kind: str) -> CompiledFxGrap
 
 
 def settings() -> str:
-    """Return what a cached graph depends on: Inductor's configuration, versions, device, and the dtypes that shardc
-    upcasts.
+    """Return a text of all that compiled code depends on besides its graph.
+
+    That is Inductor's configuration, the versions, the device, and the dtypes that shardc upcasts.
     """
-    with _graph_cache(()), _as_here(()), FakeTensorMode():
+    with _graph_cache(()), _shardc_config(()), FakeTensorMode():
         return compiled_fx_graph_hash(fx.GraphModule({}, fx.Graph()), [], {}, [])[0] + str(
             sorted(map(str, slow_dtypes()))
         )
 
 
-def lowered_for(gm: fx.GraphModule, inputs: Sequence[Any], kind: str) -> tuple[Any, str]:
+def lowered_for(gm: fx.GraphModule, inputs: Sequence[object], kind: str) -> tuple[BoxedRun, str]:
     """Compile ``gm`` by Inductor; return the callable and its source.
 
     Args:
         inputs: fake tensors, and numbers that may be symbolic.
-        kind: the place of the graph in a step; see `shardc.ir.executable.Half`.
+        kind: whether the graph is a forward, a backward or an inference graph; see `shardc.ir.executable.Half`.
     """
-    with _as_here(inputs):
+    with _shardc_config(inputs):
         compiled = compile_fx_inner(
             _decomposed(gm, inputs), inputs, is_backward=kind == BACKWARD, is_inference=kind == INFERENCE
         )
@@ -175,8 +179,8 @@ def lowered_for(gm: fx.GraphModule, inputs: Sequence[Any], kind: str) -> tuple[A
 
 
 @contextmanager
-def _as_here(inputs: Sequence[Any]) -> Iterator[None]:
-    """Context in which Inductor keeps the schedule's order, and kernels share files."""
+def _shardc_config(inputs: Sequence[object]) -> Iterator[None]:
+    """Context with the configuration for shardc's graphs: Inductor keeps the order of ops, and kernels share files."""
     if any(isinstance(x, Tensor) and x.device.type == "cpu" for x in inputs):
         check_vectors()
     with inductor_config.patch(reorder_for_peak_memory=False, reorder_for_locality=False), together():
@@ -184,7 +188,7 @@ def _as_here(inputs: Sequence[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _graph_cache(inputs: Sequence[Any]) -> Iterator[None]:
+def _graph_cache(inputs: Sequence[object]) -> Iterator[None]:
     """Context in which Inductor may cache graphs, with shardc's lowerings as a part of the key."""
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
     if mode.shape_env is None:
@@ -195,19 +199,20 @@ def _graph_cache(inputs: Sequence[Any]) -> Iterator[None]:
 
 @cache
 def _tag() -> str:
+    """Return a hash of the code of this folder, which the cached graphs depend on."""
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     return f"shardc {hashlib.sha256(code).hexdigest()}"
 
 
-def _decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+def _decomposed(gm: fx.GraphModule, inputs: Sequence[object]) -> fx.GraphModule:
     """Return ``gm`` in the ops that Inductor lowers; the order of its collectives stays."""
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
     with mode, torch.no_grad():
         decomposed = make_fx(gm, decomposition_table=widened(select_decomp_table()))(*inputs)
-    # Results that are not the user's Inductor may give other strides, as convolutions prefer them, but the backward
-    # half is compiled for those of the trace.
+    # Inductor may change the strides of results that the user does not see, but the backward half is compiled for
+    # those of the trace.
     last = output_node(decomposed.graph)
-    # Inductor returns no constant but an int; what the user's are is noted with the program.
+    # Inductor returns no constants other than ints; the program records the user's.
     last.args = (tuple(x if isinstance(x, fx.Node | int) else None for x in last.args[0]),)
     last.meta["user_visible_output_idxs"] = [at for at, x in enumerate(last.args[0]) if isinstance(x, fx.Node)]
     return decomposed
@@ -226,7 +231,7 @@ def load_artifacts(data: bytes) -> None:
     torch.compiler.load_cache_artifacts(data)
 
 
-def fakes(values: Sequence[Mapping[str, Any]]) -> list[Any]:
+def fakes(values: Sequence[Mapping[str, Any]]) -> list[object]:
     """Return fake tensors of one mode for a graph's placeholders; constants stay as they are.
 
     Args:
@@ -241,11 +246,11 @@ def fakes(values: Sequence[Mapping[str, Any]]) -> list[Any]:
         ]
 
 
-def _keep_inputs(op: Any) -> None:
+def _keep_inputs(op: OpOverload) -> None:
     """Make Inductor lower ``op`` as a collective, so that the memory of its inputs is not reused before the wait."""
 
     @register_lowering(op, type_promotion_kind=None)
-    def lowered(*args: Any) -> Any:
+    def lowered(*args: object) -> PyTree:
         return pytree.tree_map(inductor.TensorBox.create, inductor._CollectiveKernel.create_out_of_place(op, *args))
 
 
@@ -263,9 +268,9 @@ for _op in (
 
 def give_values(gm: fx.GraphModule) -> None:
     """Set a fake tensor on each node of a local graph that has none; equal calls share one."""
-    kinds: dict[Any, int] = {}
-    seen: dict[int, str] = {}  # what is shared is looked at once
-    values: dict[Any, Any] = {}
+    kinds: dict[Hashable, int] = {}
+    seen: dict[int, str] = {}  # id of a value -> its kind
+    values: dict[Hashable, object] = {}
     examples = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     mode = next((x.fake_mode for x in examples if isinstance(x, FakeTensor)), None) or FakeTensorMode()
 
@@ -289,17 +294,17 @@ def give_values(gm: fx.GraphModule) -> None:
         node.meta["val"] = values[key]
 
 
-def lowered_at_any_sizes(half: Half) -> tuple[Callable[[list[Tensor]], Sequence[Any]], str] | None:
+def lowered_at_any_sizes(half: Half) -> tuple[BoxedRun, str] | None:
     """Return a callable for a graph at any sizes, and its source; None if the graph has no symbolic form."""
     at: At | None = half.gm.meta.get(SIZED)
     if at is None:
         return None
     units = at.units
-    compiled = next((one for holds, one in at.graph.compiled if holds(units)), None)
+    compiled = next((code for holds, code in at.graph.compiled if holds(units)), None)
     if compiled is None:
         env = ShapeEnv()
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
-        # Torch takes 0 and 1 for sizes of their own: what has one element is broadcast.
+        # Torch specialises sizes 0 and 1: a dim of size 1 broadcasts.
         symbols = {name: _symbol(env, name, unit) if unit > 1 else unit for name, unit in units.items()}
         with mode:
             inputs = at.graph.inputs(symbols)
@@ -308,22 +313,23 @@ def lowered_at_any_sizes(half: Half) -> tuple[Callable[[list[Tensor]], Sequence[
     code, source = compiled
     sizes = list(units.values())
 
-    def run(inputs: list[Tensor]) -> Sequence[Any]:
-        both: list[Any] = [*sizes, *inputs]
+    def run(inputs: list[Any]) -> Sequence[object]:
+        both: list[object] = [*sizes, *inputs]
         inputs.clear()
         return code(both)
 
     return run, source
 
 
-def _symbol(env: ShapeEnv, name: str, value: int) -> Any:
+def _symbol(env: ShapeEnv, name: str, value: int) -> int | SymInt:
+    """Return a new symbolic size of ``env``, with ``value`` as its example."""
     source = ConstantSource(name)
     symbol = env.create_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
     return env.create_symintnode(symbol, hint=value, source=source)
 
 
-def _holds(env: ShapeEnv, symbols: Mapping[str, Any], units: Mapping[str, int]) -> bool:
-    """Return whether what a compilation at symbolic sizes assumed of them holds for ``units``."""
+def _holds(env: ShapeEnv, symbols: Mapping[str, int | SymInt], units: Mapping[str, int]) -> bool:
+    """Return whether the sizes ``units`` meet the guards of a compilation at the symbolic sizes ``symbols``."""
     fixed = {name: x for name, x in symbols.items() if isinstance(x, int)}
     if any(units[name] != x if name in fixed else units[name] < 2 for name, x in symbols.items()):
         return False

@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels of a graph several to a file, since g++ does most of its work per file.
+"""Compiles several C++ kernels of a graph as one file, since g++ does most of its work per file.
 
 Inductor gives each kernel a file and a g++ of its own, each of which reads the same headers and instantiates the same
 templates: on a 2-core AMD EPYC five kernels took 4.3 s in five files and 1.1 s in one. Code, flags and calls stay the
@@ -16,6 +16,7 @@ from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from threading import Thread, current_thread, get_ident
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,9 +28,9 @@ from shardc.lower.compile_lock import cache_folder, caches
 
 AT_ONCE = 8  # kernels of a file; several files are compiled side by side
 _PLAIN = re.compile(r'\s*(#include [^\n]*)\s*extern "C"\s+void\s+kernel(\((?:(?!\n\s*#(?!pragma)|extern "C").)*)', re.S)
-_begun: list[Thread] = []  # the one that tests vector instructions
-Load = Callable[[], Any]
-Loads = dict[str, Load]  # by the name of a file
+_begun: list[Thread] = []  # the thread that tests vector instructions, once it is started
+Load = Callable[[], ModuleType]
+Loads = dict[str, Load]  # file name -> returns the compiled module
 _CALL, _TABLE = "static PyObject* {}_py", "static PyMethodDef"
 
 
@@ -37,23 +38,24 @@ class _Kernel(CodeCacheFuture):
     """A C++ kernel that shares a file with others.
 
     Args:
-        argtypes: of its arguments, in C++.
-        include: the line that its code begins with.
-        code: from its arguments on.
+        argtypes: C++ types of its arguments.
+        include: the first line of its code.
+        code: the rest of its code, from its arguments on.
     """
 
     def __init__(self, argtypes: Sequence[str], include: str, code: str) -> None:
         self.argtypes, self.include, self.code = argtypes, include, code
-        self.load: Load | None = None  # gives the module that has it
+        self.load: Load | None = None  # returns the module with the kernel
         self.name = ""
 
     def result(self, timeout: float | None = None) -> Any:
+        """Return the compiled function; waits for the compiler."""
         assert self.load is not None, "the graph that has it was not waited for"
         return getattr(self.load(), self.name)
 
 
 _Scopes = list[tuple[dict[str, Any], dict[str, _Kernel]]]
-_later: ContextVar[_Scopes | None] = ContextVar("_later", default=None)  # the graphs that a block of `at_end` waits for
+_deferred: ContextVar[_Scopes | None] = ContextVar("_deferred", default=None)  # graphs that `at_end` waits for
 
 
 @contextmanager
@@ -61,7 +63,7 @@ def together() -> Iterator[None]:
     """Context in which the C++ kernels of each graph that this thread compiles or loads share files."""
     alone, wait, thread = AsyncCompile.cpp_pybinding, AsyncCompile.wait, get_ident()
 
-    def defer_kernel(self: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
+    def defer_kernel(self: AsyncCompile, argtypes: list[str], source_code: str) -> object:
         plain = _PLAIN.fullmatch(source_code) if get_ident() == thread else None
         return alone(self, argtypes, source_code) if plain is None else _Kernel(argtypes, *plain.groups())
 
@@ -71,7 +73,7 @@ def together() -> Iterator[None]:
         left = iter([kernel for kernel in kernels.values() if not _take_cached(kernel, loads, self)])
         while some := list(islice(left, AT_ONCE)):
             _start(some, self)
-        if (graphs := _later.get()) is not None:
+        if (graphs := _deferred.get()) is not None:
             graphs.append((scope, kernels))
             scope.update(dict.fromkeys(kernels))  # Inductor would wait for them
         else:
@@ -90,21 +92,22 @@ def together() -> Iterator[None]:
 
 @contextmanager
 def at_end() -> Iterator[None]:
-    """Context that waits at its end for the kernels of its graphs, so that g++ works while the next graph is lowered.
+    """Context whose exit waits for the kernels of its graphs, so that g++ works while the next graph is lowered.
 
-    The graphs cannot run inside of it.
+    The graphs cannot run inside the block.
     """
     graphs: _Scopes = []
-    token = _later.set(graphs)
+    token = _deferred.set(graphs)
     try:
         yield
     finally:
-        _later.reset(token)
+        _deferred.reset(token)
     for scope, kernels in graphs:
         _put(scope, kernels)
 
 
 def _put(scope: dict[str, Any], kernels: dict[str, _Kernel]) -> None:
+    """Sets the compiled ``kernels`` in the globals ``scope`` of a graph's code."""
     scope.update({name: kernel.result() for name, kernel in kernels.items()})
 
 

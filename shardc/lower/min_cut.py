@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import copysign
-from typing import Any
 
 import torch
 from torch import fx
@@ -48,7 +47,7 @@ def _numbers(graph: fx.Graph, change: Callable[[float], float]) -> bool:
     """Replace each float among the arguments of ops by ``change`` of it; return whether any was replaced."""
     changed = False
 
-    def put(x: Any) -> Any:
+    def put(x: fx.node.Argument) -> fx.node.Argument:
         nonlocal changed
         new = change(x) if isinstance(x, float) else x
         changed |= new is not x

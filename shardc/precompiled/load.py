@@ -1,7 +1,4 @@
-"""Loads a saved program: parses its text, checks it, and unpickles nothing.
-
-Derives the backward graph for a loss that uses only some outputs, from the backward graph for all outputs.
-"""
+"""Loads a saved program: parses its text and checks it; nothing is unpickled unless the folder is trusted."""
 
 from __future__ import annotations
 
@@ -9,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx, nn
 
 from shardc import _compat
+from shardc._compat import PyTree
 from shardc.cost.causes import Cause, cause_of
 from shardc.custom_ops.expert_functions import Body, register
 from shardc.errors import PrecompiledError
@@ -70,18 +67,18 @@ def backward_for(used: frozenset[int], backward: Half, *hooks: Hook) -> fx.Graph
 
 
 _MOST_RANKS = 1 << 20
-_ORDER = (BACKWARD, FORWARD, INFERENCE)  # the backward first: forward names saved values as its placeholders
+_ORDER = (BACKWARD, FORWARD, INFERENCE)  # forward names saved values by the placeholders of backward
 
 
 class Precompiled(Executable):
-    """A saved program: its local graphs, without the stages before them.
+    """A loaded program: the local graphs of a saved one, without the earlier stages.
 
     Pass it to `shardc.compile`, which checks that it was compiled for that mesh, plan and model.
 
     Attributes:
         plan: the plan that it was compiled for.
         folder: the folder that it was loaded from.
-        cached: Inductor's artifacts were loaded with it.
+        cached: whether Inductor's artifacts were loaded with it.
     """
 
     deferred: Deferred = NOTHING
@@ -108,7 +105,7 @@ class Precompiled(Executable):
         assert first is not None, "the record has one of them"
         outputs = [(role, x) for role, x in ir.outputs(first.graph) if role.kind != "saved"]
         self.outputs: tuple[Role, ...] = tuple(role for role, _ in outputs)
-        self.output_values: tuple[Any, ...] = tuple(None if isinstance(x, fx.Node) else x for _, x in outputs)
+        self.output_values: tuple[object, ...] = tuple(None if isinstance(x, fx.Node) else x for _, x in outputs)
         results = sum(role.kind == "output" for role in self.outputs)
         if results != self.output_spec.num_leaves:
             raise PrecompiledError(f"{results} results have {self.output_spec.num_leaves} places")
@@ -130,7 +127,7 @@ class Precompiled(Executable):
         """Return (the saved graph named ``half``, placeholder name in the record -> its name in the graph).
 
         Args:
-            saved: that map of the backward, by which a forward names the values that it saves.
+            saved: the same map of the backward, which gives the names of values that a forward saves.
         """
         fields = record.halves[half]
         gm = parse(read(self.folder, record, f"{half}.txt").decode())
@@ -166,13 +163,13 @@ class Precompiled(Executable):
         """Return why a collective of one of the local graphs exists."""
         return cause_of(self, collective, map(str, self.plan.entries))
 
-    def reduction(self, sums: Sequence[Any]) -> Half:
+    def reduction(self, sums: Sequence[object]) -> Half:
         raise AssertionError("a saved program reduces its own gradients")
 
     def check(
-        self, mesh: Mesh, plan: Plan, model: nn.Module, loss: Callable[..., Any] | None, device: torch.device
+        self, mesh: Mesh, plan: Plan, model: nn.Module, loss: Callable[..., PyTree] | None, device: torch.device
     ) -> None:
-        """Raises PrecompiledError, with the difference, where it is not of this mesh, plan, model, loss and device."""
+        """Raises PrecompiledError, with the difference, unless it is for this mesh, plan, model, loss and device."""
         now = {"the mesh": str(mesh), "the plan": str(plan), "the device": device.type, **described(model, loss)}
         now |= Guards.of(self.guards.reads, model, loss).reached
         self.key.check(now, self.guards.reached, f"the program in {self.folder}", AGAIN)
@@ -212,10 +209,14 @@ def load(folder: str | Path, *, trust: bool = False) -> Precompiled:
 
 
 def fill(gm: fx.GraphModule, entries: Sequence[LargeConstant], data: bytes) -> None:
-    """Puts the constants that the text does not show into ``gm``.
+    """Sets the constants of ``gm`` that its text does not show.
+
+    Args:
+        entries: names and types of the constants.
+        data: their bytes, one constant after the other.
 
     Raises:
-        PrecompiledError: one is not in the graph, is of another type there, or there are other bytes than theirs.
+        PrecompiledError: a constant is not in the graph, or has another type there; or ``data`` has another length.
     """
     types = {str(node.target): ir.value(node) for node in gm.graph.find_nodes(op="get_attr")}
     raw, at = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8), 0

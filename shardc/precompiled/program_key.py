@@ -1,35 +1,36 @@
-"""The static key of a program: what it is compiled for, known before its capture; names what differs."""
+"""`ProgramKey`, the static key of a program: call, model, mesh and plan, known before its capture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
+from shardc._compat import PyTree
 from shardc.errors import PrecompiledError
 from shardc.ir.code import tensor_text
 from shardc.ir.mesh import Mesh
 from shardc.ir.reach import reach
 from shardc.plan.value import Plan
 from shardc.runtime.signature import Signature
+from shardc.validate import dtype_name
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
 class ProgramKey:
-    """What a program is compiled for, but for what its capture reads of the model (`shardc.ir.guards.Guards`).
+    """The cache key of a program, apart from its guards: values of the model that its capture read (`Guards`).
 
-    A module looks for its programs by ``call``, as the rest is the same for all of them. The store and saved programs
-    compare all of it, and the versions of torch and shardc.
+    A module finds its programs by ``call``, since the other fields are the same for all of them. The store and saved
+    programs compare all fields, and the versions of torch and shardc.
 
     Args:
         call: the arguments, at global shapes, and the modes of the model and of torch.
-        model: thing -> what it is: every parameter, buffer and module, and the code of these and of the loss.
-        device: the type of device that it runs on.
-        options: as text. A program that the user gives to `shardc.compile` may be of others.
+        model: name of a parameter, buffer, module or piece of code -> its description as text; see `described`.
+        device: type of the device: "cpu", "cuda".
+        options: the `Options` as text. A program passed to `shardc.compile` may have others.
     """
 
     call: Signature
@@ -40,11 +41,12 @@ class ProgramKey:
     options: str
 
     def check(self, now: Mapping[str, str], reached: Mapping[str, str], what: str, fix: str) -> None:
-        """Raises PrecompiledError, with the difference, unless a program ``what`` of this key fits.
+        """Raises PrecompiledError, with the differences, unless a program with this key is valid now.
 
         Args:
-            now: mesh, plan and device in words, and the model as `described` and `Guards.reached` have it.
-            reached: the same of this program's guards.
+            now: the descriptions that hold now: of mesh, plan and device, those of `described` and `Guards.reached`.
+            reached: the descriptions in this program's guards.
+            what: names the program in the error.
         """
         own = {"the mesh": str(self.mesh), "the plan": str(self.plan), "the device": self.device}
         saved = {**own, **self.model, **reached}
@@ -57,19 +59,19 @@ class ProgramKey:
             raise PrecompiledError(f"{what} is stale: {'; '.join(wrong[:3])}{more}", fix=fix)
 
 
-def described(model: nn.Module, loss: Callable[..., Any] | None) -> dict[str, str]:
-    """Lists, one line each, the parts of ``model`` and ``loss`` that a program depends on.
+def described(model: nn.Module, loss: Callable[..., PyTree] | None) -> dict[str, str]:
+    """Return name -> description, as text, of each part of ``model`` and ``loss`` that a program depends on.
 
-    Values of the model's parameters and buffers do not count, nor do modes, which are the signature's; those of its
-    other tensors, and of the loss's, are constants of the program. Code is what the model and the loss reach
-    (`shardc.ir.reach`) before a capture says what it traced.
+    Values of the model's parameters and buffers do not count, nor do modes, which are in the signature. Values of its
+    other tensors, and of the loss's, are constants of the program. The code is all that model and loss can reach
+    (`shardc.ir.reach`), since only a capture knows what it traces.
     """
     out = {}
     first: dict[int, str] = {}
     for kind in ("parameters", "buffers"):
         for name, tensor in getattr(model, f"named_{kind}")(remove_duplicate=False):
             owner = first.setdefault(id(tensor), name)
-            shown = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            shown = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
             out[f"{kind[:-1]} {name!r}"] = shown if owner == name else f"tied to {owner!r}"
     for name, module in model.named_modules(remove_duplicate=False):
         out[f"module {name!r}"] = _shown(module)
@@ -83,7 +85,7 @@ def described(model: nn.Module, loss: Callable[..., Any] | None) -> dict[str, st
 
 
 def _shown(module: nn.Module) -> str:
-    """The class of a module, and its plain attributes; of tensors that are none of its state, a hash of the values."""
+    """Return the class of a module and its plain attributes as text; tensor attributes as a hash of their values."""
     text = f"{type(module).__qualname__}({module.extra_repr()})"
     for key, value in sorted(vars(module).items()):
         if isinstance(value, _PLAIN) and key != "training" and not key.startswith("_"):

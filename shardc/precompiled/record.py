@@ -1,19 +1,18 @@
-"""The record of a saved program, ``program.json``: its fields, and how the files of its folder are written and read.
+"""`Record`, the content of a saved program's ``program.json``, and the checks of what such a folder may contain.
 
-The ops that a saved program may call: those that compute tensors from tensors and numbers.
+A program may come from somebody else, so nothing that a file names is imported or called:
 
-Other ops could read and write files, open sockets or print, and a program may come from somebody else. Allowed are
-functional ops of aten and prims, collectives over the mesh's groups, shardc's own ops, and ops of the user's libraries
-with a registered rule.
+- Ops: those that compute tensors from tensors and numbers (`allowed`). They are functional ops of aten and prims,
+  collectives over the mesh's groups, shardc's own ops, and ops of the user's libraries with a registered rule. Other
+  ops could read and write files, open sockets or print.
+- Pytree structures of arguments and results are JSON:
 
-Pytree structures of arguments and results as JSON; nothing that a file names is imported or called.
+      "*"                                              a leaf
+      {"dict": [["a", "*"], ["b", {"list": ["*"]}]]}   also tuple, OrderedDict, Size
+      {"node": "models.Output", "context": [...], "children": ["*"]}
 
-    "*"                                              a leaf
-    {"dict": [["a", "*"], ["b", {"list": ["*"]}]]}   also tuple, OrderedDict, Size
-    {"node": "models.Output", "context": [...], "children": ["*"]}
-
-The class of a ``node`` is looked up by name among those that the program has registered with `torch.utils._pytree`, or
-is a named tuple at the top of an imported module. torch's own `treespec_loads` imports the modules that a file names.
+  The class of a ``node`` is looked up by name among those that this process has registered with `torch.utils._pytree`,
+  or is a named tuple at the top of an imported module. torch's own `treespec_loads` imports modules that a file names.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from shardc._compat import is_dispatched, pytree, spec_children
 from shardc.capture import register_caches
@@ -72,7 +72,7 @@ _WORDS = {
     "indexing", "interpolation", "method", "mode", "norm", "ord", "over", "padding", "reduce", "reduce_op",
     "rounding_mode", "side", "UPLO",
 }  # fmt: skip
-_CHECK: Any = torch.ops.aten._linalg_check_errors.default  # the one op without a result
+_CHECK: OpOverload = torch.ops.aten._linalg_check_errors.default  # the one op without a result
 _WORD = re.compile(r"[\w:,.> -]{0,200}", re.ASCII)
 # Ops that reinterpret memory, or do not check an index.
 _UNCHECKED = re.compile(r"_test|_nested|.*_unsafe$|_reinterpret|_debug|_validate_sparse|.*_make_per_")
@@ -86,7 +86,7 @@ def allowed(subject: Subject) -> Broken:
         if not grammar.is_torch_op(node.target) or not allowed_op(node.target):
             yield node, f"a saved program may not call {node.target}"
             continue
-        target: Any = node.target
+        target: OpOverload = node.target
         names = [argument.name for argument in target._schema.arguments]
         if len(node.args) > len(names) or not set(node.kwargs) <= set(names[len(node.args) :]):
             yield node, f"its arguments are not those of {target._schema}"
@@ -99,7 +99,7 @@ def allowed(subject: Subject) -> Broken:
 
 
 @cache
-def allowed_op(op: Any) -> bool:
+def allowed_op(op: OpOverload) -> bool:
     """Return whether a saved program may call ``op``, by its schema."""
     schema = op._schema
     if op.namespace not in _NAMESPACES:
@@ -121,7 +121,7 @@ def is_own(op: Any) -> bool:
     return plain and not is_registered(op)
 
 
-def _kind(kind: Any) -> str:
+def _kind(kind: object) -> str:
     """Return the innermost type of a schema's argument: of ``Optional[List[int]]``, ``int``."""
     text = str(kind)
     while match := _TYPES.fullmatch(text):
@@ -130,8 +130,8 @@ def _kind(kind: Any) -> str:
 
 
 LEAF = "*"
-_LISTS: dict[str, Any] = {"list": list, "tuple": tuple, "Size": torch.Size}
-_DICTS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict}
+_LISTS: dict[str, type] = {"list": list, "tuple": tuple, "Size": torch.Size}
+_DICTS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict}
 _PLAIN = (bool, int, float, str, type(None))
 _FIX = (
     "use lists, tuples, dicts, named tuples at the top of a module, and dataclasses that are registered with "
@@ -140,7 +140,7 @@ _FIX = (
 _DEEPEST = 100
 
 
-def spec_to_json(spec: pytree.TreeSpec, what: str) -> Any:
+def spec_to_json(spec: pytree.TreeSpec, what: str) -> object:
     """Return a pytree structure as JSON data; PrecompiledError if a container class or a key has no JSON form."""
     kind, children = spec.type, [spec_to_json(child, what) for child in spec_children(spec)]
     if spec.is_leaf():
@@ -160,14 +160,14 @@ def spec_to_json(spec: pytree.TreeSpec, what: str) -> Any:
     return {"node": name, "context": plain(context), "children": children}
 
 
-def spec_from_json(data: Any, what: str, depth: int = 0) -> pytree.TreeSpec:
+def spec_from_json(data: object, what: str, depth: int = 0) -> pytree.TreeSpec:
     """Return the structure that `spec_to_json` wrote; PrecompiledError for other data or an unregistered class."""
     if data == LEAF:
         return pytree.tree_flatten(0)[1]
     if depth > _DEEPEST or not isinstance(data, dict):
         raise PrecompiledError(f"{what} are no structure of values")
 
-    def below(items: Any) -> list[pytree.TreeSpec]:
+    def below(items: object) -> list[pytree.TreeSpec]:
         if not isinstance(items, list):
             raise PrecompiledError(f"{what} are no structure of values")
         return [spec_from_json(item, what, depth + 1) for item in items]
@@ -200,7 +200,7 @@ def _class_of(name: str) -> type | None:
     if (cls := registered().get(name)) is not None:
         return cls
     module, _, attribute = name.rpartition(".")
-    candidate: Any = vars(sys.modules[module]).get(attribute) if module in sys.modules else None
+    candidate: object = vars(sys.modules[module]).get(attribute) if module in sys.modules else None
     if not isinstance(candidate, type) or not issubclass(candidate, tuple) or _name(candidate) != name:
         return None
     scope = getattr(candidate.__new__, "__globals__", {})  # globals that only code generated by `namedtuple` has
@@ -218,7 +218,7 @@ def registered() -> dict[str, type]:
     return {name: kind for name, kind in out.items() if kind is not type(None)}
 
 
-def plain(context: Any) -> Any:
+def plain(context: object) -> object:
     """Return a pytree ``context`` with what JSON cannot hold as ``[]``: it can be saved if the copy equals it."""
     if isinstance(context, dict):
         return {key: plain(value) for key, value in context.items() if isinstance(key, str)}
@@ -227,11 +227,11 @@ def plain(context: Any) -> Any:
     return context if type(context) in _PLAIN else []
 
 
-def _name(kind: Any) -> str:
+def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _is_pair(item: Any) -> bool:
+def _is_pair(item: object) -> bool:
     return isinstance(item, list) and len(item) == 2 and type(item[0]) in _PLAIN
 
 
@@ -270,7 +270,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class LargeConstant:
-    """A constant that the text does not show: where its bytes stand follows from the order."""
+    """A constant that the text does not show; the order gives the position of its bytes in the file of constants."""
 
     name: str
     type: TensorType
@@ -282,8 +282,9 @@ class Half:
     """The data of a forward, backward or inference graph that its text does not contain.
 
     Args:
-        placeholders: (name in the graph, value).
-        reads: of a backward, (placeholder, kind, name) of the forward input that it reads; see `shardc.ir.graph.READS`.
+        placeholders: (name in the graph, type or value).
+        constants: the large constants, in the order of their bytes.
+        reads: for a backward, (placeholder, kind, name) of each forward input that it reads (`shardc.ir.graph.READS`).
     """
 
     placeholders: tuple[tuple[str, TensorType | Fixed], ...]
@@ -297,8 +298,11 @@ class Record:
     """A saved program without its graphs.
 
     Args:
-        output_spec: read by `shardc.precompiled.record`.
-        files: the other files and their sha256.
+        inputs: (name, layout as text) of each tensor input.
+        levels, causes: parameter -> its FSDP level, and the plan entry that set its compute layout.
+        output_spec: the JSON of `spec_to_json`.
+        experts: name -> JSON of an expert function that the graphs call.
+        files: name of each other file -> its sha256.
     """
 
     shardc_program: int
@@ -362,22 +366,22 @@ def read_record(folder: Path, evaluates: bool = True) -> Record:
     return record
 
 
-def _mesh(data: Any) -> Mesh:
+def _mesh(data: object) -> Mesh:
     return Mesh(checked(data, tuple[tuple[str, Annotated[int, Range(1, 1 << 20)]], ...], "the mesh"))
 
 
-_READERS: dict[type, Callable[[Any], Any]] = {
+_READERS: dict[type, Callable[[Any], object]] = {
     Mesh: _mesh,
     Plan: lambda data: Plan.from_json(json.dumps(data), RECORD),
     pytree.TreeSpec: lambda data: spec_from_json(data, "the arguments"),
 }
 
 
-def to_json(value: Any) -> Any:
-    """What `read_record` reads as ``value``: dataclasses and named tuples are tables, dtypes and devices are text.
+def to_json(value: object) -> object:
+    """Return the JSON data that `read_record` reads as ``value``: dataclasses are tables, dtypes and devices are text.
 
     Raises:
-        PrecompiledError: a constant of the call, or something that its capture read, has no form on disk.
+        PrecompiledError: a constant of the call, or a value that its capture read, cannot be saved.
     """
     if isinstance(value, Mesh):
         return [list(axis) for axis in value.shape]

@@ -1,4 +1,4 @@
-"""Saves a program: its local graphs as text, its identity as JSON, large constants as plain bytes."""
+"""Saves a program: its local graphs as text, its `Record` as JSON, large constants as plain bytes."""
 
 from __future__ import annotations
 
@@ -42,16 +42,13 @@ from shardc.verify import check
 def save_program(
     program: Executable, folder: Path, lower_again: Callable[[Path], bytes | None] | None, evaluates: bool = True
 ) -> list[Path]:
-    """Write ``program`` to ``folder`` and return the paths; the record, which lists the other files, is renamed last.
+    """Write ``program`` to ``folder`` and return the paths of its files.
 
-    A save that is interrupted leaves no valid record, and `load` says so.
+    The record, which lists the other files, is renamed last: an interrupted save leaves none, and `load` says so.
 
     Args:
-        lower_again: makes Inductor's artifacts of what was saved.
-        evaluates: also write what runs where no gradients are recorded.
-
-    Returns:
-        The paths.
+        lower_again: returns Inductor's artifacts of the program that is saved in a folder; None to save none.
+        evaluates: also write the inference graph, which runs if no gradients are recorded.
 
     Raises:
         PrecompiledError: a part of the program cannot be written to disk, or it leaves its gradients unreduced.
@@ -68,7 +65,7 @@ def save_program(
     (folder / ARTIFACTS).unlink(missing_ok=True)
     (folder / RECORD).unlink(missing_ok=True)
     paths, files = [], {}
-    experts: dict[str, Any] = {}
+    experts: dict[str, object] = {}
     halves: dict[str, Half] = {}
 
     def write(name: str, data: bytes) -> None:
@@ -112,14 +109,14 @@ def _write_record(folder: Path, record: Record) -> None:
     os.replace(unfinished, folder / RECORD)
 
 
-def _reads(gm: fx.GraphModule) -> Mapping[str, Any]:
+def _reads(gm: fx.GraphModule) -> Mapping[str, ir.Role]:
     """Return placeholder name -> the parameter, buffer or input whose local shard the graph reads through it."""
-    roles: Mapping[str, Any] = ir.output_node(gm.graph).meta.get(ir.READS, {})
+    roles: Mapping[str, ir.Role] = ir.output_node(gm.graph).meta.get(ir.READS, {})
     return roles
 
 
 def _type_of(value: Any) -> TensorType | Fixed:
-    """The type of a placeholder's value."""
+    """Return the type of a placeholder that is a tensor, or the value of another one."""
     if isinstance(value, Tensor):
         return TensorType.of(value)
     if type(value) not in PLAIN:
@@ -128,7 +125,7 @@ def _type_of(value: Any) -> TensorType | Fixed:
 
 
 def untied(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of ``gm`` with the process group names of the compile, not those that a runtime wrote."""
+    """Return a copy of ``gm`` whose collectives name the mesh's groups, not the process groups of a runtime."""
     graph = ir.copied(gm.graph)
     for node in graph.nodes:
         if node.op == "call_function":
@@ -138,18 +135,18 @@ def untied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_tied(graph: fx.Graph) -> bool:
-    """Return whether a runtime has written the names of its process groups into a graph."""
+    """Return whether collectives of ``graph`` name the process groups of a runtime."""
     return any(_group(x) is not x for node in graph.nodes for x in (*node.args, *node.kwargs.values()))
 
 
-def _group(arg: Any) -> Any:
+def _group(arg: object) -> object:
     """Return ``shardc:dp`` for ``shardc.1:dp`` (that group of a second mesh); other arguments as they are."""
     match = re.fullmatch(r"shardc\.\d+:(.*)", arg) if isinstance(arg, str) else None
     return GROUP_PREFIX + match[1] if match else arg
 
 
 def _large_constants(gm: fx.GraphModule) -> tuple[tuple[LargeConstant, ...], bytes]:
-    """The constants that the text does not show, and their bytes in a row."""
+    """Return the constants that the text does not show, and their bytes, one constant after the other."""
     out, data = [], b""
     for name in dict.fromkeys(str(node.target) for node in gm.graph.find_nodes(op="get_attr")):
         tensor = gm.get_buffer(name) if name in dict(gm.named_buffers()) else getattr(gm, name)

@@ -1,10 +1,8 @@
-"""Store of programs from earlier starts and other ranks, in a folder; a program in it saves capture and planning.
-
-Who finds one there neither captures nor plans.
+"""Store of compiled programs in a folder: later starts and other ranks load them, without capture and planning.
 
 A program is found by its `ProgramKey`, the versions of torch and shardc, the rules that the user registered, and its
-`Guards`: what its capture read, and the code that it traced, by what is bound where (`shardc.ir.reach`). Of all
-programs the `KEPT` that were used last stay on disk.
+`Guards`: the values that its capture read, and the code that it traced (`shardc.ir.reach`). The `KEPT` most recently
+used programs stay on disk.
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
 from torch import fx, nn
 
+from shardc._compat import PyTree
 from shardc.cost.hardware import Hardware
 from shardc.cost.model import CostModel
 from shardc.errors import PrecompiledError, ShardcWarning
@@ -40,15 +38,19 @@ from shardc.precompiled.record import VERSION, Record, is_own, read_record, to_j
 from shardc.precompiled.save import save_program
 from shardc.rules import is_written_out, registered
 
-MADE = "made.json"  # beside a program: the warnings of its compile
+MADE = "made.json"  # file beside a program, with the warnings of its compile
 PATIENCE = 120.0  # seconds; a process that waits longer for another one compiles by itself
 _POLL = 0.05  # seconds
-KEPT = 256  # programs, of all calls and models
+KEPT = 256  # programs on disk, of all calls and models
 PACKAGE = Path(__file__).parents[1]
 
 
 class Stored(Precompiled):
-    """A program that an earlier run or another rank compiled; ``fresh`` compiles graphs that were not saved."""
+    """A program that an earlier run or another rank compiled.
+
+    Args:
+        fresh: compiles the program again, for graphs that were not saved.
+    """
 
     from_store = True
 
@@ -65,17 +67,17 @@ class Stored(Precompiled):
 
 @dataclass(frozen=True)
 class Store:
-    """The stored programs for one call of one model, which differ in what their captures read.
+    """The stored programs for one `ProgramKey`, which differ in their guards.
 
     Args:
-        folder: where they lie.
+        folder: has a folder for each program.
     """
 
     folder: Path
 
     @classmethod
     def of(cls, root: Path, key: ProgramKey, options: Options) -> Store | str:
-        """The store for a call, under ``root``; a text where it cannot be told what a program would depend on."""
+        """Return the store for a key, under ``root``; a text with the reason if its programs cannot be stored."""
         unstorable = [name for name in ("capture", "pipeline", "hooks", "dump") if getattr(options, name)]
         if type(options.cost) not in (CostModel, Hardware):
             unstorable.append("cost")
@@ -91,8 +93,10 @@ class Store:
         versions = VERSION, _code(), torch.__version__, platform.python_version()
         return cls(root / _hash(json.dumps([versions, registered(), call]).encode()))
 
-    def find(self, model: nn.Module, loss: Callable[..., Any] | None, fresh: Callable[[], Executable]) -> Stored | None:
-        """Return the stored program for ``model`` as it is now, or None; issues its warnings. ``fresh`` compiles it."""
+    def find(
+        self, model: nn.Module, loss: Callable[..., PyTree] | None, fresh: Callable[[], Executable]
+    ) -> Stored | None:
+        """Return the stored program whose guards hold for ``model`` now, or None; issues the warnings of its compile."""
         for folder in sorted(self.folder.glob("*/")):
             try:
                 notes, record = json.loads((folder / MADE).read_text()), read_record(folder, evaluates=False)
@@ -111,10 +115,10 @@ class Store:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Run a block that compiles and adds a program: one process of a machine enters first, the others after it.
+        """Context for compiling and adding a program: one process of a machine enters, the others after its exit.
 
-        They should look for the added program first. Nobody waits if an earlier program could not be stored; a block
-        that raises does not count as one.
+        These look for the added program first. No process waits if an earlier program could not be stored; a block
+        that raises does not count as such.
         """
         lock = FileLock(self.folder / "lock", timeout=PATIENCE, poll_interval=_POLL)
         first = False
@@ -143,10 +147,10 @@ class Store:
     def add(
         self, program: Executable, reached: Reach, ops: Iterable[object], warned: Sequence[str], evaluates: bool = False
     ) -> str:
-        """Write ``program``, unless it depends on something unknown; return where it is, or why it was not stored.
+        """Write ``program``, unless it depends on code that is not known; return a text: the folder, or why not.
 
         Args:
-            reached: the code of its model and loss.
+            reached: the code that its model and loss reach.
             ops: the captured ops. Of ops that are neither torch's nor shardc's, only those of `torch.library.custom_op`
                 have known code.
             warned: the warnings of its compile.
@@ -180,7 +184,7 @@ class Store:
 
 
 def _unknown(program: Executable, reached: Reach, ops: Iterable[object]) -> str | None:
-    """Return a text on a dependency of ``program`` that cannot be compared, or None."""
+    """Return, as text, a dependency of ``program`` that later starts cannot compare; None if there is none."""
     foreign = [
         op for op in ops if not is_own(op) and (getattr(op, "_name", "") not in reached.ops or is_written_out(op))
     ]
