@@ -2,7 +2,7 @@
 
 from shardc.ir.gc_control import outgrown as _outgrown
 
-with _outgrown():  # collections would take a quarter of the time that these imports take
+with _outgrown():  # garbage collections would take a quarter of the time of these imports
     from shardc import optim
     from shardc.api import compile, shard
     from shardc.custom_ops import region as local
@@ -67,5 +67,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """List the public names only: importing a submodule binds its name here, too."""
+    """Return the public names only; importing a submodule binds its name here, too."""
     return sorted([*__all__, "__version__"])

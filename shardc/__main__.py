@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _named(options: argparse.Namespace, error: OSError) -> bool:
-    """Whether ``error`` is about a file, or its folder, that an argument names."""
+    """Return whether ``error`` is about a file, or the folder of a file, that an argument names."""
     texts = [value for value in vars(options).values() if isinstance(value, str)]
     return bool(error.filename) and any(value.startswith(str(error.filename)) for value in texts)
 

@@ -1,14 +1,14 @@
-"""Differences between torch 2.11 and 2.13, behind functions that behave the same on all versions."""
+"""Functions that behave the same on torch 2.11 to 2.13, and private names of torch that shardc uses."""
 
 from __future__ import annotations
 
 import builtins
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from types import CodeType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest.mock import patch
 from weakref import WeakSet
 
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import trace_rules
 from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.distributed._composable.contract import REGISTRY_KEY as REGISTRY_KEY  # other keys in each process
 from torch.distributed._composable.contract import STATE_KEY as STATE_KEY
@@ -32,6 +33,9 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardc.errors import MeshError
+
+if TYPE_CHECKING:
+    from torch._dynamo.convert_frame import GraphCaptureOutput
 
 pytree = _pytree  # torch's pytrees
 PyTree: TypeAlias = Any  # tensors and constants in nested lists, tuples, dicts and registered classes
@@ -59,8 +63,8 @@ def grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     Returns:
         [r, n] or [e, k, n].
     """
-    function: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
-    product: Tensor = function(left, right, offs=ends)
+    function: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    product = function(left, right, offs=ends)
     return product
 
 
@@ -104,19 +108,19 @@ def dynamo_captures() -> Iterator[None]:
         yield
 
 
-def traced_code(capture: Any) -> list[CodeType]:
+def traced_code(capture: GraphCaptureOutput) -> list[CodeType]:
     """Returns the code objects that Dynamo traced for a graph; a placeholder if this torch does not record them."""
     unknown = compile("", "<unknown>", "exec")
     return getattr(capture, "traced_code", None) or getattr(capture.output_graph, "traced_code", None) or [unknown]
 
 
-def is_called_by_trace(function: Any) -> bool:
+def is_called_by_trace(function: Callable[..., object]) -> bool:
     """Whether Dynamo calls ``function`` instead of tracing it (``allow_in_graph``, ``nonstrict_trace``)."""
     predicates = ("is_callable_allowed", "is_nonstrict_trace_callable", "is_leaf_function")
     return any(getattr(trace_rules, name)(function) for name in predicates if hasattr(trace_rules, name))
 
 
-def custom_op(value: Any) -> tuple[str, dict[str, Any]] | None:
+def custom_op(value: object) -> tuple[str, dict[str, object]] | None:
     """Returns the name of a `torch.library.custom_op` and its functions (fake, backward, ...); None if it is none."""
     if isinstance(value, torch._ops.OpOverloadPacket):
         value = getattr(value, "default", None)
@@ -156,7 +160,7 @@ def _keep_strides(device_mesh: DeviceMesh) -> None:
     first, read = not _keeping, DTensorSpec.__post_init__
     _keeping.add(device_mesh)
 
-    def as_operands(spec: Any) -> None:
+    def as_operands(spec: DTensorSpec) -> None:
         if spec.use_strided_shard_as_shard_order is None and spec.mesh in _keeping:
             spec.use_strided_shard_as_shard_order = False
         read(spec)
@@ -165,12 +169,12 @@ def _keep_strides(device_mesh: DeviceMesh) -> None:
         DTensorSpec.__post_init__ = as_operands  # type: ignore[method-assign, assignment]
 
 
-def has_single_dim_table(op: Any) -> bool:
+def has_single_dim_table(op: OpOverload) -> bool:
     """Whether torch has a table of strategies for sharding ``op`` over one mesh dim."""
     return op in getattr(DTensor._op_dispatcher.sharding_propagator, "op_single_dim_strategy_funcs", {})
 
 
-def single_dim_table(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Any]]:
+def single_dim_table(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[list[object]]:
     """Returns torch's strategies for sharding ``op`` over one mesh dim.
 
     Args:
@@ -185,15 +189,16 @@ def single_dim_table(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """
     strategy = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs[op]
     metas = [
-        pytree.tree_map_only(torch.Tensor, lambda x: TensorMeta(x.shape, x.stride(), x.dtype), given)
-        for given in (args, kwargs)
+        pytree.tree_map_only(torch.Tensor, lambda x: TensorMeta(x.shape, x.stride(), x.dtype), arguments)
+        for arguments in (args, kwargs)
     ]
     return [
         [_one_dim_placement(placement) for placement in row] for row in getattr(strategy, "func", strategy)(op, *metas)
     ]
 
 
-def _one_dim_placement(placement: Any) -> Any:
+def _one_dim_placement(placement: Placement | None) -> object:
+    """Return a placement over one mesh dim as an entry of `single_dim_table`."""
     if placement is None or isinstance(placement, Replicate):
         return None if placement is None else ...
     if type(placement) is Partial:
@@ -203,12 +208,12 @@ def _one_dim_placement(placement: Any) -> Any:
     raise NotImplementedError(f"placement {placement!r}")
 
 
-def is_dispatched(op: Any) -> bool:
+def is_dispatched(op: OpOverload) -> bool:
     """Whether torch's dispatcher has a kernel for an op overload; TorchScript's own ops have none."""
     return bool(torch._C._dispatch_has_kernel(op.name()))
 
 
-def is_inplace(op: Any) -> bool:
+def is_inplace(op: OpOverload) -> bool:
     """Whether an op overload writes its first argument; torch before 2.13 has no tag for it."""
     first = op._schema.arguments[:1]
     return any(argument.alias_info is not None and argument.alias_info.is_write for argument in first)
@@ -219,7 +224,7 @@ def spec_children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
     return spec.children() if hasattr(spec, "children") else spec.children_specs
 
 
-def aten_overloads() -> list[Any]:
+def aten_overloads() -> list[OpOverload]:
     """Returns every overload of the aten ops, sorted by name."""
     overloads = []
     for name in sorted(torch._C._dispatch_get_all_op_names()):

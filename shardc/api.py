@@ -1,4 +1,4 @@
-"""`shardc.compile` and `shardc.shard`."""
+"""`shardc.compile` and `shardc.shard`, which turn a model into a module that is sharded over a mesh."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardc._compat import PyTree
 from shardc.build import Build
 from shardc.capture import as_module, input_names, register_caches, target_names
 from shardc.checks import check_arguments, check_in_place
@@ -21,7 +22,7 @@ from shardc.dynamic import DynamicDims, check_dynamic
 from shardc.errors import CaptureError, PrecompiledError, ShardcWarning
 from shardc.integrations import classes_for
 from shardc.ir.clone import clone_tree, replace_tensors, subclass
-from shardc.ir.executable import replicated
+from shardc.ir.executable import Compiled, replicated
 from shardc.ir.inner import flattened, outer_names
 from shardc.ir.mesh import Mesh
 from shardc.lower import lower
@@ -48,13 +49,15 @@ from shardc.runtime.storage import shard_tensor, to_parameter
 from shardc.search.request import Auto, search_once
 
 M = TypeVar("M", bound=nn.Module)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def _shares_errors(function: Callable[..., Any]) -> Any:
+def _shares_errors(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator for functions that all ranks of a mesh call: an error on this rank is raised on the others too."""
 
     @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         mesh = kwargs.get("mesh", args[1] if len(args) > 1 else None)
         if not isinstance(mesh, DeviceMesh):
             return function(*args, **kwargs)
@@ -150,10 +153,10 @@ def shard(
 
 
 def _compile(
-    model: nn.Module | Callable[..., Any],
+    model: nn.Module | Callable[..., PyTree],
     mesh: DeviceMesh | Mesh,
     plan: Plan | Auto | None,
-    loss: Callable[..., Any] | None,
+    loss: Callable[..., PyTree] | None,
     backend: str,
     options: Options | None,
     precompiled: str | Path | Precompiled | Sequence[str | Path | Precompiled],
@@ -181,7 +184,7 @@ def _compile(
     template = clone_tree(module, lambda _, x: _like(x, torch.device("meta")))
     drop_style_hooks(template)
 
-    # The plan: as it is given, or found; then what it says of each parameter and input.
+    # The plan: given, or found by a search; then its layouts of each parameter and input.
     found = None
     if isinstance(plan, Auto):
         found = search_once(Plan.of(entries) | plan, template, mesh, loss, device, options, groups)
@@ -194,7 +197,7 @@ def _compile(
     build = Build(
         plan, abstract, _sizes(module), device, loss, options, groups if backend == "inductor" else None,
         DynamicDims(dynamic or {}), runs=groups is not None,
-        warns=found is None,  # a search has weighed it, and warns of an axis that it leaves unused
+        warns=found is None,  # a search knows of repeated work, and warns of an axis that it leaves unused
         kinds=(InspectedProgram, InspectedSizedProgram),
     )  # fmt: skip
     check_kept(entries, build.params)
@@ -224,7 +227,7 @@ def _compile(
 
 
 def _options_for(mesh: DeviceMesh | Mesh, options: Options) -> Options:
-    """``options`` with what follows from the mesh; warns of results that are wrong on purpose."""
+    """Return ``options`` with the defaults that depend on the mesh; warns of results that are wrong on purpose."""
     if options.silent() != frozenset():
         text = f"skip_comm={options.skip_comm!r}: collectives are local copies, and values are WRONG; for timing alone"
         warnings.warn(ShardcWarning(text), stacklevel=6)
@@ -234,9 +237,13 @@ def _options_for(mesh: DeviceMesh | Mesh, options: Options) -> Options:
 
 
 def _spec(
-    build: Build, mesh: DeviceMesh | Mesh, groups: Groups | None, template: nn.Module, lower_half: Any
+    build: Build,
+    mesh: DeviceMesh | Mesh,
+    groups: Groups | None,
+    template: nn.Module,
+    lower_half: Callable[..., list[Compiled]],
 ) -> ShardingSpec:
-    """What ``build`` compiles for, as the runtime has it."""
+    """Return the runtime's description of the mesh, the layouts and the device that ``build`` compiles for."""
     plan, storages = build.plan, {name: p.storage for name, p in build.params.items()}
     axes = batch_axes(plan, build.mesh)
     return ShardingSpec(
@@ -259,7 +266,7 @@ def _spec(
 
 
 def _sync(build: Build, spec: ShardingSpec) -> Sync:
-    """Which gradients a step of the plan reduces."""
+    """Return the `Sync` of a plan: which gradients a step reduces."""
     return Sync(
         {name: p.level for name, p in build.params.items()},
         unsynced=frozenset(build.params if build.plan.setting("accumulate") else ()),
@@ -267,14 +274,15 @@ def _sync(build: Build, spec: ShardingSpec) -> Sync:
     )
 
 
-def _loaded(programs: Any) -> list[Precompiled]:
-    several = programs if isinstance(programs, list | tuple) else [programs]
-    return [one if isinstance(one, Precompiled) else load(one) for one in several]
+def _loaded(programs: str | Path | Precompiled | Sequence[str | Path | Precompiled]) -> list[Precompiled]:
+    """Return the saved ``programs``; loads those that are named by their folder."""
+    several = [programs] if isinstance(programs, str | Path | Precompiled) else programs
+    return [program if isinstance(program, Precompiled) else load(program) for program in several]
 
 
 def _global_shapes(plan: Plan, mesh: Mesh, local: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[int, ...]]:
     """Returns the global shapes of inputs from their names and ``local`` shapes."""
-    # The number of shards of each dim does not depend on its size, if that divides.
+    # The number of shards of each dim does not depend on its size, if the size divides.
     guess = [(name, tuple(max(size, 1) * mesh.ranks for size in shape)) for name, shape in local]
     layouts = [found.layout for found in resolve_inputs(plan, mesh, guess)]
     return [
@@ -301,7 +309,7 @@ def _device(module: nn.Module, mesh: DeviceMesh | Mesh) -> torch.device:
 
 
 def _sizes(module: nn.Module) -> tuple[Sizes, dict[str, str]]:
-    """Shape and bytes per element of each parameter; other names of tied ones, and of inner ones, -> the first."""
+    """Return (parameter -> its shape and bytes per element, other name of a tied or inner one -> its first name)."""
     first: dict[int, str] = {}
     names = {}
     for name, p in module.named_parameters(remove_duplicate=False):
@@ -312,17 +320,24 @@ def _sizes(module: nn.Module) -> tuple[Sizes, dict[str, str]]:
 
 
 def _like(x: Tensor, device: torch.device) -> Tensor:
+    """Return an empty tensor, or parameter, with the metadata of ``x`` on ``device``."""
     empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
     return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
 
 def _store(spec: ShardingSpec, sources: Sources, init_sync: bool, name: str, x: Tensor) -> Tensor:
-    """A parameter or buffer as the sharded module holds it, on its mesh if there is one; notes what it was cut of."""
+    """Return a parameter or buffer in storage layout: as a DTensor, or unsharded without a mesh.
+
+    Args:
+        sources: extended by the tensor that the shard was cut from.
+        init_sync: broadcast it from the mesh's first rank.
+        name: qualified name of ``x``.
+    """
     mesh, groups = spec.param_mesh, spec.groups
     source = x
     if groups is None or mesh is None:
         return _like(x, torch.device("meta")) if isinstance(x, DTensor) else x
-    if isinstance(x, DTensor) and x.device.type != "meta":  # one is gathered at a time
+    if isinstance(x, DTensor) and x.device.type != "meta":  # gathers one tensor at a time
         with groups.consistency.waits():
             whole = cast(DTensor, x.detach()).full_tensor()
         x = nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole

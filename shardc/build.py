@@ -1,4 +1,4 @@
-"""`Build`: compiles the programs of one module on demand."""
+"""`Build`: compiles the programs of one module on demand, or loads them from the store."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardc._compat import pytree
+from shardc._compat import PyTree, pytree
 from shardc.capture import Captured, Dtypes, SymbolicCapture, Tag, capture_symbolic, input_names, loss_arity
 from shardc.cost.compute import wasted
 from shardc.dynamic import Differs, DynamicDims, Families, Family, SizedProgram
@@ -37,7 +36,7 @@ from shardc.plan.spec import PerRank
 from shardc.plan.value import Plan
 from shardc.precompiled import ProgramKey, Store, load
 from shardc.precompiled.program_key import described
-from shardc.program import Program, Source
+from shardc.program import Program, Rebuild, Source
 from shardc.runtime.groups import Groups
 from shardc.runtime.identity_guards import ModuleSnapshot
 from shardc.runtime.signature import Signature, TorchGlobalState
@@ -48,7 +47,13 @@ class Build:
     """Builds a program from a template and examples at global shapes.
 
     Args:
-        kinds: classes of the programs, of fixed and of dynamic sizes.
+        param_sizes: (parameter -> its shape and bytes per element, other name of a tied one -> its first name).
+        loss: the loss function, which a program has if its call passes targets.
+        groups: process groups of the mesh, to compile for; None for an abstract mesh or another backend.
+        dynamic: the dims whose sizes change between calls.
+        runs: whether programs run, rather than being for inspection only.
+        warns: warn once if ranks repeat the same work.
+        kinds: classes of programs for fixed and for dynamic sizes.
     """
 
     def __init__(
@@ -57,7 +62,7 @@ class Build:
         mesh: Mesh,
         param_sizes: tuple[Sizes, Mapping[str, str]],
         device: torch.device,
-        loss: Callable[..., Any] | None,
+        loss: Callable[..., PyTree] | None,
         options: Options,
         groups: Groups | None,
         dynamic: DynamicDims,
@@ -80,12 +85,20 @@ class Build:
     def __call__(
         self,
         template: nn.Module,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
         with_loss: bool,
         deferred: Deferred = NOTHING,
         captured: Captured | None = None,
     ) -> Program:
+        """Compiles a program.
+
+        Args:
+            template: the model, on ``meta``.
+            args, kwargs: example inputs at global shapes, with the targets if ``with_loss``.
+            deferred: parameters whose gradients stay unreduced.
+            captured: the captured model, if there is one already.
+        """
         key = self._key(template, args, kwargs, with_loss)
 
         def make(joint: Joint, folded: Folded | None) -> Program:
@@ -119,7 +132,9 @@ class Build:
             self.warns = False
             warnings.warn(ShardcWarning(str(warning)), stacklevel=3)
 
-    def _key(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> ProgramKey:
+    def _key(
+        self, template: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], with_loss: bool
+    ) -> ProgramKey:
         """Returns the static key of a program."""
         names = input_names(template, args, kwargs, loss_arity(self.loss) if self.loss and with_loss else 0)
         around = TorchGlobalState.now(self.device)
@@ -128,7 +143,12 @@ class Build:
         return ProgramKey(call, model, self.device.type, self.mesh, self.plan, repr(self.options))
 
     def stored(
-        self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool, evaluates: bool = False
+        self,
+        template: nn.Module,
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
+        with_loss: bool,
+        evaluates: bool = False,
     ) -> Executable:
         """Loads the program that an earlier start or another rank has stored; else compiles and stores it.
 
@@ -166,19 +186,19 @@ class Build:
     def sized(
         self,
         template: Callable[[], nn.Module],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
         with_loss: bool,
         call: Signature,
         deferred: Deferred,
         holds: Callable[[Guards], bool],
     ) -> Program | None:
-        """Returns a program for inputs with dynamic sizes; None if they have none.
+        """Returns the program for inputs with dynamic sizes; None if no size is dynamic.
 
         Args:
-            template: makes the template, where there is no program yet.
-            call: its signature.
-            holds: whether a capture would read now what it read then.
+            template: returns the template; called if there is no program yet.
+            call: the signature of the call.
+            holds: returns whether guards still hold: a capture would read the same values now.
         """
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         inputs = list(zip(call.names, leaves, strict=True))
@@ -186,7 +206,7 @@ class Build:
         if not sizes:
             return None
 
-        def at(wanted: Mapping[str, int]) -> tuple[Any, Any]:
+        def at(wanted: Mapping[str, int]) -> tuple[PyTree, PyTree]:
             leaves_at = [
                 torch.empty(
                     [wanted[dims[name][dim]] if dim in dims.get(name, {}) else n for dim, n in enumerate(x.shape)],
@@ -244,7 +264,9 @@ class Build:
         alone = partial(self, args=args, kwargs=kwargs, with_loss=with_loss, deferred=deferred)
         return self.families.program(key, sizes, holds, family, lambda: alone(template()))
 
-    def _rebuilder(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Any:
+    def _rebuilder(
+        self, template: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], with_loss: bool
+    ) -> Rebuild:
         """Returns a function that compiles the program for another mesh with the same axes, and other input shapes."""
         leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
         leaves = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in leaves]
@@ -277,12 +299,13 @@ class Build:
 
     @cached_property
     def has_own_inputs(self) -> bool:
-        """Whether the plan marks an input as different on each rank (`shardc.per_rank`)."""
+        """Return whether the plan marks an input as different on each rank (`shardc.per_rank`)."""
         return any(isinstance(getattr(entry, "spec", None), PerRank) for entry in self.plan.entries)
 
     def numbered(self, names: Sequence[str]) -> dict[int, int]:
-        """Calls `shardc.plan.ports.numbered` for this plan."""
+        """Return `shardc.plan.ports.numbered` of this plan for the inputs ``names``."""
         return numbered(self.plan, names)
 
-    def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Any]:
-        return [found.layout for found in resolve_inputs(self.plan, self.mesh, shapes)]
+    def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Layout]:
+        """Return the layouts of inputs with these names and global shapes."""
+        return [port.layout for port in resolve_inputs(self.plan, self.mesh, shapes)]

@@ -28,7 +28,7 @@ from shardc.validate import checked
 
 
 def check_arguments(
-    model: Any, plan: Any, backend: Any, options: Any, loss: Any, precompiled: Any, init_sync: Any
+    model: object, plan: object, backend: object, options: object, loss: object, precompiled: object, init_sync: object
 ) -> None:
     """Raises InputError if an argument of `compile` is of the wrong kind."""
     if not callable(model):
@@ -61,7 +61,7 @@ def check_arguments(
     checked(precompiled, kinds, "precompiled", fix="pass the folder of a saved program, or what shardc.load returned")
 
 
-def check_in_place(model: Any) -> None:
+def check_in_place(model: object) -> None:
     """Raises InputError if ``model`` cannot be sharded in place."""
     instead = "use module = shardc.compile(...)"
     if not isinstance(model, nn.Module):
@@ -76,7 +76,7 @@ def check_in_place(model: Any) -> None:
 
 
 def _has_own(model: nn.Module, name: str) -> bool:
-    """Whether ``model`` has an attribute ``name``, without calling its ``__getattr__``."""
+    """Return whether ``model`` has an attribute ``name``, without calling its ``__getattr__``."""
     tables = (model._parameters, model._buffers, model._modules)
     return any(name in kind for kind in tables) or inspect.getattr_static(model, name, model) is not model
 

@@ -1,4 +1,4 @@
-"""Errors of shardc: each names the thing that is wrong, the plan entry, the source line and the fix."""
+"""Errors of shardc: each says what is wrong, and where it can the plan entry, the source line and the fix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ class ShardcError(Exception):
     """Base class of shardc's errors.
 
     Args:
-        what: one sentence that names the thing that is wrong.
+        what: one sentence that says what is wrong.
         plan_entry: the plan entry that caused it, as the user wrote it.
         source: ``file:line`` of the user's code.
         fix: one sentence, what the user can do.

@@ -12,12 +12,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 from shardc.capture import Dtypes, find_repeats, shortened
 from shardc.errors import ShardcWarning
 from shardc.ir.gc_control import uncollected
 from shardc.ir.guards import Lookup, Read, Reads
+from shardc.ir.module_paths import name_in
 from shardc.ir.repeat import Repeat, Repeats
 from shardc.joint import Joint, Request, build_joint
 from shardc.passes.unfold import Folded, NotPeriodic
@@ -25,7 +25,8 @@ from shardc.plan.ports import ActivationPin
 from shardc.plan.resolve import ParamPlan
 from shardc.program import Program
 
-# Number of captured blocks per run: the first and last may differ from the inner ones, of which two are compared.
+# Numbers of captured blocks per run to try. The first and last may differ from the inner ones, two of which are
+# compared.
 KEEP = (4, 6)
 
 
@@ -61,13 +62,13 @@ def build_folded(request: Request, make: Callable[[Joint, Folded | None], Progra
 
 
 def few_of(request: Request, repeats: Repeats) -> Request:
-    """Returns the request for the shortened model."""
-    params = {repeats.short(name): found for name, found in request.params.items()}
+    """Returns ``request`` for the shortened model, which has few of the repeated blocks."""
+    params = {repeats.short(name): param for name, param in request.params.items()}
     pins = [(repeats.short(pin.module), pin) for pin in request.activations()]
     regions = [repeats.short(name) for name in request.recomputed()]
     return replace(
         request,
-        params={name: found for name, found in params.items() if name is not None},
+        params={name: param for name, param in params.items() if name is not None},
         pins=[replace(pin, module=name) for name, pin in pins if name is not None],
         regions=[name for name in regions if name is not None],
         traced_in=request.dtypes.shortened(repeats),
@@ -126,7 +127,7 @@ def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read
         return replace(read, expression=re.sub(child, renumbered, read.expression))
 
     copies = [of(run.first + block) for block in range(run.count if inside else 1)]
-    if len(values := {at.text(each) for each in copies}) > 1:
+    if len(values := {at.text(copy) for copy in copies}) > 1:
         raise NotPeriodic(f"{read} is not the same in all blocks: {', '.join(sorted(values)[:3])}")
     return copies
 
@@ -148,16 +149,13 @@ def repeats_of(request: Request, keep: int) -> Repeats:
 
 def _plan_settings(
     block: str, params: Mapping[str, ParamPlan], pins: Sequence[ActivationPin], regions: Sequence[str], dtypes: Dtypes
-) -> Any:
+) -> object:
     """Returns the plan's settings for ``block``, by names within it: equal for blocks that may be folded."""
-    inside = f"{block}."
+    own_params = {name_in(name, block): param for name, param in params.items()}
+    own_pins = [(name_in(pin.module, block), pin) for pin in pins]
     return (
-        {name.removeprefix(inside): found for name, found in params.items() if name.startswith(inside)},
-        [
-            replace(pin, module=pin.module.removeprefix(block))
-            for pin in pins
-            if pin.module == block or pin.module.startswith(inside)
-        ],
-        [name.removeprefix(block) for name in regions if f"{name}.".startswith(inside)],
+        {name: param for name, param in own_params.items() if name is not None},
+        [replace(pin, module=name) for name, pin in own_pins if name is not None],
+        [name for region in regions if (name := name_in(region, block)) is not None],
         dtypes.within(block),
     )

@@ -6,13 +6,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from shardc import passes
-from shardc._compat import LazyGraphModule, pytree
+from shardc._compat import LazyGraphModule, PyTree, pytree
 from shardc.capture import Captured, Dtypes, Tag, capture
 from shardc.cost.compute import Dense, dense, model_flops
 from shardc.errors import PlanError
@@ -59,7 +58,7 @@ class Work(passes.Hook):
 
 @dataclass(frozen=True)
 class Joint:
-    """Joint graph of a model at local shapes, with what it was compiled from.
+    """Joint graph of a model at local shapes, with the capture, plan and passes that it comes from.
 
     Args:
         bound: the plan, resolved for this model.
@@ -99,7 +98,7 @@ class Joint:
 
 @dataclass(frozen=True)
 class Request:
-    """A model and example inputs, with all that determines how they are compiled.
+    """A model, example inputs, and the settings that determine how they are compiled.
 
     Args:
         params: the plan, resolved per parameter.
@@ -115,10 +114,10 @@ class Request:
     mesh: Mesh
     plan: Plan
     params: Mapping[str, ParamPlan]
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
+    args: Sequence[PyTree]
+    kwargs: dict[str, PyTree]
     device: torch.device
-    loss: Callable[..., Any] | None
+    loss: Callable[..., PyTree] | None
     options: Options
     deferred: Deferred = NOTHING
     keep_stages: bool = True

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx
@@ -19,6 +18,7 @@ from shardc.ir import graph as ir
 from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, REDUCTION, Executable, Half, Phase
 from shardc.ir.guards import Guards, Reads
 from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
 from shardc.joint import CUT, Joint, StageRecorder
 from shardc.passes.check import VerifyHalf
@@ -29,22 +29,24 @@ from shardc.precompiled.load import backward_for
 from shardc.validate import typed
 from shardc.verify.subject import reporting
 
+Rebuild = Callable[[Mesh, Sequence[Sequence[int]]], "Program"]
+
 
 @dataclass(frozen=True)
 class Source:
     """Origin of a program: its key and guards, and functions that compile it anew.
 
     Args:
-        key: what call and model it is for.
-        guards: what of the model it depends on besides.
-        rebuild: makes the program of another mesh and other input shapes, by input.
-        lower_again: makes Inductor's artifacts of a saved program.
-        model: the name of its class, for people.
+        key: the static cache key; None for a program of no module.
+        guards: values of the model that the capture read.
+        rebuild: compiles the program for another mesh, and other shapes of the inputs in order.
+        lower_again: returns Inductor's artifacts of the program saved in a folder.
+        model: name of the model's class, for reports.
     """
 
     key: ProgramKey | None = None
     guards: Guards = field(default_factory=lambda: Guards(Reads(), ()))
-    rebuild: Any = None
+    rebuild: Rebuild | None = None
     lower_again: Callable[[Path], bytes | None] | None = None
     model: str = ""
 
@@ -53,11 +55,12 @@ class Program(Executable):
     """The annotated graphs of a model after every stage, up to the local forward and backward.
 
     Attributes:
-        plan, options: what it was compiled for; ``bound``: the plan against the model.
-        pipeline: the passes that it goes through.
-        conditions: what must hold of the dynamic sizes that it serves; see `shardc.dynamic`.
-        folded: where alike blocks were captured and planned on a few of them, which; stages up to the cut show these.
-        source, and its key, guards, rebuild, lower_again: what it was asked for by.
+        plan, options: those that it was compiled with; ``bound`` is the plan, resolved for this model.
+        pipeline: its passes.
+        conditions: conditions on the dynamic sizes that it is valid for, as text; see `shardc.dynamic`.
+        folded: for a model whose repeated blocks were captured and planned on a few, the relation to all blocks; stages
+            up to the cut show the few.
+        source: its `Source`, whose key, guards, rebuild and lower_again are attributes too.
     """
 
     conditions: tuple[str, ...] = ()
@@ -77,14 +80,15 @@ class Program(Executable):
         self.levels: Mapping[str, int] = levels if folded is None else folded.levels(levels)
         self.causes: Mapping[str, str] = {name: p.compute_cause for name, p in self.bound.params.items()}
         self.deferred = self.bound.deferred
-        self._untaken: dict[Phase, fx.GraphModule | None] = {}  # halves as cut, before further passes
+        self._cut_halves: dict[Phase, fx.GraphModule | None] = {}  # forward and backward before further passes
         forward = [(role, x) for role, x in ir.outputs(joint.local.graph) if role.kind != "grad"]
         self.outputs = tuple(role for role, _ in forward)
         self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
 
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> Half:
+        """Return the graph that reduces accumulated gradients: (parameter, layout of its sum, dtype) of each."""
         plan, joint = self.bound, self.pipeline.until(CUT)
-        summands, device = [Sum(*each) for each in sums], joint[passes.Localize].device
+        summands, device = [Sum(*parts) for parts in sums], joint[passes.Localize].device
         reduced = deferred_reduction(summands, plan.storages, plan.gradients, self.joint.captured.fake_mode, device)
         spelled = passes.Pipeline((joint[passes.Collectives], *joint.behind(passes.Collectives.name)))
         reduced = spelled.replaced(replace(joint[passes.Offload], pending=frozenset())).run(reduced)
@@ -99,7 +103,7 @@ class Program(Executable):
         return (*self.joint.names, *last)
 
     def is_half(self, stage: str) -> bool:
-        """Whether the graph after ``stage`` is a forward or backward graph, not the joint one."""
+        """Return whether the graph after ``stage`` is a forward or backward graph, not the joint one."""
         return stage.removesuffix(".backward") in (CUT, *self.halves.names)
 
     @property
@@ -118,15 +122,16 @@ class Program(Executable):
         return self.joint.local if self.folded is None else self.folded.joint(self.joint.local)
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
+        """Return the local graph of a phase; None for a backward if nothing needs a gradient."""
         if phase == INFERENCE:
             local = passes.inference(self.joint.local)
             return self._scheduled(local if self.folded is None else self.folded.halves(local, None)[0])
         if not isinstance(phase, str):
             return backward_for(phase, self.half(BACKWARD), *self._hooks)
-        if phase not in self._untaken:
+        if phase not in self._cut_halves:
             first, second = self._cut()
-            self._untaken = {FORWARD: None if second is None else first, BACKWARD: second}
-        half = self._untaken.pop(phase)  # passes change it; a later request cuts again
+            self._cut_halves = {FORWARD: None if second is None else first, BACKWARD: second}
+        half = self._cut_halves.pop(phase)  # passes change it; a later request cuts again
         return None if half is None else self._scheduled(half)
 
     def _cut(self) -> tuple[fx.GraphModule, fx.GraphModule | None]:

@@ -1,4 +1,4 @@
-"""A progress bar while compiling, for a person at a terminal."""
+"""Progress bar of a compile, at a terminal."""
 
 from __future__ import annotations
 

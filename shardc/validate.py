@@ -9,7 +9,7 @@
         def __post_init__(self) -> None:
             check_fields(self)
 
-`checked` gives the value as it is used: sizes as numbers of bytes, lists as tuples, tables as dataclasses.
+`checked` returns the converted value: sizes as numbers of bytes, lists as tuples, tables as dataclasses.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from shardc.errors import InputError, ShardcError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 T = TypeVar("T")
+Readers = Mapping[type, Callable[[Any], object]]
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -45,7 +46,7 @@ _NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a s
 
 @dataclass(frozen=True)
 class Range:
-    """Annotation: numbers from ``least`` (exclusive with ``above``) to ``most``, or in ``also``."""
+    """Annotation of numbers from ``least`` (excluded if ``above``) to ``most``, or in ``also``."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -59,34 +60,34 @@ class Range:
     def __str__(self) -> str:
         low = f"of {self.least:g} or more" if self.most == math.inf else f"from {self.least:g} to {self.most:g}"
         low = f"above {self.least:g}" if self.above else low
-        return f"{low}{''.join(f', or {one}' for one in self.also)}"
+        return f"{low}{''.join(f', or {value}' for value in self.also)}"
 
 
 class Bytes:
-    """Annotation: a number of bytes, or text with a unit ("8 MiB"); ``also`` are special values allowed too."""
+    """Annotation of a number of bytes, or of text with a unit ("8 MiB"); ``also`` are special values allowed too."""
 
     def __init__(self, *also: int) -> None:
         self.also = also
 
     def __str__(self) -> str:
-        return f"a number of bytes{''.join(f', or {one}' for one in self.also)}"
+        return f"a number of bytes{''.join(f', or {value}' for value in self.also)}"
 
 
 class _Wrong(Exception):
     """Raised if ``value`` at ``path`` is not ``expected``."""
 
-    def __init__(self, path: tuple[str, ...], value: Any, expected: str, fix: str | None = None) -> None:
+    def __init__(self, path: tuple[str, ...], value: object, expected: str, fix: str | None = None) -> None:
         self.path, self.value, self.expected, self.fix = path, value, expected, fix
 
 
 def checked(
-    value: Any,
+    value: object,
     kind: Any,
     what: str,
     error: type[ShardcError] = InputError,
     *,
     tables: bool = False,
-    readers: Mapping[type, Callable[[Any], Any]] = MappingProxyType({}),
+    readers: Readers = MappingProxyType({}),
     **context: Any,
 ) -> Any:
     """Checks ``value`` against the type annotation ``kind`` and returns it converted.
@@ -112,7 +113,9 @@ def checked(
         raise error(f"{what}{path} is {_shown(wrong.value)}, not {wrong.expected}", **context) from None
 
 
-def check_fields(instance: Any, error: type[ShardcError] = InputError, what: str | None = None, **context: Any) -> None:
+def check_fields(
+    instance: object, error: type[ShardcError] = InputError, what: str | None = None, **context: Any
+) -> None:
     """Checks the fields of a dataclass by `checked` and stores the converted values; for ``__post_init__``."""
     name = type(instance).__name__ if what is None else what
     kind: Any = type(instance)
@@ -124,7 +127,7 @@ def check_fields(instance: Any, error: type[ShardcError] = InputError, what: str
 
 
 def renamed(**names: str) -> Callable[[T], T]:
-    """A decorator of a function or a class: an argument under its old name raises, with the new name in the text.
+    """Decorator of a function or a class with renamed arguments: an old name raises an error with the new one.
 
     >>> @renamed(way="dispatch")
     ... def ep(dispatch: str = "auto") -> None: ...
@@ -135,10 +138,10 @@ def renamed(**names: str) -> Callable[[T], T]:
     """
 
     def decorate(function: T) -> T:
-        init: Any = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
+        init: Callable[..., object] = function.__init__ if isinstance(function, type) else function  # type: ignore
 
         @wraps(init)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             for old in kwargs.keys() & names.keys():
                 raise InputError(
                     f"{function.__name__}() has no argument {old!r}",  # type: ignore[attr-defined]
@@ -168,7 +171,7 @@ def typed(error: type[ShardcError] = InputError) -> Callable[[Function], Functio
         hints: dict[str, Any] = {}
 
         @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> object:
             if not hints:
                 hints.update(get_type_hints(function, include_extras=True))
             for name, value in shown.bind(*args, **kwargs).arguments.items():
@@ -181,7 +184,7 @@ def typed(error: type[ShardcError] = InputError) -> Callable[[Function], Functio
     return decorate
 
 
-def near(word: Any, choices: Any, otherwise: str = "") -> str:
+def near(word: object, choices: Iterable[object], otherwise: str = "") -> str:
     """Returns the fix for a ``word`` that is not in ``choices``: the closest match, or else ``otherwise``.
 
     >>> near("inductr", ["inductor", "eager"])
@@ -201,12 +204,13 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 class _Reader:
-    """Reads values by their annotations; ``tables`` and ``readers`` as those of `checked`."""
+    """Converts values to their annotations; ``tables`` and ``readers`` are those of `checked`."""
 
-    def __init__(self, tables: bool, readers: Mapping[type, Callable[[Any], Any]]) -> None:
+    def __init__(self, tables: bool, readers: Readers) -> None:
         self.tables, self.readers = tables, readers
 
-    def read(self, value: Any, kind: Any, path: tuple[str, ...]) -> Any:
+    def read(self, value: object, kind: Any, path: tuple[str, ...]) -> Any:
+        """Return ``value`` converted to the annotation ``kind``; `_Wrong` if it is of another kind."""
         origin = get_origin(kind)
         if kind is Any:
             return value
@@ -236,7 +240,8 @@ class _Reader:
             return value
         return self.plain(value, kind, path)
 
-    def plain(self, value: Any, kind: Any, path: tuple[str, ...]) -> Any:
+    def plain(self, value: Any, kind: Any, path: tuple[str, ...]) -> object:
+        """Return ``value`` converted to a class."""
         if kind in self.readers:
             return self.readers[kind](value)
         if self.tables and kind is torch.dtype and isinstance(value, str):
@@ -253,7 +258,8 @@ class _Reader:
             raise _Wrong(path, value, expected(kind), "write torch.bfloat16" if kind is torch.dtype else None)
         return value
 
-    def marked(self, value: Any, inner: Any, marks: list[Any], path: tuple[str, ...]) -> Any:
+    def marked(self, value: Any, inner: Any, marks: list[object], path: tuple[str, ...]) -> object:
+        """Return ``value`` converted to ``Annotated[inner, *marks]``."""
         for mark in marks:
             if get_origin(mark) is Literal:
                 inner = mark
@@ -267,7 +273,8 @@ class _Reader:
                 raise _Wrong(path, value, str(mark))
         return value
 
-    def one_of(self, value: Any, kinds: tuple[Any, ...], path: tuple[str, ...]) -> Any:
+    def one_of(self, value: object, kinds: tuple[Any, ...], path: tuple[str, ...]) -> object:
+        """Return ``value`` converted to the first of ``kinds`` that it fits; else the error of the closest."""
         deepest: _Wrong | None = None
         for kind in kinds:
             try:
@@ -280,7 +287,8 @@ class _Reader:
             raise deepest
         raise _Wrong(path, value, " or ".join(expected(kind) for kind in kinds))
 
-    def items(self, value: Any, items: tuple[Any, ...], kind: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
+    def items(self, value: object, items: tuple[Any, ...], kind: Any, path: tuple[str, ...]) -> tuple[object, ...]:
+        """Return a list or tuple converted to ``tuple[*items]``, which is ``kind``."""
         many = len(items) == 2 and items[1] is Ellipsis
         if not isinstance(value, list | tuple) or (not many and len(value) != len(items)):
             raise _Wrong(path, value, expected(kind))
@@ -291,7 +299,7 @@ class _Reader:
         same = type(value) is tuple and all(a is b for a, b in zip(converted, value, strict=True))
         return value if same else converted  # type: ignore[return-value]
 
-    def table(self, value: dict[Any, Any], kind: Any, path: tuple[str, ...]) -> Any:
+    def table(self, value: Mapping[str, object], kind: Any, path: tuple[str, ...]) -> object:
         """Converts a JSON object to a dataclass or named tuple."""
         hints = _hints(kind)
         for key in value:
@@ -308,6 +316,7 @@ class _Reader:
 
 
 def _bytes(text: str, path: tuple[str, ...]) -> int:
+    """Return the number of bytes that ``text`` says with a unit: ``"8 MiB"``."""
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]+)\s*", text)
     if match is None or match[2].upper() not in UNITS:
         fix = 'write an integer, or a size with a unit, like "8 MiB" or "1.5GB"'
@@ -340,6 +349,7 @@ def expected(kind: Any) -> str:
     return _NAMES.get(kind) or ("a table" if hasattr(kind, "_fields") else f"{article} {kind.__name__}")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
+    """Return the repr of ``value``, at most 80 characters of it."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

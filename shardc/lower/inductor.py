@@ -25,7 +25,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import register_lowering
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
-from torch._inductor.utils import BoxedBool
+from torch._inductor.utils import BoxedBool, InputType
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.compiler import config
@@ -101,7 +101,7 @@ def slow_dtypes() -> frozenset[torch.dtype]:
     return frozenset(dtype for dtype, query in has.items() if not (hasattr(mkldnn, query) and getattr(mkldnn, query)()))
 
 
-def _separate(values: Sequence[object]) -> list[object]:
+def _separate(values: Sequence[InputType]) -> list[InputType]:
     """Return fake tensors with the metadata of ``values``, each a separate object: operands are found by identity."""
     mode = next((x.fake_mode for x in values if isinstance(x, FakeTensor)), None) or FakeTensorMode()
     with mode:
@@ -130,7 +130,7 @@ def lowered(gm: fx.GraphModule, kind: str, settings: Callable[[], str]) -> tuple
     return compiled, source
 
 
-def _cached_graph(key: Path, inputs: Sequence[object], kind: str) -> CompiledFxGraph | None:
+def _cached_graph(key: Path, inputs: Sequence[InputType], kind: str) -> CompiledFxGraph | None:
     """Load a graph from Inductor's cache without decomposing or hashing it; None if it is not there.
 
     Args:
@@ -161,7 +161,7 @@ def settings() -> str:
         )
 
 
-def lowered_for(gm: fx.GraphModule, inputs: Sequence[object], kind: str) -> tuple[BoxedRun, str]:
+def lowered_for(gm: fx.GraphModule, inputs: Sequence[InputType], kind: str) -> tuple[BoxedRun, str]:
     """Compile ``gm`` by Inductor; return the callable and its source.
 
     Args:
@@ -179,7 +179,7 @@ def lowered_for(gm: fx.GraphModule, inputs: Sequence[object], kind: str) -> tupl
 
 
 @contextmanager
-def _shardc_config(inputs: Sequence[object]) -> Iterator[None]:
+def _shardc_config(inputs: Sequence[InputType]) -> Iterator[None]:
     """Context with the configuration for shardc's graphs: Inductor keeps the order of ops, and kernels share files."""
     if any(isinstance(x, Tensor) and x.device.type == "cpu" for x in inputs):
         check_vectors()
@@ -188,7 +188,7 @@ def _shardc_config(inputs: Sequence[object]) -> Iterator[None]:
 
 
 @contextmanager
-def _graph_cache(inputs: Sequence[object]) -> Iterator[None]:
+def _graph_cache(inputs: Sequence[InputType]) -> Iterator[None]:
     """Context in which Inductor may cache graphs, with shardc's lowerings as a part of the key."""
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
     if mode.shape_env is None:
@@ -204,7 +204,7 @@ def _tag() -> str:
     return f"shardc {hashlib.sha256(code).hexdigest()}"
 
 
-def _decomposed(gm: fx.GraphModule, inputs: Sequence[object]) -> fx.GraphModule:
+def _decomposed(gm: fx.GraphModule, inputs: Sequence[InputType]) -> fx.GraphModule:
     """Return ``gm`` in the ops that Inductor lowers; the order of its collectives stays."""
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
     with mode, torch.no_grad():
@@ -250,7 +250,7 @@ def _keep_inputs(op: OpOverload) -> None:
     """Make Inductor lower ``op`` as a collective, so that the memory of its inputs is not reused before the wait."""
 
     @register_lowering(op, type_promotion_kind=None)
-    def lowered(*args: object) -> PyTree:
+    def lowered(*args: Any) -> PyTree:
         return pytree.tree_map(inductor.TensorBox.create, inductor._CollectiveKernel.create_out_of_place(op, *args))
 
 
@@ -333,5 +333,5 @@ def _holds(env: ShapeEnv, symbols: Mapping[str, int | SymInt], units: Mapping[st
     fixed = {name: x for name, x in symbols.items() if isinstance(x, int)}
     if any(units[name] != x if name in fixed else units[name] < 2 for name, x in symbols.items()):
         return False
-    values = {x.node._expr: sympy.Integer(units[name]) for name, x in symbols.items() if name not in fixed}
+    values = {x.node._expr: sympy.Integer(units[name]) for name, x in symbols.items() if not isinstance(x, int)}
     return all(guard.expr.xreplace(values) == sympy.true for guard in env.guards)

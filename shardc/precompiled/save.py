@@ -109,9 +109,9 @@ def _write_record(folder: Path, record: Record) -> None:
     os.replace(unfinished, folder / RECORD)
 
 
-def _reads(gm: fx.GraphModule) -> Mapping[str, ir.Role]:
+def _reads(gm: fx.GraphModule) -> Mapping[str, Any]:
     """Return placeholder name -> the parameter, buffer or input whose local shard the graph reads through it."""
-    roles: Mapping[str, ir.Role] = ir.output_node(gm.graph).meta.get(ir.READS, {})
+    roles: Mapping[str, Any] = ir.output_node(gm.graph).meta.get(ir.READS, {})
     return roles
 
 

@@ -96,7 +96,7 @@ class Store:
     def find(
         self, model: nn.Module, loss: Callable[..., PyTree] | None, fresh: Callable[[], Executable]
     ) -> Stored | None:
-        """Return the stored program whose guards hold for ``model`` now, or None; issues the warnings of its compile."""
+        """Return the stored program whose guards hold for ``model``, or None; repeats the warnings of its compile."""
         for folder in sorted(self.folder.glob("*/")):
             try:
                 notes, record = json.loads((folder / MADE).read_text()), read_record(folder, evaluates=False)
