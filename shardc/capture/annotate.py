@@ -181,7 +181,7 @@ def _name_outputs(output: fx.Node, inputs: Sequence[str], duplicates: Container[
     Raises:
         CaptureError: the model changes an input or a parameter in place; only buffers may be changed.
     """
-    results: Any = output.args[0]
+    results = output.args[0]
     roles = [_output_role(desc, inputs) for desc in output.meta["desc"]]
     named = [(role, result) for role, result in zip(roles, results, strict=True) if role is not None]
     output.args = (tuple(result for _, result in named),)

@@ -414,7 +414,7 @@ def changed_arguments(model: nn.Module, args: Sequence[PyTree], kwargs: Mapping[
     return [ShardcWarning(f"the model changes its argument {name} {text}") for name in changed]
 
 
-Container = list[PyTree] | dict[Any, PyTree]
+Container = list[PyTree] | dict[object, PyTree]
 
 
 def _containers(value: PyTree, name: str) -> Iterator[tuple[str, Container]]:

@@ -1,15 +1,14 @@
-"""Classes of compiled modules for models of other libraries; a module of this folder is imported only if needed."""
+"""Classes of compiled modules for models of other libraries; a file of this folder is imported only if needed."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from shardc.runtime.module import ShardedModule
 from shardc.runtime.namespace import Namespace
 
 
-def classes_for(model: Any) -> tuple[type[ShardedModule], type[Namespace]]:
+def classes_for(model: object) -> tuple[type[ShardedModule], type[Namespace]]:
     """Returns the mixin for the class of a compiled ``model``, and the class of ``module.shardc``."""
     transformers = sys.modules.get("transformers")
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):

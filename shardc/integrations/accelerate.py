@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,15 @@ class Accelerator(accelerate.Accelerator):
 
     _sharded: ShardedModule | None = None
 
-    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """``Accelerator.prepare``, which also takes a compiled module: pass it with, or before, the data loaders."""
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Like ``Accelerator.prepare``, but takes a compiled module too: pass it with, or before, the data loaders."""
         for module in args:
             if isinstance(module, ShardedModule):
                 self.hold(module)
         return super().prepare(*args, device_placement=device_placement)
 
     def hold(self, module: ShardedModule) -> None:
-        """Says which module the batches are for.
+        """Sets the compiled module whose mesh decides how batches are split.
 
         Raises:
             InputError: the module does not span all ranks, or mixed precision is float16.
@@ -60,7 +61,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def shares(self) -> tuple[int, int]:
-        """(number of parts that a batch is split into, index of this rank's part)."""
+        """The number of parts that a batch is split into, and the index of this rank's part."""
         if self._sharded is None:
             return self.num_processes, self.process_index
         state = self._sharded.shardc
@@ -82,7 +83,10 @@ class Accelerator(accelerate.Accelerator):
         return model
 
     def prepare_data_loader(
-        self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+        self,
+        data_loader: DataLoader,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., object] | None = None,
     ) -> Any:
         parts, mine = self.shares
         if parts == self.num_processes or getattr(data_loader, "_is_accelerate_prepared", False):
@@ -104,14 +108,14 @@ class Accelerator(accelerate.Accelerator):
         self._dataloaders.append(prepared)
         return prepared
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2) -> Any:
         """Clips the gradients by their global norm, with one all-reduce, and returns the norm."""
         parameters, mine = list(parameters), self._sharded
         if mine is None or {id(x) for x in parameters} != {id(x) for x in mine.parameters()}:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         return mine.shardc.clip_grad_norm_(float(max_norm), float(norm_type))
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
         """Gathers the rows of all ranks, without the padding of the last batch; InputError if ranks share rows."""
         parts, _ = self.shares
         if parts != self.num_processes:
@@ -170,7 +174,7 @@ class Trainer(transformers.Trainer):
         return stack
 
     def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         out = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         in_program = self.compute_loss_func is None and self.label_smoother is None
@@ -180,7 +184,7 @@ class Trainer(transformers.Trainer):
         loss = (out[0] if return_outputs else out) / self.accelerator.shares[0]
         return (loss, out[1]) if return_outputs else loss
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
         folder = output_dir or self.args.output_dir
         if not hasattr(self.model.shardc, "load_pretrained"):
             return super()._save(folder, self.model.shardc.full_state_dict("cpu"))
@@ -208,4 +212,5 @@ class Trainer(transformers.Trainer):
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _own_optimizer(self) -> Any:
+        """Return the optimizer behind accelerate's wrapper."""
         return getattr(self.optimizer, "optimizer", self.optimizer)

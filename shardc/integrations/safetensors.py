@@ -1,4 +1,4 @@
-"""Reading slices of tensors from safetensors files, and writing files one tensor at a time."""
+"""Reads slices of tensors from safetensors files, and writes such files one tensor at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, product
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -35,7 +34,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """Returns every tensor of a checkpoint as a `Lazy`, which reads its file in parts; InputError if files lack."""
+    """Returns name -> `Lazy` of the tensors of a checkpoint, read from files when used; InputError if files lack."""
     if (folder / SINGLE).is_file():
         files = [folder / SINGLE]
     elif (folder / INDEX).is_file():
@@ -52,6 +51,7 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_file(path: Path) -> Iterator[tuple[str, Lazy]]:
+    """Yields name and `Lazy` of each tensor of a file."""
     file = safe_open(path, framework="pt")
     for name in file.keys():
         piece = file.get_slice(name)
@@ -59,16 +59,16 @@ def _read_file(path: Path) -> Iterator[tuple[str, Lazy]]:
         yield name, Lazy(meta, lambda index, name=name, meta=meta: _read(file, name, meta, index))  # type: ignore[misc]
 
 
-def _read(file: Any, name: str, meta: torch.Tensor, index: tuple[Sequence[int], ...]) -> torch.Tensor:
+def _read(file: safe_open, name: str, meta: torch.Tensor, index: tuple[Sequence[int], ...]) -> torch.Tensor:
     """Reads the elements of one tensor at ``index``, one contiguous box at a time."""
     if not index:
         return file.get_tensor(name)
     if not all(map(len, index)):
-        return torch.empty([len(kept) for kept in index], dtype=meta.dtype)
-    piece, runs = file.get_slice(name), [list(_runs(kept)) for kept in index]
+        return torch.empty([len(indices) for indices in index], dtype=meta.dtype)
+    piece, runs = file.get_slice(name), [list(_runs(indices)) for indices in index]
     if all(len(run) == 1 for run in runs):
         return piece[tuple(source for ((source, _),) in runs)]
-    out = torch.empty([len(kept) for kept in index], dtype=meta.dtype)
+    out = torch.empty([len(indices) for indices in index], dtype=meta.dtype)
     for pairs in product(*runs):
         out[tuple(target for _, target in pairs)] = piece[tuple(source for source, _ in pairs)]
     return out
@@ -87,14 +87,14 @@ def _runs(indices: Sequence[int]) -> Iterator[tuple[slice, slice]]:
 
 
 def write_file(path: Path | None, tensors: Mapping[str, Lazy]) -> None:
-    """Writes a file, with one tensor in memory at a time. Without a path it only reads them, as a collective."""
+    """Writes ``tensors`` to a file, one in memory at a time; without a path it only reads them, as all ranks must."""
     if path is None:
         for tensor in tensors.values():
             tensor.value()
         return
     sizes = [tensor.numel() * tensor.itemsize for tensor in tensors.values()]
     ends = list(accumulate(sizes))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for (name, tensor), size, end in zip(tensors.items(), sizes, ends, strict=True):
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
@@ -110,7 +110,7 @@ def write_file(path: Path | None, tensors: Mapping[str, Lazy]) -> None:
 
 
 def forget(folder: Path, keep: Iterable[str]) -> None:
-    """Removes files of an earlier checkpoint that would be read instead of the new one."""
+    """Removes from ``folder`` files of an earlier checkpoint that would be read instead of the new, except ``keep``."""
     for name in {SINGLE, INDEX} - set(keep):
         with suppress(FileNotFoundError):
             (folder / name).unlink()

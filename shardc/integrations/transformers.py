@@ -165,7 +165,7 @@ class ShardedPretrained(ShardedModule):
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
-        """Asked by ``generate`` before each token: a rank whose rows are finished pads them while others go on.
+        """Called by ``generate`` before each token: a rank whose rows are finished pads them while others go on.
 
         All ranks run the same program, so none may stop before the others.
         """
@@ -189,7 +189,7 @@ class ShardedPretrained(ShardedModule):
         return model_kwargs | {"encoder_outputs": BaseModelOutput(*states)}
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, *args: Any
+        self, generation_config: Any, model_kwargs: dict[str, Any], mode: object, batch_size: int, *args: Any
     ) -> None:
         """Called by ``generate`` before the first token: makes all ranks pass a mask, or none.
 

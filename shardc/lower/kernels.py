@@ -54,7 +54,7 @@ class _Kernel(CodeCacheFuture):
         return getattr(self.load(), self.name)
 
 
-_Scopes = list[tuple[dict[str, Any], dict[str, _Kernel]]]
+_Scopes = list[tuple[dict[str, object], dict[str, _Kernel]]]
 _deferred: ContextVar[_Scopes | None] = ContextVar("_deferred", default=None)  # graphs that `at_end` waits for
 
 
@@ -67,7 +67,7 @@ def together() -> Iterator[None]:
         plain = _PLAIN.fullmatch(source_code) if get_ident() == thread else None
         return alone(self, argtypes, source_code) if plain is None else _Kernel(argtypes, *plain.groups())
 
-    def all_of(self: AsyncCompile, scope: dict[str, Any]) -> None:
+    def all_of(self: AsyncCompile, scope: dict[str, object]) -> None:
         kernels = {name: value for name, value in scope.items() if isinstance(value, _Kernel)}
         loads: Loads = {}
         left = iter([kernel for kernel in kernels.values() if not _take_cached(kernel, loads, self)])
@@ -106,7 +106,7 @@ def at_end() -> Iterator[None]:
         _put(scope, kernels)
 
 
-def _put(scope: dict[str, Any], kernels: dict[str, _Kernel]) -> None:
+def _put(scope: dict[str, object], kernels: dict[str, _Kernel]) -> None:
     """Sets the compiled ``kernels`` in the globals ``scope`` of a graph's code."""
     scope.update({name: kernel.result() for name, kernel in kernels.items()})
 

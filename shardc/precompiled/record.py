@@ -33,7 +33,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from shardc._compat import is_dispatched, pytree, spec_children
 from shardc.capture import register_caches
@@ -72,7 +71,7 @@ _WORDS = {
     "indexing", "interpolation", "method", "mode", "norm", "ord", "over", "padding", "reduce", "reduce_op",
     "rounding_mode", "side", "UPLO",
 }  # fmt: skip
-_CHECK: OpOverload = torch.ops.aten._linalg_check_errors.default  # the one op without a result
+_CHECK: torch._ops.OpOverload = torch.ops.aten._linalg_check_errors.default  # the one op without a result
 _WORD = re.compile(r"[\w:,.> -]{0,200}", re.ASCII)
 # Ops that reinterpret memory, or do not check an index.
 _UNCHECKED = re.compile(r"_test|_nested|.*_unsafe$|_reinterpret|_debug|_validate_sparse|.*_make_per_")
@@ -86,7 +85,7 @@ def allowed(subject: Subject) -> Broken:
         if not grammar.is_torch_op(node.target) or not allowed_op(node.target):
             yield node, f"a saved program may not call {node.target}"
             continue
-        target: OpOverload = node.target
+        target: torch._ops.OpOverload = node.target
         names = [argument.name for argument in target._schema.arguments]
         if len(node.args) > len(names) or not set(node.kwargs) <= set(names[len(node.args) :]):
             yield node, f"its arguments are not those of {target._schema}"
@@ -99,7 +98,7 @@ def allowed(subject: Subject) -> Broken:
 
 
 @cache
-def allowed_op(op: OpOverload) -> bool:
+def allowed_op(op: torch._ops.OpOverload) -> bool:
     """Return whether a saved program may call ``op``, by its schema."""
     schema = op._schema
     if op.namespace not in _NAMESPACES:
