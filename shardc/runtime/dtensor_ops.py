@@ -412,11 +412,16 @@ def _one_sum(specs: list[DTensorSpec], op: OpOverload, args: tuple[PyTree, ...],
     return sums and all(spec.placements == specs[0].placements for spec in specs)
 
 
+def _is_foreach(op: OpOverload) -> bool:
+    """Whether ``op`` takes lists of tensors, with the same operation on each."""
+    return op._schema.name.startswith("aten::_foreach_")
+
+
 def _is_pointwise(op: OpOverload) -> bool:
-    name = op._schema.name
+    """Whether each element of the result depends on the operands' elements at its position only."""
     if torch.Tag.pointwise in op.tags:
         return True
-    return name.startswith("aten::_foreach_") and not any(x in name for x in ("norm", "max", "copy"))
+    return _is_foreach(op) and not any(x in op._schema.name for x in ("norm", "max", "copy"))
 
 
 def _trusts(op: OpOverload, specs: list[DTensorSpec], args: tuple[PyTree, ...]) -> bool:
@@ -456,7 +461,7 @@ def _is_in_place(op: OpOverload, info: OpInfo, sharding: OutputSharding) -> bool
         if isinstance(old, DTensorSpec) and isinstance(now, DTensorSpec)
     ]
     # Aliased operands come first.
-    return not (moved[0] if op.is_view or not op._schema.name.startswith("aten::_foreach_") else any(moved))
+    return not (moved[0] if op.is_view or not _is_foreach(op) else any(moved))
 
 
 def on_unsharded(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], mesh: DeviceMesh) -> PyTree:

@@ -72,7 +72,7 @@ class Groups:
         self._device_mesh = device_mesh
         self._views: dict[Mesh, DeviceMesh] = {}
         self._coordinates: dict[tuple[Axes, torch.device], torch.Tensor] = {}
-        self.prefix = GROUP_PREFIX if tag == 0 else f"{GROUP_PREFIX.removesuffix(':')}.{tag}:"
+        self.prefix = GROUP_PREFIX if tag == 0 else GROUP_PREFIX.replace(":", f".{tag}:")
         # Mesh rank -> global rank: a DeviceMesh may cover any ranks in any order.
         self._global: list[int] = device_mesh.mesh.flatten().tolist()
         if max(self._global) >= dist.get_world_size():

@@ -176,6 +176,6 @@ def _written(func: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTre
     if schema is None or func is torch.ops.aten.detach_.default:
         return
     yield from written(func, args, kwargs)
-    if schema.name == "aten::set_" or (schema.name.startswith("c10d::") and schema.name != "c10d::send"):
+    if schema.name == "aten::set_" or (func.namespace == "c10d" and schema.name != "c10d::send"):
         # Collectives write their first argument, and their schemas do not say so.
         yield from pytree.tree_leaves(args[0] if schema.name != "aten::set_" else args)

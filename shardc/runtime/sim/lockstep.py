@@ -7,6 +7,7 @@ its group.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from shardc.runtime.shards import COLLECTIVES
 
 Groups = tuple[tuple[int, ...], ...]
 T = TypeVar("T")
+_VARIANT = re.compile("(_coalesced)?(_out|_)?$")  # suffixes of the names of ops that are variants of a collective
 
 
 class PerRank(list[Any]):
@@ -153,13 +155,13 @@ class Lockstep:
         out = named.pop("out", None)
         named.pop("slots", None)  # memory of the results on a real rank
         x, *options = named.values()
-        function = COLLECTIVES[name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")]
+        function = COLLECTIVES[_VARIANT.sub("", name)]
         if isinstance(x, PerRank):
             results = _by_group(function, x, options, groups)
         else:
             per_tensor = [_by_group(function, tensor, options, groups) for tensor in x]
             results = PerRank([tensor[rank] for tensor in per_tensor] for rank in range(self.mesh.ranks))
-        into = x if name.endswith("_") else out
+        into = x if target._schema.is_mutable and out is None else out
         if into is None:
             return results
         assert isinstance(into, PerRank), f"{target} writes several results in place"
