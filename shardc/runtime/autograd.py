@@ -157,7 +157,7 @@ class Step(torch.autograd.Function):
         results = runner.run(half, local)
         grads = {(role.kind, role.name): grad for role, grad in zip(half.gives, results, strict=True)}
         late = runner.late(half.gives, grads, ctx.unreduced)
-        return (None, *_handed_out(runner, ctx.feed, tangents, grads, late))
+        return (None, *_argument_grads(runner, ctx.feed, tangents, grads, late))
 
 
 def _backward_inputs(ctx: StepContext, half: Half, gradients: Mapping[int, Any]) -> list[object]:
@@ -182,7 +182,7 @@ def _backward_inputs(ctx: StepContext, half: Half, gradients: Mapping[int, Any])
     return inputs
 
 
-def _handed_out(
+def _argument_grads(
     runner: Runner,
     feed: Feed,
     tangents: Sequence[Tensor | None],

@@ -140,14 +140,21 @@ class Comparisons:
         store.set(f"{self.at(number)}said/{self.rank}", text)
 
     def entries_at(self, store: dist.Store, number: int, ranks: Iterable[int]) -> dict[int, str]:
-        """Reads what ``ranks`` (mesh positions) published by `say` at event ``number``; deletes this rank's last."""
+        """Returns the texts that ``ranks`` (positions on the mesh) published by `say` at event ``number``.
+
+        It deletes this rank's text of the previous call from the store.
+        """
         if self._last_text is not None:
             store.delete_key(self._last_text)
         self._last_text = f"{self.at(number)}said/{self.rank}"
         return {rank: store.get(f"{self.at(number)}said/{self.ranks[rank]}").decode() for rank in ranks}
 
     def hear_all(self, store: dist.Store, number: int) -> str:
-        """Records that this rank has read the difference at ``number``; returns a key that is set once all have."""
+        """Records that this rank has read the difference at event ``number``.
+
+        Returns:
+            The store key that the last rank to do so sets.
+        """
         heard = f"{self.at(number)}all heard"
         if store.add(f"{self.at(number)}heard", 1) == len(self.ranks):
             store.set(heard, "")
@@ -179,7 +186,7 @@ class Meeting:
         self.invited: tuple[int, str] | None = None
         self._joined = ""
         self._failed: tuple[int, str] = (-1, "")  # event and reason of its last failed attempt
-        self._looks = Looks()
+        self._samples = StackSamples()
 
     def meet(
         self,
@@ -239,7 +246,7 @@ class Meeting:
         if store.compare_set(f"{self.prefix}meet/{attempt}/verdict", "", why).decode() == why:
             store.delete_key(f"{self.prefix}meet/{number}")
 
-    def hears(self, store: dist.Store, number: int, attempt: str, now: Callable[[], int]) -> None:
+    def on_attempt(self, store: dist.Store, number: int, attempt: str, now: Callable[[], int]) -> None:
         """Handles the message that another rank opened ``attempt`` after event ``number``.
 
         Args:
@@ -249,10 +256,10 @@ class Meeting:
             return
         self.invited = number, attempt
         if (event := now()) > number:  # after the line above, so that an event that begins now sees the invitation
-            self.goes_on(store, event, "later step")
+            self.on_event(store, event, "later step")
 
-    def goes_on(self, store: dist.Store, event: int, what: str) -> None:
-        """Refuses the pending invitation because this rank begins event ``event``, described by ``what``."""
+    def on_event(self, store: dist.Store, event: int, what: str) -> None:
+        """Refuses the pending invitation if this rank begins event number ``event``, described by ``what``."""
         invited = self.invited
         if invited is not None and event > invited[0]:
             self.invited = None
@@ -263,7 +270,7 @@ class Meeting:
         invited = self.invited
         if invited is None:
             return
-        if (where := self._looks.stuck(int(invited[1].partition(".")[0]), _STUCK)) is not None:
+        if (where := self._samples.stuck(int(invited[1].partition(".")[0]), _STUCK)) is not None:
             self.invited = None
             self._refuse_invited(store, *invited, f"rank {self.rank} waits in {where}")
 
@@ -280,7 +287,7 @@ class Meeting:
         store.set(f"{self.prefix}gone/{self.rank}", "")
 
 
-class Looks:
+class StackSamples:
     """Samples of the main thread's stack, which the listener thread takes regularly."""
 
     def __init__(self) -> None:
@@ -288,11 +295,11 @@ class Looks:
         self._runs: tuple[int, int] = (0, 0)
         self._patience = _LONG
 
-    def stuck(self, rank: int, looks: int) -> str | None:
-        """Takes a sample; returns the torch collective with ``rank`` that the last ``looks`` samples show, if any."""
+    def stuck(self, rank: int, count: int) -> str | None:
+        """Takes a sample; returns the torch collective with ``rank`` that the last ``count`` samples show, if any."""
         entry = _collective(sys._current_frames().get(threading.main_thread().ident or 0), rank)
         self._last = entry, self._last[1] + 1 if entry == self._last[0] else 1
-        return entry[1] if entry is not None and self._last[1] >= looks else None
+        return entry[1] if entry is not None and self._last[1] >= count else None
 
     def long(self, number: int, running: bool) -> bool:
         """Takes a sample; returns whether a graph runs in event ``number`` for long. Each True doubles the limit.

@@ -90,10 +90,10 @@ class Slot:
     Args:
         name: qualified name; tied entries share a tensor.
         module, kind, key: the entry ``getattr(module, kind)[key]``; ``kind`` is ``_parameters`` or ``_buffers``.
-        before: the tensor before.
-        shard: its values.
-        stand_in: the `Virtual` in its place.
-        now: the tensor after `check_slots`.
+        before: tensor before the initialisation.
+        shard: this rank's values of it.
+        stand_in: `Virtual` that replaces it meanwhile.
+        now: tensor after the initialisation, noted by `check_slots`.
     """
 
     name: str

@@ -204,7 +204,7 @@ class Namespace(State):
 
     @contextmanager
     def _summoned(self, writeback: bool, with_grads: bool) -> Iterator[None]:
-        """Context manager of `summon_full_params`, whose checks have passed."""
+        """Context manager that `summon_full_params` returns after its checks."""
         with self.tells(), ExitStack() as block:
             with self._waits():
                 owner, spec = self.params.owner, self.spec

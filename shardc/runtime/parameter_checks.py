@@ -61,7 +61,7 @@ def contracts(template: nn.Module, storages: Mapping[str, Layout], view: Mesh) -
     return out
 
 
-class Seen:
+class CheckedParams:
     """Specs and devices of the parameters at the last successful `check`, which need no check while they are the same.
 
     Args:
@@ -239,7 +239,7 @@ class ParamStore:
     sources: Sources = field(default_factory=dict)
     fresh: bool = True
     _snapshot: ModuleSnapshot | None = None
-    _checked: Seen | None = None
+    _checked: CheckedParams | None = None
 
     def __post_init__(self) -> None:
         self.view: Any = unsharded(self.owner)
@@ -286,7 +286,7 @@ class ParamStore:
         if mesh is None or self._checked is not None and self._checked.still(params, runs):
             return
         check(params, self.contracts, mesh, self.spec.homes, runs)
-        self._checked = Seen(params, runs)
+        self._checked = CheckedParams(params, runs)
 
     def compare_values(self, name: str) -> None:
         """Compares replicated values between ranks, if values have been written since the last comparison.

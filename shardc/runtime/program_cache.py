@@ -299,7 +299,7 @@ class ProgramCache:
 
 
 def _changing(variants: list[Values]) -> str:
-    """Returns the warning for many programs of one call; ``variants`` are the values that each was compiled for."""
+    """Returns the warning for many programs of one call; ``variants``: the guarded values of each."""
     values_by_name = [dict(values) for values in variants]
     differ = [name for name in values_by_name[-1] if len({values.get(name) for values in values_by_name}) > 1]
     shown = [

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardc.errors import CollectiveError, MeshError
-from shardc.runtime.comparing import BEFORE, Comparisons, Looks, Meeting, Message
+from shardc.runtime.comparing import BEFORE, Comparisons, Meeting, Message, StackSamples
 from shardc.runtime.events import ErrorReport, Event, difference, different_waits, lost, raised
 from shardc.runtime.gloo.listen import END, NOTHING, Listener, Stopped, raise_in
 
@@ -63,7 +63,7 @@ class RankConsistency:
         self._prefix = f"{prefix}{','.join(map(str, ranks))}/"
         self._meeting = Meeting(self._prefix, rank, self.ranks)
         self._comparisons = Comparisons(self._prefix, rank, self.ranks)
-        self._looks = Looks()
+        self._samples = StackSamples()
         self._interrupt = WeakMethod(interrupt)
         self._past: deque[str] = deque(maxlen=_PAST)
         self._period = 1
@@ -97,7 +97,7 @@ class RankConsistency:
             return
         self._check(self.number + 1)
         if self._meeting.invited is not None:
-            self._meeting.goes_on(self._connected(), self.number + 1, event.lines[0][1])
+            self._meeting.on_event(self._connected(), self.number + 1, event.lines[0][1])
         past, key = self._past, event.key
         expected = past[-self._period] if self._period <= len(past) else None
         # Not predicted: the new period is the distance to the last occurrence of this event.
@@ -289,7 +289,7 @@ class RankConsistency:
             if message <= self.number:
                 self._answer(store, message)
         elif message[0] == "meet":
-            self._meeting.hears(store, message[1], message[2], lambda: self.number)
+            self._meeting.on_attempt(store, message[1], message[2], lambda: self.number)
         elif message[0] == "differs":
             self._on_difference(store, *message[1:])
         elif message[0] == "waits":
@@ -330,7 +330,10 @@ class RankConsistency:
         self._interrupt_if_running(store)
 
     def _hear_difference(self, store: dist.Store, number: int, other: tuple[int, str]) -> None:
-        """Makes this rank raise, in its next event or in that it waits in, as ``other`` (rank, hash) differs."""
+        """Records the difference from ``other`` (rank, hash) at event ``number``: this rank raises.
+
+        It raises in its next event, or in the event in which it waits.
+        """
         self._break_if_running(store)  # before the others read it: their connections to this rank close too
         self._differ(store, number, other)
         self._found.set()
@@ -384,13 +387,13 @@ class RankConsistency:
         pending = sorted(number for number in self._comparisons.asked if number > self.number)
         if pending and not self.running:
             asks, key = store.get(f"{self._comparisons.at(pending[0])}first").decode().split()
-            if (where := self._looks.stuck(int(asks), _STUCK)) is not None:
+            if (where := self._samples.stuck(int(asks), _STUCK)) is not None:
                 error = different_waits(self.rank, where, int(asks), self._comparisons.lines(store, key))
                 with self._lock:
                     self._failure = self._failure or (self.number, error)
                 self._comparisons.asked.difference_update(pending)
                 self._log(store, ["waits", self.rank, pending[0], error.what, error.fix])
-        if self._looks.long(self.number, self.running):
+        if self._samples.long(self.number, self.running):
             self._answer(store, self.number)
 
     def _on_wait(self, store: dist.Store, rank: int, number: int, text: str, fix: str) -> None:

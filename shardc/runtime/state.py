@@ -49,7 +49,7 @@ class State:
 
     @property
     def device(self) -> torch.device:
-        """The device of its parameters and inputs on this rank."""
+        """The device of the module's parameters and inputs on this rank."""
         return self.spec.device
 
     @property

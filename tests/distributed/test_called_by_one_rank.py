@@ -111,13 +111,13 @@ def by_most(name: str, late: float) -> None:
         late: seconds after which the last of them comes, when the first has gone on, and hears of it before rank 1.
     """
     module, step = trained()
-    hears = Meeting.hears
+    on_attempt = Meeting.on_attempt
 
-    def hears_late(*args: Any) -> None:
+    def on_attempt_late(*args: Any) -> None:
         time.sleep(late / 2 if dist.get_rank() == 1 else 0)
-        hears(*args)
+        on_attempt(*args)
 
-    with patch.object(Meeting, "hears", hears_late):
+    with patch.object(Meeting, "on_attempt", on_attempt_late):
         if dist.get_rank() != 1:
             time.sleep(late * dist.get_rank() / 2)
             with pytest.raises(MeshError, match="but rank 1 went on"):

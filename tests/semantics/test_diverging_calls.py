@@ -149,7 +149,7 @@ def one_compiles_for_long() -> None:
     module, last = compiled(), dist.get_rank() == dist.get_world_size() - 1
     for _ in range(3):
         step(module)
-    module.shardc.spec.groups.consistency._looks._patience = 2  # looks; the last rank comes behind many of them
+    module.shardc.spec.groups.consistency._samples._patience = 2  # samples; the last rank comes after many of them
     if last:
         time.sleep(3)
     with pytest.raises(MeshError, match="in what they do: rank . has run of the forward, rank . has compiled program"):

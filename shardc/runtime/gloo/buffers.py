@@ -156,10 +156,10 @@ class Buffers:
             yield window
         finally:
             stack.pop()
-            self._handed_out()
+            self._uncount_returned()
 
-    def _handed_out(self) -> None:
-        """Takes results that a graph returned to its caller out of the count of bytes in use."""
+    def _uncount_returned(self) -> None:
+        """Subtracts the results that a graph returned to its caller from the bytes in use."""
         self.in_use -= sum(self._outside.values())
         self._outside.clear()
 
