@@ -7,8 +7,6 @@ to kernels, each of which returns its part of the output for some of the keys, a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -77,7 +75,7 @@ def gradient(
         )
     elif query.device.type == "cuda" and query.dtype in _HALF and bias is None and _square(causal, query, key):
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        sizes: tuple[Any, ...] = (None, None, query.shape[2], key.shape[2])
+        sizes: tuple[int | None, ...] = (None, None, query.shape[2], key.shape[2])
         gradients = aten._scaled_dot_product_flash_attention_backward(
             grad, query, key, value, out, sums, *sizes, 0.0, causal, seed, seed[0], scale=scale
         )
@@ -182,14 +180,16 @@ def _by_place(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _fake_call(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_call(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     b, h, q, _e = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     out, sums = query.new_empty(b, q, h, value.shape[3]), query.new_empty(b, q, h, dtype=wide)
     return out.transpose(1, 2), sums.transpose(1, 2)
 
 
-def _fake_gradient(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_gradient(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key, value))
     return dq, dk, dv
 

@@ -12,7 +12,7 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from shardc.custom_ops.grouped import grouped
 from shardc.errors import RuleError, TextError
@@ -54,7 +54,7 @@ class Body:
         return "experts." + hashlib.sha256(json.dumps(self.to_json()).encode()).hexdigest()[:8]
 
     @cached_property
-    def run_forward(self) -> Callable[..., Any]:
+    def run_forward(self) -> Callable[..., Tensor]:
         """``forward`` with output buffers for the saved values as further arguments; it returns the results only."""
         graph = _copy(self.forward)
         out, *saved = _outputs(graph)
@@ -63,7 +63,7 @@ class Body:
         return _run(graph, out)
 
     @cached_property
-    def run_backward(self) -> Callable[..., Any]:
+    def run_backward(self) -> Callable[..., Sequence[Tensor | None]]:
         """``backward`` with buffers for the parameters' gradients as further arguments; it fills those that it can."""
         assert self.backward is not None, f"{self.name} has no gradient"
         graph = _copy(self.backward)
@@ -72,19 +72,19 @@ class Body:
         return _run(graph, (rows, scale, *gradients))
 
     @cached_property
-    def grouped_forward(self) -> Callable[..., Any] | None:
+    def grouped_forward(self) -> Callable[..., Sequence[Tensor]] | None:
         """``forward`` for the rows of all experts at once; None if `shardc.custom_ops.grouped` cannot rewrite it."""
         return grouped(self.forward, 1 + len(self.saved))
 
     @cached_property
-    def grouped_backward(self) -> Callable[..., Any] | None:
+    def grouped_backward(self) -> Callable[..., Sequence[Tensor | None]] | None:
         """``backward`` for the rows of all experts at once; None if it cannot be rewritten."""
         return None if self.backward is None else grouped(self.backward, 2)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the body as plain data for `from_json`."""
 
-        def per_row(value: PerRow) -> list[Any]:
+        def per_row(value: PerRow) -> list[object]:
             return [list(value.shape), str(value.dtype).removeprefix("torch.")]
 
         return {
@@ -146,10 +146,10 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-def _outputs(graph: fx.Graph) -> list[Any]:
+def _outputs(graph: fx.Graph) -> list[fx.node.Argument]:
     """Return the results of ``graph``, and erase its output node."""
     end = next(iter(reversed(graph.nodes)))
-    results: Any = end.args[0]
+    results = end.args[0]
     graph.erase_node(end)
     return list(results)
 
@@ -170,7 +170,7 @@ def _into(graph: fx.Graph, node: fx.Node, place: fx.Node) -> None:
     node.replace_all_uses_with(copy, lambda user: user is not copy)
 
 
-def _product(graph: fx.Graph, gradient: Any, place: fx.Node) -> Any:
+def _product(graph: fx.Graph, gradient: fx.node.Argument, place: fx.Node) -> fx.node.Argument:
     """Return ``gradient``; if it is a matrix product, or the transpose of one, it is computed into ``place``."""
     node, turned = gradient, False
     while isinstance(node, fx.Node) and node.target in (aten.t.default, aten.detach.default):
@@ -184,7 +184,7 @@ def _product(graph: fx.Graph, gradient: Any, place: fx.Node) -> Any:
     return graph.call_function(aten.mm.out, (left, right), {"out": place})
 
 
-def _run(graph: fx.Graph, results: Any) -> Callable[..., Any]:
+def _run(graph: fx.Graph, results: fx.node.Argument) -> Callable[..., Any]:
     graph.output(results)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _writes(node))
     forward: Callable[..., Any] = fx.GraphModule({}, graph).forward
@@ -198,7 +198,7 @@ def _writes(node: fx.Node) -> bool:
 # --- as plain data
 
 
-def _to_json(graph: fx.Graph) -> Iterator[list[Any]]:
+def _to_json(graph: fx.Graph) -> Iterator[list[object]]:
     for node in graph.nodes:
         if node.op == "placeholder":
             yield [node.name]
@@ -209,7 +209,7 @@ def _to_json(graph: fx.Graph) -> Iterator[list[Any]]:
             yield [node.name, name, _encoded(node.args), {key: _encoded(x) for key, x in sorted(node.kwargs.items())}]
 
 
-def _encoded(argument: Any) -> Any:
+def _encoded(argument: fx.node.Argument) -> object:
     if isinstance(argument, fx.Node):
         return f"%{argument.name}"
     if isinstance(argument, (list, tuple)):
@@ -221,7 +221,7 @@ def _from_json(lines: Sequence[Any], allowed: Callable[[Any], bool]) -> fx.Graph
     graph = fx.Graph()
     env: dict[str, fx.Node] = {}
 
-    def decoded(argument: Any) -> Any:
+    def decoded(argument: Any) -> fx.node.Argument:
         if isinstance(argument, list):
             return [decoded(x) for x in argument]
         return env[argument[1:]] if argument.startswith("%") else _constant(argument)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -133,14 +132,14 @@ def sort(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(chosen, torch.arange(experts, device=index.device), right=True)
 
 
-def _call(x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str, *_: Any) -> Tensor:
+def _call(x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str, *_: object) -> Tensor:
     order, ends = sort(index, params[0].shape[0])
     scale = weight.flatten()[order].unsqueeze(1)
     return _run(x, order // index.shape[1], scale, ends, params, order.numel(), body)[0]
 
 
 def _gradient(
-    grad: Tensor, x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str, *_: Any
+    grad: Tensor, x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str, *_: object
 ) -> list[Tensor]:
     order, ends = sort(index, params[0].shape[0])
     scale, take = weight.flatten()[order].unsqueeze(1), order // index.shape[1]
@@ -224,8 +223,8 @@ def _run_gradient(
         return [dx.to(x.dtype), dscale, *grads]
     for expert, end in enumerate(ends.tolist()):
         if end == start:
-            for dp in grads:
-                dp[expert].zero_()
+            for param_grad in grads:
+                param_grad[expert].zero_()
             continue
         at, weights = take[start:end], [p[expert] for p in params]
         keep = [value[start:end] for value in saved]
@@ -252,13 +251,13 @@ def _fake_arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
     return [came.new_empty(rows), came.new_empty(rows), came.new_empty(came.numel() // ranks)]
 
 
-def _fake_call(x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str, *_: Any) -> Tensor:
+def _fake_call(x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str, *_: object) -> Tensor:
     it = body_of(body).result
     return x.new_empty(x.shape[0], *it.shape, dtype=it.dtype)
 
 
 def _fake_gradient(
-    grad: Tensor, x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str, *_: Any
+    grad: Tensor, x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str, *_: object
 ) -> list[Tensor]:
     return [torch.empty_like(x), torch.empty_like(weight), *map(torch.empty_like, params)]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 import torch
 from torch import Size
+from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from shardc.custom_ops import attention_ops, expert_ops, recurrent_ops
@@ -26,19 +26,19 @@ def _steps(gates: Size, weight: Size) -> int:
     return 2 * prod(gates[:2]) * prod(weight)
 
 
-def _attention(q: Size, k: Size, v: Size, *_: Any) -> int:
+def _attention(q: Size, k: Size, v: Size, *_: object) -> int:
     """Return the operations of attention: scores and weighted sums. k and v may have fewer heads than q."""
     return 2 * prod(q[:3]) * k[2] * (q[3] + v[3])
 
 
-def _attention_gradient(grad: Size, q: Size, k: Size, v: Size, *_: Any) -> int:
+def _attention_gradient(grad: Size, q: Size, k: Size, v: Size, *_: object) -> int:
     """Return the operations of attention's backward: scores, then the gradients of weights, q, k and v."""
     return 2 * prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3])
 
 
 _KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 # Ops that torch's counter does not know, or not with fewer heads of keys than of queries (torch 2.11).
-_OTHERS: dict[Any, Callable[..., int]] = {
+_OTHERS: dict[object, Callable[..., int]] = {
     **{getattr(aten, f"_scaled_dot_product_{name}").default: _attention for name in _KERNELS},
     **{getattr(aten, f"_scaled_dot_product_{name}_backward").default: _attention_gradient for name in _KERNELS},
     recurrent_ops.STEPS: lambda gates, state, weight, *_: _steps(gates, weight),
@@ -55,19 +55,21 @@ _OTHERS: dict[Any, Callable[..., int]] = {
 }
 
 
-def is_dense(target: Any) -> bool:
+def is_dense(target: object) -> bool:
     """Return whether an op is a matrix product, an attention, a convolution or a recurrent layer."""
     return target in _OTHERS or getattr(target, "overloadpacket", None) in flop_registry
 
 
 @lru_cache(maxsize=4096)
-def is_attention(target: Any) -> bool:
+def is_attention(target: object) -> bool:
     """Return whether an op is an attention kernel, which reaches another share of the peak than products."""
     return is_dense(target) and "attention" in str(target)
 
 
 @lru_cache(maxsize=4096)
-def flops(target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], result: Any) -> int:
+def flops(
+    target: OpOverload[..., object], args: tuple[object, ...], kwargs: tuple[tuple[str, object], ...], result: object
+) -> int:
     """Return the operations of a dense op, called with shapes in place of tensors; ``result``: shapes of results."""
     if target in _OTHERS:
         return int(_OTHERS[target](*args))

@@ -41,12 +41,12 @@ def grouped(graph: fx.Graph, experts_from: int) -> Callable[..., Any] | None:
         gradients have experts as dim 0.
     """
     out = fx.Graph()
-    env: dict[fx.Node, Any] = {}
+    env: dict[fx.Node, fx.Node] = {}
     kinds: dict[fx.Node, str] = {}
     ends = out.placeholder("ends")
     for node in graph.nodes:
         if node.op == "output":
-            results: Any = node.args[0]
+            results = node.args[0]
             expected = [_ROWS if at < experts_from else _EXPERTS for at in range(len(results))]
             if any(x is not None and kinds[x] != kind for x, kind in zip(results, expected, strict=True)):
                 return None
@@ -84,7 +84,7 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, str]) -> str | None:
         dim = node.args[_AT[node.target]] if len(node.args) > _AT[node.target] else 0
         alone = dim != 0
     elif node.target in (aten.view.default, aten.reshape.default):
-        sizes: Any = node.args[1]
+        sizes = node.args[1]
         alone = len(sizes) > 1 and isinstance(sizes[0], fx.Node)
     elif node.target is aten.sum.dim_IntList:
         alone = list(node.args[1:]) in ([[1], True], [[-1], True])

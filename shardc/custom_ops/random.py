@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ WORD = 0xFFFFFFFF
 # dtype -> number of random bits in its mantissa.
 BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
-Call = Callable[..., Any]
+T = TypeVar("T")  # a tensor, or what stands for it in a graph
 
 _library = torch.library.Library("shardc_random", "DEF")
 _library.define("key(*, Device device) -> Tensor")
@@ -46,7 +46,7 @@ def uniform(key: Tensor, stream: int, size: Sequence[int], *, dtype: torch.dtype
     return drawn.reshape(tuple(size))
 
 
-def uniform_at(call: Call, key: Any, stream: int, index: Any, numel: int, dtype: torch.dtype) -> Any:
+def uniform_at(call: Callable[..., T], key: T, stream: int, index: T, numel: int, dtype: torch.dtype) -> T:
     """Return the numbers at flat positions ``index`` (int64, any shape) of a tensor of ``numel`` elements.
 
     ``call`` runs each op, or inserts it in a graph.
@@ -62,7 +62,7 @@ def uniform_at(call: Call, key: Any, stream: int, index: Any, numel: int, dtype:
     return call(aten.mul.Tensor, call(aten._to_copy.default, mantissa, dtype=dtype), 2.0**-53)
 
 
-def _word(call: Call, key: Any, lane: int, index: Any, numel: int) -> Any:
+def _word(call: Callable[..., T], key: T, lane: int, index: T, numel: int) -> T:
     """Return 32 random bits for each position, as int64 in ``range(2 ** 32)``."""
     low = call(aten.bitwise_and.Scalar, key, WORD)
     high = call(aten.bitwise_and.Scalar, call(aten.bitwise_right_shift.Tensor_Scalar, key, 32), WORD)
@@ -76,7 +76,7 @@ def _word(call: Call, key: Any, lane: int, index: Any, numel: int) -> Any:
     return _mix(call, call(aten.bitwise_xor.Tensor, mixed, other))
 
 
-def _mix(call: Call, x: Any) -> Any:
+def _mix(call: Callable[..., T], x: T) -> T:
     """Return a bijection of 32-bit words; every multiplier has 31 bits, so that products stay below 2 ** 63."""
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         x = call(aten.bitwise_xor.Tensor, x, call(aten.bitwise_right_shift.Tensor_Scalar, x, shift))

@@ -98,7 +98,7 @@ def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str], output: tuple[T
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor, None]:
+def _backward(ctx: Any, grad: Tensor, _: object) -> tuple[Tensor, Tensor, Tensor, None]:
     state, weight, states, activations = ctx.saved_tensors
     gates, first = torch.ops.shardc_recurrent.steps_backward(grad, state, weight, states, activations, ctx.cell)
     size = weight.shape[1]

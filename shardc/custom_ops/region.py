@@ -78,7 +78,7 @@ class Region:
     def name(self) -> str:
         return getattr(self.function, "__name__", type(self.function).__name__)
 
-    def __call__(self, *tensors: Tensor) -> Any:
+    def __call__(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         if len(tensors) != len(self.inputs) or not all(isinstance(x, Tensor) for x in tensors):
             raise InputError(
                 f"{self.name} was given {len(tensors)} arguments, and local_map {len(self.inputs)} in_layouts",

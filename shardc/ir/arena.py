@@ -1,14 +1,9 @@
-"""Memory of collectives: ranges of an arena that hold their results, and small tensors packed into one message.
+"""Memory of collectives: arena ranges for their results (`MemoryPlan`), small tensors in one message (`Packing`).
 
-A *slot* is the memory of one result, or of a received term that is reduced into one. A slot is *inside* if it is last
-used in its half; such slots share bytes over time. It is *kept* if the backward reads it; kept slots have an arena of
-their own. It is *outside* if it is returned to the caller (a gradient, an output): then it is fresh memory.
-
-Packs small tensors of a coalesced collective into one message, and gives the offset of each.
-
-A message over gloo takes a core 0.1 to 0.2 ms besides the time for its bytes. If copying a tensor takes less, it shares
-a message. On two cores, by the wall clock, 20 tensors of 16 KiB took 3.8 ms in separate messages and 1.3 ms in one, of
-128 KiB 4.8 and 2.8 ms, of 256 KiB 6.5 and 6.6 ms, of 1 MiB 14 and 20 ms.
+A *slot* is the memory of one result, or of a received term that is reduced into one. Its region depends on its last
+reader. *inside*: an op of the same forward or backward graph; such slots share the bytes of one arena over time.
+*kept*: the backward, for a result of the forward; kept slots have an arena of their own. *outside*: the caller (of a
+gradient or an output); the memory is then freshly allocated.
 """
 
 from __future__ import annotations
@@ -24,22 +19,25 @@ from torch import fx
 from shardc.ir import comm_volume
 from shardc.ir import graph as ir
 
-LARGEST = 128 << 10  # bytes of a tensor that shares a message
+# Most bytes of a tensor that shares a message. A message over gloo takes a core 0.1 to 0.2 ms besides the time for its
+# bytes. On two cores, by the wall clock, 20 tensors of 16 KiB took 3.8 ms in separate messages and 1.3 ms in one, of
+# 128 KiB 4.8 and 2.8 ms, of 256 KiB 6.5 and 6.6 ms, of 1 MiB 14 and 20 ms.
+LARGEST = 128 << 10
 
 
 def rows_of(node: fx.Node, ranks: int) -> list[tuple[torch.dtype, int]]:
-    """Return (dtype, bytes) of each operand's part that a collective over ``ranks`` ranks sends to one peer."""
+    """Return (dtype, bytes) of the data that a collective over ``ranks`` ranks sends to one peer, for each operand."""
     operands = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
     parts = ranks if comm_volume.collective_kind(node) == "reduce_scatter" else 1
     return [(v.dtype, prod(v.shape) * v.itemsize // parts) for v in map(ir.value, cast(list[fx.Node], operands))]
 
 
 class Packing(NamedTuple):
-    """The message that several tensors share.
+    """Layout of a message that several small tensors share.
 
     Args:
-        offsets: position of a tensor in the list -> its offset in bytes, a multiple of its element size.
-        size: bytes of the message.
+        offsets: index of a tensor in the list -> its offset in the message in bytes, a multiple of its element size.
+        size: size of the message in bytes.
     """
 
     offsets: dict[int, int]
@@ -47,7 +45,7 @@ class Packing(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[tuple[torch.dtype, int]]) -> Packing:
-        """Pack the tensors that go to one peer, given as (dtype, bytes) of each.
+        """Return the packing of tensors that go to one peer, given as (dtype, bytes) of each.
 
         >>> Packing.of([(torch.bfloat16, 6), (torch.float32, 8), (torch.float32, 1 << 20)])
         Packing(offsets={1: 0, 0: 8}, size=14)
@@ -66,11 +64,11 @@ class Packing(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Return the bytes that the packed message takes in a buffer of several: its size, aligned."""
+        """Return the size of the message in a buffer of several messages: its bytes, rounded up to the alignment."""
         return aligned(self.size)
 
     def messages(self, tensors: int) -> int:
-        """Return the number of messages for ``tensors`` tensors."""
+        """Return the number of messages for ``tensors`` tensors: one for each unpacked tensor, and the packed one."""
         return tensors - len(self.offsets) + bool(self.offsets)
 
 
@@ -84,12 +82,12 @@ class Slot:
     """Memory of one result of a collective.
 
     Args:
-        name: that of the result in the graph's text; with ``.wire`` for a received term.
-        size: bytes.
-        start, end: the first and the last place in the half at which it is in use.
+        name: name of the result in the graph's text; with ``.wire`` for a received term.
+        size: size in bytes.
+        start, end: position, among the ops of its graph, of the first and of the last op that uses it.
         region: INSIDE, KEPT or OUTSIDE.
-        offset: in its region's arena, in bytes; 0 outside.
-        saved: of a kept slot, the backward's placeholders that read it.
+        offset: offset in its region's arena in bytes; 0 outside.
+        saved: names of the backward's placeholders that read it, for a kept slot.
     """
 
     name: str
@@ -100,7 +98,7 @@ class Slot:
     offset: int = 0
     saved: tuple[str, ...] = ()
 
-    def meets(self, other: Slot) -> bool:
+    def overlaps(self, other: Slot) -> bool:
         """Return whether the two lifetimes overlap."""
         return self.start <= other.end and other.start <= self.end
 
@@ -110,8 +108,8 @@ class MemoryPlan:
     """The slots (memory of collectives' results) of a forward or backward graph, as its collectives number them.
 
     Args:
-        slots: the slots.
-        given: (name, last place at which it is read) of each placeholder, in order.
+        slots: the slots, by the numbers that collectives name them by.
+        given: (name, position of the last op that reads it) of each placeholder, in order.
     """
 
     slots: tuple[Slot, ...] = ()
@@ -145,9 +143,9 @@ class MemoryPlan:
         """Return the plan with lifetimes in lines of Inductor's code instead of nodes of the graph.
 
         Args:
-            lifetimes: (start, end) by number; a slot that is not there is never made.
-            leaving: the slots that the compiled half returns.
-            argument_ends: the last place at which each placeholder is there.
+            lifetimes: slot number -> (first line, last line); a missing slot is never written.
+            leaving: numbers of the slots that the compiled graph returns.
+            argument_ends: last line at which the memory of each placeholder is in use.
         """
         gone = set(leaving)
         slots = []
@@ -176,7 +174,7 @@ class MemoryPlan:
         return MemoryPlan(tuple(slots), tuple((arguments[name], at) for name, at in self.given))
 
     def text(self) -> str:
-        """Return a text: one line per slot, then the totals."""
+        """Return the plan as a table with one line per slot, and the totals below it."""
         rows = [("slot", "bytes", "from", "to", "offset", "result")]
         for number, slot in enumerate(self.slots):
             where = str(slot.offset) if slot.region == INSIDE else slot.region
@@ -195,9 +193,9 @@ class MemoryPlan:
 def place(slots: Iterable[Slot]) -> tuple[Slot, ...]:
     """Return ``slots`` with offsets: slots of one region with overlapping lifetimes share no byte.
 
-    The largest first, each at the lowest place that is free for as long as it is in use ("greedy by size" of Pisarchyk
-    and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020). Kept slots lie side by side: all
-    of them are in use between the halves.
+    The largest slot is placed first, each at the lowest offset that is free during its lifetime ("greedy by size" of
+    Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020). Kept slots are placed side by
+    side: all of them are in use between forward and backward.
     """
     unplaced = list(slots)
     out = list(unplaced)
@@ -212,7 +210,7 @@ def place(slots: Iterable[Slot]) -> tuple[Slot, ...]:
         if unplaced[k].region != INSIDE or not unplaced[k].size:
             continue
         offset = 0
-        for other in sorted((p for p in placed if p.meets(unplaced[k])), key=lambda p: p.offset):
+        for other in sorted((p for p in placed if p.overlaps(unplaced[k])), key=lambda p: p.offset):
             if offset + aligned(unplaced[k].size) <= other.offset:
                 break
             offset = max(offset, other.offset + aligned(other.size))
@@ -222,5 +220,5 @@ def place(slots: Iterable[Slot]) -> tuple[Slot, ...]:
 
 
 def aligned(size: int) -> int:
-    """Return ``size`` rounded up to the alignment."""
+    """Return ``size`` in bytes, rounded up to a multiple of `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -4,10 +4,9 @@ chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 from torch import fx
@@ -28,8 +27,8 @@ class ChunkSpec:
     """Division of one dim into chunks: the dim is seen as [outer, count, inner], and a chunk is one of ``count``.
 
     Args:
-        dim: which, from the front.
-        outer, count, inner: what the dim's size is the product of.
+        dim: index of the dim, from 0.
+        outer, count, inner: sizes of the three parts, major to minor; their product is the dim's size.
     """
 
     dim: int
@@ -42,11 +41,11 @@ class ChunkSpec:
         return [n // self.count if d == self.dim else n for d, n in enumerate(whole)]
 
     def split(self, shape: Sequence[int]) -> list[int]:
-        """Return ``shape``, of the tensor or of a chunk, with the outer part of the dim as a dim of its own."""
+        """Return ``shape``, of the tensor or of a chunk, with the dim viewed as [outer, rest]."""
         return [*shape[: self.dim], self.outer, shape[self.dim] // self.outer, *shape[self.dim + 1 :]]
 
 
-Operands = dict[fx.Node, ChunkSpec | None]  # None: all pieces take it whole
+Operands = dict[fx.Node, ChunkSpec | None]  # None: every chunk of the result reads the complete operand
 
 
 def viewed(cut: ChunkSpec, shape: Sequence[int], new_shape: Sequence[int]) -> ChunkSpec | None:
@@ -107,8 +106,9 @@ def operands(node: fx.Node, cut: ChunkSpec) -> Operands | None:
 
 
 def results(node: fx.Node, x: fx.Node, cut: ChunkSpec) -> Iterator[ChunkSpec]:
-    """Yield candidates for how the results of ``node`` are chunked if operand ``x`` is; `operands` tells which are
-    valid.
+    """Yield candidates for the chunking of the result of ``node`` if operand ``x`` is chunked by ``cut``.
+
+    The caller checks by `operands` which of them are valid.
     """
     if node.target in RESHAPES:
         seen = viewed(cut, value(x).shape, value(node).shape)
@@ -122,7 +122,7 @@ def results(node: fx.Node, x: fx.Node, cut: ChunkSpec) -> Iterator[ChunkSpec]:
 
 
 def through(node: fx.Node, read: dict[fx.Node, ChunkSpec]) -> ChunkSpec | None:
-    """Return how the result of ``node`` is chunked if operands are chunked as ``read`` says; None if it cannot be."""
+    """Return the chunking of the result of ``node`` if its operands are chunked as in ``read``; None if impossible."""
     x, cut = next(iter(read.items()))
     for result in results(node, x, cut):
         need = operands(node, result)
@@ -157,19 +157,21 @@ def make_pieces(graph: fx.Graph, cuts: dict[fx.Node, ChunkSpec]) -> None:
     Args:
         cuts: in the graph's order; `operands` accepts each.
     """
-    _Rewritten(graph, cuts).run()
+    _ChunkRewriter(graph, cuts).run()
 
 
-class _Rewritten:
+class _ChunkRewriter:
+    """Rewrites the nodes in ``cuts`` chunk by chunk; state of one `make_pieces`."""
+
     def __init__(self, graph: fx.Graph, cuts: dict[fx.Node, ChunkSpec]) -> None:
         self.graph, self.cuts, self.count = graph, cuts, next(iter(cuts.values())).count
         self.rewriter = GraphRewriter(graph)
         self.pieces: dict[fx.Node, list[fx.Node]] = {}
         self.joined: dict[fx.Node, fx.Node] = {}
         self.parts: dict[tuple[fx.Node, ChunkSpec, int], fx.Node] = {}
-        self.stretch: dict[fx.Node, ChunkSpec] = {}  # what is in pieces and not made yet, and
-        self.late: dict[fx.Node, None] = {}  # what needs that
-        self.phase = ""  # of what is being made
+        self.stretch: dict[fx.Node, ChunkSpec] = {}  # nodes to be chunked whose chunks are not inserted yet
+        self.late: dict[fx.Node, None] = {}  # other nodes that read these
+        self.phase = ""  # phase of the nodes being inserted
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -257,7 +259,14 @@ class _Rewritten:
             self.joined[x] = update(joined, name=info(x).name)  # it takes the place of x
         return self.joined[x]
 
-    def _emit(self, before: fx.Node, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def _emit(
+        self,
+        before: fx.Node,
+        like: fx.Node,
+        target: Callable[..., object],
+        *args: fx.node.Argument,
+        **kwargs: fx.node.Argument,
+    ) -> fx.Node:
         # What backward alone slices or concatenates, it does in backward.
         provenance = {"phase": "backward"} if self.phase == "backward" else {}
         return self.rewriter.before(before, like, "piece", **provenance).call(target, *args, **kwargs)

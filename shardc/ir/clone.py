@@ -1,4 +1,4 @@
-"""Structural copies of module trees: the user's modules stay as they are, the copy has its own tensors."""
+"""Copies of module trees with other tensors; the user's modules stay unchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def replace_tensors(module: nn.Module, tensor_fn: TensorFn) -> nn.Module:
     return _Cloner(tensor_fn, in_place=True).clone(module)
 
 
-def subclass(module: nn.Module, front: type, behind: type, methods: Mapping[str, Any]) -> None:
+def subclass(module: nn.Module, front: type, behind: type, methods: Mapping[str, object]) -> None:
     """Set the class of ``module`` to ``Sharded<its class>``, a subclass of ``front``, its own class and ``behind``.
 
     Names are looked up in ``methods``, ``front``, the user's class, ``behind``, `nn.Module`. The module is still an
@@ -59,18 +59,24 @@ def subclass(module: nn.Module, front: type, behind: type, methods: Mapping[str,
     )
 
 
-def _shown_as(function: Any, signature: inspect.Signature) -> Any:
+def _shown_as(function: FunctionType, signature: inspect.Signature) -> FunctionType:
     """Return a copy of ``function`` with another ``__signature__``."""
     copy = _remade(function, function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function))
-    copy.__signature__ = signature
+    vars(copy)["__signature__"] = signature
     return copy
 
 
-def _remade(function: Any, closure: Any, defaults: Any, keywords: Any, attributes: dict[str, Any]) -> Any:
+def _remade(
+    function: FunctionType,
+    closure: tuple[CellType, ...] | None,
+    defaults: Any,
+    keywords: Any,
+    attributes: Mapping[str, object],
+) -> FunctionType:
     """Return a copy of ``function`` with other closure cells, defaults and attributes."""
-    copy: Any = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure)
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure)
     update_wrapper(copy, function, updated=())
-    del copy.__wrapped__
+    del vars(copy)["__wrapped__"]
     copy.__dict__.update(attributes)
     copy.__kwdefaults__ = keywords
     return copy
@@ -78,16 +84,18 @@ def _remade(function: Any, closure: Any, defaults: Any, keywords: Any, attribute
 
 def unsharded(module: nn.Module) -> nn.Module:
     """Return a module of the class before `subclass`, with the attributes of ``module`` (not copied)."""
-    cls: Any = type(module).__bases__[1]
+    cls = type(module).__bases__[1]
     view: nn.Module = object.__new__(cls)
     object.__setattr__(view, "__dict__", vars(module))
     return view
 
 
 class _Cloner:
+    """Copies one module tree (or replaces its tensors in place), and maps originals to copies by id."""
+
     def __init__(self, tensor_fn: TensorFn, in_place: bool) -> None:
         self._tensor_fn, self._in_place = tensor_fn, in_place
-        self._attributes: list[tuple[nn.Module, dict[str, Any]]] = []  # of the copies; set when all are there
+        self._attributes: list[tuple[nn.Module, dict[str, object]]] = []  # of the copies; set when all are there
         self._clones: dict[int, Any] = {}  # by the id of a module, a tensor or a container
         self._originals: list[nn.Module] = []
 
@@ -110,7 +118,7 @@ class _Cloner:
         clone: nn.Module = module if self._in_place else object.__new__(type(module))
         self._clones[id(vars(module))] = clone
         self._originals.append(module)
-        attributes: dict[str, Any] = {}
+        attributes: dict[str, object] = {}
         for kind in ("_parameters", "_buffers"):
             entries = getattr(module, kind).items()
             attributes[kind] = {name: self._tensor(tensor, prefix + name) for name, tensor in entries}
@@ -162,7 +170,7 @@ class _Cloner:
                 copied.update([(key, self._copy(item)) for key, item in copied.items()])
         return self._clones[id(value)]
 
-    def _function(self, function: FunctionType) -> Any:
+    def _function(self, function: FunctionType) -> object:
         if id(function) not in self._clones:
             self._clones[id(function)] = function  # it may hold itself
             cells = function.__closure__ and tuple(map(self._cell, function.__closure__))
@@ -172,12 +180,12 @@ class _Cloner:
                 self._clones[id(function)] = _remade(function, cells, *copies)
         return self._clones[id(function)]
 
-    def _partial(self, value: Any) -> Any:
+    def _partial(self, value: partial[object]) -> partial[object]:
         parts = value.func, value.args, value.keywords, vars(value)
         func, args, keywords, attributes = copies = tuple(map(self._copy_content, parts))
         if _same(copies, parts):
             return value
-        copied: Any = partial(func, *args, **keywords)
+        copied = partial(func, *args, **keywords)
         vars(copied).update(attributes)
         return copied
 
@@ -211,5 +219,5 @@ class _Cloner:
         return self._copy(value)
 
 
-def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def _same(some: Sequence[object], others: Sequence[object]) -> bool:
     return all(one is other for one, other in zip(some, others, strict=True))

@@ -1,8 +1,6 @@
-"""Code and values as text and hashes that are equal in every process, and whose code it is.
+"""Text and hashes of code and values that are equal in every process: no addresses, no set order.
 
-Tells code that a version identifies (torch's, shardc's, Python's) from the user's code.
-
-Prints values as text that is equal in every process: no addresses, no set order.
+*Versioned* code is torch's, shardc's or Python's: its version identifies it. All other code is the user's.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ def _code_text(code: types.CodeType) -> str:
     return f"{parts}{getattr(code, 'co_exceptiontable', b'')!r}{[_constant(x) for x in code.co_consts]}"
 
 
-def _constant(x: Any) -> str:
+def _constant(x: object) -> str:
     if isinstance(x, types.CodeType):
         return _code_text(x)
     if isinstance(x, tuple):
@@ -75,10 +73,12 @@ def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 @cache
 def imports(code: types.CodeType) -> bool:
+    """Return whether ``code`` has an import statement."""
     return any(_IMPORT in part.co_code[::2] for part in codes_in(code))
 
 
-def _flat(constants: Iterable[Any]) -> Iterator[Any]:
+def _flat(constants: Iterable[object]) -> Iterator[object]:
+    """Yield the elements of nested tuples and frozensets of constants."""
     for constant in constants:
         if isinstance(constant, (tuple, frozenset)):
             yield from _flat(constant)
@@ -92,8 +92,9 @@ TOLD = [PACKAGE, Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib"))
 
 @cache
 def told_place(file: str) -> str | None:
-    """Return the path of a file of torch, shardc or Python, relative to its root; None for others, also of packages
-    inside these.
+    """Return the path of a file of torch, shardc or Python, relative to their folder.
+
+    Returns None for any other file, also for one of a package installed inside these folders.
     """
     if file.startswith("<frozen "):
         return file
@@ -135,7 +136,7 @@ def _is_told_name(module: str) -> bool:
 MAIN = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "__main__")
 
 
-def text_of(value: Any) -> str:
+def text_of(value: object) -> str:
     """Return a value as text: constants and tensors by value, functions by their code, other objects by their class."""
     if is_plain(value):
         return plain_text(value)
@@ -156,7 +157,7 @@ def text_of(value: Any) -> str:
     return qualified_name(value) if hasattr(value, "__qualname__") else qualified_name(type(value))
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Return whether ``value`` is an atomic constant: a number, a string, an enum member, a dtype and so on."""
     return value is None or isinstance(value, _PLAIN)
 
@@ -167,7 +168,7 @@ _PLAIN = (
 )  # fmt: skip
 
 
-def plain_text(value: Any) -> str:
+def plain_text(value: object) -> str:
     """Return a value that `is_plain` as text."""
     if isinstance(value, enum.Enum):
         return f"{qualified_name(type(value))}.{value.name}={text_of(value.value)}"

@@ -1,4 +1,4 @@
-"""Communication of local graphs: names of process groups, collectives, host copies, and where a collective comes from.
+"""Communication of local graphs: process groups by name, shardc's collectives and host copies, their provenance.
 
 A group is named after the axes that its ranks differ along, so one graph serves every rank: the runtime maps the name
 to this rank's group. Ops of ``torch.ops.shardc``:
@@ -14,9 +14,8 @@ to this rank's group. Ops of ``torch.ops.shardc``:
     to_device(x, device), to_host(x)   copies between host and device memory, waited for as collectives are; implemented
                                        in `shardc.runtime.host`. If the device is a CPU, they are real copies, too
 
-Provenance of a collective in one graph: the plan entry and the line of the user's code that it comes from.
-
-`shardc.report.causes` looks further, over all ops of a step.
+The provenance of a collective is the plan entry and the line of the user's code that it comes from. Here it is found in
+one graph; `shardc.report.causes` searches all ops of a step.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def is_ring(kind: str, ranks: int) -> bool:
 
 
 def waits_of(node: fx.Node) -> list[fx.Node]:
-    """Return the waits for the results of ``node``, a collective, a host copy, or one result of it."""
+    """Return the wait nodes of ``node``, which starts a collective or a host copy, or selects one result of it."""
     out = []
     for user in node.users:
         out += [user] if user.target is WAIT else waits_of(user) if user.target is getitem else []
@@ -134,7 +133,7 @@ def group_name(axes: Iterable[str]) -> str:
     return GROUP_PREFIX + ",".join(axes)
 
 
-_FAR = 64  # most ops after a collective that are searched for a line
+_FAR = 64  # most ops after a collective that are searched for a source line
 
 
 def collective_of(node: fx.Node) -> fx.Node | None:
@@ -155,7 +154,7 @@ def entry_of(node: fx.Node, causes: Mapping[str, str]) -> str | None:
 
 
 def axes_of(node: fx.Node) -> set[str]:
-    """Return the mesh axes of a collective, without their parts."""
+    """Return the names of the mesh axes that a collective runs over; a part such as ``tp:1x2`` counts as its axis."""
     group = node.kwargs.get("axis", "") if node.target in ops.COLLECTIVES else arguments_of(node)["group_name"]
     return {axis.partition(":")[0] for axis in str(group).removeprefix(GROUP_PREFIX).split(",")}
 
@@ -166,7 +165,10 @@ def about(axes: Iterable[str], entries: Iterable[str]) -> Iterator[str]:
 
 
 def source_of(node: fx.Node) -> str | None:
-    """Return the user's line that caused the collective ``node``: its own, or that of the first op that uses it."""
+    """Return ``file:line`` of the user's code that caused the collective ``node``.
+
+    It is the node's own source line, or that of the nearest op that uses its result; None if neither has one.
+    """
     seen = [node]
     for user_node in seen:
         if user_node.op != "output" and (source := info(user_node).origin.source):

@@ -1,4 +1,4 @@
-"""The communication tally: number of collectives in a graph, and the bytes that each rank sends for them.
+"""Communication volume: the collectives of a graph, counted by kind and mesh axis, and the bytes that a rank sends.
 
 Wire bytes are those that each rank sends over its link, for n ranks and a buffer of S bytes a rank, as in
 "Performance reported by NCCL tests" (nccl-tests, doc/PERFORMANCE.md):
@@ -9,8 +9,8 @@ Wire bytes are those that each rank sends over its link, for n ranks and a buffe
     all_to_all      (n-1)/n of the shard S
     permute_ranks   the shard S
 
-Rows that go where their values say (``send_rows``) are an all-to-all of as many rows as there are; that is exact if
-they go to all ranks alike.
+Rows that are routed by their values (``send_rows``) count as an all-to-all of all rows; that is exact if each rank
+receives the same number of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardc.ir.op_traits import communicates
 
 GROUP_PREFIX = "shardc:"
 
-# The torch ops by the kind that they are counted as; the rest of the namespaces moves nothing.
+# torch op -> the kind that it counts as; other ops of the two namespaces send nothing.
 KINDS: dict[str, str] = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
@@ -50,7 +50,7 @@ class Row:
     Args:
         kind: the name of the op in `shardc.ir.ops`.
         axis: the mesh axes of the group, joined by commas.
-        count: how many there are in the graph.
+        count: number of collectives in the graph.
         bytes: wire bytes that each rank sends for all of them together.
     """
 
@@ -66,10 +66,10 @@ class Row:
 def tally(gm: fx.GraphModule, mesh: Mesh) -> list[Row]:
     """Return the collectives of ``gm`` by kind and axis: marker ops at global shapes, or torch's at local ones.
 
-    Sorted by kind, then by mesh axis. A reshard that is not yet spelled as collectives counts for nothing.
+    Sorted by kind, then by mesh axis. A ``reshard`` that is not lowered to collectives yet is not counted.
 
     Raises:
-        VerifyError: for a collective whose group is not of ``mesh``.
+        VerifyError: the graph has a collective over a group that is not of ``mesh``.
     """
     counts: dict[tuple[str, str], tuple[int, int]] = {}
     for kind, axis, size in _collectives(gm, mesh):
@@ -80,7 +80,7 @@ def tally(gm: fx.GraphModule, mesh: Mesh) -> list[Row]:
 
 
 def wire_elements(kind: str, ranks: int, local_elements: int) -> int:
-    """Return the elements that each of ``ranks`` ranks sends, for ``local_elements`` before the collective."""
+    """Return the number of elements that each rank sends for an operand of ``local_elements`` on each of ``ranks``."""
     if kind == "all_gather":
         return (ranks - 1) * local_elements
     if kind == "permute_ranks" or kind == "broadcast":
@@ -106,7 +106,7 @@ def group_of(node: fx.Node, mesh: Mesh) -> tuple[tuple[str, ...], int]:
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """Return the arguments of a call of a torch op by their schema names."""
-    target: Any = node.target
+    target = node.target
     return {**dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)), **node.kwargs}
 
 
@@ -116,7 +116,7 @@ def collective_kind(node: fx.Node) -> str | None:
 
 
 @cache
-def _kind_of(target: Any) -> str | None:
+def _kind_of(target: object) -> str | None:
     if target in ops.COLLECTIVES:
         return str(target.__name__)
     if not grammar.is_torch_op(target) or not communicates(target):
@@ -143,7 +143,7 @@ def wire_bytes(node: fx.Node, kind: str, ranks: int) -> int:
     """Return the bytes that each of ``ranks`` ranks sends for ``node``, a collective of ``kind``."""
     rows = None if node.target in ops.COLLECTIVES else arguments_of(node).get("rows")
     total = 0
-    for x in _moved(node):
+    for x in _operands(node):
         local_elements, shape = _local_elements(x), value(x).shape
         if rows is not None and rows < shape[0]:  # there is room for more than there are
             local_elements = rows * prod(shape[1:])
@@ -151,9 +151,9 @@ def wire_bytes(node: fx.Node, kind: str, ranks: int) -> int:
     return total
 
 
-def _moved(node: fx.Node) -> list[fx.Node]:
-    """Return the tensors that a collective sends: one, or the list of a coalesced collective."""
-    moved: Any = node.args[0]
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """Return the tensors that a collective sends: one, or several for a coalesced collective."""
+    moved = node.args[0]
     return list(moved) if isinstance(moved, list | tuple) else [moved]
 
 

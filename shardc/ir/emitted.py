@@ -1,4 +1,4 @@
-"""Reads the code that Inductor emitted: the order of its collectives, and the lifetimes of their results."""
+"""Reads code that Inductor generated: the order of its collectives, and the lifetimes of their results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
 
 from torch import fx
 
@@ -21,7 +20,7 @@ _NAME = re.compile(r"'([^']*)'")
 _ASSIGNED = re.compile(r"(\w+) = ([^;]*)")
 _ITEM = re.compile(r"(\w+)\[(\d+)\]$")
 _DELETED = re.compile(r"\bdel (\w+)")
-# What a value that is assigned lies in memory of its own for.
+# Calls whose result has memory of its own; the result of any other expression may share memory with its names.
 _MAKES = ("torch.ops._c10d_functional", "torch.ops.shardc", "extern_kernels.")
 _SLOTS = re.compile(r"torch\.ops\.shardc\.\w+_coalesced\.default\(\[[^\]]*\].*\[([\d, ]+)\]\)")
 
@@ -32,16 +31,16 @@ def of_graph(graph: fx.Graph) -> list[str]:
     for node in graph.nodes:
         if collective_kind(node) is not None:
             target: object = node.target
-            out.append(f"{_plain(target._opname)}({arguments_of(node)['group_name']})")  # type: ignore[attr-defined]
+            out.append(f"{_functional(target._opname)}({arguments_of(node)['group_name']})")  # type: ignore[attr-defined]
     return out
 
 
 def of_source(source: str) -> list[str]:
-    """Return the same as `of_graph` from a compiled graph's Python code; ops may be their in-place forms."""
+    """Return (op, group) of each collective in generated code, as `of_graph` does; ops may be their in-place forms."""
     out = []
     for name, arguments in _CALL.findall(source):
         if name not in ("wait_tensor", *MOVES.values()):
-            out.append(f"{_plain(name)}({_NAME.findall(arguments)[-1]})")
+            out.append(f"{_functional(name)}({_NAME.findall(arguments)[-1]})")
     return out
 
 
@@ -49,7 +48,7 @@ def check_order(graph: fx.Graph, source: str) -> None:
     """Check that ``source`` starts the collectives in the order of ``graph``, on which the ranks agreed.
 
     Raises:
-        VerifyError: names the first that differs.
+        VerifyError: a collective differs; the text names the first one.
     """
     for at, (expected, actual) in enumerate(zip_longest(of_graph(graph), of_source(source), fillvalue="nothing more")):
         if expected != actual:
@@ -61,13 +60,13 @@ def check_order(graph: fx.Graph, source: str) -> None:
 
 
 def collective_at(lines: Sequence[str], number: int) -> int | None:
-    """Return the index of the collective that compiled code starts or waits for at a line; None for other lines.
+    """Return the index of the collective that generated code starts or waits for at a line.
 
-    Returns -1 - k for a wait for argument k.
+    Returns -1 - k for a wait for argument k, and None for a line of anything else.
 
     Args:
-        lines: of the file.
-        number: of the line, from 1.
+        lines: the lines of the file.
+        number: number of the line, from 1.
     """
     count, behind = 0, dict[str, int]()
     for line in lines[:number]:
@@ -80,7 +79,7 @@ def collective_at(lines: Sequence[str], number: int) -> int | None:
             position = next((behind[name] for name in re.findall(r"\w+", call[2]) if name in behind), None)
         elif call and call[1] not in MOVES.values():
             position, count = count, count + 1
-            # One in place has its results where its operands were.
+            # An in-place collective has its results in the memory of its operands.
             names = [assigned[1]] if assigned else re.findall(r"\bbuf\d+|\b\w+_\d+", call[2])
             behind.update(dict.fromkeys(names, position))
         elif assigned and (source := re.match(r"\w+", assigned[2])) and source[0] in behind:
@@ -90,15 +89,16 @@ def collective_at(lines: Sequence[str], number: int) -> int | None:
 
 @dataclass
 class Uses:
-    """Lifetimes of arena slots (`shardc.ir.arena`) and arguments in compiled code, by line.
+    """Lifetimes of arena slots (`shardc.ir.arena`) and arguments in generated code, in lines of its function.
 
     Args:
-        spans: by slot, its first and last line.
-        argument_ends: of each argument, the last line at which its memory is in use.
-        results: of each result, the slots that it may lie in; -1 - k stands for the argument k.
-        waits: the lines at which arguments are waited for, by argument.
-        wires: of each result, what its collective uses until the wait, where that comes later; as in ``results``.
-        lines: how many there are.
+        spans: slot -> (first line, last line) at which it is in use.
+        argument_ends: for each argument, the last line at which its memory is in use.
+        results: for each result, the slots that may hold it; -1 - k stands for the memory of argument k.
+        waits: argument -> the line at which it is waited for.
+        wires: for each result whose collective is waited for later, the memory that is in use until the wait; numbered
+            as in ``results``.
+        lines: number of lines of the code.
     """
 
     spans: dict[int, tuple[int, int]]
@@ -120,9 +120,9 @@ def uses_of(source: str) -> Uses:
     Inductor fuses ops and reuses memory (``buf9 = buf8; del buf8  # reuse``), so lifetimes differ from the graph's.
     """
     spans: dict[int, tuple[int, int]] = {}
-    behind: dict[str, set[int]] = {}  # by name, the slots and arguments that it may lie in
-    made_by: dict[str, list[int]] = {}  # by name of a collective's list of results, all of its slots
-    # By slot of a result, what is in use until the wait: its collective's slots that no name is for, and what it sends.
+    behind: dict[str, set[int]] = {}  # variable -> the slots and arguments that may hold its value
+    made_by: dict[str, list[int]] = {}  # variable with a collective's list of results -> all of its slots
+    # Slot of a result -> memory in use until the wait: its collective's slots without a variable, and its operands.
     unnamed: dict[int, set[int]] = {}
     results: list[set[int]] = []
     waits: dict[int, int] = {}
@@ -164,14 +164,14 @@ def uses_of(source: str) -> Uses:
 
 
 def joined(
-    uses: Sequence[Uses], segments: Sequence[Segment], arguments: Sequence[str], returned: Sequence[Any]
+    uses: Sequence[Uses], segments: Sequence[Segment], arguments: Sequence[str], returned: Sequence[object]
 ) -> Uses:
     """Return the `Uses` of a forward or backward graph from those of its segments, in order.
 
     Args:
-        uses: of each segment's code.
-        arguments: the names of the half's placeholders.
-        returned: what it returns: names of values, or constants.
+        uses: the `Uses` of each segment's code.
+        arguments: names of the graph's placeholders.
+        returned: the graph's outputs: names of values, or constants.
     """
     spans: dict[int, tuple[int, int]] = {}
     memory = {
@@ -202,7 +202,7 @@ def joined(
 
 
 def _behind(behind: dict[str, set[int]], text: str) -> set[int]:
-    """Return the arena slots in which the variables named in ``text``, a line of generated code, lie."""
+    """Return the arena slots that may hold the variables named in ``text``, a line of generated code."""
     return {slot for name in re.findall(r"\w+", text) for slot in behind.get(name, ())}
 
 
@@ -218,5 +218,6 @@ def _body(source: str) -> list[str]:
     return out
 
 
-def _plain(name: str) -> str:
+def _functional(name: str) -> str:
+    """Return the name of an op's functional form: without the suffix of its out or in-place form."""
     return name.removesuffix("_out").removesuffix("_")

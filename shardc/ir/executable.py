@@ -1,6 +1,7 @@
-"""A compiled step: its forward and backward graph (halves, with local shapes), their arguments and results.
+"""A compiled step (`Executable`): its local graphs, their arguments and results, and the order of their collectives.
 
-Gradients that a backward leaves unreduced (``no_sync``), completely or in part.
+A *half* is one local graph of a step: its forward or backward, an inference, or the reduction of gradients that earlier
+backwards left unreduced (``no_sync``).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from operator import attrgetter, getitem
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from shardc._compat import pytree
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN, MemoryPlan
 from shardc.ir.comm import WAIT, waits_of
@@ -30,11 +32,11 @@ from shardc.ir.returned import Returned
 
 @dataclass(frozen=True)
 class Deferred:
-    """Parameters whose gradients are summed up on each rank, to be reduced later.
+    """Names of parameters whose gradients are accumulated on each rank and reduced by a later call.
 
     Args:
-        whole: those without any reduction.
-        scattered: reduced over the axes that split their storage, and not over those that replicate it.
+        whole: parameters whose gradients are not reduced at all.
+        scattered: parameters whose gradients are reduced over the axes that split their storage only.
     """
 
     whole: frozenset[str] = frozenset()
@@ -42,10 +44,11 @@ class Deferred:
 
     @property
     def names(self) -> frozenset[str]:
+        """Return all parameters, of both kinds."""
         return self.whole | self.scattered
 
     def renamed(self, change: Callable[[str], str | None]) -> Deferred:
-        """Return this for parameters renamed by ``change``, which returns None for a parameter that is gone."""
+        """Return a copy with parameters renamed by ``change``, which returns None for a parameter to leave out."""
         both = ({change(name) for name in names} - {None} for names in (self.whole, self.scattered))
         return Deferred(*(frozenset(str(name) for name in names) for names in both))
 
@@ -53,8 +56,11 @@ class Deferred:
         return bool(self.names)
 
     def layout(self, name: str, stored: Layout, incoming: Layout) -> Layout | None:
-        """Return the layout in which a backward returns the gradient of ``name``, which has layout ``incoming``; None
-        if it is reduced.
+        """Return the layout in which a backward returns the gradient of ``name``; None if it is reduced.
+
+        Args:
+            stored: layout of the parameter's storage.
+            incoming: layout of the gradient before any reduction.
         """
         if name in self.whole:
             return incoming
@@ -74,7 +80,7 @@ def replicated(storages: Mapping[str, Layout], batch: Sequence[str]) -> dict[str
 
 
 def pending_beside(stored: Layout, incoming: Layout) -> Layout:
-    """Return ``stored``, with the reductions of ``incoming`` over axes that do not split it still pending.
+    """Return ``stored`` with the pending reductions that ``incoming`` has over axes that do not split ``stored``.
 
     >>> from shardc.ir.mesh import Mesh
     >>> mesh = Mesh(rep=2, dp=4)
@@ -91,14 +97,14 @@ def pending_beside(stored: Layout, incoming: Layout) -> Layout:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The collectives that every rank starts, in order, and where each is waited for.
+    """Text of the collectives that every rank starts, in order, with the op before which each is waited for.
 
     One graph serves all ranks. So ranks with the same certificate start the same collectives on every group in the same
     order, and cannot deadlock.
 
     Args:
-        mesh: the mesh of their groups.
-        lines: one per collective: half, kind, axes, dtypes, local shapes, cause, and the ops before which it is waited
+        mesh: mesh of the collectives' groups.
+        lines: one per collective: half, kind, axes, dtypes, local shapes, name, and the ops before which it is waited
             for.
     """
 
@@ -111,6 +117,7 @@ class Certificate:
         return hashlib.sha256(self.text().encode()).hexdigest()
 
     def text(self) -> str:
+        """Return the mesh and the collectives, one per line."""
         return "\n".join([f"mesh {self.mesh}", *self.lines])
 
 
@@ -124,7 +131,7 @@ def outputs_text(used: Iterable[int]) -> str:
 
 
 def certify(mesh: Mesh, halves: Sequence[tuple[str, fx.Graph]]) -> Certificate:
-    """Return the certificate (all collectives, in order) of local graphs, given by name in the order they run."""
+    """Return the certificate (all collectives, in order) of (name, local graph) pairs in the order of their runs."""
     lines = []
     for name, graph in halves:
         next_op = _next_ops(graph)
@@ -156,7 +163,7 @@ def _next_ops(graph: fx.Graph) -> dict[fx.Node, tuple[int, str]]:
 
 FORWARD, BACKWARD, INFERENCE, REDUCTION = "forward", "backward", "inference", "reduction"
 
-# The place of a half in a step; of a backward for a loss that does not use all outputs, the outputs that it does use.
+# The phase of a half; for the backward of a loss that uses some outputs only, the indices of these outputs.
 Phase = str | frozenset[int]
 
 
@@ -165,8 +172,8 @@ class Port:
     """An argument of a forward or backward graph.
 
     Args:
-        role: parameter, buffer, input and so on.
-        name: of the placeholder.
+        role: the parameter, buffer, input or saved value that it is.
+        name: name of the placeholder.
         example: a fake tensor, or a number.
     """
 
@@ -180,9 +187,9 @@ class Half:
     """One local graph of a step: a forward, a backward, an inference, or a reduction of accumulated gradients.
 
     Args:
-        phase: the place.
+        phase: FORWARD, BACKWARD, INFERENCE or REDUCTION, or the outputs that a backward is for.
         gm: the graph, scheduled and with its memory planned.
-        mesh: whose groups its collectives are on.
+        mesh: the mesh of its collectives' groups.
     """
 
     phase: Phase
@@ -196,7 +203,7 @@ class Half:
 
     @property
     def kind(self) -> str:
-        """Return the phase, without the outputs that a backward is for."""
+        """Return the phase; BACKWARD for every backward, whichever outputs it is for."""
         return self.phase if isinstance(self.phase, str) else BACKWARD
 
     @property
@@ -210,12 +217,12 @@ class Half:
 
     @cached_property
     def gives(self) -> tuple[Role, ...]:
-        """Return what each output is (a `Role`: model output, gradient, buffer, saved value), in order."""
+        """Return the `Role` of each output (model output, gradient, buffer, saved value), in order."""
         return tuple(role for role, _ in ir.outputs(self.graph))
 
     @cached_property
     def reads(self) -> Mapping[str, Role]:
-        """Return argument name -> the parameter, buffer or input (a `Role`) that it is."""
+        """Return argument name -> `Role` of the parameter, buffer or input that it is or was gathered or cast from."""
         roles = ir.output_node(self.graph).meta.get(ir.READS, {})
         return {port.name: roles[port.name] for port in self.takes if port.name in roles}
 
@@ -231,10 +238,11 @@ class Compiled:
     """A lowered forward or backward graph: code for each of its segments, which run in order.
 
     Args:
-        half: the half.
-        segments, codes: equal segments share one code, which takes a list of local tensors (emptied by the call) and
-            returns a list of results.
-        plan: memory plan of the results of collectives, with lifetimes in lines of the code if there is any.
+        half: the graph before lowering.
+        segments: its consecutive parts.
+        codes: the function of each segment; equal segments share one. It takes a list of local tensors, which it
+            empties, and returns a list of results.
+        plan: memory plan of the results of collectives, with lifetimes in lines of ``source_code`` if there is any.
         source_code: Inductor's source of all distinct segments; "" without Inductor.
     """
 
@@ -245,7 +253,7 @@ class Compiled:
     source_code: str = ""
 
     def __call__(self, inputs: list[Any], enter: Callable[[Segment], None] = lambda _: None) -> Sequence[Any]:
-        """Run on ``inputs``, which are emptied; ``enter`` is called before each segment."""
+        """Run the graph on ``inputs``, a list that it empties; calls ``enter`` before each segment."""
         if len(self.segments) == 1:
             return self.codes[0](inputs)
         values = self._constants | dict(zip(self.takes, inputs, strict=True))
@@ -262,12 +270,12 @@ class Compiled:
         return tuple(port.name for port in self.half.takes)
 
     @cached_property
-    def gives(self) -> tuple[Any, ...]:
+    def gives(self) -> tuple[object, ...]:
         """Return the outputs: names of values, or constants."""
         return tuple(x.name if isinstance(x, fx.Node) else x for _, x in ir.outputs(self.half.graph))
 
     @cached_property
-    def _constants(self) -> dict[str, Any]:
+    def _constants(self) -> dict[str, Tensor]:
         """Return the constant tensors of the graph by name."""
         nodes = self.half.graph.find_nodes(op="get_attr")
         return {node.name: attrgetter(str(node.target))(self.half.gm) for node in nodes}
@@ -277,25 +285,26 @@ class Executable(ABC):
     """Interface of a compiled step, as the runtime, the simulation and reports use it.
 
     Attributes:
-        mesh: what it was compiled for.
+        mesh: the mesh that it was compiled for.
         inputs: (name, layout) of each tensor input.
-        outputs: the role (with layout) of each output, updated buffers among them.
-        output_values: what an output is where it is no tensor.
-        output_spec: how a call's results are made of the outputs.
-        returned: what each output of the model is to autograd on one device, by its index.
+        outputs: the role, with its layout, of each output, updated buffers among them.
+        output_values: the value of each output that is no tensor; None for tensors.
+        output_spec: pytree spec that builds a call's result from the outputs.
+        returned: how each output of the model aliases on one device, by its index.
         deferred: the parameters whose gradients the backward leaves unreduced.
-        key: what call and model it is for.
-        guards: what of the model it depends on besides.
-        from_store: whether it is one of an earlier start, or of another rank, which has no stages to look at.
-        stored: where it was found in the store or added to it; or "not stored: " and why.
-        levels, causes: of each parameter, how it is gathered and which plan entries say how it is computed with.
+        key: cache key of the call and the model that it was compiled for.
+        guards: attributes and globals of the model that it depends on besides the key.
+        from_store: whether it was loaded from the program cache or received from another rank, without its stages.
+        stored: path in the program cache; or "not stored: " and why.
+        levels: parameter -> its level of gathering, as `shardc.plan` defines it.
+        causes: parameter -> the plan entries that decide its compute layout.
     """
 
     mesh: Mesh
     inputs: tuple[tuple[str, Layout], ...]
     outputs: tuple[Role, ...]
-    output_values: tuple[Any, ...]
-    output_spec: Any
+    output_values: tuple[object, ...]
+    output_spec: pytree.TreeSpec
     returned: tuple[Returned, ...]
     deferred: Deferred
     key: Any
@@ -319,7 +328,7 @@ class Executable(ABC):
 
     @abstractmethod
     def cause(self, collective: fx.Node) -> Any:
-        """Return why a collective is there; see `shardc.cost.causes.Cause`."""
+        """Return the plan entry and the source line that caused a collective (`shardc.cost.causes.Cause`)."""
 
     @cached_property
     def _half_of_phase(self) -> dict[Phase, Half | None]:
@@ -346,7 +355,7 @@ class Executable(ABC):
 
     @property
     def trains(self) -> bool:
-        """Return whether something needs a gradient."""
+        """Return whether some parameter or input needs a gradient."""
         return self.find(FORWARD) is not None
 
     @property

@@ -1,4 +1,4 @@
-"""Pauses garbage collection while large, long-lived graphs are built."""
+"""Context managers that pause Python's garbage collector while large, long-lived graphs are built."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Pause garbage collection: over a large graph it takes longer than the work itself.
+    """Pause garbage collection in the block, or in a decorated function.
 
-    Also a decorator.
+    Over a large graph the collector takes longer than the work itself.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -24,9 +24,9 @@ def uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def outgrown() -> Iterator[None]:
-    """Pause garbage collection, then move all objects to the oldest generation, so that the next run skips them."""
+    """Pause garbage collection in the block, then move all objects to the oldest generation (rarely scanned)."""
     with uncollected():
         yield
-        if not gc.get_freeze_count():  # what the user froze stays frozen
+        if not gc.get_freeze_count():  # objects that the user froze stay frozen
             gc.freeze()
             gc.unfreeze()

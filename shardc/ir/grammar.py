@@ -1,6 +1,6 @@
 """Grammar of the text form: prints and reads names, ops, types and arguments.
 
-One program, whole (``shardc.ir.text.dump`` writes it, ``shardc.ir.parse.parse`` reads it)::
+A program (``shardc.ir.text.dump`` prints it, ``shardc.ir.parse.parse`` reads it)::
 
     program  := "mesh" (AXIS "=" INT)*  ["no layouts"]  inputs  section*  outputs  [comm]
     inputs   := "inputs:"  placeholder*
@@ -15,16 +15,13 @@ One program, whole (``shardc.ir.text.dump`` writes it, ``shardc.ir.parse.parse``
     argument    := [KEYWORD "="] (NAME ["as" layout] | INT | FLOAT | STRING | WORD | "[" argument,* "]" | AXES)
 
 NAME is ``%`` and a qualified name, quoted where it holds other characters than letters, digits, ``_``, ``.``,
-``-``, ``/`` and ``$``. ROLE is left out where it is the NAME (empty, for an output), INDEX where it is 0.
-``<host>`` marks a tensor in the host's memory rather than the device's. ``?`` marks a tensor without a layout in a
-program where others have one; ``no layouts`` says that none has (bare sizes mean a whole tensor otherwise). ``as``
-says which layout an op, or the outside, wants of a value that has another. WORD is ``None``, ``True``, ``False``,
-``inf``, ``nan``, a dtype, a device, a memory format or a ``torch.layout``. AXES (the keyword ``axis`` of the ops in
-``shardc.ir.ops``) are bare: ``dp`` or ``(dp,tp)``. A constant shows its name and, where it is small, what it holds.
-``#`` after a line starts a comment; a comment ``# module | source | cause`` is the node's origin, with ``| region
-N`` for what checkpoint region N computes again.
-
-Scanner for one line of the text form; errors name the position and what was expected.
+``-``, ``/`` and ``$``. ROLE is left out if it is the NAME (empty, for an output), INDEX if it is 0. ``<host>`` marks a
+tensor in host memory. ``?`` marks a tensor without a layout in a program in which others have one; ``no layouts`` says
+that none has (otherwise bare sizes mean a replicated tensor). ``as`` gives the layout that an op or the caller requires
+of a value that has another. WORD is ``None``, ``True``, ``False``, ``inf``, ``nan``, a dtype, a device, a memory format
+or a ``torch.layout``. AXES (the keyword ``axis`` of the ops in ``shardc.ir.ops``) are bare: ``dp`` or ``(dp,tp)``. A
+constant shows its name and, if it is small, its values. ``#`` after a line starts a comment; a comment ``# module |
+source | cause`` is the node's origin, with ``| region N`` for an op of checkpoint region N.
 """
 
 from __future__ import annotations
@@ -33,28 +30,35 @@ import json
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias, TypeGuard, TypeVar
 
 import torch
+from torch._ops import OpOverload
 
 from shardc.errors import TextError, VerifyError
 from shardc.ir.graph import DTYPE_NAMES, NEEDED_BY, Origin, Value
 from shardc.ir.ops import MARKERS
 from shardc.validate import DTYPES as TORCH_DTYPES
 
+T = TypeVar("T")
+Target: TypeAlias = (
+    "OpOverload[..., object] | Callable[..., object]"  # of a node: an op of torch, a marker op or getitem
+)
+
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 INTEGER = re.compile(r"\d+")
-# The reason of an op, and what may stand behind it.
+# The cause of an op, and the tags that may follow it.
 TAGS = re.compile(r"(.*?)(?: \| region (\d+))?(?: \| (kept))?(?: \| regathers (.+))?", re.DOTALL)
 
 
 class Reader:
-    """Scans one line from left to right."""
+    """Scanner of one line of the text form; errors show the position and the expected text."""
 
     def __init__(self, line: str, number: int) -> None:
         self.line, self.number, self.at = line, number, 0
 
     def fail(self, expected: str) -> NoReturn:
+        """Raise TextError: ``expected`` was not found at the current position."""
         rest = self.line[self.at :].strip()
         raise TextError(
             f"line {self.number}: expected {expected}, found {repr(rest) if rest else 'the end of the line'}",
@@ -62,11 +66,12 @@ class Reader:
         )
 
     def skip(self) -> None:
+        """Skip spaces."""
         while self.line.startswith(" ", self.at):
             self.at += 1
 
     def take(self, literal: str) -> bool:
-        """Skip ``literal`` if it is next; return whether it was."""
+        """Read ``literal`` if the line goes on with it, after any spaces; return whether it does."""
         line, at = self.line, self.at
         while line.startswith(" ", at):
             at += 1
@@ -75,24 +80,26 @@ class Reader:
         return matches
 
     def expect(self, literal: str) -> None:
+        """Read ``literal``; raise TextError if the line does not go on with it."""
         if not self.take(literal):
             self.fail(repr(literal))
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Read a match of ``pattern`` after any spaces; return it, or None."""
         self.skip()
         match = pattern.match(self.line, self.at)
         self.at = match.end() if match else self.at
         return match
 
     def end(self) -> None:
-        """Check that nothing but a comment follows."""
+        """Raise TextError if anything but a comment follows."""
         self.skip()
         if self.at < len(self.line) and self.line[self.at] != "#":
             self.fail("the end of the line")
 
-    def listed(self, close: str, read_item: Callable[[], Any]) -> list[Any]:
-        """Parse items by ``read_item``, separated by commas, up to ``close``."""
-        out: list[Any] = []
+    def listed(self, close: str, read_item: Callable[[], T]) -> list[T]:
+        """Read items separated by commas, each by ``read_item``, up to the text ``close``; return them."""
+        out: list[T] = []
         while not self.take(close):
             if out:
                 self.expect(",")
@@ -100,18 +107,19 @@ class Reader:
         return out
 
     def word(self) -> str | None:
-        """Parse a bare or a quoted word."""
+        """Read a bare or a quoted word; return it without quotes, or None if there is none."""
         if quoted := self.match(STRING):
             return str(json.loads(quoted[0]))
         bare = self.match(BARE)
         return bare[0] if bare else None
 
     def integer(self, what: str) -> int:
+        """Read a number; raise TextError that expected ``what`` if there is none."""
         match = self.match(INTEGER)
         return int(match[0]) if match else self.fail(what)
 
     def provenance(self, phase: str) -> dict[str, Any]:
-        """Parse the comment at the end, if there is one, to fields of `Info` (`shardc.ir.text.origin_text`)."""
+        """Return the fields of `Info` that the comment at the end of the line gives (`shardc.ir.text.origin_text`)."""
         parts = self.line[self.at :].strip().removeprefix("# ").split(" | ", 2)
         if len(parts) != 3:
             return {"origin": Origin(phase=phase)}
@@ -137,7 +145,7 @@ MEMORY_FORMATS = {
     "channels_last_3d": torch.channels_last_3d,
 }
 TORCH_LAYOUTS = {"strided": torch.strided}
-SMALL = 64  # elements of a constant that are shown
+SMALL = 64  # most elements of a constant whose values are shown
 CONSTANTS = {"None": None, "True": True, "False": False, "inf": float("inf"), "nan": float("nan")}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 ATTRIBUTE = re.compile(r"(?!__)[A-Za-z_]\w{0,200}(?:\.(?!__)\w{1,200}){0,20}", re.ASCII)  # the name of a constant
@@ -152,6 +160,7 @@ def word_text(word: str) -> str:
 
 
 def name_text(name: str) -> str:
+    """Return the name of a node as text, after ``%``."""
     return "%" + word_text(name)
 
 
@@ -160,19 +169,19 @@ def name_text(name: str) -> str:
 _OVERLOAD = type(torch.ops.aten.mm.default)
 
 
-def is_torch_op(target: Any) -> bool:
+def is_torch_op(target: object) -> TypeGuard[OpOverload[..., object]]:
     """Return whether ``target`` is an overload of ``torch.ops``."""
     return isinstance(target, _OVERLOAD)
 
 
 @lru_cache(maxsize=4096)
-def op_text(op: Any) -> str:
-    """Return the text of an op: ``mm``, ``sum.dim_IntList``, ``_c10d_functional.all_reduce``, or a marker op's name.
+def op_text(op: object) -> str:
+    """Return the shortest text that `op_of` reads as ``op``.
 
-    It is the shortest text that `op_of` reads back as the same op.
+    It is ``mm``, ``sum.dim_IntList``, ``_c10d_functional.all_reduce``, or the name of a marker op.
 
     Raises:
-        VerifyError: the target is no op.
+        VerifyError: ``op`` is neither an overload of ``torch.ops`` nor a marker op.
     """
     name = getattr(op, "__name__", str(op))
     if MARKERS.get(name) is op:
@@ -189,19 +198,19 @@ def op_text(op: Any) -> str:
 
 
 @lru_cache(maxsize=4096)
-def op_of(text: str) -> Any | None:
-    """Return the op named ``text`` (tried as a marker op, an aten op, an op with namespace), or None."""
+def op_of(text: str) -> Target | None:
+    """Return the op named ``text``, or None: a marker op, an aten op, or an op of another namespace, in this order."""
     if text in MARKERS:
         return MARKERS[text]
     parts = text.split(".")
     if len(parts) == 1:
-        return _overload("aten", parts[0], "default")
+        return _overload_of("aten", parts[0], "default")
     if len(parts) == 2:
-        return _overload("aten", parts[0], parts[1]) or _overload(parts[0], parts[1], "default")
-    return _overload(*parts) if len(parts) == 3 else None
+        return _overload_of("aten", parts[0], parts[1]) or _overload_of(parts[0], parts[1], "default")
+    return _overload_of(*parts) if len(parts) == 3 else None
 
 
-def _overload(namespace: str, packet: str, overload: str) -> Any | None:
+def _overload_of(namespace: str, packet: str, overload: str) -> OpOverload[..., object] | None:
     if namespace.startswith("__") or not all(WORD.fullmatch(part) for part in (namespace, packet, overload)):
         return None
     op = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
@@ -209,7 +218,7 @@ def _overload(namespace: str, packet: str, overload: str) -> Any | None:
 
 
 @lru_cache(maxsize=4096)
-def defaults(op: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+def defaults(op: object) -> tuple[dict[str, object], tuple[str, ...]]:
     """Return argument name -> default of ``op``, and the names of its positional arguments."""
     if not is_torch_op(op):
         return {"op": "sum", "to": ""}, ("x",)
@@ -218,7 +227,7 @@ def defaults(op: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     return values, tuple(a.name for a in arguments if not a.kwarg_only)
 
 
-def argument_order(op: Any) -> Callable[[str], int]:
+def argument_order(op: object) -> Callable[[str], int]:
     """Return the sort key that orders argument names as in the op's schema."""
     names = [a.name for a in op._schema.arguments] if is_torch_op(op) else []
     return lambda name: names.index(name) if name in names else len(names)
@@ -237,13 +246,14 @@ def value_text(value: Value | tuple[Value | None, ...] | None, unplaced: str) ->
 
 
 def dtype_of(word: str) -> torch.dtype | None:
+    """Return the dtype named ``word`` in dumps (``f32``) or by torch (``float32``); None if there is none."""
     return DTYPES.get(word) or TORCH_DTYPES.get(word)
 
 
 # --- arguments
 
 
-def constant_text(value: Any) -> str:
+def constant_text(value: object) -> str:
     """Return the text of an argument that is neither a node nor a list.
 
     Raises:
@@ -262,15 +272,15 @@ def constant_text(value: Any) -> str:
     raise VerifyError(f"an argument {value!r} of type {type(value).__name__} has no text form")
 
 
-def small_values(tensor: object) -> list[Any] | None:
-    """Return the elements of a small real tensor as a flat list, or None if it is large or has no data."""
+def small_values(tensor: object) -> list[float] | None:
+    """Return the elements of a real tensor as a flat list; None if it has more than `SMALL` elements or no data."""
     if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.is_complex() or tensor.numel() > SMALL:
         return None
     flat = tensor.detach().reshape(-1)
     return (flat.double() if flat.is_floating_point() else flat).tolist()
 
 
-def constant_of(word: str) -> Any:
+def constant_of(word: str) -> object:
     """Return the value of an unquoted constant; raises ValueError if ``word`` is none."""
     for table in (CONSTANTS, DTYPES, MEMORY_FORMATS, TORCH_LAYOUTS):
         if word in table:

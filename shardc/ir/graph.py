@@ -43,8 +43,8 @@ class Value:
     After ``localize``, ``shape`` is the local one and ``layout`` is None.
 
     Args:
-        host: it is in host memory rather than on the device, between a parameter's storage and the move to the
-            device, or behind the move of its gradient from there; such are from ``offload`` on.
+        host: whether it is in host memory, as an offloaded parameter before its copy to the device and its gradient
+            after the copy back are; False before pass ``offload``.
     """
 
     dtype: torch.dtype
@@ -71,12 +71,12 @@ class Origin:
     """Provenance of a node: the user's code or the plan entry that it comes from.
 
     Args:
-        module: qualified name of the module whose code made it ("" for the root).
+        module: qualified name of the module whose code called the op ("" for the root).
         source: ``file:line`` of the user's code.
         phase: "forward" or "backward".
         cause: for inserted nodes, the plan entry or option that asked for it.
         consumer: for a reshard that no plan entry asked for, the name of the op, or of the output, that needs it.
-        region: number of the ``torch.utils.checkpoint`` region that it is in, which runs again in backward; 0 for none.
+        region: number of its ``torch.utils.checkpoint`` region, which backward recomputes; 0 for none.
     """
 
     module: str = ""
@@ -97,14 +97,14 @@ NEEDED_BY = "needed by "
 
 @dataclass(frozen=True)
 class Role:
-    """What a placeholder or an output is: parameter, buffer, input, gradient, saved value and so on; by name.
+    """Identity of a placeholder or an output: a parameter, buffer, input, gradient or saved value, by kind and name.
 
     Args:
         kind: "param", "buffer", "input", "tangent", "coordinate", "key" (of random draws) for placeholders;
             "output", "buffer", "grad" (of a param or of an input) for outputs.
         name: the parameter's or buffer's qualified name, the input's dotted path, the axis, or "key".
         index: position among those of its kind.
-        layout: for outputs from ``propagate`` on, the layout that the outside wants.
+        layout: for outputs from ``propagate`` on, the layout that the caller requires.
     """
 
     kind: str
@@ -120,13 +120,13 @@ class Info:
     Args:
         name: its name in text: scope and op, unique in the graph, e.g. ``layers.0.mlp.up.mm``.
         value: its tensor, a tuple of them for an op with several results, None for non-tensors.
-        origin: where it comes from.
-        role: for placeholders only.
-        needs: from ``propagate`` on, the layout that each operand must have (operands as the rules count them).
-        kept: this is the part of a gathered parameter that each rank keeps for backward (`KeepPart`).
-        regathers: the name of the gathered parameter that this gathers again, from the part that is kept.
-        true_sizes: for an op on padded operands, from ``pad`` on: the sizes of all operands' dims without padding.
-        piece: for a collective that ``decompose`` has cut: its number among the pieces.
+        origin: its provenance.
+        role: its role; None unless it is a placeholder.
+        needs: from ``propagate`` on, the required layout of each tensor operand, in the order of `Call.operands`.
+        kept: whether it is the part of a gathered parameter that each rank keeps for backward (`KeepPart`).
+        regathers: name of the gathered parameter that it gathers again from the kept part; "" for other nodes.
+        true_sizes: from ``pad`` on, the sizes of all operands' dims without padding; None if no operand is padded.
+        piece: index among the chunks of a collective that ``decompose`` has cut; None for others.
     """
 
     name: str
@@ -141,7 +141,7 @@ class Info:
 
     @property
     def values(self) -> tuple[Value | None, ...]:
-        """Return ``value`` as a tuple."""
+        """Return the value of each result: ``value`` as a tuple."""
         return self.value if isinstance(self.value, tuple) else (self.value,)
 
     @property
@@ -166,17 +166,18 @@ def info(node: fx.Node) -> Info:
 
 
 def set_info(node: fx.Node, record: Info) -> fx.Node:
+    """Set the record of ``node``; return the node."""
     node.meta[KEY] = record
     return node
 
 
 def update(node: fx.Node, **fields: Any) -> fx.Node:
-    """Set ``fields`` of the record of ``node``."""
+    """Set ``fields`` of the record of ``node``; return the node."""
     return set_info(node, replace(info(node), **fields))
 
 
 def value(node: fx.Node) -> Value:
-    """Return the value of ``node``, which has a single tensor as its result."""
+    """Return the `Value` of ``node``, whose result is a single tensor."""
     tensor = node.meta[KEY].value
     assert isinstance(tensor, Value), f"{node} makes {tensor}, not one tensor"
     return tensor
@@ -187,15 +188,15 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(info(node).value, Value)
 
 
-def value_of(val: Any) -> Value | tuple[Value | None, ...] | None:
-    """Return the `Value` for an example value: one, a tuple, or None for non-tensors."""
+def value_of(val: object) -> Value | tuple[Value | None, ...] | None:
+    """Return the `Value` of an example result: one of a tensor, a tuple of a list or tuple, None of a non-tensor."""
     if isinstance(val, (tuple, list)):
         return tuple(Value(v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else None for v in val)
     return Value(val.dtype, tuple(val.shape)) if isinstance(val, Tensor) else None
 
 
 def role(node: fx.Node) -> Role:
-    """Return which parameter, buffer, input or saved value (a `Role`) the placeholder ``node`` is."""
+    """Return the `Role` of the placeholder ``node``."""
     node_role = info(node).role
     assert node_role is not None, f"{node} has no role"
     return node_role
@@ -209,17 +210,18 @@ def layout(node: fx.Node) -> Layout:
 
 
 def placeholders(graph: fx.Graph, kind: str | None = None) -> list[fx.Node]:
-    """Return the placeholders in order, those of ``kind`` only if given."""
+    """Return the placeholders in order; only those whose role has ``kind``, if it is set."""
     nodes = [n for n in graph.nodes if n.op == "placeholder"]
     return nodes if kind is None else [n for n in nodes if (r := info(n).role) and r.kind == kind]
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
+    """Return the output node, the last of the graph."""
     return next(iter(reversed(graph.nodes)))
 
 
-def outputs(graph: fx.Graph) -> Iterator[tuple[Role, Any]]:
-    """Return (`Role`: what it is, node or None) of each output in order."""
+def outputs(graph: fx.Graph) -> Iterator[tuple[Role, fx.node.Argument]]:
+    """Yield (role, node) of each output in order; a constant or None in place of the node of a non-tensor."""
     node = output_node(graph)
     yield from zip(node.meta[ROLES], node.args[0], strict=True)
 
@@ -231,7 +233,7 @@ def change_outputs(graph: fx.Graph, change: Callable[[Role, fx.Node], fx.Node]) 
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of ``graph`` with its records and roles, independent of later changes."""
+    """Return a copy of ``graph``, with copies of each node's ``meta``."""
     copy = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     output = copy.output(copy.graph_copy(graph, env))
@@ -240,21 +242,21 @@ def copied(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-ROLES = "shardc_roles"  # on the output node: tuple of Role, one an output
-# On the output node of a backward half: placeholder's name -> role of the parameter, buffer or input that it is or that
-# it was gathered, moved or cast from.
+ROLES = "shardc_roles"  # key of the output node's ``meta``: a tuple with the Role of each output
+# Key of a backward's output node's ``meta``: placeholder name -> role of the parameter, buffer or input that it is, or
+# was gathered, moved or cast from.
 READS = "shardc_reads"
 
 
 class NameScope:
-    """Hands out names that are unique in one graph: ``name``, then ``name.1``, ``name.2``."""
+    """Generator of names that are unique in one graph: ``name``, then ``name.1``, ``name.2``."""
 
     def __init__(self) -> None:
         self._used: dict[str, int] = {}
 
     @classmethod
     def of(cls, graph: fx.Graph, but: Container[fx.Node] = ()) -> NameScope:
-        """Return a scope in which the names of ``graph`` are taken, except those of the nodes in ``but``."""
+        """Return a scope in which all names of ``graph`` are taken, except those of the nodes in ``but``."""
         scope = cls()
         for node in graph.nodes:
             if KEY in node.meta and node not in but:
@@ -262,6 +264,7 @@ class NameScope:
         return scope
 
     def fresh(self, name: str) -> str:
+        """Return ``name``, with the next free number if it is taken, and reserve it."""
         if name not in self._used:
             self._used[name] = 0
             return name

@@ -1,6 +1,4 @@
-"""Guards: attributes, globals and states of torch that a capture read, and their current values.
-
-Guards: what a capture read of the model besides its tensors, and the current values of these reads.
+"""Guards: the attributes, globals and torch states that a capture read (`Reads`), with the values that they had.
 
 Attributes, container items, globals, cells and functions are named by expressions: ``model._modules['drop'].p``,
 ``module('mine').ALPHA``. `Lookup` evaluates them; they are never run as code.
@@ -43,7 +41,8 @@ _NAMES = """
 """
 
 
-def _states() -> Iterator[tuple[str, Callable[..., Any]]]:
+def _states() -> Iterator[tuple[str, Callable[..., object]]]:
+    """Yield (qualified name, function) of torch's global states that this version of torch has."""
     for name in _NAMES.split():
         try:
             yield f"torch.{name}", attrgetter(name)(torch)
@@ -52,13 +51,13 @@ def _states() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def in_inference_mode() -> bool:
-    """Return whether the user's call is in inference mode, even while its program is traced outside of that mode."""
+    """Return whether the user's call is in inference mode; `tracing`, which leaves that mode, does not change this."""
     return torch.is_inference_mode_enabled() or _LEFT.get()
 
 
 @contextmanager
 def tracing(grad: bool) -> Iterator[None]:
-    """Context without inference mode, whose tensors cannot be traced; ``grad``: whether gradients are recorded."""
+    """Leave inference mode, whose tensors cannot be traced, in the block; gradients are recorded if ``grad``."""
     token = _LEFT.set(in_inference_mode())
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(grad):
@@ -67,7 +66,7 @@ def tracing(grad: bool) -> Iterator[None]:
         _LEFT.reset(token)
 
 
-STATES: dict[str, Callable[..., Any]] = {
+STATES: dict[str, Callable[..., object]] = {
     **dict(_states()),
     INFERENCE_MODE.removesuffix("()"): in_inference_mode,
     "os.getenv": os.getenv,
@@ -75,14 +74,15 @@ STATES: dict[str, Callable[..., Any]] = {
 }
 
 
-def state(name: str, *args: Any) -> Any:
-    """Return the current state ``name``; raises KeyError if it does not exist, as for an absent device."""
+def state(name: str, *args: object) -> object:
+    """Return the current value of torch's global state ``name``; KeyError if it has none, as for an absent device."""
     try:
         return STATES[name](*args)
     except (RuntimeError, AssertionError) as error:
         raise KeyError(name) from error
 
 
+Loss = Callable[..., object] | None
 Path = tuple[Any, ...]
 Values = tuple[tuple[str, str], ...]
 GONE = "nothing"
@@ -91,10 +91,10 @@ BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 HOOKS = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
 _GLOBAL = tuple(f"_global{kind}" for kind in HOOKS)
 _MISSING = (AttributeError, KeyError, IndexError, TypeError)
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_FUNCTIONS: dict[str, Callable[..., object]] = {
     "dict": lambda x: x,  # a copy would be looked up just the same
-    "list": lambda x: _row(x),
-    "tuple": lambda x: _row(x),
+    "list": lambda x: _items(x),
+    "tuple": lambda x: _items(x),
     "type": type,
     "dict.keys": lambda x: x.keys(),
     "getattr": getattr,
@@ -113,9 +113,9 @@ class Read:
     """One value that a capture read.
 
     Args:
-        expression: names the object.
-        what: "value", "type", "length", "keys", "has" (an attribute or key), "own" (an attribute of the object itself,
-            not of its class), or "hooks" (of all modules of a model).
+        expression: expression of the object.
+        what: the property of the object that was read: "value", "type", "length", "keys", "has" (an attribute or key),
+            "own" (an attribute of the object itself, not of its class), or "hooks" (of all modules of a model).
         key: the attribute or key of "has" and "own".
     """
 
@@ -129,12 +129,13 @@ class Read:
 
 @dataclass(frozen=True)
 class Reads:
-    """All that a capture read of the model and of globals, and what its code sets.
+    """The reads of a capture (of the model, of globals and of torch's state), and the code that it traced.
 
     Args:
-        scopes: name -> globals of functions whose module cannot be imported.
-        traced: traced code without torch's, shardc's and Python's: its hash, name and place.
-        sets: attributes that the first call sets to a constant, without effect on the capture.
+        entries: the reads.
+        scopes: name in expressions -> globals of functions whose module cannot be imported.
+        traced: (hash, name and place) of the user's code that was traced.
+        sets: (expression, constant) of attributes that the first call sets without effect on the capture.
     """
 
     entries: tuple[Read, ...] = ()
@@ -147,13 +148,13 @@ class Reads:
         """Return whether the capture depends on whether gradients are recorded."""
         return Read(GRAD_MODE) in self.entries
 
-    def values(self, model: nn.Module, loss: Any = None) -> Values:
+    def values(self, model: nn.Module, loss: Loss = None) -> Values:
         """Return the current value of each read, and a hash of the reachable code, as text that ranks can compare."""
         at = Lookup(model, loss, self.scopes)
         return *((str(read), at.text(read)) for read in self.entries), ("its code", self.reach(model, loss).digest)
 
-    def reach(self, model: nn.Module, loss: Any = None) -> Reach:
-        """Return the code that a trace would reach now."""
+    def reach(self, model: nn.Module, loss: Loss = None) -> Reach:
+        """Return the code that a trace of ``model`` and ``loss`` would reach now."""
         return reach(model, loss, [does for does, _ in self.traced])
 
     def joined(self, other: Reads) -> Reads | None:
@@ -167,11 +168,12 @@ class Reads:
 
 @dataclass(frozen=True, eq=False)
 class Guards:
-    """What a capture read, with the values that it found: a program serves the calls for which they are the same.
+    """The reads of a capture with the values that they had: its program is valid for calls at which these are the same.
 
     Args:
-        values: of the reads, and a hash of the reachable code.
-        reached: what the code that a trace reaches consists of, by name; compared where a program comes from a file.
+        reads: the reads.
+        values: (read, value) as text, and a hash of the reachable code.
+        reached: name -> text of the reachable code and plain values; compared if a program is loaded from a file.
     """
 
     reads: Reads
@@ -179,37 +181,38 @@ class Guards:
     reached: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, reads: Reads, model: nn.Module, loss: Any = None) -> Guards:
-        """Return the guards of a capture of ``model`` as it is now."""
+    def of(cls, reads: Reads, model: nn.Module, loss: Loss = None) -> Guards:
+        """Return the guards of a capture of ``model`` in its current state."""
         reach = reads.reach(model, loss)
         return cls(reads, reads.values(model, loss), {**reach.code, **reach.values})
 
-    def hold(self, model: nn.Module, loss: Any = None) -> bool:
-        """Return whether a capture of ``model`` as it is now would read the same."""
+    def hold(self, model: nn.Module, loss: Loss = None) -> bool:
+        """Return whether a capture of ``model`` in its current state would read the same values."""
         return self.reads.values(model, loss) == self.values
 
     def equals(self, other: Guards) -> bool:
-        """Return whether ``other`` has read the same; guards themselves compare by identity, as that is quick."""
+        """Return whether ``other`` has the same reads and values; ``==`` compares by identity, which is faster."""
         return self.values == other.values and self.reads == other.reads
 
-    def hold_in_file(self, model: nn.Module, loss: Any = None) -> bool:
-        """As `hold`, of a capture in another process: also compares plain values that the reachable code names."""
+    def hold_in_file(self, model: nn.Module, loss: Loss = None) -> bool:
+        """Return `hold`, for a capture in another process: also compares plain values that the reachable code names."""
         return self.hold(model, loss) and Guards.of(self.reads, model, loss).reached == self.reached
 
 
 class Lookup:
-    """Evaluates the expressions of reads; common prefixes are evaluated once.
+    """Evaluator of the expressions of reads, which evaluates common prefixes once.
 
     Args:
-        model, loss: the objects that ``model`` and ``loss`` stand for.
+        model, loss: values of the names ``model`` and ``loss``.
+        scopes: globals by name, as in `Reads`.
     """
 
-    def __init__(self, model: nn.Module, loss: Any = None, scopes: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, model: nn.Module, loss: Loss = None, scopes: Mapping[str, Any] | None = None) -> None:
         self._values: dict[Path, Any] = {("name", "model"): model, ("name", "loss"): loss}
         self._scopes = scopes or {}
 
     def __call__(self, path: Path) -> Any:
-        """Return the object at ``path``; raises AttributeError, KeyError, IndexError or TypeError if there is none."""
+        """Return the object at ``path``; AttributeError, KeyError, IndexError or TypeError if there is none."""
         if path not in self._values:
             self._values[path] = self._resolve(*path)
         return self._values[path]
@@ -245,7 +248,7 @@ class Lookup:
         if read.what == "type":
             return qualified_name(type(value))
         if read.what in ("length", "keys"):
-            if not hasattr(value, "__len__"):  # something else is in the place of a container
+            if not hasattr(value, "__len__"):  # the container was replaced by another object
                 return GONE
             return (
                 f"{qualified_name(type(value))} of {len(value) if read.what == 'length' else list(map(text_of, value))}"
@@ -255,10 +258,10 @@ class Lookup:
 
 @lru_cache(maxsize=8192)
 def parse(expression: str) -> Path:
-    """Parse an expression into nested tuples.
+    """Return an expression as nested tuples: ("attribute", path, name), ("item", path, path) and so on.
 
     Raises:
-        KeyError: something that is no such expression.
+        KeyError: the text is no such expression.
     """
     try:
         return _path(ast.parse(expression, mode="eval").body)
@@ -282,14 +285,14 @@ def _path(node: ast.expr) -> Path:
     return ("attribute", args[0], args[1][1]) if function == "getattr" else ("call", function, *args)
 
 
-def _row(x: Any) -> list[Any]:
+def _items(x: object) -> list[object]:
     if not isinstance(x, (dict, list, tuple, set, frozenset, KeysView)):
         raise TypeError(x)
     return list(x)
 
 
 def hooks_of(model: nn.Module) -> list[str]:
-    """Return the hooks of all modules of ``model``, then torch's global module hooks."""
+    """Return the text of each hook of a module of ``model``, then of torch's global module hooks."""
     of_modules = [
         f"{path}.{kind} {text_of(hook)}{' with kwargs' * (key in getattr(module, f'{kind}_with_kwargs', ()))}"
         for path, module in model.named_modules()
@@ -299,6 +302,6 @@ def hooks_of(model: nn.Module) -> list[str]:
     return of_modules + [text_of(hook) for hooks in global_hooks() for hook in hooks.values()]
 
 
-def global_hooks() -> list[dict[int, Any]]:
-    """Return torch's global module hooks by kind."""
+def global_hooks() -> list[dict[int, Callable[..., object]]]:
+    """Return torch's global module hooks, by id, for each kind of hook."""
     return [getattr(_nn, kind) for kind in _GLOBAL]

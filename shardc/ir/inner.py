@@ -1,18 +1,14 @@
-"""Replaces frozen tensors of wrapper subclasses (quantised weights) by their inner tensors in a compiled module.
+"""Wrapper subclasses (quantised weights): their inner tensors in a compiled module, and the code that they run.
 
-A class with ``__tensor_flatten__`` and ``__tensor_unflatten__`` keeps its values in plain tensors, and says by
-``__torch_dispatch__`` what ops do with these, which is what AOTAutograd traces. A program takes the inner tensors. They
-are stored, sharded and saved as any other: ``layer.weight`` becomes ``layer.weight.qdata`` and ``layer.weight.scale``.
-
-A snapshot of the code that wrapper subclasses run for an op: tables and functions that tracing does not reach.
-
-It is compared by identity within one process. For other starts `shardc.ir.reach` names the traced code.
+A class with ``__tensor_flatten__`` and ``__tensor_unflatten__`` keeps its values in plain tensors, and implements ops
+on these in ``__torch_dispatch__``, which AOTAutograd traces. A program takes the inner tensors of frozen ones. They are
+stored, sharded and saved as any other: ``layer.weight`` becomes ``layer.weight.qdata`` and ``layer.weight.scale``.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper, cached_property, partial
 from operator import is_
@@ -34,18 +30,20 @@ _SEQUENCES = (list, tuple, set, frozenset)
 
 
 class InnerCode:
-    """The functions and tables that the wrapper subclasses in ``model`` may call, without code that a version
-    identifies.
+    """Snapshot of the user's functions and tables that the wrapper subclasses in ``model`` may use when an op runs.
+
+    Tracing does not reach them. A snapshot is compared by identity, within one process; `shardc.ir.reach` names traced
+    code for other processes.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._mappings: dict[int, Any] = {}  # all of whose entries count
-        self._names: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}  # globals, and attributes of modules
+        self._mappings: dict[int, object] = {}  # all of whose entries count
+        self._names: dict[tuple[int, str], tuple[dict[str, object], str]] = {}  # globals, and attributes of modules
         self._functions: dict[int, types.FunctionType] = {}
-        self._sequences: dict[int, Any] = {}
+        self._sequences: dict[int, Collection[object]] = {}
         self._tensors: dict[int, Tensor] = {}
-        self._seen: dict[Any, Any] = {}
-        self._todo: list[Any] = []
+        self._seen: dict[object, object] = {}
+        self._todo: list[object] = []
         for module in model.modules():
             if isinstance(module, InnerTensors):
                 leaves = pytree.tree_leaves((module.context, module.attributes))
@@ -58,19 +56,20 @@ class InnerCode:
         return bool(self._before)
 
     def holds(self) -> bool:
-        """Return whether the code and the tensors that it names are the same as when this was created."""
+        """Return whether the code and the tensors that it names have not changed since the snapshot."""
         return _same(self._before, tuple(self._now()))
 
     @cached_property
     def text(self) -> str:
-        """Return a text that is equal within this process exactly if the code is the same."""
+        """Return a text that two snapshots in this process share if and only if their code is the same."""
         for at, state in enumerate(_states):
             if _same(state, self._before):
                 return f"state {at}"
         _states.append(self._before)
         return f"state {len(_states) - 1}"
 
-    def _now(self) -> Iterator[Any]:
+    def _now(self) -> Iterator[object]:
+        """Yield all objects on which the code depends, in their current state."""
         for owner in self._mappings.values():
             entries = owner if isinstance(owner, _MAPPINGS) else vars(owner)
             yield len(entries)
@@ -90,10 +89,10 @@ class InnerCode:
             yield tensor
             yield tensor._version
 
-    def _visit(self, x: Any) -> None:
+    def _visit(self, x: object) -> None:
         if is_plain(x) or id(x) in self._seen:
             return
-        self._seen[id(x)] = x  # so that its id stays its own
+        self._seen[id(x)] = x  # keeps it alive, so that no other object gets its id
         if isinstance(x, types.FunctionType):
             self._function(x)
         elif isinstance(x, type):
@@ -134,7 +133,7 @@ class InnerCode:
         for name in names:
             self._name(function.__globals__, name, names)
 
-    def _name(self, scope: dict[str, Any], name: str, names: frozenset[str], versioned: bool = False) -> None:
+    def _name(self, scope: dict[str, object], name: str, names: frozenset[str], versioned: bool = False) -> None:
         """Record a global or a module attribute; of a module, those of ``names`` that it has."""
         self._names[id(scope), name] = scope, name
         value = scope.get(name, _ABSENT)
@@ -147,14 +146,14 @@ class InnerCode:
                 self._name(vars(value), attribute, names, is_told_module(value))
 
 
-def _contents(cell: types.CellType) -> Any:
+def _contents(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:
         return _ABSENT
 
 
-def _same(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+def _same(before: tuple[object, ...], now: tuple[object, ...]) -> bool:
     if len(before) == len(now) and all(map(is_, before, now)):
         return True
     return len(before) == len(now) and all(
@@ -162,7 +161,7 @@ def _same(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
     )
 
 
-_states: list[tuple[Any, ...]] = []
+_states: list[tuple[object, ...]] = []
 
 
 _DTYPE = "convert the model first, then compile it"
@@ -172,12 +171,13 @@ class InnerTensors(nn.Module):
     """The inner tensors of ``x``, a tensor of a wrapper subclass, as a submodule that replaces ``x``.
 
     Args:
-        x: frozen. Its inner tensors become frozen parameters if it is one, else buffers; inner tensors that are
-            wrappers themselves become modules again.
-        persistent: whether a state dict has it.
+        name: qualified name of ``x``, for errors.
+        x: a frozen tensor. Its inner tensors become frozen parameters if it is a parameter, else buffers; inner tensors
+            that are wrappers themselves become `InnerTensors` again.
+        persistent: whether state dicts contain it.
 
     Raises:
-        InputError: ``__tensor_unflatten__`` makes another tensor of them.
+        InputError: ``__tensor_unflatten__`` does not restore the class, shape and dtype of ``x``.
     """
 
     def __init__(self, name: str, x: Tensor, persistent: bool = True) -> None:
@@ -222,10 +222,10 @@ class InnerTensors(nn.Module):
         return {key: entries[key] for key in self.names}
 
     def inner_tensors_of(self, x: Any, prefix: str) -> dict[str, Tensor]:
-        """Return the inner tensors of ``x`` by name, each name after ``prefix``.
+        """Return ``prefix`` + name -> inner tensor of ``x``.
 
         Raises:
-            ValueError: it is of another class, or has other metadata.
+            ValueError: ``x`` is of another class than the replaced tensor, or has other metadata.
         """
         names, context = x.__tensor_flatten__() if type(x) is self.cls else ((), None)
         if type(x) is not self.cls or (tuple(names), repr(context)) != (self.names, repr(self.context)):
@@ -236,7 +236,7 @@ class InnerTensors(nn.Module):
             mine, value = self._entries[key], getattr(x, key)
             if isinstance(mine, InnerTensors):
                 out |= mine.inner_tensors_of(value, f"{prefix}{key}.")
-            else:  # who loads into a template only looks at shapes
+            else:  # loading into a template reads shapes only
                 shapes_only = mine.is_meta and not isinstance(mine, DTensor)
                 out[prefix + key] = value.to("meta") if shapes_only else value
         return out
@@ -256,7 +256,7 @@ class InnerTensors(nn.Module):
             ) from None
 
     def extra_repr(self) -> str:
-        """Return class and metadata, on which a program depends besides the inner tensors."""
+        """Return the class and the metadata as text; a program depends on them besides the inner tensors."""
         return f"{self.cls.__module__}.{self.cls.__qualname__}, {self.context!r}, {list(self.shape)}, {self.attributes}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -265,9 +265,9 @@ class InnerTensors(nn.Module):
 
 
 class _Holder(nn.Module):
-    """Mixin before the class of a module with `InnerTensors`: loads and saves the wrapper tensors."""
+    """Base class, ahead of the user's, of a module with `InnerTensors`: its state dicts have the wrapper tensors."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
         if isinstance(inner := self._modules.get(name), InnerTensors) and value is not inner:
             raise InputError(
                 f"{name!r} of {type(self).__name__} is a {inner.cls.__name__}, of which the module holds the inner "
@@ -276,7 +276,7 @@ class _Holder(nn.Module):
             )
         super().__setattr__(name, value)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         for key, inner in self._modules.items():
             if isinstance(inner, InnerTensors) and prefix + key in state_dict:
                 try:
@@ -322,10 +322,11 @@ _KINDS = ("_parameters", "_buffers")
 
 
 def unflatten(model: nn.Module, of: Callable[[str, InnerTensors], Tensor]) -> None:
-    """Replace the `InnerTensors` of ``model`` by tensors, and restore the classes of its modules.
+    """Replace each `InnerTensors` in ``model`` by a tensor, and restore the classes of the modules.
 
     Args:
-        of: path of an `InnerTensors` -> its tensor; called once for one at several places.
+        of: function of an `InnerTensors` and the path of its module that returns the tensor; called once for one that
+            several modules share.
 
     Raises:
         CaptureError: an inner tensor requires a gradient.
@@ -351,10 +352,10 @@ def unflatten(model: nn.Module, of: Callable[[str, InnerTensors], Tensor]) -> No
 
 @contextmanager
 def outer_tensors(module: nn.Module) -> Iterator[None]:
-    """Context in which ``module``, whose inner tensors are unsharded, has the wrapper tensors.
+    """Put the wrapper tensors into ``module``, whose inner tensors are unsharded, for the block.
 
     Raises:
-        LayoutError: at the end, if one was replaced.
+        LayoutError: a wrapper tensor was replaced in the block.
     """
     places = [(part, dict(part._modules)) for part in module.modules() if isinstance(part, _Holder)]
     tensors: dict[int, Tensor] = {}
@@ -382,7 +383,7 @@ def outer_tensors(module: nn.Module) -> Iterator[None]:
             )
 
 
-def rebuilt(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+def rebuilt(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a full state dict with wrapper tensors in place of inner ones, under the model's names."""
     out = dict(state)
     for path, inner in _outermost(module):
@@ -396,13 +397,13 @@ def rebuilt(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def first_places(module: nn.Module) -> dict[str, str]:
-    """Return every name of each wrapper tensor -> the first of its names."""
+    """Return name -> first name of the same wrapper tensor, for all names of wrapper tensors."""
     first: dict[int, str] = {}
     return {path: first.setdefault(id(inner), path) for path, inner in _outermost(module)}
 
 
 def outer_names(module: nn.Module) -> dict[str, str]:
-    """Return name of each parameter of a wrapper subclass -> its inner tensor of equal shape, to which plans apply."""
+    """Return parameter of a wrapper subclass -> its inner tensor of equal shape, to which plan entries apply."""
     out: dict[str, str] = {}
     for path, inner in _outermost(module):
         shaped = [name for name, x in inner.named_parameters() if x.shape == inner.shape]
@@ -411,15 +412,15 @@ def outer_names(module: nn.Module) -> dict[str, str]:
 
 
 def with_inner(x: Any) -> Iterator[Tensor]:
-    """Yield ``x`` and, if it is of a wrapper subclass, its inner tensors recursively."""
+    """Yield ``x``, then, if it is of a wrapper subclass, its inner tensors and theirs."""
     yield x
     for key in x.__tensor_flatten__()[0] if is_wrapper(x) else ():
         yield from with_inner(getattr(x, key))
 
 
-def metadata(x: Any) -> list[Any]:
-    """Return all metadata of ``x`` and of its inner tensors."""
-    out: list[Any] = []
+def metadata(x: Any) -> list[object]:
+    """Return shape, strides, dtype, class and attributes of ``x`` and of its inner tensors, to be compared."""
+    out: list[object] = []
     for part in with_inner(x):
         out.append((type(part), part.shape, part.stride(), part.dtype, part.requires_grad))
         if is_wrapper(part):
@@ -429,7 +430,7 @@ def metadata(x: Any) -> list[Any]:
 
 
 def check_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
-    """Raise InputError if ``fn`` converts an inner tensor to another dtype, which its class would not notice."""
+    """Raise InputError if ``fn`` converts an inner tensor to another dtype, to which its class could not adapt."""
     for path, inner in _outermost(module):
         for kind in {inner.dtype, *(x.dtype for x in (*inner.parameters(), *inner.buffers()))}:
             if (wanted := fn(torch.empty(0, dtype=kind)).dtype) != kind:
@@ -441,6 +442,7 @@ def check_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
 
 
 def _outermost(module: nn.Module) -> Iterator[tuple[str, InnerTensors]]:
+    """Yield (path, module) of each `InnerTensors` in ``module`` that is not inside another."""
     paths: set[str] = set()
     for path, part in module.named_modules(remove_duplicate=False):  # a module comes before those in it
         if isinstance(part, InnerTensors):

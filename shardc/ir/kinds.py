@@ -1,4 +1,4 @@
-"""Allow-list of tensor classes: a program takes tensors that shape, strides and values describe completely."""
+"""Allow-list of tensor classes: programs accept tensors that shape, strides and values describe completely."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardc._compat import AsyncCollectiveTensor, FakeTensor, is_in_transform, is_wrapper
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer, DTensor, AsyncCollectiveTensor, FakeTensor)
-# What a class may say for itself: how it is made, copied and shown, not what torch does with it.
+# Attributes that a class may override: they construct, copy and print it, and do not change its ops.
 _HARMLESS = frozenset(
     "__module__ __qualname__ __doc__ __dict__ __weakref__ __slots__ __annotations__ __annotate__ __annotate_func__ "
     "__annotations_cache__ __orig_bases__ __parameters__ __firstlineno__ __static_attributes__ __init_subclass__ "
@@ -25,12 +25,13 @@ _UNWRAPPED = ("torchvision.tv_tensors",)
 
 
 def why_refused(x: Tensor, stored: bool = False) -> tuple[str, str] | None:
-    """Return (what ``x`` is, what to pass instead of ``{}``, its name) if a program cannot take ``x``, else None.
+    """Return (description of ``x``, suggested replacement) if a program cannot take ``x``, else None.
 
-    Classes pass by an allow-list: torch's own, and those derived from them that override nothing of theirs.
+    The replacement is a text with ``{}`` for the tensor's name. The allowed classes are torch's own, and subclasses
+    that override nothing of these.
 
     Args:
-        stored: it is a parameter or buffer, which may be of a wrapper subclass; see `shardc.ir.inner`.
+        stored: whether ``x`` is a parameter or buffer, which may be of a wrapper subclass; see `shardc.ir.inner`.
     """
     if x.is_nested:
         return "a nested tensor", "torch.nested.to_padded_tensor({}, 0.0), and a mask"
@@ -63,19 +64,19 @@ def why_refused(x: Tensor, stored: bool = False) -> tuple[str, str] | None:
 
 
 def as_plain(x: Tensor) -> Tensor:
-    """Return ``x`` as a `torch.Tensor` if its class overrides nothing, since a trace takes only these and fakes."""
+    """Return ``x`` as a plain `torch.Tensor`, which a trace requires; unchanged if its class overrides anything."""
     return x if type(x) in _PLAIN or _overridden(type(x)) else x.as_subclass(Tensor)
 
 
 def note_attributes(x: Tensor, like: Tensor) -> None:
     """Copy the attributes of ``like`` and its class to ``x``, and record the class for `lost_names`."""
-    if isinstance(like, FakeTensor):  # which holds what it is in attributes
+    if isinstance(like, FakeTensor):  # its attributes are its state
         return
     cls = type(like)
     added = {name: value for name, value in _added(cls).items() if not hasattr(value, "__get__")}
     noted = {} if cls in _PLAIN else {CLASS: cls}
     for name, value in {**added, **noted, **vars(like)}.items():
-        if not name.startswith("_dynamo_"):  # which torch.compile notes
+        if not name.startswith("_dynamo_"):  # set by torch.compile
             vars(x).setdefault(name, value)
 
 

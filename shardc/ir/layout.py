@@ -1,22 +1,21 @@
-"""Layouts: how a global tensor is split over a mesh, as factored dims.
+"""Layouts: how a global tensor is split over a mesh (`Layout`), and which positions of a dim are padding (`Run`).
 
 A tensor dim is an ordered product of *digits*, major to minor: the dim's global index written in
 mixed radix. A digit is bound to one mesh axis (its radix is then the axis's size) or local. A
-*sub-dim* groups the digits for printing: some axes, then what is local of it.
+*sub-dim* groups digits for printing: bound digits, then the local digit below them.
 
     f32[16, 32@(tp,dp)]             dim 1 split over tp first, then dp
     f32[(8@dp 128@tp), 512]         the [8, 128, 512] activation viewed as [1024, 512]
-    f32[512, (3 512@tp)]            split over tp inside each of three pieces
+    f32[512, (3 512@tp)]            split over tp inside each of three blocks
     f32[16@dp, 8]{sum:tp}           a pending sum over tp
 
 Canonical: no digit of radix 1, no two local digits side by side, no two parts of one axis side by
 side that join. Two layouts of one tensor are equal exactly when they mean the same.
 
-Padding of uneven dims: which positions of a padded dim hold elements, and which hold filling.
-
-A dim is an ordered product of *runs*, major to minor. A run has ``size`` positions, the first ``true`` of which hold
-elements. A view may merge a padded dim with others, so a padded run can be anywhere among the runs of a dim: a sequence
-of 7 in 8 positions, merged under a batch of 2, is ``(2 8/7)``, 16 positions of which the 8th and 16th are filling.
+Uneven dims are padded. A dim is then an ordered product of *runs*, major to minor. A run has ``size`` positions, the
+first ``true`` of which hold elements. A view may merge a padded dim with others, so a padded run can be anywhere among
+the runs of a dim: a sequence of 7 in 8 positions, merged under a batch of 2, is ``(2 8/7)``, 16 positions of which the
+8th and 16th are padding.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ Digits = tuple[Digit, ...]
 
 
 class SubDim(NamedTuple):
-    """``size`` elements (over all ranks), split over ``axes`` major to minor."""
+    """A factor of a dim for printing: ``size`` elements over all ranks, split over ``axes``, major to minor."""
 
     size: int
     axes: tuple[str, ...] = ()
@@ -116,7 +115,7 @@ class Layout:
     def _hash(self) -> int:
         return hash((self.mesh, self.dims, self.partial))
 
-    # --- what it is
+    # --- properties
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -135,7 +134,7 @@ class Layout:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Return every axis that the layout uses, those that split a dim first."""
+        """Return all axes of the layout: first those that split a dim, then those of pending reductions."""
         return self.bound + tuple(axis for axis, _ in self.partial)
 
     @property
@@ -167,7 +166,7 @@ class Layout:
         return tuple(d.axis for d in self.dims[dim] if d.axis is not None)
 
     def sub_dims(self, dim: int) -> tuple[SubDim, ...]:
-        """Return the digits of ``dim`` grouped into sub-dims: axes, then the local digits under them."""
+        """Return the digits of ``dim`` grouped into sub-dims: the axes of bound digits, with the local digit below."""
         out: list[SubDim] = []
         size, axes = 1, []
         for radix, axis in self.dims[dim]:
@@ -181,7 +180,7 @@ class Layout:
             out.append(SubDim(size, tuple(axes)))
         return tuple(out)
 
-    # --- made from another
+    # --- layouts derived from others
 
     @classmethod
     def whole(cls, mesh: Mesh, shape: Sequence[int]) -> Layout:
@@ -192,7 +191,7 @@ class Layout:
     def of_sub_dims(
         cls, mesh: Mesh, dims: Iterable[Iterable[tuple[int, tuple[str, ...]]]], partial: Mapping[str, str] | None = None
     ) -> Layout:
-        """Return the layout of sub-dims ``(size, axes)``; raises LayoutError if a size does not divide."""
+        """Return the layout with sub-dims ``(size, axes)`` for each dim; LayoutError if a size does not divide."""
         out = []
         for dim, subs in enumerate(dims):
             digits: list[Digit] = []
@@ -211,7 +210,7 @@ class Layout:
         return Layout(self.mesh, self.dims if dims is None else dims, self.partial if partial is None else partial)
 
     def unbind(self, axes: Iterable[str]) -> Layout:
-        """Return this layout with ``axes`` no longer splitting any dim (their digits become local)."""
+        """Return this layout with the digits of ``axes`` made local, so that these axes split no dim."""
         drop = set(axes)
         return self.replace(dims=[[Digit(d.radix) if d.axis in drop else d for d in digits] for digits in self.dims])
 
@@ -221,6 +220,7 @@ class Layout:
         return self.replace(partial=[(a, op) for a, op in self.partial if a not in drop])
 
     def with_partial(self, axes: Iterable[str], op: str = "sum") -> Layout:
+        """Return this layout with pending reductions ``op`` over ``axes`` added."""
         return self.replace(partial=[*self.partial, *((axis, op) for axis in axes)])
 
     def split(self, dim: int, axis: str) -> Layout | None:
@@ -247,6 +247,7 @@ class Layout:
     # --- text
 
     def dims_text(self) -> str:
+        """Return the dims as in ``str``, without brackets: ``16@dp,(3 512@tp)``."""
         return ",".join(self._dim_text(dim) for dim in range(self.ndim))
 
     def _dim_text(self, dim: int) -> str:
@@ -257,6 +258,7 @@ class Layout:
         return parts[0] if len(parts) == 1 else f"({' '.join(parts)})"
 
     def partial_text(self) -> str:
+        """Return the pending reductions as in ``str``: ``{sum:tp}``, or "" for none."""
         if not self.partial:
             return ""
         return "{" + ",".join(f"{op}:{axis}" for axis, op in self.partial) + "}"
@@ -269,10 +271,10 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, mesh: Mesh) -> Layout:
-        """Reads what ``str`` prints: ``[16@dp,(3 512@tp)]{sum:cp}``.
+        """Return the layout whose text (by ``str``) is ``text``, such as ``[16@dp,(3 512@tp)]{sum:cp}``.
 
         Raises:
-            LayoutError: where the text is not a layout on ``mesh``.
+            LayoutError: the text is not a layout on ``mesh``.
         """
         match = re.fullmatch(r"\s*\[(.*)\]\s*(?:\{(.*)\})?\s*", text)
         if not match:
@@ -318,13 +320,13 @@ def canonical_partial(mesh: Mesh, pairs: Iterable[tuple[str, str]]) -> tuple[tup
 
 
 def refine(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits | None:
-    """Return a dim's ``digits`` (factors), cut further so that each stride in ``cuts`` is where a digit begins.
+    """Return the ``digits`` of a dim, cut into finer digits with a digit boundary at each stride in ``cuts``.
 
     Args:
-        cuts: strides, i.e. numbers of elements that lie below a boundary.
+        cuts: strides, i.e. numbers of elements below a boundary.
 
     Returns:
-        The finer digits (a bound digit is cut into parts of its axis), or None where radices clash.
+        The finer digits (a bound digit is cut into parts of its axis), or None if a cut does not divide a radix.
     """
     out: list[Digit] = []
     stride = prod(d.radix for d in digits)
@@ -363,7 +365,7 @@ def strides(digits: Digits) -> tuple[int, ...]:
 
 
 def split_top(text: str, separator: str = ",") -> list[str]:
-    """Return ``text`` split at separators that stand outside parentheses and brackets."""
+    """Return ``text`` split at each ``separator`` outside parentheses and brackets."""
     parts, depth, start = [], 0, 0
     for at, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")
@@ -375,7 +377,7 @@ def split_top(text: str, separator: str = ",") -> list[str]:
 
 
 def parse_dim(text: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Parse one dim to sub-dims (size text, axes): ``(3 512@tp)``, ``32@(tp,dp)``, ``@dp``, ``_``."""
+    """Return the sub-dims, as (size text, axes), of the text of one dim: ``(3 512@tp)``, ``32@(tp,dp)``, ``@dp``."""
     text = text.strip()
     if text.startswith("(") and text.endswith(")"):
         return [sub for part in split_top(re.sub(r"\s+", " ", text[1:-1]).strip(), " ") for sub in parse_dim(part)]
@@ -386,7 +388,7 @@ def parse_dim(text: str) -> list[tuple[str, tuple[str, ...]]]:
 
 
 class Run(NamedTuple):
-    """A stretch of a padded dim: ``size`` positions, split over ``axes``; the first ``true`` hold elements."""
+    """A factor of a padded dim: ``size`` positions, split over ``axes``; the first ``true`` of them hold elements."""
 
     size: int
     true: int
@@ -398,11 +400,11 @@ class Run(NamedTuple):
 
 
 Runs = tuple[Run, ...]
-Padding = tuple[Runs, ...]  # one entry a dim
+Padding = tuple[Runs, ...]  # the runs of each dim
 
 
 def unpadded(shape: Sequence[int]) -> Padding:
-    """Return the padding of a tensor of ``shape`` that has no filling."""
+    """Return the runs of each dim of a tensor of ``shape`` without padding."""
     return tuple((Run(size, size),) for size in shape)
 
 
@@ -411,22 +413,22 @@ def is_padded(runs: Runs) -> bool:
 
 
 def places(runs: Runs) -> int:
-    """Return the padded size of a dim: elements and filling."""
+    """Return the padded size of a dim, in positions."""
     return prod(run.size for run in runs)
 
 
 def elements(runs: Runs) -> int:
-    """Return the number of elements of a dim."""
+    """Return the size of a dim without padding, in elements."""
     return prod(run.true for run in runs)
 
 
 def axes_of(padding: Padding) -> tuple[str, ...]:
-    """Return the axes for which some dim is padded."""
+    """Return the axes that split a padded run."""
     return tuple(dict.fromkeys(axis for runs in padding for run in runs if run.padded for axis in run.axes))
 
 
 def canonical_runs(runs: Sequence[Run]) -> Runs:
-    """Return ``runs`` with each run merged with the unpadded run below it: the filling is then at the end of both.
+    """Return ``runs`` with each unpadded run merged into the run above it, whose padding stays at the end.
 
     >>> canonical_runs([Run(3, 3), Run(6, 5), Run(2, 2), Run(4, 4)])
     (Run(size=3, true=3, axes=()), Run(size=48, true=40, axes=()))
@@ -441,7 +443,9 @@ def canonical_runs(runs: Sequence[Run]) -> Runs:
 
 
 def share_out(runs: Runs, sizes: Sequence[int]) -> list[Runs] | None:
-    """Split ``runs`` among factors of ``sizes`` elements, major to minor; None if a padded run spans two factors.
+    """Return the runs of each factor of a dim, for factors of ``sizes`` elements, major to minor.
+
+    Returns None if a padded run spans two factors.
 
     >>> share_out((Run(12, 10),), [5, 2])
     [(Run(size=6, true=5, axes=()),), (Run(size=2, true=2, axes=()),)]

@@ -1,9 +1,9 @@
 """The mesh: named axes with sizes, and the coordinates of ranks along them.
 
-A mesh here is abstract: it needs no devices and no process group. An axis can be cut into
-*parts*: ``"tp:1x2"`` is the major half of an axis ``tp`` of size 4, ``"tp:2x2"`` its minor half
-(``name:PREFIXxSIZE``, PREFIX being the product of the parts before it). A part is used wherever
-an axis is; only the planner and the propagation make them.
+A mesh here is abstract: it needs no devices and no process group. An axis can be cut into *parts*, which are written
+``name:PREFIXxSIZE``: of an axis ``tp`` of size 4, ``"tp:1x2"`` is the major part of size 2 and ``"tp:2x2"`` the minor
+one. PREFIX is the product of the sizes of the parts before it. A part may be used like an axis; only the planner and
+the propagation create them.
 """
 
 from __future__ import annotations
@@ -86,24 +86,25 @@ class Mesh:
         return self.axes.index(name), pre
 
     def cut(self, axis: str, major: int) -> tuple[str, str]:
-        """Return ``axis`` cut in two, major part first: ``tp:1x2`` and ``tp:2x2`` for ``tp=4`` and ``major=2``."""
+        """Return two parts of ``axis``, first the major one of size ``major``: ``tp:1x2``, ``tp:2x2`` for ``tp=4``."""
         name, pre, _ = split_part(axis)
         size = self.size(axis)
         assert size % major == 0, f"{axis} of size {size} cannot be cut by {major}"
         return self.part(name, pre, major), self.part(name, pre * major, size // major)
 
     def join(self, major: str, minor: str) -> str | None:
-        """Return the axis (or part) that two adjacent parts of one form together; None if they are no such."""
+        """Return the axis (or part) that consists of ``major`` and ``minor``; None if they are not adjacent parts."""
         (name, pre, _), (other, other_pre, _) = split_part(major), split_part(minor)
         if name != other or pre * self.size(major) != other_pre:
             return None
         return self.part(name, pre, self.size(major) * self.size(minor))
 
     def part(self, name: str, pre: int, size: int) -> str:
+        """Return the part of axis ``name`` with prefix ``pre`` and ``size``; ``name`` itself for the whole axis."""
         return name if size == self._sizes[name] else f"{name}:{pre}x{size}"
 
     def edges(self, axes: Iterable[str]) -> dict[str, set[int]]:
-        """Return axis name -> where ``axes`` (or parts) begin and end in it: ``tp:2x2`` of ``tp=4`` gives 2 and 4."""
+        """Return axis name -> prefixes at which ``axes`` (or parts) begin and end: 2, 4 for ``tp:2x2`` of ``tp=4``."""
         out: dict[str, set[int]] = {}
         for axis in axes:
             name, pre, _ = split_part(axis)
@@ -111,7 +112,7 @@ class Mesh:
         return out
 
     def parts(self, axis: str, edges: Mapping[str, Iterable[int]]) -> list[str]:
-        """Return ``axis`` cut at ``edges`` (a result of `edges`), major to minor; nothing for an axis of size 1."""
+        """Return the parts of ``axis`` cut at ``edges`` (a result of `edges`), major to minor; none for size 1."""
         name, pre, _ = split_part(axis)
         inside = sorted(edge for edge in edges[name] if pre <= edge <= pre * self.size(axis))
         return [self.part(name, low, high // low) for low, high in pairwise(inside)]

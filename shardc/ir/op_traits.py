@@ -1,10 +1,9 @@
-"""Traits of ops, read off their schemas and tags: which view memory, only move data, draw, or communicate."""
+"""Traits of ops by schema and tags: whether an op views memory, only moves data, draws random numbers, communicates."""
 
 from __future__ import annotations
 
 from functools import cache
 from operator import getitem
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ CAST = aten._to_copy.default
 
 RESHAPES = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 TRANSPOSES = frozenset({aten.t.default, aten.transpose.int, aten.permute.default})
-# Ops that copy elements to other places, and add at most padding.
+# Ops that copy elements to other positions, and add at most padding.
 COPIES = frozenset(
     {
         aten.clone.default, aten.reshape.default, aten._unsafe_view.default, aten.constant_pad_nd.default,
@@ -26,7 +25,7 @@ COPIES = frozenset(
 
 
 @cache
-def aliases(target: Any) -> bool:
+def aliases(target: object) -> bool:
     """Return whether results may share memory with operands: views, in-place ops, waits, items."""
     if target is WAIT or target is getitem:
         return True
@@ -35,13 +34,13 @@ def aliases(target: Any) -> bool:
 
 
 @cache
-def lends(target: Any) -> bool:
-    """Return whether results may share memory with operands, if ``reshape`` counts as a copy."""
+def lends(target: object) -> bool:
+    """Return whether results may share memory with operands; ``reshape`` counts as a copy, unlike in `aliases`."""
     return aliases(target) and target is not aten.reshape.default
 
 
 @cache
-def is_view(target: Any) -> bool:
+def is_view(target: object) -> bool:
     """Return whether the single result always shares memory with the operand (not so for ``reshape``)."""
     schema = getattr(target, "_schema", None)
     if schema is None or len(schema.returns) != 1 or target is aten.reshape.default:
@@ -51,19 +50,19 @@ def is_view(target: Any) -> bool:
 
 
 @cache
-def moves_data(target: Any) -> bool:
+def moves_data(target: object) -> bool:
     """Return whether every element of the results is an element of an operand, or padding: views, copies, items."""
     return target is getitem or target in COPIES or getattr(target, "is_view", False)
 
 
 @cache
-def draws(target: Any) -> bool:
+def draws(target: object) -> bool:
     """Return whether an op may draw random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 @cache
-def is_pointwise(target: Any) -> bool:
+def is_pointwise(target: object) -> bool:
     """Return whether each element of the result depends on the operands' elements at its (broadcast) position only; no
     random draws.
     """
@@ -71,12 +70,12 @@ def is_pointwise(target: Any) -> bool:
 
 
 @cache
-def communicates(target: Any) -> bool:
-    """Return whether an op starts a collective, or a copy between host and device, or waits for one."""
+def communicates(target: object) -> bool:
+    """Return whether an op starts a collective or a copy between host and device, or waits for one."""
     return getattr(target, "namespace", "") in (NAMESPACE, OWN_NAMESPACE)
 
 
 @cache
-def starts(target: Any) -> bool:
+def starts(target: object) -> bool:
     """Return whether an op starts a collective, or a copy between host and device."""
     return communicates(target) and target is not WAIT

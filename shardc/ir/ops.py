@@ -7,19 +7,21 @@ Each takes a value at its global shape and returns the same value in another lay
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
+
+from torch import Tensor
 
 
 def _never(name: str) -> NoReturn:
     raise RuntimeError(f"shardc.ir.ops.{name} is a graph marker and is never run; localize the graph first")
 
 
-def tag(x: Any, *, name: str) -> Any:
+def tag(x: Tensor, *, name: str) -> Tensor:
     """Identity that marks the input or output of a module, so that a plan entry finds it."""
     _never("tag")
 
 
-def reshard(x: Any, *, to: str = "") -> Any:
+def reshard(x: Tensor, *, to: str = "") -> Tensor:
     """Changes the layout of ``x`` to the one recorded on the node; a pass lowers it to the collectives below.
 
     ``to`` is kept empty: the text form shows the layout in the type.
@@ -27,52 +29,52 @@ def reshard(x: Any, *, to: str = "") -> Any:
     _never("reshard")
 
 
-def all_gather(x: Any, *, axis: str) -> Any:
+def all_gather(x: Tensor, *, axis: str) -> Tensor:
     """Gathers over ``axis`` (names joined by commas), which then no longer splits the value."""
     _never("all_gather")
 
 
-def reduce_scatter(x: Any, *, axis: str, op: str = "sum") -> Any:
+def reduce_scatter(x: Tensor, *, axis: str, op: str = "sum") -> Tensor:
     """Reduces over ``axis``, which then splits the result."""
     _never("reduce_scatter")
 
 
-def all_reduce(x: Any, *, axis: str, op: str = "sum") -> Any:
+def all_reduce(x: Tensor, *, axis: str, op: str = "sum") -> Tensor:
     """Reduces over ``axis``; every rank along it has the result."""
     _never("all_reduce")
 
 
-def all_to_all(x: Any, *, axis: str) -> Any:
+def all_to_all(x: Tensor, *, axis: str) -> Tensor:
     """Moves ``axis`` from the dim (or factor of one) that it splits to another."""
     _never("all_to_all")
 
 
-def permute_ranks(x: Any, *, axis: str) -> Any:
+def permute_ranks(x: Tensor, *, axis: str) -> Tensor:
     """Sends shards to other ranks, so that mesh axes exchange what they split (dims, or factors of them)."""
     _never("permute_ranks")
 
 
-def shard(x: Any, *, axis: str) -> Any:
+def shard(x: Tensor, *, axis: str) -> Tensor:
     """Takes each rank's slice along ``axis`` of a replicated value; no communication."""
     _never("shard")
 
 
-def to_partial(x: Any, *, axis: str, op: str = "sum") -> Any:
+def to_partial(x: Tensor, *, axis: str, op: str = "sum") -> Tensor:
     """Makes a replicated value a pending reduction over ``axis``; no communication."""
     _never("to_partial")
 
 
-def pad(x: Any, *, dim: int, size: int) -> Any:
+def pad(x: Tensor, *, dim: int, size: int) -> Tensor:
     """Pads ``dim`` to ``size`` with zeros at its end."""
     _never("pad")
 
 
-def unpad(x: Any, *, dim: int, size: int) -> Any:
+def unpad(x: Tensor, *, dim: int, size: int) -> Tensor:
     """Cuts ``dim`` to its first ``size`` elements."""
     _never("unpad")
 
 
-COLLECTIVES: tuple[Callable[..., Any], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all, permute_ranks)
-LOCAL_MOVES: tuple[Callable[..., Any], ...] = (shard, to_partial)
-_EVERY: tuple[Callable[..., Any], ...] = (*COLLECTIVES, *LOCAL_MOVES, tag, reshard, pad, unpad)
-MARKERS: dict[str, Callable[..., Any]] = {f.__name__: f for f in _EVERY}
+COLLECTIVES: tuple[Callable[..., Tensor], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all, permute_ranks)
+LOCAL_MOVES: tuple[Callable[..., Tensor], ...] = (shard, to_partial)
+_EVERY: tuple[Callable[..., Tensor], ...] = (*COLLECTIVES, *LOCAL_MOVES, tag, reshard, pad, unpad)
+MARKERS: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in _EVERY}

@@ -67,10 +67,10 @@ class _Parser:
         self.placed = True
         self.graph = fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
-        self.layouts: dict[str, Layout] = {}  # read so far
+        self.layouts: dict[str, Layout] = {}  # by text, of those read so far
         self.values: dict[str, fx.Node] = {}
-        self.outputs: list[tuple[Role, Any]] = []
-        self.wants: list[tuple[Value, Layout | None]] = []  # of the tensors that the line uses
+        self.outputs: list[tuple[Role, fx.node.Argument]] = []
+        self.wants: list[tuple[Value, Layout | None]] = []  # (value, required layout) of the line's tensor arguments
         self.comm: list[Reader] = []
 
     def _mesh(self, reader: Reader) -> Mesh:
@@ -150,10 +150,10 @@ class _Parser:
         if reader.take("%"):
             source = self._defined(reader)
             reader.expect("[")
-            args: list[Any] = [source, reader.integer("the index of a result")]
+            args: list[fx.node.Argument] = [source, reader.integer("the index of a result")]
             reader.expect("]")
-            kwargs: dict[str, Any] = {}
-            target: Any = operator.getitem
+            kwargs: dict[str, fx.node.Argument] = {}
+            target: grammar.Target = operator.getitem
         elif reader.take(f"{grammar.CONSTANT}("):
             self._constant(reader, name, value, phase)
             return
@@ -233,7 +233,7 @@ class _Parser:
         return self.values[name]
 
     def _use(self, reader: Reader) -> fx.Node:
-        """Parse an argument that is a value; return it and its required layout, if the line gives one."""
+        """Parse an argument that is a node; return it, and note its required layout (``as``) in ``wants``."""
         node = self._defined(reader)
         tensor = info(node).value
         if isinstance(tensor, Value):
@@ -242,7 +242,7 @@ class _Parser:
         return node
 
     def _needs(self, reader: Reader) -> tuple[Layout, ...] | None:
-        """Return the required layouts of the op's tensors, if one differs from the tensor's own."""
+        """Return the required layouts of the op's operands; None if all are the operands' current layouts."""
         wants, self.wants = self.wants, []
         if all(want is None for _, want in wants):
             return None
@@ -252,7 +252,7 @@ class _Parser:
         return tuple(layout for layout in needs if layout is not None)
 
     def _layout(self, reader: Reader, match: re.Match[str] | None, group: int) -> Layout:
-        """Return the layout in ``group`` of the last match."""
+        """Return the layout that ``group`` of ``match`` spells; raises TextError if there is none."""
         if match is None:
             reader.fail("a layout such as [16@dp,8]")
         try:
@@ -263,7 +263,7 @@ class _Parser:
             reader.at = match.start()
             reader.fail(f"a layout on the mesh {self.mesh} ({getattr(error, 'what', error)})")
 
-    def _type(self, reader: Reader) -> NodeValue:
+    def _type(self, reader: Reader) -> Any:
         if reader.take("("):
             return tuple(reader.listed(")", lambda: self._type(reader)))
         if reader.take("None"):
@@ -278,7 +278,7 @@ class _Parser:
         placed = self.placed and match[4] is None
         return Value(dtype, layout.shape, layout if placed else None, host=match[2] is not None)
 
-    def _op(self, reader: Reader) -> Any:
+    def _op(self, reader: Reader) -> grammar.Target:
         start = reader.at
         match = reader.match(WORD)
         target = grammar.op_of(match[0]) if match else None
@@ -287,9 +287,11 @@ class _Parser:
             reader.fail("an op such as mm, sum.dim_IntList or all_gather")
         return target
 
-    def _arguments(self, reader: Reader, target: Any) -> tuple[list[Any], dict[str, Any]]:
-        args: list[Any] = []
-        kwargs: dict[str, Any] = {}
+    def _arguments(
+        self, reader: Reader, target: grammar.Target
+    ) -> tuple[list[fx.node.Argument], dict[str, fx.node.Argument]]:
+        args: list[fx.node.Argument] = []
+        kwargs: dict[str, fx.node.Argument] = {}
 
         def read_argument() -> None:
             keyword = reader.match(KEYWORD)
@@ -317,7 +319,7 @@ class _Parser:
 
         return ",".join(reader.listed(")", read_axis)) if reader.take("(") else read_axis()
 
-    def _argument(self, reader: Reader) -> Any:
+    def _argument(self, reader: Reader) -> fx.node.Argument:
         if reader.take("%"):
             return self._use(reader)
         if reader.take("["):
@@ -342,7 +344,7 @@ def _identifier(name: str) -> str:
 
 
 def _is_taken(name: str) -> bool:
-    """Return whether a constant named ``name`` would hide an attribute of a module."""
+    """Return whether a constant named ``name`` would hide an attribute of `fx.GraphModule`."""
     return name.partition(".")[0] in _attributes()
 
 

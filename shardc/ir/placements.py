@@ -1,10 +1,11 @@
-"""Converts layouts to and from placements of ``torch.distributed.tensor``.
+"""Conversion of layouts to and from placements of ``torch.distributed.tensor``.
 
 Placements are applied mesh dim by mesh dim. ``Shard`` splits the remaining dim at its major end; ``_StridedShard`` with
-a split factor f splits inside each of f pieces. So the split factor of a digit bound to a mesh dim is the product of
+a split factor f splits inside each of f blocks. So the split factor of a digit bound to a mesh dim is the product of
 the digits above it that are not split yet: local digits, and those of later mesh dims.
 
-Views of a mesh in which parts of an axis are axes, so that DTensor placements can express layouts with parts.
+Placements have no parts of axes. A layout with parts is converted on a *view* of the mesh (`view_of`), in which these
+parts are axes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def view_of(mesh: Mesh, parts: Iterable[str]) -> Mesh:
 
 
 def seen_on(layout: Layout, view: Mesh) -> Layout:
-    """Return ``layout`` on ``view``, a view of its mesh.
+    """Return the layout on ``view``, a view of its mesh, that splits a tensor as ``layout`` does.
 
     Raises:
         LayoutError: it uses a part that is no axis of the view.
@@ -60,15 +61,15 @@ def seen_on(layout: Layout, view: Mesh) -> Layout:
     mesh = layout.mesh
     if view == mesh:
         return layout
-    places: dict[str, list[tuple[int, int, str]]] = {}
+    spans: dict[str, list[tuple[int, int, str]]] = {}
     for seen in view:
-        name, start, size = _place(seen, mesh)
-        places.setdefault(name, []).append((start, start * size, seen))
+        name, start, size = _part_of(seen, mesh)
+        spans.setdefault(name, []).append((start, start * size, seen))
 
     def parts(axis: str) -> list[str]:
         name, start, _ = split_part(axis)
         end = start * mesh.size(axis)
-        covering = [place for place in places.get(name, ()) if start <= place[0] and place[1] <= end and place[0] < end]
+        covering = [span for span in spans.get(name, ()) if start <= span[0] and span[1] <= end and span[0] < end]
         if not covering or covering[0][0] != start or covering[-1][1] != end:
             raise LayoutError(
                 f"layout {layout} uses {axis!r}, which the view {view} of the mesh {mesh} does not cut off"
@@ -79,8 +80,8 @@ def seen_on(layout: Layout, view: Mesh) -> Layout:
     return Layout(view, dims, [(seen, op) for axis, op in layout.partial for seen in parts(axis)])
 
 
-def _place(seen: str, mesh: Mesh) -> tuple[str, int, int]:
-    """Return (axis, prefix, size) of an axis of a view."""
+def _part_of(seen: str, mesh: Mesh) -> tuple[str, int, int]:
+    """Return (axis of ``mesh``, prefix, size) of ``seen``, an axis of a view of it."""
     if seen in mesh.axes:
         return seen, 1, mesh.size(seen)
     name, _, part = seen.rpartition("_")
@@ -118,7 +119,7 @@ def to_placements(layout: Layout, view: Mesh | None = None) -> tuple[Placement, 
 
 
 def _split_factor(layout: Layout, dim: int, axis: str, position: int) -> int:
-    """Return the number of pieces above the digit of ``axis`` after the earlier mesh dims have split the dim."""
+    """Return the split factor of ``axis``, the mesh dim at ``position``: how many blocks of ``dim`` it splits each."""
     later = layout.mesh.axes[position + 1 :]
     factor = 1
     for radix, bound in layout.dims[dim]:
@@ -133,8 +134,8 @@ def from_placements(mesh: Mesh, shape: Sequence[int], placements: Sequence[Place
     """Return the layout of a DTensor of global ``shape``; DTensor's mesh dims are ``mesh``'s axes in order.
 
     Raises:
-        LayoutError: a dim that does not divide, a split factor that the dim cannot have, a placement of
-            an unknown kind, or not one placement for each axis.
+        LayoutError: a dim does not divide, a split factor does not fit its dim, a placement is of an unknown kind, or
+            there is not one placement for each axis.
     """
     if len(placements) != len(mesh.axes):
         raise LayoutError(f"{len(placements)} placements for the {len(mesh.axes)} axes of {mesh!r}")
@@ -155,7 +156,7 @@ def from_placements(mesh: Mesh, shape: Sequence[int], placements: Sequence[Place
 
 
 def _bind(digits: list[Digit], factor: int, digit: Digit, what: str, shape: tuple[int, ...]) -> list[Digit]:
-    """Return ``digits`` with ``digit`` bound below ``factor`` local pieces."""
+    """Return ``digits`` with ``digit`` inserted below ``factor`` local values; LayoutError if it does not divide."""
     above = factor
     for at, (radix, axis) in enumerate(digits):
         if axis is not None:

@@ -76,7 +76,7 @@ class _Holder:
     """A namespace (class, module or object) in which the attributes that traced code names are looked up."""
 
     label: str
-    attributes: Mapping[str, Any]
+    attributes: Mapping[str, object]
     done: set[str] = field(default_factory=set)
     cls: type | None = None
 
@@ -99,7 +99,7 @@ class Walk:
         self.code_hashes: set[str] = set()
         self.constants: list[str] = []
         self.functions: list[types.FunctionType] = []
-        self.ops: dict[str, Mapping[str, Any]] = {}
+        self.ops: dict[str, Mapping[str, object]] = {}
         self._bound: dict[type, set[str]] = defaultdict(set)
         self.tree = list(model.named_modules(remove_duplicate=False))
         self._traced = traced
@@ -111,7 +111,7 @@ class Walk:
         self._holders: list[_Holder] = []
         self._queue: deque[tuple[types.FunctionType, str]] = deque()
         self._refs: dict[int, str] = {}
-        self._alive: list[Any] = []  # whose ids are in use
+        self._alive: list[object] = []  # whose ids are in use
         self._counts: dict[str, int] = {}
         self._inside: set[int] = set()
         self._native: set[int] = set()  # functions that are called, not traced
@@ -147,7 +147,7 @@ class Walk:
             if self._distributed and self._names & names:
                 self.values[what] = str(now()) if dist.is_available() and dist.is_initialized() else "none"
 
-    def bind(self, label: str, name: str, value: Any) -> None:
+    def bind(self, label: str, name: str, value: object) -> None:
         """Record what ``name`` is bound to in the scope ``label``."""
         key = f"{label}.{name}"
         if key in self.code or key in self.values:
@@ -157,7 +157,7 @@ class Walk:
         text = self.ref(value)
         (self.values if is_plain(value) or isinstance(value, _CONTAINERS) else self.code)[key] = text
 
-    def ref(self, value: Any) -> str:
+    def ref(self, value: object) -> str:
         """Return a value as text, and queue what it reaches."""
         if is_plain(value):
             return plain_text(value)
@@ -197,7 +197,7 @@ class Walk:
             return f"builtin {qualified_name(value.__objclass__)}.{value.__name__}"
         return self._object(value)
 
-    def _named(self, value: Any, name: str) -> str:
+    def _named(self, value: object, name: str) -> str:
         """Return a unique name for ``value``: ``name``, or with a number if that is taken."""
         number = self._counts[name] = self._counts.get(name, 0) + 1
         self._alive.append(value)
@@ -222,12 +222,12 @@ class Walk:
         kind = type(value).__name__ if is_told_class(type(value)) else self.ref(type(value))
         return f"{kind}({', '.join(inside)})" + (f" or {self.ref(factory)}" if factory is not None else "")
 
-    def _counts_in(self, item: Any) -> bool:
+    def _counts_in(self, item: object) -> bool:
         if isinstance(item, type):
             return any(self._was_traced(value) for value in vars(item).values())
         return not isinstance(item, types.FunctionType) or self._was_traced(item)
 
-    def _was_traced(self, value: Any) -> bool:
+    def _was_traced(self, value: object) -> bool:
         """Return whether a function's code was traced and is not identified by a version."""
         function = value.fget if isinstance(value, property) else value
         if isinstance(function, (staticmethod, classmethod, types.MethodType)):
@@ -280,7 +280,7 @@ class Walk:
         self._hold(_Holder(name, vars(module)))
         return name
 
-    def _object(self, value: Any) -> str:
+    def _object(self, value: object) -> str:
         cls = type(value)
         if (op := custom_op(value)) is not None:
             return self._op(value, *op)
@@ -298,7 +298,7 @@ class Walk:
         self._hold(_Holder(name, _attributes(value)))
         return name
 
-    def _op(self, value: Any, op: str, parts: Mapping[str, Any]) -> str:
+    def _op(self, value: object, op: str, parts: Mapping[str, object]) -> str:
         """Record a user's op: Dynamo calls its functions without tracing them."""
         name = self._refs[id(value)] = f"op {op}"
         self._alive.append(value)
@@ -327,7 +327,7 @@ class Walk:
             if holder.cls is not None:
                 self._bound[holder.cls].add(name)
 
-    def bound(self, classes: Iterable[type]) -> Iterator[tuple[type, str, Any]]:
+    def bound(self, classes: Iterable[type]) -> Iterator[tuple[type, str, object]]:
         """Yield (class, name, value) for the attributes of ``classes`` that a trace may have called."""
         for cls in dict.fromkeys(classes):
             for name in sorted(set().union(*(self._bound.get(base, ()) for base in cls.__mro__))):
@@ -338,7 +338,7 @@ class Walk:
                 ):
                     yield cls, name, value
 
-    def _without_name(self, name: str, value: Any) -> bool:
+    def _without_name(self, name: str, value: object) -> bool:
         """Return whether a class attribute is used without being named in code: by Python, or by a computed name."""
         if name.startswith("__"):
             versioned = isinstance(value, types.FunctionType) and is_told(value.__code__)
@@ -386,7 +386,7 @@ class Walk:
                 self.bind(label, name, value)
 
 
-def _contents(cell: types.CellType) -> Any:
+def _contents(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # it is empty
@@ -398,10 +398,10 @@ def _is_native(function: types.FunctionType) -> bool:
     return is_called_by_trace(function) or function.__module__ == "transformers.utils.output_capturing"
 
 
-_builtins: Any = sys.modules["builtins"]
+_builtins = sys.modules["builtins"]
 
 
-def _attributes(value: Any) -> Mapping[str, Any]:
+def _attributes(value: object) -> Mapping[str, object]:
     """Return the attributes of an object, slots included."""
     out = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
@@ -436,9 +436,9 @@ class Reach:
     values: Mapping[str, str]
     code_hashes: frozenset[str]
     constants: tuple[str, ...]
-    bound: tuple[tuple[type, str, Any], ...]
+    bound: tuple[tuple[type, str, object], ...]
     functions: tuple[tuple[types.FunctionType, types.CodeType], ...]
-    ops: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    ops: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     inner: InnerCode | None = None
 
     @cached_property
@@ -473,7 +473,7 @@ class Reach:
         )
 
 
-def reach(model: nn.Module, loss: Callable[..., Any] | None, traced: Iterable[str] = ()) -> Reach:
+def reach(model: nn.Module, loss: Callable[..., object] | None, traced: Iterable[str] = ()) -> Reach:
     """Return the code that a capture of ``model`` and ``loss`` can reach.
 
     Args:
@@ -500,4 +500,4 @@ def reach(model: nn.Module, loss: Callable[..., Any] | None, traced: Iterable[st
     return reached
 
 
-_last: WeakKeyDictionary[nn.Module, tuple[Any, Reach]] = WeakKeyDictionary()
+_last: WeakKeyDictionary[nn.Module, tuple[object, Reach]] = WeakKeyDictionary()

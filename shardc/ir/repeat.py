@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from operator import getitem
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -130,7 +129,7 @@ class Marks:
     """Numbers that are equal for nodes (or values) that can correspond in repeated blocks: equal ops and types."""
 
     def __init__(self) -> None:
-        self._ids: dict[Any, int] = {}
+        self._ids: dict[object, int] = {}
         self._kinds: dict[fx.Node, int] = {}
         self._marks: dict[fx.Node, int] = {}
         self._operands: dict[fx.Node, list[fx.Node]] = {}
@@ -160,11 +159,11 @@ class Marks:
             fx.node.map_arg((node.args, node.kwargs), nodes.append)
         return self._operands[node]
 
-    def _id(self, key: Any) -> int:
+    def _id(self, key: object) -> int:
         return self._ids.setdefault(key, len(self._ids))
 
 
-def type_of(value: Any) -> Any:
+def type_of(value: object) -> object:
     """Return the type of a value: dtype, shape, stride and device of tensors, the text of constants."""
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape), value.stride(), value.device
@@ -224,7 +223,7 @@ def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
     # What is like nothing else is not cut from its neighbour, if that is like nothing else too.
     pairs = zip(borders, keys, keys[1:], strict=False)
     cuts = [at for at, before, behind in pairs if at in edges or counts[before] > 1 or counts[behind] > 1]
-    modules: dict[Any, fx.GraphModule] = {}
+    modules: dict[object, fx.GraphModule] = {}
     out = []
     for start, stop in zip([0, *cuts], [*cuts, len(half.nodes)], strict=True):
         if (key := half.key(start, stop)) not in modules:
@@ -312,7 +311,7 @@ class _Half:
         takes = dict.fromkeys(x for node in inside for x in node.all_input_nodes if x not in inside_set)
         return list(takes), [node for node in inside if self.last[node] >= stop]
 
-    def key(self, start: int, stop: int) -> Any:
+    def key(self, start: int, stop: int) -> object:
         """Return a key that is equal for runs of nodes that one graph can serve: ops, data flow, input types."""
         takes, gives = self._ports(start, stop)
         number = {node: -1 - at for at, node in enumerate(takes)}
@@ -320,7 +319,7 @@ class _Half:
         first, _ = self.before[start]
         ops = []
         for node in self.nodes[start:stop]:
-            slots: Any = node.args[-1] if node.target in IN_MESSAGES else ()
+            slots = node.args[-1] if node.target in IN_MESSAGES else ()
             operands = tuple(number[x] for x in self.marks.operands(node))
             ops.append((self.marks.mark(node), operands, tuple(slot - first for slot in slots)))
         return tuple(ops), tuple(map(self.marks.kind, takes)), tuple(number[node] for node in gives)
@@ -338,7 +337,7 @@ class _Half:
             env[node] = copy = graph.node_copy(node, env.__getitem__)
             copy.name = f"x{at}"
             if node.target in IN_MESSAGES:
-                numbers: Any = node.args[-1]
+                numbers = node.args[-1]
                 copy.args = (*copy.args[:-1], [number - first for number in numbers])
         graph.output(tuple(env[node] for node in gives))
         return graph
@@ -362,7 +361,7 @@ def _in_order(graph: fx.Graph) -> list[fx.Node]:
 
 def _on_its_way(node: fx.Node) -> bool:
     """Return whether ``node`` is the result of a collective before its wait."""
-    source: Any = node.args[0] if node.target is getitem else node
+    source = node.args[0] if node.target is getitem else node
     return isinstance(source, fx.Node) and collective_kind(source) is not None
 
 

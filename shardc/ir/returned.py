@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -112,7 +111,7 @@ def returned(graph: fx.Graph, memories: Sequence[Memory], owners: Mapping[int, s
     return tuple(out)
 
 
-def _made_of(outputs: Sequence[tuple[int, Any]]) -> dict[int, set[fx.Node]]:
+def _made_of(outputs: Sequence[tuple[int, fx.node.Argument]]) -> dict[int, set[fx.Node]]:
     """Return index of an output -> the nodes that gradients from it flow through."""
     out: dict[int, set[fx.Node]] = {}
     for index, x in outputs:
@@ -126,7 +125,7 @@ def _made_of(outputs: Sequence[tuple[int, Any]]) -> dict[int, set[fx.Node]]:
     return out
 
 
-def _memory(x: Any) -> int | None:
+def _memory(x: fx.node.Argument) -> int | None:
     """Return an id that is equal for tensors that share memory; None for anything but a tensor."""
     val = x.meta.get("val") if isinstance(x, fx.Node) else None
     return val.untyped_storage()._cdata if isinstance(val, Tensor) else None

@@ -10,8 +10,8 @@ source line, phase and checkpoint region.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Container, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
@@ -32,7 +32,12 @@ class GraphRewriter:
         fake_mode: mode of the graph's fake values; by default that of the first value that has one, if any.
     """
 
-    def __init__(self, graph: fx.Graph, reusable: Container[fx.Node] = (), fake_mode: Any = None) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        reusable: Container[fx.Node] = (),
+        fake_mode: AbstractContextManager[object] | None = None,
+    ) -> None:
         self.graph, self._reusable, self._fake_mode = graph, reusable, fake_mode
 
     @cached_property
@@ -40,7 +45,7 @@ class GraphRewriter:
         return NameScope.of(self.graph, but=self._reusable)
 
     @cached_property
-    def fake_mode(self) -> Any:
+    def fake_mode(self) -> AbstractContextManager[object]:
         vals = (node.meta.get("val") for node in self.graph.nodes)
         modes = (mode for val in vals if (mode := getattr(val, "fake_mode", None)) is not None)
         return self._fake_mode or next(modes, None) or nullcontext()
@@ -92,13 +97,19 @@ class Inserter:
     record: Info
     suffix: str = ""
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, target: Callable[..., object], *args: fx.node.Argument, **kwargs: fx.node.Argument) -> fx.Node:
         """Insert an op; its type is found by running it on the fake values of its arguments."""
         with self.rewriter.fake_mode, torch.no_grad():
             val = target(*fx.map_arg(args, _val), **fx.map_arg(kwargs, _val))
         return self._insert(target, args, kwargs, value_of(val), val)
 
-    def typed(self, value: Value | tuple[Value | None, ...] | None, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def typed(
+        self,
+        value: Value | tuple[Value | None, ...] | None,
+        target: Callable[..., object],
+        *args: fx.node.Argument,
+        **kwargs: fx.node.Argument,
+    ) -> fx.Node:
         """Insert an op or a marker of type ``value``, without a fake value.
 
         If ``value`` has a layout, an op needs its operands at the layouts that they have.
@@ -117,7 +128,14 @@ class Inserter:
             twin = graph.node_copy(node, lambda x: operands.get(x, x))
         return set_info(twin, replace(info(node), name=self.rewriter.names.fresh(info(node).name), **_OWN))
 
-    def _insert(self, target: Any, args: Any, kwargs: Any, value: Any, val: Any = None) -> fx.Node:
+    def _insert(
+        self,
+        target: Callable[..., object],
+        args: tuple[fx.node.Argument, ...],
+        kwargs: dict[str, fx.node.Argument],
+        value: Value | tuple[Value | None, ...] | None,
+        val: object = None,
+    ) -> fx.Node:
         graph = self.rewriter.graph
         with graph.inserting_before(self.anchor) if self.anchor is not None else nullcontext():
             node = graph.call_function(target, args, kwargs)
@@ -131,7 +149,7 @@ class Inserter:
 _OWN: dict[str, Any] = {"role": None, "needs": None, "kept": False, "true_sizes": None}  # no new node inherits these
 
 
-def _val(node: fx.Node) -> Any:
+def _val(node: fx.Node) -> object:
     return node.meta["val"]
 
 

@@ -90,8 +90,8 @@ class Quotient:
 class Shape:
     """Sizes and strides of a tensor, as numbers or polynomials."""
 
-    sizes: tuple[Any, ...]
-    strides: tuple[Any, ...]
+    sizes: tuple[int | Polynomial, ...]
+    strides: tuple[int | Polynomial, ...]
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ class Numbers:
         shapes: of each value of the node's `Info`; None for non-tensors.
     """
 
-    args: Any
-    kwargs: Any
+    args: tuple[fx.node.Argument, ...]
+    kwargs: dict[str, fx.node.Argument]
     val: Any
-    shapes: tuple[tuple[Any, ...] | None, ...]
+    shapes: tuple[tuple[int | Polynomial, ...] | None, ...]
 
 
 @dataclass
@@ -176,7 +176,7 @@ class SizedGraph:
         spelled = _Spelled(graph, self.scale)
         env: dict[fx.Node, fx.Node] = {}
 
-        def leaf(x: Any) -> Any:
+        def leaf(x: fx.node.Argument) -> fx.node.Argument:
             if isinstance(x, fx.Node):
                 return env[x]
             return words[x] if isinstance(x, str) else spelled(x)
@@ -230,22 +230,22 @@ class _Spelled:
     def __init__(self, graph: fx.Graph, scale: Mapping[str, tuple[int, int]]) -> None:
         self._graph, self._scale = graph, scale
         self._units = {name: graph.placeholder(f"size_{at}") for at, name in enumerate(scale)}
-        self._nodes: dict[Any, Any] = {}
+        self._nodes: dict[Polynomial | Quotient, fx.node.Argument] = {}
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: object) -> fx.node.Argument:
         if not isinstance(x, Polynomial | Quotient):
             return x
         if x not in self._nodes:
             self._nodes[x] = self._node(x)
         return self._nodes[x]
 
-    def _node(self, x: Polynomial | Quotient) -> Any:
+    def _node(self, x: Polynomial | Quotient) -> fx.node.Argument:
         call = self._graph.call_function
         if isinstance(x, Quotient):
             return call(operator.truediv, (self(x.numerator), self(x.denominator)))
-        total: Any = None
+        total: fx.node.Argument = None
         for c, powers in x.substituted(self._scale).terms:
-            term: Any = _whole(c)
+            term: fx.node.Argument = _whole(c)
             for name, power in zip(x.names, powers, strict=True):
                 for _ in range(power):
                     unit = self._units[name]
@@ -271,7 +271,9 @@ def _example(shape: Any, like: Any, number: Callable[[Any], Any]) -> Any:
     return like
 
 
-def _value(record: Info, shapes: tuple[Any, ...], number: Callable[[Any], Any]) -> Any:
+def _value(
+    record: Info, shapes: tuple[tuple[int | Polynomial, ...] | None, ...], number: Callable[[int | Polynomial], int]
+) -> Value | tuple[Value | None, ...] | None:
     """Return the value of ``record`` at other sizes."""
     values = tuple(
         replace(value, shape=tuple(map(number, shape))) if isinstance(value, Value) and shape is not None else value

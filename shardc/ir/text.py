@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from shardc._compat import pytree
+from shardc._compat import PyTree, pytree
 from shardc.errors import VerifyError
 from shardc.ir import grammar, ops
 from shardc.ir.comm_volume import tally
@@ -20,7 +20,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 
 
-def leaf_paths(tree: Any) -> list[tuple[Any, ...]]:
+def leaf_paths(tree: PyTree) -> list[tuple[Any, ...]]:
     """Return the keys, positions and attributes that lead to each leaf of ``tree``, in order.
 
     A class registered without key paths gives its items (of a mapping) or attributes, if it flattens to these, and
@@ -39,7 +39,7 @@ def leaf_paths(tree: Any) -> list[tuple[Any, ...]]:
     return [(key, *path) for key, child in children for path in leaf_paths(child)]
 
 
-def _step(key: Any) -> Any:
+def _step(key: object) -> object:
     return getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
 
 
@@ -146,13 +146,13 @@ def shown_arguments(node: fx.Node) -> list[str]:
     return shown
 
 
-def is_default(defaults: dict[str, Any], name: str, arg: Any) -> bool:
+def is_default(defaults: Mapping[str, object], name: str, arg: object) -> bool:
     return (
         name in defaults and type(arg) is type(defaults[name]) and repr(arg) == repr(defaults[name])
     )  # -0.0 is not 0.0
 
 
-def argument_text(arg: Any, wants: Iterator[Layout | None] = NONE_WANTED) -> str:
+def argument_text(arg: fx.node.Argument, wants: Iterator[Layout | None] = NONE_WANTED) -> str:
     """Return an argument as text: a node by its name, a list, or a constant.
 
     ``wants`` are the required layouts of the tensors among the arguments, in order.

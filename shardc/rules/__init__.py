@@ -47,7 +47,7 @@ _linear: dict[str, str] = {}  # of these
 _ANY_STRIDES = ("_c10d_functional", "c10d_functional", "shardc")
 
 
-def find_rule(target: Any) -> Rule | None:
+def find_rule(target: object) -> Rule | None:
     """Return the rule of an op overload, or None. Tried in this order: a rule for the overload, a rule for all
     overloads of the op, torch's own table (`fallback_rule`).
     """
@@ -59,7 +59,7 @@ def find_rule(target: Any) -> Rule | None:
     return fallback_rule(target)
 
 
-def strides_of(target: Any) -> str:
+def strides_of(target: object) -> str:
     """Return the strides that an op accepts: one of the values of `Rule.strides`.
 
     Collectives and shardc's own ops copy what they send into contiguous memory. Python functions (getitem) read none.
@@ -71,13 +71,13 @@ def strides_of(target: Any) -> str:
     return TRACED if op_rule is None else op_rule.strides
 
 
-def is_registered(target: Any) -> bool:
+def is_registered(target: object) -> bool:
     """Return whether the user gave this op overload a rule by `register_rule`."""
     overload = str(target)
     return overload in _registered or overload.rpartition(".")[0] in _registered
 
 
-def is_written_out(target: Any) -> bool:
+def is_written_out(target: object) -> bool:
     """Return whether the user's rule for this overload has its own ``localize`` function."""
     op_rule = find_rule(target) if is_registered(target) else None
     return op_rule is not None and op_rule.localize is not Local.same

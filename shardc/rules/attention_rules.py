@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from operator import getitem
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from shardc.custom_ops.attention_ops import CALL, GRADIENT
 from shardc.ir.comm import WAIT
 from shardc.rules.key_blocks import KeyBlocks, added, narrow, wide
 from shardc.rules.notation import FREE, WHOLE, Loops
-from shardc.rules.rule import CONTIGUOUS, Call, Local, Rule, table
+from shardc.rules.rule import CONTIGUOUS, Call, Emitted, Local, Rule, table
 from shardc.rules.spec import Dims, Routed, Spec
 
 
@@ -165,7 +164,7 @@ def _gradient(call: Call) -> Spec:
 # --- on one rank
 
 
-def _call_local(local: Local) -> Any:
+def _call_local(local: Local) -> Emitted:
     run, sequence = local.builder.call, KeyBlocks(local)
     scale, out, sums, blind, many = local.call["scale"], None, None, False, False
     query = local.operand("query")
@@ -199,18 +198,18 @@ def _call_local(local: Local) -> Any:
     return [narrow(local, out) if many else out, sums]
 
 
-def _share(local: Local, part: Any, whole: Any) -> Any:
+def _share(local: Local, part: Emitted, whole: Emitted) -> Emitted:
     return local.builder.call(aten.exp.default, local.builder.call(aten.sub.Tensor, part, whole))
 
 
-def _seen(local: Local, sums: Any) -> Any:
+def _seen(local: Local, sums: Emitted) -> Emitted:
     """Replace -inf by 0 in ``sums`` (rows that see no key), as the kernels return it."""
     run = local.builder.call
     nothing = run(aten.eq.Scalar, sums, -inf)
     return run(aten.where.self, nothing, run(aten.full_like.default, sums, 0.0), sums)
 
 
-def _all_sums(local: Local, sums: Any, axes: tuple[str, ...]) -> Any:
+def _all_sums(local: Local, sums: Emitted, axes: tuple[str, ...]) -> Emitted:
     """Return the log-sum-exp over the ranks of ``axes``."""
     run, shape = local.builder.call, local.builder.shape(sums)
     ranks, group = local.builder.group(axes)
@@ -219,14 +218,14 @@ def _all_sums(local: Local, sums: Any, axes: tuple[str, ...]) -> Any:
     return run(aten.logsumexp.default, run(aten.reshape.default, gathered, [ranks, *shape]), [0])
 
 
-def _gradient_local(local: Local) -> Any:
+def _gradient_local(local: Local) -> Emitted:
     run, sequence = local.builder.call, KeyBlocks(local)
     scale = local.call["scale"]
     grad, query, out, sums = (local.operand(name) for name in ("grad", "query", "out", "logsumexp"))
     reached = sequence.reached(sequence.joined(local.operand("key"), local.operand("value")))
-    rows_total: list[Any] = []
+    rows_total: list[Emitted] = []
     sources: list[int] = []
-    keys_total: list[list[Any]] = []
+    keys_total: list[list[Emitted]] = []
     for block in sequence.blocks():
         k, v = sequence.parted([block.take(x) for x in reached])
         keys = min(local.call["keys"], local.builder.shape(k)[2]) if sequence.whole else local.builder.shape(k)[2]

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from shardc.rules.notation import FREE, WHOLE, Loops, bind, mixed, parse, rule
-from shardc.rules.rule import ANY, CONTIGUOUS, Call, Local, Rule, rules_for, sized, table
+from shardc.rules.rule import ANY, CONTIGUOUS, Call, Emitted, Local, Rule, rules_for, sized, table
 from shardc.rules.spec import Dims, Spec
 
 
@@ -147,7 +146,7 @@ def _backward(call: Call) -> Spec:
     return loops.spec([image.y, image.x, image.w], results, linear=[{0}])
 
 
-def _local_groups(local: Local) -> Any:
+def _local_groups(local: Local) -> Emitted:
     """Emit the convolution with the number of groups that the local channels form."""
     weight = local.operand_layout("weight").local_shape
     if not local.call["transposed"]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 import shardc.custom_ops.random as draws
 from shardc.rules.notation import FREE, WHOLE, Loops
 from shardc.rules.positions import positions, split
-from shardc.rules.rule import ANY, Call, Local, Rule, rules_for, sized, table
+from shardc.rules.rule import ANY, Call, Emitted, Local, Rule, rules_for, sized, table
 from shardc.rules.spec import Spec
 
 aten = torch.ops.aten
@@ -25,7 +23,7 @@ def _uniform(call: Call) -> Spec:
     return loops.spec([loops.dims("key", loops.shapes[0])], [loops.dims("d", loops.result_shapes[0])])
 
 
-def _uniform_local(local: Local) -> Any:
+def _uniform_local(local: Local) -> Emitted:
     layout, device = local.results[0], local.call["device"]
     call, below, index = local.builder.call, layout.numel, None
     for dim, size in enumerate(layout.shape):
@@ -60,7 +58,7 @@ def _arange(call: Call) -> Spec:
     return loops.spec([], [loops.dims("d", loops.result_shapes[0], kind)])
 
 
-def _arange_local(local: Local) -> Any:
+def _arange_local(local: Local) -> Emitted:
     layout = local.results[0]
     if not split(layout, 0):
         return local.same()
@@ -73,7 +71,7 @@ def _arange_local(local: Local) -> Any:
     return index if value.dtype == torch.int64 else call(aten._to_copy.default, index, dtype=value.dtype)
 
 
-def _strided_local(local: Local) -> Any:
+def _strided_local(local: Local) -> Emitted:
     """Emit ``empty_strided`` of the local shape with its dims in the same memory order."""
     shape, stride = local.results[0].local_shape, local.call["stride"]
     local_stride, below = [0] * len(shape), 1

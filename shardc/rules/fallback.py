@@ -7,9 +7,8 @@ becomes one factor. Ops that take sizes or draw random numbers are left out: the
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ _ORDINAL = "k"  # the only symbolic argument that is not a size (kthvalue): it s
 
 
 @lru_cache(maxsize=4096)
-def fallback_rule(target: Any) -> Rule | None:
+def fallback_rule(target: object) -> Rule | None:
     """Return the rule of an op overload by torch's table, or None if it has no usable one."""
     schema = getattr(target, "_schema", None)
     if schema is None or draws(target):
@@ -58,10 +57,10 @@ def _factor(named: dict[tuple[int, int], tuple[str, str]], at: int, dim: int, si
     return name, size, kind
 
 
-def _rows(call: Call) -> list[list[Any]]:
+def _rows(call: Call) -> list[list[object]]:
     """Return the rows of torch's table for ``call``; none if torch raises."""
 
-    def meta(x: Any) -> Any:
+    def meta(x: object) -> object:
         if isinstance(x, Value):
             return torch.empty(x.shape, dtype=x.dtype, device="meta")
         return [meta(item) for item in x] if isinstance(x, tuple) else x
@@ -85,7 +84,7 @@ class _Row:
         kind: the factor's kind: the reduce op of the results that lack the factor, or free.
     """
 
-    def __init__(self, row: Sequence[Any], results: int, places: Sequence[int]) -> None:
+    def __init__(self, row: Sequence[object], results: int, places: Sequence[int]) -> None:
         self._results = outputs = [row[i] for i in places]
         self._operands = inputs = list(row[results:])
         entries = [*outputs, *inputs]
@@ -95,7 +94,7 @@ class _Row:
         sums = outputs and all(op == "sum" for op in outputs) and all(x in ("sum", ...) for x in inputs)
         self.linear = frozenset(i for i, x in enumerate(inputs) if x == "sum") if sums and not self.split else None
 
-    def usable(self, loops: Loops, factor_of: dict[tuple[int, int], Any]) -> bool:
+    def usable(self, loops: Loops, factor_of: Mapping[tuple[int, int], object]) -> bool:
         """Return whether the row can be a factor beside those of earlier rows (``factor_of`` by (tensor, dim))."""
         shapes = [*loops.result_shapes, *loops.shapes]
         return (

@@ -15,14 +15,13 @@ rows it holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from shardc.ir.layout import Layout
 from shardc.rules.notation import FREE, WHOLE, Loops
 from shardc.rules.positions import align, in_range, once_per_sum, owned, past_end, split, zero_unless
-from shardc.rules.rule import ANY, CONTIGUOUS, Call, Local, Rule, rules_for, table
+from shardc.rules.rule import ANY, CONTIGUOUS, Call, Emitted, Local, Localize, Rule, rules_for, table
 from shardc.rules.spec import Dims, Factors, Spec
 
 aten = torch.ops.aten
@@ -38,7 +37,7 @@ def _embedding(call: Call) -> Spec:
     return loops.spec([(loops.indexed("v", weight[0], "sum"), row), rows], [(*rows, row)], linear=[{0}])
 
 
-def _embedding_local(local: Local) -> Any:
+def _embedding_local(local: Local) -> Emitted:
     indices = in_range(local, local.operands[0], 0, local.operand("indices"))
     if not split(local.operands[0], 0):
         return local.same(indices=indices)
@@ -57,7 +56,7 @@ def _embedding_backward(call: Call) -> Spec:
     return loops.spec([(*rows, row), rows], [(vocabulary, row)], linear=[{0}])
 
 
-def _embedding_backward_local(local: Local) -> Any:
+def _embedding_backward_local(local: Local) -> Emitted:
     layout = local.results[0]
     if not split(layout, 0):
         return local.same()
@@ -127,7 +126,7 @@ def _gather(call: Call) -> Spec:
     return loops.spec([x, index], [index], linear=[{0}])
 
 
-def _lookup_local(local: Local) -> Any:
+def _lookup_local(local: Local) -> Emitted:
     """Emit a gather or index_select of the rows that this rank holds, with zero for those of other ranks."""
     dim = _dim(local.call)
     index = in_range(local, local.operands[0], dim, local.operand("index"))
@@ -194,7 +193,7 @@ def _index_write(call: Call, over: str) -> Spec:
     return loops.spec([x, index, slices if loops.shapes[2] else ()], [x], linear=[{0, 2}])
 
 
-def _write_local(local: Local) -> Any:
+def _write_local(local: Local) -> Emitted:
     """Emit a write that replaces: entries of other ranks go to an extra element, which is then cut off."""
     dim = _dim(local.call)
     wraps = local.call.target.overloadpacket is aten.index_fill
@@ -207,10 +206,10 @@ def _write_local(local: Local) -> Any:
     return local.builder.call(aten.slice.Tensor, written, dim, 0, local.results[0].local_shape[dim])
 
 
-def _add_local(source: str) -> Any:
+def _add_local(source: str) -> Localize:
     """Return a localize for writes that add ``source``: a rank adds zero for entries that another rank holds."""
 
-    def localize(local: Local) -> Any:
+    def localize(local: Local) -> Emitted:
         dim = _dim(local.call)
         index = in_range(local, local.results[0], dim, local.operand("index"))
         replaced = {"self": once_per_sum(local, local.operand("self")), "index": index}
@@ -369,7 +368,7 @@ def _index_put(call: Call) -> Spec:
 # --- on shards
 
 
-def _find(local: Local, layout: Layout) -> tuple[list[Any], list[int], Any]:
+def _find(local: Local, layout: Layout) -> tuple[list[Emitted], list[int], Emitted]:
     """Return the local indices, the split dims among those indexed, and the mask of entries on this rank."""
     call = local.builder.call
     indices, mask = list(local.operand("indices")), None
@@ -383,7 +382,7 @@ def _find(local: Local, layout: Layout) -> tuple[list[Any], list[int], Any]:
     return indices, dims, mask
 
 
-def _index_local(local: Local) -> Any:
+def _index_local(local: Local) -> Emitted:
     indices, dims, mask = _find(local, local.operands[0])
     if not dims:
         return local.same(indices=indices)
@@ -391,7 +390,7 @@ def _index_local(local: Local) -> Any:
     return zero_unless(local, align(local, mask, after), local.same(indices=indices))
 
 
-def _index_put_local(local: Local) -> Any:
+def _index_put_local(local: Local) -> Emitted:
     layout = local.results[0]
     x = local.operand("self")
     indices, dims, mask = _find(local, layout)

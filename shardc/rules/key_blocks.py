@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import inf, prod
-from typing import Any
 
 import torch
 
 from shardc.ir.comm import WAIT
 from shardc.ir.layout import Digit, Digits, refine, strides
 from shardc.rules.positions import positions
-from shardc.rules.rule import Local
+from shardc.rules.rule import Emitted, Local
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
@@ -34,16 +33,16 @@ class KeyBlock:
         blind: bool [..., q], the queries that see no key of the block; None if every query sees one.
     """
 
-    take: Callable[[Any], Any]
-    back: Callable[[Any], Any]
+    take: Callable[[Emitted], Emitted]
+    back: Callable[[Emitted], Emitted]
     source: int = 0
-    bias: Any = None
+    bias: Emitted | None = None
     causal: bool = False
-    later: Any = None
-    blind: Any = None
+    later: Emitted | None = None
+    blind: Emitted | None = None
 
     @property
-    def when(self) -> dict[str, Any]:
+    def when(self) -> dict[str, Emitted]:
         """Return the keyword ``later`` for the kernel, if it is needed."""
         return {} if self.later is None else {"later": self.later}
 
@@ -65,7 +64,7 @@ class KeyBlocks:
         self.pending = tuple(sorted((axis for axis in split if axis not in both), key=self.mesh.order))
         self.ranks, self.group = local.builder.group(self.sent) if self.sent else (1, "")
         self.gathers = bool(self.sent) and not local.call["around"]
-        self.packed: Any = None  # key and value as one contiguous tensor, ready to send
+        self.packed: Emitted | None = None  # key and value as one contiguous tensor, ready to send
         self.keys: int = local.call["keys"]
         seen = local.true_size(2, self.query.shape[2])
         # Padding is behind all keys; with a causal mask no query of the sequence sees it, so it needs no mask.
@@ -96,7 +95,7 @@ class KeyBlocks:
             else:
                 yield from self._striped(stripes, number, at, come, go)
 
-    def joined(self, key: Any, value: Any) -> list[Any]:
+    def joined(self, key: Emitted, value: Emitted) -> list[Emitted]:
         """Return key and value as one tensor [2 b, g, k, e], one message, if they are sent and have equal shapes."""
         shape = self.local.builder.shape
         if not self.sent or shape(key)[1:] != shape(value)[1:]:
@@ -104,14 +103,14 @@ class KeyBlocks:
         self.packed = self.run(aten.cat.default, [key, value])
         return [self.packed]
 
-    def parted(self, tensors: list[Any]) -> list[Any]:
+    def parted(self, tensors: list[Emitted]) -> list[Emitted]:
         """Split the result of `joined` (or a block of it) into keys and values."""
         if len(tensors) == 2:
             return tensors
         half = self.local.builder.shape(tensors[0])[0] // 2
         return [self.run(aten.slice.Tensor, tensors[0], 0, at, at + half) for at in (0, half)]
 
-    def reached(self, tensors: list[Any]) -> list[Any]:
+    def reached(self, tensors: list[Emitted]) -> list[Emitted]:
         """Return the tensors that blocks are taken from: gathered keys [ranks, b, g, k, e], or this rank's keys in a
         ring.
         """
@@ -122,7 +121,7 @@ class KeyBlocks:
             out.append(self.run(aten.reshape.default, self.run(WAIT, started), shape))
         return out or tensors
 
-    def total(self, parts: list[tuple[int, Any]]) -> Any:
+    def total(self, parts: list[tuple[int, Emitted]]) -> Emitted:
         """Return the gradient of this rank's keys or values, given (source rank, gradient) of each block."""
         if not self.gathers:
             return added(self.local, [x for _, x in parts])
@@ -138,25 +137,25 @@ class KeyBlocks:
             WAIT, self.run(functional.reduce_scatter_tensor.default, gathered, "sum", self.ranks, self.group)
         )
 
-    def _packed(self, x: Any) -> Any:
+    def _packed(self, x: Emitted) -> Emitted:
         if x is self.packed:
             return x
         return self.run(aten.clone.default, x, memory_format=torch.contiguous_format)
 
-    def _of_source(self, source: int, x: Any) -> Any:
+    def _of_source(self, source: int, x: Emitted) -> Emitted:
         return self.run(aten.select.int, x, 0, source)
 
-    def _in_a_row(self, x: Any) -> Any:
+    def _in_a_row(self, x: Emitted) -> Emitted:
         """Concatenate the shards of all ranks along the sequence: [b, g, ranks * k, e]."""
         n, b, g, k, e = self.local.builder.shape(x)
         return self.run(aten.reshape.default, self.run(aten.permute.default, x, [1, 2, 0, 3, 4]), [b, g, n * k, e])
 
-    def _by_source(self, x: Any) -> Any:
+    def _by_source(self, x: Emitted) -> Emitted:
         b, g, k, e = self.local.builder.shape(x)
         x = self.run(aten.reshape.default, x, [b, g, self.ranks, k // self.ranks, e])
         return self.run(aten.permute.default, x, [2, 0, 1, 3, 4])
 
-    def _sent(self, x: Any, shift: int) -> Any:
+    def _sent(self, x: Emitted, shift: int) -> Emitted:
         """Return ``x`` of the rank ``shift`` places earlier in the ring over ``sent``."""
         if shift == 0:
             return x
@@ -164,14 +163,14 @@ class KeyBlocks:
         x = self._packed(x)
         return self.run(WAIT, self.run(torch.ops.shardc.permute_ranks.default, x, to, self.group))
 
-    def _coordinates(self, number: int) -> dict[str, Any]:
+    def _coordinates(self, number: int) -> dict[str, Emitted]:
         """Return axis -> index of another rank: of rank ``number`` if keys are gathered, else of the rank ``number``
         places earlier in the ring. Axes that are missing have this rank's index.
 
         None for this rank.
         """
         if self.gathers:
-            out, below = {}, self.ranks
+            out, below = dict[str, Emitted](), self.ranks
             for axis in self.sent:
                 below //= self.mesh.size(axis)
                 out[axis] = number // below % self.mesh.size(axis)
@@ -217,7 +216,12 @@ class KeyBlocks:
         return minor
 
     def _striped(
-        self, minor: Digits, source: int, at: dict[str, Any], come: Callable[[Any], Any], go: Callable[[Any], Any]
+        self,
+        minor: Digits,
+        source: int,
+        at: dict[str, Emitted],
+        come: Callable[[Emitted], Emitted],
+        go: Callable[[Emitted], Emitted],
     ) -> Iterator[KeyBlock]:
         axes = [digit.axis for digit in self.query.dims[2] if digit.axis is not None]
         stripes_per_rank = prod(d.radix for d in minor if d.axis is None)
@@ -252,14 +256,14 @@ class KeyBlocks:
             else:
                 yield KeyBlock(_then(come, take), _then(back, go), source, None, True, later)
 
-    def _before(self, query: Any, key: Any) -> Any:
+    def _before(self, query: Emitted, key: Emitted) -> Emitted:
         compare = aten.lt.Scalar if isinstance(key, int) else aten.lt.Tensor
         return self.run(compare, query, key)
 
-    def _stripe(self, number: int, step: int, length: int, x: Any) -> Any:
+    def _stripe(self, number: int, step: int, length: int, x: Emitted) -> Emitted:
         return self.run(aten.slice.Tensor, x, 2, number, length, step)
 
-    def _unstripe(self, number: int, step: int, length: int, x: Any) -> Any:
+    def _unstripe(self, number: int, step: int, length: int, x: Emitted) -> Emitted:
         """Scatter element i of ``x`` to position ``number + i * step``, else zero: the gradient of `_stripe`."""
         b, g, n, e = self.local.builder.shape(x)
         full = self.key.local_shape[2]
@@ -274,7 +278,7 @@ class KeyBlocks:
 
     # --- masks by position in the unsharded sequence
 
-    def _bias(self, ranks: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
+    def _bias(self, ranks: Sequence[dict[str, Emitted]]) -> tuple[Emitted, Emitted]:
         """Return what is added to the scores of a block of ``ranks``, and the mask of queries that see none of it."""
         call, run = self.local.call, self.run
         causal = call["causal"]
@@ -303,7 +307,7 @@ class KeyBlocks:
             return bias, None
         return bias, run(aten.eq.Scalar, run(aten.amax.default, bias, [-1]), -inf)
 
-    def _places(self, ranks: Sequence[dict[str, Any]]) -> Any:
+    def _places(self, ranks: Sequence[dict[str, Emitted]]) -> Emitted:
         per_rank = [positions(self.local, self.key, 2, None, at) for at in ranks]
         return per_rank[0] if len(per_rank) == 1 else self.run(aten.cat.default, per_rank)
 
@@ -314,21 +318,21 @@ def _below(minor: Digits) -> list[int]:
     return [prod(sizes[at + 1 :]) for at in range(len(sizes))]
 
 
-def _add(run: Callable[..., Any], left: Any, right: Any) -> Any:
+def _add(run: Callable[..., Emitted], left: Emitted, right: Emitted) -> Emitted:
     if isinstance(left, int) and isinstance(right, int):
         return left + right
     return run(aten.add.Tensor, *((right, left) if isinstance(left, int) else (left, right)))
 
 
-def _times(run: Callable[..., Any], x: Any, by: int) -> Any:
+def _times(run: Callable[..., Emitted], x: Emitted, by: int) -> Emitted:
     return x * by if isinstance(x, int) else x if by == 1 else run(aten.mul.Tensor, x, by)
 
 
-def _same(x: Any) -> Any:
+def _same(x: Emitted) -> Emitted:
     return x
 
 
-def added(local: Local, parts: list[Any]) -> Any:
+def added(local: Local, parts: list[Emitted]) -> Emitted:
     """Return the sum of ``parts``, in float32 if there are several of a 16-bit dtype."""
     if len(parts) == 1:
         return parts[0]
@@ -338,18 +342,18 @@ def added(local: Local, parts: list[Any]) -> Any:
     return total
 
 
-def _then(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _then(first: Callable[[Emitted], Emitted], second: Callable[[Emitted], Emitted]) -> Callable[[Emitted], Emitted]:
     return lambda x: second(first(x))
 
 
-def wide(local: Local, x: Any) -> Any:
+def wide(local: Local, x: Emitted) -> Emitted:
     """Cast ``x`` to float32 if the call computes in a 16-bit dtype."""
     dtype = local.call.operands[0].dtype
     few = dtype in (torch.float16, torch.bfloat16)
     return local.builder.call(aten._to_copy.default, x, dtype=torch.float32) if few else x
 
 
-def narrow(local: Local, x: Any) -> Any:
+def narrow(local: Local, x: Emitted) -> Emitted:
     """Cast ``x`` back to the call's dtype, if it is a 16-bit one."""
     dtype = local.call.operands[0].dtype
     few = dtype in (torch.float16, torch.bfloat16)

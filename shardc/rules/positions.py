@@ -7,13 +7,12 @@ a rank with a shard of a table would take a wrong id for another rank's. On an a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardc.ir.layout import Layout, strides
-from shardc.rules.rule import Local
+from shardc.rules.rule import Emitted, Local
 
 aten = torch.ops.aten
 _library = torch.library.Library("shardc_checks", "DEF")
@@ -42,14 +41,14 @@ _library.impl("in_range", _in_range, "CompositeExplicitAutograd")
 torch.library.register_fake("shardc_checks::in_range", _fake, lib=_library)
 
 
-def coordinate(local: Local, axis: str) -> Any:
+def coordinate(local: Local, axis: str) -> Emitted:
     """Return this rank's index along ``axis``: int64 []."""
     return local.builder.call(aten.squeeze.dim, local.builder.coordinate((axis,)), 0)
 
 
 def positions(
-    local: Local, layout: Layout, dim: int, device: torch.device | None, at: Mapping[str, Any] | None = None
-) -> Any:
+    local: Local, layout: Layout, dim: int, device: torch.device | None, at: Mapping[str, Emitted] | None = None
+) -> Emitted:
     """Return the global index along ``dim`` of each of the n elements that a rank holds: int64 [n].
 
     Args:
@@ -77,7 +76,7 @@ def split(layout: Layout, dim: int) -> bool:
     return layout.ndim > 0 and bool(layout.dim_axes(dim))
 
 
-def in_range(local: Local, layout: Layout, dim: int, index: Any, wraps: bool = False) -> Any:
+def in_range(local: Local, layout: Layout, dim: int, index: Emitted, wraps: bool = False) -> Emitted:
     """Return ``index``, guarded by a range check if the local op would not detect an entry out of range.
 
     Args:
@@ -96,7 +95,7 @@ def in_range(local: Local, layout: Layout, dim: int, index: Any, wraps: bool = F
     return call(IN_RANGE, index, size)
 
 
-def owned(local: Local, layout: Layout, dim: int, index: Any) -> tuple[Any, Any]:
+def owned(local: Local, layout: Layout, dim: int, index: Emitted) -> tuple[Emitted, Emitted]:
     """Translate global indices along ``dim`` into local ones of this rank's shard, which has ``layout``.
 
     Args:
@@ -128,7 +127,7 @@ def owned(local: Local, layout: Layout, dim: int, index: Any) -> tuple[Any, Any]
     return zero_unless(local, mask, local_index), mask
 
 
-def owned_at(local: Local, layout: Layout, dim: int, index: int) -> tuple[int, Any]:
+def owned_at(local: Local, layout: Layout, dim: int, index: int) -> tuple[int, Emitted]:
     """Translate one constant index as `owned` does: (its local index on the rank that holds it, bool [] mask)."""
     mask, local_index = None, 0
     digits = layout.dims[dim]
@@ -143,17 +142,17 @@ def owned_at(local: Local, layout: Layout, dim: int, index: int) -> tuple[int, A
     return local_index, mask
 
 
-def zero_unless(local: Local, mask: Any, x: Any) -> Any:
+def zero_unless(local: Local, mask: Emitted, x: Emitted) -> Emitted:
     """``x`` where ``mask`` holds, 0 elsewhere; the mask broadcasts."""
     return local.builder.call(aten.where.self, mask, x, local.builder.call(aten.full_like.default, x, 0))
 
 
-def align(local: Local, mask: Any, dims: int) -> Any:
+def align(local: Local, mask: Emitted, dims: int) -> Emitted:
     """Append ``dims`` dims of size 1 to ``mask``, so that it broadcasts over the dims that follow an index."""
     return local.builder.call(aten.reshape.default, mask, [*local.builder.shape(mask), *[1] * dims]) if dims else mask
 
 
-def once_per_sum(local: Local, x: Any) -> Any:
+def once_per_sum(local: Local, x: Emitted) -> Emitted:
     """Return ``x`` on the first rank, zero on others, along axes over which only the result is partial.
 
     Every rank holds ``x`` and would add its entries to it, so the sum over ranks would count ``x`` once per rank.
@@ -165,7 +164,9 @@ def once_per_sum(local: Local, x: Any) -> Any:
     return x
 
 
-def past_end(local: Local, x: Any, layout: Layout, dim: int, index: Any, mask: Any) -> tuple[Any, Any]:
+def past_end(
+    local: Local, x: Emitted, layout: Layout, dim: int, index: Emitted, mask: Emitted
+) -> tuple[Emitted, Emitted]:
     """Append one element to ``x`` along ``dim``, and point ``index`` at it where ``mask`` is false."""
     call, size = local.builder.call, layout.local_shape[dim]
     pad = [edge for i in reversed(range(layout.ndim)) for edge in (0, int(i == dim))]

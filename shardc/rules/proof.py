@@ -10,11 +10,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from shardc.ir.graph import Value
 from shardc.ir.layout import Digit, Digits, Layout, canonical
 from shardc.ir.mesh import Mesh
-from shardc.rules.rule import Builder, Call, Local, Rule
+from shardc.rules.rule import Builder, Call, Emitted, Local, Rule
 from shardc.rules.spec import Routed, Spec, Strategy, commute, infer, place, results_of
 
 # Tolerated relative errors: of data movement and arithmetic in float64, and of arithmetic in other dtypes.
@@ -34,9 +35,9 @@ class Sample:
         tolerance: largest relative error, where the kernel does not compute in float64.
     """
 
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    op: OpOverload[..., object]
+    args: tuple[object, ...]
+    kwargs: dict[str, object] = field(default_factory=dict)
     defined: bool = True
     device: str = "cpu"
     tolerance: float | None = None
@@ -50,8 +51,8 @@ class Sample:
     def dense(self) -> list[Tensor | None]:
         """Return the results of the op on the unsharded tensors; None for results that are not tensors."""
         outputs = self.op(*self.args, **self.kwargs)
-        many = isinstance(outputs, (tuple, list))
-        return [x if isinstance(x, Tensor) else None for x in (outputs if many else (outputs,))]
+        results = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        return [x if isinstance(x, Tensor) else None for x in results]
 
     def call(self, results: Sequence[Tensor | None]) -> Call:
         """Return the `Call` with the shapes of the arguments and of ``results``."""
@@ -63,7 +64,7 @@ class Sample:
         return f"{self.op}({', '.join(shown)})"
 
 
-def _as_value(x: Any) -> Any:
+def _as_value(x: object) -> Any:
     if isinstance(x, Tensor):
         return Value(x.dtype, tuple(x.shape))
     return tuple(map(_as_value, x)) if isinstance(x, (list, tuple)) else x
@@ -74,7 +75,7 @@ class Ranks(Builder, Protocol):
 
     mesh: Mesh
 
-    def scatter_terms(self, x: Tensor, layout: Layout, generator: torch.Generator) -> Any: ...
+    def scatter_terms(self, x: Tensor, layout: Layout, generator: torch.Generator) -> Emitted: ...
 
     def assemble(self, values: Sequence[Tensor], layout: Layout) -> Tensor: ...
 
@@ -176,7 +177,7 @@ def run(
     layouts = iter(strategy.operands)
     generator = torch.Generator().manual_seed(0)
 
-    def shard(x: Any) -> Any:
+    def shard(x: object) -> Emitted:
         if isinstance(x, Tensor):
             return ranks.scatter_terms(x, next(layouts), generator)
         return [shard(item) for item in x] if isinstance(x, (list, tuple)) else x

@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from operator import getitem
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from shardc.ir.comm import SEND_ROWS, WAIT
 from shardc.ir.layout import strides
 from shardc.rules.notation import WHOLE, Loops
 from shardc.rules.positions import coordinate
-from shardc.rules.rule import CONTIGUOUS, Call, Local, Rule, table
+from shardc.rules.rule import CONTIGUOUS, Call, Emitted, Local, Rule, table
 from shardc.rules.spec import Dims, Routed, Spec
 
 aten = torch.ops.aten
@@ -83,20 +82,20 @@ class _Rows:
         came_back: int64 [r]: position in ``take`` of each received row.
     """
 
-    order: Any
-    back: Any
-    mine: Any
-    x: Any
-    take: Any
-    scale: Any
-    ends: Any
+    order: Emitted
+    back: Emitted
+    mine: Emitted | None
+    x: Emitted
+    take: Emitted
+    scale: Emitted
+    ends: Emitted
     expected: int
-    sends: Any = None
-    receives: Any = None
-    came_back: Any = None
+    sends: Emitted | None = None
+    receives: Emitted | None = None
+    came_back: Emitted | None = None
 
 
-def _keys(local: Local, sent: tuple[str, ...], index: Any) -> tuple[Any, Any, int, int]:
+def _keys(local: Local, sent: tuple[str, ...], index: Emitted) -> tuple[Emitted, Emitted, int, int]:
     """Return the sort key of each choice: by destination rank, then by expert there; unreachable ones are last.
 
     Returns:
@@ -106,7 +105,7 @@ def _keys(local: Local, sent: tuple[str, ...], index: Any) -> tuple[Any, Any, in
     layout = local.operand_layout("params")
     digits, mesh = layout.dims[0], layout.mesh
     flat, total = call(aten.reshape.default, index, [-1]), layout.shape[0]
-    parts: list[tuple[str | None, int, Any]] = []
+    parts: list[tuple[str | None, int, Emitted]] = []
     mine = None
     for (radix, axis), stride in zip(digits, strides(digits), strict=True):
         digit = flat if stride == 1 else call(aten.div.Tensor_mode, flat, stride, rounding_mode="floor")
@@ -188,19 +187,21 @@ def _rows(local: Local) -> _Rows:
     return _Rows(order, back, mine, x, take, scale, ends, expected, sends, receives, came_back)
 
 
-def _unpack(local: Local, outputs: Any, count: int) -> list[Any]:
+def _unpack(local: Local, outputs: Emitted, count: int) -> list[Emitted]:
     """Emit the getitems of an op with ``count`` outputs."""
     return [local.builder.call(getitem, outputs, at) for at in range(count)]
 
 
-def _send(local: Local, rows: list[Any], sends: Any, receives: Any, received: int, axes: tuple[str, ...]) -> list[Any]:
+def _send(
+    local: Local, rows: list[Emitted], sends: Emitted, receives: Emitted, received: int, axes: tuple[str, ...]
+) -> list[Emitted]:
     """Emit an all-to-all of rows that are sorted by destination; the received rows are sorted by source."""
     _, group = local.builder.group(axes)
     out = local.builder.call(SEND_ROWS, rows, sends, receives, received, group)
     return [local.builder.call(WAIT, tensor) for tensor in _unpack(local, out, len(rows))]
 
 
-def _by_token(local: Local, rows: _Rows, returned: Any, added: bool) -> Any:
+def _by_token(local: Local, rows: _Rows, returned: Emitted, added: bool) -> Emitted:
     """Return the rows in token order: summed over a token's choices [t, width], or one number each [t, k]."""
     call = local.builder.call
     tokens, choices = local.builder.shape(local.operand("index"))
@@ -213,22 +214,22 @@ def _by_token(local: Local, rows: _Rows, returned: Any, added: bool) -> Any:
     return call(aten.sum.dim_IntList, out, [1]) if added else call(aten.reshape.default, out, [tokens, choices])
 
 
-def _forward(local: Local) -> tuple[_Rows, list[Any]]:
+def _forward(local: Local) -> tuple[_Rows, list[Emitted]]:
     """Emit the routing and the experts of a forward; the backward op of the same call reuses both."""
     body = local.call["body"]
     x, index, weight, params = (local.operand(name) for name in ("x", "index", "weight", "params"))
 
-    def make() -> tuple[_Rows, list[Any]]:
+    def make() -> tuple[_Rows, list[Emitted]]:
         rows = _rows(local)
         outputs = local.builder.call(
             expert_ops.RUN, rows.x, rows.take, rows.scale, rows.ends, list(params), rows.expected, body
         )
         return rows, _unpack(local, outputs, 1 + len(body_of(body).saved))
 
-    return local.builder.once((expert_ops.RUN, x, index, weight, tuple(params), body), make)  # type: ignore[no-any-return]
+    return local.builder.once((expert_ops.RUN, x, index, weight, tuple(params), body), make)
 
 
-def _call_local(local: Local) -> Any:
+def _call_local(local: Local) -> Emitted:
     rows, (result, *_) = _forward(local)
     if rows.sends is None:
         return result
@@ -237,7 +238,7 @@ def _call_local(local: Local) -> Any:
     return _by_token(local, rows, back, added=True)
 
 
-def _gradient_local(local: Local) -> Any:
+def _gradient_local(local: Local) -> Emitted:
     call = local.builder.call
     rows, (_, *saved) = _forward(local)
     grad, params, body = local.operand("grad"), local.operand("params"), local.call["body"]

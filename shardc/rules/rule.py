@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
+from torch._ops import OpOverload
 
 from shardc.ir.graph import Value
 from shardc.ir.layout import Layout
 from shardc.rules.spec import Spec
+
+T = TypeVar("T")
+# A local tensor (or a list of them) as a `Builder` represents it: a node of the graph, or the tensors of all ranks.
+Emitted: TypeAlias = object
 
 
 @dataclass(frozen=True)
@@ -24,9 +29,9 @@ class Call:
         results: one per output; None for outputs that are not tensors.
     """
 
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
+    target: OpOverload[..., object]
+    args: tuple[object, ...]
+    kwargs: tuple[tuple[str, object], ...]
     results: tuple[Value | None, ...]
 
     @cached_property
@@ -68,15 +73,15 @@ class Call:
 class Builder(Protocol):
     """Emits local ops: into an FX graph (`passes.localize`), or executes them on all ranks (`runtime.sim.lockstep`)."""
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, target: Callable[..., object], *args: object, **kwargs: object) -> Emitted:
         """Emit one op on local tensors and return its result."""
         ...
 
-    def coordinate(self, axes: tuple[str, ...]) -> Any:
+    def coordinate(self, axes: tuple[str, ...]) -> Emitted:
         """Return this rank's index along ``axes`` (the first is the slowest): int64 [1]."""
         ...
 
-    def key(self) -> Any:
+    def key(self) -> Emitted:
         """Return the key of this step's random draws, the same on every rank: int64 [1]."""
         ...
 
@@ -84,7 +89,7 @@ class Builder(Protocol):
         """Return the local shape of ``x``."""
         ...
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def once(self, key: object, make: Callable[[], T]) -> T:
         """Return ``make()``, or its earlier result for the same ``key``."""
         ...
 
@@ -112,11 +117,11 @@ class Local:
     spec: Spec
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     true_size: Callable[[int, int], int] = lambda dim, size: size
 
-    def same(self, /, **replaced: Any) -> Any:
+    def same(self, /, **replaced: object) -> Emitted:
         """Emit the same op, with the arguments in ``replaced`` (by schema name) replaced."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for at, argument in enumerate(self.call.target._schema.arguments):
@@ -140,7 +145,7 @@ class Local:
         assert position is not None, f"{self.call.name} has no tensor argument {name!r} here"
         return self.operands[position]
 
-    def offset(self, layout: Layout, dim: int) -> Any:
+    def offset(self, layout: Layout, dim: int) -> Emitted:
         """Return the global index along ``dim`` of this rank's first element: int64 [1].
 
         Requires that the rank's elements are contiguous along ``dim``: every split digit is major to the local ones.
@@ -156,7 +161,7 @@ class Local:
 ANY, CONTIGUOUS, TRACED = "any", "contiguous", "traced"
 
 SpecOf = Callable[[Call], Spec]
-Localize = Callable[[Local], Any]
+Localize = Callable[[Local], Emitted]
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,7 @@ class Rule:
 def sized(argument: str = "size") -> Localize:
     """Return a localize for an op whose ``argument`` is the shape of its result."""
 
-    def localize(local: Local) -> Any:
+    def localize(local: Local) -> Emitted:
         return local.same(**{argument: list(local.results[0].local_shape)})
 
     return localize

@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import accumulate
 from math import gcd
-from typing import Any
 
 import torch
 
 from shardc.ir.layout import Layout
 from shardc.rules.notation import FREE, WHOLE, Loops, mixed
 from shardc.rules.positions import owned_at, split, zero_unless
-from shardc.rules.rule import ANY, Call, Local, Rule, SpecOf, rules_for, table
+from shardc.rules.rule import ANY, Call, Emitted, Local, Rule, SpecOf, rules_for, table
 from shardc.rules.spec import Dims, Spec
 
 aten = torch.ops.aten
@@ -64,7 +63,7 @@ def _slice(call: Call) -> Spec:
     return loops.spec([x], [y], moves=True)
 
 
-def _slice_local(local: Local) -> Any:
+def _slice_local(local: Local) -> Emitted:
     dim, start, end, step = _slice_bounds(local.call)
     layout = local.operands[0]
     if step != 1:
@@ -84,7 +83,7 @@ def _split(call: Call) -> Spec:
     return _ranges(call, dim, list(accumulate(sizes))[:-1])
 
 
-def _split_local(local: Local) -> Any:
+def _split_local(local: Local) -> Emitted:
     dim = local.call["dim"] % len(local.call.operands[0].shape)
     sizes = [layout.local_shape[dim] for layout in local.results]
     return local.builder.call(aten.split_with_sizes.default, local.args[0], sizes, dim)
@@ -110,7 +109,7 @@ def _index(call: Call) -> int:
     return index % shape[dim % len(shape)]
 
 
-def _select_local(local: Local) -> Any:
+def _select_local(local: Local) -> Emitted:
     """Emit ``select`` (one index of a dim) on every rank; ranks that do not hold that element return zero."""
     dim = local.call["dim"] % len(local.call.operands[0].shape)
     if not split(local.operands[0], dim):
@@ -140,7 +139,7 @@ def _slice_scatter(call: Call) -> Spec:
     return loops.spec([x, dims("y", src[dim])], [x], linear=[{0, 1}])
 
 
-def _slice_scatter_local(local: Local) -> Any:
+def _slice_scatter_local(local: Local) -> Emitted:
     dim, start, _, step = _slice_bounds(local.call)
     if step != 1:
         return local.same()
@@ -153,7 +152,7 @@ def _select_scatter(call: Call) -> Spec:
     return loops.spec([x, rest], [x], linear=[{0, 1}])
 
 
-def _select_scatter_local(local: Local) -> Any:
+def _select_scatter_local(local: Local) -> Emitted:
     dim = local.call["dim"] % len(local.call.operands[0].shape)
     if not split(local.operands[0], dim):
         return local.same(index=_index(local.call))
@@ -201,7 +200,7 @@ def _pad(call: Call) -> Spec:
     return loops.spec([tuple(before)], [tuple(after)], linear=[{0}] if zero else ())
 
 
-def _pad_local(local: Local) -> Any:
+def _pad_local(local: Local) -> Emitted:
     layout = local.operands[0]
     pads = [[_to_local(layout, i, edge) for edge in pair] for i, pair in enumerate(_pads(local.call))]
     return local.same(pad=[edge for pair in pads[::-1] for edge in pair])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from shardc.rules.notation import FREE, WHOLE, Loops
-from shardc.rules.rule import ANY, Call, Local, Localize, Rule, SpecOf, rules_for, sized, table
+from shardc.rules.rule import ANY, Call, Emitted, Local, Localize, Rule, SpecOf, rules_for, sized, table
 from shardc.rules.spec import Spec
 
 aten = torch.ops.aten
@@ -23,12 +22,12 @@ def _view(call: Call) -> Spec:
     return loops.spec([before], [after], moves=True)
 
 
-def _reshape_local(local: Local) -> Any:
+def _reshape_local(local: Local) -> Emitted:
     # A shard may have other strides than the whole tensor had, so a view may need a copy.
     return local.builder.call(aten.reshape.default, local.args[0], list(local.results[0].local_shape))
 
 
-def _squeezed(local: Local) -> Any:
+def _squeezed(local: Local) -> Emitted:
     """Emit a squeeze of the dims that have size 1 in the global shape: on a shard other dims may have size 1 too."""
     shape = local.call.operands[0].shape
     dims = range(len(shape)) if local.call.name.endswith("default") else as_dims(local.call["dim"], len(shape))
@@ -84,7 +83,7 @@ def _repeat(call: Call) -> Spec:
     return loops.spec([before[lead:]], [tuple(after)], moves=True)
 
 
-def _repeat_local(local: Local) -> Any:
+def _repeat_local(local: Local) -> Emitted:
     result_shape = local.results[0].local_shape
     operand_shape = [1] * (len(result_shape) - local.operands[0].ndim) + list(local.operands[0].local_shape)
     # An empty dim can be repeated any number of times.

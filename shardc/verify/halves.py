@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from operator import getitem
-from typing import Any
 
 from torch import fx
 
@@ -36,7 +35,7 @@ def in_order(subject: Subject, segments: Sequence[Segment]) -> Broken:
     scheduled = (node for node in subject.calls if node.target is not getitem)
     for segment in segments:
         operand_names = iter(segment.takes)
-        computed: dict[fx.Node, Any] = {}
+        computed: dict[fx.Node, object] = {}
         for x in segment.gm.graph.nodes:
             if x.op == "placeholder":
                 computed[x] = values.get(next(operand_names))
@@ -49,14 +48,14 @@ def in_order(subject: Subject, segments: Sequence[Segment]) -> Broken:
                     yield node, "the segments do not run it where it was scheduled"
                     return
                 computed[x] = node
-        returned: Any = output_node(segment.gm.graph).args[0]
+        returned = output_node(segment.gm.graph).args[0]
         if [computed[x] for x in returned] != [values.get(name) for name in segment.gives]:
             yield end, "the segments hand on other values"
     for node in scheduled:
         yield node, "no segment runs it"
 
 
-def _value(node: fx.Node) -> Any:
+def _value(node: fx.Node) -> fx.Node | tuple[fx.Node, int]:
     """Return an op, or (op, index) for a getitem."""
     return (node.args[0], node.args[1]) if node.target is getitem else node
 
@@ -113,7 +112,7 @@ def slots(subject: Subject) -> Broken:
                 yield maker[number], "it leaves the half, in memory that is used again"
         lies[node] = read if lends(node.target) else frozenset()
         if node.target in IN_MESSAGES:
-            numbers: Any = arguments_of(node)["slots"]
+            numbers = arguments_of(node)["slots"]
             arrived = min((subject.place[wait] for wait in sent), default=at)
             results = len(info(node).tensors)  # slots of shared messages come after them
             for k, number in enumerate(numbers):
@@ -163,7 +162,7 @@ def read(subject: Subject) -> Broken:
 
 def once(subject: Subject) -> Broken:
     """Check that no two collectives have the same kind, operand, group and reduction."""
-    seen: dict[Any, fx.Node] = {}
+    seen: dict[object, fx.Node] = {}
     for node in subject.calls:
         for value, rest in _sent(node):
             first = seen.setdefault((collective_kind(node), value, rest), node)
@@ -183,7 +182,7 @@ def rerun(forward: fx.GraphModule, backward: fx.GraphModule) -> Broken:
                     yield node, f"forward keeps what it brings, {_name(wait)}"
 
 
-def _sent(node: fx.Node) -> list[tuple[fx.Node, Any]]:
+def _sent(node: fx.Node) -> list[tuple[fx.Node, tuple[tuple[str, str], ...]]]:
     """Return (operand, the other arguments as text) of each tensor that a collective sends."""
     if collective_kind(node) is None:
         return []

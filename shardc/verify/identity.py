@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from operator import getitem
-from typing import Any
 
 from torch import fx
 
@@ -19,26 +18,26 @@ from shardc.ir import grammar, ops
 from shardc.ir.comm import WAIT
 from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.graph import Role, info, output_node, outputs
-from shardc.verify.local_graph import Collective
+from shardc.verify.local_graph import Collective, Fingerprint, Fingerprints
 
-Computed = dict[tuple[str, str, int], bytes]  # fingerprints by an output's kind, name and index
+Computed = dict[tuple[str, str, int], Fingerprint]  # fingerprints by an output's kind, name and index
 
 
 @dataclass(frozen=True)
 class Program:
     """Fingerprints of a graph: of its ``values``, and of its outputs (``results``)."""
 
-    values: frozenset[bytes]
+    values: frozenset[Fingerprint]
     results: Computed
 
 
-def program(gm: fx.GraphModule, prints: Mapping[fx.Node, Any] | None = None) -> Program:
+def program(gm: fx.GraphModule, prints: Fingerprints | None = None) -> Program:
     """Return the fingerprints of ``gm`` at global shapes; ``prints`` is its `fingerprints`, if computed already."""
     prints = prints or fingerprints(gm.graph)
     return Program(frozenset(prints.values()), of_outputs(gm.graph, prints))
 
 
-def changed(before: Program, gm: fx.GraphModule, prints: Mapping[fx.Node, Any]) -> tuple[fx.Node, str] | None:
+def changed(before: Program, gm: fx.GraphModule, prints: Fingerprints) -> tuple[fx.Node, str] | None:
     """Return (first node of ``gm`` whose value ``before`` lacks, reason), or None; ``prints`` are those of ``gm``."""
     for node in gm.graph.nodes:
         if node.op != "output" and prints[node] not in before.values:
@@ -48,12 +47,12 @@ def changed(before: Program, gm: fx.GraphModule, prints: Mapping[fx.Node, Any]) 
     return None if other is None else (output_node(gm.graph), other)
 
 
-def computed(graph: fx.Graph, saved: Mapping[str, bytes] | None = None) -> Computed:
+def computed(graph: fx.Graph, saved: Mapping[str, Fingerprint] | None = None) -> Computed:
     """Return the fingerprint of each output; ``saved`` maps the names of saved values to their fingerprints."""
     return of_outputs(graph, fingerprints(graph, saved))
 
 
-def of_outputs(graph: fx.Graph, prints: Mapping[fx.Node, Any]) -> Computed:
+def of_outputs(graph: fx.Graph, prints: Fingerprints) -> Computed:
     """Return the fingerprint of each output, from those of the nodes."""
     return {
         (role.kind, role.name, role.index): prints[node] for role, node in outputs(graph) if isinstance(node, fx.Node)
@@ -70,8 +69,8 @@ def same(before: Computed, now: Computed) -> str | None:
 
 
 def fingerprints(
-    graph: fx.Graph, saved: Mapping[str, bytes] | None = None, replaced: Mapping[str, Collective] | None = None
-) -> dict[fx.Node, Any]:
+    graph: fx.Graph, saved: Mapping[str, Fingerprint] | None = None, replaced: Mapping[str, Collective] | None = None
+) -> dict[fx.Node, Fingerprint]:
     """Return node -> fingerprint, without the output node; a list for a coalesced collective.
 
     Data movement at global shapes keeps the fingerprint. A local collective's fingerprint depends on its operands only:
@@ -81,7 +80,7 @@ def fingerprints(
         saved: as in `computed`.
         replaced: result name -> collective that other ops may implement; such a result keeps its fingerprint.
     """
-    out: dict[fx.Node, Any] = {}
+    out: dict[fx.Node, Fingerprint] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             role = info(node).role or Role("", info(node).name)
@@ -97,16 +96,14 @@ def fingerprints(
     return out
 
 
-def respelled(
-    graph: fx.Graph, prints: Mapping[fx.Node, Any], replaced: Mapping[str, Collective]
-) -> dict[str, Collective]:
+def respelled(graph: fx.Graph, prints: Fingerprints, replaced: Mapping[str, Collective]) -> dict[str, Collective]:
     """Return those collectives of ``replaced`` that ``graph`` computes by other ops."""
     named = {info(node).name: node for node in graph.nodes if node.op == "call_function"}
     present = {name: old for name, old in replaced.items() if name in named}
     return {name: old for name, old in present.items() if _fingerprint(named[name], prints) != old.value}
 
 
-def _fingerprint(node: fx.Node, prints: Mapping[fx.Node, Any]) -> Any:
+def _fingerprint(node: fx.Node, prints: Fingerprints) -> Fingerprint:
     if node.target is WAIT or node.target in ops.MARKERS.values():
         return prints[node.args[0]]
     if node.target is getitem and isinstance(several := prints[node.args[0]], list):
@@ -122,14 +119,14 @@ def _fingerprint(node: fx.Node, prints: Mapping[fx.Node, Any]) -> Any:
     return digest(kind, prints[operand], with_fingerprints(attributes, prints))
 
 
-def with_fingerprints(argument: Any, prints: Mapping[fx.Node, Any]) -> Any:
+def with_fingerprints(argument: fx.node.Argument, prints: Fingerprints) -> object:
     """Return ``argument`` with fingerprints in place of nodes."""
     if isinstance(argument, fx.Node):
         return prints[argument]
     return [with_fingerprints(part, prints) for part in argument] if isinstance(argument, list | tuple) else argument
 
 
-def digest(*parts: Any) -> bytes:
+def digest(*parts: object) -> bytes:
     """Return a fingerprint of ``parts``, by their repr."""
     return blake2b(repr(parts).encode(), digest_size=16).digest()
 

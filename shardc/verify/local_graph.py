@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from operator import getitem
-from typing import Any
 
 import torch
 from torch import fx
@@ -22,8 +21,10 @@ from shardc.ir.graph import Value, info, outputs
 from shardc.verify.subject import Broken, Subject
 
 aten = torch.ops.aten
+Fingerprint = bytes | list[bytes]  # of a value; of a coalesced collective, one for each of its results
+Fingerprints = Mapping[fx.Node, Fingerprint]
 # Reduce op of a collective -> local ops that may combine the ranks' terms.
-_TOGETHER: dict[str, tuple[Any, ...]] = {
+_TOGETHER: dict[str, tuple[object, ...]] = {
     "sum": (aten.sum.dim_IntList, aten.add.Tensor),
     "avg": (aten.mean.dim, aten.sum.dim_IntList, aten.add.Tensor),
     "max": (aten.amax.default, aten.maximum.default),
@@ -42,12 +43,12 @@ class Collective:
         reduces: reduce op, "" if it does not reduce.
     """
 
-    value: bytes
-    operand: bytes
+    value: Fingerprint
+    operand: Fingerprint
     group: str
     reduces: str
 
-    def is_spelled_by(self, result: fx.Node, prints: Mapping[fx.Node, Any]) -> bool:
+    def is_spelled_by(self, result: fx.Node, prints: Fingerprints) -> bool:
         """Return whether ``result`` depends on the operand only, through collectives of this group and reduce op."""
         sent, reduced = False, not self.reduces
         seen, todo = {result}, [result]
@@ -67,7 +68,7 @@ class Collective:
         return sent and reduced
 
 
-def collectives(graph: fx.Graph, prints: Mapping[fx.Node, Any]) -> dict[str, Collective]:
+def collectives(graph: fx.Graph, prints: Fingerprints) -> dict[str, Collective]:
     """Return the name of the wait -> `Collective`, for each collective of one tensor in ``graph``."""
     out = {}
     for wait in graph.nodes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import fx
@@ -98,7 +97,7 @@ def results(subject: Subject) -> Broken:
                 yield node, f"result {index} is {grammar.value_text(source_value[index], '')}"
 
 
-def legal(*allowed: Callable[..., Any], collectives: bool = False) -> Check:
+def legal(*allowed: Callable[..., object], collectives: bool = False) -> Check:
     """Return the check that a stage has legal ops only: ``getitem``, ``allowed``, and overloads of ``torch.ops``.
 
     Without ``collectives``, as before localize, collectives of torch are not legal.
@@ -108,7 +107,7 @@ def legal(*allowed: Callable[..., Any], collectives: bool = False) -> Check:
         for node in subject.calls:
             if node.target is operator.getitem or node.target in allowed:
                 continue
-            target: Any = node.target
+            target = node.target
             if not grammar.is_torch_op(target):
                 yield node, f"{getattr(target, '__name__', target)} is not legal here"
             elif not collectives and communicates(target):

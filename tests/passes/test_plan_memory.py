@@ -61,7 +61,7 @@ def test_no_two_results_share_a_byte_while_both_are_in_use(seed: int) -> None:
     for k, one in enumerate(plan.slots):
         assert one.offset % ALIGNMENT == 0
         for other in plan.slots[:k]:
-            if one.region == other.region != OUTSIDE and (one.meets(other) or one.region == KEPT):
+            if one.region == other.region != OUTSIDE and (one.overlaps(other) or one.region == KEPT):
                 assert one.offset + one.size <= other.offset or other.offset + other.size <= one.offset, (one, other)
     inside = MemoryPlan(tuple(slot for slot in plan.slots if slot.region == INSIDE))
     room = sum(-(-slot.size // ALIGNMENT) * ALIGNMENT for slot in inside.slots)

@@ -162,7 +162,7 @@ def overlap_two_slots(graph: fx.Graph) -> bool:
     inside = [k for k, slot in enumerate(plan.slots) if slot.region == "inside" and slot.size]
     for one in inside:
         for other in inside:
-            if one != other and plan.slots[one].meets(plan.slots[other]):
+            if one != other and plan.slots[one].overlaps(plan.slots[other]):
                 moved = replace(plan.slots[one], offset=plan.slots[other].offset)
                 slots = tuple(moved if k == one else slot for k, slot in enumerate(plan.slots))
                 output.meta[PLAN] = replace(plan, slots=slots)
