@@ -19,7 +19,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from shardc._compat import PyTree
 from shardc.errors import CaptureError
-from shardc.ir.code import calling_line, told_place
+from shardc.ir.code import calling_line, versioned_path
 from shardc.ir.graph import info, placeholders, role
 from shardc.validate import dtype_name
 
@@ -36,7 +36,7 @@ def line_of(node: fx.Node) -> str:
 
 def user_frame(frames: Iterable[str]) -> str:
     """Return the innermost of ``frames`` (``file:line``) outside of torch, shardc and Python's library, or ""."""
-    user_frames = [frame for frame in frames if told_place(frame.rpartition(":")[0]) is None]
+    user_frames = [frame for frame in frames if versioned_path(frame.rpartition(":")[0]) is None]
     return user_frames[-1] if user_frames else ""
 
 

@@ -30,7 +30,7 @@ from shardc.capture.annotate import OUTPUT, SAME, model_name
 from shardc.capture.capture_errors import user_frame
 from shardc.capture.side_effects import Change
 from shardc.errors import CaptureError
-from shardc.ir.code import MAIN, code_hash, is_told, is_told_module, module_name
+from shardc.ir.code import MAIN, code_hash, is_versioned, is_versioned_module, module_name
 from shardc.ir.guards import Lookup, Read, Reads, parse
 from shardc.ir.inner import with_inner
 from shardc.ir.kinds import lost_names, why_refused
@@ -217,7 +217,7 @@ def reads_of(
     traced = {
         code_hash(code): f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
         for code in (*codes, *_wrapper_code(model))
-        if not is_told(code)
+        if not is_versioned(code)
     }
     ordered = sorted(reads, key=lambda read: (read.expression, read.what, repr(read.key)))
     return Reads(tuple(ordered), scopes, tuple(sorted(traced.items())))
@@ -239,7 +239,7 @@ def _of_library(module: str) -> bool:
     """Return whether ``module`` is torch's, shardc's, Python's or an installed library's, or is not loaded."""
     loaded = sys.modules.get("__main__" if module == MAIN else module)
     file = getattr(loaded, "__file__", None) or ""
-    return loaded is None or is_told_module(loaded) or f"{os.sep}site-packages{os.sep}" in file
+    return loaded is None or is_versioned_module(loaded) or f"{os.sep}site-packages{os.sep}" in file
 
 
 def _expression(text: str, imported: Mapping[str, str], scope: Mapping[str, Any], scopes: Any) -> str | None:

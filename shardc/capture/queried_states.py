@@ -28,7 +28,7 @@ from torch._dynamo.variables.misc import AutogradFunctionContextVariable, NumpyV
 from torch._dynamo.variables.torch import TorchCtxManagerClassVariable, TorchInGraphFunctionVariable
 
 from shardc._compat import FakeTensor
-from shardc.ir.code import is_told
+from shardc.ir.code import is_versioned
 from shardc.ir.guards import GRAD_MODE, INFERENCE_MODE, STATES, Read, in_inference_mode
 
 _NAMES = {function: name for name, function in STATES.items()}
@@ -71,7 +71,7 @@ def recorded_states() -> Iterator[set[Read]]:
             grad_mode.note(tx)
         elif name is not None:
             note(name, args, kwargs)
-        elif self.value is _INTERPRETERS and not is_told(tx.f_code):
+        elif self.value is _INTERPRETERS and not is_versioned(tx.f_code):
             raise Unsupported("a state, whether it runs under a transform of torch.func,")
         elif self.can_constant_fold_through() and not _is_pure(self.value):
             raise Unsupported(f"a state, {getattr(self.value, '__name__', self.value)}")
@@ -185,7 +185,7 @@ class GradMode:
 
     def note(self, tx: InstructionTranslatorBase) -> bool:
         """Notes a read of the grad mode; returns False in torch's own code. Unsupported in a reentrant checkpoint."""
-        if is_told(tx.f_code) and "polyfills" not in tx.f_code.co_filename:
+        if is_versioned(tx.f_code) and "polyfills" not in tx.f_code.co_filename:
             return False
         if self._reentrant:
             raise Unsupported("the grad mode in a reentrant checkpoint")

@@ -12,9 +12,9 @@ from math import prod
 
 import torch
 from torch import Size
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
+from shardc._compat import OpOverload
 from shardc.custom_ops import attention_ops, expert_ops, recurrent_ops
 from shardc.custom_ops.expert_functions import body_of
 

@@ -33,8 +33,8 @@ from functools import lru_cache
 from typing import Any, NoReturn, TypeAlias, TypeGuard, TypeVar
 
 import torch
-from torch._ops import OpOverload
 
+from shardc._compat import OpOverload
 from shardc.errors import TextError, VerifyError
 from shardc.ir.graph import DTYPE_NAMES, NEEDED_BY, Origin, Value
 from shardc.ir.ops import MARKERS

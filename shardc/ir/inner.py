@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardc._compat import is_wrapper, pytree
 from shardc.errors import CaptureError, InputError, LayoutError
 from shardc.ir.clone import clone_tree
-from shardc.ir.code import is_plain, is_told, is_told_class, is_told_module, names_in
+from shardc.ir.code import is_plain, is_versioned, is_versioned_class, is_versioned_module, names_in
 from shardc.ir.kinds import CLASS
 
 _ABSENT = object()
@@ -96,7 +96,7 @@ class InnerCode:
         if isinstance(x, types.FunctionType):
             self._function(x)
         elif isinstance(x, type):
-            if not is_told_class(x):
+            if not is_versioned_class(x):
                 self._mappings[id(x)] = x
                 self._todo += [type(x), *x.__bases__, *vars(x).values()]
         elif isinstance(x, _MAPPINGS):
@@ -116,7 +116,7 @@ class InnerCode:
             self._todo += [x.func, x.args, x.keywords]
         elif isinstance(x, _lru_cache_wrapper):
             self._todo.append(x.__wrapped__)
-        elif not isinstance(x, types.ModuleType) and not is_told_class(type(x)):
+        elif not isinstance(x, types.ModuleType) and not is_versioned_class(type(x)):
             self._todo.append(type(x))
             if hasattr(x, "__dict__"):
                 self._mappings[id(x)] = x
@@ -124,7 +124,7 @@ class InnerCode:
 
     def _function(self, function: types.FunctionType) -> None:
         cells = list(map(_contents, function.__closure__ or ()))
-        if is_told(function.__code__):  # a decorator of torch or Python is around the user's functions
+        if is_versioned(function.__code__):  # a decorator of torch or Python is around the user's functions
             self._todo += [x for x in cells if isinstance(x, types.FunctionType)]
             return
         self._functions[id(function)] = function
@@ -143,7 +143,7 @@ class InnerCode:
         elif (id(value), names) not in self._seen:
             self._seen[id(value), names] = value
             for attribute in names & vars(value).keys():
-                self._name(vars(value), attribute, names, is_told_module(value))
+                self._name(vars(value), attribute, names, is_versioned_module(value))
 
 
 def _contents(cell: types.CellType) -> object:

@@ -1,4 +1,4 @@
-"""Data-movement ops of the global graph: FX targets that are never run.
+"""Marker ops: targets of FX nodes that move data in the global graph, and are lowered before it runs.
 
 Each takes a value at its global shape and returns the same value in another layout; the layouts are those of the nodes
 (`shardc.ir.graph.Value`). `passes/lower/localize.py` lowers them to local ops and collectives.
@@ -17,7 +17,7 @@ def _never(name: str) -> NoReturn:
 
 
 def tag(x: Tensor, *, name: str) -> Tensor:
-    """Identity that marks the input or output of a module, so that a plan entry finds it."""
+    """Returns ``x``; marks it as the input or output of the module ``name``, to which plan entries apply."""
     _never("tag")
 
 

@@ -1,14 +1,12 @@
-"""The code that a capture of a model can reach, found by what names are bound to: classes, functions, and what they
-name.
+"""The code that a capture of a model can reach (`Reach`), found by a walk over the objects that its names are bound to.
 
 The walk begins at the classes and attributes of the model's modules, and at the loss. From a traced function it goes on
 to its defaults, cells and the globals that it names; from a class, module or object to the attributes that traced code
-names. Of other functions it records the code only. If another start finds the same, its trace would be the same.
+names. Of other functions it records the code only. If a walk in another process finds the same, its trace would be the
+same.
 
-Code of torch, shardc and Python is identified by file and line, as their versions are compared elsewhere. The names in
-torch's layers and functions are walked, too, in case a user has replaced what they are bound to.
-
-The walk over the objects that a model binds (see `shardc.ir.reach`).
+Code of torch, shardc and Python is identified by file and line, because their versions are compared elsewhere. The walk
+includes the names in torch's layers and functions, because a user may have bound them to other objects.
 """
 
 from __future__ import annotations
@@ -35,21 +33,21 @@ from shardc.ir.code import (
     digest,
     imports,
     is_plain,
-    is_told,
-    is_told_class,
-    is_told_module,
+    is_versioned,
+    is_versioned_class,
+    is_versioned_module,
     module_name,
     names_in,
     plain_text,
     qualified_name,
     text_of,
-    told_place,
+    versioned_path,
 )
 from shardc.ir.inner import InnerCode
 
-# Of torch, what calls functions that somebody may have replaced.
+# Files of torch with code that calls functions that a user may have replaced.
 _LAYERS = ("torch/nn/", "torch/functional.py", "torch/utils/checkpoint.py", "torch/distributions/")
-# Attributes that say nothing of what code does, or that no forward calls.
+# Attributes that do not change what code does, or that no forward calls.
 _INERT = {
     "__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__abstractmethods__", "__firstlineno__",
     "__orig_bases__", "__parameters__", "__qualname__", "__static_attributes__", "__dataclass_fields__",
@@ -61,7 +59,7 @@ _INERT = {
 _OWN = {*vars(nn.Module()), "shardc", "_compiled_call_impl", STATE_KEY, REGISTRY_KEY}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.MappingProxyType)
-_OPEN = (types.SimpleNamespace,)  # objects of classes of Python whose attributes are the user's
+_OPEN = (types.SimpleNamespace,)  # classes of Python whose objects have attributes set by the user
 _SLOTS = (
     types.MethodDescriptorType, types.WrapperDescriptorType, types.MemberDescriptorType, types.GetSetDescriptorType,
     types.ClassMethodDescriptorType,
@@ -72,8 +70,15 @@ _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the attributes of other classes cannot be
 
 
 @dataclass
-class _Holder:
-    """A namespace (class, module or object) in which the attributes that traced code names are looked up."""
+class _Namespace:
+    """A class, module or object in which the attributes that traced code names are looked up.
+
+    Args:
+        label: its name in the keys of `Reach`.
+        attributes: its attributes.
+        done: the names that were looked up.
+        cls: the class, if it is one.
+    """
 
     label: str
     attributes: Mapping[str, object]
@@ -82,14 +87,14 @@ class _Holder:
 
 
 class Walk:
-    """Records what names are bound to, starting at the modules of ``model``.
+    """Walk over the objects that names are bound to, starting at the modules of ``model``.
 
     Args:
-        traced: see `shardc.ir.reach.reach`.
+        traced: see `reach`.
 
     Attributes:
-        code, values, code_hashes, constants: as `shardc.ir.reach.Reach` has them.
-        functions: those that may have been traced.
+        code, values, code_hashes, constants: see `Reach`.
+        functions: functions that may have been traced.
         ops: the user's ops of `torch.library.custom_op`, and their functions.
     """
 
@@ -108,21 +113,21 @@ class Walk:
             self._paths.setdefault(id(vars(module)), path)
         self._names: set[str] = {"forward"}
         self._new: set[str] = set()
-        self._holders: list[_Holder] = []
+        self._namespaces: list[_Namespace] = []
         self._queue: deque[tuple[types.FunctionType, str]] = deque()
         self._refs: dict[int, str] = {}
-        self._alive: list[object] = []  # whose ids are in use
+        self._alive: list[object] = []  # objects whose ids are keys of ``_refs``
         self._counts: dict[str, int] = {}
         self._inside: set[int] = set()
         self._native: set[int] = set()  # functions that are called, not traced
         self._distributed = False
 
     def root(self, path: str, module: nn.Module) -> None:
-        """Start at a module of the tree."""
+        """Bind the class and attributes of a module of the model."""
         self._attributes_of(f"module {path!r}", module, [])
 
     def _attributes_of(self, label: str, module: nn.Module, more: Iterable[str]) -> None:
-        """Bind the class of a module, its non-constant attributes, its hooks, and ``more`` of torch's attributes."""
+        """Bind the class of a module, its hooks, its attributes without constants, and those of torch in ``more``."""
         self.bind(label, "class", type(module))
         for key, value in sorted(vars(module).items()):
             if key in _HOOKS and value:
@@ -131,15 +136,15 @@ class Walk:
                 self.bind(label, key, value)
 
     def run(self) -> None:
-        """Walk everything reachable."""
+        """Walk all objects that can be reached from those that were bound."""
         self.ref(Tensor)  # whose methods any code may call
         while self._queue or self._new:
             while self._queue:
                 self._expand(*self._queue.popleft())
             new, self._new = self._new - self._names, set()
             self._names |= new
-            for holder in self._holders:  # grows
-                self._look(holder, new)
+            for namespace in self._namespaces:  # grows during the loop
+                self._look_up(namespace, new)
         for what, names, now in (
             ("the rank", _RANK, dist.get_rank),
             ("ranks of the world", _RANKS, dist.get_world_size),
@@ -148,7 +153,7 @@ class Walk:
                 self.values[what] = str(now()) if dist.is_available() and dist.is_initialized() else "none"
 
     def bind(self, label: str, name: str, value: object) -> None:
-        """Record what ``name`` is bound to in the scope ``label``."""
+        """Record the object that ``name`` is bound to in the namespace ``label``, and walk it."""
         key = f"{label}.{name}"
         if key in self.code or key in self.values:
             return
@@ -158,13 +163,13 @@ class Walk:
         (self.values if is_plain(value) or isinstance(value, _CONTAINERS) else self.code)[key] = text
 
     def ref(self, value: object) -> str:
-        """Return a value as text, and queue what it reaches."""
+        """Return a value as text, and queue the objects that it refers to."""
         if is_plain(value):
             return plain_text(value)
         if id(value) in self._refs:
             return self._refs[id(value)]
         if isinstance(value, Tensor):
-            return "a tensor" if is_told_class(type(value)) else f"a tensor of {self.ref(type(value))}"
+            return "a tensor" if is_versioned_class(type(value)) else f"a tensor of {self.ref(type(value))}"
         if isinstance(value, _CONTAINERS):
             return self._container(value)
         if isinstance(value, types.MethodType):
@@ -208,7 +213,7 @@ class Walk:
         if id(value) in self._inside:
             return "..."
         self._inside.add(id(value))
-        # What others register in one, as imports go, counts where it is code that was traced.
+        # Imports register functions in global tables; an entry counts only if its code was traced.
         if isinstance(value, (dict, types.MappingProxyType)):
             items = [(text_of(key), key, item) for key, item in list(value.items()) if self._counts_in(item)]
             ordered = sorted(items, key=lambda item: item[0])
@@ -219,7 +224,7 @@ class Walk:
             inside = [self.ref(item) for item in list(value) if isinstance(value, tuple) or self._counts_in(item)]
         self._inside.discard(id(value))
         factory = value.default_factory if isinstance(value, defaultdict) else None
-        kind = type(value).__name__ if is_told_class(type(value)) else self.ref(type(value))
+        kind = type(value).__name__ if is_versioned_class(type(value)) else self.ref(type(value))
         return f"{kind}({', '.join(inside)})" + (f" or {self.ref(factory)}" if factory is not None else "")
 
     def _counts_in(self, item: object) -> bool:
@@ -232,13 +237,13 @@ class Walk:
         function = value.fget if isinstance(value, property) else value
         if isinstance(function, (staticmethod, classmethod, types.MethodType)):
             function = function.__func__
-        if not isinstance(function, types.FunctionType) or is_told(function.__code__):
+        if not isinstance(function, types.FunctionType) or is_versioned(function.__code__):
             return False
         return code_hash(function.__code__) in self._traced
 
     def _function(self, function: types.FunctionType) -> str:
         code = function.__code__
-        location, does = told_place(code.co_filename), code_hash(code)
+        location, does = versioned_path(code.co_filename), code_hash(code)
         place = f"{location}:{code.co_firstlineno}:{code.co_name}" if location else qualified_name(function)
         name = self._named(function, place)
         runs = location is not None or does in self._traced or id(function) in self._native or _is_native(function)
@@ -270,20 +275,20 @@ class Walk:
         self.code[f"bases of {name}"] = ", ".join(self.ref(base) for base in cls.__mro__[1:])
         if type(cls) is not type:
             self.bind(name, "class", type(cls))
-        self._hold(_Holder(name, vars(cls), cls=cls))
+        self._add(_Namespace(name, vars(cls), cls=cls))
         return name
 
     def _module(self, module: types.ModuleType) -> str:
         name = self._refs[id(module)] = f"module {module_name(module.__name__)}"
         self._alive.append(module)
         self._distributed |= module.__name__.startswith("torch.distributed")
-        self._hold(_Holder(name, vars(module)))
+        self._add(_Namespace(name, vars(module)))
         return name
 
     def _object(self, value: object) -> str:
         cls = type(value)
         if (op := custom_op(value)) is not None:
-            return self._op(value, *op)
+            return self._custom_op(value, *op)
         if isinstance(value, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
             return f"script {digest(str(value.code))}"
         self._distributed |= cls.__module__.startswith("torch.") and "distributed" in cls.__module__
@@ -291,14 +296,14 @@ class Walk:
             name = self._named(value, f"an object of {qualified_name(cls)}")
             self._attributes_of(name, value, ("_modules",))
             return name
-        if is_told_class(cls) and not isinstance(value, _OPEN):
+        if is_versioned_class(cls) and not isinstance(value, _OPEN):
             return f"an object of {qualified_name(cls)}"
         name = self._named(value, f"an object of {qualified_name(cls)}")
         self.bind(name, "class", cls)
-        self._hold(_Holder(name, _attributes(value)))
+        self._add(_Namespace(name, _attributes(value)))
         return name
 
-    def _op(self, value: object, op: str, parts: Mapping[str, object]) -> str:
+    def _custom_op(self, value: object, op: str, parts: Mapping[str, object]) -> str:
         """Record a user's op: Dynamo calls its functions without tracing them."""
         name = self._refs[id(value)] = f"op {op}"
         self._alive.append(value)
@@ -309,23 +314,23 @@ class Walk:
                 self.bind(name, key, part)
         return name
 
-    def _hold(self, holder: _Holder) -> None:
-        self._holders.append(holder)
-        self._look(holder, self._names)
+    def _add(self, namespace: _Namespace) -> None:
+        self._namespaces.append(namespace)
+        self._look_up(namespace, self._names)
 
-    def _look(self, holder: _Holder, names: set[str]) -> None:
-        """Bind the ``names`` that ``holder`` has, and of a class the methods that are called implicitly."""
-        names_here = {name for name in holder.attributes.keys() & names if name not in _INERT}
-        if holder.cls is not None and not holder.done:
-            holder.done.add("")
-            names_here |= {name for name, value in holder.attributes.items() if self._without_name(name, value)}
-        if holder.cls is not None and issubclass(holder.cls, nn.Module):
-            names_here -= {"__init__", "__new__"}  # of modules that are there
-        for name in sorted(names_here - holder.done):
-            holder.done.add(name)
-            self.bind(holder.label, name, holder.attributes[name])
-            if holder.cls is not None:
-                self._bound[holder.cls].add(name)
+    def _look_up(self, namespace: _Namespace, names: set[str]) -> None:
+        """Bind the attributes of ``namespace`` in ``names``, and of a class the methods that are called implicitly."""
+        names_here = {name for name in namespace.attributes.keys() & names if name not in _INERT}
+        if namespace.cls is not None and not namespace.done:
+            namespace.done.add("")
+            names_here |= {name for name, value in namespace.attributes.items() if self._without_name(name, value)}
+        if namespace.cls is not None and issubclass(namespace.cls, nn.Module):
+            names_here -= {"__init__", "__new__"}  # the modules exist already
+        for name in sorted(names_here - namespace.done):
+            namespace.done.add(name)
+            self.bind(namespace.label, name, namespace.attributes[name])
+            if namespace.cls is not None:
+                self._bound[namespace.cls].add(name)
 
     def bound(self, classes: Iterable[type]) -> Iterator[tuple[type, str, object]]:
         """Yield (class, name, value) for the attributes of ``classes`` that a trace may have called."""
@@ -341,38 +346,38 @@ class Walk:
     def _without_name(self, name: str, value: object) -> bool:
         """Return whether a class attribute is used without being named in code: by Python, or by a computed name."""
         if name.startswith("__"):
-            versioned = isinstance(value, types.FunctionType) and is_told(value.__code__)
+            versioned = isinstance(value, types.FunctionType) and is_versioned(value.__code__)
             return name not in _INERT and (not versioned or name == "__call__")
         return self._was_traced(value)
 
     def _expand(self, function: types.FunctionType, name: str) -> None:
-        """Queue what a function names."""
+        """Bind the objects that a function names."""
         names, texts = names_in(function.__code__)
-        if told_place(function.__code__.co_filename) is None:
+        if versioned_path(function.__code__.co_filename) is None:
             self._new |= names
         scope, native = function.__globals__, id(function) in self._native or _is_native(function)
         module = f"module {module_name(str(scope.get('__name__')))}"
         for name in sorted(names):
             if name in scope:
                 value = scope[name]
-                if isinstance(value, types.ModuleType) and is_told_module(value):
+                if isinstance(value, types.ModuleType) and is_versioned_module(value):
                     self._attributes(value, names, set())
                 else:
                     if native and isinstance(value, types.FunctionType):
                         self._native.add(id(value))
                     self.bind(module, name, value)
-            elif isinstance(built := vars(_builtins).get(name), types.FunctionType):  # none of Python's own
+            elif isinstance(built := vars(_builtins).get(name), types.FunctionType):  # added by the user
                 self.bind("module builtins", name, built)
             elif imports(function.__code__):
                 for path in (name, f"{scope.get('__package__')}.{name}"):
                     if path in sys.modules:
                         self._attributes(sys.modules[path], names, set())
-        if "environ" in names:  # what a trace reads of it is noted, too
+        if "environ" in names:  # a trace may read these variables
             for text in sorted(texts):
                 self.values[f"environment {text}"] = repr(os.environ.get(text))
 
     def _attributes(self, module: types.ModuleType, names: frozenset[str], seen: set[int]) -> None:
-        """Record what a function depends on in ``module``: the values of those ``names`` that it may look up there."""
+        """Bind the attributes of ``module`` in ``names``, on which a function may depend."""
         if id(module) in seen:
             return
         seen.add(id(module))
@@ -380,13 +385,14 @@ class Walk:
         self._distributed |= module.__name__.startswith("torch.distributed")
         for name in sorted(vars(module).keys() & names):
             value = vars(module)[name]
-            if isinstance(value, types.ModuleType) and is_told_module(value):
+            if isinstance(value, types.ModuleType) and is_versioned_module(value):
                 self._attributes(value, names, seen)
             else:
                 self.bind(label, name, value)
 
 
 def _contents(cell: types.CellType) -> object:
+    """Return the content of a closure cell; "nothing" for an empty one."""
     try:
         return cell.cell_contents
     except ValueError:  # it is empty
@@ -402,7 +408,7 @@ _builtins = sys.modules["builtins"]
 
 
 def _attributes(value: object) -> Mapping[str, object]:
-    """Return the attributes of an object, slots included."""
+    """Return the attributes of an object, with those in ``__slots__``."""
     out = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
         for name, slot in vars(cls).items():
@@ -422,11 +428,11 @@ class Reach:
     """The code that a model and a loss reach.
 
     Args:
-        code: name -> text of a function, or of a bound object that is no plain value.
-        values: the same for plain values: globals, class attributes, defaults, cells.
-        code_hashes: hashes of all code met, except code identified by a version.
-        constants: functions that a trace calls (instead of tracing them) and whose results it keeps.
-        bound: (class, name, bound object) of class attributes that may have been traced.
+        code: name -> text of the function, or other object than a plain value, that it is bound to.
+        values: name -> text of the plain value that it is bound to (globals, class attributes, defaults, cells).
+        code_hashes: hashes of all user code that the walk found.
+        constants: functions that a trace calls instead of tracing them, and whose results it stores.
+        bound: (class, name, object) of class attributes that may have been traced.
         functions: (function, its code) of functions that may have been traced.
         ops: the user's ops of `torch.library.custom_op`, and their functions.
         inner: the code that the model's wrapper subclasses run; None if there are none.
@@ -444,7 +450,7 @@ class Reach:
     @cached_property
     def digest(self) -> str:
         """Return a hash of ``code``."""
-        return digest("\n".join(f"{thing}: {what}" for thing, what in sorted(self.code.items())))
+        return digest("\n".join(f"{name}: {text}" for name, text in sorted(self.code.items())))
 
     @cached_property
     def _getters(self) -> tuple[list[Any], ...]:
@@ -463,7 +469,7 @@ class Reach:
         return Reach({}, {}, frozenset(), (), places, tuple(functions.values()), ops, inner)
 
     def holds(self) -> bool:
-        """Return whether classes still have the same methods and functions the same code; takes some microseconds."""
+        """Return whether no method of a class and no code of a function has changed; takes some microseconds."""
         classes, names, values, functions, codes = self._getters
         return (
             all(map(is_, map(getattr, classes, names), values))
@@ -477,7 +483,7 @@ def reach(model: nn.Module, loss: Callable[..., object] | None, traced: Iterable
     """Return the code that a capture of ``model`` and ``loss`` can reach.
 
     Args:
-        traced: `code_hash` of the traced code, except code identified by a version.
+        traced: `code_hash` of the user's code that was traced.
     """
     modules = [type(module) for module in model.modules()]
     key = frozenset(traced), loss, modules
@@ -489,7 +495,9 @@ def reach(model: nn.Module, loss: Callable[..., object] | None, traced: Iterable
         walk.root(path, module)
     walk.bind("the program", "loss", loss)
     walk.run()
-    functions = tuple((function, function.__code__) for function in walk.functions if not is_told(function.__code__))
+    functions = tuple(
+        (function, function.__code__) for function in walk.functions if not is_versioned(function.__code__)
+    )
     bound = tuple(walk.bound(modules))
     inner = InnerCode(model) or None
     if inner is not None:

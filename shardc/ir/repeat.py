@@ -1,9 +1,7 @@
-"""Repeats: runs of repeated blocks of a model, and the cut of a graph into equal segments that are compiled once.
+"""Repeats: the repeated blocks of a model (`Repeats`), and segments of a graph that are compiled once (`cut`).
 
-Cuts a forward or backward graph into consecutive segments where ops repeat; equal segments are compiled once.
-
-Nothing is moved: segments keep the scheduled and certified order. So a started collective, a prefetched gather or a
-partial gradient may be a result of one segment and an argument of a later one.
+A segment is a run of consecutive ops, so the order that was scheduled and certified stays. A started collective, a
+prefetched gather or a partial gradient may be a result of one segment and an argument of a later one.
 """
 
 from __future__ import annotations
@@ -38,11 +36,11 @@ class Repeat:
 
     @property
     def prefix(self) -> str:
-        """The prefix of the children's qualified names, before their numbers."""
+        """Return the prefix of the children's qualified names, before their numbers."""
         return f"{self.path}." if self.path else ""
 
     def name(self, block: int, rest: str = "") -> str:
-        """Return the qualified name of ``block`` (0 is the first of the run), or of ``rest`` in it."""
+        """Return the qualified name of ``block`` (0 is the first of the run), followed by ``rest``, a name in it."""
         return f"{self.prefix}{self.first + block}{rest}"
 
     def names(self) -> list[str]:
@@ -78,7 +76,7 @@ class Repeats:
         return bool(self.runs)
 
     def place(self, name: str) -> tuple[Repeat, int, str] | None:
-        """Return (run of equal blocks, index of the block, name in it) of ``name``; None if it is in no such block."""
+        """Return (run, block, name in the block) of ``name``; None if it is in none of the first ``keep`` blocks."""
         places = ((run, *place) for run in self.runs if (place := run.split(name)) and place[0] < self.keep)
         return next(places, None)
 
@@ -87,7 +85,7 @@ class Repeats:
         return Repeats(tuple(replace(run, count=self.keep) for run in self.runs), self.keep)
 
     def short(self, name: str) -> str | None:
-        """Return the name that ``name`` has in the model with few blocks; None if its block is left out.
+        """Return the name in the shortened model of ``name`` in the full one; None if its block is left out.
 
         The last block of the shortened model stands for the last one.
 
@@ -104,7 +102,7 @@ class Repeats:
         return name
 
     def counterpart(self, name: str) -> str:
-        """Return the name that stands for ``name`` in the model with few blocks: for a left-out block, the second's.
+        """Return the name that represents ``name`` in the shortened model: for a left-out block, that in the second.
 
         >>> blocks = Repeats((Repeat("layers", 0, 8),), 4)
         >>> [blocks.counterpart(f"layers.{n}.w") for n in (0, 2, 3, 7)]
@@ -117,7 +115,7 @@ class Repeats:
         return self.short(name) or name
 
     def whole(self, name: str) -> str:
-        """Return the name in the full model of ``name`` in the one with few blocks: later children count on."""
+        """Return the name in the full model of ``name`` in the shortened one; inverse of `short`."""
         for run in self.runs:
             block, rest = run.split(name) or (0, "")
             if block >= self.keep:
@@ -126,7 +124,7 @@ class Repeats:
 
 
 class Marks:
-    """Numbers that are equal for nodes (or values) that can correspond in repeated blocks: equal ops and types."""
+    """Numbering of nodes by op and types: nodes that may correspond in repeated blocks have the same number."""
 
     def __init__(self) -> None:
         self._ids: dict[object, int] = {}
@@ -135,15 +133,15 @@ class Marks:
         self._operands: dict[fx.Node, list[fx.Node]] = {}
 
     def kind(self, node: fx.Node) -> int:
-        """Return a number that is equal for values of the same type."""
+        """Return the number of the type of the node's value (see `type_of`)."""
         if node not in self._kinds:
             self._kinds[node] = self._id(type_of(node.meta.get("val")))
         return self._kinds[node]
 
     def mark(self, node: fx.Node) -> int:
-        """Return a number that is equal for nodes of the same op, constants and types of operands and results.
+        """Return the number of the node's op, constants, and types of operands and results.
 
-        The slots of messages are not compared: they count on through the graph.
+        Slots of messages do not count: they are numbered through the graph.
         """
         if node not in self._marks:
             args = node.args[:-1] if node.target in IN_MESSAGES else node.args
@@ -172,9 +170,9 @@ def type_of(value: object) -> object:
     return type(value), repr(value)
 
 
-# From so many alike stretches on, cutting pays.
+# Least number of equal segments for which a cut pays.
 LEAST = 4
-# So many calls in a row are kept apart from what computes.
+# Least length of a run of collectives and waits that becomes a segment of its own.
 CALLS = 64
 
 
@@ -183,10 +181,10 @@ class Segment:
     """Consecutive ops of a forward or backward graph, as a graph of their own.
 
     Args:
-        gm: the graph, which equal segments share. Collectives count their slots from the segment's first.
-        takes, gives: names of the half's nodes for the graph's placeholders and outputs.
-        done: those of ``takes`` that no later segment reads.
-        slot, collective: number of slots, and of collectives, in the half before it.
+        gm: the graph, which equal segments share. Its collectives number their slots from the segment's first.
+        takes, gives: names of the half's nodes that are the graph's placeholders and outputs.
+        done: names in ``takes`` that no later segment reads.
+        slot, collective: number of slots, and of collectives, in earlier segments.
     """
 
     gm: fx.GraphModule
@@ -198,21 +196,21 @@ class Segment:
 
 
 def whole(gm: fx.GraphModule) -> tuple[Segment, ...]:
-    """Return the graph as one segment, which has the same arguments and results."""
+    """Return the complete graph as its only segment."""
     return (Segment(gm, (), (), frozenset()),)
 
 
 def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
-    """Return the graph as segments if at least ``least`` of them are equal; else as one.
+    """Return the segments of a graph where its ops repeat; the graph as one if fewer than ``least`` are equal.
 
     Args:
         gm: a local graph in the order in which it runs; not changed.
     """
-    half = _Half(gm)
+    half = _Cutter(gm)
     borders = half.borders(0, len(half.nodes), least)
     if not borders:
         return whole(gm)
-    rows = half.rows_of_calls()
+    rows = half.runs_of_calls()
     edges = {at for row in rows for at in row} - {0, len(half.nodes)}
     borders = sorted(edges.union(at for at in borders if not any(start < at < stop for start, stop in rows)))
     ends = [*borders, len(half.nodes)]
@@ -220,7 +218,7 @@ def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
     counts = Counter(keys)
     if max(counts.values()) < least:
         return whole(gm)
-    # What is like nothing else is not cut from its neighbour, if that is like nothing else too.
+    # Two neighbours that equal no other segment are joined.
     pairs = zip(borders, keys, keys[1:], strict=False)
     cuts = [at for at, before, behind in pairs if at in edges or counts[before] > 1 or counts[behind] > 1]
     modules: dict[object, fx.GraphModule] = {}
@@ -232,8 +230,8 @@ def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
     return tuple(out)
 
 
-class _Half:
-    """Analysis of a graph for cutting: its ops in order, with getitems directly after the op that they read."""
+class _Cutter:
+    """Analysis of a graph for `cut`: its ops in order, with getitems directly after the op that they read."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.nodes = _in_order(gm.graph)
@@ -248,11 +246,12 @@ class _Half:
         starts = [len(node.args[-1]) if node.target in IN_MESSAGES else 0 for node in self.nodes]
         slots = accumulate(starts, initial=0)
         collectives = accumulate((collective_kind(node) is not None for node in self.nodes), initial=0)
-        self.before = list(zip(slots, collectives, strict=True))  # by place, how many there are in front of it
+        self.before = list(zip(slots, collectives, strict=True))  # by position, the numbers of both in earlier ops
 
     def _crossing(self) -> list[float]:
-        """Return for each position the bytes of values that earlier ops compute and later ops read; infinite for
-        non-tensors.
+        """Return for each position the bytes of tensors that earlier ops compute and later ops read.
+
+        It is infinite if one of these values is no tensor.
         """
         change = [0.0] * (len(self.nodes) + 2)
         barred = [0] * (len(self.nodes) + 2)
@@ -260,7 +259,7 @@ class _Half:
             until = max((self.place[user] for user in node.users if user in self.place), default=at)
             value = node.meta.get("val")
             if isinstance(value, Tensor):
-                size = 0 if _on_its_way(node) else value.numel() * value.element_size()
+                size = 0 if _is_started(node) else value.numel() * value.element_size()
                 change[at + 1] += size
                 change[until + 1] -= size
             else:
@@ -273,15 +272,17 @@ class _Half:
         return out
 
     def borders(self, start: int, stop: int, least: int) -> list[int]:
-        """Return where to cut ops ``start`` to ``stop``: between the repeats of the longest run that repeats at least
-        ``least`` times, then likewise before and after that run.
+        """Return the positions at which to cut ops ``start`` to ``stop``, in order.
+
+        They are between the repeats of the longest run that repeats at least ``least`` times and, by recursion, before
+        and after that run.
         """
         repeat = _longest([self.marks.mark(node) for node in self.nodes[start:stop]], least)
         if repeat is None:
             return []
         first, period, length = repeat
         first += start
-        # Where the least goes over the border in the middle of it, so that little is kept apart that would be fused.
+        # At the offset with the fewest bytes across a border in the middle, so that few fusions are prevented.
         middle = first + length // period // 2 * period
         offset = min(range(period), key=lambda at: (self.crossing[middle + at], at))
         cuts = list(range(first + offset, first + length + 1, period))
@@ -290,8 +291,8 @@ class _Half:
         left, right = self.borders(start, cuts[0], least), self.borders(cuts[-1], stop, least)
         return sorted({*left, *cuts, *right} - {0, len(self.nodes)})
 
-    def rows_of_calls(self) -> list[tuple[int, int]]:
-        """Return (first, end) of the long runs of nodes that only start collectives and wait."""
+    def runs_of_calls(self) -> list[tuple[int, int]]:
+        """Return (start, stop) of each run of at least `CALLS` nodes that only start collectives and wait."""
         rows, at = [], 0
         for calls, nodes in groupby(self.nodes, is_call):
             start, at = at, at + len(list(nodes))
@@ -312,7 +313,7 @@ class _Half:
         return list(takes), [node for node in inside if self.last[node] >= stop]
 
     def key(self, start: int, stop: int) -> object:
-        """Return a key that is equal for runs of nodes that one graph can serve: ops, data flow, input types."""
+        """Return the key of a run of nodes: runs with equal keys (ops, data flow, input types) can share one graph."""
         takes, gives = self._ports(start, stop)
         number = {node: -1 - at for at, node in enumerate(takes)}
         number |= {node: at for at, node in enumerate(self.nodes[start:stop])}
@@ -359,15 +360,15 @@ def _in_order(graph: fx.Graph) -> list[fx.Node]:
     return out
 
 
-def _on_its_way(node: fx.Node) -> bool:
-    """Return whether ``node`` is the result of a collective before its wait."""
+def _is_started(node: fx.Node) -> bool:
+    """Return whether ``node`` starts a collective or selects one of its results, before the wait."""
     source = node.args[0] if node.target is getitem else node
     return isinstance(source, fx.Node) and collective_kind(source) is not None
 
 
 def is_call(node: fx.Node) -> bool:
     """Return whether ``node`` starts a collective, selects a result of one, or waits for one."""
-    return _on_its_way(node) or node.target is WAIT
+    return _is_started(node) or node.target is WAIT
 
 
 def _longest(marks: Sequence[int], least: int) -> tuple[int, int, int] | None:

@@ -1,4 +1,4 @@
-"""Describes how a model's outputs alias on one device, as autograd sees it: shared memory, views, saved values."""
+"""Aliasing of a model's outputs on one device, as autograd sees it: shared memory, views, saved values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor, fx
 
 from shardc.ir import graph as ir
 
-AGAIN = "shardc_again"  # on the output node of a captured graph: outputs that are the very tensor of an earlier one
+# Key of the output node's ``meta`` in a captured graph: indices of outputs that are the same tensor as an earlier one.
+AGAIN = "shardc_again"
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Returned:
         first: index of the first output in the same memory, which may be its own.
         same: index of an earlier output that is the same tensor object; None if there is none.
         of: name of the parameter, buffer or input that owns its memory; None if the model allocates it.
-        itself: whether it is that parameter, buffer or input itself.
+        itself: whether it is the parameter, buffer or input ``of``, and not a view of it.
         of_output: index of the nearest output that it is a view of, detached or not; None if there is none.
         view: whether it is a view to autograd.
         part: whether torch refuses in-place changes: it is one of several views from one op, or a view made by a custom
@@ -62,7 +63,7 @@ class Returned:
 def returned(graph: fx.Graph, memories: Sequence[Memory], owners: Mapping[int, str]) -> tuple[Returned, ...]:
     """Return how each output of a captured joint graph aliases other tensors on one device, by output index.
 
-    It also says which backwards read an output's values: autograd saves those.
+    The result includes which backwards read an output's values, which autograd saves.
 
     Args:
         memories: memory of each tensor output. The graph does not show it: capture may turn a view into a copy or back.
@@ -77,11 +78,11 @@ def returned(graph: fx.Graph, memories: Sequence[Memory], owners: Mapping[int, s
     made_of = _made_of([(index, x) for index, x in outputs if index in read])
     out: list[Returned] = []
     firsts: dict[int, int] = {}
-    of_node: dict[fx.Node, int] = {}  # the first output that is a node
+    of_node: dict[fx.Node, int] = {}  # node -> the first output that it is
     same: dict[int, int] = {}
     for index, x in outputs:
         if _memory(x) is not None:
-            # What is returned again was detached, to have no gradient of its own.
+            # Capture detached a repeated output, so that it has no gradient of its own.
             node = x.all_input_nodes[0] if index in repeated and x.target is torch.ops.aten.detach.default else x
             if of_node.setdefault(node, index) != index:
                 same[index] = of_node[node]
@@ -126,13 +127,13 @@ def _made_of(outputs: Sequence[tuple[int, fx.node.Argument]]) -> dict[int, set[f
 
 
 def _memory(x: fx.node.Argument) -> int | None:
-    """Return an id that is equal for tensors that share memory; None for anything but a tensor."""
+    """Return an id of the memory of ``x``, which tensors that share memory have in common; None for a non-tensor."""
     val = x.meta.get("val") if isinstance(x, fx.Node) else None
     return val.untyped_storage()._cdata if isinstance(val, Tensor) else None
 
 
 def _viewed(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the tensors that ``node`` is a view of to autograd, the nearest first, up to the owner of the memory."""
+    """Yield the tensors that ``node`` is a view of, to autograd: the nearest first, the owner of the memory last."""
     memory = _memory(node)
     while node.op == "call_function" and node.all_input_nodes and _stays_view(node):
         node = node.all_input_nodes[0]
@@ -150,20 +151,24 @@ def _stays_view(node: fx.Node) -> bool:
 
 
 def _is_part(nodes: Sequence[fx.Node]) -> bool:
-    """Return whether a view is of one of an op's several results; ``nodes`` lead from it to the owner of the memory."""
+    """Return whether a view is one of several results of an op.
+
+    Args:
+        nodes: the view and the tensors that it is a view of, the owner of the memory last.
+    """
     return any(x.target is getitem for x in nodes[:-1])
 
 
 def _disjoint(nodes: Sequence[fx.Node], others: Sequence[fx.Node]) -> bool:
-    """Return whether two views (given as for `_is_part`) are of different results of one op."""
+    """Return whether two views are of different results of one op; ``nodes`` and ``others`` are as in `_is_part`."""
     parts = [{x.args[0]: x.args[1] for x in chain[:-1] if x.target is getitem} for chain in (nodes, others)]
     return any(parts[1].get(op, at) != at for op, at in parts[0].items())
 
 
 def _reads(graph: fx.Graph) -> Iterator[tuple[int, set[int]]]:
-    """Return the output of each tangent -> the memory of the forward values that the backward from it reads."""
+    """Yield (index of an output, memory of the forward values that the backward from its tangent reads)."""
     sources: dict[fx.Node, set[fx.Node]] = {node: {node} for node in ir.placeholders(graph, "tangent")}
-    saved: dict[fx.Node, set[int]] = {}  # what backward's values read, by which they are made
+    saved: dict[fx.Node, set[int]] = {}  # backward value without a tangent -> memory that it is computed from
     read: dict[fx.Node, set[int]] = {node: set() for node in sources}
     for node in graph.nodes:
         if node.op != "call_function" or ir.info(node).origin.phase != "backward":

@@ -1,4 +1,4 @@
-"""The rewriter: every pass inserts, replaces and erases nodes through it.
+"""The graph rewriter, by which every pass inserts, replaces and erases nodes.
 
     rewriter = GraphRewriter(graph)
     padded = rewriter.before(user, like=x, suffix="padded").call(aten.constant_pad_nd.default, x, [0, 1])
@@ -27,8 +27,8 @@ class GraphRewriter:
     """Inserts, replaces and erases nodes of one graph.
 
     Args:
-        graph: its nodes carry an `Info`.
-        reusable: nodes that are going to be replaced, so that new nodes may take their names.
+        graph: a graph whose nodes carry an `Info`.
+        reusable: nodes that are going to be erased; new nodes may have their names.
         fake_mode: mode of the graph's fake values; by default that of the first value that has one, if any.
     """
 
@@ -54,8 +54,8 @@ class GraphRewriter:
         """Return an `Inserter` that inserts nodes before ``node``, in the order of its calls.
 
         Args:
-            like: whose record new nodes inherit; by default ``node``.
-            suffix: of new names, behind the name of ``like``; by default the short name of the op.
+            like: node whose record new nodes inherit; by default ``node``.
+            suffix: suffix of new names after the name of ``like``; by default the short name of the op.
             provenance: fields of `Origin` that differ, such as ``cause``.
         """
         record = info(node if like is None else like)
@@ -98,7 +98,7 @@ class Inserter:
     suffix: str = ""
 
     def call(self, target: Callable[..., object], *args: fx.node.Argument, **kwargs: fx.node.Argument) -> fx.Node:
-        """Insert an op; its type is found by running it on the fake values of its arguments."""
+        """Insert an op, and return its node; its type is that of a run on the fake values of its arguments."""
         with self.rewriter.fake_mode, torch.no_grad():
             val = target(*fx.map_arg(args, _val), **fx.map_arg(kwargs, _val))
         return self._insert(target, args, kwargs, value_of(val), val)
@@ -110,9 +110,9 @@ class Inserter:
         *args: fx.node.Argument,
         **kwargs: fx.node.Argument,
     ) -> fx.Node:
-        """Insert an op or a marker of type ``value``, without a fake value.
+        """Insert an op or a marker of type ``value``, without a fake value, and return its node.
 
-        If ``value`` has a layout, an op needs its operands at the layouts that they have.
+        If ``value`` has a layout, the op's required operand layouts (`Info.needs`) are the operands' current layouts.
         """
         node = self._insert(target, args, kwargs, value)
         if isinstance(value, Value) and value.layout is not None and hasattr(target, "_schema"):
@@ -122,7 +122,7 @@ class Inserter:
         return node
 
     def copy(self, node: fx.Node, operands: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """Insert a copy of ``node`` that reads ``operands`` in place of those of ``node``."""
+        """Insert a copy of ``node`` and return it; its operands are replaced by their values in ``operands``."""
         graph = self.rewriter.graph
         with graph.inserting_before(self.anchor) if self.anchor is not None else nullcontext():
             twin = graph.node_copy(node, lambda x: operands.get(x, x))
@@ -159,7 +159,7 @@ def places(graph: fx.Graph) -> dict[fx.Node, float]:
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Return, by node, the values whose last use it is."""
+    """Return node -> the values that no later node uses."""
     seen: set[fx.Node] = set()
     out: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):

@@ -1,8 +1,6 @@
-"""A local graph for many sizes: its numbers are polynomials in the sizes of the program's inputs.
+"""A local graph for many sizes (`SizedGraph`): its numbers are polynomials in the sizes of the program's inputs.
 
 `SizedGraph.at` returns the plain graph at given sizes, `SizedGraph.symbolic` the one that is compiled for all sizes.
-
-Polynomials in the sizes of a program's inputs, which stand for the numbers of a program at any sizes.
 """
 
 from __future__ import annotations
@@ -27,27 +25,28 @@ Powers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Polynomial:
-    """A polynomial in some sizes.
+    """A polynomial in the sizes of inputs.
 
     Args:
-        names: of the sizes.
-        terms: (coefficient, power of each size), no two of the same powers.
+        names: names of the sizes.
+        terms: (coefficient, power of each size), no two with the same powers.
     """
 
     names: tuple[str, ...]
     terms: tuple[tuple[Fraction, Powers], ...]
 
     def at(self, sizes: Mapping[str, int]) -> Fraction:
+        """Return the value at ``sizes``, given by name."""
         values = [sizes[name] for name in self.names]
         return sum((c * monomial(values, powers) for c, powers in self.terms), Fraction(0))
 
     def whole_at(self, sizes: Mapping[str, int]) -> bool:
-        """Return whether the value at ``sizes`` (symbol -> value) is a non-negative integer."""
+        """Return whether the value at ``sizes``, given by name, is a non-negative integer."""
         value = self.at(sizes)
         return value.denominator == 1 and value >= 0
 
     def substituted(self, scale: Mapping[str, tuple[int, int]]) -> Polynomial:
-        """Return the polynomial in u, for size = a u + b and ``scale`` = {size: (a, b)}."""
+        """Return the polynomial in u for sizes ``a u + b``; ``scale`` maps the name of a size to (a, b)."""
         out: dict[Powers, Fraction] = {}
         for c, powers in self.terms:
             product: dict[Powers, Fraction] = {(0,) * len(powers): c}
@@ -67,6 +66,7 @@ class Polynomial:
 
     @property
     def denominator(self) -> int:
+        """Return the least common denominator of the coefficients."""
         return lcm(*(c.denominator for c, _ in self.terms)) if self.terms else 1
 
 
@@ -75,7 +75,7 @@ def monomial(values: Sequence[int], powers: Powers) -> int:
     return prod(value**power for value, power in zip(values, powers, strict=True))
 
 
-SIZED = "shardc_sized"  # on ``GraphModule.meta``: the `At` that a graph was made by
+SIZED = "shardc_sized"  # key of ``GraphModule.meta``: the `At` of a graph from `SizedGraph.at`
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class Numbers:
     """The arguments and shapes of one node that depend on sizes.
 
     Args:
-        args, kwargs: the node's, with polynomials and quotients; nodes stay as they are.
+        args, kwargs: the node's arguments, with polynomials and quotients in place of numbers.
         val: ``meta["val"]`` with `Shape`s in place of tensors.
-        shapes: of each value of the node's `Info`; None for non-tensors.
+        shapes: shape of each value of the node's `Info`; None for non-tensors.
     """
 
     args: tuple[fx.node.Argument, ...]
@@ -116,9 +116,10 @@ class SizedGraph:
 
     Args:
         base: the graph at some sizes.
-        numbers: of the nodes in which something depends on sizes, by position.
-        layouts: of the outputs' roles, as (radix, axis) a digit of a dim; None for a role without a layout.
-        scale: size -> (a, b): sizes are ``a u + b``, and in u all polynomials have whole coefficients.
+        numbers: position of a node -> its `Numbers`, for nodes that depend on sizes.
+        layouts: for each output's role, the (radix, axis) pairs of each dim of its layout; None without a layout.
+        scale: name of a size -> (a, b): it is ``a u + b``, and in u all polynomials have integer coefficients.
+        compiled: (guard, code) pairs of the graph; the guard takes the u of each size.
     """
 
     base: fx.GraphModule
@@ -173,13 +174,13 @@ class SizedGraph:
         for base_node, node in zip(self.base.graph.nodes, like.graph.nodes, strict=True):
             words.update(zip(_words(base_node), _words(node), strict=True))
         graph = fx.Graph()
-        spelled = _Spelled(graph, self.scale)
+        computed = _PolynomialNodes(graph, self.scale)
         env: dict[fx.Node, fx.Node] = {}
 
         def leaf(x: fx.node.Argument) -> fx.node.Argument:
             if isinstance(x, fx.Node):
                 return env[x]
-            return words[x] if isinstance(x, str) else spelled(x)
+            return words[x] if isinstance(x, str) else computed(x)
 
         for position, base_node in enumerate(self.base.graph.nodes):
             entry = self.numbers.get(position, base_node)
@@ -214,7 +215,7 @@ class SizedGraph:
 
 @dataclass(frozen=True)
 class At:
-    """Records that a graph is ``graph.at(sizes)``."""
+    """Provenance of a graph that is ``graph.at(sizes)``."""
 
     graph: SizedGraph
     sizes: dict[str, int]
@@ -224,8 +225,8 @@ class At:
         return self.graph.units(self.sizes)
 
 
-class _Spelled:
-    """Emits polynomials as nodes, each once."""
+class _PolynomialNodes:
+    """Inserts the nodes that compute polynomials, once for each polynomial."""
 
     def __init__(self, graph: fx.Graph, scale: Mapping[str, tuple[int, int]]) -> None:
         self._graph, self._scale = graph, scale
@@ -255,7 +256,7 @@ class _Spelled:
 
 
 def _words(node: fx.Node) -> Iterator[str]:
-    """Return the strings among the arguments, in order."""
+    """Return the strings among the arguments of ``node``, in order."""
     strings: list[str] = []
     fx.node.map_aggregate((node.args, node.kwargs), lambda x: strings.append(x) if isinstance(x, str) else None)
     return iter(strings)

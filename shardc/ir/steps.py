@@ -1,4 +1,4 @@
-"""Checks data-movement ops: how each op of `shardc.ir.ops` may change the layout of its operand."""
+"""Check of data-movement ops: how each op of `shardc.ir.ops` may change the layout of its operand."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def broken_step(
     Args:
         op: one of `ops.COLLECTIVES` or `ops.LOCAL_MOVES`.
         source, result: layouts of operand and result, of one global shape.
-        axes: the mesh axes (or parts) that it works over.
-        reduce_op: the reduction that it does or leaves pending.
+        axes: the mesh axes (or parts) of the op.
+        reduce_op: the reduction that it performs or leaves pending.
     """
     mesh = source.mesh
     unknown = [axis for axis in axes if axis not in mesh]
@@ -55,7 +55,7 @@ class _Step:
             return used or self.moves() or self.whole_shards() or self.same_pending()
         return self.splits(source) or self.splits(result) or self.moves() or self.same_pending()
 
-    # --- what a step may do
+    # --- conditions of the ops; each returns a reason if it does not hold
 
     def missing(self, bound: set[str], what: str) -> str | None:
         """Return a reason if one of the axes is not among ``bound``."""
@@ -75,7 +75,7 @@ class _Step:
         return f"[{split.dims_text()}] without {self.axes} is [{expected.dims_text()}], not [{whole.dims_text()}]"
 
     def moves(self) -> str | None:
-        """Return a reason if the layouts are equal, or differ in more than what the op's axes split."""
+        """Return a reason if the layouts are equal, or differ in digits of other axes than the op's."""
         if self.source.dims == self.result.dims:
             return "nothing moves"
         before, after = self.without(self.source), self.without(self.result)

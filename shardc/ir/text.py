@@ -1,7 +1,4 @@
-"""Prints a graph as text, one op per line (grammar: `shardc.ir.grammar`; parser: `shardc.ir.parse`).
-
-Paths of the leaves of a pytree.
-"""
+"""Printer of graphs as text, one op per line (grammar: `shardc.ir.grammar`; parser: `shardc.ir.parse`)."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ from shardc.ir.mesh import Mesh
 def leaf_paths(tree: PyTree) -> list[tuple[Any, ...]]:
     """Return the keys, positions and attributes that lead to each leaf of ``tree``, in order.
 
-    A class registered without key paths gives its items (of a mapping) or attributes, if it flattens to these, and
-    positions otherwise.
+    For a class registered without key paths they are its keys (of a mapping) or attributes, if it flattens to the items
+    or attributes in order, and positions otherwise.
     """
     try:
         paths, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
@@ -59,7 +56,7 @@ def dump(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> str:
         The text, which ends in a newline; `shardc.ir.parse.parse` gives the graph back.
 
     Raises:
-        VerifyError: for a node without an `Info`, or an op or an argument that has no text form.
+        VerifyError: a node has no `Info`, or an op or an argument has no text form.
     """
     comm = [f"  {row}" for row in tally(gm, mesh)]
     body = [text for text, _ in lines(gm, mesh, origins=origins)]
@@ -67,7 +64,7 @@ def dump(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> str:
 
 
 def lines(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> list[Line]:
-    """Return the lines of `dump` above the tally, each with its node (None for headings)."""
+    """Return the lines of `dump` without the section ``comm``, each with its node (None for headings)."""
     nodes = list(gm.graph.nodes)
     for node in nodes:
         if node.op != "output" and KEY not in node.meta:
@@ -168,8 +165,10 @@ def argument_text(arg: fx.node.Argument, wants: Iterator[Layout | None] = NONE_W
 
 
 def origin_text(record: Info) -> str:
-    """Return `` # module | source | reason [| region N] [| kept] [| regathers NAME]``, with a dash for an empty
-    reason."""
+    """Return the comment ``# module | source | reason [| region N] [| kept] [| regathers NAME]`` of an op's line.
+
+    A dash stands for an empty field.
+    """
     origin = record.origin
     parts = [part or "-" for part in (origin.module, origin.source, origin.reason)]
     parts += [f"region {origin.region}"] if origin.region else []

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from shardc._compat import OpOverload
 from shardc.ir.graph import Value
 from shardc.ir.layout import Digit, Digits, Layout, canonical
 from shardc.ir.mesh import Mesh

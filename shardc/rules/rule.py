@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
-from torch._ops import OpOverload
 
+from shardc._compat import OpOverload
 from shardc.ir.graph import Value
 from shardc.ir.layout import Layout
 from shardc.rules.spec import Spec

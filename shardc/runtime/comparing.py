@@ -23,7 +23,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
 from shardc.errors import MeshError
-from shardc.ir.code import is_told
+from shardc.ir.code import is_versioned
 from shardc.runtime.events import Event, Lines, ended, late_ranks
 
 # An event's number, or a list with a name (or the rank that failed) first; sent as JSON.
@@ -335,7 +335,7 @@ def _collective(frame: FrameType | None, rank: int) -> tuple[int, str] | None:
             call, name = frame, f"torch.distributed.{code.co_name}" if code.co_name in _TOGETHER else ""
         elif code.co_filename == functional.__file__ and call is None:
             call = frame  # called by an op on DTensors
-        elif not is_told(code):
+        elif not is_versioned(code):
             if call is None or call.f_code.co_filename == c10d.__file__ and not name:
                 return None
             group = call.f_locals.get("group") if name else None

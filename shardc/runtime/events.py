@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from shardc.errors import CollectiveError, MeshError, ShardcError
-from shardc.ir.code import is_told
+from shardc.ir.code import is_versioned
 from shardc.ir.executable import Deferred
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
@@ -225,7 +225,7 @@ def raised(rank: int, error: BaseException) -> tuple[str, str | None, str]:
 def _lines_of_user(error: BaseException) -> Iterator[str]:
     """Yields ``file:line`` of the user's frames in the traceback of ``error``."""
     frames = traceback.walk_tb(error.__traceback__)
-    yield from (f"{x.f_code.co_filename}:{line}" for x, line in frames if not is_told(x.f_code))
+    yield from (f"{x.f_code.co_filename}:{line}" for x, line in frames if not is_versioned(x.f_code))
 
 
 def late_ranks(store: dist.Store, at: str, ranks: Sequence[int]) -> MeshError | None:

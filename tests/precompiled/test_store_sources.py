@@ -17,18 +17,18 @@ from shardc.ir import code
 from shardc.precompiled import store
 
 
-@pytest.mark.parametrize("near", code.TOLD)
+@pytest.mark.parametrize("near", code.VERSIONED_ROOTS)
 def test_packages_beside_those_that_have_versions(near: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``torchvision`` is not torch, though its folder's name begins like torch's."""
-    monkeypatch.setattr(code, "TOLD", [tmp_path / near.name, *code.TOLD])
-    code.told_place.cache_clear()
+    monkeypatch.setattr(code, "VERSIONED_ROOTS", [tmp_path / near.name, *code.VERSIONED_ROOTS])
+    code.versioned_path.cache_clear()
     try:
         files = [
             tmp_path / name / "net.py" for name in (near.name, f"{near.name}zoo", f"{near.name}/site-packages/zoo")
         ]
-        assert [code.is_told(compile("", str(file), "exec")) for file in files] == [True, False, False]
+        assert [code.is_versioned(compile("", str(file), "exec")) for file in files] == [True, False, False]
     finally:
-        code.told_place.cache_clear()
+        code.versioned_path.cache_clear()
 
 
 def test_the_programs_that_were_used_last_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
