@@ -82,7 +82,6 @@ def state(name: str, *args: object) -> object:
         raise KeyError(name) from error
 
 
-Loss = Callable[..., object] | None
 Path = tuple[Any, ...]
 Values = tuple[tuple[str, str], ...]
 GONE = "nothing"
@@ -148,12 +147,12 @@ class Reads:
         """Return whether the capture depends on whether gradients are recorded."""
         return Read(GRAD_MODE) in self.entries
 
-    def values(self, model: nn.Module, loss: Loss = None) -> Values:
+    def values(self, model: nn.Module, loss: object = None) -> Values:
         """Return the current value of each read, and a hash of the reachable code, as text that ranks can compare."""
         at = Lookup(model, loss, self.scopes)
         return *((str(read), at.text(read)) for read in self.entries), ("its code", self.reach(model, loss).digest)
 
-    def reach(self, model: nn.Module, loss: Loss = None) -> Reach:
+    def reach(self, model: nn.Module, loss: object = None) -> Reach:
         """Return the code that a trace of ``model`` and ``loss`` would reach now."""
         return reach(model, loss, [does for does, _ in self.traced])
 
@@ -181,12 +180,12 @@ class Guards:
     reached: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, reads: Reads, model: nn.Module, loss: Loss = None) -> Guards:
+    def of(cls, reads: Reads, model: nn.Module, loss: object = None) -> Guards:
         """Return the guards of a capture of ``model`` in its current state."""
         reach = reads.reach(model, loss)
         return cls(reads, reads.values(model, loss), {**reach.code, **reach.values})
 
-    def hold(self, model: nn.Module, loss: Loss = None) -> bool:
+    def hold(self, model: nn.Module, loss: object = None) -> bool:
         """Return whether a capture of ``model`` in its current state would read the same values."""
         return self.reads.values(model, loss) == self.values
 
@@ -194,7 +193,7 @@ class Guards:
         """Return whether ``other`` has the same reads and values; ``==`` compares by identity, which is faster."""
         return self.values == other.values and self.reads == other.reads
 
-    def hold_in_file(self, model: nn.Module, loss: Loss = None) -> bool:
+    def hold_in_file(self, model: nn.Module, loss: object = None) -> bool:
         """Return `hold`, for a capture in another process: also compares plain values that the reachable code names."""
         return self.hold(model, loss) and Guards.of(self.reads, model, loss).reached == self.reached
 
@@ -207,7 +206,7 @@ class Lookup:
         scopes: globals by name, as in `Reads`.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss = None, scopes: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, model: nn.Module, loss: object = None, scopes: Mapping[str, Any] | None = None) -> None:
         self._values: dict[Path, Any] = {("name", "model"): model, ("name", "loss"): loss}
         self._scopes = scopes or {}
 

@@ -15,7 +15,7 @@ import os
 import sys
 import types
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import _lru_cache_wrapper, cached_property, partial, partialmethod
 from operator import attrgetter, is_
@@ -479,7 +479,7 @@ class Reach:
         )
 
 
-def reach(model: nn.Module, loss: Callable[..., object] | None, traced: Iterable[str] = ()) -> Reach:
+def reach(model: nn.Module, loss: object, traced: Iterable[str] = ()) -> Reach:
     """Return the code that a capture of ``model`` and ``loss`` can reach.
 
     Args:

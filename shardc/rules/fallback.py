@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from shardc._compat import has_single_dim_table, single_dim_table
+from shardc._compat import OpOverload, has_single_dim_table, single_dim_table
 from shardc.ir.graph import Value
 from shardc.ir.op_traits import draws
 from shardc.rules.notation import WHOLE, Loops
@@ -26,10 +26,9 @@ _ORDINAL = "k"  # the only symbolic argument that is not a size (kthvalue): it s
 @lru_cache(maxsize=4096)
 def fallback_rule(target: object) -> Rule | None:
     """Return the rule of an op overload by torch's table, or None if it has no usable one."""
-    schema = getattr(target, "_schema", None)
-    if schema is None or draws(target):
+    if not isinstance(target, OpOverload) or draws(target):
         return None
-    if any(name != _ORDINAL for name in re.findall(r"SymInt\S* (\w+)", str(schema))):
+    if any(name != _ORDINAL for name in re.findall(r"SymInt\S* (\w+)", str(target._schema))):
         return None
     return Rule(str(target), _spec, TEXT) if has_single_dim_table(target) else None
 
