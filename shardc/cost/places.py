@@ -1,8 +1,8 @@
-"""Two layouts of a tensor in common axis parts: for each the place, an interval of a dim's strides, that it splits.
+"""The state space of a redistribution search: the location of each mesh-axis part in the source and target layouts.
 
-A *place* is an interval of strides of one dim; an axis part bound there splits the digit between these strides. A
-layout is then one location per axis part: a place, `WHOLE` (it splits nothing), or a partial reduction. A
-redistribution changes locations, and the search runs over tuples of small integers.
+A *place* is a factor of one dim that an axis part can split. It is given by an interval of strides. The *location* of
+an axis part is a place, `WHOLE` (it splits nothing), or a pending reduction, encoded as an integer. A layout is a tuple
+of locations, one per axis part, and a redistribution changes locations.
 
 Example: from ``[8@x, 4]`` to ``[8, 4@x]`` axis x moves from place (dim 0, strides 4 to 8) to (dim 1, strides 2 to 4).
 """
@@ -21,7 +21,7 @@ WHOLE = 0  # location of a part that splits nothing; places count up from 1, red
 
 
 class Place(NamedTuple):
-    """A factor of ``dim`` that an axis can split: of size ``high // low``, with elements ``low`` apart."""
+    """A factor of dim ``dim`` that an axis part can split, of size ``high // low`` and stride ``low`` elements."""
 
     dim: int
     low: int
@@ -29,17 +29,18 @@ class Place(NamedTuple):
 
     @property
     def radix(self) -> int:
+        """Return the size of the factor, which is the number of ranks of an axis part that splits it."""
         return self.high // self.low
 
     def fits(self, other: Place) -> bool:
-        """Return whether a tensor can be split at both places: these factors of dims do not overlap."""
+        """Return whether two parts can split a tensor at this place and at ``other``: the factors do not overlap."""
         if self.dim != other.dim:
             return True
         return self.low % other.high == 0 or other.low % self.high == 0
 
 
 def bound_places(layout: Layout) -> list[tuple[str, Place]]:
-    """Return (axis or part, the `Place` in a dim that it splits), for each split of ``layout``."""
+    """Return (axis or axis part, the `Place` that it splits) for each sharded digit of ``layout``."""
     out = []
     for dim, digits in enumerate(layout.dims):
         low = 1
@@ -52,16 +53,18 @@ def bound_places(layout: Layout) -> list[tuple[str, Place]]:
 
 @dataclass(frozen=True)
 class Places:
-    """Input of a redistribution search: where each axis part splits the tensor in the source and the target layout.
+    """The source and the target layout of a redistribution, encoded as the location of each axis part.
 
     Args:
-        parts: the axis parts. Parts of the source and of the target may overlap, if the two layouts cut an axis in ways
-            that have no common refinement.
-        sizes: ranks along each part.
-        places: all places of the search; location ``k + 1`` is ``places[k]``.
-        source, target: the location of each part.
-        parks: for each part, the temporary locations that it may have on the way to its target.
-        neutral: bit mask of the locations that block no target.
+        mesh: the mesh of both layouts.
+        shape: the global shape of the tensor.
+        parts: names of the axis parts. A part of the source may overlap one of the target, if the two layouts cut an
+            axis in ways that have no common refinement.
+        sizes: number of ranks along each part.
+        places: the places at which a part can be. Location ``k + 1`` is ``places[k]``.
+        source, target: the location of each part in the source and in the target layout.
+        temporary: for each part, the locations at which it may wait until its target is free.
+        neutral: bit mask of the locations that overlap no place of the target layout.
     """
 
     mesh: Mesh
@@ -71,15 +74,15 @@ class Places:
     places: tuple[Place, ...]
     source: tuple[int, ...]
     target: tuple[int, ...]
-    parks: tuple[tuple[int, ...], ...]
+    temporary: tuple[tuple[int, ...], ...]
     neutral: int
     clashes: tuple[int, ...]
-    """``clashes[k]``: bit mask of the locations that cannot be bound beside location ``k`` (itself included)."""
+    """``clashes[k]``: bit mask of the locations that overlap location ``k``, itself included."""
     rivals: tuple[tuple[int, ...], ...]
-    """For each part the parts that share ranks with it, itself left out."""
+    """For each part, the indices of the other parts of the same axis that overlap it."""
 
     def layout(self, state: tuple[int, ...]) -> Layout:
-        """Return the layout in which each axis part splits (or is pending, or neither) as ``state`` says."""
+        """Return the layout whose axis parts have the locations ``state``."""
         dims: list[list[tuple[Place, str]]] = [[] for _ in self.shape]
         partial = []
         for part, at in zip(self.parts, state, strict=True):
@@ -96,6 +99,7 @@ class Places:
 
 
 def _digits(size: int, bound: list[tuple[Place, str]]) -> list[Digit]:
+    """Return the digits of a dim of ``size`` elements whose places ``bound`` are split by the named axis parts."""
     if size == 0:
         return [*(Digit(place.radix, part) for place, part in sorted(bound, reverse=True)), Digit(0)]
     out, above = [], size
@@ -114,7 +118,11 @@ def join_axes(mesh: Mesh, parts: list[str]) -> tuple[str, ...]:
 
 
 def common_places(src: Layout, dst: Layout) -> Places:
-    """Return ``src`` and ``dst`` in common axis parts; LayoutError if their meshes or global shapes differ."""
+    """Return the state space of the redistribution from ``src`` to ``dst``.
+
+    Raises:
+        LayoutError: the layouts have different meshes or global shapes.
+    """
     if src.mesh != dst.mesh:
         raise LayoutError(f"cannot go from {src} on {src.mesh!r} to {dst} on {dst.mesh!r}", fix="use one mesh for both")
     if src.shape != dst.shape:
@@ -130,7 +138,7 @@ def common_places(src: Layout, dst: Layout) -> Places:
     sizes = tuple(mesh.size(part) for part in parts)
     places = [p for p in dict.fromkeys([*source.values(), *target.values()]) if isinstance(p, Place)]
     ends = [p for p in source.values() if isinstance(p, Place)], [p for p in target.values() if isinstance(p, Place)]
-    parked = [park for occupied in (places, *ends) for park in _parks(src.shape, occupied, sizes)]
+    parked = [park for occupied in (places, *ends) for park in _temporary_places(src.shape, occupied, sizes)]
     places += [p for p in dict.fromkeys(parked) if p not in places]
     number: dict[Place | int, int] = {place: at + 1 for at, place in enumerate(places)}
     number |= {code: code for code in range(-len(REDUCE_OPS), 1)}
@@ -147,7 +155,7 @@ def common_places(src: Layout, dst: Layout) -> Places:
         places=tuple(places),
         source=start,
         target=goal,
-        parks=tuple(
+        temporary=tuple(
             tuple(at + 1 for at, place in enumerate(places) if place.radix == size and at + 1 != goal[k])
             for k, size in enumerate(sizes)
         ),
@@ -158,11 +166,19 @@ def common_places(src: Layout, dst: Layout) -> Places:
 
 
 def _is_chain(cuts: set[int]) -> bool:
+    """Return whether each of ``cuts`` divides the next larger one."""
     return all(upper % lower == 0 for lower, upper in pairwise(sorted(cuts)))
 
 
 def _cut_at_edges(src: Layout, dst: Layout, src_cuts: dict[str, set[int]], dst_cuts: dict[str, set[int]]) -> None:
-    """Cut each layout's axes where the other layout cuts them, or where a split in it begins or ends."""
+    """Refine the parts into which the axes are cut, in place, so that places of ``src`` and ``dst`` overlap less.
+
+    An axis is cut where the other layout cuts it, and where a place of the other layout begins or ends inside its
+    place.
+
+    Args:
+        src_cuts, dst_cuts: axis -> the prefix products at which it is cut into parts (as in `Mesh.edges`).
+    """
     shared = {
         name
         for name in src_cuts.keys() | dst_cuts.keys()
@@ -191,7 +207,7 @@ def _cut_at_edges(src: Layout, dst: Layout, src_cuts: dict[str, set[int]], dst_c
 
 
 def _edges(layout: Layout, cuts: dict[str, set[int]]) -> list[set[int]]:
-    """Return, for each dim, the strides at which a split begins or ends after the axes are cut."""
+    """Return, for each dim, the strides at which a place begins or ends once the axes are cut at ``cuts``."""
     out: list[set[int]] = [set() for _ in layout.dims]
     for place in located(layout, cuts).values():
         if isinstance(place, Place):
@@ -200,7 +216,7 @@ def _edges(layout: Layout, cuts: dict[str, set[int]]) -> list[set[int]]:
 
 
 def located(layout: Layout, cuts: dict[str, set[int]]) -> dict[str, Place | int]:
-    """Return axis part -> what it does: the `Place` that it splits, or the code (< 0) of its pending reduction."""
+    """Return axis part -> its `Place`, or the negative code of its reduce op; axes are cut at ``cuts``."""
     mesh = layout.mesh
     out: dict[str, Place | int] = {}
     for axis, place in bound_places(layout):
@@ -215,8 +231,13 @@ def located(layout: Layout, cuts: dict[str, set[int]]) -> dict[str, Place | int]
     return out
 
 
-def _parks(shape: tuple[int, ...], places: list[Place], sizes: tuple[int, ...]) -> list[Place]:
-    """Return where axis parts of ``sizes`` ranks can split dims for a time: at the ends of what ``places`` leave."""
+def _temporary_places(shape: tuple[int, ...], places: list[Place], sizes: tuple[int, ...]) -> list[Place]:
+    """Return the places that start or end a free factor of a dim, for axis parts of ``sizes`` ranks.
+
+    Args:
+        shape: the global shape.
+        places: the occupied places, which leave the other factors free.
+    """
     out = []
     for dim, size in enumerate(shape):
         edges = sorted({1, size, *(e for p in places if p.dim == dim for e in (p.low, p.high))})

@@ -1,12 +1,8 @@
 """Plans redistributions: the cheapest sequence of collectives and local ops from one layout to another.
 
-Each step is one collective or local op, and changes the location of some axis parts (`shardc.cost.places`);
-`shardc.cost.redistribute` finds the sequence.
-
-Searches the cheapest redistribution with A*: each move changes which dims some mesh axes (or parts) split.
-
-A* (Hart, Nilsson and Raphael, 1968): uniform cost with a lower bound. A state is a tuple with the location of each part
-(`shardc.cost.places`): `WHOLE`, a place, or a partial reduction. The moves below restrict which states are visited;
+`steps` returns the sequence. `cheapest` finds it with A* (Hart, Nilsson and Raphael, 1968): uniform-cost search with a
+lower bound of the cost that remains. A state is the tuple of locations of all axis parts (`shardc.cost.places`). A move
+is one collective or local op and changes some of the locations. `_Moves` restricts which states are visited;
 ``tests/cost/test_cheapest.py`` compares the results with brute force.
 """
 
@@ -31,7 +27,13 @@ Region = tuple[Place, ...]
 
 @dataclass(frozen=True)
 class Move:
-    """A step of the search: kind of collective (as in `Step`), axis parts that it moves, and its reduce op."""
+    """An edge of the search graph: one collective or local op.
+
+    Args:
+        kind: the kind of step, as in `Step`.
+        parts: indices of the axis parts whose locations change.
+        op: the reduce op of a reduction, or of a change to a partial value.
+    """
 
     kind: str
     parts: tuple[int, ...]
@@ -40,11 +42,11 @@ class Move:
 
 @dataclass(frozen=True)
 class Prices:
-    """The seconds that a redistribution search minimizes: of a step, and a lower bound of what remains.
+    """The cost functions of a redistribution search.
 
     Args:
-        seconds: (kind, axes, local elements before, local elements after) -> seconds of a step.
-        least: elements that a rank still must receive -> a lower bound of the seconds for them.
+        seconds: maps (kind, axes, local elements before, local elements after) to the seconds of a step.
+        least: maps the number of elements that a rank still must receive to a lower bound of the seconds for that.
     """
 
     seconds: Callable[[str, tuple[str, ...], int, int], float]
@@ -98,7 +100,12 @@ def _straight(
     came: dict[State, tuple[State, Move]],
     states: list[State],
 ) -> list[tuple[Move, State]]:
-    """Return the cheapest path through one of ``states`` that continues from it with `_Moves.straight`."""
+    """Return the cheapest of the paths that lead to one of ``states`` and from there on take `_Moves.straight`.
+
+    Args:
+        best: state -> seconds of the cheapest path to it.
+        came: state -> its predecessor on that path, and the move from there.
+    """
     paths = []
     for at, start in enumerate(states):
         path, total, state = _trace(came, start), best[start], start
@@ -112,6 +119,7 @@ def _straight(
 
 
 def _trace(came: dict[State, tuple[State, Move]], state: State) -> list[tuple[Move, State]]:
+    """Return the moves from the source to ``state``, each with the state after it."""
     out = []
     while state in came:
         before, move = came[state]
@@ -147,6 +155,7 @@ class _StateCache:
         return seconds
 
     def axes(self, move: Move) -> tuple[str, ...]:
+        """Return the mesh axes, or parts of axes, over which ``move`` communicates."""
         if (axes := self._axes.get(move.parts)) is None:
             places = self.places
             axes = self._axes[move.parts] = join_axes(places.mesh, [places.parts[k] for k in move.parts])
@@ -168,7 +177,7 @@ class _StateCache:
         return (self.numel * partial * (terms - 2) + ranks * self.target_numel) // ranks
 
     def tilings(self, region: Region, state: State) -> list[State]:
-        """Return the states that split just the stretches of dims in ``region``; partial parts of ``state`` stay so."""
+        """Return the states that split exactly ``region``; parts that are partial in ``state`` remain partial."""
         key = region, tuple(min(at, WHOLE) for at in state)
         if key not in self._tilings:
             inside = [
@@ -180,7 +189,14 @@ class _StateCache:
         return self._tilings[key]
 
     def _fill(self, inside: list[int], left: int, state: State, part: int, blocked: int) -> Iterator[State]:
-        """Yield ``state`` with parts from ``part`` on at ``inside`` locations, whose radices multiply to ``left``."""
+        """Yield the states in which parts from index ``part`` on split ``inside`` locations of total radix ``left``.
+
+        Args:
+            inside: locations that are allowed.
+            left: product of the radices that remain to be split.
+            state: locations of the parts before ``part``; the others are whole or partial.
+            blocked: bit mask of the locations that overlap one in use.
+        """
         places = self.places
         if left == 1:
             yield state
@@ -191,17 +207,17 @@ class _StateCache:
         if state[part] < WHOLE or left % places.sizes[part] or not self.rivals_whole(state, part):
             return
         for at in inside:
-            if not blocked >> at & 1 and (at == places.target[part] or at in places.parks[part]):
+            if not blocked >> at & 1 and (at == places.target[part] or at in places.temporary[part]):
                 bound = (*state[:part], at, *state[part + 1 :])
                 yield from self._fill(inside, left // places.sizes[part], bound, part + 1, blocked | places.clashes[at])
 
     def rivals_whole(self, state: State, part: int) -> bool:
-        """Return whether all axis parts that overlap ``part`` split nothing."""
+        """Return whether all axis parts that overlap ``part`` are whole."""
         return all(state[rival] == WHOLE for rival in self.places.rivals[part])
 
 
 class _Moves:
-    """The moves out of one state."""
+    """The moves out of one state of the search."""
 
     def __init__(self, cache: _StateCache, state: State) -> None:
         self.cache, self.state = cache, state
@@ -213,7 +229,7 @@ class _Moves:
 
     @cached_property
     def blocked(self) -> int:
-        """The bit mask of the locations that overlap one in use, so that no axis part can go to them now."""
+        """Bit mask of the locations that overlap a location in use: no axis part can move there."""
         mask = 0
         for at in self.state:
             if at > WHOLE:
@@ -222,7 +238,7 @@ class _Moves:
 
     @cached_property
     def crossed(self) -> bool:
-        """Return whether an axis part splits what overlaps its own target; then all temporary places are considered."""
+        """Return whether a part occupies a place that overlaps its own target; then all temporary places count."""
         return any(self.goal[k] > WHOLE and self.places.clashes[self.state[k]] >> self.goal[k] & 1 for k in self.bound)
 
     def all(self) -> Iterator[tuple[Move, State]]:
@@ -253,36 +269,43 @@ class _Moves:
         return next(self._to_partial())
 
     def _set(self, kind: str, changes: dict[int, int], op: str | None = None) -> tuple[Move, State]:
+        """Return the move that changes locations (part -> new location), and the state after it."""
         return Move(kind, tuple(changes), op), tuple(changes.get(k, at) for k, at in enumerate(self.state))
 
     def _open(self, at: int) -> bool:
+        """Return whether location ``at`` is a place that overlaps none in use."""
         return at > WHOLE and not self.blocked >> at & 1
 
     def _waits(self, part: int, every: bool) -> list[int]:
-        """Return temporary places for ``part``; unless ``every``, only one if one overlaps no part's target."""
-        free = [at for at in self.places.parks[part] if self._open(at)]
+        """Return the free temporary locations for ``part``; unless ``every``, only one if one of them is neutral."""
+        free = [at for at in self.places.temporary[part] if self._open(at)]
         return free if every else [at for at in free if self.places.neutral >> at & 1][:1] or free
 
     def _by_op(self, codes: State, parts: list[int]) -> dict[str, list[int]]:
+        """Return reduce op -> those of ``parts`` that are partial with it; ``codes`` are the locations of all parts."""
         out: dict[str, list[int]] = {}
         for k in parts:
             out.setdefault(REDUCE_OPS[-1 - codes[k]], []).append(k)
         return out
 
     def _to_partial(self) -> Iterator[tuple[Move, State]]:
+        """Yield the local ops after which parts are partial as in the target, one per reduce op."""
         terms = [k for k, at in enumerate(self.goal) if at < WHOLE and at != self.state[k]]
         for op, members in self._by_op(self.goal, terms).items():
             yield self._set("to_partial", {k: self.goal[k] for k in members}, op)
 
     def _gathers(self) -> Iterator[tuple[Move, State]]:
+        """Yield an all-gather over each subset of the misplaced parts."""
         for members in _subsets(self.bound):
             yield self._set("all_gather", dict.fromkeys(members, WHOLE))
 
     def _all_to_alls(self) -> Iterator[tuple[Move, State]]:
+        """Yield the all-to-alls that move misplaced parts to other places."""
         for changes in self._bindings(self.bound, every=False):
             yield self._set("all_to_all", changes)
 
     def _reductions(self) -> Iterator[tuple[Move, State]]:
+        """Yield the reduce-scatters and all-reduces over subsets of the pending parts, one reduce op at a time."""
         for op, members in self._by_op(self.state, self.pending).items():
             for changes in self._bindings(members, every=True):
                 yield self._set("reduce_scatter", changes, op)
@@ -290,10 +313,10 @@ class _Moves:
                 yield self._set("all_reduce", dict.fromkeys(some, WHOLE), op)
 
     def _bindings(self, parts: list[int], every: bool) -> Iterator[dict[int, int]]:
-        """Yield new locations for some of ``parts``: the one in the target layout if it is free, else a temporary one.
+        """Yield new locations (part -> place) for each subset of ``parts``: the target if free, else a temporary one.
 
         Args:
-            every: a part may wait for its target at any temporary place.
+            every: consider all temporary places of a part whose target is not free.
         """
         choices = {}
         for k in parts:
@@ -307,7 +330,7 @@ class _Moves:
                     yield dict(zip(members, chosen, strict=True))
 
     def _permutes(self) -> Iterator[tuple[Move, State]]:
-        """Yield permutations of shards between ranks after which an axis part splits what it does in the target."""
+        """Yield permutations of shards between ranks that bring at least one axis part to its target."""
         if not self.bound:
             return
         for after in self.cache.tilings(_region(self.places, self.state), self.state):
@@ -316,10 +339,10 @@ class _Moves:
                 yield Move("permute_ranks", tuple(changed)), after
 
     def _waiting_slices(self) -> Iterator[tuple[Move, State]]:
-        """Yield temporary splits over an axis part that splits no dim now: shards, and so later moves, get smaller.
+        """Yield slices over an unused axis part at a temporary place: shards, and so later moves, get smaller.
 
-        This pays for a part whose target is blocked. Any other part must be gathered again, which pays only if it takes
-        a share of a reduction, or if it makes shards that can be permuted among ranks.
+        Such a slice pays if the part's target is blocked. Otherwise the part must be gathered again, which pays only if
+        it shares the work of a reduction, or if the smaller shards can be permuted among ranks.
         """
         for k in self.idle:
             if self.pending or self.crossed or self.goal[k] > WHOLE:
@@ -328,7 +351,7 @@ class _Moves:
 
 
 def _region(places: Places, state: State) -> Region:
-    """Return which stretches of dims are split, by any axes; states with equal regions have the same set of shards."""
+    """Return the factors of dims that are split by any part; states with equal regions have the same set of shards."""
     out: list[Place] = []
     for place in sorted(places.places[at - 1] for at in state if at > WHOLE):
         if out and out[-1].dim == place.dim and out[-1].high == place.low:
@@ -339,6 +362,7 @@ def _region(places: Places, state: State) -> Region:
 
 
 def _subsets(items: list[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the non-empty subsets of ``items``, the largest first."""
     for count in range(len(items), 0, -1):
         yield from combinations(items, count)
 
@@ -365,13 +389,15 @@ class Step:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks in each process group of the step."""
+        """Return the number of ranks in each process group of the step."""
         return prod(self.src.mesh.size(axis) for axis in self.axes)
 
     def wire_elements(self) -> int:
+        """Return the number of elements that each rank receives; 0 for a local op."""
         return 0 if self.kind in LOCAL else comm_volume.wire_elements(self.kind, self.ranks, self.src.local_numel)
 
     def wire_bytes(self, itemsize: int) -> int:
+        """Return the bytes that each rank receives, for elements of ``itemsize`` bytes."""
         return self.wire_elements() * itemsize
 
     def seconds(self, itemsize: int, cost: Pricing) -> float:
@@ -382,7 +408,16 @@ class Step:
 
 @lru_cache(maxsize=65536)
 def steps(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> tuple[Step, ...]:
-    """Return the cheapest steps from ``src`` to ``dst``, () if equal; LayoutError if meshes or global shapes differ."""
+    """Return the cheapest steps from ``src`` to ``dst``; () if they are equal.
+
+    Args:
+        src, dst: layouts of one tensor.
+        itemsize: bytes per element.
+        cost: the cost model.
+
+    Raises:
+        LayoutError: the layouts have different meshes or global shapes.
+    """
     if src == dst:
         return ()
     places = common_places(src, dst)
@@ -408,14 +443,22 @@ def seconds(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> float:
 
 
 def wire_bytes(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> int:
-    """Return the bytes that a rank receives in the cheapest steps from ``src`` to ``dst``."""
+    """Return the bytes that each rank receives in the cheapest steps from ``src`` to ``dst``."""
     return sum(step.wire_bytes(itemsize) for step in steps(src, dst, itemsize, cost))
 
 
 def step_seconds(
     kind: str, mesh: Mesh, axes: tuple[str, ...], before: int, after: int, itemsize: int, cost: Pricing
 ) -> float:
-    """Return the predicted seconds of one step; a rank has ``before`` and ``after`` local elements."""
+    """Return the predicted seconds of one step.
+
+    Args:
+        kind: the kind of step, as in `Step`.
+        axes: the mesh axes, or parts of axes, over which it communicates.
+        before, after: elements of a rank's shard before and after the step.
+        itemsize: bytes per element.
+        cost: the cost model.
+    """
     if kind in LOCAL:
         return cost.copy_seconds(2 * after * itemsize)
     wire = comm_volume.wire_elements(kind, prod([mesh.size(axis) for axis in axes]), before) * itemsize

@@ -1,14 +1,12 @@
-"""Branch and bound: raises the lower bound of a graph, and splits it in two if that stalls.
+"""Branch and bound: raises the lower bound of a graph by message passing, and splits the graph in two if that stalls.
 
-Labellings from messages, and local search to improve them. The cost of any labelling is an upper bound.
+The lower bound comes from sequential tree-reweighted message passing (TRW-S; Kolmogorov, "Convergent tree-reweighted
+message passing for energy minimization", 2006). Messages move cost from pairs to variables without changing the cost of
+any labelling. A sweep visits the variables in order and subtracts from each its least cost, its *floor*. The remaining
+costs are non-negative, so the sum of the floors is a lower bound. It also is one in the middle of a sweep, with the
+floors of the last sweep for the variables to come. That gives a bound for every single label as well.
 
-Sequential tree-reweighted message passing (TRW-S): a lower bound on the least cost, of the graph and of each label.
-
-Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", 2006. Messages move cost from pairs
-to variables without changing the cost of any labelling. A sweep visits the variables in order and takes the least cost
-of each, its floor, out of it. What remains of the pairs and variables is never negative then, so the sum of the floors
-is a lower bound. In the midst of a sweep it still is, with the last sweep's floors for the variables to come: that
-gives a bound for every single label as well.
+The upper bound is the cost of the best labelling so far: messages are rounded to labels, then improved by local search.
 """
 
 from __future__ import annotations
@@ -23,23 +21,25 @@ from shardc.solver.cost_graph import Graph, recover
 from shardc.solver.energy import Clock, Infeasible, PairCosts
 from shardc.solver.reduce import eliminate, plan_order, reduce
 
-# Entries of costs that are gone through at once: what a core's cache holds.
+# Cost entries per vectorised operation: as many as a core's cache holds.
 CHUNK = 1 << 15
 
 
 @dataclass(frozen=True)
 class Send:
-    """How a variable sends a message to a neighbour: the minimum of its costs plus those of the pair.
+    """The message from a variable to a neighbour: per label of the latter, the least cost over the variable's labels.
+
+    Labels of equal pair costs form a class (see `PairCosts`).
 
     Attributes:
-        costs: of each class of labels of either variable, in the order in which they lie in memory.
-        room: for sums of some rows.
-        sent: the costs of the variable's labels.
-        order: its labels, class by class; None if each is a class of its own, in order.
-        starts: where each class begins in that order.
-        axis: of the variable in the costs.
-        classes: of the neighbour's labels; None if each is a class of its own, in order.
-        inbox: where the neighbour reads it.
+        costs: pair costs of the classes of both variables, contiguous.
+        room: buffer for sums over some rows of ``costs``.
+        sent: cost of each label of the variable, read by `run`.
+        order: the variable's labels, sorted by class; None if they are sorted and each has a class of its own.
+        starts: index in ``order`` at which each class begins.
+        axis: the axis of ``costs`` that belongs to the variable.
+        classes: class of each of the neighbour's labels; None if they are sorted and each has a class of its own.
+        inbox: the neighbour's row of messages, written by `run`.
     """
 
     costs: np.ndarray
@@ -52,6 +52,7 @@ class Send:
     inbox: np.ndarray
 
     def run(self) -> None:
+        """Compute the message from ``sent`` and write it to ``inbox``."""
         sent = self.sent if self.order is None else np.minimum.reduceat(self.sent[self.order], self.starts)
         if len(self.costs) == len(self.room):
             np.add(self.costs, sent if self.axis else sent[:, None], out=self.room)
@@ -74,17 +75,17 @@ class Send:
 
 @dataclass
 class Node:
-    """A variable, with the messages that its neighbours sent to it.
+    """A variable in message passing, with the messages that it received.
 
     Attributes:
         variable: its index in the graph.
-        unary: the costs of its labels.
-        inbox: one row of messages for each neighbour, those earlier in the order first.
-        outbox: room for the costs that it sends to each neighbour.
-        earlier: how many neighbours are earlier.
-        share: the part of its costs that it sends to each neighbour.
-        sends: for each direction of the sweep, what goes to each neighbour.
-        rows: for each neighbour, its place and the costs of the pair, the neighbour's labels first.
+        unary: cost of each of its labels.
+        inbox: received messages, [neighbours, labels]; neighbours earlier in the order come first.
+        outbox: costs that it sends, [neighbours, labels].
+        earlier: number of neighbours that are earlier in the order.
+        share: the fraction of its costs that it sends to each neighbour.
+        sends: the messages to later neighbours (sent by a forward sweep), and those to earlier ones (backward).
+        rows: for each neighbour, its position in the order, and the pair costs with the neighbour's labels first.
     """
 
     variable: int
@@ -98,13 +99,13 @@ class Node:
 
 
 class Messages:
-    """The messages of a graph in which every label is supported (see `drop_unsupported`): none is ever inf.
+    """Message passing over a graph in which every label is supported (see `drop_unsupported`): no message is ever inf.
 
     Attributes:
         nodes: the variables in order.
-        floors: what the last sweep took out of each.
-        entries: of all tables.
-        bounds: a lower bound for each label, from the last sweep for which they were asked.
+        floors: for each variable, the cost that the last sweep subtracted from its labels.
+        entries: number of entries of all cost tables.
+        bounds: variable -> a lower bound for each of its labels, from the last sweep with ``bounds=True``.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -145,11 +146,11 @@ class Messages:
         """Update the messages of all variables once, in their order or against it.
 
         Args:
-            forward: the direction.
-            bounds: also set `bounds`. The sweep before must have gone the other way.
+            forward: visit the variables in order; otherwise in reverse.
+            bounds: also update the attribute `bounds`. The previous sweep must have had the other direction.
 
         Returns:
-            a lower bound of the costs that are left.
+            a lower bound of the cost of any labelling, without the graph's constant.
         """
         passed, ahead = 0.0, sum(self.floors)
         direction = 0 if forward else 1
@@ -171,11 +172,11 @@ class Messages:
         return passed
 
     def absorb(self, graph: Graph, masks: Mapping[int, np.ndarray]) -> list[int]:
-        """Reparametrize the graph by the messages: the cost of every labelling stays.
+        """Drop labels, and add the messages to the graph's costs, which leaves the cost of every labelling unchanged.
 
         Args:
-            graph: the one of these messages, changed in place.
-            masks: for each variable, True for the labels that are to be left.
+            graph: the graph that these messages belong to, changed in place.
+            masks: variable -> a mask that is True for the labels to keep.
 
         Returns:
             the variables that lost labels.
@@ -196,7 +197,7 @@ class Messages:
 
 
 def _sorted(classes: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
-    """Return the labels class by class, and where each class begins; None for labels that are so already, one each."""
+    """Return the labels sorted by class and the index at which each class begins; None if sorted and all distinct."""
     if len(classes) == int(classes.max()) + 1 and (classes[1:] > classes[:-1]).all():
         return None, classes
     order = np.argsort(classes, kind="stable")
@@ -204,17 +205,23 @@ def _sorted(classes: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
 
 
 Labelling = dict[int, int]
-"""For each variable of a graph, the position of its label in the graph."""
+"""Maps each variable of a graph to the position of its label among those that it has in the graph."""
 
 
 def cost(graph: Graph, chosen: Labelling) -> float:
-    """Return the cost of a labelling of a graph, including what is already decided."""
+    """Return the cost of a labelling of ``graph``, including the constant of the variables already decided."""
     total = graph.constant + sum(float(costs[chosen[i]]) for i, costs in graph.unary.items())
     return total + sum(table[chosen[i], chosen[j]] for i, j, table in graph.edges())
 
 
 def round_messages(messages: Messages, forward: bool) -> Labelling:
-    """Return variable -> label, chosen in order: the least cost given the labels so far and the others' messages."""
+    """Return a labelling: each variable in turn gets the label of least cost.
+
+    That cost includes the pairs with the variables already labelled, and the messages from the others.
+
+    Args:
+        forward: label the variables in order; otherwise in reverse.
+    """
     chosen: list[int] = [0] * len(messages.nodes)
     places = range(len(messages.nodes))
     for p in places if forward else reversed(places):
@@ -227,7 +234,13 @@ def round_messages(messages: Messages, forward: bool) -> Labelling:
 
 
 def descend(graph: Graph, chosen: Labelling, rounds: int = 20) -> Labelling:
-    """Change one label at a time while that lowers the cost, or the number of infinite costs."""
+    """Return ``chosen`` improved by local search.
+
+    One label at a time is changed while that lowers the number of infinite costs, or the cost.
+
+    Args:
+        rounds: limit of passes over all variables.
+    """
     chosen = dict(chosen)
     stale = set(graph.unary)
     for _ in range(rounds):
@@ -244,7 +257,7 @@ def descend(graph: Graph, chosen: Labelling, rounds: int = 20) -> Labelling:
 
 
 def _least(parts: list[np.ndarray]) -> int:
-    """Return the position of the least sum; if all are inf, of the least with the fewest infinite parts."""
+    """Return the index of the least sum of ``parts``; if all are inf, the one with the fewest infinite terms."""
     total = sum(parts[1:], parts[0])
     best = int(np.argmin(total))
     if total[best] < math.inf:
@@ -256,6 +269,7 @@ def _least(parts: list[np.ndarray]) -> int:
 
 
 def _order(parts: list[np.ndarray], x: int) -> tuple[int, float]:
+    """Return the sort key of label ``x``: the number of its infinite costs, and the sum of its finite ones."""
     values = [float(part[x]) for part in parts]
     return sum(map(math.isinf, values)), sum(value for value in values if value < math.inf)
 
@@ -282,10 +296,10 @@ class Effort:
 
     Attributes:
         clock: the budget of work and time.
-        table: largest number of entries of an elimination's table.
-        iterations: pairs of sweeps done.
-        branches: graphs split in two.
-        depth: nested searches in progress.
+        table: the largest number of entries that a table of an elimination may have.
+        iterations: number of pairs of sweeps.
+        branches: number of graphs that were split in two.
+        depth: number of nested searches in progress.
     """
 
     clock: Clock
@@ -296,9 +310,13 @@ class Effort:
 
 
 def search(graph: Graph, effort: Effort, ceiling: float = math.inf) -> tuple[dict[int, int] | None, float, float]:
-    """Return the labels of all variables of a reduced graph and of its trail, their cost, and a lower bound.
+    """Solve a reduced graph; return (variable -> label, cost, lower bound), with the labels of eliminated variables.
 
-    The labels are None and the cost is ``ceiling`` if no labels cost less, or if the work did not suffice.
+    The labels are None and the cost is ``ceiling`` if no labelling costs less, or if the work did not suffice.
+
+    Args:
+        effort: the budget, and the counts of work, updated in place.
+        ceiling: labellings that cost this much or more are of no interest.
     """
     if len(parts := graph.components()) < 2:
         return Search(effort, ceiling).run(graph)
@@ -319,9 +337,9 @@ class Search:
     """Branch and bound over one graph, depth first.
 
     Attributes:
-        chosen: the best labels that were found.
-        value: what they cost; before there are any, what labels of interest cost less than.
-        has_split: whether the graph that was given was split already.
+        chosen: variable -> label of the best labelling so far; None before the first.
+        value: its cost; before the first, the ceiling that labellings must stay below.
+        has_split: whether the graph has been split.
     """
 
     def __init__(self, effort: Effort, ceiling: float = math.inf) -> None:
@@ -331,8 +349,8 @@ class Search:
         self.has_split = False
 
     def run(self, graph: Graph) -> tuple[dict[int, int] | None, float, float]:
-        """Search the graph; returns what the function `search` returns."""
-        bounds = [math.inf]  # of the graphs that are done with
+        """Search ``graph``; return (variable -> label or None, cost, lower bound) as the function `search` does."""
+        bounds = [math.inf]  # of the closed graphs
         open_graphs = [(-math.inf, graph)]
         while open_graphs:
             bound, graph = open_graphs.pop()
@@ -351,11 +369,11 @@ class Search:
         return self.chosen, self.value, min(self.value, *bounds)
 
     def closes(self, bound: float) -> bool:
-        """Return whether a graph with this bound cannot have better labels than the best so far."""
+        """Return whether a graph of lower bound ``bound`` cannot improve on the best labelling so far."""
         return bound >= self.value - CLOSED * abs(self.value)
 
     def propose(self, value: float, chosen: dict[int, int], graph: Graph) -> None:
-        """Keep labels of a graph's variables if they cost less than the best so far."""
+        """Record a labelling of ``graph`` of cost ``value`` if it improves on the best so far."""
         if value < self.value:
             self.value, self.chosen = value, dict(chosen)
             recover(graph.trail, self.chosen)
@@ -364,7 +382,7 @@ class Search:
         """Raise the lower bound of a graph, in place, until it is solved, reaches the best value found, or stalls.
 
         Returns:
-            the bound, and where the graph is still open a bound for each label of each variable that is left.
+            the bound and, if the graph is still open, variable -> a lower bound for each of its labels; else None.
         """
         try:
             return self._tighten(graph, bound)
@@ -373,6 +391,7 @@ class Search:
             return self.value, None
 
     def _tighten(self, graph: Graph, bound: float) -> tuple[float, Mapping[int, np.ndarray] | None]:
+        """Return what `tighten` returns; raise `Infeasible` if no labels remain."""
         clock = self.effort.clock
         messages, batches = None, 0
         while True:
@@ -401,7 +420,7 @@ class Search:
                 return bound, messages.bounds
 
     def sweep(self, messages: Messages) -> float:
-        """Pass messages over all variables ``BATCH`` times, fewer if time is over; return the last lower bound."""
+        """Pass messages forward and backward up to ``BATCH`` times within the budget; return the last lower bound."""
         with self.effort.clock.stage("messages"):
             for step in range(BATCH):
                 messages.sweep(forward=True)
@@ -414,14 +433,18 @@ class Search:
         return bound
 
     def stalls(self, before: float, bound: float, batches: int) -> bool:
-        """Return whether more sweeps are not worth their time, after the last batch raised a bound."""
+        """Return whether the last batch of sweeps, which raised the bound from ``before``, gained too little to go on.
+
+        Args:
+            batches: number of batches so far.
+        """
         if math.isinf(self.value):
             return batches >= HOPEFUL
         part = STALLED_PART if self.has_split else STALLED_WHOLE
         return before > -math.inf and bound - before <= part * (self.value - before)
 
     def solve_exactly(self, graph: Graph) -> bool:
-        """Solve a graph if it is disconnected or its tables are small enough; return whether it did."""
+        """Solve a graph by components or by elimination; return False if it is connected and its tables too large."""
         if self.effort.depth < DEEPEST and len(graph.components()) > 1:
             chosen, value, bound = search(graph, self.effort)
             if chosen is not None:
@@ -436,7 +459,7 @@ class Search:
             return True
 
     def round(self, graph: Graph, messages: Messages) -> None:
-        """Search for better labels."""
+        """Round the messages to labellings, improve these by local search, and record the best one."""
         rounded = [descend(graph, round_messages(messages, forward)) for forward in (True, False)]
         value, chosen = min(((cost(graph, labels), labels) for labels in rounded), key=lambda pair: pair[0])
         if value < self.value:
@@ -444,10 +467,13 @@ class Search:
 
 
 def split(graph: Graph, bounds: Mapping[int, np.ndarray]) -> list[Graph]:
-    """Split on the variable with the closest labels: return the graph without its best label, and the graph with only
-    that.
+    """Split a graph into one without the best label of a variable, and one in which it has only that label.
 
-    Both are reduced; one without labels is left out.
+    The variable is the one whose two best labels have the closest bounds. Both graphs are reduced; one that is
+    infeasible is left out.
+
+    Args:
+        bounds: variable -> a lower bound for each of its labels.
     """
     variable = min(graph.unary, key=lambda i: (_lead(bounds[i]), -len(graph.near[i]), i))
     only = np.zeros(len(graph.unary[variable]), dtype=bool)
@@ -464,6 +490,6 @@ def split(graph: Graph, bounds: Mapping[int, np.ndarray]) -> list[Graph]:
 
 
 def _lead(bounds: np.ndarray) -> float:
-    """Return by how much the best label is cheaper than the second best one."""
+    """Return the difference between the second least bound and the least one."""
     best, second = np.partition(bounds, 1)[:2]
     return float(second - best)

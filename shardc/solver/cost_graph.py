@@ -1,4 +1,4 @@
-"""Costs of the variables that are not decided yet, and what recovers the labels of those that are."""
+"""A graph of the undecided variables and their costs, with a trail from which eliminated variables are recovered."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shardc.solver.energy import Energy, PairCosts
 
 @dataclass(frozen=True)
 class Eliminated:
-    """A variable that was minimised out. Its label follows from those of its former neighbours.
+    """A variable that was minimised out: its label follows from the labels of its former neighbours.
 
     Args:
         variable: its index in the energy.
-        labels: the labels it still had, as indices in the energy.
-        unary: their costs.
-        factors: ``(scope, labels of each variable in scope, costs)``; the first axis of the costs is this variable's.
-            The costs of one other variable may be `PairCosts`.
+        labels: the labels that it still had, as indices in the energy.
+        unary: cost of each of these labels.
+        factors: tuples of (other variables, labels of each of them, costs). The first axis of the costs is this
+            variable's. If there is one other variable, they may be `PairCosts`.
     """
 
     variable: int
@@ -30,7 +30,7 @@ class Eliminated:
     factors: tuple[tuple[tuple[int, ...], tuple[np.ndarray, ...], np.ndarray | PairCosts], ...]
 
     def best_label(self, chosen: Mapping[int, int]) -> int:
-        """Return the cheapest label, given those of the variables in scope; the lowest one of several."""
+        """Return the cheapest label, given the labels of the other variables; on a tie the lowest."""
         costs = self.unary
         for scope, labels, table in self.factors:
             at = [int(np.searchsorted(kept, chosen[j])) for j, kept in zip(scope, labels, strict=True)]
@@ -44,17 +44,17 @@ class Eliminated:
 
 
 class Graph:
-    """Costs of the remaining variables, and of pairs of them.
+    """The undecided variables, with the costs of their labels and of pairs of labels.
 
-    No array is ever changed in place, so that copies of a graph share them.
+    Arrays are never changed in place, so copies of a graph share them.
 
     Attributes:
-        constant: the cost of what is decided.
-        unary: the costs of the labels of each variable that is left, by its index in the energy.
-        labels: which labels of the energy those are.
+        constant: the cost of the decided variables.
+        unary: variable (its index in the energy) -> cost of each of its remaining labels.
+        labels: variable -> its remaining labels, as indices in the energy.
         near: ``near[i][j][x, y]`` is the cost of labels ``x`` of ``i`` and ``y`` of ``j``; ``near[j][i]`` is its
-            transpose. Equal pairs share one for as long as nothing tells them apart.
-        trail: the variables that were eliminated, first to last.
+            transpose. Pairs with equal costs may share one object.
+        trail: the eliminated variables, first to last.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Graph:
 
     @classmethod
     def of(cls, energy: Energy) -> Graph:
-        """Return the graph of all costs of ``energy``; several costs of a pair of variables are added up."""
+        """Return the graph of all costs of ``energy``; several costs of one pair of variables are added."""
         graph = cls()
         for i, unary in enumerate(energy.unary):
             graph.unary[i] = np.asarray(unary, dtype=np.float64)
@@ -93,7 +93,12 @@ class Graph:
         return self.part(self.unary, self.constant, list(self.trail))
 
     def part(self, variables: Iterable[int], constant: float, trail: list[Eliminated]) -> Graph:
-        """Return a graph of only some variables, which share no costs with the others."""
+        """Return the graph of ``variables``, which must share no costs with the others.
+
+        Args:
+            constant: the new graph's constant.
+            trail: its eliminated variables.
+        """
         part = Graph()
         part.constant, part.trail = constant, trail
         for i in variables:
@@ -101,22 +106,26 @@ class Graph:
         return part
 
     def edges(self) -> list[tuple[int, int, PairCosts]]:
-        """Return every pair once, the lower variable first, in order."""
+        """Return (i, j, costs) of every pair once, with ``i < j``, in order."""
         return [(i, j, table) for i in self.unary for j, table in self.near[i].items() if i < j]
 
     def add_pair(self, i: int, j: int, table: PairCosts, transposed: PairCosts) -> None:
-        """Add the costs of a pair to those it may have already."""
+        """Add costs of the pair ``(i, j)``, given in both orders, to those that it has."""
         if j in self.near[i]:
             table = self.near[i][j] + table
             transposed = table.transposed
         self.near[i][j], self.near[j][i] = table, transposed
 
     def remove_pair(self, i: int, j: int) -> None:
-        """Forget the costs of a pair."""
+        """Remove the costs of the pair ``(i, j)``."""
         del self.near[i][j], self.near[j][i]
 
     def remove(self, i: int, factors: tuple) -> None:
-        """Remove a variable whose costs are merged into others, and record how to find its label."""
+        """Remove a variable whose costs have been merged into others, and append it to the trail.
+
+        Args:
+            factors: costs from which its label is recovered, as in `Eliminated`.
+        """
         self.trail.append(Eliminated(i, self.labels[i], self.unary[i], factors))
         for j in self.near[i]:
             del self.near[j][i]
@@ -159,6 +168,6 @@ class Graph:
 
 
 def recover(trail: Iterable[Eliminated], chosen: dict[int, int]) -> None:
-    """Add the labels of eliminated variables to those chosen, last eliminated first."""
+    """Add to ``chosen`` (variable -> label) the labels of the eliminated variables, the last eliminated first."""
     for step in reversed(list(trail)):
         chosen[step.variable] = step.best_label(chosen)

@@ -1,7 +1,4 @@
-"""The problem (costs of variables and of pairs of variables), and the budget of work for solving it.
-
-Costs of a pair of variables, kept once for all labels that cost the same.
-"""
+"""The problem that the solver minimizes (costs of variables and of pairs of variables), and its budget of work."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ from shardc.errors import ShardcError, VerifyError
 class PairCosts:
     """Cost matrix of two variables, stored once per class: labels with equal rows (or columns) form a class.
 
-    An op has thousands of strategies, but what a reshard costs depends on the few hundred layouts that they make.
-    No array is ever changed in place.
+    An op has thousands of strategies, but the cost of a reshard depends only on the few hundred layouts that they
+    produce. No array is ever changed in place.
 
     Attributes:
-        costs: of each class of the first variable with each class of the second, float64.
-        rows: the class of each label of the first variable; every class has a label.
-        columns: the class of each label of the second variable; every class has a label.
+        costs: float64, [classes of the first variable, classes of the second].
+        rows: class of each label of the first variable; every class has a label.
+        columns: class of each label of the second variable; every class has a label.
 
     >>> pair = PairCosts.of(np.array([[1.0, 2.0, 2.0], [1.0, 2.0, 2.0]]))
     >>> pair.costs, pair[1, 2], pair.shape
@@ -38,14 +35,14 @@ class PairCosts:
 
     @classmethod
     def of(cls, table: np.ndarray) -> PairCosts:
-        """Return the costs of a whole table, with classes found by comparing rows and columns."""
+        """Return pair costs from a cost per pair of labels; classes are found by comparing rows and columns."""
         rows, first = _classes(table)
         columns, second = _classes(table[first].T)
         return cls(table[np.ix_(first, second)], rows, columns)
 
     @classmethod
     def by_class(cls, costs: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> PairCosts:
-        """Return pair costs from a matrix over classes and each label's class; classes without labels are dropped."""
+        """Return pair costs, given the costs of classes and each label's class; classes without labels are dropped."""
         (used, small), (also, few) = (np.unique(classes, return_inverse=True) for classes in (rows, columns))
         if costs.shape == (len(used), len(also)):
             return cls(costs, rows, columns)
@@ -58,7 +55,7 @@ class PairCosts:
 
     @property
     def size(self) -> int:
-        """Return the number of costs that are stored."""
+        """Return the number of stored costs, which is one per pair of classes."""
         return int(self.costs.size)
 
     @property
@@ -78,11 +75,11 @@ class PairCosts:
         return self.costs[:, self.columns[label]][self.rows]
 
     def dense(self) -> np.ndarray:
-        """Return the cost of every label with every label."""
+        """Return the cost of every pair of labels, as a matrix."""
         return self.costs[np.ix_(self.rows, self.columns)]
 
     def keep(self, rows: np.ndarray | None, columns: np.ndarray | None) -> PairCosts:
-        """Return the costs of some labels, given by their positions; of all for None."""
+        """Return the costs of the labels at positions ``rows`` and ``columns``; None selects all."""
         return PairCosts.by_class(
             self.costs,
             self.rows if rows is None else self.rows[rows],
@@ -90,7 +87,7 @@ class PairCosts:
         )
 
     def sum_size(self, rows: np.ndarray, columns: np.ndarray) -> int:
-        """Return how many costs the sum with a table of classes ``rows`` and ``columns`` would store."""
+        """Return the number of costs that a sum with a table of classes ``rows`` and ``columns`` would store."""
         return int(np.unique(_joint(self.rows, rows)).size * np.unique(_joint(self.columns, columns)).size)
 
     def __add__(self, other: PairCosts) -> PairCosts:
@@ -101,14 +98,14 @@ class PairCosts:
 
 
 def least_of_classes(classes: np.ndarray, costs: np.ndarray) -> np.ndarray:
-    """Return, for each class, the least cost of a label in it."""
+    """Return the least cost of a label in each class; ``classes`` and ``costs`` have one entry per label."""
     out = np.full(int(classes.max()) + 1, np.inf)
     np.minimum.at(out, classes, costs)
     return out
 
 
 def _joint(classes: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return for each label a number for its pair of classes (in two cost tables): equal pairs, equal numbers."""
+    """Return, for each label, one number for its pair of classes in two cost tables: equal pairs have equal numbers."""
     joint: np.ndarray = classes * (int(other.max()) + 1) + other
     return joint
 
@@ -121,17 +118,18 @@ def _classes(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Infeasible(ShardcError, ValueError):
-    """Every labelling costs inf. The text names the variable or pair that has no finite label, where one is known."""
+    """Raised if every labelling costs inf. The text names the variable or pair without a finite label, if known."""
 
 
 @dataclass(frozen=True, eq=False)
 class Energy:
-    """A sum of costs of variables and of pairs of variables, to be least; inf forbids.
+    """A sum of costs of variables and of pairs of variables, to be minimized; inf forbids a label or a pair of labels.
 
     Args:
         unary: for each variable, the cost of each of its labels, float64.
-        pairs: ``(i, j, cost)``, where ``cost[x, y]`` is paid if ``i`` has label ``x`` and ``j`` label ``y``: an array,
-            or `PairCosts`. Several pairs may share one. Several pairs about the same two variables add up.
+        pairs: tuples ``(i, j, cost)``: ``cost[x, y]`` is added if variable ``i`` has label ``x`` and ``j`` has ``y``.
+            It is an array or `PairCosts`, and several pairs may share it. Several costs of the same two variables are
+            added.
 
     Raises:
         VerifyError: an array of a wrong shape, a cost that is nan or -inf, or a pair of a variable with itself.
@@ -162,22 +160,23 @@ class Energy:
 
 
 def _check_costs(costs: np.ndarray, owner: str) -> None:
+    """Raise VerifyError, which names ``owner``, if a cost is nan or -inf."""
     if np.isnan(costs).any() or np.isneginf(costs).any():
         raise VerifyError(f"{owner} has a cost that is nan or -inf")
 
 
 def evaluate(energy: Energy, labels: Sequence[int]) -> float:
-    """Return the cost of a labelling: one label index for each variable."""
+    """Return the cost of a labelling: ``labels`` has one label index per variable."""
     unary = sum(float(costs[x]) for costs, x in zip(energy.unary, labels, strict=True))
     return unary + sum(float(costs[labels[i], labels[j]]) for i, j, costs in energy.pairs)
 
 
 class Clock:
-    """Counts work, which is the same on every machine, and the seconds since its creation.
+    """The budget of work (the same on every machine) and of seconds since its creation.
 
     Attributes:
-        spent: entries of tables that were visited.
-        seconds: seconds spent, by stage.
+        spent: number of table entries visited.
+        seconds: stage -> seconds spent in it.
     """
 
     def __init__(self, seconds: float, work: float) -> None:
@@ -187,7 +186,7 @@ class Clock:
         self.seconds: dict[str, float] = {}
 
     def spend(self, entries: int) -> None:
-        """Add ``entries``, visited in cost tables, to the work done so far."""
+        """Count ``entries`` of cost tables as visited."""
         self.spent += entries
 
     def over(self) -> bool:
@@ -196,7 +195,7 @@ class Clock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the time of the block to a stage."""
+        """Add the seconds of the ``with`` block to stage ``name``."""
         started = time.perf_counter()
         try:
             yield

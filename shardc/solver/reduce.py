@@ -1,6 +1,6 @@
-"""Reduces a graph to a smaller one with the same least cost.
+"""Exact reductions of a graph, and exact elimination of all its variables if the tables are small enough.
 
-Exact dynamic programming on a graph, for which the tables of costs must be small enough.
+Reductions drop labels and merge variables; the graph keeps its least cost.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 from shardc.solver.cost_graph import Graph
 from shardc.solver.energy import Clock, Infeasible, PairCosts, least_of_classes
 
-# Entries of tables that are worked on at once: what a core's cache holds.
+# Table entries per vectorised operation: as many as a core's cache holds.
 CHUNK = 1 << 15
-# A variable with more labels is left alone: message passing drops as many of them in less time.
+# A variable with more labels is not searched for dominated ones: message passing drops as many in less time.
 MANY = 1000
-# How many others a label is compared with, and with how many choices of the neighbours' labels these are found.
+# Each label is compared with up to TRIED others, which are chosen by their costs for PROBES labels of the neighbours.
 TRIED, PROBES = 4, 8
-# Labels for which others to compare with are found at once.
+# Number of labels whose candidates are computed at once.
 BLOCK = 256
 # Stands for inf where inf - inf would give nan.
 HUGE = 1e300
@@ -32,8 +32,8 @@ def reduce(graph: Graph, changed: Iterable[int] | None = None) -> None:
     """Drop labels and merge variables until no rule applies any more; at least one least labelling remains.
 
     Args:
-        graph: is changed in place.
-        changed: the variables that lost labels since the graph was last reduced; all if not given.
+        graph: changed in place.
+        changed: the variables that lost labels since the last reduction; None for all.
 
     Raises:
         Infeasible: every labelling costs inf.
@@ -49,11 +49,22 @@ def reduce(graph: Graph, changed: Iterable[int] | None = None) -> None:
 
 
 def _with_neighbours(graph: Graph, variables: Iterable[int]) -> set[int]:
+    """Return those of ``variables`` that are still in ``graph``, and their neighbours."""
     return {j for i in variables if i in graph.unary for j in (i, *graph.near[i])}
 
 
 def drop_unsupported(graph: Graph, changed: Iterable[int]) -> list[int]:
-    """Drop labels that cost inf, or that have a neighbour all of whose labels cost inf with them (arc consistency)."""
+    """Drop labels that cost inf, or that cost inf with every label of a neighbour (arc consistency).
+
+    Args:
+        changed: the variables that lost labels since the last call.
+
+    Returns:
+        the variables that lost labels.
+
+    Raises:
+        Infeasible: a variable loses all its labels.
+    """
     alive: dict[int, np.ndarray] = {i: np.isfinite(costs) for i, costs in graph.unary.items()}
     for i, mask in alive.items():
         if not mask.any():
@@ -86,7 +97,11 @@ def drop_unsupported(graph: Graph, changed: Iterable[int]) -> list[int]:
 
 
 def drop_separable(graph: Graph, variables: Iterable[int]) -> list[int]:
-    """Remove pairs whose cost is a sum of a cost of either variable. Return the variables that lost a neighbour."""
+    """Remove pairs whose costs are a sum ``a[x] + b[y]``, adding the terms to the two variables' own costs.
+
+    Returns:
+        the variables that lost a neighbour.
+    """
     split: dict[int, tuple[np.ndarray, np.ndarray] | None] = {}
     lost = []
     for i in sorted(variables):
@@ -103,7 +118,7 @@ def drop_separable(graph: Graph, variables: Iterable[int]) -> list[int]:
 
 
 def _separate(table: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return a and b with ``table[x, y] = a[x] + b[y]``, or None."""
+    """Return (a, b) with ``table[x, y] = a[x] + b[y]``; None if there are none."""
     if len(table) == 1:
         return np.zeros(1), table[0]
     if table.shape[1] == 1:
@@ -116,9 +131,12 @@ def _separate(table: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def drop_dominated(graph: Graph, variables: Iterable[int]) -> list[int]:
-    """Drop label x if a label y never costs more, whatever the neighbours' labels are (Goldstein 1994).
+    """Drop each label x for which a label y never costs more, whatever the neighbours' labels are (Goldstein 1994).
 
-    Of labels with equal costs everywhere the lowest one stays. Some such labels may be missed (see `_candidates`).
+    Of labels with equal costs the lowest one stays. Some dominated labels may be missed (see `_candidates`).
+
+    Returns:
+        the variables that lost labels.
     """
     masks = {}
     mask_of: dict[tuple[bytes, tuple[int, ...]], np.ndarray | None] = {}
@@ -136,7 +154,12 @@ def drop_dominated(graph: Graph, variables: Iterable[int]) -> list[int]:
 
 
 def _without(labels: int, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
-    """Return the mask of labels that stay if, from the last on, each label worse than one that stays is dropped."""
+    """Return the mask of labels that remain: from the last label on, each that a remaining label dominates is dropped.
+
+    Args:
+        labels: number of labels.
+        better, worse: pairs of labels of which the first dominates the second.
+    """
     mask = np.ones(labels, dtype=bool)
     order = np.argsort(worse, kind="stable")
     better, worse = better[order], worse[order]
@@ -147,11 +170,16 @@ def _without(labels: int, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
 
 
 def _dominations(costs: np.ndarray, tables: list[PairCosts]) -> tuple[np.ndarray, np.ndarray]:
-    """Return pairs of labels (y, x) such that y never costs more than x, whatever neighbours choose."""
+    """Return arrays (y, x) of pairs of labels of one variable in which y dominates x: it never costs more.
+
+    Args:
+        costs: cost of each label.
+        tables: pair costs with each neighbour, of which there is at least one; this variable's labels come first.
+    """
     cheapest = [table.costs.argmin(axis=1) for table in tables]
     pairs = []
     for better, worse in _candidates(costs, tables, cheapest):
-        excess = costs[better] - costs[worse]  # of y over x; not more than it is at worst
+        excess = costs[better] - costs[worse]  # of y over x; a lower bound of the worst case
         for table, least in zip(tables, cheapest, strict=True):
             excess += _excess(table, least, better, worse)
         hold = excess <= 0
@@ -168,7 +196,13 @@ def _dominations(costs: np.ndarray, tables: list[PairCosts]) -> tuple[np.ndarray
 
 
 def _excess(table: PairCosts, cheapest: np.ndarray, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
-    """Return how much more labels y cost than x with the neighbour's label that is cheapest with x."""
+    """Return the cost of each label y minus that of x, if the neighbour has the label that is cheapest with x.
+
+    Args:
+        table: pair costs with the neighbour.
+        cheapest: for each class of this variable's labels, the neighbour's class that is cheapest with it.
+        better, worse: the labels y and x.
+    """
     of_worse = table.rows[worse]
     at = cheapest[of_worse]
     excess: np.ndarray = table.costs[table.rows[better], at] - table.costs[of_worse, at]
@@ -178,13 +212,15 @@ def _excess(table: PairCosts, cheapest: np.ndarray, better: np.ndarray, worse: n
 def _candidates(
     costs: np.ndarray, tables: list[PairCosts], cheapest: list[np.ndarray]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield pairs of labels y and x, where y may cost no more than x: with a few labels of the neighbours it does not.
+    """Yield arrays (y, x) of pairs of labels in which y may dominate x: it does for some labels of the neighbours.
 
-    Strategies can replace each other only if they make the same layout. So in the table that forbids the most, y must
-    be allowed with the neighbour's label that is cheapest with x. Of many such y, the cheapest in sum are tried.
+    Strategies can replace each other only if they produce the same layout. So in the table with the most infinite
+    entries, y must be allowed with the neighbour's label that is cheapest with x. Of many such y, those with the least
+    sums are tried.
 
     Args:
-        tables: of the pairs with all neighbours, of which there is at least one.
+        costs: cost of each label.
+        tables: pair costs with each neighbour, of which there is at least one; this variable's labels come first.
         cheapest: for each table and class of this variable's labels, the neighbour's class that is cheapest with it.
     """
     scores = []
@@ -209,7 +245,7 @@ def _candidates(
 
 
 def _worst_excess(table: np.ndarray, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
-    """Return ``max over z of table[y, z] - table[x, z]``, where inf - inf is no excess."""
+    """Return ``max over z of table[y, z] - table[x, z]`` for classes y and x, where inf - inf counts as 0."""
     finite = np.where(np.isinf(table), HUGE, table)
     pairs, inverse = np.unique(better * len(table) + worse, return_inverse=True)
     rows, columns = np.divmod(pairs, len(table))
@@ -225,7 +261,7 @@ def merge_small_degrees(graph: Graph, variables: Iterable[int]) -> list[int]:
     """Eliminate variables with at most two neighbours, or one label; with two, only if the tables do not grow.
 
     Returns:
-        the variables that took over costs or lost a neighbour.
+        the variables whose costs or neighbours changed.
     """
     queue = deque(sorted(i for i in variables if i in graph.unary))
     waiting = set(queue)
@@ -246,7 +282,11 @@ def merge_small_degrees(graph: Graph, variables: Iterable[int]) -> list[int]:
 
 
 def _eliminate(graph: Graph, i: int, products: dict[tuple, tuple]) -> bool:
-    """Eliminate a variable if that makes the graph smaller; return whether it did."""
+    """Eliminate variable ``i`` if that makes the graph smaller; return whether it did.
+
+    Args:
+        products: caches the results of `_through` for pairs of tables.
+    """
     costs, near = graph.unary[i], graph.near[i]
     if not np.isfinite(costs.min()):
         raise Infeasible("the labels of finite cost cannot be combined")
@@ -288,10 +328,13 @@ def _eliminate(graph: Graph, i: int, products: dict[tuple, tuple]) -> bool:
 
 
 def _through(costs: np.ndarray, to_a: PairCosts, to_b: PairCosts) -> tuple[PairCosts, int | None]:
-    """Return the costs of two neighbours of a variable, minimised over its labels, and which neighbour decides its
-    label.
+    """Return the pair costs of a variable's two neighbours after it is minimised out, and which one decides its label.
 
-    That neighbour is 0 or 1 if its label alone leaves the variable one class of labels, else None.
+    That neighbour is 0 (a) or 1 (b) if its label alone leaves the variable one class of labels, else None.
+
+    Args:
+        costs: cost of each label of the variable.
+        to_a, to_b: pair costs with the neighbours a and b; the variable's labels come first.
     """
     both, classes = np.unique(to_a.rows * len(to_b.costs) + to_b.rows, return_inverse=True)
     of_a, of_b = np.divmod(both, len(to_b.costs))
@@ -320,25 +363,25 @@ def min_product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return out
 
 
-# Limits of the entries that all tables together add up, and that they store, in units of the largest allowed table.
+# Limits, in units of the largest allowed table, of the entries that are added up and of those that are stored.
 WORK, KEPT = 10, 2
 # Entries of a table that are added up at once.
 ELIMINATION_CHUNK = 1 << 20
 
 Factor = tuple[tuple[int, ...], np.ndarray | PairCosts]
-"""Variables in rising order, and costs with an axis for each."""
+"""Variables in ascending order, and costs with one axis for each of them."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """An order in which to eliminate all variables, and the number of table entries that it creates."""
+    """An order in which to eliminate all variables, and the total number of table entries that this visits."""
 
     variables: tuple[int, ...]
     entries: int
 
 
 def plan_order(graph: Graph, table: int) -> Order | None:
-    """Return an elimination order, smallest table first, or None if it needs a table of more than `table` entries."""
+    """Return an elimination order, smallest table first; None if a table would have more than ``table`` entries."""
     near = {i: set(graph.near[i]) for i in graph.unary}
     sizes = {i: len(costs) for i, costs in graph.unary.items()}
 
@@ -369,10 +412,10 @@ def plan_order(graph: Graph, table: int) -> Order | None:
 
 
 def eliminate(graph: Graph, order: Order, clock: Clock) -> bool:
-    """Minimise out all variables of a graph one by one; its constant is then the least cost.
+    """Eliminate all variables of a graph one by one; its constant then is the least cost.
 
     Returns:
-        whether it was done in time. If not, the graph is as it was.
+        whether it finished within the budget. If not, the graph is unchanged.
 
     Raises:
         Infeasible: every labelling costs inf.
@@ -412,7 +455,13 @@ def _axis_first(factor: Factor, i: int) -> Factor:
 
 
 def _minimise(unary: np.ndarray, factors: list[Factor], sizes: dict[int, int]) -> tuple[tuple[int, ...], np.ndarray]:
-    """Return the least sum of the factors over the labels of their first axis."""
+    """Return (other variables, costs with one axis for each): the least sum of costs over the labels of one variable.
+
+    Args:
+        unary: cost of each of the variable's labels.
+        factors: costs whose first axis is the variable's, and the variables of the other axes.
+        sizes: other variable -> its number of labels.
+    """
     scope = tuple(sorted(sizes))
     shape = tuple(sizes[j] for j in scope)
     aligned = [unary.reshape(-1, *[1] * len(scope))]

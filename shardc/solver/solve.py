@@ -1,4 +1,4 @@
-"""`solve`: the pipeline of the solver, and its result."""
+"""`solve` runs the stages of the solver and returns a `Solution`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Solution:
 
     Attributes:
         labels: a label index for each variable.
-        value: their cost; inf if no labelling of finite cost was found in time.
-        bound: lower bound of every labelling's cost, up to rounding. Equal to the value if the work sufficed.
+        value: cost of the labelling; inf if no labelling of finite cost was found in time.
+        bound: lower bound of every labelling's cost, up to rounding. Equal to ``value`` if the work sufficed.
         variables: number of variables of the energy.
-        left: number of variables left after `reduce`.
-        iterations: pairs of sweeps of message passing.
-        branches: graphs that were split in two.
-        seconds: where the time went, by stage. The only field that differs between runs.
+        left: number of variables that remained after `reduce`.
+        iterations: number of pairs of sweeps of message passing.
+        branches: number of graphs that were split in two.
+        seconds: stage -> seconds spent in it. The only field that differs between runs.
     """
 
     labels: tuple[int, ...]
@@ -41,7 +41,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """Return how much cheaper a better labelling can be, as a share of the value."""
+        """Return the gap between value and bound, relative to the value: a better labelling saves at most that."""
         if math.isinf(self.value):
             return math.inf
         return (self.value - self.bound) / max(abs(self.value), sys.float_info.min)
@@ -51,16 +51,16 @@ def solve(
     energy: Energy, *, work: float = WORK, table: int = 20_000_000, seconds: float = math.inf,
     ceiling: float = math.inf,
 ) -> Solution:  # fmt: skip
-    """Return a labelling of least cost, or the best one found within the limit of work, with a bound.
+    """Return a labelling of least cost, or the best one found within the budget, with a lower bound.
 
-    The result is the same on every machine, unless `seconds` is given.
+    The result is the same on every machine, unless ``seconds`` is given.
 
     Args:
-        energy: the costs.
-        work: limit of table entries to visit, after which the best labelling so far is returned.
+        energy: the costs to minimize.
+        work: limit of table entries to visit. Beyond it the best labelling so far is returned.
         table: the largest table, in entries of 8 bytes, that dynamic programming may create.
-        seconds: limit of time.
-        ceiling: only labellings that cost less are searched, which ends the search early if there is none.
+        seconds: time limit.
+        ceiling: only labellings that cost less are of interest, which ends the search early if there is none.
 
     Raises:
         Infeasible: every labelling costs inf, or ``ceiling`` and more.
