@@ -53,15 +53,16 @@ from shardc.plan.resolve import BoundPlan
 
 
 def computing(cost: Pricing, device: torch.device) -> Pricing:
-    """Returns the cost model of compute: ``cost``, or `CPU` if ``cost`` has default rates and ``device`` is a CPU."""
+    """Returns the cost model for compute: ``cost``, or `CPU` if ``cost`` has default rates and ``device`` is a CPU."""
     has_rates = not isinstance(cost, CostModel) or cost.flops != CostModel().flops
     return cost if has_rates or device.type != "cpu" else CPU
 
 
 def sending(cost: Pricing, direct: bool) -> Pricing | None:
-    """Returns the cost model of activations' collectives; None if ``cost`` is the default, which knows no links.
+    """Returns the cost model for collectives of activations; None if ``cost`` is the default, which knows no links.
 
-    If the program sends messages between ranks (``direct``) and ``cost`` has measured some, those are its links.
+    Args:
+        direct: the program sends messages between ranks; if ``cost`` has measured such messages, they are its links.
     """
     if isinstance(cost, CostModel) and cost.messages is not None and direct:
         return calibrated(cost)
@@ -77,10 +78,14 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
     """Returns all passes for ``plan``, in order; those after ``partition`` run on the forward and the backward graph.
 
     Args:
+        plan: the plan, resolved against the model.
+        options: options of `shardc.compile`.
+        fake_mode: mode of the graph's fake values.
+        device: device of values that have none.
         cut: (partitioner of a joint graph, marks a node as recomputed in backward, marks a node as saved).
 
     Raises:
-        InputError: ``options.pipeline`` returns an order in which a pass runs without one that it requires.
+        InputError: ``options.pipeline`` returns an order in which a pass runs before one that it requires.
     """
     mesh, cost = plan.mesh, options.cost
     settings = options.with_plan_settings(plan.plan)

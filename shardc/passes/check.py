@@ -1,7 +1,4 @@
-"""Checks between passes: `shardc.verify`, with the sharding rules of the ops.
-
-Check that a schedule waits for its collectives as late as `Schedule` promises.
-"""
+"""The verifier between passes: hooks that check the joint graph and its halves with the sharding rules of the ops."""
 
 from __future__ import annotations
 
@@ -40,11 +37,13 @@ def check(
     """Verifies ``gm`` after ``stage`` and returns the fingerprints of its values.
 
     Args:
+        mesh: the mesh of the layouts.
+        stage: the name of the pass that has run.
         before: the fingerprints after the previous stage; a stage that only moves data may not change them.
-        spec: the stage whose spec ``gm`` has to meet, if that is not ``stage``.
+        spec: the stage whose spec ``gm`` has to meet; by default ``stage``.
 
     Raises:
-        VerifyError: with the stage, the node and the reason.
+        VerifyError: a check fails; the error names the stage, the node and the reason.
     """
     verify(gm, mesh, stage, agrees, spec=spec)
     prints = fingerprints(gm.graph)
@@ -67,7 +66,7 @@ ON_HALVES = (
 
 
 class Verify(Hook):
-    """Verifies the joint graph after every pass; a pass that has no spec has to meet that of the pass before it."""
+    """Verifies the joint graph after every pass; a pass without a spec has to meet the spec of the previous one."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.spec = mesh, ""
@@ -76,11 +75,13 @@ class Verify(Hook):
         self.input: fx.GraphModule | None = None
 
     def before(self, stage: str, gm: fx.GraphModule) -> None:
+        """Records the graph, and its fingerprints if ``stage`` only moves data."""
         self.input = gm
         if stage in MOVING and self.program is None:
             self.program = program(gm)
 
     def after(self, stage: str, gm: fx.GraphModule) -> None:
+        """Raises VerifyError if the graph breaks an invariant of ``stage``."""
         last, state, self.spec = self.spec, State(gm.graph), stage if stage in SPECS else self.spec
         if state.is_of(self.state) and SPECS[last] is SPECS[self.spec]:
             return
@@ -95,9 +96,10 @@ class Verify(Hook):
 
 
 class VerifyHalf(Hook):
-    """Verifies a forward or backward graph after every pass: structure, results, late waits (`check_waits`).
+    """Verifies a forward or backward graph after every pass: structure, results and late waits (`check_waits`).
 
     Args:
+        mesh: the mesh of the layouts.
         passes: the passes that run on the half.
         causes: parameter -> the plan entries that decide its compute layout, for errors.
     """
@@ -110,6 +112,7 @@ class VerifyHalf(Hook):
         self.replaced: dict[str, Collective] = {}
 
     def before(self, stage: str, gm: fx.GraphModule) -> None:
+        """Records the fingerprints and the order of ops that ``stage`` has to keep."""
         if stage in KEEP_VALUES and self.prints is None:
             self.prints = fingerprints(gm.graph, replaced=self.replaced)
         if stage == ALGORITHMS and self.prints is not None:
@@ -118,6 +121,7 @@ class VerifyHalf(Hook):
         self.order = halves.order(gm.graph) if stage in KEEP_ORDER else []
 
     def after(self, stage: str, gm: fx.GraphModule) -> None:
+        """Raises VerifyError if the graph breaks an invariant of ``stage``."""
         with reporting(self.mesh, {"after": gm}):
             self._after(stage, gm)
 
@@ -140,7 +144,11 @@ class VerifyHalf(Hook):
 
 
 def _check(subject: Subject, stage: str, checks: Iterable[Check], of_user: bool) -> None:
-    """Raises VerifyError for what ``checks`` find; if the pass is the user's, with the invariant that it breaks."""
+    """Raises VerifyError if one of ``checks`` fails.
+
+    Args:
+        of_user: the pass is the user's, so that the error says which invariant the pass has to keep.
+    """
     for invariant in checks:
         try:
             check_all(subject, stage, (invariant,))
@@ -155,7 +163,11 @@ def _check(subject: Subject, stage: str, checks: Iterable[Check], of_user: bool)
 
 
 def agrees(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | None:
-    """Returns None if the rule derives the results' layouts from ``operands`` (default: the nodes'), else why not."""
+    """Returns None if the op's rule derives the results' layouts from the operands', else the disagreement as text.
+
+    Args:
+        operands: layouts of the operands; by default those of the operand nodes.
+    """
     if operands is None:
         operands = tuple(ir.layout(x) for x in operands_of(node))
     results = tuple(value.layout for value in ir.info(node).tensors if value.layout is not None)
@@ -174,6 +186,7 @@ def agrees(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | N
 
 @lru_cache(maxsize=65536)
 def _disagreement(spec: Spec, operands: tuple[Layout, ...], results: tuple[Layout, ...]) -> str | None:
+    """Returns why the factors ``spec`` of an op do not derive ``results`` from ``operands``; None if they do."""
     if len(operands) != len(spec.operands):
         return f"the rule has {len(spec.operands)} operands, the op has {len(operands)}"
     if not operands:
@@ -186,6 +199,7 @@ def _disagreement(spec: Spec, operands: tuple[Layout, ...], results: tuple[Layou
 
 
 def _shown(layouts: tuple[Layout, ...]) -> str:
+    """Returns ``layouts`` as text for an error."""
     return ", ".join(map(str, layouts))
 
 
@@ -223,11 +237,12 @@ def check_waits(subject: Subject) -> Broken:
 
 
 def _computes(node: fx.Node) -> bool:
+    """Returns whether ``node`` is an op that takes compute time: no start, wait or getitem."""
     return not is_start(node) and node.target is not WAIT and node.target is not getitem
 
 
 def _idle(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node | None:
-    """Returns the first of ``nodes`` that is compute and not `prefetchable` (free to move); None if there is none."""
+    """Returns the first of ``nodes`` that computes and is not `prefetchable` (free to move); None if there is none."""
     computing = [node for node in nodes if _computes(node)]
     ready = prefetchable(graph) if computing else frozenset()
     return next((node for node in computing if node not in ready), None)

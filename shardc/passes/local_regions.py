@@ -1,4 +1,4 @@
-"""Lowering of `local_map` regions: their layouts, and their ops on one rank."""
+"""`local_map` regions: derives their layouts, and emits their ops on one rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ OPS = (CALL, GRADIENT)
 
 
 class Emitter(Protocol):
-    """Interface of the builder of a local graph (`shardc.passes.lower.localize`)."""
+    """Interface of the builder of a local graph (`shardc.passes.lower.localize`).
+
+    Attributes:
+        rewriter: inserts the nodes.
+        device: device of the fake values.
+        traced: the node being lowered, whose operands' strides its kernel relies on.
+    """
 
     rewriter: GraphRewriter
     device: torch.device
@@ -41,7 +47,7 @@ class Emitter(Protocol):
 
 
 def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
-    """Returns the layouts of a region's operands and results.
+    """Returns the layouts of the operands and results of a region (or of its gradient).
 
     The gradient of an argument has the argument's layout, with a pending sum over the axes on which that is replicated:
     ranks that hold the same elements each have a term of their gradient.
@@ -86,7 +92,16 @@ def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
 
 
 def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[Any]:
-    """Traces the region's function on shards and emits its ops; returns its results. RuleError for a wrong shape."""
+    """Traces the region's function on shards, emits its ops, and returns the result nodes.
+
+    Args:
+        node: the region's call or gradient.
+        operands: the local operands, as nodes of the new graph.
+        emitter: the builder of the new graph.
+
+    Raises:
+        RuleError: the function fails on shards, or returns a shard of a wrong shape.
+    """
     it, mesh = _region(node), ir.layout(operands_of(node)[0]).mesh
     operands = [emitter.like(x, old) for x, old in zip(operands, operands_of(node), strict=True)]
     fakes = [x.meta["val"] for x in operands]
@@ -109,7 +124,11 @@ def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[A
 
 
 def _inlined(traced: fx.GraphModule, feed: Sequence[Any], emitter: Emitter, it: Region) -> list[Any]:
-    """Emits the ops of ``traced``; ``feed`` has, for each placeholder, a node or the axes of a coordinate."""
+    """Emits the ops of ``traced``; returns its results.
+
+    Args:
+        feed: for each placeholder, a node of the new graph or the axes of a coordinate.
+    """
     env: dict[fx.Node, Any] = {}
     waiting = iter(feed)
     traced.graph.eliminate_dead_code()
@@ -136,6 +155,7 @@ def _inlined(traced: fx.GraphModule, feed: Sequence[Any], emitter: Emitter, it: 
 
 
 def _check(it: Region, node: fx.Node, results: Sequence[Any]) -> None:
+    """Raises RuleError if a result of the region has another shape on a rank than its out_layouts say."""
     record = ir.info(node).value
     assert isinstance(record, tuple)
     for at, (value, local) in enumerate(zip(record, results, strict=True)):
@@ -167,17 +187,19 @@ def _explained(it: Region, fakes: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _region(node: fx.Node) -> Region:
+    """Returns the region that a call (or gradient) node names by number in its last argument."""
     number = node.args[-1]
     assert isinstance(number, int)
     return region(number)
 
 
 def _tangents(it: Region, mesh: Mesh, values: Sequence[Value]) -> list[Layout]:
-    """Returns the `Layout` of each result of the region, from its out_layouts, for tangents with these ``values``."""
+    """Returns the `Layout` of each result of the region by its out_layouts; ``values`` are the types of the results."""
     return [_layout(it, "out", at, it.outputs[at], mesh, value) for at, value in enumerate(values)]
 
 
 def _layout(it: Region, side: str, at: int, spec: Any, mesh: Mesh, value: Value) -> Layout:
+    """Returns the `Layout` that ``spec`` gives to argument ("in") or result ("out") number ``at`` of the region."""
     what = f"{'argument' if side == 'in' else 'result'} {at} of {it.name}"
     return to_layout(spec, mesh, value.shape, what=what, entry=f"{side}_layouts[{at}] = {spec!r} of {it.source}")
 
@@ -188,6 +210,6 @@ def _unused(layout: Layout) -> tuple[str, ...]:
 
 
 def _part(tangent: Tensor, layout: Layout) -> Tensor:
-    """Returns this rank's term of a result's gradient: ranks that hold the same result divide it equally."""
+    """Returns this rank's term of a result's gradient: ranks that hold the same result get equal shares of it."""
     copies = prod(layout.mesh.size(axis) for axis in _unused(layout))
     return tangent / copies if copies > 1 and tangent.is_floating_point() else tangent

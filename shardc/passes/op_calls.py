@@ -1,7 +1,4 @@
-"""Graph nodes as the `Call` that rules take, and the cost of the strategies of one call.
-
-Cost of one op's strategies: the reshards that they need, and the compute of each rank.
-"""
+"""Ops of a graph as seen by layout passes: the rule's `Call`, operands, and the predicted seconds of a strategy."""
 
 from __future__ import annotations
 
@@ -72,7 +69,7 @@ def with_operands(node: fx.Node, operands: list[fx.Node]) -> tuple[tuple[Any, ..
 
 
 def plain(argument: Any) -> Any:
-    """Converts an argument to a hashable form: nodes become their `Value`, lists become tuples."""
+    """Returns ``argument`` in hashable form: a node becomes its `Value`, a list becomes a tuple."""
     if isinstance(argument, fx.Node):
         value = ir.info(argument).value
         return Value(value.dtype, value.shape) if isinstance(value, Value) else value
@@ -82,10 +79,7 @@ def plain(argument: Any) -> Any:
 
 
 def move_of(node: fx.Node) -> Spec | None:
-    """Returns the factors (`Spec`) of an op that only moves data (a view, a transpose) from one operand to one result.
-
-    None for any other node.
-    """
+    """Returns the factors (`Spec`) of an op that only moves one operand (a view, a transpose), None for other nodes."""
     if node.op != "call_function" or not hasattr(node.target, "_schema"):
         return None
     spec = spec_of(call_of(node))
@@ -130,7 +124,12 @@ PIN_PENALTY = 1e4  # factor on the cost of resharding a value whose layout the p
 
 @dataclass(frozen=True)
 class Work:
-    """Properties of an op for its compute time: dtypes of operands and results, and whether it is attention."""
+    """Properties of an op that its compute time depends on.
+
+    Args:
+        dtypes: dtypes of the operands, then of the results.
+        attention: whether the op is an attention kernel.
+    """
 
     dtypes: tuple[torch.dtype, ...]
     attention: bool = False
@@ -144,7 +143,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Gradient:
-    """Value that is used only, through linear ops, by one parameter's gradient.
+    """Marks a value that is used, through linear ops, by one parameter's gradient only.
 
     Args:
         target: layout (batch axes excepted) from which the gradient gets its compute layout without a reshard; None if
@@ -156,7 +155,7 @@ class Gradient:
     batch_axes: tuple[str, ...]
 
     def seconds(self, layout: Layout, itemsize: int, cost: Pricing) -> float:
-        """Predicts the seconds of the reshard from ``layout`` to the target."""
+        """Returns the predicted seconds of the reshard from ``layout`` to the target."""
         if self.target is None:
             return 0.0
         reduced = layout.unbind(self.batch_axes).without_partial(self.batch_axes)
@@ -179,11 +178,13 @@ def priced(
     reductions, and of the compute of each rank.
 
     Args:
+        spec: the op's factors.
         operands: layouts that the operands have.
-        reachable: for each operand, the layouts that an earlier use has resharded it to, which cost nothing.
+        reachable: for each operand, further layouts that it has been resharded to for an earlier use, at no cost now.
         pinned: for each operand, whether the plan fixes its layout.
-        work: what else the op's compute time depends on.
-        grad: set if the result only leads to a parameter's gradient.
+        work: further properties that the compute time depends on.
+        grad: the gradient that the result leads to, if it leads to nothing else.
+        cost: the cost model.
     """
     out = []
     for strategy in strategies(spec, operands):
@@ -205,7 +206,7 @@ def priced(
 
 
 def compute_seconds(spec: Spec, strategy: Strategy, work: Work, cost: Pricing) -> float:
-    """Predicts the compute seconds of each rank; 0 for an op that only moves data, such as a view."""
+    """Returns the predicted compute seconds of each rank; 0 for an op that only moves data, such as a view."""
     if spec.moves:
         return 0.0
     layouts = (*strategy.operands, *strategy.results)
@@ -217,7 +218,11 @@ def compute_seconds(spec: Spec, strategy: Strategy, work: Work, cost: Pricing) -
 def with_sending(spec: Spec, operands: Sequence[Layout], work: Work, cost: Pricing, computed: float) -> float:
     """Returns ``computed`` plus the exposed seconds of communication inside the op (routed rows, ring attention).
 
-    A ring overlaps: a rank computes on one block while the next one arrives.
+    In a ring a rank computes on one block while the next one arrives.
+
+    Args:
+        operands: the operands' layouts.
+        computed: compute seconds of the op on one rank.
     """
     if spec.routed is None:
         return computed
@@ -241,9 +246,11 @@ def with_sending(spec: Spec, operands: Sequence[Layout], work: Work, cost: Prici
 
 
 def passing_seconds(mesh: Mesh, axes: tuple[str, ...], part: float, computed: float | None, cost: Pricing) -> float:
-    """Predicts the exposed seconds of passing each rank's ``part`` bytes to all other ranks.
+    """Returns the predicted exposed seconds of passing each rank's ``part`` bytes to all other ranks.
 
     Args:
+        axes: the mesh axes of the ranks.
+        part: bytes per rank.
         computed: compute seconds of the op on one rank, which overlap with a ring; None for an all-gather before it.
     """
     ranks = prod([mesh.size(axis) for axis in axes])
@@ -264,7 +271,7 @@ def shares(layouts: tuple[Layout, ...]) -> int:
 
 
 def _deferred(spec: Spec, operands: tuple[Layout, ...], strategy: Strategy, itemsize: int, cost: Pricing) -> float:
-    """Predicts the seconds of the pending reductions that a strategy passes from its operands to its results.
+    """Returns the predicted seconds of the pending reductions that a strategy passes from its operands to its results.
 
     The pending sum of a contraction itself is not counted: it comes with every strategy that splits the contraction.
     """

@@ -1,4 +1,4 @@
-"""Options of `shardc.compile`."""
+"""`Options` of `shardc.compile`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SILENCED = {"gather": ("all_gather",), "reduce": ("reduce_scatter", "all_reduce"
 )
 @dataclass(frozen=True)
 class Options:
-    """How to compile. Sizes are numbers of bytes, or text with a unit: ``"8 MiB"``, ``"1.5GB"``.
+    """Settings of a compilation. Sizes are numbers of bytes, or text with a unit: ``"8 MiB"``, ``"1.5GB"``.
 
     Args:
         strict: raise instead of warn at an op without a sharding rule.
@@ -99,7 +99,7 @@ class Options:
         check_fields(self)
 
     def bucket_bytes(self) -> int:
-        """Returns the bytes of a bucket; by default latency is a twentieth of a bucket's time, 8 MiB at most."""
+        """Returns the bytes of a bucket; by default those whose latency is a twentieth of the time, 8 MiB at most."""
         if self.bucket_size is not None:
             return cast(int, self.bucket_size)
         latency, bandwidth = self.cost.linear(self.p2p_collectives is not False)

@@ -1,4 +1,4 @@
-"""Pipeline: an ordered tuple of passes, as a value that is printed, cut and extended."""
+"""`Pipeline`: an ordered tuple of passes, as a value that can be printed, cut and extended."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Hook:
     """Observer of a pipeline, called around every pass; subclasses override what they need."""
 
     def before(self, stage: str, gm: fx.GraphModule) -> None:
-        """Called with the graph before the pass ``stage``."""
+        """Observes the graph before the pass ``stage``."""
 
     def after(self, stage: str, gm: fx.GraphModule) -> None:
-        """Called with the graph after the pass ``stage``."""
+        """Observes the graph after the pass ``stage``."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Pipeline:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the passes in order."""
+        """Returns the names of the passes in order."""
         return tuple(pass_.name for pass_ in self.passes)
 
     def check_requires(self) -> None:
@@ -74,9 +74,9 @@ class Pipeline:
                 raise InputError(f"the pass {pass_.name!r} requires {name!r}, which {what}", fix=fix)
 
     def run(self, gm: fx.GraphModule, *hooks: Hook) -> fx.GraphModule:
-        """Runs the passes on ``gm``, with ``hooks`` called around each.
+        """Runs the passes on ``gm``; ``hooks`` are called before and after each.
 
-        Autocast is off meanwhile, since the graph has its casts.
+        Autocast is off meanwhile, since the graph has its own casts.
         """
         with _compat.no_autocast():
             for pass_ in steps(self.passes, "passes"):
@@ -132,6 +132,7 @@ class Pipeline:
         return "\n".join(f"{pass_.name:{width}}  {_summary(pass_)}".rstrip() for pass_ in self.passes)
 
     def _at(self, name: str) -> int:
+        """Returns the position of the pass ``name``; raises InputError if there is none."""
         if name not in self.names:
             raise InputError(f"there is no pass {name!r}", fix=near_stage(name, self.names))
         return self.names.index(name)
@@ -141,7 +142,7 @@ _RENAMED = {"settle": "hoist_grad_epilogue", "absent": "prune_unused_grads", "si
 
 
 def near_stage(name: str, stages: Iterable[str]) -> str:
-    """Returns the fix for the ``name`` of a pass or stage that is none of ``stages``: its new name, or the closest."""
+    """Returns the fix for an unknown pass or stage ``name``: its new name, or the closest of ``stages``."""
     return f"it is called {_RENAMED[name]!r} now" if name in _RENAMED else near(name, stages)
 
 

@@ -1,8 +1,8 @@
-"""Unfold: a graph of a few repeated blocks becomes the graph of all of them.
+"""Unfolding: builds the graph of a whole model from the graph of a few of its repeated blocks.
 
-A model whose blocks repeat is captured with a few of them (`shardc.capture.repeats`). In its local graphs (the joint
-one, or its halves) the nodes of the middle blocks repeat with a period. A period that equals, node by node, the one
-before it shifted by one block is copied once for each missing block. A graph that does not repeat so is an error.
+A model of repeated blocks is captured with a few of them (`shardc.capture.repeats`). In its local graphs (the joint
+graph, or its halves) the nodes of the middle blocks repeat with a period. A period that equals, node by node, the
+previous one shifted by one block is copied once for each missing block. A graph that does not repeat is an error.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class NotPeriodic(ShardcError):
 
 @dataclass(frozen=True)
 class Folded:
-    """Relation between a program that was captured with a few repeated blocks and the whole model.
+    """A program of a few captured blocks, and how it extends to all blocks of the model.
 
     Args:
-        repeats: the runs of repeated blocks in the whole model, and the number of blocks that the program has.
+        repeats: the runs of repeated blocks in the whole model, and the number of blocks captured of each.
         captured: the localized joint graph of the captured blocks.
         bound: the plan, resolved against the whole model.
-        reads: what a capture of all blocks would have read (guards).
+        reads: the guards that a capture of all blocks would have.
 
     Raises:
         NotPeriodic: the blocks' nodes do not repeat.
@@ -62,15 +62,15 @@ class Folded:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for reports: the runs of blocks that were folded."""
+        """Returns one sentence for reports per run of folded blocks."""
         return tuple(f"{run}: {run.count} blocks alike, analysed on {self.repeats.keep}" for run in self.repeats)
 
     def levels(self, few: Mapping[str, int]) -> dict[str, int]:
-        """Returns the FSDP level (3 for ZeRO-3) of each parameter of the model, given those in the captured blocks."""
+        """Returns the FSDP level (3: ZeRO-3) of each parameter of the model, given the levels of the captured ones."""
         return {name: few[self.repeats.counterpart(name)] for name in self.bound.params}
 
     def whole(self, stage: str, graph: fx.Graph) -> fx.Graph:
-        """Returns the graph of all blocks after ``stage``, given ``graph``, that of the captured ones.
+        """Returns the graph of all blocks after ``stage``, given the ``graph`` of the captured blocks; it is cached.
 
         Gradient epilogues are hoisted first, since they have to stand in their blocks.
 
@@ -92,12 +92,12 @@ class Folded:
         return self.graphs[stage]
 
     def block_run(self, name: str) -> str:
-        """Describes the run of equal blocks that the node ``name`` is in; "" if it is in none."""
+        """Returns a description of the run of equal blocks that the node ``name`` is in; "" if it is in none."""
         runs = [run for run in self.repeats if (place := run.split(name)) and place[0] < run.count]
         return "".join(f"{run.count} blocks alike, {run}" for run in runs[-1:])
 
     def joint(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """Returns the localized joint graph of the whole model."""
+        """Returns the localized joint graph of the whole model, given that of the captured blocks."""
         graph = gm.graph
         for unfold in self.unfolds:
             graph = unfold.joint(graph)
@@ -106,27 +106,27 @@ class Folded:
     def halves(
         self, first: fx.GraphModule, second: fx.GraphModule | None
     ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-        """Unfolds the forward (or inference) and the backward graph of a few blocks to those of the whole model."""
+        """Returns forward (or inference) and backward graph of the whole model, given those of the captured blocks."""
         forward, backward = first.graph, second and second.graph
         for unfold in self.unfolds:
             forward, backward = unfold.halves(forward, backward)
         return LazyGraphModule(first, forward), None if backward is None else LazyGraphModule(second, backward)
 
     def times(self, name: str) -> int:
-        """Returns the number of nodes of the whole model that the node ``name`` stands for."""
+        """Returns the number of nodes of the whole model that the captured node ``name`` represents."""
         return 1 + sum(unfold.names.missing for unfold in self.unfolds if unfold.repeats(name))
 
 
 class Unfold:
     """Builds graphs of ``run.count`` blocks from graphs of ``keep`` blocks.
 
-    *Ensures:* nodes, names and order are those of the graph of the whole model. One exception: if a forward also
-    computes ops of backward, these stand after its own, and their saved outputs may come in another order.
+    *Ensures:* nodes, names and order are those of the graph of the whole model. One exception: if a forward graph also
+    computes ops of backward, these follow its own ops, and their saved outputs may come in another order.
 
     Args:
-        joint: the localized joint graph.
+        joint: the localized joint graph of the captured blocks.
         run: the repeated blocks of the whole model.
-        keep: number of blocks that were captured.
+        keep: number of captured blocks.
 
     Raises:
         NotPeriodic: the blocks' nodes do not repeat.
@@ -158,15 +158,15 @@ class Unfold:
         self.block_names = frozenset(ir.info(x).name for p, x in ops.items() if p.block == self.names.last)
 
     def repeats(self, name: str) -> bool:
-        """Tells whether the node ``name``, of the localized graph or an earlier one, is in the block that is copied."""
+        """Returns whether the node ``name``, of the localized graph or of an earlier stage, is in the block to copy."""
         return name in self.block_names or self.names.block_of(name) == self.names.last
 
     def joint(self, graph: fx.Graph) -> fx.Graph:
-        """Returns the joint graph of all blocks, given that of the captured ones."""
+        """Returns the joint graph of all blocks, given that of the captured blocks."""
         return _Unfolding(self.names, graph, _phases(graph)).graph()
 
     def halves(self, forward: fx.Graph, backward: fx.Graph | None) -> tuple[fx.Graph, fx.Graph | None]:
-        """Returns the forward (or inference) graph of all blocks, and the backward of the same partition."""
+        """Returns the forward (or inference) and backward graph of all blocks, given those of the captured blocks."""
         first = _Unfolding(self.names, forward, _phases(forward))
         whole_forward = first.graph()
         if backward is None:
@@ -175,7 +175,12 @@ class Unfold:
 
 
 class Place(NamedTuple):
-    """Position of a node in a period (or among a block's parameters), and its block (0 is the first of the run)."""
+    """Position of a node in the repeated blocks.
+
+    Args:
+        role: identifies the node in its block: (phase, offset in the period) of an op, or the name of a parameter.
+        block: number of the block; 0 is the first of the run.
+    """
 
     role: Any
     block: int
@@ -183,16 +188,16 @@ class Place(NamedTuple):
 
 @dataclass
 class Body:
-    """The forward (or the backward) ops of a graph, and the stretch in which repeated blocks have equal ops.
+    """Ops of one phase in a graph, and the range of them in which the blocks repeat op by op.
 
     Args:
-        nodes: in order.
-        name: of the phase.
+        nodes: the ops in order.
+        name: the phase.
         step: 1 if later periods belong to later blocks (forward), -1 if to earlier ones (backward).
         period: number of nodes of a block.
-        whole: the blocks whose periods are complete and equal, in the order of the nodes.
-        first: position of the first complete period.
-        start, end: range of the nodes that have places.
+        whole: numbers of the blocks whose periods are complete and equal, in the order of the nodes.
+        first: index of the first node of the first complete period.
+        start, end: range of the nodes that have a `Place`.
     """
 
     nodes: list[fx.Node]
@@ -206,28 +211,32 @@ class Body:
 
 
 def _calls(graph: fx.Graph) -> list[fx.Node]:
-    """Returns the nodes that are neither inputs nor the output."""
+    """Returns the nodes of ``graph`` that are neither placeholders nor the output."""
     return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
 
 
 def _phases(graph: fx.Graph) -> list[Body]:
-    """Returns the forward ops and the backward ops of a joint graph (or a forward that computes some gradients)."""
+    """Returns the forward ops and the backward ops of a joint graph, or of a forward that computes some gradients."""
     ops = _calls(graph)
     of = {phase: [n for n in ops if ir.info(n).origin.phase == phase] for phase in ("forward", "backward")}
     return [Body(of["forward"], "forward", 1), Body(of["backward"], "early", -1)]
 
 
 class _Unfolding:
-    """State of the unfolding of one graph.
+    """Builds the graph of all blocks from one graph of the captured blocks.
 
-    A node of the new graph is a captured node and a shift, the number of blocks by which it moves: nodes of the block
-    that is copied have all shifts from 0 to the number of missing blocks, nodes behind it the last of these.
+    A node of the new graph is identified by a captured node and a shift, the number of blocks by which it moves. Nodes
+    of the copied block have all shifts from 0 to the number of missing blocks. Nodes behind it are shifted by that
+    number.
 
     Args:
-        forward: for a backward half, the unfolding of its forward: saved values have the places of the nodes there.
+        names: maps names in the captured graph to names in the new one.
+        graph: the graph of the captured blocks.
+        bodies: its ops by phase.
+        forward: for a backward graph, the builder of its forward, from which saved values take their places.
 
     Attributes:
-        places: node -> its place in a period (or among a block's parameters).
+        places: captured node -> its position in the repeated blocks.
         env: (captured node, shift) -> its node in the new graph.
     """
 
@@ -255,7 +264,11 @@ class _Unfolding:
     # --- what repeats
 
     def _locate_periods(self, body: Body) -> None:
-        """Finds the longest stretch where blocks repeat op by op; records each op's block and its position in that."""
+        """Finds the longest range in which blocks repeat op by op, and records the place of each op in it.
+
+        Raises:
+            NotPeriodic: no two blocks are equal.
+        """
         nodes, first_of = body.nodes, dict[int, int]()
         for at, node in enumerate(nodes):
             if (block := self.names.block_of(ir.info(node).name)) is not None:
@@ -282,7 +295,7 @@ class _Unfolding:
             self.places[nodes[at]] = Place((body.name, role), body.whole[0] + turn * body.step)
 
     def copyable(self, body: Body, block: int) -> bool:
-        """Tells whether ``block`` can be copied: operands of its ops repeat with the blocks, or are the same in all."""
+        """Returns whether ``block`` can be copied: operands of its ops repeat with the blocks, or are equal in all."""
         at, period = body.first + body.period * body.whole.index(block), body.period
         other = at - period if block == body.whole[-1] else at + period
         for x, y in zip(body.nodes[at : at + period], body.nodes[other : other + period], strict=True):
@@ -292,13 +305,13 @@ class _Unfolding:
         return True
 
     def _extends(self, body: Body, at: int) -> bool:
-        """Tells whether the op at ``at`` is of an incomplete block before the first: only the next block reads it."""
+        """Returns whether the op at ``at`` is of an incomplete block before the first: only the next block reads it."""
         users = (self.position.get(user, (None, 0)) for user in body.nodes[at].users)
         near = all(user is not body or place < at + 2 * body.period for user, place in users)
         return near and self._matches(body, at, body.period)
 
     def _matches(self, body: Body, at: int, period: int) -> bool:
-        """Tells whether the op at ``at`` and the one ``period`` later are equal, with operands also one block apart."""
+        """Returns whether the ops at ``at`` and ``at + period`` are equal and their operands one block apart, too."""
         node, later = body.nodes[at], body.nodes[at + period]
         ours, theirs = ir.info(node).origin, ir.info(later).origin
         return (
@@ -311,7 +324,7 @@ class _Unfolding:
         )
 
     def _block_apart(self, body: Body, x: fx.Node, y: fx.Node, period: int) -> bool:
-        """Tells whether ``y`` is ``x`` shifted by one block, or both are the same node."""
+        """Returns whether ``y`` is ``x`` shifted by one block, or both are the same node."""
         if x is y:
             return True
         ours, theirs = self.places.get(x), self.places.get(y)
@@ -320,10 +333,14 @@ class _Unfolding:
         (x_body, x_at), (y_body, y_at) = (self.position.get(node, (None, 0)) for node in (x, y))
         return x_body is body and y_body is body and y_at - x_at == period
 
-    # --- the graph of all blocks
+    # --- building the graph of all blocks
 
     def graph(self) -> fx.Graph:
-        """Returns the graph of all blocks."""
+        """Returns the graph of all blocks.
+
+        Raises:
+            NotPeriodic: the copied block differs from its neighbours, or a node has no counterpart.
+        """
         for node, shift in self._expanded(ir.placeholders(self.source), self._block):
             self._add(node, shift)
         for body in self.bodies:
@@ -337,10 +354,10 @@ class _Unfolding:
     def _expanded(
         self, items: Iterable[T], block_of: Callable[[T], int | None], step: int = 1
     ) -> Iterator[tuple[T, int]]:
-        """Yields (item, blocks by which it is shifted) for the graph of all blocks; the copied block's items repeat.
+        """Yields (item, shift in blocks) for the graph of all blocks; the items of the copied block repeat.
 
         Args:
-            block_of: returns the block of an item, None for none.
+            block_of: returns the block of an item; None for an item of no block.
             step: 1 if copies come in the order of their blocks, -1 if in reverse.
         """
         for block, group in groupby(items, block_of):
@@ -351,11 +368,12 @@ class _Unfolding:
                 yield from ((x, self._shift(x, block)) for x in members)
 
     def _block(self, node: fx.Node) -> int | None:
+        """Returns the number of the block that ``node`` has a place in; None for none."""
         place = self.places.get(node)
         return None if place is None else place.block
 
     def _shift(self, item: Any, block: int | None) -> int:
-        """Returns the number of blocks by which an item that is not copied moves: all missing ones if it is behind."""
+        """Returns the shift of an item outside the copied block: the number of missing blocks if behind, else 0."""
         node = item if isinstance(item, fx.Node) else item[1]
         if block is None and isinstance(node, fx.Node):
             body, at = self.position.get(node, (None, 0))
@@ -368,7 +386,7 @@ class _Unfolding:
         return self.missing if block is not None and block > self.names.last else 0
 
     def _counterpart(self, node: fx.Node, shift: int) -> fx.Node:
-        """Returns the node that a user of ``node`` reads if that user moves by ``shift`` blocks."""
+        """Returns the node that a user of ``node``, shifted by ``shift`` blocks, reads in its place."""
         if (place := self.places.get(node)) is None:
             return self.env[node, self._shift(node, None)]
         block = place.block + shift
@@ -380,7 +398,7 @@ class _Unfolding:
         return counterpart
 
     def _add(self, node: fx.Node, shift: int) -> None:
-        """Adds ``node`` to the graph of all blocks, as its copy ``shift`` blocks later (0: itself)."""
+        """Adds ``node`` to the graph of all blocks, shifted by ``shift`` blocks (0: the node itself)."""
         place, name = self.places.get(node), node.name
         if place is not None and place.block == self.names.last and shift:
             name = self.saved_as.get((name, shift), f"{name}_block_{self.names.run.first + place.block + shift}")
@@ -400,7 +418,7 @@ class _Unfolding:
         ir.set_info(new, record)
 
     def _output(self) -> None:
-        """Adds the outputs of the captured blocks, and their counterparts in the copies."""
+        """Adds the outputs: those of the captured blocks, and their counterparts in the copies."""
         results = [
             self._one_output(role, node, shift)
             for (role, node), shift in self._expanded(ir.outputs(self.source), self._block_of_output)
@@ -419,13 +437,14 @@ class _Unfolding:
             }
 
     def _block_of_output(self, output: tuple[Role, Any]) -> int | None:
-        """Returns the repeated block that an output belongs to; None for none."""
+        """Returns the number of the captured block that an output belongs to; None for none."""
         role, node = output
         if role.kind == "saved":
             return self._block(node)
         return self.names.block_of(role.name) if role.kind == "grad" else None
 
     def _one_output(self, role: Role, node: Any, shift: int) -> tuple[Role, Any]:
+        """Returns an output of the graph of all blocks: the counterpart of ``node``, with its role renamed."""
         copied = shift and self.names.block_of(role.name) == self.names.last
         if copied and isinstance(node, fx.Node) and node not in self.places:
             raise NotPeriodic(f"{ir.info(node).name}, which computes {role.name}, stands outside its block")
@@ -436,18 +455,18 @@ class _Unfolding:
 
 
 class Names:
-    """Map from names in a graph of a few blocks to names in the graph of all blocks.
+    """Maps names in a graph of the captured blocks to names in the graph of all blocks.
 
-    A name either has its block's number after the container's path (``layers.3.up``), or belongs to a family that is
-    numbered through the graph (``d.add.7``). The latter increases from block to block by the family's number of names
-    in a block.
+    A name either has its block's number behind the container's path (``layers.3.up``), or it belongs to a family that
+    is numbered through the graph (``d.add.7``). Such a number increases from block to block by the number of names that
+    the family has in a block.
 
     Args:
         run: the repeated blocks of the whole model.
-        keep: number of blocks that were captured.
+        keep: number of captured blocks.
 
     Attributes:
-        last: the block that is copied, the last one before the copies.
+        last: number of the block to copy, the last one before the copies.
         regions: number of checkpoint regions of a block.
     """
 
@@ -459,22 +478,23 @@ class Names:
         self._families: dict[tuple[str, ...], tuple[int, int, int]] = {}
 
     def block_of(self, name: str) -> int | None:
-        """Returns the captured block of the run that ``name`` belongs to; None for none."""
+        """Returns the number of the captured block that ``name`` belongs to; None for none."""
         block, _ = self._split(name) or (None, "")
         return block if block is not None and block < self.keep else None
 
     def _split(self, name: str) -> tuple[int, str] | None:
-        """Splits a name into block and name in the block, as `Repeat.split`; also names of backward ops."""
+        """Splits the name of a module, parameter or op into (block, name in the block), as `Repeat.split`."""
         return self.run.split(name) or self.run.split(name.removeprefix("d."))
 
     def learn(self, pairs: Iterable[tuple[str, str, int]], step: int) -> None:
-        """Learns how node names count from block to block, from (name, that of the same op one block later, block).
+        """Records the numbering of families of node names.
 
         Args:
-            step: 1 where blocks follow in their order, -1 where in reverse.
+            pairs: (name of an op, name of the equal op one block later in the graph, block of the former).
+            step: 1 if blocks follow in their order, -1 if in reverse.
 
         Raises:
-            NotPeriodic: names that do not count on evenly.
+            NotPeriodic: a family's numbers do not increase by the same amount from block to block.
         """
         for early, late, block in pairs:
             if self._split(early) or self._split(late) or early == late:
@@ -488,10 +508,10 @@ class Names:
             self._families[family] = (stride, min(family_count[1], behind), step)
 
     def renamed(self, record: Info, shift: int, placed: bool) -> Info:
-        """Returns the record of the counterpart, ``shift`` blocks later, of a node.
+        """Returns the record of a node's counterpart, ``shift`` blocks later.
 
         Args:
-            placed: the node has a place in a period, so that it is shifted with its block.
+            placed: the node has a place in a period, so that it moves with its block.
         """
         rename, origin, role = partial(self._node, shift=shift, placed=placed), record.origin, record.role
         return Info(
@@ -514,7 +534,7 @@ class Names:
         )
 
     def _node(self, name: str, shift: int, placed: bool) -> str:
-        """Returns the name that the copy of node ``name``, ``shift`` blocks later, has in the graph of all blocks."""
+        """Returns the name of node ``name``, shifted by ``shift`` blocks, in the graph of all blocks."""
         if self._split(name):
             return self.module(name, shift)
         if (numbered := self._family(name)) is None:
@@ -527,9 +547,9 @@ class Names:
         return _with_number(name, at, value + stride * blocks)
 
     def module(self, name: str, shift: int) -> str:
-        """Returns the name of a module, or of its parameter, shifted by ``shift`` blocks.
+        """Returns the name of a module or parameter, shifted by ``shift`` blocks.
 
-        Modules after the captured blocks are shifted by all missing blocks.
+        Modules after the captured blocks are shifted by the number of missing blocks.
         """
         if (cached := self._moved.get((name, shift))) is None:
             cached = name
@@ -541,7 +561,7 @@ class Names:
         return cached
 
     def _family(self, name: str) -> tuple[tuple[str, ...], int, int] | None:
-        """Returns (family, position of its number, number) of a name of a family; None for other names."""
+        """Returns (family, position of the number in the name, number) of a numbered name; None for other names."""
         parts = name.split(".")
         for at in range(1, len(parts) + 1):
             if (family := tuple(parts[:at])) in self._families:
@@ -574,7 +594,7 @@ def _with_number(name: str, at: int, value: int) -> str:
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:
-    """Returns the meta of a node, and records whose memory its value shares: copies have the same fake values."""
+    """Returns a node's meta, with the operand whose memory its value shares: copies have the same fake values."""
     meta = dict(node.meta)
     if node.op == "call_function":
         owner = aliased(node)

@@ -45,8 +45,10 @@ class Attention:
         ShardcWarning: an entry names a method, and its attention has dropout or is written out as matrix products.
 
     Args:
-        cost: decides for method "auto" whether keys and values pass round the ring or are gathered.
-        entries: the plan's cp entries.
+            mesh: the mesh of the layouts.
+            cost: the cost model, which decides for method "auto" whether keys and values pass round the ring or are
+                gathered.
+            entries: the plan's cp entries.
     """
 
     mesh: Mesh
@@ -74,6 +76,7 @@ class Attention:
         return gm
 
     def _check(self, node: fx.Node, entry: Cp) -> None:
+        """Raises PlanError if ``entry`` splits heads over an axis that does not divide them."""
         heads, size = ir.value(node.args[0]).shape[1], self.mesh.size(entry.axis)
         if entry.method == "ulysses" and heads % size:
             raise PlanError(
@@ -84,6 +87,7 @@ class Attention:
             )
 
     def _around(self, node: fx.Node, entry: Cp) -> bool:
+        """Returns whether keys and values pass round the ring, by the entry's method or by cost."""
         if entry.method != "auto" or self.mesh.size(entry.axis) == 1:
             return entry.method == "ring"
         call = call_of(node)
@@ -119,10 +123,12 @@ class Attention:
 
 
 def _is_kernel(node: fx.Node) -> bool:
+    """Returns whether ``node`` calls one of torch's attention kernels, forward or backward."""
     return str(node.target).startswith(_PREFIX)
 
 
 def _supported(node: fx.Node) -> bool:
+    """Returns whether ``shardc_attention`` computes the same as the kernel ``node``."""
     arguments = arguments_of(node)
     wants_bias = (arguments.get("grad_input_mask") or [False] * 4)[3] and _bias(arguments) is not None
     both = bool(arguments.get("is_causal")) and _bias(arguments) is not None
@@ -130,10 +136,17 @@ def _supported(node: fx.Node) -> bool:
 
 
 def _bias(arguments: dict[str, Any]) -> Any:
+    """Returns the attention bias among the arguments of a kernel; None for none."""
     return arguments.get("attn_mask") if arguments.get("attn_bias") is None else arguments["attn_bias"]
 
 
 def _replace(node: fx.Node, entries: Sequence[Cp], around: bool, names: NameScope) -> None:
+    """Turns a kernel into the ``shardc_attention`` op of these entries, in place.
+
+    Args:
+        around: keys and values pass round the ring.
+        names: gives the op its name.
+    """
     arguments, record, old = arguments_of(node), ir.info(node), node.target
     query, key = arguments["query"], arguments["key"]
     scale = ir.value(query).shape[3] ** -0.5 if arguments.get("scale") is None else arguments["scale"]

@@ -1,4 +1,4 @@
-"""Canonicalize: remove ops without effect and repeated ops, so that later passes see one form of each op."""
+"""Canonicalize: removes ops without effect and repeated ops, so that later passes see one form of each op."""
 
 from __future__ import annotations
 
@@ -61,17 +61,20 @@ class Canonicalize:
 
 
 def _frozen(arguments: Any) -> Any:
+    """Returns ``arguments`` with lists as tuples, so that they can be hashed."""
     return tuple(_frozen(a) for a in arguments) if isinstance(arguments, (list, tuple)) else arguments
 
 
-# --- the earlier value that an op's result equals, or None
+# --- functions that return the earlier value to which an op's result is equal, or None
 
 
 def _operand(node: fx.Node) -> fx.Node | None:
+    """Returns the operand, for an op without effect."""
     return node.args[0]
 
 
 def _before_transposes(node: fx.Node) -> fx.Node | None:
+    """Returns the operand of a transpose that ``node`` undoes."""
     source: Any = node.args[0]
     if source.op != "call_function" or source.target not in TRANSPOSES:
         return None
@@ -81,11 +84,13 @@ def _before_transposes(node: fx.Node) -> fx.Node | None:
 
 
 def _of_same_shape(node: fx.Node) -> fx.Node | None:
+    """Returns the operand of a view or expand that keeps its shape."""
     source: Any = node.args[0]
     return source if ir.value(source).shape == ir.value(node).shape else None
 
 
 def _of_same_type(node: fx.Node) -> fx.Node | None:
+    """Returns the operand of a cast that keeps its dtype and device."""
     source: Any = node.args[0]
     unchanged = set(node.kwargs) <= {"dtype", "device", "layout", "pin_memory"}
     same_device = "val" not in source.meta or source.meta["val"].device == node.meta["val"].device
@@ -93,7 +98,7 @@ def _of_same_type(node: fx.Node) -> fx.Node | None:
 
 
 def _copied(node: fx.Node) -> fx.Node | None:
-    """Returns the source of a ``copy`` if the result has its type and strides, on which kernels may rely; else None."""
+    """Returns the source of a ``copy`` whose result has the same type and strides, on which kernels may rely."""
     source = node.args[1]
     if not isinstance(source, fx.Node) or ir.value(source) != ir.value(node):
         return None
@@ -113,6 +118,7 @@ EQUALS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
 
 
 def _permutation(node: fx.Node) -> list[int]:
+    """Returns the operand's dim at each dim of the result of a transpose."""
     rank = len(ir.value(node).shape)
     order = list(range(rank))
     if node.target is aten.permute.default:

@@ -1,4 +1,4 @@
-"""Experts: replace the traced function of one expert by one op over all experts, and its gradient by another."""
+"""Experts: replaces the traced function of one expert by one op over all experts, and its gradient by another."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ class Experts:
 
 
 def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
+    """Replaces the ops between the marks of one call, whose last one is ``end``, by one op; also those of backward."""
     # Every call has its own index tensor, which identifies its marks.
     rows, index = end.args
     assert isinstance(index, fx.Node)
@@ -81,7 +82,7 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
 
 
 def _entered(start: fx.Node, count: int) -> dict[int, fx.Node]:
-    """Maps position -> result of the ``enter`` mark ``start``; a result that nothing uses gets a getitem first."""
+    """Returns position -> result of the ``enter`` mark ``start``; a result that is not used gets a getitem first."""
     results = {int(node.args[1]): node for node in start.users}
     for at in range(count):
         if at not in results:
@@ -91,7 +92,7 @@ def _entered(start: fx.Node, count: int) -> dict[int, fx.Node]:
 
 
 def _owner(param: fx.Node) -> str:
-    """Returns the name of the module that owns a parameter, which may be cast or transposed before its use."""
+    """Returns the name of the module that owns ``param``, a parameter or a cast or transpose of one."""
     node = param
     while node.op == "call_function" and node.all_input_nodes:
         node = node.all_input_nodes[0]
@@ -99,6 +100,7 @@ def _owner(param: fx.Node) -> str:
 
 
 def _replace(node: fx.Node, target: Any, args: tuple[Any, ...], name: str) -> None:
+    """Turns ``node`` into a call of ``target`` with this name, in place."""
     node.target, node.args, node.kwargs = target, args, {}
     ir.set_info(node, replace(ir.info(node), name=name))
 
@@ -106,7 +108,11 @@ def _replace(node: fx.Node, target: Any, args: tuple[Any, ...], name: str) -> No
 def _between(ends: Iterable[Any], stops: set[fx.Node], border: fx.Node) -> list[fx.Node]:
     """Returns the nodes that ``ends`` depend on, back to ``stops`` (exclusive), in graph order.
 
-    CaptureError if they depend on a placeholder or on another call's mark.
+    Args:
+        border: the mark whose source line an error names.
+
+    Raises:
+        CaptureError: they depend on a placeholder or on another call's mark.
     """
     inside: set[fx.Node] = set()
     work = [node for node in ends if isinstance(node, fx.Node) and node not in stops]
@@ -130,11 +136,11 @@ Where = dict[tuple[fx.Node, int], int]  # (node, position of its result) -> the 
 
 
 def _rows(nodes: Sequence[fx.Node], tensors: Iterable[fx.Node | None], base: Where, strict: bool) -> Where:
-    """Finds the dim of the rows (tokens) in each result of ``nodes``.
+    """Returns the dim of the rows (tokens) in each result of ``nodes``.
 
     Args:
         tensors: nodes whose rows are dim 0.
-        base: dims of the rows that are found already.
+        base: dims of the rows that are known already.
         strict: check that each row of a result depends on that row alone.
 
     Raises:
@@ -177,11 +183,11 @@ def _rows(nodes: Sequence[fx.Node], tensors: Iterable[fx.Node | None], base: Whe
 
 
 class _Builder:
-    """Builds a `Body` (what one expert computes, and its gradient) from the nodes between marks.
+    """Builds the `Body` of an expert (its function and its gradient) from the nodes between marks.
 
     Args:
         size: number of rows with which they were traced.
-        entered: results of the ``enter`` mark by position: rows, scale, parameters.
+        entered: position -> result of the ``enter`` mark: rows, scale, parameters.
     """
 
     def __init__(self, size: int, entered: Mapping[int, fx.Node]) -> None:
@@ -192,6 +198,16 @@ class _Builder:
         self, out: fx.Node, forward: list[fx.Node], results: list[Any], backward: list[fx.Node],
         tangent: fx.Node | None, where: Where,
     ) -> Body:  # fmt: skip
+        """Returns the body of an expert.
+
+        Args:
+            out: the result of the function.
+            forward: its nodes.
+            results: the gradients of rows, scale and parameters; None for one that is not needed.
+            backward: the nodes that compute these.
+            tangent: the gradient of ``out``; None if the graph has no backward.
+            where: the dim of the rows in each value.
+        """
         keep = [node for node in self._saved_products(results, backward, set(forward)) if (node, 0) in where]
         first = self._graph(forward, [], [out, *keep], where)
         second = None
@@ -205,13 +221,14 @@ class _Builder:
         return Body(first, second, _per_row(ir.value(out)), saved, flops)
 
     def _flops(self, nodes: Iterable[fx.Node]) -> int:
+        """Returns the floating-point operations of ``nodes`` per row."""
         calls = [node for node in nodes if node.op == "call_function" and node.target is not getitem]
         return sum(spec.flops for node in calls if (spec := spec_of(call_of(node)))) // self.size
 
     def _saved_products(
         self, results: Iterable[Any], backward: Iterable[fx.Node], forward: set[fx.Node]
     ) -> list[fx.Node]:
-        """Returns the forward's matrix products that the backward reads; ops between them are recomputed."""
+        """Returns the matrix products of ``forward`` that ``backward`` reads; ops between them are recomputed."""
         read = [*results, *(x for node in backward for x in node.all_input_nodes)]
         work = [x for x in read if isinstance(x, fx.Node) and x in forward]
         products: dict[fx.Node, None] = {}
@@ -229,10 +246,13 @@ class _Builder:
     def _graph(
         self, nodes: Sequence[fx.Node], before: Sequence[fx.Node], results: Sequence[Any], where: Where
     ) -> fx.Graph:
-        """Builds the graph that computes ``results`` with ``nodes``.
+        """Returns the graph that computes ``results`` with ``nodes``.
 
-        Its inputs are the number of rows, the tangent (``before[0]``) if there is one, rows, scale, parameters and
-        saved values (``before[1:]``).
+        Its inputs are the number of rows, the tangent if there is one, rows, scale, parameters and saved values.
+
+        Args:
+            before: the tangent and the saved values; none for the forward.
+            where: the dim of the rows in each value.
         """
         graph = fx.Graph()
         size = ir.set_info(graph.placeholder("n"), Info("n", None))
@@ -267,4 +287,5 @@ class _Builder:
 
 
 def _per_row(value: Value) -> PerRow:
+    """Returns the shape and dtype of one row of a value."""
     return PerRow(value.shape[1:], value.dtype)

@@ -1,9 +1,9 @@
-"""Greedy: choose every op's strategy and every value's layout at least cost, one op after another.
+"""Greedy: chooses every op's strategy and every value's layout at least cost, one op after another.
 
-One forward sweep over the joint graph. At each op the strategies that its operands' layouts suggest are compared by the
-time of the reshards that they need (a reshard that an earlier consumer already needs costs nothing) and of the compute
-of each rank. Parameters keep their compute layout unless nothing else works. Then one backward sweep: a value that all
-consumers want sliced is computed sliced, if that adds no communication.
+A forward sweep over the joint graph compares, at each op, the strategies that its operands' layouts suggest. A strategy
+costs the time of its reshards (one that an earlier consumer also needs costs nothing) and of the compute of each rank.
+Parameters keep their compute layout unless nothing else works. Then a backward sweep: a value that all consumers want
+sliced is computed sliced, if that adds no communication.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Greedy:
 
 
 class _Sweep:
-    """State of the two sweeps over one graph.
+    """The forward and the backward sweep over one graph.
 
     Attributes:
-        demanded: value -> the layouts at which ops that are decided need it.
+        demanded: value -> the layouts in which its uses so far need it.
         pinned: values whose layout the plan fixes; resharding them is a last resort.
         wanted: graph output -> the layout in which the caller gets it; the result of `run`.
-        grad_target: nodes that only lead to one parameter's gradient -> the layout needed there.
+        grad_target: node that only leads to one parameter's gradient -> the layout needed there.
     """
 
     def __init__(self, problem: Problem, graph: fx.Graph) -> None:
@@ -86,6 +86,7 @@ class _Sweep:
     # --- forward sweep
 
     def _visit(self, node: fx.Node) -> None:
+        """Decides the layouts of one op or marker."""
         if node.target is getitem:
             take(node)
         elif node.target is ops.tag:
@@ -102,6 +103,7 @@ class _Sweep:
             self._op(node)
 
     def _op(self, node: fx.Node) -> None:
+        """Decides the cheapest strategy of an op; an op without a rule is computed whole."""
         call = call_of(node)
         operands = operands_of(node)
         spec = _fitting(node, call)
@@ -125,12 +127,13 @@ class _Sweep:
             self.pinned.add(node)
 
     def _decide(self, node: fx.Node, strategy: Strategy) -> None:
+        """Writes ``strategy`` on ``node`` and records the layouts that it needs of its operands."""
         for operand, layout in zip(operands_of(node), strategy.operands, strict=True):
             self._demand(operand, layout)
         decide(node, strategy)
 
     def _demand(self, node: fx.Node, layout: Layout) -> None:
-        """Records that a use needs ``node`` at ``layout``; through views and transposes, also at their source."""
+        """Records that a use needs ``node`` at ``layout``; for a view, also the layout that its source then needs."""
         if layout in self.demanded.get(node, ()):
             return
         self.demanded[node] = self.demanded.get(node, frozenset()) | {layout}
@@ -138,7 +141,7 @@ class _Sweep:
             self._demand(node.args[0], back.operands[0])
 
     def _reachable(self, node: fx.Node) -> frozenset[Layout]:
-        """Returns the layouts of ``node`` that need no new reshard, since a use of it or of its source needs them."""
+        """Returns the layouts of ``node`` without a new reshard, since another use of it or of its source has them."""
         wanted = self.demanded.get(node, frozenset())
         if (spec := move_of(node)) is None:
             return wanted
@@ -146,7 +149,12 @@ class _Sweep:
         return wanted | {results[0] for results in moved if not isinstance(results, str)}
 
     def _warn_cut(self, node: fx.Node, have: Layout, want: Layout, spec: Spec) -> None:
-        """Warns if an axis does not divide the sizes of a view's result, so that the value is gathered over it."""
+        """Warns if a view gathers its operand because an axis does not divide the sizes of its result.
+
+        Args:
+            have, want: layout of the operand, and the layout that the view needs.
+            spec: the view's factors.
+        """
         carried = {d.axis for digits in project(spec, spec.operands[0], have).values() for d in digits}
         lost = [axis for axis in have.bound if axis not in carried and axis in self.mesh and axis not in want.bound]
         moved = redistribute.wire_bytes(have, want, ir.value(node).itemsize, self.cost)
@@ -163,6 +171,7 @@ class _Sweep:
         warnings.warn(str(error), ShardcWarning, stacklevel=2)
 
     def _warn_whole(self, node: fx.Node) -> None:
+        """Warns that an op has no rule and is computed whole on every rank; raises RuleError if ``strict``."""
         record = ir.info(node)
         moved = sum(ir.value(x).itemsize * ir.layout(x).numel for x in operands_of(node) if ir.layout(x).axes)
         text = f"no rule for {node.target} ({record.name}): computed whole on every rank, {moved} bytes gathered"
@@ -175,7 +184,7 @@ class _Sweep:
     # --- layouts at the graph's boundary
 
     def _forward_outputs(self) -> dict[fx.Node, Layout]:
-        """Returns the layout of each forward output, and writes on the tangents the layouts that follow from these.
+        """Returns the layout of each forward output, and writes the layouts that follow from these on the tangents.
 
         It runs after all of the forward's ops and before the first of the backward, which reads the tangents. An output
         stays split over batch axes only, unless the plan says otherwise.
@@ -204,10 +213,10 @@ class _Sweep:
         return wanted
 
     def _grad_outputs(self) -> dict[fx.Node, Layout]:
-        """Returns the layout in which each gradient leaves the graph; call it when all ops are decided.
+        """Returns the layout in which each gradient leaves the graph, after all ops are decided.
 
-        A parameter's gradient gets the layout that the parameter is stored in, with the sums that ``deferred`` leaves
-        for later; an input's gradient gets the layout of the input.
+        A parameter's gradient gets the layout that the parameter is stored in, without the reductions that ``deferred``
+        postpones; an input's gradient gets the layout of the input.
         """
         tensors = [n for n in ir.placeholders(self.graph, "input") if ir.is_tensor(n)]
         inputs = {ir.role(node).index: ir.layout(node) for node in tensors}
@@ -225,7 +234,7 @@ class _Sweep:
     # --- backward sweep
 
     def _sweep_back(self) -> None:
-        """Computes a value sliced if all its uses want that slice, and reshards and compute take no more time then."""
+        """Lets ops compute slices of their results if all uses want those slices, and the step takes no longer then."""
         for node in reversed(self.graph.nodes):
             needs = ir.info(node).needs if node.op == "call_function" else None
             if needs is None or node.target is ops.pad or not ir.is_tensor(node):
@@ -251,7 +260,7 @@ class _Sweep:
                     self._decide(user, strategy)
 
     def _wanted_slice(self, node: fx.Node) -> Layout | None:
-        """Returns the only layout other than its own in which ``node`` is used, if local slices give it; else None."""
+        """Returns the one other layout in which ``node`` is used, if local slices give it, else None."""
         current = ir.layout(node)
         wants = set()
         for user in node.users:
@@ -277,7 +286,7 @@ class _Sweep:
     def _follow(self, node: fx.Node, target: Layout) -> list[tuple[fx.Node, Strategy, float]] | None:
         """Returns (user, its strategy, extra seconds) of each user that does not take ``node`` at ``target`` yet.
 
-        None if one of them cannot.
+        None if one of the users cannot take it there.
         """
         out = []
         for user in node.users:
@@ -300,6 +309,7 @@ class _Sweep:
         return out
 
     def _price(self, operands: Sequence[fx.Node], needs: Sequence[Layout]) -> float:
+        """Returns the seconds to reshard ``operands`` to the layouts ``needs``."""
         return sum(
             redistribute.seconds(ir.layout(x), want, ir.value(x).itemsize, self.cost)
             for x, want in zip(operands, needs, strict=True)
@@ -307,13 +317,13 @@ class _Sweep:
 
 
 def _last(node: fx.Node) -> fx.Node:
-    """Follows single uses from ``node`` to the node that the output reads."""
+    """Returns the node that the output reads, at the end of the chain of single uses that starts at ``node``."""
     (user,) = node.users
     return node if user.op == "output" else _last(user)
 
 
 def _fitting(node: fx.Node, call: Call) -> Spec | None:
-    """Returns the factors (`Spec`) of ``node``'s op, None without a rule; an error of the rule gets the source line."""
+    """Returns the factors of an op, None without a rule; an error of the rule names the source line of ``node``."""
     try:
         return spec_of(call)
     except RuleError as error:
@@ -322,9 +332,12 @@ def _fitting(node: fx.Node, call: Call) -> Spec | None:
 
 
 def _grad_targets(graph: fx.Graph, mesh: Mesh, compute: Mapping[str, Layout]) -> dict[fx.Node, Layout | None]:
-    """Maps nodes that feed only one parameter's gradient, through linear ops, to the layout needed for that.
+    """Returns, for each node that feeds only one parameter's gradient, through linear ops, the layout needed of it.
 
     From that layout the gradient gets the parameter's compute layout; None if it cannot be derived.
+
+    Args:
+        compute: parameter -> its compute layout.
     """
     grads = {
         node: compute.get(role.name)

@@ -1,4 +1,4 @@
-"""Objective: scale the gradients that enter a program (tangents) and the gradients of inputs that leave it."""
+"""Objective: scales the gradients that enter a program (tangents) and the gradients of inputs that leave it."""
 
 from __future__ import annotations
 
@@ -74,16 +74,19 @@ class Objective:
         return gm
 
     def _scaled(self, rewriter: GraphRewriter, before: fx.Node, node: fx.Node, scale: float) -> fx.Node:
+        """Inserts ``node * scale`` before node ``before``; returns it."""
         cause = f"reduce={self.reduce!r}, grad_scale={self.grad_scale}"
         at = rewriter.before(before, like=node, suffix="scaled", cause=cause)
         return at.typed(ir.value(node), torch.ops.aten.mul.Tensor, node, scale)
 
 
 def unit(layout: Layout, losses: Collection[str], reduce: str) -> float:
-    """Returns the factor that turns an input's gradient of the objective into one of this rank's own loss.
+    """Returns the factor that turns an input's gradient of the objective into a gradient of this rank's own loss.
 
     Args:
+        layout: layout of the input.
         losses: axes along which the ranks have different losses.
+        reduce: "mean" or "sum", as in `Objective`.
     """
     size = _size(layout, [axis for axis in losses if (axis in layout.bound) == (reduce == "mean")])
     return size if reduce == "mean" else 1 / size
@@ -92,10 +95,18 @@ def unit(layout: Layout, losses: Collection[str], reduce: str) -> float:
 def unit_of(
     plan_axes: Collection[str], reduce: str, own_losses: bool, outputs: Iterable[ir.Role], layout: Layout
 ) -> float:
-    """Returns `unit` for an input at ``layout`` of a program with these ``outputs``."""
+    """Returns `unit` for an input of a program.
+
+    Args:
+        plan_axes: batch axes of the plan.
+        reduce, own_losses: as in `Objective`.
+        outputs: roles of the program's outputs.
+        layout: layout of the input.
+    """
     bound = {axis for role in outputs if role.kind == "output" and role.layout for axis in role.layout.bound}
     return unit(layout, [axis for axis in plan_axes if axis in bound and own_losses], reduce)
 
 
 def _size(layout: Layout, axes: Collection[str]) -> int:
+    """Returns the number of ranks along ``axes`` together."""
     return prod(layout.mesh.size(axis) for axis in axes)

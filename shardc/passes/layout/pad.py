@@ -1,9 +1,9 @@
-"""Pad: grow sizes that the plan's axes do not divide to sizes that they do.
+"""Pad: grows sizes that the plan's axes do not divide to sizes that they divide.
 
-An op on padded operands also computes the padded places of its results. No element of a result depends on these places
-as long as each place is computed from its own. Before a reduction, the padded places are set to its identity: zero for
-an op that is linear in what it sums, the lowest value for a maximum, and so on. If the reduction has no identity, the
-values are gathered and cut back to their elements.
+An op on padded operands also computes padded elements of its results. No true element of a result depends on these as
+long as each element is computed from its own operands' elements. Before a reduction, the padding is set to the
+reduction's identity: zero for an op that is linear in what it sums, the lowest value for a maximum, and so on. If the
+reduction has no identity, the values are gathered and cut back to their true sizes.
 """
 
 from __future__ import annotations
@@ -60,13 +60,14 @@ class Pad:
     first use. A graph in which all sizes divide is returned as it is.
 
     Args:
+        mesh: the mesh of the layouts.
         inputs: position -> (layout at padded sizes, plan entry) of each tensor input whose sizes do not divide.
         params: name -> layout at padded sizes of each parameter that the plan splits for compute and whose sizes do not
             divide. The parameter has that layout, or a reshard of it has.
-        grow: (tag name, its shape, its padded shape) -> the layout of the padded value that the plan wants there, None
-            if all sizes divide.
-        fake_mode: of the captured graph's fake values.
-        device: of values without one.
+        grow: maps (tag name, its shape, its padded shape) to the layout of the padded value that the plan wants there;
+            None if all sizes divide.
+        fake_mode: mode of the captured graph's fake values.
+        device: device of values without one.
     """
 
     mesh: Mesh
@@ -87,10 +88,10 @@ class Pad:
 
 
 class _Padder(PaddedValues):
-    """Rewrites the graph op by op, with padded and unpadded forms of its values.
+    """Builds the graph at padded sizes op by op, with padded and unpadded forms of its values.
 
     Attributes:
-        several: node with several results -> (results, their paddings, filling).
+        several: node with several results -> (results, paddings of these, value in the padding).
     """
 
     def __init__(self, options: Pad, old: fx.Graph) -> None:
@@ -99,6 +100,7 @@ class _Padder(PaddedValues):
         self.several: dict[fx.Node, tuple[Any, list[Padding | None], float | None]] = {}
 
     def run(self) -> fx.Graph:
+        """Returns the graph at padded sizes."""
         started = False
         for node in self.old.nodes:
             if node.op not in ("placeholder", "get_attr") and not started:
@@ -123,6 +125,7 @@ class _Padder(PaddedValues):
         return self.graph
 
     def _copy(self, node: fx.Node) -> fx.Node:
+        """Returns a copy of an op on unpadded operands."""
         copy = self.graph.node_copy(node, self.without)
         with self.graph.inserting_before(copy):
             copy.args, copy.kwargs = self.with_strides(
@@ -131,6 +134,7 @@ class _Padder(PaddedValues):
         return copy
 
     def _inputs(self) -> None:
+        """Pads the inputs whose sizes do not divide, and reshards each to its layout."""
         tensors = [node for node in ir.placeholders(self.old, "input") if ir.is_tensor(node)]
         for at, (layout, cause) in self.options.inputs.items():
             node = tensors[at]
@@ -145,7 +149,7 @@ class _Padder(PaddedValues):
             self.padded[node] = Padded(placed, padding, 0)
 
     def _param(self, node: fx.Node) -> None:
-        """Copies an ``unpad``; for the last one of a split parameter, the value before it is its padded form."""
+        """Copies an ``unpad``; after the last one of a split parameter, the parameter's padded form is known."""
         self.plain[node] = self._copy(node)
         chain: list[Any] = [node]
         while chain[-1].op == "call_function":
@@ -158,6 +162,7 @@ class _Padder(PaddedValues):
         self.padded[node] = Padded(self.plain[placed], _padding_of(layout, ir.value(node).shape), 0)
 
     def _output(self, role: ir.Role, x: fx.Node) -> fx.Node:
+        """Returns the form of output ``x``: padded for the gradient of a padded parameter, else unpadded."""
         layout = self.options.params.get(role.name) if role.kind == "grad" else None
         if layout is None:
             return self.without(x)
@@ -173,6 +178,7 @@ class _Padder(PaddedValues):
     # --- ops
 
     def _tag(self, node: fx.Node) -> None:
+        """Copies a tag; its value is padded if the plan splits it over axes that its sizes do not divide."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         shape = ir.value(node).shape
@@ -193,6 +199,7 @@ class _Padder(PaddedValues):
         self._keep(node, tag, have, self.padded[source].filling if source in self.padded else 0)
 
     def _op(self, node: fx.Node) -> None:
+        """Emits an op on padded operands, as far as its rule allows, else on unpadded ones."""
         operands = operands_of(node)
         call = call_of(node) if hasattr(node.target, "_schema") else None
         spec = spec_of(call) if call is not None and any(x in self.padded for x in operands) else None
@@ -216,6 +223,7 @@ class _Padder(PaddedValues):
             self._keep(node, result, results[0], filling)
 
     def _keep(self, node: fx.Node, result: fx.Node, padding: Padding, filling: float | None) -> None:
+        """Records ``result`` as the form of ``node`` with ``padding``, whose value is ``filling`` (None: undefined)."""
         if any(map(is_padded, padding)):
             self.padded[node] = Padded(result, padding, filling)
             if any(user.op == "output" for user in node.users):
@@ -225,6 +233,7 @@ class _Padder(PaddedValues):
             self.plain[node] = result
 
     def _getitem(self, node: fx.Node) -> None:
+        """Records one of several results of a padded op."""
         source, index = node.args
         results, paddings, filling = self.several[source]
         result = results[index] if isinstance(results, list | tuple) else self.call(getitem, results, index)
@@ -233,7 +242,7 @@ class _Padder(PaddedValues):
         self._keep(node, result, padding, filling)
 
     def _factors_kept(self, node: fx.Node, call: Call, spec: Spec, operands: list[fx.Node]) -> dict[str, Runs]:
-        """Returns the padding of each factor (loop of the op) that can run padded; warns of the other operands."""
+        """Returns factor (loop of the op) -> padding, for factors that can be padded; warns of operands with others."""
         padded_factors: dict[str, Runs] = {}
         lost: dict[fx.Node, str] = {}
         drawn = find_rule(node.target) in factory.DRAWS.values()
@@ -265,6 +274,7 @@ class _Padder(PaddedValues):
         return padded_factors
 
     def _warn(self, node: fx.Node, x: fx.Node, reason: str) -> None:
+        """Warns that op ``node`` needs its padded operand ``x`` unpadded, and why."""
         value, record = ir.value(x), ir.info(node)
         axes = ", ".join(axes_of(self.padded[x].padding))
         size = value.itemsize * prod(value.shape)
@@ -276,7 +286,7 @@ class _Padder(PaddedValues):
         warnings.warn(str(LayoutError(text, source=record.origin.source or None, fix=fix)), ShardcWarning, stacklevel=2)
 
     def _operand(self, x: fx.Node, call: Call, spec: Spec, at: int, padded_factors: Mapping[str, Runs]) -> fx.Node:
-        """Returns operand ``at`` padded along ``padded_factors``, filled with the identity of the op's reductions."""
+        """Returns operand ``at``, padded along ``padded_factors`` with the identity of the op's reductions."""
         dims = spec.operands[at]
         padding = _padding(spec, dims, padded_factors)
         if not any(map(is_padded, padding)):
@@ -305,7 +315,13 @@ class _Padder(PaddedValues):
         grown: list[Padding],
         results: list[Padding],
     ) -> Any:
-        """Emits the op at padded sizes, by the same code of its rule that emits an op at shard sizes."""
+        """Emits the op at padded sizes, by its rule's code for shard sizes; returns its result or results.
+
+        Args:
+            operands: the padded operands.
+            grown: padding of each operand.
+            results: padding of each result.
+        """
         rule = find_rule(node.target)
         assert rule is not None
         args, kwargs = with_operands(node, operands)
@@ -320,7 +336,7 @@ class _Padder(PaddedValues):
 
 
 def _padding_of(layout: Layout, shape: Sequence[int]) -> Padding:
-    """Returns the padding of a value of ``shape`` to the sizes of ``layout``."""
+    """Returns the padding that brings a value of ``shape`` to the sizes of ``layout``."""
     return tuple(
         (Run(size, true, layout.dim_axes(dim) if size != true else ()),)
         for dim, (size, true) in enumerate(zip(layout.shape, shape, strict=True))
@@ -328,7 +344,7 @@ def _padding_of(layout: Layout, shape: Sequence[int]) -> Padding:
 
 
 def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], padded_factors: Mapping[str, Runs]) -> Padding:
-    """Returns the padding of an operand or result; ``dims`` has the factors (loops of the op) of each of its dims."""
+    """Returns the padding of an operand or result whose dims have the factors ``dims``."""
     return tuple(
         canonical_runs([run for f in factors for run in padded_factors.get(f, (Run(spec.size(f), spec.size(f)),))])
         for factors in dims
@@ -336,5 +352,5 @@ def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], padded_factors: Mappin
 
 
 def _alone(spec: Spec, factor: str) -> bool:
-    """Tells whether ``factor`` is never joined with another factor in one dim."""
+    """Returns whether ``factor`` is never joined with another factor in one dim."""
     return all(factors == (factor,) for one in (*spec.operands, *spec.results) for factors in one if factor in factors)

@@ -1,4 +1,4 @@
-"""Padded and unpadded forms of the values of a graph, each computed at its first use."""
+"""Builders of graphs: `Calls` emits ops with fake values, `PaddedValues` also pads values at their first use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Padded:
-    """Padded form of a value; ``filling`` is the value in the padding, None if undefined."""
+    """The padded form of a value.
+
+    Args:
+        node: the padded value.
+        padding: its padding, for each dim.
+        filling: the value of its padded elements; None if undefined.
+    """
 
     node: fx.Node
     padding: Padding
@@ -33,15 +39,16 @@ class Padded:
 
 
 class Calls:
-    """Builder of a new graph: each op gets a fake value and the record (`Info`) of the old node that it replaces.
+    """Builder of a new graph: each op gets a fake value, and the record (`Info`) of the old node that it replaces.
 
     Args:
-        old: a graph whose names the new one may not use; None for no graph.
-        fake_mode, device: of fake values.
+        old: the old graph, whose names the new one may not use; None for no graph.
+        fake_mode, device: mode and device of fake values.
 
     Attributes:
         record: record of the old node that is being rewritten; new nodes get a copy.
-        traced: the old node that is being rewritten: an op of its target gets operands with the strides of its trace.
+        traced: the old node that is being rewritten: new calls of its target get operands with the strides of its
+            trace.
     """
 
     def __init__(self, old: fx.Graph | None, fake_mode: Any, device: torch.device) -> None:
@@ -54,13 +61,13 @@ class Calls:
         self._once: dict[Any, Any] = {}
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Returns ``make()``, computed at the first call with ``key``."""
+        """Returns ``make()``, evaluated at the first call with ``key`` only."""
         if key not in self._once:
             self._once[key] = make()
         return self._once[key]
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Appends a call of ``target``; first copies operands whose strides its kernel does not accept."""
+        """Appends a call of ``target``; operands whose strides its kernel does not accept are copied first."""
         args, kwargs = self.with_strides(target, args, kwargs)
         fx.map_arg((args, kwargs), self.val)
         return self.rewriter.end(self.record).call(target, *args, **kwargs)
@@ -77,15 +84,17 @@ class Calls:
         return now, {name: self._with_strides(x, traced.get(name), strides) for name, x in kwargs.items()}
 
     def _with_strides(self, x: Any, old: Any, strides: str) -> Any:
+        """Returns argument ``x``, copied if its strides are not accepted; ``old`` is the argument in the trace."""
         if isinstance(x, (list, tuple)):
             matching = isinstance(old, (list, tuple)) and len(old) == len(x)
             return [self._with_strides(each, old[at] if matching else None, strides) for at, each in enumerate(x)]
         return self.like(x, old, strides) if isinstance(x, fx.Node) else x
 
     def like(self, x: fx.Node, old: Any, strides: str = TRACED) -> fx.Node:
-        """Returns ``x``, or a copy with the memory order that ``old`` had in the trace (contiguous if it had no value).
+        """Returns ``x``, or a copy with the memory order that ``old`` had in the trace (contiguous if that is unknown).
 
         Args:
+            old: the operand in the traced graph; None if there is none.
             strides: with ``CONTIGUOUS``, a contiguous ``x`` is returned as it is.
         """
         val, traced = self.val(x), _traced(old)
@@ -103,7 +112,7 @@ class Calls:
         return self.call(aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
 
     def val(self, node: fx.Node) -> Any:
-        """Returns the fake value of ``node``; a new node without one gets one."""
+        """Returns the fake value of ``node``, which is created if it has none yet."""
         if "val" not in node.meta:
             value = ir.value(node)
             with self.rewriter.fake_mode:
@@ -111,11 +120,12 @@ class Calls:
         return node.meta["val"]
 
     def shape(self, x: Any) -> tuple[int, ...]:
+        """Returns the shape of the node ``x``."""
         return tuple(self.val(x).shape)
 
 
 def _traced(x: Any) -> Tensor | None:
-    """Returns the fake value that operand ``x``, or the source of a marker ``x``, had in the trace."""
+    """Returns the fake value that operand ``x``, or the value that a marker ``x`` marks, had in the trace."""
     while isinstance(x, fx.Node) and "val" not in x.meta and x.target in ops.MARKERS.values():
         x = x.all_input_nodes[0]
     val = x.meta.get("val") if isinstance(x, fx.Node) else None
@@ -137,7 +147,7 @@ class PaddedValues(Calls):
         self._nodes: dict[Any, fx.Node] = {}
 
     def without(self, x: fx.Node) -> fx.Node:
-        """Returns the unpadded form of ``x``."""
+        """Returns the unpadded form of the old node ``x``, which is created at the first call."""
         if x not in self.plain:
             padded = self.padded[x]
             node = padded.node
@@ -147,7 +157,7 @@ class PaddedValues(Calls):
         return self.plain[x]
 
     def at(self, x: fx.Node, padding: Padding, filling: float | None = None) -> fx.Node:
-        """Returns ``x`` with ``padding``, whose filling is set to ``filling`` if that is not None."""
+        """Returns the old node ``x`` with ``padding``, whose elements are set to ``filling`` if that is not None."""
         key = (x, padding, filling)
         if key not in self._nodes:
             padded = self.padded.get(x)
@@ -158,7 +168,12 @@ class PaddedValues(Calls):
         return self._nodes[key]
 
     def _map_runs(self, x: fx.Node, dim: int, runs: Runs, change: Callable[[fx.Node, int, Run], fx.Node]) -> fx.Node:
-        """Applies ``change`` to every padded run (sub-dim) of ``dim``; runs are dims while it is applied."""
+        """Returns ``x`` with every padded run (sub-dim) of ``dim`` changed by ``change``, which sees runs as dims.
+
+        Args:
+            runs: the sub-dims of ``dim``.
+            change: maps (value, dim of the run, run) to the changed value.
+        """
         if not is_padded(runs):
             return x
         shape = list(self.shape(x))
@@ -174,10 +189,11 @@ class PaddedValues(Calls):
         return x
 
     def _slice(self, x: fx.Node, dim: int, run: Run) -> fx.Node:
+        """Returns ``x`` without the padding of ``run``, which is its ``dim``."""
         return self.call(aten.slice.Tensor, x, dim, 0, run.true)
 
     def grown(self, x: fx.Node, padding: Padding) -> fx.Node:
-        """Pads the unpadded ``x`` to ``padding`` with zeros."""
+        """Returns the unpadded node ``x`` of the new graph, padded to ``padding`` with zeros."""
 
         def grow(node: fx.Node, dim: int, run: Run) -> fx.Node:
             widths = [0, 0] * (len(self.shape(node)) - dim - 1) + [0, run.size - run.true]
@@ -188,7 +204,12 @@ class PaddedValues(Calls):
         return x
 
     def _fill(self, x: fx.Node, padding: Padding, now: float | None, wanted: float | None) -> fx.Node:
-        """Writes ``wanted`` into the padding of ``x``; ``now`` is the value in it, None if undefined."""
+        """Returns ``x`` with ``wanted`` in its padding.
+
+        Args:
+            now: the value in the padding; None if undefined.
+            wanted: the new value; None if any will do.
+        """
         if wanted is None or wanted == now:
             return x
 
@@ -201,7 +222,7 @@ class PaddedValues(Calls):
         return x
 
     def _past(self, run: Run, device: torch.device, below: int) -> fx.Node:
-        """Builds the mask of the filling of ``run``: bool [size, 1, ...], with ``below`` dims of size 1."""
+        """Returns the mask of the padding of ``run``: bool [size, 1, ...], with ``below`` dims of size 1."""
         key = ("past", run.size, run.true, device, below)
         if key not in self._nodes:
             at = self.call(aten.arange.default, run.size, dtype=torch.int64, device=device)
@@ -209,20 +230,23 @@ class PaddedValues(Calls):
             self._nodes[key] = self.call(aten.view.default, mask, [run.size, *[1] * below]) if below else mask
         return self._nodes[key]
 
-    # --- Builder
+    # --- interface of `shardc.rules` builders: what a graph at global shapes cannot have
 
     def coordinate(self, axes: tuple[str, ...]) -> fx.Node:
+        """Fails: global shapes need no coordinate of a rank."""
         raise AssertionError(f"a replicated value needs no coordinate along {axes}")
 
     def key(self) -> fx.Node:
+        """Fails: random draws are not padded."""
         raise AssertionError("random draws are not padded")
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
+        """Fails: global shapes need no process group."""
         raise AssertionError(f"a replicated value needs no group along {axes}")
 
 
 def _as(filling: float, dtype: torch.dtype) -> float | int | bool:
-    """Converts ``filling`` to a number of ``dtype``; infinities become the ends of an integer range."""
+    """Returns ``filling`` as a number of ``dtype``; infinities become the ends of an integer range."""
     if dtype.is_floating_point or dtype.is_complex:
         return filling
     if dtype == torch.bool:
@@ -231,7 +255,7 @@ def _as(filling: float, dtype: torch.dtype) -> float | int | bool:
     return int(min(max(filling, info.min), info.max))
 
 
-# Reductions of the elements themselves; others (a norm, a deviation) transform each element before.
+# Reductions that combine elements as they are; others (a norm, a deviation) transform each element first.
 PLAIN = {
     "aten.sum": 0.0,
     "aten.nansum": 0.0,
@@ -245,10 +269,10 @@ PLAIN = {
 
 
 def reduction_identity(call: Call, spec: Spec, factor: str) -> float | None:
-    """Returns the filling of operands along ``factor`` (a loop of the op) that does not change the op's result.
+    """Returns the value for padded elements along ``factor`` (a loop of the op) that does not change the op's result.
 
-    It is zero if the op sums over the factor and is linear in some operand that runs over it: that operand's slice is
-    zero there, and so is its term of the sum. None if no such value is known.
+    It is zero if the op sums over the factor and is linear in some operand that has the factor: that operand is zero
+    there, and so is its term of the sum. None if no such value is known.
     """
     if spec.routed is not None and factor == spec.routed.owners:
         return 0.0  # padded experts get no rows
@@ -265,7 +289,7 @@ _VECTOR = 16  # bytes: the width of vectorized loads, which kernels use if strid
 
 
 def lies_like(x: Tensor, traced: Tensor | None) -> bool:
-    """Return whether a kernel that accepts ``traced`` also accepts ``x`` of the same rank, maybe of another size.
+    """Return whether a kernel that accepts ``traced`` also accepts ``x``, of the same rank but maybe other sizes.
 
     If ``traced`` is contiguous (or None: unknown), ``x`` must be. Otherwise the dims must have the same memory order,
     a dim of stride 1 must keep it, strides must stay as aligned to vectors as they were, and no further dim may be

@@ -1,4 +1,4 @@
-"""Precision: reduce gradients in the dtype that the plan sets for reductions."""
+"""Precision: reduces gradients in the dtype that the plan sets for reductions."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ class Precision:
         return gm
 
     def _reduced(self, rewriter: GraphRewriter, output: fx.Node, grad: fx.Node, name: str) -> fx.Node:
+        """Returns the gradient of parameter ``name`` after cast, reduction and cast."""
         # If a gradient is computed in another dtype than the parameter's, its last op is autograd's cast.
         computed = node = grad.args[0] if grad.target is _CAST else grad
         stored, dtype, reduce = self.stored[name], ir.value(node).dtype, self.reduced[name]

@@ -1,4 +1,4 @@
-"""Propagate: choose a layout for every value, and the layouts that each op needs of its operands."""
+"""Propagate: chooses a layout for every value, and the layouts that each op needs of its operands."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ PinLayout = Callable[[str, Layout], tuple[Layout, str]]
 
 @dataclass(frozen=True)
 class Problem:
-    """Input of a pass that chooses layouts: what the plan fixes, and the cost model.
+    """Input of a layout chooser: the layouts that the plan fixes, and the cost model.
 
     Args:
+        mesh: the mesh.
+        cost: the cost model.
         batch_axes: axes that split the batch; outputs stay split over these only, by default.
-        output_layout: (index, name, natural layout) -> (layout, plan entry) of a forward output.
-        pin_layout: (tag name, current layout) -> (layout, plan entry) of a tagged activation.
+        output_layout: maps (index, name, natural layout) of a forward output to (layout, plan entry).
+        pin_layout: maps (tag name, current layout) of a tagged activation to (layout, plan entry).
         grad_layouts: parameter -> storage layout of its gradient.
         compute_layouts: parameter -> its compute layout, which its gradient has before it is reduced over the batch.
-        reduce: "mean" or "sum": how the ranks' tangents of an output that is replicated over a batch axis combine.
+        reduce: "mean" or "sum": combines the ranks' tangents of an output that is replicated over a batch axis.
         strict: an op without a rule is an error.
         deferred: parameters whose gradients are not reduced, or over some axes only.
     """
@@ -48,7 +50,7 @@ class Problem:
 
 
 class Chooser(Protocol):
-    """Interface of a chooser: gives every value of a seeded graph a layout, and every op its ``Info.needs``."""
+    """Interface of a layout chooser: gives every value of a seeded graph a layout, and every op its ``Info.needs``."""
 
     def __call__(self, problem: Problem, graph: fx.Graph) -> Mapping[fx.Node, Layout]:
         """Returns the layout in which the caller gets each output of ``graph``."""
@@ -83,7 +85,7 @@ class Propagate:
         return gm
 
 
-# --- how choosers write on nodes
+# --- functions with which choosers write layouts on nodes
 
 
 def decide(node: fx.Node, strategy: Strategy) -> None:
@@ -97,7 +99,7 @@ def decide(node: fx.Node, strategy: Strategy) -> None:
 
 
 def pin(problem: Problem, node: fx.Node, source: Layout) -> None:
-    """Turns a tag, whose operand has layout ``source``, into a reshard to the layout that the plan pins."""
+    """Turns a tag whose operand has layout ``source`` into a reshard to the layout that the plan pins."""
     layout, cause = problem.pin_layout(node.kwargs["name"], source)
     record = ir.info(node)
     node.target, node.kwargs = ops.reshard, {}
@@ -113,7 +115,7 @@ def take(node: fx.Node) -> None:
 
 
 def padded(node: fx.Node, source: Layout) -> Strategy:
-    """Returns the strategy of a ``pad`` whose operand has layout ``source``: the dim that it grows is replicated."""
+    """Returns the strategy of a ``pad`` whose operand has layout ``source``: the dim that grows is replicated."""
     dim, size = node.kwargs["dim"], node.kwargs["size"]
     base = source.unbind(source.dim_axes(dim))
     return Strategy((base,), (base.replace(dims=[*base.dims[:dim], (Digit(size),), *base.dims[dim + 1 :]]),))

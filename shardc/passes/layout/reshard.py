@@ -1,4 +1,4 @@
-"""Reshard: insert a node for each use that needs a value in another layout."""
+"""Reshard: inserts a reshard node for each use that needs a value in another layout."""
 
 from __future__ import annotations
 

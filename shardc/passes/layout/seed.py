@@ -1,4 +1,4 @@
-"""Seed: write the plan's layouts on parameters, buffers, inputs and named activations."""
+"""Seed: writes the plan's layouts on parameters, buffers, inputs and named activations."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class Seed:
     does not mention are gone.
 
     Args:
+        mesh: the mesh of the layouts.
         params: qualified name -> the parameter's plan.
         inputs: plan of each tensor input, in order.
         pinned: activation tags that the plan mentions.
@@ -75,7 +76,7 @@ class Seed:
         return gm
 
     def _mark_regions(self, graph: fx.Graph) -> None:
-        """Numbers the plan's checkpoint regions after the model's own; ops in one of the model's keep their number."""
+        """Numbers the plan's checkpoint regions after those of the model; ops in one of the model's keep its number."""
         origins = {node: ir.info(node).origin for node in graph.nodes if node.op == "call_function"}
         first = 1 + max((origin.region for origin in origins.values()), default=0)
         for node, origin in origins.items():
@@ -84,6 +85,7 @@ class Seed:
                     ir.set_info(node, replace(ir.info(node), origin=replace(origin, region=first + at)))
 
     def _param(self, rewriter: GraphRewriter, node: fx.Node, before: fx.Node | None) -> None:
+        """Writes the layout of parameter ``node`` and inserts its reshard and ``unpad`` before its first use."""
         record = ir.info(node)
         seeded = self.params[record.name]
         _check_experts(node, seeded)
@@ -117,7 +119,7 @@ class Seed:
                 user.replace_input_with(source, last)
 
     def _grads(self, rewriter: GraphRewriter) -> None:
-        """Pads the gradients of padded parameters."""
+        """Pads the gradients of padded parameters to their stored shapes."""
         graph, output = rewriter.graph, ir.output_node(rewriter.graph)
         results = list(output.args[0])
         for at, (role, node) in enumerate(ir.outputs(graph)):
@@ -135,7 +137,7 @@ class Seed:
         output.args = (tuple(results),)
 
     def _padded(self, rewriter: GraphRewriter, grad: fx.Node, before: fx.Node, name: str) -> fx.Node:
-        """Pads ``grad`` to the shape that parameter ``name`` is stored in."""
+        """Returns ``grad`` padded to the stored shape of parameter ``name``."""
         shape, want = list(ir.value(grad).shape), self.params[name].storage.shape
         for dim, (have, size) in enumerate(zip(tuple(shape), want, strict=True)):
             if have != size:
@@ -147,7 +149,7 @@ class Seed:
 
 
 def _check_experts(param: fx.Node, plan: ParamPlan) -> None:
-    """Raises PlanError if ``plan`` splits the weights of experts along another dim than the experts (dim 0)."""
+    """Raises PlanError if ``plan`` splits the weights of experts along another dim than that of the experts (dim 0)."""
     casts = [user for user in param.users if user.target is torch.ops.aten._to_copy.default]
     call = next((user for x in (param, *casts) for user in x.users if user.target is expert_ops.CALL), None)
     layout = plan.split or plan.compute
@@ -174,7 +176,7 @@ def narrowed(param: fx.Node) -> fx.Node:
 
 
 def _repad(compute: Layout, shape: Sequence[int]) -> Layout:
-    """Returns the compute layout for the parameter's padded ``shape``; dims that it changes must be unsplit."""
+    """Returns ``compute`` at the parameter's padded ``shape``; dims that change must be unsplit."""
     for dim, (have, want) in enumerate(zip(compute.shape, shape, strict=True)):
         if have != want:
             compute = _resize(compute, dim, want)
@@ -182,5 +184,6 @@ def _repad(compute: Layout, shape: Sequence[int]) -> Layout:
 
 
 def _resize(layout: Layout, dim: int, size: int) -> Layout:
+    """Returns ``layout`` with the unsplit dim ``dim`` changed to ``size``."""
     assert not layout.dim_axes(dim), f"dim {dim} of {layout} is padded in storage and split in compute"
     return layout.replace(dims=[*layout.dims[:dim], (Digit(size),), *layout.dims[dim + 1 :]])

@@ -1,4 +1,4 @@
-"""Simplify: merge reshards that repeat, undo or contain each other."""
+"""Simplify: merges reshards that repeat, undo or contain each other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Simplify:
     *Requires:* layouts agree at every use (`Reshard`). *Ensures:* they still do, and the predicted cost is no higher.
 
     Args:
-        cost: predicts the seconds of reshards.
+        cost: the cost model, which predicts the seconds of reshards.
     """
 
     cost: Pricing
@@ -50,6 +50,11 @@ class Simplify:
         return gm
 
     def _shorten(self, rewriter: GraphRewriter, node: fx.Node, reshards: dict[fx.Node, list[fx.Node]]) -> None:
+        """Lets a reshard start from an earlier value of its chain, or from another reshard of its source, if cheaper.
+
+        Args:
+            reshards: value -> its reshards so far, updated.
+        """
         source = node.args[0]
         while source.target is ops.reshard and len(source.users) == 1 and not ir.layout(source).partial:
             two_steps = self._seconds(source.args[0], source) + self._seconds(source, node)
@@ -66,6 +71,7 @@ class Simplify:
         reshards.setdefault(source, []).append(node)
 
     def _seconds(self, source: fx.Node, target: fx.Node) -> float:
+        """Returns the seconds to reshard ``source`` to the layout of ``target``; inf if that would add partial sums."""
         src, dst = ir.layout(source), ir.layout(target)
         if dst.partial and src.partial != dst.partial:
             return float("inf")
@@ -73,7 +79,7 @@ class Simplify:
 
 
 def _share_before_moves(graph: fx.Graph) -> None:
-    """Reshards a value once instead of each of its views; the views then read that reshard."""
+    """Replaces equal reshards of several views of one value by one reshard of the value, which the views then read."""
     groups: dict[tuple[fx.Node, Layout], list[tuple[fx.Node, list[fx.Node]]]] = {}
     for node in graph.nodes:
         if node.target is ops.reshard:
@@ -100,7 +106,7 @@ def _share_before_moves(graph: fx.Graph) -> None:
 
 
 def _root(node: fx.Node) -> tuple[fx.Node, Layout, list[fx.Node]]:
-    """Returns the source of the views that ``node`` reshards, the layout needed of it, and the views in order."""
+    """Returns (source of the views that ``node`` reshards, layout needed of it, the views in order)."""
     source, layout = node.args[0], ir.layout(node)
     moves: list[fx.Node] = []
     while (spec := move_of(source)) is not None:
@@ -113,7 +119,7 @@ def _root(node: fx.Node) -> tuple[fx.Node, Layout, list[fx.Node]]:
 
 
 def _wanted_through(node: fx.Node, moves: list[fx.Node], move: fx.Node) -> Layout:
-    """Returns the layout that the result of ``move`` needs, so that ``node`` gets its own."""
+    """Returns the layout that the view ``move`` among ``moves`` must have for ``node`` to get its own layout."""
     layout = ir.layout(node)
     for later in reversed(moves[moves.index(move) + 1 :]):
         spec = move_of(later)

@@ -1,10 +1,8 @@
-"""Enumeration of the strategies of each op over a single mesh axis.
+"""Strategies of each op over one mesh axis, and their combinations over the whole mesh.
 
 Over one axis a value is replicated, split at some digit, or a partial sum. A split of one value splits others through
 the factors of its op: from every factor that the axis divides, layouts spread through the rules, from operands to
 results and back, until no op gets a new strategy.
-
-Combination of an op's strategies over single axes to its strategies over the whole mesh.
 """
 
 from __future__ import annotations
@@ -45,12 +43,12 @@ Slot = tuple[fx.Node, int]  # a node and the position of one of its results
 
 @dataclass(frozen=True)
 class AxisStrategy:
-    """Strategy of an op over one axis.
+    """A strategy of an op over one axis.
 
     Args:
-        factors: (factor, its digits) of the factors that the axis splits.
-        carried: (axis, reduce op) of a pending reduction that passes through the op.
-        positions: the operands that are partial.
+        factors: (factor, its digits) for each factor that the axis splits.
+        carried: (axis, reduce op) of each pending reduction that passes through the op.
+        positions: positions of the partial operands.
     """
 
     factors: tuple[tuple[str, Digits], ...] = ()
@@ -62,25 +60,28 @@ WHOLE = AxisStrategy()
 
 
 def spec_at(node: fx.Node) -> Spec | None:
-    """Returns the factors of an op; None if its strategies do not follow from a rule: markers, regions, no rule."""
+    """Returns the factors of an op; None if no rule gives its strategies (a marker, a region, an op without a rule)."""
     if node.op != "call_function" or node.target is getitem or node.target in ops.MARKERS.values():
         return None
     return None if node.target in local_regions.OPS else spec_of(call_of(node))
 
 
 def slot_of(node: fx.Node) -> Slot:
-    """Returns the op that produces the value ``node``, and the position of that among its results."""
+    """Returns (op, position among its results) of the value ``node``."""
     return (node.args[0], node.args[1]) if node.target is getitem else (node, 0)
 
 
 @dataclass
 class Closure:
-    """Strategies of all ops over ``axis``: those of an op add some to its neighbours, until none is new.
+    """Strategies of all ops over one axis, closed under propagation: a strategy of an op adds some to its neighbours.
 
     Args:
-        seeds: layouts at the graph's boundary, of any axes, from which others spread.
-        ways: op -> its strategies over the axis, as a set in order.
-        layouts: value -> its layouts over the axis, as a set in order.
+        graph: the joint graph.
+        mesh: the mesh.
+        axis: the axis, of more than one rank.
+        seeds: value -> its layouts, of any axes, from which others spread.
+        ways: op -> its strategies over the axis, as an ordered set.
+        layouts: value -> its layouts over the axis, as an ordered set.
     """
 
     graph: fx.Graph
@@ -91,7 +92,7 @@ class Closure:
     layouts: dict[Slot, dict[Layout, None]] = field(default_factory=dict)
 
     def run(self) -> dict[fx.Node, list[AxisStrategy]]:
-        """Spreads layouts until no op gets a new strategy; returns each op's strategies."""
+        """Propagates layouts until no op gets a new strategy; returns each op's strategies."""
         self._touching: dict[Slot, list[tuple[fx.Node, Spec, int, bool]]] = {}
         self._queue: deque[tuple[Slot, Layout]] = deque()
         size = self.mesh.size(self.axis)
@@ -127,22 +128,24 @@ class Closure:
         return {node: self._meeting_requirements(spec, list(self.ways[node])) for node, spec in specs}
 
     def _meeting_requirements(self, spec: Spec, ways: list[AxisStrategy]) -> list[AxisStrategy]:
-        """Returns those strategies in which rows go to experts as the plan requires; all of them if none does."""
+        """Returns the strategies in which rows go to experts as the plan requires; all of them if none does."""
         if spec.routed is None or self.mesh.size(self.axis) == 1:
             return ways
         return [way for way in ways if meets_requirements(spec, dict(way.factors), (self.axis,))] or ways
 
     def _major(self, length: int, size: int) -> Digits:
+        """Returns the digits of a dim of ``length`` elements whose major factor of ``size`` is bound to the axis."""
         return canonical(self.mesh, (Digit(size, self.axis), Digit(length // size)))
 
     def _add(self, slot: Slot, layout: Layout) -> None:
+        """Records ``layout`` for the value ``slot`` and queues it, if it is new."""
         have = self.layouts.setdefault(slot, {})
         if layout not in have and layout.axes:
             have[layout] = None
             self._queue.append((slot, layout))
 
     def _spread(self, node: fx.Node, spec: Spec, at: int, is_result: bool, layout: Layout) -> None:
-        """Adds the strategies of ``node`` in which operand ``at`` (or result, if ``is_result``) has ``layout``."""
+        """Adds the strategies of ``node`` in which operand ``at`` (result ``at`` if ``is_result``) has ``layout``."""
         for axis, op in () if is_result else layout.partial:
             for positions in _carriers(spec, op, at):
                 self._learn(node, spec, AxisStrategy((), ((axis, op),), positions))
@@ -155,7 +158,7 @@ class Closure:
                 self._learn_routed(node, spec, dict(split))
 
     def _learn_routed(self, node: fx.Node, spec: Spec, split: Assignment) -> None:
-        """Combines a split of routed rows with each split of their owners, and the reverse."""
+        """Adds the combinations of a split of routed rows with each split of their owners, and the reverse."""
         if spec.routed is None:
             return
         both = (spec.routed.rows, spec.routed.owners)
@@ -167,6 +170,7 @@ class Closure:
                     )
 
     def _learn(self, node: fx.Node, spec: Spec, way: AxisStrategy) -> None:
+        """Adds strategy ``way`` to ``node``, and its layouts to the operands and results."""
         if way in self.ways[node]:
             return
         self.ways[node][way] = None
@@ -184,11 +188,12 @@ def laid_out(
     carried: Sequence[tuple[str, str]],
     positions: Mapping[tuple[tuple[str, str], ...], frozenset[int]],
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    """Returns the layouts of an op's operands and results.
+    """Returns (layouts of an op's operands, layouts of its results).
 
     Args:
-        carried: the pending reductions that pass through.
-        positions: group of these -> the operands that are partial.
+        factors: factor -> its digits.
+        carried: (axis, reduce op) of the pending reductions that pass through the op.
+        positions: group of these reductions -> positions of the operands that are partial by them.
     """
     operands = []
     for at, dims in enumerate(spec.operands):
@@ -198,7 +203,7 @@ def laid_out(
 
 
 def _first(spec: Spec) -> list[str]:
-    """Returns the factors from which an op starts a split: those that are the major one of some dim.
+    """Returns the factors at which an op starts a split: those that are the major one of some dim.
 
     Pointwise ops and views start none; they follow the ops around them.
     """
@@ -208,7 +213,7 @@ def _first(spec: Spec) -> list[str]:
 
 
 def _carriers(spec: Spec, op: str, at: int) -> list[frozenset[int]]:
-    """Returns the sets of operands, with ``at`` among them, whose pending reduction by ``op`` passes through the op."""
+    """Returns the sets of operands that contain ``at`` and whose pending reduction by ``op`` passes through the op."""
     sets = [operands for operands in spec.linear if at in operands]
     if spec.moves and at == 0 and frozenset({0}) not in sets:
         sets.append(frozenset({0}))
@@ -223,7 +228,7 @@ def _alone(layout: Layout, axis: str) -> Layout:
 
 
 def _result_indices(node: fx.Node) -> list[int]:
-    """Returns the positions of the results of ``node`` that are tensors."""
+    """Returns the positions of those results of ``node`` that are tensors."""
     return [at for at, value in enumerate(ir.info(node).values) if value is not None]
 
 
@@ -245,6 +250,7 @@ def combine_axes(spec: Spec, mesh: Mesh, ways: tuple[tuple[AxisStrategy, ...], .
 
 
 def _combined(spec: Spec, mesh: Mesh, choice: Sequence[AxisStrategy]) -> Strategy | None:
+    """Returns the strategy that combines one strategy per axis; None if they cannot be combined."""
     factors: dict[str, Digits] = {}
     for way in choice:
         for factor, digits in way.factors:
@@ -262,7 +268,7 @@ def _combined(spec: Spec, mesh: Mesh, choice: Sequence[AxisStrategy]) -> Strateg
 
 
 def nested(mesh: Mesh, outer: Digits, inner: Digits) -> Digits | None:
-    """Binds each axis of ``inner`` in ``outer``, at its own stride or below the axes that are bound there already.
+    """Returns ``outer`` with each axis of ``inner`` bound, at its own stride or below the axes bound there already.
 
     None if the sizes do not divide.
     """
@@ -284,6 +290,6 @@ def nested(mesh: Mesh, outer: Digits, inner: Digits) -> Digits | None:
 
 
 def _spans(digits: Digits) -> list[tuple[int, int, str]]:
-    """Returns (stride above, stride below, axis) of each bound digit, major to minor."""
+    """Returns (stride above, stride below, axis) of each bound digit, the most major first."""
     below = strides(digits)
     return [(at * d.radix, at, d.axis) for d, at in zip(digits, below, strict=True) if d.axis is not None]

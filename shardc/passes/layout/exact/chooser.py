@@ -1,12 +1,11 @@
-"""Exact: choose every op's strategy and every value's layout so that the sum of all costs is least.
+"""Exact: chooses every op's strategy and every value's layout so that the sum of all costs is least.
 
 Layouts that the plan fixes are kept; `shardc.solver` finds the others, with a lower bound on the cost of any solution.
 
-Layout problem in which the storage of parameters and the axes of the batch are chosen, too.
-
-The labels of a parameter's variable are pairs of a compute and a storage layout. Storage is the compute layout, or is
-split further over the axes of an ``fsdp`` entry. A label costs its gathers and the memory that it holds; the gradient
-goes to the storage layout. The labels of one more variable are the sets of axes that split the batch of all inputs.
+`OpenLayoutProblem` also chooses storage layouts and the axes of the batch. A parameter's labels are then pairs of a
+compute and a storage layout. Storage is the compute layout, or is split further over the axes of an ``fsdp`` entry. A
+label costs its gathers and its memory; the gradient is resharded to the storage layout. One more variable has as labels
+the sets of axes that split the batch of all inputs.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Weights:
     Args:
         gather: weight of parameters' gathers.
         reduce: weight of the reductions of parameters' gradients.
-        of: returns the number of nodes of the whole model that a node stands for (folded blocks).
+        of: maps a node to the number of nodes of the whole model that it represents (more than 1 for folded blocks).
     """
 
     gather: float = 0.2
@@ -55,7 +54,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class Exact:
-    """Chooses the strategies and layouts of least total cost."""
+    """Chooses the strategies and layouts of least total cost.
+
+    Args:
+        weights: weights of seconds in that cost.
+    """
 
     weights: Weights = Weights()
 
@@ -66,13 +69,18 @@ class Exact:
 
 @dataclass
 class LayoutProblem:
-    """Layout problem of one graph: builds the variables and costs, and writes a solution on the graph's nodes.
+    """The layout problem of one graph: builds variables and costs for the solver, and writes a solution on the nodes.
+
+    Args:
+        problem: the layouts that the plan fixes, and the cost model.
+        graph: the seeded joint graph.
+        weights: weights of seconds in the total cost.
 
     Attributes:
-        options: node -> its strategies, the labels of its variable.
-        variable: node -> its variable.
-        labels: value -> its variable and that variable's labels.
-        ways: for each axis of more than one rank, node -> the strategies over that axis alone.
+        options: node -> its strategies, which are the labels of its variable.
+        variable: node -> number of its variable.
+        labels: value -> (number of its variable, labels of that).
+        ways: for each axis of more than one rank, node -> its strategies over that axis alone.
     """
 
     problem: Problem
@@ -95,23 +103,26 @@ class LayoutProblem:
         self._finish()
 
     def _start(self) -> None:
-        """Hook of subclasses, called before strategies are enumerated."""
+        """Hook for subclasses, called before strategies are enumerated."""
 
     def _finish(self) -> None:
-        """Hook of subclasses, called when all variables and costs are built."""
+        """Hook for subclasses, called when all variables and costs are built."""
 
     def energy(self, byte: float = 0.0) -> Energy:
-        """Returns the sum to minimize, in seconds; a byte of memory counts as ``byte`` seconds."""
+        """Returns the costs to minimize, in seconds; a byte of memory counts as ``byte`` seconds."""
         return self.builder.energy(byte)
 
     def bytes(self, labels: Sequence[int]) -> float:
-        """Returns the bytes of memory that a solution holds on a rank."""
+        """Returns the bytes of memory that a solution needs on a rank."""
         return self.builder.bytes(labels)
 
     def apply(self, labels: Sequence[int]) -> dict[fx.Node, Layout]:
-        """Writes layouts and needs on the nodes; returns the layout in which each output is wanted.
+        """Writes a solution's layouts and needs on the nodes; returns the layout in which the caller gets each output.
 
         It may be called again with another solution.
+
+        Args:
+            labels: label of each variable.
         """
         for node in self.graph.nodes:
             if node.target is getitem:
@@ -131,7 +142,7 @@ class LayoutProblem:
     # --- variables
 
     def _seeds(self) -> dict[Slot, list[Layout]]:
-        """Returns the layouts that are fixed at the graph's boundary, from which strategies are enumerated."""
+        """Returns value -> its layouts that are fixed at the graph's boundary, from which strategies are enumerated."""
         seeds: dict[Slot, list[Layout]] = {}
         for node, layout in (*self.outside.fixed.items(), *self.outside.pinned.items()):
             seeds.setdefault((node, 0), []).append(layout)
@@ -140,6 +151,7 @@ class LayoutProblem:
         return seeds
 
     def _ops(self) -> None:
+        """Adds a variable for each op and input, whose labels are its strategies."""
         for node in self.graph.nodes:
             if node.op == "output" or node.target is getitem or not ir.info(node).tensors:
                 continue
@@ -147,7 +159,7 @@ class LayoutProblem:
             self.variable[node] = self.builder.variable(self._costs(node, options), self._memory(node))
 
     def _costs(self, node: fx.Node, options: tuple[Strategy, ...]) -> np.ndarray:
-        """Returns the seconds on a rank of each of a node's strategies."""
+        """Returns the seconds on a rank for each of a node's strategies."""
         costs = np.zeros(len(options))
         if node.target is ops.tag:
             item = ir.value(node).itemsize
@@ -157,7 +169,7 @@ class LayoutProblem:
         return self.weights.of(node) * costs
 
     def _memory(self, node: fx.Node) -> np.ndarray | float:
-        """Returns the bytes that each of a node's strategies holds through the step."""
+        """Returns the bytes on a rank that each of a node's strategies holds through the step."""
         return 0.0
 
     def _options(self, node: fx.Node) -> tuple[Strategy, ...]:
@@ -182,7 +194,7 @@ class LayoutProblem:
         return combined + self._fitting(node, spec, combined)
 
     def _fitting(self, node: fx.Node, spec: Any, combined: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """Returns strategies for given operand layouts that nest axes in an order that `combine_axes` leaves out."""
+        """Returns strategies for fixed operand layouts whose nesting of axes `combine_axes` does not enumerate."""
         operands = operands_of(node)
         fixed = [self.outside.fixed.get(x) for x in operands]
         if all(layout is None for layout in fixed):
@@ -196,7 +208,7 @@ class LayoutProblem:
         )
 
     def _produced(self, node: fx.Node) -> list[Layout]:
-        """Returns the layouts that the strategies of its op give the value ``node``."""
+        """Returns the layouts that the value ``node`` gets from the strategies of its op, one per strategy."""
         maker, index = slot_of(node)
         at = [i for i, v in enumerate(ir.info(maker).values) if v is not None].index(index)
         return [option.results[at] for option in self.options[maker]]
@@ -204,6 +216,7 @@ class LayoutProblem:
     # --- values
 
     def _values(self) -> None:
+        """Adds a variable for each value that is used, whose labels are its layouts."""
         uses: dict[Slot, list[Use]] = {}
         for node in self.graph.nodes:
             if node.target is getitem or node not in self.variable or node in self.outside.fixed:
@@ -227,7 +240,7 @@ class LayoutProblem:
             )
 
     def _saved(self, maker: fx.Node, index: int) -> bool:
-        """Tells whether a value of forward has memory of its own and backward reads it, so that it is saved."""
+        """Returns whether a value of forward is saved: it has memory of its own, and backward reads it."""
         if maker.op != "call_function" or ir.info(maker).origin.phase != "forward" or maker not in self.traffic:
             return False
         readers = [u for u in maker.users if u.target is not getitem]
@@ -241,17 +254,17 @@ class LayoutProblem:
         return False
 
     def _extra_uses(self) -> list[tuple[fx.Node, Use]]:
-        """Hook for subclasses: returns uses by variables that are no op's strategy, such as storage layouts."""
+        """Hook for subclasses: returns uses by variables that are not an op's strategy, such as storage layouts."""
         return []
 
 
 @dataclass(frozen=True)
 class Outside:
-    """Layouts that the solver does not choose: of inputs, outputs and pinned activations.
+    """Layouts that the solver does not choose: those of inputs, outputs and pinned activations.
 
     Args:
         fixed: placeholder, constant or pinned reshard -> its layout.
-        wanted: output -> its layout.
+        wanted: output -> the layout in which the caller gets it.
         pinned: tagged activation -> the layout that the greedy sweep gives it.
         grads: the outputs that are gradients of parameters.
     """
@@ -263,7 +276,7 @@ class Outside:
 
 
 def _outside(problem: Problem, graph: fx.Graph) -> Outside:
-    """Returns layouts that are not chosen: inputs and pins, and by a greedy sweep on a copy, outputs and tangents."""
+    """Returns the layouts that are not chosen: inputs and pins; outputs and tangents by a greedy sweep on a copy."""
     copy = ir.copied(graph)
     twins = dict(zip(graph.nodes, copy.nodes, strict=True))
     with warnings.catch_warnings():
@@ -286,15 +299,15 @@ Stored = tuple[Layout, Layout]  # (compute layout, storage layout)
 
 @dataclass(frozen=True)
 class StorageChoice:
-    """Storage and batch choices that the plan leaves open.
+    """The storage layouts and batch axes that may be chosen where the plan leaves them open.
 
     Args:
         over: axes over which parameters may be sharded in storage and gathered for compute.
-        params: (name, compute layout) -> the storage layouts to choose from; none for a parameter that the plan fixes,
+        params: maps (name, compute layout) to the possible storage layouts; none for a parameter that the plan fixes,
             and none for a compute layout that the plan does not allow.
         batch: the sets of axes that may split the batch, each in mesh order; none if the plan fixes them.
-        copies: copies of a parameter's shard in memory: itself, its gradient, its optimizer's state.
-        gathers: gathers of a parameter in a step.
+        copies: copies of a parameter's shard in memory: itself, its gradient, the states of its optimizer.
+        gathers: number of gathers of a parameter per step.
     """
 
     over: tuple[str, ...]
@@ -306,14 +319,17 @@ class StorageChoice:
 
 @dataclass
 class OpenLayoutProblem(LayoutProblem):
-    """Layout problem of one graph whose plan fixes only some parameters and inputs.
+    """The layout problem of one graph whose plan fixes only some parameters and inputs.
+
+    Args:
+        free: the layouts to choose from.
 
     Attributes:
-        storages: open parameter -> its labels.
-        rows: input or tangent that follows the batch -> its layout for each set of batch axes.
-        results: output that follows the batch -> its layout for each set of batch axes.
+        storages: open parameter -> its labels, pairs of compute and storage layout.
+        rows: input or tangent that has the batch's dim -> its layout for each set of batch axes.
+        results: output that has the batch's dim -> its layout for each set of batch axes.
         param_of: gradient of an open parameter -> the parameter.
-        batch_variable: variable of the axes that split the batch.
+        batch_variable: number of the variable of the axes that split the batch.
     """
 
     free: StorageChoice = field(default_factory=lambda: StorageChoice((), lambda name, compute: (), ((),)))
@@ -321,16 +337,17 @@ class OpenLayoutProblem(LayoutProblem):
     # --- reading a solution
 
     def stored(self, labels: Sequence[int]) -> dict[str, Stored]:
-        """Returns the compute and storage layout of each open parameter."""
+        """Returns the (compute, storage) layout of each open parameter in a solution."""
         return {ir.info(node).name: found[labels[self.variable[node]]] for node, found in self.storages.items()}
 
     def batch(self, labels: Sequence[int]) -> tuple[str, ...]:
-        """Returns the axes that split the batch."""
+        """Returns the axes that split the batch in a solution."""
         return self.free.batch[labels[self.batch_variable]] if self.free.batch else ()
 
     # --- the problem
 
     def _start(self) -> None:
+        """Takes the open parameters, and inputs and outputs with the batch's dim, out of the fixed layouts."""
         self.storages: dict[fx.Node, list[Stored]] = {}
         self.rows: dict[fx.Node, list[Layout]] = {}
         for node in ir.placeholders(self.graph):
@@ -352,7 +369,7 @@ class OpenLayoutProblem(LayoutProblem):
         self.batch_variable = self.builder.variable(np.zeros(max(len(self.free.batch), 1)))
 
     def _tied_outputs(self, sizes: set[int]) -> None:
-        """Ties outputs whose dim 0 has one of ``sizes`` (the batch), and their tangents, to the inputs' layouts."""
+        """Collects the layouts of outputs whose dim 0 has one of ``sizes`` (the batch), and of their tangents."""
         by_index: dict[int, list[Layout]] = {}
         for role, node in ir.outputs(self.graph):
             if role.kind == "output" and isinstance(node, fx.Node):
@@ -370,9 +387,11 @@ class OpenLayoutProblem(LayoutProblem):
             ]
 
     def _seeds(self) -> dict[tuple[fx.Node, int], list[Layout]]:
+        """Returns the seeds of the base class, and the layouts of the batch."""
         return super()._seeds() | {(node, 0): rows for node, rows in self.rows.items()}
 
     def _options(self, node: fx.Node) -> tuple[Strategy, ...]:
+        """Returns every strategy of ``node``; for an open parameter, one per (compute, storage) layout."""
         if node in self.rows:
             return tuple(Strategy((), (layout,)) for layout in self.rows[node])
         if node in self.storages:
@@ -382,6 +401,7 @@ class OpenLayoutProblem(LayoutProblem):
         return super()._options(node)
 
     def _costs(self, node: fx.Node, options: tuple[Strategy, ...]) -> np.ndarray:
+        """Returns the seconds for each strategy; for an open parameter, those of its gathers."""
         if node not in self.storages:
             return super()._costs(node, options)
         item = ir.value(narrowed(node)).itemsize
@@ -389,13 +409,14 @@ class OpenLayoutProblem(LayoutProblem):
         return self.weights.of(node) * self.weights.gather * self.free.gathers * np.array(gathers)
 
     def _memory(self, node: fx.Node) -> np.ndarray | float:
+        """Returns the bytes for each strategy: of an open parameter's shard, its gradient and optimizer states."""
         if node not in self.storages:
             return super()._memory(node)
         size = self.weights.of(node) * self.free.copies * ir.value(node).itemsize
         return size * np.array([storage.local_numel for _, storage in self.storages[node]])
 
     def _computes(self, node: fx.Node) -> list[Layout]:
-        """Returns a parameter's possible compute layouts; none is split over axes that may only split storage."""
+        """Returns a parameter's possible compute layouts; none is split over axes that are for storage only."""
         if ir.layout(node).axes:
             return [ir.layout(node)]
         choices = []
@@ -409,6 +430,7 @@ class OpenLayoutProblem(LayoutProblem):
         return list(out)
 
     def _extra_uses(self) -> list[tuple[fx.Node, Use]]:
+        """Returns the uses of gradients by their parameters' storage, and of outputs by the batch's layout."""
         uses = []
         for grad, param in self.param_of.items():
             layouts = tuple(storage for _, storage in self.storages[param])
@@ -417,13 +439,14 @@ class OpenLayoutProblem(LayoutProblem):
         return uses
 
     def _finish(self) -> None:
+        """Adds pair costs that force all inputs to the chosen batch axes."""
         for node in self.rows:
             tie = np.where(np.eye(len(self.free.batch), dtype=bool), 0.0, np.inf)
             self.builder.pairs.append((self.batch_variable, self.variable[node], tie))
 
 
 def joined(whole: Layout, alone: Sequence[Layout]) -> Layout | None:
-    """Combines the single-axis layouts ``alone`` of one tensor to one layout; None if they clash."""
+    """Returns the layout that combines the single-axis layouts ``alone`` of one tensor; None if they clash."""
     dims = list(whole.dims)
     for layout in alone:
         for dim, digits in enumerate(layout.dims):
@@ -436,7 +459,7 @@ def joined(whole: Layout, alone: Sequence[Layout]) -> Layout | None:
 
 
 def _rows(layout: Layout, axes: Sequence[str]) -> Layout:
-    """Splits dim 0 of ``layout`` over ``axes``; returns it as it is if they do not divide that."""
+    """Returns ``layout`` with dim 0 split over ``axes``; unchanged if their sizes do not divide it."""
     split: Layout | None = layout
     for axis in axes:
         split = split.split(0, axis) if split is not None and layout.ndim else split

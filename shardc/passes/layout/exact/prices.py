@@ -1,4 +1,4 @@
-"""Prices: the seconds of resharding every layout of a value to every other, computed together.
+"""Costs of the exact layout problem: the seconds of resharding values, and the memory traffic of ops.
 
 Over each part of an axis a value is replicated, split at a place of a dim, or a partial sum. A change of one kind over
 some parts is one collective, or a slice. A reshard may lead over other layouts of the list: shortest paths between all
@@ -6,10 +6,8 @@ pairs (Floyd, 1962), in numpy. `shardc.cost.redistribute` searches more sequence
 It cannot take the place of this table: Llama 3 8B on ``dp=8, tp=8`` has 10,156 pairs, which it prices in 53 s (5 ms
 each), and the table in 1.3 s on the same core.
 
-Memory traffic of ops under fusion: the operands that an op reads from memory, and whether it writes its results.
-
-A run of ops between matrix products counts as one kernel, as in `shardc.cost.compute`: it reads values from
-outside of the run and writes values that are read outside of it. Views have no traffic.
+Traffic assumes fusion: a run of ops between matrix products counts as one kernel, as in `shardc.cost.compute`. It reads
+values from outside of the run and writes values that are read outside of it. Views have no traffic.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ from shardc.passes.op_calls import operands_of
 
 @dataclass(frozen=True)
 class Traffic:
-    """Memory traffic of an op.
+    """Memory traffic of an op under fusion.
 
     Args:
         reads: positions of the operands that it reads from memory.
         writes: whether it writes its results to memory.
-        dense: whether it is a kernel of its own: a matrix product, attention or convolution.
+        dense: whether it is not fused: a matrix product, attention or convolution.
     """
 
     reads: tuple[int, ...] = ()
@@ -51,8 +49,8 @@ class Traffic:
 
 
 def traffic_of(graph: fx.Graph) -> dict[fx.Node, Traffic]:
-    """Returns the traffic of every op of a graph at global shapes; views have no entry."""
-    runs: dict[fx.Node, int] = {}  # the run that makes each value
+    """Returns op -> its memory traffic, for a graph at global shapes; views have no entry."""
+    runs: dict[fx.Node, int] = {}  # op -> number of the run that computes it
     roots: dict[fx.Node, fx.Node] = {}
     readers: dict[fx.Node, set[int]] = {}
     order: list[tuple[fx.Node, int]] = []
@@ -85,6 +83,14 @@ def _traffic_per_op(
     roots: dict[fx.Node, fx.Node],
     readers: dict[fx.Node, set[int]],
 ) -> Iterator[tuple[fx.Node, Traffic]]:
+    """Yields (op, its traffic).
+
+    Args:
+        order: (op, number of its run), in graph order.
+        runs: op -> number of its run.
+        roots: value -> the value whose memory it has.
+        readers: value with memory of its own -> the runs that read it; -1 for the graph's output.
+    """
     seen: set[tuple[int, fx.Node]] = set()
     for node, run in order:
         reads = []
@@ -97,7 +103,7 @@ def _traffic_per_op(
 
 
 def _moves_nothing(node: fx.Node) -> bool:
-    """Tells whether a node allocates no memory: a view, a marker, a getitem."""
+    """Returns whether a node allocates no memory: a view, a marker, a getitem."""
     return node.target in ops.MARKERS.values() or aliases(node.target)
 
 
@@ -110,7 +116,13 @@ _NEVER = 255
 
 @lru_cache(maxsize=1 << 10)
 def prices(have: tuple[Layout, ...], want: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
-    """Returns the seconds from each of ``have`` to each of ``want``, layouts of one tensor; inf if there is no path."""
+    """Returns the seconds to reshard from each of ``have`` to each of ``want``, [have, want]; inf without a path.
+
+    Args:
+        have, want: layouts of one tensor.
+        itemsize: bytes per element.
+        cost: the cost model.
+    """
     every = tuple(dict.fromkeys((*have, *want)))
     at = {layout: index for index, layout in enumerate(every)}
     table = _closed(every, itemsize, cost)
@@ -118,7 +130,7 @@ def prices(have: tuple[Layout, ...], want: tuple[Layout, ...], itemsize: int, co
 
 
 def one_axis(have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Table:
-    """Tells, for each of ``have`` and each of ``want``, whether exactly one axis changes, and not only by a slice."""
+    """Returns, [have, want], whether exactly one axis changes between two layouts, and not only by a slice."""
     parts, codes = _codes(have[0].mesh, (*have, *want))
     source, target = codes[: len(have), None], codes[None, len(have) :]
     changed, axes = source != target, [split_part(part)[0] for part in parts]
@@ -130,6 +142,7 @@ def one_axis(have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Table:
 
 
 def _closed(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
+    """Returns the seconds of the cheapest path between each two of ``layouts`` that leads over others of them."""
     table = _direct(layouts, itemsize, cost)
     for middle in range(len(layouts)):
         np.minimum(table, table[:, middle, None] + table[None, middle], out=table)
@@ -137,11 +150,11 @@ def _closed(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
 
 
 def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
-    """Returns the seconds of the steps from each layout to each other that need no layout of the list in between.
+    """Returns the seconds to reshard each layout to each other directly; inf where another layout is needed in between.
 
-    All changes are of one kind, or a mix of slices, reduce-scatters and all-reduces, in the cheapest order of these:
-    they are independent, so any order is possible. A gradient is scattered over one axis, then its shard is reduced
-    over another. The others are inf.
+    A direct reshard has changes of one kind, or slices, reduce-scatters and all-reduces in their cheapest order. These
+    are independent, so any order is possible. A gradient is scattered over one axis, then its shard is reduced over
+    another.
     """
     mesh = layouts[0].mesh
     parts, codes = _codes(mesh, layouts)
@@ -174,7 +187,12 @@ def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
 def _seconds(
     mesh: Mesh, steps: Sequence[tuple[int, tuple[str, ...]]], before: int, itemsize: int, cost: Pricing
 ) -> float:
-    """Returns the seconds of collectives (kind, axis parts) in order, the first on ``before`` local elements."""
+    """Returns the seconds of a sequence of collectives.
+
+    Args:
+        steps: (kind, axis parts) of each collective, in order.
+        before: local elements before the first one.
+    """
     total = 0.0
     for kind, over in steps:
         ranks = prod(map(mesh.size, over))
@@ -185,7 +203,7 @@ def _seconds(
 
 
 def _clashes(layouts: Sequence[Layout]) -> Table:
-    """Tells, for each pair of layouts, whether their splits of some dim have no common refinement."""
+    """Returns, for each pair of layouts, whether their splits of some dim have no common refinement."""
     out = np.zeros((len(layouts), len(layouts)), dtype=bool)
     for dims in zip(*(layout.dims for layout in layouts), strict=True):
         index = {digits: at for at, digits in enumerate(dict.fromkeys(dims))}
@@ -197,11 +215,15 @@ def _clashes(layouts: Sequence[Layout]) -> Table:
 
 @lru_cache(maxsize=1 << 16)
 def _clash(mesh: Mesh, first: Digits, second: Digits) -> bool:
+    """Returns whether two splits of a dim have no common refinement."""
     return refine(mesh, first, strides(second)) is None or refine(mesh, second, strides(first)) is None
 
 
 def _codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table]:
-    """Returns the axis parts that layouts use; for each layout and part 0 (replicated), < 0 (partial) or a split."""
+    """Returns (axis parts that layouts use, code of each layout and part).
+
+    A code is 0 for replicated, negative for a pending reduction, and positive for a split, equal for equal places.
+    """
     cuts = mesh.edges([axis for layout in layouts for axis in layout.axes])
     locations = [located(layout, cuts) for layout in layouts]
     parts = sorted({part for location in locations for part in location}, key=mesh.order)
@@ -215,7 +237,11 @@ def _codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table]:
 
 
 def _kinds(codes: Table) -> Table:
-    """Returns, for each pair of layouts and axis part, the kind of collective that changes one to the other."""
+    """Returns, for each pair of layouts and each axis part, the kind of collective that changes the one to the other.
+
+    Args:
+        codes: code of each layout and part, as from `_codes`.
+    """
     source, target = codes[:, None], codes[None, :]
     kinds = np.full(np.broadcast_shapes(source.shape, target.shape), _NEVER, dtype=np.uint8)
     kinds[np.broadcast_to(source == target, kinds.shape)] = _NONE

@@ -1,8 +1,9 @@
-"""The layout problem as a sum of costs of variables and of pairs of variables.
+"""Variables and costs of the exact layout problem: an energy of variables and of pairs of variables.
 
-The variable of an op is its strategy, and costs the seconds of its kernel. The variable of a value is the layout in
-which it is produced, with further layouts that several uses share; it costs the reshards to these. Each use costs the
-reshard from the nearest of them to the layout that its op needs. ``docs/auto.md`` states the problem in full.
+The label of an op's variable is its strategy, and costs the seconds of its kernel. The label of a value's variable is
+the layout in which it is produced, with further layouts that several uses share; it costs the reshards to these. Each
+use costs the reshard from the nearest of these layouts to the layout that its op needs. ``docs/auto.md`` states the
+problem in full.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ SHARED = 600  # labels of a value beyond which only single layouts are shared
 
 @dataclass(frozen=True)
 class Use:
-    """Use of a value by an op: the layouts that it may need.
+    """A use of a value by an op, or as a graph output.
 
     Args:
-        variable: variable of the op that uses it; None for a graph output.
-        needs: layout of the value that each label of ``variable`` needs; for an output, its one layout.
+        variable: number of the op's variable; None for a graph output.
+        needs: the layout of the value that each label of ``variable`` needs; for an output, its one layout.
         weight: weight of the reshard's seconds.
     """
 
@@ -43,7 +44,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Label:
-    """Label of a value: the layout in which it is produced, and further ones that several uses share."""
+    """A label of a value's variable: the layout in which it is produced, and further ones that several uses share."""
 
     produced: Layout
     shared: tuple[Layout, ...] = ()
@@ -51,12 +52,15 @@ class Label:
 
 @dataclass
 class Builder:
-    """Collects variables and costs of a layout problem for the solver.
+    """Collects the variables and costs of a layout problem for the solver.
+
+    Args:
+        cost: the cost model.
 
     Attributes:
-        unary: seconds of each label, by variable.
-        memory: bytes of each label, by variable; 0.0 if the variable holds none.
-        pairs: (variable, variable, costs of each pair of labels).
+        unary: for each variable, the seconds of each label.
+        memory: for each variable, the bytes of each label; 0.0 if it holds none.
+        pairs: (variable, variable, seconds of each pair of labels).
     """
 
     cost: Pricing
@@ -71,12 +75,12 @@ class Builder:
         return len(self.unary) - 1
 
     def energy(self, byte: float) -> Energy:
-        """Returns the sum to minimize; a byte of memory counts as ``byte`` seconds."""
+        """Returns the energy to minimize; a byte of memory counts as ``byte`` seconds."""
         costs = (own + byte * memory for own, memory in zip(self.unary, self.memory, strict=True))
         return Energy(tuple(costs), tuple(self.pairs))
 
     def bytes(self, labels: Sequence[int]) -> float:
-        """Returns the bytes of memory that the labels hold."""
+        """Returns the bytes of memory that a labelling needs."""
         return float(
             sum(memory[at] for memory, at in zip(self.memory, labels, strict=True) if isinstance(memory, np.ndarray))
         )
@@ -84,10 +88,13 @@ class Builder:
     def value(
         self, maker: int, produced: tuple[Layout, ...], uses: Sequence[Use], itemsize: int, memory: float = 0.0
     ) -> tuple[int, tuple[Label, ...]]:
-        """Adds a variable for a value; returns its number and labels.
+        """Adds a variable for a value; returns its number and its labels.
 
         Args:
+            maker: number of the variable of the op that produces the value.
             produced: the layout in which each label of ``maker`` produces it.
+            uses: the uses of the value.
+            itemsize: bytes per element.
             memory: weight of its bytes on a rank; 0 if it is not saved.
         """
         labels, costs, tables = _value(produced, tuple((u.needs, u.weight) for u in uses), itemsize, self.cost)
@@ -104,7 +111,7 @@ class Builder:
 
 @lru_cache(maxsize=1 << 10)
 def _makes(produced: tuple[Layout, ...], labels: tuple[Label, ...]) -> PairCosts:
-    """Returns the pair costs that forbid labels of a value whose layout its maker does not produce."""
+    """Returns the pair costs that forbid each label of a value whose layout the op does not produce."""
     index = {layout: at for at, layout in enumerate(dict.fromkeys((*produced, *(label.produced for label in labels))))}
     rows, columns = _at(produced, index), _at([label.produced for label in labels], index)
     return PairCosts.by_class(np.where(np.eye(len(index), dtype=bool), 0.0, np.inf), rows, columns)
@@ -114,7 +121,12 @@ def _makes(produced: tuple[Layout, ...], labels: tuple[Label, ...]) -> PairCosts
 def _value(
     produced: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
 ) -> tuple[tuple[Label, ...], Table, tuple[PairCosts, ...]]:
-    """Returns the labels of a value, the seconds of each, and for each use the seconds that each label costs it."""
+    """Returns (labels of a value, seconds of each, pair costs with each use).
+
+    Args:
+        produced: the layout in which each label of the op produces the value.
+        uses: (layout that each label of a use needs, weight of its seconds).
+    """
     layouts = tuple(dict.fromkeys(produced))
     place = {x: at for at, x in enumerate(dict.fromkeys((*layouts, *(x for needs, _ in uses for x in needs))))}
     wanted = tuple((tuple(sorted(set(needs), key=place.__getitem__)), w) for needs, w in uses)
@@ -129,13 +141,13 @@ def _value(
 def _priced(
     layouts: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
 ) -> tuple[tuple[Label, ...], Table, tuple[tuple[Table, Table], ...]]:
-    """Returns `_value` of distinct layouts; for each use, the costs by class of labels, and the class of each label."""
+    """Returns what `_value` does for distinct layouts; pair costs as (costs by class, class of each label)."""
     wanted = tuple(dict.fromkeys(x for needs, _ in uses for x in needs))
     table = prices(layouts, wanted, itemsize, cost)
     column = {layout: at for at, layout in enumerate(wanted)}
     weight = max((w for _, w in uses), default=1.0)
     rows, shared = _shares(one_axis(layouts, wanted) & np.isfinite(table), [needs for needs, _ in uses], column)
-    full = table[rows]  # from each label's own layout
+    full = table[rows]  # seconds from each label's produced layout
     costs = np.zeros(len(rows))
     for at, columns in enumerate(shared):
         costs[at] = weight * full[at, columns].sum()
@@ -155,13 +167,14 @@ def _priced(
 
 
 def _at(layouts: Sequence[Layout], index: Mapping[Layout, int]) -> Table:
+    """Returns the index of each of ``layouts``."""
     return np.array([index[layout] for layout in layouts])
 
 
 def _shares(
     moves: Table, uses: Sequence[Sequence[Layout]], column: Mapping[Layout, int]
 ) -> tuple[list[int], list[list[int]]]:
-    """Lists the solver's choices for a value: (row of ``moves``: its layout, columns: reshards done once for all uses).
+    """Enumerates the labels of a value: the row of its produced layout in ``moves``, and the columns of shared layouts.
 
     Only reshards that two uses may need are shared, at most half as many as there are uses, and at most two.
 
@@ -190,7 +203,7 @@ def _shares(
 def kernel_seconds(
     node: fx.Node, spec: Spec | None, strategies: Sequence[Strategy], traffic: Traffic, cost: Pricing
 ) -> Table:
-    """Predicts the seconds of each strategy's kernel on a rank: the roofline of operations and memory traffic."""
+    """Returns the predicted seconds of each strategy's kernel on a rank: a roofline of operations and traffic."""
     if spec is None:
         return np.zeros(len(strategies))
     work = Work.of(call_of(node))
