@@ -1,4 +1,4 @@
-"""A plan's entries as calls of plan constructors, for its text and its file."""
+"""The plan constructors' calls that create a plan's entries, for its text and its file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ BY_GLOB = ("overrides", "levels", "thresholds", "reshard_after_forward")  # argu
 
 
 class Called(Protocol):
-    """The properties of an `shardc.plan.entries.entry.Entry` that describe the call which creates it."""
+    """An entry as the functions here see it: the properties of `Entry` that describe its constructor call.
+
+    Attributes:
+        group: key of the constructor call and the entry's position in its arguments; None for a call of its own.
+        call: name of the constructor, and its arguments that are not defaults.
+    """
 
     @property
     def group(self) -> tuple[tuple[Any, ...], int] | None: ...
@@ -26,7 +31,7 @@ E = TypeVar("E", bound=Called)
 
 
 def runs(entries: Iterable[E]) -> list[list[E]]:
-    """Cut ``entries`` into runs, in order, each of which one constructor call creates."""
+    """Return ``entries`` in runs, in order, each of which one constructor call creates."""
     out: list[list[E]] = []
     for entry in entries:
         group, before = entry.group, out[-1][-1].group if out else None
@@ -38,7 +43,7 @@ def runs(entries: Iterable[E]) -> list[list[E]]:
 
 
 def in_order(entries: Iterable[E]) -> list[E]:
-    """Sort entries: those with own constructors first, then raw ones, each in the order of its call's arguments."""
+    """Return entries with own constructors first, then raw ones, each in the order of its call's arguments."""
 
     def order(entry: E) -> tuple[bool, int]:
         group, place = entry.group or ((), 0)
@@ -48,7 +53,7 @@ def in_order(entries: Iterable[E]) -> list[E]:
 
 
 def to_call(run: Sequence[Called]) -> Call:
-    """Return the call that creates all entries of ``run``: their lists, tuples and dicts are joined.
+    """Return the call that creates all entries of ``run``: the lists, tuples and dicts of its arguments are joined.
 
     A tuple of one item becomes the item. Inputs and outputs are dicts by dotted path.
     """
@@ -70,6 +75,7 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
 
 
 def _argument_text(key: str, value: Any) -> str:
+    """Return the value of argument ``key`` as Python source."""
     if key in BY_GLOB and isinstance(value, dict):
         return show_sizes(value)
     if key == "prefetch":
@@ -86,6 +92,7 @@ def _argument_text(key: str, value: Any) -> str:
 
 
 def _specs_text(key: str, specs: dict[str, Form]) -> str:
+    """Return the specs of argument ``key``, given by target, as Python source."""
     if key in ("inputs", "outputs"):
         if list(specs) == [""]:
             return show(specs[""])

@@ -1,4 +1,4 @@
-"""The functions that users write plans with, one for each kind of entry."""
+"""Plan constructors: the functions with which users write plans, one for each kind of entry."""
 
 from __future__ import annotations
 
@@ -232,6 +232,7 @@ def recompute(names: str | Sequence[str]) -> Plan:
 
 
 def _globs(names: Any, entry: str) -> Iterable[str]:
+    """Return a glob or a sequence of globs as a sequence; raise PlanError, which names ``entry``, for another type."""
     globs = checked(names, str | tuple[str, ...], "names", PlanError, plan_entry=entry)
     return [globs] if isinstance(globs, str) else tuple(globs)
 

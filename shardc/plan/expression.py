@@ -1,4 +1,4 @@
-"""Parses plan expressions from a command line, ``fsdp("dp") | llama_tp("tp")``, without `eval`."""
+"""Plan expressions of a command line, such as ``fsdp("dp") | llama_tp("tp")``, parsed without `eval`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _FIX = 'write calls joined by |, as fsdp("dp") | ddp("rep")'
 
 
 def parse_plan(text: str, namespace: Mapping[str, Any] | None = None) -> Plan:
-    """Parse a plan: calls of known names, constants, lists, tuples, dicts, keywords and ``|``.
+    """Return the plan of an expression: calls of known names, constants, lists, tuples, dicts, keywords and ``|``.
 
     Args:
+        text: the expression.
         namespace: further names, such as those of the target's file; they take precedence over shardc's constructors.
 
     Raises:
@@ -45,16 +46,18 @@ def parse_plan(text: str, namespace: Mapping[str, Any] | None = None) -> Plan:
 
 
 def _error(text: str, column: int, what: str, fix: str | None = None) -> PlanError:
+    """Return the error ``what`` about ``text``, with a mark below ``column``."""
     return PlanError(f"column {column + 1}: {what}", program=f"{text}\n{' ' * column}^", fix=fix)
 
 
 class _Reader:
-    """Evaluates the syntax nodes that a plan expression may have."""
+    """Evaluates the syntax nodes that are allowed in a plan expression."""
 
     def __init__(self, text: str, names: Mapping[str, Any]) -> None:
         self.text, self.names = text, names
 
     def read(self, node: ast.expr) -> Any:
+        """Return the value of ``node``; raise PlanError if it is not allowed."""
         match node:
             case ast.Constant():
                 return node.value
@@ -78,12 +81,14 @@ class _Reader:
         raise self._at(node, f"{ast.unparse(node)} may not stand in a plan", _FIX)
 
     def _name(self, node: ast.Name) -> Any:
+        """Return the value of a name."""
         if node.id in self.names:
             return self.names[node.id]
         names = ", ".join(sorted(name for name in self.names if not name.startswith("_")))
         raise self._at(node, f"unknown name {node.id!r}", near(node.id, self.names, f"known are {names}"))
 
     def _join(self, node: ast.BinOp) -> Plan:
+        """Return the plan ``left | right``."""
         left, right = self.read(node.left), self.read(node.right)
         for side, value in ((node.left, left), (node.right, right)):
             if not isinstance(value, Plan):
@@ -92,6 +97,7 @@ class _Reader:
         return joined
 
     def _call(self, node: ast.Call) -> Any:
+        """Return the result of a call."""
         function = self.read(node.func)
         if not callable(function):
             raise self._at(node, f"{ast.unparse(node.func)} cannot be called")
@@ -107,5 +113,6 @@ class _Reader:
             raise self._at(node, f"{ast.unparse(node)}: {error}") from None
 
     def _at(self, node: ast.expr, what: str, fix: str | None = None) -> PlanError:
+        """Return the error ``what`` with a mark below ``node``."""
         # `col_offset` counts UTF-8 bytes.
         return _error(self.text, len(self.text.encode()[: node.col_offset].decode()), what, fix)

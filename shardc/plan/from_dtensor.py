@@ -1,7 +1,4 @@
-"""Reads plans of ``torch.distributed.tensor``: parameters that are DTensors, and styles of ``parallelize_module``.
-
-Reads styles of ``torch.distributed.tensor.parallel``, as ``parallelize_module`` takes them, into entries.
-"""
+"""Reads plans of ``torch.distributed.tensor``: parameters that are DTensors, and styles of ``parallelize_module``."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ from shardc.plan.spec import OnAxes, quote
 
 
 def dtensor_entries(model: nn.Module, mesh: DeviceMesh | Mesh) -> list[Param]:
-    """Return an entry for each parameter of ``model`` that is a DTensor, with the axes that split it.
+    """Return an entry for each parameter of ``model`` that is a DTensor, with its placements on the axes that split it.
 
     Axes on which it is replicated are left to the plan.
 
@@ -67,6 +64,7 @@ def check_kept(entries: Sequence[Param], stored: Mapping[str, ParamPlan]) -> Non
 
     Args:
         entries: the result of `dtensor_entries`.
+        stored: parameter -> its layouts by the plan.
     """
     for entry in entries:
         assert isinstance(entry.spec, OnAxes)
@@ -83,7 +81,7 @@ def check_kept(entries: Sequence[Param], stored: Mapping[str, ParamPlan]) -> Non
 
 
 def drop_style_hooks(model: nn.Module) -> None:
-    """Remove the hooks of ``parallelize_module`` that redistribute inputs and outputs: the compiler does.
+    """Remove the hooks with which ``parallelize_module`` redistributes inputs and outputs; the compiler does that.
 
     Raises:
         InputError: a hook is from ``distribute_module`` or from a style that is not torch's own: it may do anything.
@@ -105,7 +103,7 @@ def drop_style_hooks(model: nn.Module) -> None:
 
 
 def _axes(name: str, param: Any, mesh: DeviceMesh | Mesh) -> tuple[str, ...]:
-    """Return the axes of ``mesh`` that the placements of ``param`` refer to."""
+    """Return the axes of ``mesh`` that DTensor ``param`` is placed on; InputError if it is on another mesh."""
     names = param.device_mesh.mesh_dim_names or ()
     sizes = dict(zip(names, param.device_mesh.shape, strict=False))
     wanted = Mesh.of(mesh)
@@ -121,6 +119,7 @@ def _axes(name: str, param: Any, mesh: DeviceMesh | Mesh) -> tuple[str, ...]:
 
 
 def _dim(placement: Placement) -> int:
+    """Return the dim that a shard placement splits."""
     return int(placement.dim)  # type: ignore[attr-defined]
 
 
@@ -138,13 +137,15 @@ KNOWN = (
 def style_entries(
     styles: Mapping[str, ParallelStyle] | ParallelStyle, axis: str, model: nn.Module | None
 ) -> list[Entry]:
-    """Return the entries of path -> style, or of one style for the root.
+    """Return the entries of ``parallelize_module`` styles.
 
     Weights get the layouts of the styles. Inputs and outputs are pinned only if a style asks for another output than
     its default, or prepares them. Default outputs (split features after column-wise, a sum after row-wise) are left to
     propagation, which may find cheaper layouts if the next module needs a split sequence.
 
     Args:
+        styles: path -> style, or one style for the root module.
+        axis: the mesh axis.
         model: distinguishes linear modules and embeddings. Without it a row-wise module with a replicated input counts
             as an embedding, and a column-wise one as linear.
 
@@ -164,6 +165,7 @@ def style_entries(
 
 
 def _read(glob: str, style: ParallelStyle, axis: str, model: nn.Module | None) -> list[Entry]:
+    """Return the entries of one style for the modules that ``glob`` matches."""
     match style:
         case ColwiseParallel():
             embedding = model is not None and _embeddings(glob, model)
@@ -189,11 +191,13 @@ def _read(glob: str, style: ParallelStyle, axis: str, model: nn.Module | None) -
 
 
 def _embeddings(glob: str, model: nn.Module) -> bool:
+    """Return whether all modules that ``glob`` matches are embeddings."""
     names = matching(glob, [name for name, _ in model.named_modules()])
     return bool(names) and all(isinstance(model.get_submodule(name), nn.Embedding) for name in names)
 
 
 def _prepared_input(glob: str, style: PrepareModuleInput, axis: str) -> list[Entry]:
+    """Return a pin for each input that the style redistributes."""
     pairs: dict[At, tuple[Placement | None, Placement | None]] = {}
     if style.input_layouts is not None:
         pairs.update(enumerate(zip(style.input_layouts, style.desired_input_layouts or (), strict=True)))
@@ -205,5 +209,10 @@ def _prepared_input(glob: str, style: PrepareModuleInput, axis: str) -> list[Ent
 def _prepared(
     target: str, axis: str, pairs: Iterable[tuple[At, tuple[Placement | None, Placement | None]]]
 ) -> list[Entry]:
-    """Return a pin for each tensor for which the style gives a current (first) and a desired placement (second)."""
+    """Return a pin for each tensor that a style redistributes.
+
+    Args:
+        target: the modules' glob with ":input" or ":output".
+        pairs: (position or keyword of a tensor, (current placement, desired placement)); None for no placement.
+    """
     return [pin(f"{target}[{at}]", axis, wanted) for at, (current, wanted) in pairs if current and wanted]

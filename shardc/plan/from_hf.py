@@ -1,6 +1,6 @@
-"""Reads the tensor- and expert-parallel plans that a Hugging Face model has into entries.
+"""Reads the tensor- and expert-parallel plan of a Hugging Face model into entries.
 
-Only the layout of the weights, and whether the output is gathered, are read from a style. Its hooks, local tensors and
+Of a style only the layout of the weights, and whether the output is gathered, are read. Its hooks, local tensors and
 gradient reductions have no counterpart here: values are global, and the compiler inserts the communication.
 """
 
@@ -53,7 +53,7 @@ WHERE = "Plan.from_hf(model)"
 
 
 def hf_entries(model: nn.Module, axis: str) -> list[Entry]:
-    """Return the entries of the plan that ``model`` has.
+    """Return the entries of the plan that a Hugging Face model defines.
 
     Keys that match nothing are ignored: they are for other configurations of the model's class.
 
@@ -117,11 +117,12 @@ def ep_entries(model: nn.Module, axis: str) -> list[Entry]:
 
 
 def _of_experts(style: str) -> bool:
+    """Return whether ``style`` splits experts."""
     return HF_STYLES.get(style) == "experts"
 
 
 def hf_plan(model: nn.Module, kind: str = "tp") -> dict[str, str]:
-    """Return key -> style: the model's own plan, completed by that of its config for the base model."""
+    """Return key -> style of the model's "tp" or "ep" plan, completed by the plan of its config for the base model."""
     model_plan = dict(getattr(model, f"_{kind}_plan", None) or {})
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
@@ -132,6 +133,7 @@ def hf_plan(model: nn.Module, kind: str = "tp") -> dict[str, str]:
 
 
 def _of_modules(glob: str, style: str, modules: Sequence[nn.Module], axis: str) -> list[Entry]:
+    """Return the entries of one style for ``modules``, which ``glob`` matches."""
     if style == "sequence_parallel":
         return [pin(f"{glob}:{where}", axis, Shard(1)) for where in ("input", "output")]
     gathered: list[Entry] = [pin(f"{glob}:output", axis, Replicate())] if style in GATHERED else []
@@ -148,12 +150,13 @@ def _of_modules(glob: str, style: str, modules: Sequence[nn.Module], axis: str) 
 
 
 def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """Return the parameter ``name`` of ``module``; None if it has none."""
     param = getattr(module, name, None)
     return param if isinstance(param, nn.Parameter) else None
 
 
 def split_module(glob: str, splits: str, embedding: bool, axis: str) -> list[Entry]:
-    """Return the entries of linear modules or embeddings whose "output" or "input" features are split.
+    """Return the entries that split the "output" or "input" features (``splits``) of linear modules or embeddings.
 
     An embedding's weight is (vocabulary, features): the vocabulary counts as input, the features as output.
     """
@@ -165,7 +168,11 @@ def split_module(glob: str, splits: str, embedding: bool, axis: str) -> list[Ent
 
 
 def _of_parameter(glob: str, splits: str, ndim: int, axis: str) -> list[Entry]:
-    """Return the entry of a parameter with dims ([experts,] output, input); a bias has output only."""
+    """Return the entry that splits a parameter of dims ([experts,] output, input); a bias has output only.
+
+    Args:
+        splits: the dim, as in `HF_STYLES`.
+    """
     placements: dict[str, Placement] = {"experts": Shard(0)}
     output = ndim - 2 if ndim > 1 else 0
     placements |= {"output": Shard(output), "packed output": StridedShard(output, split_factor=2)}
@@ -175,5 +182,5 @@ def _of_parameter(glob: str, splits: str, ndim: int, axis: str) -> list[Entry]:
 
 
 def pin(target: str, axis: str, placement: Placement) -> Activation:
-    """Return the entry that gives ``target`` this placement on ``axis``."""
+    """Return the entry that gives the activation ``target`` this placement on ``axis``."""
     return Activation(target, OnAxes(((axis, placement),)))

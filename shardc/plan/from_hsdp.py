@@ -95,7 +95,7 @@ def hsdp_plan(
 
 
 def _cell(glob: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checked arguments of one cell's call of ``hsdp()``, with defaults."""
+    """Return the checked arguments of one call of ``hsdp()`` for cells, with defaults."""
     _check(f"cells[{glob!r}]", arguments, isinstance(arguments, Mapping), "a table of arguments of hsdp()")
     cell = dict(_CELL) | dict(arguments)
     for name in arguments:
@@ -105,6 +105,7 @@ def _cell(glob: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_cell(cell: Mapping[str, Any]) -> None:
+    """Raise PlanError if an argument that may differ by cell is invalid."""
     size, least, level, dtype = (cell[name] for name in _CELL)
     _check("shard_size", size, _is_int(size) and (size > 0 or size == -1), "positive or -1")
     _check("threshold", least, _is_int(least) and least >= 0, "a number of KB, 0 or more")
@@ -113,9 +114,11 @@ def _check_cell(cell: Mapping[str, Any]) -> None:
 
 
 def _is_int(value: Any) -> bool:
+    """Return whether ``value`` is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check(name: str, value: Any, good: bool, wanted: str) -> None:
+    """Raise PlanError if argument ``name`` is not ``good``; ``wanted`` describes valid values."""
     if not good:
         raise PlanError(f"{name}={value!r} is not {wanted}", plan_entry=f"hsdp_plan({name}={value!r})")

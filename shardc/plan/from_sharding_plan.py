@@ -60,7 +60,7 @@ def sharding_plan_entries(
 
 
 def _translate(value: Any) -> Any:
-    """Replace hyper-parallel's layouts and placements by alias tuples and torch's placements."""
+    """Return ``value`` with hyper-parallel's layouts and placements replaced by alias tuples and torch's placements."""
     if isinstance(value, dict):
         return {name: _translate(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -73,6 +73,7 @@ def _translate(value: Any) -> Any:
 
 
 def _placement(value: Any) -> Placement:
+    """Return hyper-parallel's placement ``value`` as torch's."""
     if value.is_replicate():
         return Replicate()
     if value.is_partial():

@@ -1,7 +1,4 @@
-"""Matches globs of a plan against a model's names, and suggests similar names.
-
-Parses the targets of a plan's inputs, outputs and activations, and flattens pytrees of specs.
-"""
+"""Names in a plan: matches globs against a model's names, suggests similar names, and parses targets of specs."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ def matching(glob: str, names: Iterable[str]) -> list[str]:
 
 
 def _matches(glob: str, name: str) -> bool:
+    """Return whether ``glob`` matches ``name``, part by part if it starts with ``./``."""
     if not glob.startswith("./"):
         return fnmatchcase(name, glob)
     parts, globs = name.split("."), glob[2:].split(".")
@@ -32,12 +30,16 @@ def _matches(glob: str, name: str) -> bool:
 
 
 def by_part(path: str) -> str:
-    """Return the path as a glob in which each star matches one part of a name, without dots."""
+    """Return ``path`` as a glob in which each star matches one part of a name, without dots."""
     return f"./{path}" if any(char in path for char in "*?[") else path
 
 
 def must_match(glob: str, names: Iterable[str], kind: str, entry: str) -> list[str]:
     """Return the names that ``glob`` matches.
+
+    Args:
+        kind: the kind of names, for the error.
+        entry: the plan entry, for the error.
 
     Raises:
         PlanError: there are none; the message suggests similar names.
@@ -68,6 +70,7 @@ def near_names(glob: str, names: list[str]) -> list[str]:
 
 
 def _plain(name: str) -> str:
+    """Return ``name`` with numbers replaced by stars."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -79,7 +82,7 @@ def shorten(names: list[str], limit: int = 8) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """What an activation entry applies to: an input or output of the modules that a glob matches.
+    """The target of an activation entry: an input or output of the modules that a glob matches.
 
     Args:
         glob: glob of module names.
@@ -95,7 +98,7 @@ class Target:
 
 
 def split_target(target: str) -> Target:
-    """Parse the target of an activation entry: glob of modules, "input" or "output", and which of several.
+    """Parse the target of an activation entry: module glob, "input" or "output", and position or keyword of the tensor.
 
         layers.*.attn                                   the first output of these modules
         layers.*.attn.input, layers.*.attn:input        the first input
@@ -112,7 +115,13 @@ def split_target(target: str) -> Target:
 
 
 def flatten(value: Any, entry: str, path: str = "") -> list[tuple[str, Any]]:
-    """Return (dotted path, spec of one tensor) for each spec in a pytree of specs; None is skipped."""
+    """Return (dotted path, spec of one tensor) for each spec in nested lists and dicts of specs; None is skipped.
+
+    Args:
+        value: the specs.
+        entry: the plan entry, for errors.
+        path: dotted path of ``value``.
+    """
     if value is None:
         return []
     if is_one(value):

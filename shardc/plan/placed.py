@@ -1,8 +1,7 @@
-"""The layouts of one parameter while the plan's entries are applied: `Placed` (compute), `ParamPlan` (storage, too).
+"""A parameter's layouts while the plan's entries are applied: `Placed` for compute, and `ParamPlan` with storage.
 
-Sizes that axes do not divide: how far each dim must be padded, and whether a DTensor can represent the result.
-
-A DTensor splits a dim over one axis after the other, each time by ``torch.chunk``.
+If a dim does not divide over its axes, it is padded, as far as a DTensor can represent the result. A DTensor splits a
+dim over one axis after the other, each time by ``torch.chunk``.
 """
 
 from __future__ import annotations
@@ -25,8 +24,10 @@ def grown_layout(
     """Return the layout of ``spec`` with every dim that does not divide padded to the next size that does.
 
     Args:
+        spec: the spec, in hashable form.
+        mesh: the mesh.
         shape: the tensor's global shape.
-        padded: the size of each dim after earlier padding; it remains a multiple of what it was padded to.
+        padded: the size of each dim after earlier padding; it remains a multiple of that.
         what, entry: as for `to_layout`.
 
     Returns:
@@ -57,6 +58,8 @@ def as_dtensor(storage: Layout, shape: Sequence[int], view: Mesh) -> bool:
     DTensor splits them into 3 and 2, and these into 2, 1, 1 and 1.
 
     Args:
+        storage: the storage layout, at padded sizes.
+        shape: the parameter's shape.
         view: the mesh of the DTensor, a view of the storage's mesh.
     """
     for digits, size, grown in zip(seen_on(storage, view).dims, shape, storage.shape, strict=True):
@@ -73,22 +76,22 @@ def as_dtensor(storage: Layout, shape: Sequence[int], view: Mesh) -> bool:
 
 
 def _chunks(size: int, count: int) -> list[int]:
-    """Return the sizes of the chunks into which ``torch.chunk`` (padded with empty ones) cuts ``size`` elements."""
+    """Return the sizes of the ``count`` chunks of ``size`` elements that ``torch.chunk`` gives, and of empty ones."""
     chunk = -(-size // count)
     return [min(max(size - at * chunk, 0), chunk) for at in range(count)]
 
 
 @dataclass(frozen=True)
 class ParamPlan:
-    """One parameter's layouts.
+    """The layouts of one parameter by the plan.
 
     Args:
         storage: layout between steps; its shape is ``padded``.
         compute: layout for its consumers, at the parameter's own shape.
         padded: the parameter's shape, with dims padded if storage could not be split otherwise.
         level: level of the ``fsdp`` entry that stores it; 0 if none does.
-        storage_cause: the entry that decided storage, and why if it is replicated; "" if none did.
-        compute_cause: the same for compute; several entries are joined by " | ".
+        storage_cause: the entry that decided storage, and the reason if it is replicated; "" if none did.
+        compute_cause: the entries that decided the compute layout, joined by " | "; "" if none did.
         split: if entries split a dim for compute that they do not divide, the compute layout at ``padded`` sizes;
             ``compute`` then does not split that dim.
         host: the entry that keeps it on the host; "" if none does.
@@ -110,19 +113,20 @@ class ParamPlan:
 
     @property
     def regather_level(self) -> int:
-        """Return the FSDP level: at 3 (ZeRO-3, and offloaded without FSDP) backward gathers or copies it again."""
+        """Return the FSDP level; 3 (backward gathers or copies it again) for an offloaded parameter without FSDP."""
         return self.level or (3 if self.host else 0)
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A parameter with its layout, and where it is stored, by the plan entries applied so far.
+    """A parameter with its compute layout, by the plan entries applied so far.
 
     Args:
         names: all of its names (tied parameters have several), its own first.
-        shape, nbytes: of the unsharded parameter.
+        shape: shape of the unsharded parameter.
+        nbytes: bytes of the unsharded parameter.
         layout: the layout for compute, and for storage before entries split that further; sizes are the parameter's, or
-            padded to what its axes divide.
+            padded to sizes that its axes divide.
         causes: the entries that decided the layout.
         host, pinned: as in `ParamPlan`.
         compute_axes: axes that split it for compute, even if entries split storage over them.
@@ -139,6 +143,7 @@ class Placed:
 
     @property
     def name(self) -> str:
+        """Return the parameter's own name."""
         return self.names[0]
 
     @property
@@ -147,7 +152,7 @@ class Placed:
         return {dim for dim, size in enumerate(self.shape) if self.layout.shape[dim] != size}
 
     def by_spec(self, spec: Form, entry: str) -> Placed:
-        """Return the parameter with the layout of ``spec``."""
+        """Return the parameter with the layout of ``spec``; ``entry`` is the plan entry, for causes and errors."""
         what, base = f"parameter {self.name!r}", self.layout
         mesh, padded = base.mesh, base.shape
         larger = grown_layout(spec, mesh, self.shape, what=what, entry=entry, padded=padded)
@@ -190,7 +195,7 @@ class Placed:
 
 
 def grown(layout: Layout, dim: int, axis: str, size: int) -> Layout | None:
-    """Return ``layout`` split over ``axis``, too, with ``dim`` (of ``size`` elements) padded until that divides.
+    """Return ``layout`` also split over ``axis``, with ``dim`` (of ``size`` elements) padded until that divides.
 
     None if an axis splits the dim inside of chunks, each of which would need padding.
     """
@@ -203,5 +208,5 @@ def grown(layout: Layout, dim: int, axis: str, size: int) -> Layout | None:
 
 
 def warn(text: str, entry: str) -> None:
-    """Warn that a parameter cannot have what an entry asks for."""
+    """Warn that a parameter cannot have the layout that ``entry`` asks for."""
     warnings.warn(str(PlanError(text, plan_entry=entry)), ShardcWarning, stacklevel=3)

@@ -38,12 +38,14 @@ def encode(calls: Iterable[Call]) -> str:
 
 
 def _encode_argument(key: str, value: Any) -> Any:
+    """Return the value of argument ``key`` in a form that JSON has."""
     if key in SPECS:
         return {at: _encode_form(form) for at, form in value.items()}
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def _encode_form(form: Form) -> Any:
+    """Return a spec in a form that JSON has."""
     if isinstance(form, OnAxes):
         return {"placements": {axis: show_placement(item) for axis, item in form.placements}}
     if isinstance(form, PerRank):
@@ -55,6 +57,11 @@ def _encode_form(form: Form) -> Any:
 
 def decode(text: str, path: str, constructors: Mapping[str, Callable[..., Any]]) -> Iterator[Call]:
     """Yield the calls of ``constructors`` in a text that `encode` wrote.
+
+    Args:
+        text: the JSON text.
+        path: its file, for errors.
+        constructors: name -> function that returns a plan.
 
     Raises:
         PlanError: the text is not a plan, or has an unknown key (the message suggests similar ones).
@@ -79,12 +86,14 @@ def decode(text: str, path: str, constructors: Mapping[str, Callable[..., Any]])
 
 
 def _of(kind: type, value: Any, path: str, what: str) -> Any:
+    """Return ``value``; raise PlanError if it is not a ``kind``."""
     if not isinstance(value, kind):
         raise PlanError(f"{path}: {what} is {value!r}, not a {kind.__name__}")
     return value
 
 
 def _check_keys(table: dict[str, Any], allowed: tuple[str, ...], path: str, what: str) -> None:
+    """Raise PlanError if a key of ``table``, which is ``what`` in the file, is not ``allowed``."""
     for key in table:
         if key not in allowed:
             near = get_close_matches(key, allowed)
@@ -93,6 +102,7 @@ def _check_keys(table: dict[str, Any], allowed: tuple[str, ...], path: str, what
 
 
 def _decode_argument(key: str, value: Any, path: str) -> Any:
+    """Return the value of argument ``key`` from its form in JSON."""
     if key in SPECS:
         return {at: _decode_form(form, path) for at, form in _of(dict, value, path, key).items()}
     if key in DTYPE_FIELDS and isinstance(value, str):
@@ -101,6 +111,7 @@ def _decode_argument(key: str, value: Any, path: str) -> Any:
 
 
 def _decode_form(form: Any, path: str) -> Any:
+    """Return a spec from its form in JSON."""
     if isinstance(form, dict) and "per_rank" in form:
         arguments = _of(dict, form["per_rank"], path, "per_rank")
         _check_keys(arguments, ("dim", "relative_to"), path, "per_rank")
@@ -116,6 +127,7 @@ def _decode_form(form: Any, path: str) -> Any:
 
 
 def _decode_placement(text: Any, path: str) -> Placement:
+    """Return the placement that ``text`` prints; raise PlanError if there is none."""
     for pattern, make in _PLACEMENTS.items():
         if match := re.fullmatch(pattern, str(text)):
             return make(*match.groups())

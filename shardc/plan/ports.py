@@ -41,14 +41,14 @@ class ActivationPin:
 
 
 def batch_axes(plan: Plan, mesh: Mesh | None = None) -> tuple[str, ...]:
-    """Return the axes that split dim 0 of the inputs, in mesh order (without: replicate before shard axes)."""
+    """Return the axes that split dim 0 of the inputs, in mesh order; without ``mesh``, replicate before shard axes."""
     axes = list(dict.fromkeys(axis for entry in plan.entries for axis in entry.batch))
     return tuple(axes if mesh is None else sorted(axes, key=mesh.order))
 
 
 @dataclass(frozen=True)
 class InputPlan:
-    """The layout of an input.
+    """The layout of an input by the plan.
 
     Args:
         layout: the layout in which it is passed; a dim that its axes do not divide is not split.
@@ -65,6 +65,8 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
     """Return the layout of each input: by the plan, or else with dim 0 split over the batch axes.
 
     Args:
+        plan: the plan.
+        mesh: the mesh.
         inputs: dotted path and global shape of each tensor, in order: ``("tokens", (8, 128))``.
 
     Raises:
@@ -98,10 +100,10 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
 
 
 def numbered(plan: Plan, names: Sequence[str]) -> dict[int, int]:
-    """Return position -> position of another input, for inputs whose values are row numbers in a rank's part of that
-    (`shardc.per_rank`).
+    """Return position -> position of the other input whose rows the first one's values number (`shardc.per_rank`).
 
     Args:
+        plan: the plan.
         names: dotted paths of the tensor inputs.
 
     Raises:
@@ -127,7 +129,12 @@ def numbered(plan: Plan, names: Sequence[str]) -> dict[int, int]:
 
 
 def _in_a_row(form: PerRank, plan: Plan, mesh: Mesh, shape: Sequence[int], name: str, entry: str) -> Form:
-    """Return the form that splits the dim of concatenation of a `per_rank` input over the batch axes."""
+    """Return the spec of a `per_rank` input: its dim of concatenation is split over the batch axes.
+
+    Args:
+        form: the argument of the plan.
+        shape, name, entry: the input's shape and name, and the plan entry.
+    """
     if not -len(shape) <= form.dim < len(shape):
         raise PlanError(
             f"input {name!r} of shape {tuple(shape)} has no dim {form.dim}", plan_entry=entry, fix="write another dim="
@@ -140,7 +147,7 @@ def _in_a_row(form: PerRank, plan: Plan, mesh: Mesh, shape: Sequence[int], name:
 
 
 def _split(plan: Plan, mesh: Mesh, shape: Sequence[int]) -> Form:
-    """Return the form that splits dim 0 over the batch axes, and the sequence dim over those of ``cp``."""
+    """Return the spec of an input without an entry: dim 0 over the batch axes, the sequence over those of ``cp``."""
     splits = [entry.sequence for entry in plan.entries if entry.sequence is not None]
     sequence = {axis: (dim, striped) for dim, axis, striped in splits}
     batch = [axis for axis in batch_axes(plan, mesh) if axis not in sequence]
@@ -155,6 +162,7 @@ def _split(plan: Plan, mesh: Mesh, shape: Sequence[int]) -> Form:
 
 
 def _input(mesh: Mesh, shape: tuple[int, ...], spec: Form, name: str, entry: str) -> InputPlan:
+    """Return the layout of input ``name`` by ``spec``, padded with a warning if sizes do not divide."""
     what = f"input {name!r}"
     uneven = grown_layout(spec, mesh, shape, what=what, entry=entry)
     if uneven is None:
@@ -198,7 +206,11 @@ def output_specs(plan: Plan, spec: pytree.TreeSpec) -> dict[int, tuple[Form, str
 
 
 def _last_specs(plan: Plan, kind: str, names: Sequence[str]) -> list[tuple[Form, str] | None]:
-    """Return (spec, entry) of the last entry about each name, or None."""
+    """Return (spec, entry) of the last entry about each input or output of ``names``; None if there is none.
+
+    Args:
+        kind: "inputs" or "outputs".
+    """
     out: list[tuple[Form, str] | None] = [None] * len(names)
     for entry in plan.entries:
         for at, spec in entry.ports(kind, names).items():
@@ -238,7 +250,7 @@ def resolve_regions(plan: Plan, module_names: Iterable[str]) -> list[str]:
 
 
 def check_pins(pins: Sequence[ActivationPin], tags: Sequence[str], graph: fx.Graph) -> None:
-    """Raise PlanError if an entry's activations are not in the program; ``tags`` has the tag of each pin."""
+    """Raise PlanError for an entry none of whose activations is in ``graph``; ``tags`` has the tag name of each pin."""
     met = {node.kwargs["name"] for node in graph.nodes if node.target is ops.tag}
     heard = {pin.entry for pin, tag in zip(pins, tags, strict=True) if tag in met}
     for pin in pins:

@@ -1,9 +1,7 @@
-"""Resolves a plan for a mesh and a model's parameters: the storage and compute layout of each.
+"""Resolves a plan for a mesh and a model: the layouts of each parameter, and `BoundPlan`, which passes read.
 
-The compute layout is given by TP and raw entries; the storage layout is the compute layout split further over the axes
-of the ``fsdp`` entries. Their difference causes FSDP's all-gathers and reduce-scatters.
-
-A plan resolved for one captured model: everything that passes read from the plan.
+The compute layout of a parameter is given by TP and raw entries; the storage layout is the compute layout split further
+over the axes of the ``fsdp`` entries. Their difference causes FSDP's all-gathers and reduce-scatters.
 """
 
 from __future__ import annotations
@@ -34,14 +32,15 @@ class BoundPlan:
     """A plan resolved for one model at one input signature, on one mesh.
 
     Args:
-        plan, mesh: the plan, and the mesh.
+        plan: the plan.
+        mesh: the mesh.
         params: parameter name -> its layouts.
         inputs: the layouts of each tensor input, in order.
         pins: tag name -> the spec of a tagged activation.
         regions: the modules whose activations backward recomputes.
         outputs: flat position of a tensor output -> (spec, plan entry).
         precision: the dtypes for compute and for reductions, by module.
-        stored: parameter name -> dtype.
+        stored: parameter name -> dtype between steps.
         deferred: parameters whose gradients stay unreduced.
     """
 
@@ -63,7 +62,7 @@ class BoundPlan:
 
     @property
     def reduce(self) -> str:
-        """Return "mean" or "sum": how the ranks' losses are combined if no loss is in the graph."""
+        """Return "mean" or "sum", which combines the ranks' losses if no loss is in the graph."""
         return str(self.plan.setting("reduce"))
 
     @property
@@ -78,22 +77,22 @@ class BoundPlan:
 
     @property
     def storages(self) -> dict[str, Layout]:
-        """Return the storage layout of each parameter, which is also that of its gradient."""
+        """Return parameter -> its storage layout, which is also the layout of its gradient."""
         return {name: p.storage for name, p in self.params.items()}
 
     @property
     def computes(self) -> dict[str, Layout]:
-        """Return the compute layout of each parameter; at padded sizes if it is split so."""
+        """Return parameter -> its compute layout; at padded sizes if a dim that does not divide is split."""
         return {name: p.split or p.compute for name, p in self.params.items()}
 
     @property
     def padded_inputs(self) -> dict[int, tuple[Layout, str]]:
-        """Return position -> (layout at padded sizes, plan entry) of each input that does not divide."""
+        """Return position -> (layout at padded sizes, plan entry) of each input with a dim that does not divide."""
         return {at: (x.padded, x.cause) for at, x in enumerate(self.inputs) if x.padded is not None}
 
     @property
     def padded_params(self) -> dict[str, Layout]:
-        """Return the compute layout at padded sizes of each parameter that does not divide and is split for compute."""
+        """Return parameter -> its compute layout at padded sizes, for those that split a dim that does not divide."""
         return {name: p.split for name, p in self.params.items() if p.split is not None}
 
     @property
@@ -103,13 +102,13 @@ class BoundPlan:
 
     @property
     def reduced(self) -> dict[str, torch.dtype]:
-        """Return the dtype in which each parameter's gradient is reduced."""
+        """Return parameter -> the dtype in which its gradient is reduced."""
         of = {name: self.precision.of_param(name) for name in self.stored}
         return {name: of[name].reduce or of[name].param or dtype for name, dtype in self.stored.items()}
 
     @property
     def gradients(self) -> dict[str, torch.dtype]:
-        """Return the dtype of each parameter's gradient after the reduction."""
+        """Return parameter -> the dtype of its gradient after the reduction."""
         return {name: self.precision.of_param(name).grads or dtype for name, dtype in self.stored.items()}
 
     def pinned(self, tag: str, base: Layout) -> tuple[Layout, str]:
@@ -122,14 +121,16 @@ class BoundPlan:
         """Return the layout at padded sizes of a tagged activation; None if all its dims divide.
 
         Args:
-            shape, padded: the shape of the activation, and the shape that it is padded to so far.
+            tag: its tag name.
+            shape: its shape.
+            padded: the shape that it is padded to so far.
         """
         pin = self.pins[tag]
         what = f"{pin.where} of {pin.module!r}"
         return grown_layout(pin.spec, self.mesh, shape, what=what, entry=pin.entry, padded=padded)
 
     def output(self, index: int, name: str, natural: Layout) -> tuple[Layout, str]:
-        """Return (layout, plan entry) of an output whose value has layout ``natural``."""
+        """Return (layout, plan entry) of output ``index``, called ``name``, whose value has layout ``natural``."""
         if (pair := self.outputs.get(index)) is None:
             return natural, ""
         return to_layout(pair[0], self.mesh, natural.shape, natural, what=f"output {name!r}", entry=pair[1]), pair[1]
@@ -146,6 +147,8 @@ def resolve_params(
     """Return the layouts of every parameter.
 
     Args:
+        plan: the plan.
+        mesh: the mesh.
         params: name -> (shape, bytes per element).
         aliases: other names of tied parameters -> the name in ``params``; globs match these too.
 
@@ -217,7 +220,7 @@ def check_axes(plan: Plan, mesh: Mesh) -> None:
 
 @contextmanager
 def _named(entry: str) -> Iterator[None]:
-    """Turn a LayoutError into a PlanError that names ``entry``."""
+    """Raise a LayoutError of the ``with`` block as a PlanError that names ``entry``."""
     try:
         yield
     except LayoutError as error:
@@ -225,9 +228,10 @@ def _named(entry: str) -> Iterator[None]:
 
 
 def _store(plan: Plan, param: Placed, view: Mesh | None) -> ParamPlan:
-    """Return the layouts of a placed parameter; axes that split storage only are removed for compute.
+    """Return the layouts of a parameter: for compute, axes that split storage only are removed.
 
     Args:
+        param: the parameter with the layout of all entries.
         view: the mesh of the parameters' DTensors; None in the first pass.
     """
     shard = [axis for entry in plan.entries for axis in entry.storage[0]]

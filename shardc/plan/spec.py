@@ -1,4 +1,4 @@
-"""Specs: how users write the layout of a tensor, and the `Layout` that a spec gives a tensor of known mesh and shape.
+"""Specs: the forms in which users write the layout of a tensor; `to_layout` applies one to a tensor of known shape.
 
     ("dp", None)                   an axis, axes or nothing for each dim; "None" is nothing, too
     (("tp", "dp"), None)           dim 0 split over tp first, then dp
@@ -13,8 +13,6 @@
 
 The *base layout* is the one that the value would have without the spec. A *form* is a spec in hashable form: a string,
 a tuple of axes or placements, or `OnAxes`.
-
-Applies a spec (`shardc.plan.spec`) to a tensor of known mesh and shape, and returns its `Layout`.
 """
 
 from __future__ import annotations
@@ -41,14 +39,14 @@ from shardc.validate import near, typed
 
 @dataclass(frozen=True)
 class OnAxes:
-    """Placements on some axes; other axes stay as in the base layout."""
+    """A spec of placements on some axes; other axes stay as in the base layout."""
 
     placements: tuple[tuple[str, Placement], ...]
 
 
 @dataclass(frozen=True)
 class PerRank:
-    """An input that each rank passes for its own rows; created by `per_rank`."""
+    """A spec of an input that each rank passes for its own rows; arguments as for `per_rank`, which creates it."""
 
     dim: int
     relative_to: str | None
@@ -86,12 +84,19 @@ class DimSpec:
 
     @property
     def axes(self) -> tuple[str, ...]:
+        """Return the axes that split the dim."""
         return tuple(axis for _, axes in self.subs for axis in axes)
 
 
 @dataclass(frozen=True)
 class DimsSpec:
-    """A parsed spec: its dims, how to fill missing leading dims (None: not allowed), and partial reductions."""
+    """A parsed spec.
+
+    Args:
+        dims: the spec of each dim.
+        leading: the spec of further leading dims; None if there must be none.
+        partial: (axis, reduce op) of partial reductions.
+    """
 
     dims: tuple[DimSpec, ...]
     leading: DimSpec | None = None
@@ -99,11 +104,12 @@ class DimsSpec:
 
     @property
     def axes(self) -> tuple[str, ...]:
+        """Return the axes that split dims, then those of partial reductions."""
         return (*(axis for dim in self.dims for axis in dim.axes), *(axis for axis, _ in self.partial))
 
 
 def freeze(spec: Any, entry: str = "") -> Form:
-    """Return ``spec`` as a form.
+    """Return ``spec`` as a form, which is hashable.
 
     Raises:
         PlanError: it is not one of the forms above, or uses an axis twice.
@@ -149,14 +155,17 @@ def is_one(spec: Any) -> bool:
 
 
 def _is_name(item: Any) -> TypeGuard[str]:
+    """Return whether ``item`` can be the name of an axis."""
     return isinstance(item, str) and item.isidentifier() and item != "_"
 
 
 def _is_axis(item: Any) -> bool:
+    """Return whether ``item`` is the name of an axis or None."""
     return item is None or _is_name(item)
 
 
 def _freeze_dim(item: Any, spec: Any, entry: str) -> str | tuple[str, ...] | None:
+    """Return one dim of a tuple spec as an axis, a tuple of axes, or None; raise PlanError for anything else."""
     if item is None or item == "None":
         return None
     if _is_name(item):
@@ -169,6 +178,7 @@ def _freeze_dim(item: Any, spec: Any, entry: str) -> str | tuple[str, ...] | Non
 
 
 def _malformed(spec: Any, entry: str) -> PlanError:
+    """Return the error for a value that is not a spec."""
     return PlanError(
         f"{spec!r} is not a spec",
         plan_entry=entry or None,
@@ -201,6 +211,7 @@ def show_sizes(sizes: dict[str, int]) -> str:
 
 
 def _show_item(item: Any) -> str:
+    """Return one item of a tuple form as Python source."""
     if isinstance(item, Placement):
         return show_placement(item)
     if isinstance(item, tuple):
@@ -218,7 +229,7 @@ def show_placement(placement: Placement) -> str:
 
 
 def is_placements(form: Form) -> TypeGuard[tuple[Placement, ...]]:
-    """Return whether ``form`` is DTensor placements, whose meaning depends on the mesh."""
+    """Return whether ``form`` is a tuple of DTensor placements, whose meaning depends on the mesh."""
     return isinstance(form, tuple) and bool(form) and all(isinstance(item, Placement) for item in form)
 
 
@@ -237,6 +248,7 @@ def read(form: Form, entry: str = "") -> DimsSpec:
 
 
 def _read_text(text: str, entry: str) -> DimsSpec:
+    """Parse a layout as text."""
     match = re.fullmatch(r"\s*(\[)?(.*?)(?(1)\])\s*(?:\{(.*)\})?\s*", text)
     if not match:
         raise _bad_layout(text, entry)
@@ -251,6 +263,7 @@ def _read_text(text: str, entry: str) -> DimsSpec:
 
 
 def _read_partial(item: str, text: str, entry: str) -> tuple[str, str]:
+    """Parse ``op:axis``, a partial reduction in the layout ``text``; return (axis, op)."""
     op, _, axis = (part.strip() for part in item.partition(":"))
     if op not in REDUCE_OPS or not axis:
         raise _bad_layout(text, entry)
@@ -258,6 +271,7 @@ def _read_partial(item: str, text: str, entry: str) -> tuple[str, str]:
 
 
 def _read_dim(part: str, text: str, entry: str) -> DimSpec:
+    """Parse one dim of the layout ``text``."""
     if part == "~":
         return DimSpec(keep=True)
     subs: list[tuple[int | None, tuple[str, ...]]] = []
@@ -271,11 +285,13 @@ def _read_dim(part: str, text: str, entry: str) -> DimSpec:
 
 
 def _bad_layout(text: str, entry: str) -> PlanError:
+    """Return the error for a text that is not a layout."""
     hint = f'"@{text.strip()}"' if text.strip().isidentifier() else '"16@dp, 8", "@dp, _" or "(3 _@tp), _"'
     return PlanError(f"{text!r} is not a layout", plan_entry=entry or None, fix=f"write it like {hint}")
 
 
 def _check_once(spec: DimsSpec, form: Form, entry: str) -> None:
+    """Raise PlanError if ``spec``, which ``form`` was parsed to, uses an axis twice."""
     axes = spec.axes
     for axis in axes:
         if axes.count(axis) > 1:
@@ -334,8 +350,9 @@ def to_layout(
 
     Args:
         spec: any form of `shardc.plan.spec`.
+        mesh: the mesh.
         shape: the tensor's global shape.
-        base: the layout whose dims ``~`` keeps, without the axes that the spec uses itself; by default not split.
+        base: the base layout, whose dims ``~`` keeps, without the axes that the spec uses itself; by default not split.
         what: the tensor, for messages, e.g. ``parameter 'up.weight'``.
         entry: the plan entry, for messages.
         uneven: if a size does not divide over an axis: "error" raises, "drop" leaves the axis off with a
@@ -366,7 +383,7 @@ def to_layout(
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor, and the spec that is applied to it."""
+    """A tensor and the spec that is applied to it; arguments as for `to_layout`."""
 
     mesh: Mesh
     shape: tuple[int, ...]
@@ -416,6 +433,7 @@ class _Tensor:
         return out
 
     def _report_uneven(self, dim: int, left: int, axis: str, pieces: int = 1) -> None:
+        """Raise LayoutError, or warn, that the ``left`` elements of a dim (in each of its pieces) do not divide."""
         size = self.mesh.size(axis)
         inside = f" inside each of {pieces} pieces" if pieces > 1 else ""
         text = f"dim {dim} of {self}: {left} elements do not divide over axis {axis!r} of size {size}{inside}"
@@ -426,8 +444,9 @@ class _Tensor:
         warnings.warn(str(error), ShardcWarning, stacklevel=4)
 
     def on_axes(self, form: OnAxes, base: Layout) -> Layout:
-        """Return ``base`` with each axis of ``form`` placed anew: at the most major digit that fits, below the chunks
-        of its split factor.
+        """Return ``base`` with the placements of ``form``: each axis is bound to the most major digit that fits.
+
+        Within that digit it is placed below the chunks of its split factor.
         """
         layout = base.unbind(axis for axis, _ in form.placements if axis in self.mesh)
         for axis, placement in form.placements:
@@ -439,6 +458,7 @@ class _Tensor:
         return layout
 
     def _bind(self, layout: Layout, dim: int, axis: str, pieces: int) -> Layout:
+        """Return ``layout`` with ``dim`` split over ``axis`` inside each of ``pieces`` chunks of a local digit."""
         size = self.mesh.size(axis)
         for at, (radix, bound) in enumerate(layout.dims[dim]):
             if bound is None and radix % (pieces * size) == 0:
@@ -449,6 +469,7 @@ class _Tensor:
         return layout
 
     def _dim(self, placement: Shard | StridedShard) -> int:
+        """Return the dim that ``placement`` splits; raise PlanError if the tensor has none such."""
         if not -len(self.shape) <= placement.dim < len(self.shape):
             raise PlanError(
                 f"{show(self.form)} shards dim {placement.dim}, {self} has {len(self.shape)} dims",
@@ -458,7 +479,7 @@ class _Tensor:
         return placement.dim % len(self.shape)
 
     def read_placements(self) -> DimsSpec | Layout:
-        """Read DTensor placements (one per mesh axis, earlier axes are major) as dims."""
+        """Return DTensor placements (one per mesh axis, earlier axes are major) as a spec; as a layout if strided."""
         form = self.form
         assert isinstance(form, tuple)
         if len(form) != len(self.mesh.axes):
@@ -479,6 +500,7 @@ class _Tensor:
         return DimsSpec(tuple(DimSpec(((None, tuple(names)),)) for names in axes), None, tuple(partial))
 
     def _from_placements(self) -> Layout:
+        """Return the layout of DTensor placements; an error names the tensor and the plan entry."""
         assert isinstance(self.form, tuple)
         try:
             return from_placements(self.mesh, self.shape, self.form)

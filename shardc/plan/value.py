@@ -33,14 +33,13 @@ from shardc.plan.spec import freeze, quote
 from shardc.validate import checked, typed
 
 Constructors = Mapping[str, Callable[..., "Plan"]]
-# Name -> what creates plans: the functions of `shardc.plan.constructors`, and the class `Plan`.
+# Constructors of plans by name: the functions of `shardc.plan.constructors`, and the class `Plan`.
 CONSTRUCTORS: dict[str, Callable[..., Plan]] = {}
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Plan:
-    """The layouts of parameters, inputs, outputs and activations on the mesh; `a | b` composes, entries of ``b`` take
-    precedence.
+    """The layouts of a model's tensors on a mesh; ``a | b`` composes two plans, entries of ``b`` take precedence.
 
     An entry replaces an earlier one about the same data-parallel axes, the same glob (and TP axis), the same input,
     output or activation, or the same setting. If several globs match a parameter or module, the last one wins. TP over
@@ -119,7 +118,7 @@ class Plan:
         return plan
 
     def on(self, mesh: Mesh) -> Plan:
-        """Return the plan with the axes filled in that ``fsdp()`` and ``ddp()`` leave open.
+        """Return the plan with the mesh's only axis in entries of ``fsdp()`` and ``ddp()`` that name none.
 
         Raises:
             PlanError: there is such an entry, and the mesh has several axes.
@@ -130,7 +129,7 @@ class Plan:
     @classmethod
     @typed(PlanError)
     def from_hf(cls, model: nn.Module, axis: str | None = "tp", ep: str | None = None) -> Plan:
-        """Return the plans that a Hugging Face model has: ``_tp_plan`` and ``_ep_plan``, and those of its config.
+        """Return the plan that a Hugging Face model defines: ``_tp_plan`` and ``_ep_plan``, and those of its config.
 
         Args:
             axis: the mesh axis of tensor parallelism, or None.
@@ -147,8 +146,7 @@ class Plan:
     def from_styles(
         cls, styles: Mapping[str, ParallelStyle] | ParallelStyle, axis: str = "tp", model: nn.Module | None = None
     ) -> Plan:
-        """Return the plan for the argument of ``parallelize_module``: path -> style of
-        ``torch.distributed.tensor.parallel``.
+        """Return the plan for the styles that ``parallelize_module`` takes (``torch.distributed.tensor.parallel``).
 
         Args:
             styles: path -> style, or one style for the root module.
@@ -183,7 +181,7 @@ class Plan:
         return bool(self.entries)
 
     def setting(self, name: str) -> Any:
-        """Return the value of a setting, or its default."""
+        """Return the value of the setting ``name``, or its default."""
         settings = {key: value for entry in self.entries for key, value in entry.settings.items()}
         return settings.get(name, Setting.DEFAULTS[name])
 
@@ -194,7 +192,7 @@ class Plan:
 
     @property
     def precision(self) -> Policies:
-        """Return the dtypes that the plan gives modules."""
+        """Return the dtypes of the plan's precision entries, by module."""
         return Policies(tuple(entry for entry in self.entries if isinstance(entry, Precision)))
 
     # --- text
@@ -206,22 +204,23 @@ class Plan:
         return " | ".join(call_text(name, arguments) for name, arguments in self.calls()) or "Plan()"
 
     def calls(self) -> Iterator[Call]:
-        """Yield the plan as calls of constructors, in order: (name, arguments that are not defaults)."""
+        """Yield the constructor calls that create the plan, in order: (name, arguments that are not defaults)."""
         for run in runs(self.entries):
             yield to_call(run)
 
     def describe(self) -> str:
-        """Return a table of the entries for people."""
+        """Return the entries as a table for people."""
         rows = [entry.row for entry in self.entries]
         return str(tabulate(rows, ("what", "of", "where"), "plain", disable_numparse=True))
 
     # --- files
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
+        """Write the plan to ``path``, as JSON."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     def to_json(self) -> str:
+        """Return the plan as JSON text."""
         return encode(self.calls())
 
     @classmethod
@@ -230,6 +229,7 @@ class Plan:
         """Read a plan that `save` wrote.
 
         Args:
+            path: the file.
             namespace: constructors of your own entries, by name.
 
         Raises:
@@ -245,7 +245,7 @@ class Plan:
     @classmethod
     @typed(PlanError)
     def from_json(cls, text: str, path: str = "the text", namespace: Constructors | None = None) -> Plan:
-        """Read a plan that `to_json` wrote; ``path`` is for messages, otherwise as `load`."""
+        """Read a plan from text that `to_json` wrote; ``path`` is for messages, ``namespace`` as for `load`."""
         plan, constructors = cls(), {**CONSTRUCTORS, **(namespace or {})}
         for name, arguments in decode(text, path, constructors):
             try:

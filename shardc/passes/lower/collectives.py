@@ -1,8 +1,7 @@
-"""Collectives: lower every reshard to collectives and local slices, a marker node for each.
+"""Collectives: lowers every reshard to steps (collectives and local slices), and each step to ops of one rank.
 
-Lowers one step of a reshard to local aten ops and functional collectives.
-
-The local tensor is viewed with one dim for each local digit of the layout (a sub-dim in mixed radix, see
+`Collectives` writes one marker node per step. `lower_collective`, which `Localize` calls, lowers a marker to local aten
+ops and functional collectives. There the local tensor is viewed with one dim for each local digit of the layout (see
 `shardc.ir.layout`). Every collective acts on the leading dim, so the digits that it binds or unbinds are moved to the
 front and back. The rank enters only through `Builder.coordinate`, so that one graph serves every rank.
 """
@@ -31,7 +30,7 @@ c10d = torch.ops._c10d_functional
 
 
 class BoundDigit(NamedTuple):
-    """Digit in the common refinement of a step's two layouts, with the axis bound to it before and after."""
+    """A digit of the common refinement of a step's two layouts, and the axis bound to it before and after the step."""
 
     radix: int
     before: str | None
@@ -46,7 +45,7 @@ def lower_collective(step: Step, x: Any, builder: Builder) -> Any:
 
 
 def slots(src: Layout, dst: Layout) -> list[BoundDigit]:
-    """Returns the factors of all dims, cut wherever a layout cuts them, each with its axis in ``src`` and ``dst``."""
+    """Returns the common refinement of two layouts: the factors of all dims, with their axes in ``src`` and ``dst``."""
     out = []
     for before, after in zip(src.dims, dst.dims, strict=True):
         fine_before = refine(src.mesh, before, strides(after))
@@ -58,19 +57,22 @@ def slots(src: Layout, dst: Layout) -> list[BoundDigit]:
 
 
 def _reshape(builder: Builder, x: Any, shape: Sequence[int]) -> Any:
+    """Returns ``x`` reshaped to ``shape``; ``x`` itself if it has that shape."""
     return x if tuple(builder.shape(x)) == tuple(shape) else builder.call(aten.reshape.default, x, list(shape))
 
 
 def _permute(builder: Builder, x: Any, order: Sequence[int]) -> Any:
+    """Returns ``x`` with its dims in ``order``."""
     return x if list(order) == sorted(order) else builder.call(aten.permute.default, x, list(order))
 
 
 def _wait(builder: Builder, x: Any) -> Any:
+    """Returns the result of the collective ``x``, once it has arrived."""
     return builder.call(c10d.wait_tensor.default, x)
 
 
 def _to_front(step: Step, x: Any, builder: Builder) -> Any:
-    """Moves the factors of dims that the step splits to the front, in mesh order: [these, other local factors]."""
+    """Returns ``x`` with the factors that the step binds as leading dims, in mesh order, then the others."""
     digits = [slot for slot in slots(step.src, step.dst) if slot.before is None]
     leading = _in_mesh_order(step, {k: slot.after for k, slot in enumerate(digits) if slot.after})
     order = leading + [k for k in range(len(digits)) if k not in leading]
@@ -81,11 +83,12 @@ def _to_front(step: Step, x: Any, builder: Builder) -> Any:
 
 
 def _in_mesh_order(step: Step, bound: Mapping[int, str]) -> list[int]:
+    """Returns the keys of ``bound`` in mesh order of their axes."""
     return sorted(bound, key=lambda k: step.src.mesh.order(bound[k]))
 
 
 def _from_front(step: Step, x: Any, builder: Builder) -> Any:
-    """Moves the leading dims of ``x``, one per axis that the step unbinds, to where these axes split its dims."""
+    """Returns ``x`` with its leading dims, one per axis that the step unbinds, moved to the dims of these axes."""
     digits = [slot for slot in slots(step.src, step.dst) if slot.after is None]
     freed = _in_mesh_order(step, {k: slot.before for k, slot in enumerate(digits) if slot.before})
     order = freed + [k for k in range(len(digits)) if k not in freed]
@@ -96,12 +99,14 @@ def _from_front(step: Step, x: Any, builder: Builder) -> Any:
 
 
 def _all_gather(step: Step, x: Any, builder: Builder) -> Any:
+    """Emits an all-gather over the axes that the step unbinds."""
     size, name = builder.group(step.axes)
     x = builder.call(c10d.all_gather_into_tensor.default, x, size, name)
     return _from_front(step, _wait(builder, x), builder)
 
 
 def _reduce_scatter(step: Step, x: Any, builder: Builder) -> Any:
+    """Emits a reduce-scatter of the factors that the step binds."""
     size, name = builder.group(step.axes)
     x = _with_leading(builder, _to_front(step, x, builder), size)
     x = builder.call(c10d.reduce_scatter_tensor.default, x, step.op, size, name)
@@ -117,11 +122,13 @@ def _with_leading(builder: Builder, x: Any, size: int) -> Any:
 
 
 def _all_reduce(step: Step, x: Any, builder: Builder) -> Any:
+    """Emits an all-reduce."""
     _, name = builder.group(step.axes)
     return _wait(builder, builder.call(c10d.all_reduce.default, x, step.op, name))
 
 
 def _all_to_all(step: Step, x: Any, builder: Builder) -> Any:
+    """Emits an all-to-all from the factors that the step unbinds to those that it binds."""
     size, name = builder.group(step.axes)
     x = _with_leading(builder, _to_front(step, x, builder), size)
     sizes = [builder.shape(x)[0] // size] * size
@@ -130,6 +137,7 @@ def _all_to_all(step: Step, x: Any, builder: Builder) -> Any:
 
 
 def _permute_ranks(step: Step, x: Any, builder: Builder) -> Any:
+    """Emits an exchange of whole shards between ranks."""
     _, name = builder.group(step.axes)
     x = builder.call(torch.ops.shardc.permute_ranks.default, x, list(destinations(step)), name)
     return _reshape(builder, _wait(builder, x), step.dst.local_shape)
@@ -160,6 +168,7 @@ def _origin(layout: Layout, rank: int) -> tuple[int, ...]:
 
 
 def _shard(step: Step, x: Any, builder: Builder) -> Any:
+    """Emits this rank's slice of the factors that the step binds."""
     digits = [slot for slot in slots(step.src, step.dst) if slot.before is None]
     shape: list[int] = []
     runs: list[tuple[int, list[str]]] = []  # (dim of the view, the axes whose digits it joins)
@@ -225,7 +234,7 @@ class Collectives:
     other node is as before.
 
     Args:
-        cost: decides between sequences of steps.
+        cost: the cost model, which decides between sequences of steps.
     """
 
     cost: Pricing = CostModel()
@@ -241,6 +250,7 @@ class Collectives:
         return gm
 
     def _spell(self, reshard: fx.Node, rewriter: GraphRewriter) -> None:
+        """Replaces one reshard by its steps."""
         last = reshard.args[0]
         assert isinstance(last, fx.Node)
         record = replace(info(reshard), name=info(last).name)
@@ -253,6 +263,7 @@ class Collectives:
 
 
 def _options(step: Step) -> dict[str, Argument]:
+    """Returns the keyword arguments of a step's marker: axes, and the reduce op of a reduction."""
     options: dict[str, Argument] = {"axis": ",".join(step.axes)}
     if step.kind in REDUCING:
         assert step.op is not None

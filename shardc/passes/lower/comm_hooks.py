@@ -1,4 +1,4 @@
-"""User functions around collectives of parameters and of their gradients: compression, quantization."""
+"""`OnTheWire`: user functions around collectives of parameters and gradients, for compression or quantization."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class OnTheWire:
         return gm
 
     def _replace(self, node: fx.Node, rewriter: GraphRewriter) -> None:
-        """Replaces ``node`` and its wait: ``before``, the collective, a wait, ``after``."""
+        """Replaces ``node`` and its wait by ``before``, the collective, a wait and ``after``."""
         x, (wait,) = node.args[0], waits_of(node)
         ranks = node.args[1] if self.of == "gather" else None
         val, start, end = wait.meta["val"], rewriter.before(node), rewriter.before(wait)
@@ -89,7 +89,7 @@ class OnTheWire:
         rewriter.graph.erase_node(node)
 
     def _traced(self, function: Callable[..., Any], inputs: Sequence[fx.Node], at: Inserter) -> list[fx.Node]:
-        """Traces ``function`` and inserts its ops on ``inputs`` at ``at``; returns its results."""
+        """Traces ``function``, inserts its ops on ``inputs`` at ``at``, and returns its results."""
         fakes = [x.meta["val"] for x in inputs]
 
         def several(*tensors: Tensor) -> list[Tensor]:
@@ -111,6 +111,7 @@ class OnTheWire:
         return [env[x] for x in ir.output_node(traced).args[0]]
 
     def _wrong(self, which: str, node: fx.Node, results: Sequence[Tensor], wanted: Sequence[Tensor]) -> InputError:
+        """Returns the error for a function (``which``) whose ``results`` differ in shape or dtype from ``wanted``."""
         shown = [", ".join(f"{list(x.shape)} {x.dtype}" for x in some) for some in (results, wanted)]
         return InputError(
             f"{self.name}: {which} makes {shown[0]} for {ir.info(node).name!r}, where {shown[1]} is needed",
@@ -119,7 +120,7 @@ class OnTheWire:
 
 
 def _gradients(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-    """Maps each reduction that leads only to gradients, and each op after it, to the names of their parameters."""
+    """Returns, for each reduction that leads only to gradients and each op after it, the names of their parameters."""
     out = leaving(graph)
     names: dict[fx.Node, frozenset[str]] = {}
     for node in reversed(graph.nodes):

@@ -1,4 +1,4 @@
-"""Decompose: split collectives of activations into chunks of rows, so that one is sent while another is computed."""
+"""Decompose: splits collectives of activations into chunks of rows, so that one is sent while another is computed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,19 @@ from shardc.ir.mesh import Mesh
 
 aten = torch.ops.aten
 PIECES = (2, 4, 8)
-_PAYS = 0.95  # of the uncut time: predictions are no more accurate than this
+_PAYS = 0.95  # share of the unsplit time that chunks must stay below: predictions are no more accurate than this
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Collective next to a matrix product, with its number of chunks (1 if it is not split) and the reason."""
+    """The decision about a collective that is next to a matrix product.
+
+    Args:
+        name, module, source: the collective's name, module and source line.
+        pieces: number of chunks; 1 if it is not split.
+        reason: the reason for that number.
+    """
 
     name: str
     module: str
@@ -52,12 +58,13 @@ class Decompose:
     stay, since the schedule hides those under other work.
 
     Args:
-        cost: predicts collectives; None if links were neither measured nor described: then nothing is split unless
+        mesh: the mesh.
+        cost: cost model of collectives; None if links were neither measured nor described: then nothing is split unless
             ``pieces`` is a number.
-        compute: predicts matrix products.
+        compute: cost model of matrix products.
         pieces: "auto" takes the number of chunks with the least predicted time, if that beats the unsplit one; a number
             splits every collective into that many chunks if its sizes allow.
-        report: called with every candidate.
+        report: called with the decision about every candidate.
     """
 
     mesh: Mesh
@@ -86,7 +93,7 @@ class Decompose:
         return gm
 
     def _tried(self, graph: fx.Graph, starts: list[fx.Node], count: int) -> tuple[float, _Cuts, dict[fx.Node, str]]:
-        """Returns (seconds that ``count`` chunks save, the nodes to chunk, collective -> reason)."""
+        """Returns (seconds that ``count`` chunks save, the nodes to chunk, collective -> reason for its decision)."""
         cuts = _Cuts(graph, count, starts)
         reasons = dict.fromkeys(starts, "as the option says") | cuts.stopped
         if self.pieces != "auto":
@@ -103,7 +110,7 @@ class Decompose:
         return saved, _Cuts(graph, count, paying), reasons
 
     def _seconds(self, cuts: _Cuts, node: fx.Node) -> tuple[float, float]:
-        """Predicts the seconds of a collective and the products beside it: (unsplit, in chunks)."""
+        """Returns the predicted seconds of a collective and the products beside it: (unsplit, in chunks)."""
         assert self.cost is not None
         axes, ranks = group_of(node, self.mesh)
         kind = collective_kind(node)
@@ -123,11 +130,13 @@ class Decompose:
         return times[0], times[1]
 
     def _run(self, before: float, beside: float, behind: float, sent: float, ranks: int, count: int) -> float:
-        """Simulates ``count`` chunks that are computed, sent and computed on; returns the seconds until all are done.
+        """Returns the seconds of a pipeline of ``count`` chunks, by simulation.
 
         Args:
-            before, sent, behind: seconds of each chunk's producers, collective and consumers.
+            before, sent, behind: seconds to produce, send and consume a chunk.
             beside: seconds of compute that is scheduled between the collective and its first use.
+            ranks: ranks of the collective's group.
+            count: number of chunks.
         """
         start = share = 0.0
         if isinstance(self.cost, Hardware):  # a rank's own core sends: it starts messages, and is slower beside them
@@ -145,7 +154,7 @@ class Decompose:
         return now
 
     def _product(self, node: fx.Node, count: int = 1) -> float:
-        """Predicts the seconds of one of ``count`` chunks of a matrix product; 0 for other ops."""
+        """Returns the predicted seconds of one of ``count`` chunks of a matrix product; 0 for other ops."""
         operations = flops_of(node)
         if not operations:
             return 0.0
@@ -155,7 +164,7 @@ class Decompose:
 
 
 def _is_of_activations(node: fx.Node) -> bool:
-    """Tells whether ``node`` is a collective of an activation: not of a parameter, and a matrix product needs it."""
+    """Returns whether ``node`` is a collective of an activation: not of a parameter, and a matrix product needs it."""
     if collective_kind(node) not in _KINDS or [user.target for user in node.users] != [WAIT]:
         return False
     above = node
@@ -175,14 +184,14 @@ def _is_of_activations(node: fx.Node) -> bool:
 
 
 class _Cuts:
-    """Nodes of a graph that are computed in chunks. A stretch is the ops between two collectives.
+    """Nodes of a graph that are computed in chunks. A *stretch* is the ops between two collectives.
 
     Attributes:
-        count: chunks of each node.
+        count: number of chunks of each node.
         cuts: node -> the dim and size of its chunks.
-        near: node -> the number of chunked collectives at the ends of its stretch, which share its time.
-        stretch: node -> the place of the last collective that it waits for.
-        stopped: collective -> why it is not chunked.
+        near: node -> number of chunked collectives at the ends of its stretch, which share its time.
+        stretch: node -> position of the last collective before it, which identifies its stretch.
+        stopped: collective -> the reason for which it is not chunked.
     """
 
     def __init__(self, graph: fx.Graph, count: int, starts: list[fx.Node]) -> None:
@@ -208,12 +217,12 @@ class _Cuts:
             collectives = [node for node in collectives if node not in alone]
 
     def beside(self, node: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-        """Returns the ops computed in chunks before a collective, and those after it, up to the next collectives."""
+        """Returns (ops computed in chunks before a collective, ops after it), up to the neighbouring collectives."""
         (wait,) = node.users
         return self._reached(node, True), self._reached(wait, False)
 
     def meanwhile(self, node: fx.Node, seconds: Callable[[fx.Node], float]) -> float:
-        """Sums ``seconds`` of the matrix products scheduled between a collective and the first use of its result."""
+        """Returns the ``seconds`` of all matrix products between a collective and the first use of its result."""
         (wait,) = node.users
         first = min(self.place[user] for user in wait.users)
         nodes = [
@@ -222,6 +231,7 @@ class _Cuts:
         return sum(seconds(other) for other in nodes if flops_of(other))
 
     def _reached(self, node: fx.Node, up: bool) -> set[fx.Node]:
+        """Returns the chunked ops that lead to ``node`` (``up``), or that it leads to, in the same stretch."""
         seen: set[fx.Node] = set()
         work = [node]
         while work:
@@ -234,15 +244,17 @@ class _Cuts:
         return seen
 
     def _stretches(self) -> dict[fx.Node, int]:
+        """Returns chunked node -> position of the last collective that it depends on; -1 for none."""
         stretch: dict[fx.Node, int] = {}
         for node in self.cuts:
             last = max((stretch[x] for x in node.all_input_nodes if x in self.cuts), default=-1)
             stretch[node] = self.place[node] if node.target is WAIT else last
         return stretch
 
-    # --- which nodes are chunked
+    # --- the choice of nodes
 
     def _mark(self, starts: set[fx.Node]) -> None:
+        """Fills ``cuts`` from the collectives ``starts`` on, in graph order."""
         for node in self.graph.nodes:
             if node in starts:
                 self._enter(node)
@@ -253,7 +265,7 @@ class _Cuts:
                     self.cuts[node] = cut
 
     def _enter(self, node: fx.Node) -> None:
-        """Chunks a collective and the producers of its input, along the dim whose chunks are in the fewest blocks."""
+        """Chunks a collective and the producers of its input, along the dim whose chunks form the fewest blocks."""
         source: fx.Node = arguments_of(node)["input"]
         if source in self.cuts:
             cut = through(node, {source: self.cuts[source]})
@@ -280,7 +292,7 @@ class _Cuts:
             self.stopped[node] = "no matrix product is beside it whose rows divide"
 
     def _ways(self, node: fx.Node) -> Iterator[ChunkSpec]:
-        """Yields a `ChunkSpec` for each dim of a collective's result that divides into chunks."""
+        """Yields the possible chunks of a collective's result: one `ChunkSpec` for each dim that divides."""
         shape = ir.value(node).shape
         ranks = arguments_of(node).get("group_size", 1) if collective_kind(node) == "all_gather" else 1
         for dim, size in enumerate(shape if len(shape) > 1 else ()):
@@ -289,7 +301,12 @@ class _Cuts:
                 yield ChunkSpec(dim, outer, self.count, size // (outer * self.count))
 
     def _above(self, node: fx.Node, cut: ChunkSpec, marks: dict[fx.Node, ChunkSpec]) -> bool:
-        """Tells whether chunks of ``node`` can be computed from those of matrix products; fills ``marks``."""
+        """Returns whether chunks of ``node`` can be computed from chunks of matrix products.
+
+        Args:
+            cut: the chunks of ``node``.
+            marks: node -> its chunks, filled with the nodes in between.
+        """
         if node in self.cuts or node in marks:
             return (self.cuts.get(node) or marks[node]) == cut
         need = None if collective_kind(node) or node.target is WAIT else operands(node, cut)
@@ -302,7 +319,7 @@ class _Cuts:
         return node in marks
 
     def _below(self, node: fx.Node, cut: ChunkSpec) -> dict[fx.Node, ChunkSpec]:
-        """Maps each node that chunks of ``node`` suffice to compute, up to the first products, to its chunks."""
+        """Returns node -> its chunks, for nodes that need only chunks of ``node``, up to the next matrix products."""
         cuts = {node: cut}
         work = [node]
         while work:
@@ -316,7 +333,7 @@ class _Cuts:
         return cuts
 
     def _prune(self) -> None:
-        """Drops the nodes that lead to no chunked product and no chunked collective."""
+        """Drops the nodes that lead to no chunked product and no chunked collective from ``cuts``."""
         useful: set[fx.Node] = set()
         for node in reversed(self.cuts and list(self.graph.nodes)):
             kind = collective_kind(node)
@@ -328,7 +345,7 @@ class _Cuts:
 
 
 def candidates(graph: fx.Graph, decompose: Decompose) -> list[Candidate]:
-    """Returns the decision of ``decompose`` about each collective of activations; ``graph`` stays as it is."""
+    """Returns the decision of ``decompose`` about each collective of activations; ``graph`` is not changed."""
     reported: list[Candidate] = []
     replace(decompose, report=reported.append)(fx.GraphModule(nn.Module(), ir.copied(graph)))
     return reported

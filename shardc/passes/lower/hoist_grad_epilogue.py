@@ -1,4 +1,4 @@
-"""Hoist the last ops of each gradient to where their operands are computed."""
+"""Hoist grad epilogue: moves the last ops of each gradient to where their operands are computed."""
 
 from __future__ import annotations
 
@@ -57,4 +57,5 @@ def _last_ops(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_backward(node: fx.Node) -> bool:
+    """Returns whether ``node`` is an op of backward."""
     return node.op == "call_function" and ir.info(node).origin.phase == "backward"

@@ -1,4 +1,4 @@
-"""Keep part: between forward and backward, parameters stay sharded over fewer axes than in storage."""
+"""Keep part: keeps parameters sharded over fewer axes between forward and backward than in storage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KeepPart:
     larger than its shard stays as it is.
 
     Args:
-        axes: parameter -> the axes, and parts of axes, over which it stays split.
+        axes: parameter -> the axes, and parts of axes, over which its kept slice is split.
     """
 
     axes: Mapping[str, tuple[str, ...]]
@@ -57,7 +57,7 @@ class KeepPart:
 
 
 def _gathered(param: fx.Node) -> list[fx.Node]:
-    """Returns the last all-gather of each chain of all-gathers of ``param``, or of its cast, in forward."""
+    """Returns the last all-gather of each chain of all-gathers that starts at ``param``, or at its cast, in forward."""
     last_gathers: list[fx.Node] = []
     work = [param]
     while work:
@@ -71,7 +71,7 @@ def _gathered(param: fx.Node) -> list[fx.Node]:
 
 
 def _split(whole: Layout, stored: Layout, axes: tuple[str, ...]) -> Layout | None:
-    """Splits ``whole`` over ``axes`` at the dims where ``stored`` is split over them; None if it is not."""
+    """Returns ``whole`` split over ``axes`` at the dims that ``stored`` splits over them; None if it splits none."""
     layout: Layout | None = whole
     for axis in axes:
         dim = next((stored.dim_of(bound) for bound in stored.bound if stored.mesh.overlap(bound, axis)), None)

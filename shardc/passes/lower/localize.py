@@ -1,4 +1,4 @@
-"""Localize: the global graph becomes the program of one rank, at local shapes.
+"""Localize: lowers the global graph to the program of one rank, at local shapes.
 
 Every op is lowered to local tensors by its rule, every step of a reshard by `lower_collective`. The rank enters only
 through ``coordinate`` placeholders, so all ranks have the same graph.
@@ -44,6 +44,7 @@ class Localize:
     ``Value.shape`` local; ``node.meta["val"]`` are fake local tensors.
 
     Args:
+        mesh: the mesh of the layouts.
         fake_mode: mode of the captured graph's fake values.
         device: device of the coordinates.
     """
@@ -63,6 +64,7 @@ class Localize:
         return LazyGraphModule(gm, emitter.finish())
 
     def _node(self, node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
+        """Emits one node of the global graph; returns its local node, or a list for several results."""
         if node.op == "placeholder":
             return emitter.placeholder(node)
         if node.op == "get_attr":
@@ -98,13 +100,13 @@ def _op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
 
 
 def _true_size(node: fx.Node, dim: int, size: int) -> int:
-    """Returns the size of a dim before `Pad` grew it to ``size``; ``dim`` counts the dims of all operands in a row."""
+    """Returns the size of a dim before `Pad` grew it to ``size``; ``dim`` is counted over the dims of all operands."""
     sizes = ir.info(node).true_sizes
     return size if sizes is None else sizes[dim]
 
 
 def _resize(node: fx.Node, x: Any, emitter: Emitter) -> Any:
-    """Emits a ``pad`` or ``unpad`` of a dim that is not split."""
+    """Emits a ``pad`` or ``unpad`` of an unsplit dim."""
     dim, size = node.kwargs["dim"], node.kwargs["size"]
     have = emitter.shape(x)
     if node.target is ops.unpad:
@@ -114,7 +116,12 @@ def _resize(node: fx.Node, x: Any, emitter: Emitter) -> Any:
 
 
 class Emitter(Calls):
-    """Builder of the local graph, through which rules and steps emit their nodes."""
+    """Builder of the local graph, through which rules and steps emit their nodes.
+
+    Args:
+        mesh: the mesh of the layouts.
+        fake_mode, device: mode and device of fake values.
+    """
 
     def __init__(self, mesh: Mesh, fake_mode: Any, device: torch.device) -> None:
         super().__init__(None, fake_mode, device)
@@ -123,21 +130,23 @@ class Emitter(Calls):
         self._last_primal: fx.Node | None = None
 
     def at(self, node: fx.Node) -> None:
-        """Starts the emission of ``node``: new nodes get its record, until the next call."""
+        """Makes ``node`` the current global node: new local nodes get its record, until the next call."""
         self.record = ir.info(node) if node.op != "output" else Info("", None)
         self.traced = node
 
-    # --- Builder
+    # --- interface of `shardc.rules` builders
 
     def coordinate(self, axes: tuple[str, ...]) -> fx.Node:
+        """Returns the placeholder of this rank's index along ``axes``, int64 [1]."""
         name = ",".join(axes)
         return self._fed(f"coordinate.{name}", "coordinate", name)
 
     def key(self) -> fx.Node:
+        """Returns the placeholder of the key of random draws, int64 [1]."""
         return self._fed("key", "key", "key")
 
     def _fed(self, name: str, kind: str, role_name: str) -> fx.Node:
-        """Returns the placeholder ``name``, a number (int64 [1]) that the runtime passes; creates it once."""
+        """Returns the placeholder ``name`` of a number (int64 [1]) that the runtime passes; it is created once."""
         if name not in self._numbers:
             with self.graph.inserting_after(self._last_primal) if self._last_primal else self.graph.inserting_before():
                 node = self.graph.placeholder(f"primals_{kind}_{len(self._numbers)}")
@@ -149,11 +158,13 @@ class Emitter(Calls):
         return self._numbers[name]
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
+        """Returns the number of ranks along ``axes``, and the name of their process groups."""
         return prod(self.mesh.size(axis) for axis in axes), group_name(axes)
 
     # --- inputs and outputs of the graph
 
     def placeholder(self, node: fx.Node) -> fx.Node:
+        """Emits a placeholder at its local shape."""
         local = self.graph.placeholder(node.name)
         record, val = ir.info(node), node.meta["val"]
         if isinstance(val, Tensor):
@@ -167,13 +178,14 @@ class Emitter(Calls):
         return local
 
     def attribute(self, node: fx.Node) -> fx.Node:
+        """Emits a constant of the graph."""
         local = self.graph.get_attr(node.target)
         local.meta["val"] = node.meta["val"]
         self._record(local, ir.info(node).name, ir.info(node))
         return local
 
     def named(self, result: Any) -> Any:
-        """Gives ``result``, the last node emitted for the current global node, that node's name."""
+        """Renames ``result``, the last local node of the current global node, to the latter's name."""
         if isinstance(result, fx.Node) and result.op == "call_function":
             record = ir.info(result)
             if record.name != self.record.name and record.name.startswith(f"{self.record.name}."):
@@ -181,15 +193,18 @@ class Emitter(Calls):
         return result
 
     def output(self, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
+        """Emits the output node, with its roles."""
         results = fx.map_arg(node.args[0], lambda n: env[n])
         output = self.graph.output(tuple(results))
         output.meta[ir.ROLES] = node.meta[ir.ROLES]
         return output
 
     def finish(self) -> fx.Graph:
+        """Returns the local graph without dead code."""
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return self.graph
 
     def _record(self, node: fx.Node, name: str, like: Info) -> None:
+        """Gives ``node`` a record like ``like``, with a fresh name and its local type."""
         ir.set_info(node, replace(like, name=self.names.fresh(name), value=ir.value_of(node.meta["val"])))

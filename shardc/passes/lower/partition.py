@@ -1,4 +1,4 @@
-"""Partition: cut the joint graph into a forward and a backward graph."""
+"""Partition: splits the joint graph into a forward and a backward graph."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Partition:
     the name of the backward's placeholder that reads it. Without gradients there is one half, for inference.
 
     Args:
-        levels: returns, for the joint graph, the FSDP level of each parameter that is gathered.
-        split: cuts a joint graph after the given number of forward outputs.
-        recompute, save: mark a node for the cut.
+        levels: maps the joint graph to the FSDP level of each parameter that is gathered.
+        split: splits a joint graph after the given number of forward outputs.
+        recompute, save: mark a node as recomputed in backward, or as saved, for ``split``.
         collectives: policy for checkpoint regions; see `shardc.cost.step_sequence`.
     """
 
@@ -85,6 +85,7 @@ class Partition:
         return forward, backward
 
     def _mark(self, param: fx.Node, level: int) -> None:
+        """Marks the gathers of a parameter as saved (levels 1 and 2) or recomputed (level 3)."""
         chain = _moved(param)
         if not any(communicates(node.target) for node in chain):
             return
@@ -114,13 +115,13 @@ def _moved(param: fx.Node) -> list[fx.Node]:
 
 
 def _reads(graph: fx.Graph) -> dict[str, Role]:
-    """Maps the names of placeholders, and of nodes moved from one alone, to the parameter, buffer or input."""
+    """Returns name of a placeholder, or of a node moved from one -> role of the parameter, buffer or input."""
     inputs = [node for node in ir.placeholders(graph) if ir.role(node).kind in ("param", "buffer", "input")]
     return {moved.name: ir.role(node) for node in inputs for moved in (node, *_moved(node))}
 
 
 def inference(gm: fx.GraphModule) -> fx.GraphModule:
-    """Returns the graph of the forward outputs, without gradients and the ops that only they need."""
+    """Returns the graph of the forward outputs, without gradients and ops that only gradients need."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     outputs = [(role, x) for role, x in ir.outputs(gm.graph) if role.kind != "grad"]
@@ -139,8 +140,8 @@ def inference(gm: fx.GraphModule) -> fx.GraphModule:
 def _send_once(graph: fx.Graph) -> None:
     """Merges equal collectives, and the casts and views that read them.
 
-    The partitioner merges equal ops (the gradients of two biases of one sum), but neither their waits nor the readers
-    of these.
+    The partitioner merges equal ops (such as the gradients of two biases of one sum), but neither their waits nor the
+    ops that read these.
     """
     seen: dict[Any, fx.Node] = {}
     rewriter = GraphRewriter(graph)
@@ -155,12 +156,12 @@ def _send_once(graph: fx.Graph) -> None:
 
 
 def _moves_or_casts(node: fx.Node) -> bool:
-    """Tells whether ``node`` is a view or a cast, which may stand between a parameter and the ops that use it."""
+    """Returns whether ``node`` is a view or a cast, which may stand between a parameter and the ops that use it."""
     return moves_data(node.target) or node.target is CAST
 
 
 def _restore(gm: fx.GraphModule, roles: tuple[Role, ...]) -> None:
-    """Records what each output, and each placeholder of a saved value, is (a `Role`).
+    """Gives each output and each placeholder of a half its `Role`; ``roles`` are those of the first outputs.
 
     A saved output's role has the name of the backward's placeholder that reads it, which no later pass changes.
     """

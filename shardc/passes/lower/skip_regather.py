@@ -1,4 +1,4 @@
-"""Skip regather: forward reads the first gather of a parameter."""
+"""Skip regather: lets forward read the first gather of a parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lowers the collectives of a local graph by the algorithms that the cost model finds fastest.
+"""Algorithms: lowers each collective of a local graph by the algorithm that the cost model predicts to be fastest.
 
     reduce_scatter   natively, or an all-to-all whose chunks each rank reduces by itself
     all_gather       natively, or an all-to-all of as many copies as there are ranks
@@ -26,7 +26,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.rewriter import GraphRewriter
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-# reduce op, dtype -> (aten op that reduces dim 0, its dims, its keyword arguments)
+# reduce op -> function of the dtype that returns (aten op that reduces dim 0, its dims, its keyword arguments)
 _REDUCE: dict[str, Callable[[torch.dtype], tuple[Any, Any, dict[str, Any]]]] = {
     "sum": lambda dtype: (aten.sum.dim_IntList, [0], {"dtype": dtype}),
     "avg": lambda dtype: (aten.mean.dim, [0], {}),
@@ -43,16 +43,23 @@ class Algorithm(ABC):
 
     @abstractmethod
     def seconds(self, group: Group, x: Value) -> float:
-        """Predicts its seconds on ``group`` for a local tensor like ``x``; infinite if it does not apply."""
+        """Returns the predicted seconds on ``group`` for a local tensor of type ``x``; inf if it does not apply."""
 
     @abstractmethod
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
-        """Inserts the algorithm's nodes at ``at``; returns the result for ``x`` (reduce-scatter: dim 0 divides)."""
+        """Inserts the algorithm's nodes at ``at``; returns its result for ``x`` (reduce-scatter: dim 0 divides)."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Process group of a collective, a measured cost model, and candidate algorithms (on a tie, the first wins)."""
+    """The process group of a collective, and the algorithms to choose from.
+
+    Args:
+        name: the group's name.
+        ranks: its number of ranks.
+        cost: a measured cost model.
+        algorithms: the candidates; on a tie the first wins.
+    """
 
     name: str
     ranks: int
@@ -60,30 +67,38 @@ class Group:
     algorithms: tuple[Algorithm, ...]
 
     def best(self, kind: str, x: Value) -> Algorithm:
-        """Returns the fastest algorithm of ``kind`` for a tensor like ``x``."""
+        """Returns the fastest algorithm of ``kind`` for a tensor of type ``x``."""
         return min(
             (algorithm for algorithm in self.algorithms if algorithm.kind == kind),
             key=lambda algorithm: algorithm.seconds(self, x),
         )
 
     def native(self, kind: str, x: Value) -> float:
-        """Predicts the seconds of the backend's own collective of ``kind``."""
+        """Returns the predicted seconds of the backend's own collective of ``kind``."""
         return self.cost.seconds(kind, self.ranks, self._wire(kind, x))
 
     def exchanged(self, kind: str, x: Value) -> float:
-        """Predicts the seconds of a collective of ``kind`` that is run as an all-to-all."""
+        """Returns the predicted seconds of a collective of ``kind`` that is run as an all-to-all."""
         return self.cost.exchanged_seconds(self.ranks, self._wire(kind, x))
 
     def _wire(self, kind: str, x: Value) -> int:
+        """Returns the bytes that each rank receives in a collective of ``kind``."""
         return wire_elements(kind, self.ranks, prod(x.shape)) * x.itemsize
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """Insertion points of an algorithm's nodes: before the replaced collective, and before its wait.
+    """Insertion points for an algorithm's nodes: before the replaced collective, and before its wait.
 
     Nodes that start a collective go to the first, nodes that use its result to the second, so that compute between the
-    two still overlaps with it. ``op`` is the collective's reduce op, "" for gathers.
+    two still overlaps with it.
+
+    Args:
+        node: the collective to replace.
+        wait: its wait.
+        group: its process group.
+        op: its reduce op; "" for a gather.
+        rewriter: inserts the nodes.
     """
 
     node: fx.Node
@@ -93,20 +108,20 @@ class Spelling:
     rewriter: GraphRewriter
 
     def start(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Inserts a call before the collective."""
+        """Inserts a call before the collective and returns it."""
         return self.rewriter.before(self.node).call(target, *args, **kwargs)
 
     def rest(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Inserts a call before the wait."""
+        """Inserts a call before the wait and returns it."""
         return self.rewriter.before(self.wait).call(target, *args, **kwargs)
 
     def reduced(self, pieces: fx.Node) -> fx.Node:
-        """Reduces ``pieces`` [ranks, ...] over dim 0 by the collective's reduce op, before the wait."""
+        """Returns ``pieces`` [ranks, ...] reduced over dim 0 by the collective's reduce op, before the wait."""
         target, dims, kwargs = _REDUCE[self.op](value(pieces).dtype)
         return self.rest(target, pieces, dims, **kwargs)
 
     def behind(self) -> Spelling:
-        """Returns the insertion points of a second collective, which starts once the first has arrived."""
+        """Returns the insertion points of a second collective that starts once the first has arrived."""
         return replace(self, node=self.wait)
 
 
@@ -120,9 +135,11 @@ class Native(Algorithm):
     kind: str
 
     def seconds(self, group: Group, x: Value) -> float:
+        """Returns the predicted seconds of the backend's collective."""
         return group.native(self.kind, x)
 
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
+        """Inserts the backend's collective and its wait; returns the wait."""
         ranks, name = at.group.ranks, at.group.name
         if self.kind == "reduce_scatter":
             collective = at.start(c10d.reduce_scatter_tensor.default, x, at.op, ranks, name)
@@ -139,9 +156,11 @@ class ExchangedScatter(Algorithm):
     kind = "reduce_scatter"
 
     def seconds(self, group: Group, x: Value) -> float:
+        """Returns the predicted seconds of the all-to-all."""
         return group.exchanged(self.kind, x)
 
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
+        """Inserts the all-to-all and the local reduction; returns the reduced chunk."""
         ranks, shape = at.group.ranks, value(x).shape
         sizes = [shape[0] // ranks] * ranks
         pieces = at.start(c10d.all_to_all_single.default, x, sizes, sizes, at.group.name)
@@ -155,9 +174,11 @@ class ExchangedGather(Algorithm):
     kind = "all_gather"
 
     def seconds(self, group: Group, x: Value) -> float:
+        """Returns the predicted seconds of the all-to-all."""
         return group.exchanged(self.kind, x)
 
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
+        """Inserts the copies and the all-to-all; returns its wait."""
         ranks, shape = at.group.ranks, value(x).shape
         lead, rest = (shape[0], shape[1:]) if shape else (1, ())
         x = at.start(aten.expand.default, x, [ranks, *shape])
@@ -173,6 +194,7 @@ class TwoSteps(Algorithm):
     kind = "all_reduce"
 
     def seconds(self, group: Group, x: Value) -> float:
+        """Returns the predicted seconds of both collectives; inf if the ranks do not divide the elements."""
         if prod(x.shape) % group.ranks:
             return inf
         flat = replace(x, shape=(prod(x.shape),))
@@ -181,6 +203,7 @@ class TwoSteps(Algorithm):
         return first.seconds(group, flat) + second.seconds(group, piece)
 
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
+        """Inserts both collectives, each by its fastest algorithm; returns the reduced tensor."""
         shape = value(x).shape
         flat = at.start(aten.reshape.default, x, [prod(shape)])
         piece = at.group.best("reduce_scatter", value(flat)).spell(flat, at)
@@ -194,7 +217,7 @@ _KINDS = {
     c10d.all_reduce.default: "all_reduce",
 }
 
-# On a tie the first is taken.
+# On a tie the first is chosen.
 ALGORITHMS: tuple[Algorithm, ...] = (*map(Native, _KINDS.values()), ExchangedScatter(), ExchangedGather(), TwoSteps())
 
 
@@ -212,9 +235,9 @@ class Algorithms:
     which a reduction adds its terms.
 
     Args:
-        mesh: gives the size of each process group.
+        mesh: the mesh, which gives the size of each process group.
         cost: a measured cost model; one that was not measured keeps all native.
-        algorithms: candidates.
+        algorithms: the algorithms to choose from.
     """
 
     mesh: Mesh

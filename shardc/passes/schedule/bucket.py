@@ -1,4 +1,4 @@
-"""Bucket: fuse collectives of the same kind, group, dtype and reduce op."""
+"""Bucket: fuses collectives of the same kind, group, dtype and reduce op."""
 
 from __future__ import annotations
 
@@ -67,7 +67,12 @@ class Bucket:
         return gm
 
     def _buckets(self, graph: fx.Graph, order: dict[fx.Node, float], free: frozenset[fx.Node]) -> list[_Open]:
-        """Groups the collectives into buckets; a collective that fits no earlier bucket opens a new one."""
+        """Groups the collectives into buckets; a collective that fits no earlier bucket opens a new one.
+
+        Args:
+            order: position of each node.
+            free: ops that can move to an earlier position, as from `prefetchable`.
+        """
         every: list[_Open] = []
         last: dict[Any, _Open] = {}
         made_by: dict[fx.Node, _Open] = {}
@@ -99,7 +104,7 @@ class Bucket:
         return every
 
     def _coalesce(self, rewriter: GraphRewriter, bucket: _Open, priority: dict[fx.Node, float]) -> None:
-        """Fuses the members into one coalesced collective; the wait of each then reads its own result."""
+        """Fuses the members of a bucket into one coalesced collective; the wait of each then reads its own result."""
         first, end = bucket.members[0], ir.output_node(rewriter.graph)
         target: Any = (_DIRECT if self.direct else _NATIVE)[first.target]
         values = tuple(ir.value(node) for node in bucket.members)
@@ -118,7 +123,14 @@ class Bucket:
 
 @dataclass
 class _Open:
-    """Bucket that may still grow; ``first``, ``ready``, ``use``: positions of first member, last input, first use."""
+    """A bucket that may still grow.
+
+    Attributes:
+        members: its collectives.
+        first, ready, use: positions of its first member, of its last input and of the first use of a result.
+        size: bytes of its larger side, per rank.
+        closed: no further member may join, since another bucket depends on its position.
+    """
 
     members: list[fx.Node]
     first: float
@@ -129,16 +141,17 @@ class _Open:
 
     @property
     def at(self) -> float:
-        """Place of the bucket: at its first member, or right after its last input if that is later."""
+        """Returns the position of the bucket: its first member's, or right after its last input if that is later."""
         return max(self.first, self.ready + 0.5)
 
     def takes(self, other: _Open, limit: int) -> bool:
-        """Tells whether ``other`` can join this bucket: small enough, and all inputs are ready before the first use."""
+        """Returns whether ``other`` can join: the bytes stay within ``limit``, and all inputs precede the first use."""
         fits = limit < 0 or self.size + other.size <= limit
         place = max(self.first, self.ready + 0.5, other.ready + 0.5)
         return limit != 0 and not self.closed and fits and place < min(self.use, other.use)
 
     def add(self, other: _Open) -> None:
+        """Adds the members of ``other``."""
         self.members += other.members
         self.ready, self.use = max(self.ready, other.ready), min(self.use, other.use)
         self.size += other.size

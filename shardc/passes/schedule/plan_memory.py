@@ -1,4 +1,4 @@
-"""Plan memory: place the results of direct collectives (messages between ranks) in an arena, by their lifetimes."""
+"""Plan memory: places the results of direct collectives (messages between ranks) in an arena, by their lifetimes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class PlanMemory:
 
 
 def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
-    """Sets the lifetimes of ``slots``, and places them in the arena."""
+    """Returns the memory plan of a half: ``slots`` with their lifetimes and their places in the arena."""
     place_of = {node: at for at, node in enumerate(graph.nodes)}
     behind: dict[fx.Node, frozenset[int]] = {}  # value -> the slots that hold its memory
     ends: dict[int, int] = {}

@@ -1,9 +1,8 @@
-"""Prefetch entries of the plan (`shardc.plan.entries.Prefetch`): gathers that start before a module computes.
+"""Prefetching: the ops that may move to an earlier place with a gather, and the plan's prefetch entries.
 
-Prefetchable ops: those computed from inputs of a forward or backward graph by copies, casts and cheap ops.
-
-A parameter that is moved, cast, padded or transposed before its gather delays that gather no more than an input does.
-Buckets and the schedule may move such a collective to an earlier place, and its ops with it.
+A parameter that is moved to the device, cast, padded or transposed before its gather delays that gather no more than an
+input does: buckets and the schedule may move such a collective to an earlier place, and its ops with it. Entries of the
+plan (`shardc.plan.entries.Prefetch`) name gathers that start before a module computes.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ SMALL = 1 << 16  # bytes
 
 
 def prefetchable(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Returns the prefetchable ops: moves to the device with their waits, and the ops before moves and collectives.
+    """Returns the ops that may move ahead with a gather: moves to the device and their waits, and ops before gathers.
 
     They depend on inputs alone, so they can stand anywhere before their use. Matrix products and collectives are never
     among them. Ops before a collective count only if nothing else reads their results (small ones excepted), and if
-    these have no more than twice the bytes of its own result: they are held longer when it is prefetched.
+    these have at most twice the bytes of its own result, since they are held longer when it is prefetched.
     """
     free: set[fx.Node] = set()
     early: set[fx.Node] = set()  # nodes that depend on inputs alone, prefetchable or not
@@ -77,7 +76,7 @@ def _ops_before(start: fx.Node, free: set[fx.Node]) -> set[fx.Node] | None:
 
 
 def sink_to_first_use(graph: fx.Graph, free: frozenset[fx.Node], priority: dict[fx.Node, float]) -> None:
-    """Gives each op in ``free`` a priority (its position in the new order) just before that of its first user."""
+    """Gives each op of ``free`` a priority (its position in the new order) just before that of its first user."""
     for node in reversed(graph.nodes):
         if node in free:
             priority[node] = min((priority[user] for user in node.users), default=priority[node]) - 1e-3
@@ -94,11 +93,14 @@ Wanted = list[tuple[Prefetch, fx.Node, fx.Node]]
 
 
 def ask(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.Node, float], limit: int) -> Wanted:
-    """Gives each gather that ``entries`` name a priority just before the first op of its entry's module; returns these.
+    """Gives each gather that ``entries`` name a priority just before the first op of its entry's module.
 
     Args:
-        priority: place of each node in the schedule, smallest first; changed in place.
+        priority: position of each node in the new order, changed in place.
         limit: bytes that may be in flight; -1 for no limit.
+
+    Returns:
+        (entry, gather, op that it has to precede) of each such gather.
 
     Raises:
         PlanError: an entry needs more bytes in flight than ``limit``.
@@ -127,7 +129,7 @@ def ask(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.Node, fl
 
 
 def check(graph: fx.Graph, wanted: Wanted) -> None:
-    """Raises PlanError if a gather does not start before the op that its entry names."""
+    """Raises PlanError if a gather does not precede the op that its entry names."""
     place = {node: at for at, node in enumerate(graph.nodes)} if wanted else {}
     for entry, gather, first in wanted:
         if place[gather] > place[first]:
@@ -139,7 +141,7 @@ def check(graph: fx.Graph, wanted: Wanted) -> None:
 
 
 def parameters(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-    """Maps each node computed from parameters alone (or from their saved slices) to the names of these parameters."""
+    """Returns, for each node computed from parameters alone (or from their saved slices), the parameters' names."""
     names: dict[fx.Node, frozenset[str]] = {}
     reads = ir.output_node(graph).meta.get(ir.READS, {})
     for node in graph.nodes:
@@ -155,6 +157,7 @@ def parameters(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
 
 
 def _waits(node: fx.Node) -> bool:
+    """Returns whether ``node`` waits for a collective or move."""
     return any(is_start(x) for x in node.all_input_nodes)
 
 

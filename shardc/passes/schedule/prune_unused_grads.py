@@ -1,4 +1,4 @@
-"""Prune the backward graph for a loss that uses some of the outputs only."""
+"""Prune unused grads: prunes the backward graph for a loss that uses only some of the outputs."""
 
 from __future__ import annotations
 
@@ -81,18 +81,18 @@ class PruneUnusedGrads:
 
 
 def _of_several(node: fx.Node) -> bool:
-    """Tells whether ``node`` is a coalesced collective, which takes a list of tensors and has a result for each."""
+    """Returns whether ``node`` is a coalesced collective, which takes a list of tensors and has a result for each."""
     return collective_kind(node) is not None and isinstance(ir.info(node).value, tuple)
 
 
 def _sent(item: fx.Node) -> Any:
-    """Returns the input of a coalesced collective whose result is ``item``."""
+    """Returns the input of a coalesced collective that belongs to its result ``item``."""
     bucket: Any = item.args[0]
     return bucket.args[0][item.args[1]]
 
 
 def _reduced_to(numbers: list[int], node: fx.Node) -> None:
-    """Keeps the inputs at positions ``numbers`` of a coalesced collective, with their results; removes the others."""
+    """Removes the inputs of a coalesced collective at other positions than ``numbers``, and their results."""
     tensors: Any = node.args[0]
     if len(numbers) == len(tensors):
         return
@@ -109,7 +109,7 @@ def _reduced_to(numbers: list[int], node: fx.Node) -> None:
 
 
 def _other_term(node: fx.Node, missing: Sequence[fx.Node]) -> fx.Node | None:
-    """Returns the term of a sum of two tensors that is not in ``missing``; None if ``node`` is no such sum."""
+    """Returns the term of a sum of two tensors that is not in ``missing``; None if ``node`` is not such a sum."""
     others = [x for x in node.args if x not in missing]
     if node.target is not _ADD or node.kwargs or len(node.args) != 2 or len(others) != 1:
         return None
@@ -118,6 +118,7 @@ def _other_term(node: fx.Node, missing: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def _zeros(rewriter: GraphRewriter, before: fx.Node, like: fx.Node) -> fx.Node:
+    """Inserts a tensor of zeros of the type of ``like`` before node ``before``; returns it."""
     val = like.meta["val"]
     at = rewriter.before(before, like=like, suffix="absent")
     options = {"dtype": val.dtype, "device": val.device, "pin_memory": False}

@@ -1,4 +1,4 @@
-"""Graph that reduces gradients which were accumulated without reduction (``no_sync``)."""
+"""Reduce accumulated: builds the graph that reduces gradients accumulated without reduction (``no_sync``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from shardc.ir.rewriter import GraphRewriter
 
 @dataclass(frozen=True)
 class Sum:
-    """Accumulator of one parameter's unreduced gradients; ``layout`` has pending sums over the axes to reduce."""
+    """The accumulator of one parameter's unreduced gradients.
+
+    Args:
+        name: the parameter.
+        layout: the accumulator's layout, with pending sums over the axes to reduce.
+        dtype: its dtype.
+    """
 
     name: str
     layout: Layout
@@ -29,14 +35,15 @@ def deferred_reduction(
     sums: Sequence[Sum], storages: Mapping[str, Layout], dtypes: Mapping[str, torch.dtype], fake_mode: Any,
     device: torch.device,
 ) -> fx.GraphModule:  # fmt: skip
-    """Builds the graph that takes the accumulators ``sums`` and returns the reduced gradient of each parameter.
+    """Returns the graph that takes the accumulators ``sums`` and returns the reduced gradient of each parameter.
+
+    It is a graph as after ``reshard``: a placeholder (role "accumulated") for each sum, an output for each parameter.
 
     Args:
-        storages: storage layout of each parameter, in which its gradient is returned.
-        dtypes: dtype that each gradient is cast to after its reduction.
-
-    Returns:
-        A graph as after ``reshard``: a placeholder (role "accumulated") for each sum, an output for each parameter.
+        sums: the accumulators; a parameter may have several, of different layouts.
+        storages: parameter -> its storage layout, in which its gradient is returned.
+        dtypes: parameter -> the dtype that its gradient is cast to after the reduction.
+        fake_mode, device: mode and device of fake values.
     """
     graph = fx.Graph()
     rewriter = GraphRewriter(graph)
@@ -63,6 +70,7 @@ _ORIGIN = Origin(phase="backward", cause="gradients summed without reduction")
 
 
 def _placeholder(rewriter: GraphRewriter, local_sum: Sum, at: int, fake_mode: Any, device: torch.device) -> fx.Node:
+    """Adds the placeholder of accumulator number ``at``; returns it."""
     node = rewriter.graph.placeholder(f"sum_{at}")
     with fake_mode:
         node.meta["val"] = torch.empty(local_sum.layout.shape, dtype=local_sum.dtype, device=device)

@@ -1,4 +1,4 @@
-"""Schedule: order the starts and waits of collectives, and of moves between host and device."""
+"""Schedule: orders the starts and waits of collectives, and of moves between host and device."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ class Schedule:
         """Gives each gather a priority after the first use of an earlier one, so that at most the limit is in flight.
 
         Args:
-            uses: first use of each gather.
+            gathers: the gathers to prefetch.
+            uses: gather -> position of its first use.
+            priority: position of each node in the new order, changed in place.
             first: priority of gathers that can start at once.
         """
         gathers.sort(key=lambda node: (uses[node], priority[node]))
@@ -113,6 +115,12 @@ def _drain(
 
     Each is waited for after the start of a later such collective, at the earliest the next one; the last ones at the
     end. A second reduction, or a move to the host, starts when the next collective does.
+
+    Args:
+        starts: the collectives.
+        free: ops that can move to an earlier position, as from `prefetchable`.
+        priority: position of each node in the new order, changed in place.
+        limit: bytes; -1 for no limit.
     """
     level = leaving(graph)
     going_on: set[fx.Node] = set()  # nodes that lead to another start
@@ -144,8 +152,10 @@ def _drain(
 
 
 def _always_ready(node: fx.Node, free: frozenset[fx.Node]) -> bool:
+    """Returns whether all inputs of ``node`` are inputs of the graph or in ``free``."""
     return all(x.op == "placeholder" or x in free for x in node.all_input_nodes)
 
 
 def _first_use(node: fx.Node, priority: dict[fx.Node, float]) -> float:
+    """Returns the position of the first op that uses the result of a collective; inf for none."""
     return min((priority[user] for wait in waits_of(node) for user in wait.users), default=float("inf"))

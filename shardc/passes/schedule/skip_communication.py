@@ -1,4 +1,4 @@
-"""Replace collectives by local copies, to time a step without its communication."""
+"""Skip communication: replaces collectives by local copies, to time a step without its communication."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ class SkipCommunication:
 
 
 def _started(node: fx.Node) -> bool:
-    """Tells whether ``node`` is the result of a collective that was not replaced."""
+    """Returns whether ``node`` is the result of a collective that was not replaced."""
     return collective_kind(node.args[0] if node.target is getitem else node) is not None
 
 
 def _replace(node: fx.Node, rewriter: GraphRewriter) -> None:
+    """Replaces a collective by copies of its inputs."""
     source, result, at = node.args[0], node.meta["val"], rewriter.before(node, suffix="silent")
     if isinstance(result, Tensor):
         rewriter.replace(node, _copy(source, result, at))
@@ -61,7 +62,7 @@ def _replace(node: fx.Node, rewriter: GraphRewriter) -> None:
 
 
 def _copy(x: fx.Node, like: Tensor, at: Inserter) -> fx.Node:
-    """Copies ``x`` into a new tensor of the shape of ``like``."""
+    """Inserts a copy of ``x`` in the shape of ``like``, repeated or cut; returns it."""
     have, want = x.meta["val"].numel(), like.numel()
     flat = at.call(aten.reshape.default, x, [have])
     if want > have:

@@ -1,4 +1,4 @@
-"""``cp``: splits the sequence of inputs and activations over an axis; attention communicates over it."""
+"""`Cp`, of ``cp``: splits the sequence of inputs and activations over an axis; attention communicates over it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Cp(BatchEntry):
         return self.dim, self.axis, striped
 
     def says(self, module: str) -> bool:
-        """Return whether it applies to attention computed by ``module``."""
+        """Return whether the entry applies to attention computed by module ``module``."""
         return self.modules == "*" or bool(matching(self.modules, (module,)))
 
     @property

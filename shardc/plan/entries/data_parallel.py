@@ -1,6 +1,4 @@
-"""``ddp``, ``fsdp`` and ``hsdp``: entries that split the batch over axes, and the storage of parameters over some of
-them.
-"""
+"""`Ddp` and `Fsdp`, of ``ddp``, ``fsdp`` and ``hsdp``: split the batch, and the storage of parameters, over axes."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ KeptSize = Annotated[int, Range(2, also=(-1,))]
 
 
 class Data(Entry):
-    """An entry that splits the batch over all of its axes. Without axes it stands for the mesh's only axis (`on`)."""
+    """An entry that splits the batch over all of its axes; without axes it refers to the mesh's only axis (`on`)."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -212,7 +210,7 @@ class Fsdp(Data):
 
 
 def _minor(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | None:
-    """Return the axes and parts of axes along which the minor ``size`` ranks of ``axes`` differ; or None."""
+    """Return the axes and parts of axes along which the minor ``size`` ranks of ``axes`` differ, None if none do."""
     if size == -1:
         return axes
     out: list[str] = []
@@ -232,7 +230,7 @@ def _minor(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | No
 
 
 def by_glob(tables: Mapping[str, Any], entry: str) -> dict[str, Any]:
-    """Return tables glob -> number as tuples of pairs, which entries store."""
+    """Return each table glob -> number as a tuple of pairs, as entries store it; ``tables`` are by argument name."""
     return {
         what: tuple(checked(table or {}, Mapping[str, Any], what, PlanError, plan_entry=entry).items())
         for what, table in tables.items()
@@ -240,10 +238,13 @@ def by_glob(tables: Mapping[str, Any], entry: str) -> dict[str, Any]:
 
 
 def regathered(reshard: Any, level: int, levels: Any, entry: str) -> tuple[int, dict[str, Any]]:
-    """Combine ``reshard_after_forward`` and ``levels``: return the default level (1 to 3: ZeRO), and tables by glob.
+    """Return (default FSDP level, tables by argument name) for the arguments ``reshard_after_forward`` and ``levels``.
 
     Args:
-        reshard: True, False or a number of ranks, or one of these by parameter glob.
+        reshard: True, False or a number of ranks, or a table parameter glob -> one of these.
+        level: the argument ``level``.
+        levels: parameter glob -> level.
+        entry: the plan entry, for errors.
     """
     level_of = dict(checked(levels or {}, Mapping[str, Any], "levels", PlanError, plan_entry=entry))
     if reshard is True and level != 3:
@@ -264,7 +265,7 @@ def regathered(reshard: Any, level: int, levels: Any, entry: str) -> tuple[int, 
 
 
 def axis_names(axis: Any, entry: str) -> tuple[str, ...]:
-    """Return ``axis``, a name or a sequence of names, as a tuple."""
+    """Return ``axis``, the name of a mesh axis or a sequence of names, as a tuple; PlanError for anything else."""
     names = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, list | tuple) else (axis,)
     for name in names:
         if not isinstance(name, str) or not name:

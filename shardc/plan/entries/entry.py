@@ -1,4 +1,4 @@
-"""The interface of plan entries. Resolving, text and files call it, and know no kind of entry."""
+"""`Entry`, the interface of plan entries: resolving, text and files call it and know no kind of entry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardc.plan.spec import Form
 
 @dataclass(frozen=True)
 class Entry:
-    """One statement of a plan: a frozen dataclass that overrides the methods that it has an answer for."""
+    """One statement of a plan: a frozen dataclass that overrides the methods for what it decides."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -29,7 +29,7 @@ class Entry:
         """
         return self
 
-    # --- what it decides
+    # --- decisions
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -65,9 +65,10 @@ class Entry:
         return {}
 
     def check(self, mesh: Mesh, batch: Mapping[str, Entry]) -> None:
-        """Raise PlanError for what the mesh alone shows; ``batch`` maps axes to the entries that split the batch.
+        """Raise PlanError if the entry does not suit the mesh, on which its `axes` are.
 
-        Requires that `axes` are on the mesh.
+        Args:
+            batch: axis -> the entry that splits the batch over it.
         """
 
     def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> Mapping[str, Placed]:
@@ -83,9 +84,13 @@ class Entry:
         return {}
 
     def store(self, stored: ParamPlan, param: Placed, view: Mesh | None) -> ParamPlan:
-        """Return ``stored`` with the storage that it gives a parameter that no spec splits over axes of `storage`.
+        """Return ``stored`` with the storage that the entry gives to a parameter.
+
+        It is called for parameters that no spec splits over axes of `storage`.
 
         Args:
+            stored: the parameter's layouts so far.
+            param: the parameter with its compute layout.
             view: the mesh of the parameters' DTensors; None while it is not known.
         """
         return stored
@@ -102,7 +107,7 @@ class Entry:
         """Return the modules whose activations backward recomputes."""
         return ()
 
-    # --- how it reads
+    # --- text
 
     @property
     def call(self) -> Call:
@@ -127,7 +132,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class BatchEntry(Entry):
-    """An entry that splits the batch over ``axis``, and something of the modules that it names."""
+    """An entry that splits the batch over ``axis``, and also splits tensors of the modules that it names."""
 
     axis: str
 

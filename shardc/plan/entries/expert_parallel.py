@@ -1,4 +1,4 @@
-"""``ep``: splits modules whose parameters have one slice for each expert over an axis."""
+"""`Ep`, of ``ep``: splits modules whose parameters have one slice for each expert over an axis."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Ep(BatchEntry):
         return ("ep", self.axis, self.glob)
 
     def says(self, module: str) -> bool:
-        """Return whether it applies to the experts of ``module``."""
+        """Return whether the entry applies to the experts of module ``module``."""
         return bool(matching(self.glob, (module,)))
 
     def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> dict[str, Placed]:

@@ -1,4 +1,4 @@
-"""``offload`` and ``recompute``: entries that save device memory."""
+"""`Offload` and `Recompute`, of ``offload`` and ``recompute``: save device memory."""
 
 from __future__ import annotations
 

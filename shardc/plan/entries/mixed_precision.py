@@ -1,4 +1,4 @@
-"""``precision``: the dtypes in which a model computes and its gradients are reduced."""
+"""`Precision`, of ``precision``: the dtypes in which a model computes and its gradients are reduced."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Precision(Entry):
     """The dtypes in which tensors are sent and computed; None leaves them unchanged.
 
     Args:
-        param: parameters are cast to it before their gather; floating-point inputs, too.
-        reduce: gradients are reduced in it; None: in ``param``.
-        output: floating-point outputs of the model, or of ``modules``, are cast to it.
-        buffers: floating-point buffers are cast to it.
+        param: parameters are cast to this dtype before their gather; floating-point inputs, too.
+        reduce: gradients are reduced in this dtype; None: in ``param``.
+        output: floating-point outputs of the model, or of ``modules``, are cast to this dtype.
+        buffers: floating-point buffers are cast to this dtype.
         keep_low_precision_grads: leave reduced gradients in ``reduce`` instead of casting them back.
         full_precision_eval: compute in the parameters' own dtype while the model is in eval mode.
-        cast_forward_inputs: which inputs are cast to ``param``. True: the floating-point inputs of the model (or of
+        cast_forward_inputs: the inputs that are cast to ``param``. True: the floating-point inputs of the model (or of
             ``modules``), and those of each layer in it: the children with parameters of a ModuleList, ModuleDict or
             Sequential. FSDP2 does the same if each layer is wrapped. "model": only those of the model (or of
             ``modules``). False: none.
@@ -68,17 +68,17 @@ class Precision(Entry):
         return {}
 
     def covers(self, module: str) -> bool:
-        """Return whether the policy applies to a module, by its path."""
+        """Return whether the policy applies to the module at path ``module``."""
         return not self.modules or any(matching(glob, _around(module)) for glob in self.modules)
 
     @property
     def grads(self) -> torch.dtype | None:
-        """Return the dtype of gradients after their reduction; None for each parameter's own."""
+        """Return the dtype of gradients after their reduction; None: that of each parameter."""
         return (self.reduce or self.param) if self.keep_low_precision_grads else None
 
     @property
     def non_defaults(self) -> dict[str, Any]:
-        """Return the fields that are not at their defaults."""
+        """Return name -> value of the fields that are not at their defaults."""
         return super().call[1]
 
     @property
@@ -102,16 +102,16 @@ _AS_IT_IS = Precision()
 
 @dataclass(frozen=True)
 class Policies:
-    """The precision of every module of a model."""
+    """The precision of every module of a model, by the entries in order."""
 
     entries: tuple[Precision, ...] = ()
 
     def of(self, module: str) -> Precision:
-        """Return the policy of a module, by its path: the last entry that covers it, or one that changes nothing."""
+        """Return the policy of the module at path ``module``: the last entry that covers it, or one without dtypes."""
         return next((entry for entry in reversed(self.entries) if entry.covers(module)), _AS_IT_IS)
 
     def of_param(self, name: str) -> Precision:
-        """Return the policy of the module that has a parameter."""
+        """Return the policy of the module that has the parameter ``name``."""
         return self.of(name.rpartition(".")[0])
 
     def mode(self, training: bool) -> Policies:

@@ -1,6 +1,4 @@
-"""Entries for the arguments of `Plan`: layouts of parameters, inputs, outputs and activations, prefetches, and
-settings.
-"""
+"""Entries for the arguments of `Plan`: layouts of parameters, inputs, outputs, activations; prefetches; settings."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ class Raw(Entry):
 
 
 class Spec(Raw):
-    """Base of entries with a spec; ``key`` is the argument of `Plan` and the target."""
+    """Base of entries with a spec; ``key`` is (argument of `Plan`, target of the spec)."""
 
     spec: Form
 
@@ -99,7 +97,10 @@ class Port(Spec):
         return specs
 
     def _is_about(self, name: str, arguments: list[str]) -> bool:
-        """Return whether the path is ``name``, its start or a glob of it, or the same with the argument's position."""
+        """Return whether the entry applies to the tensor ``name``: by path, start of a path or glob.
+
+        The argument at the start of the path may also be given by its position in ``arguments``.
+        """
         path, (argument, dot, rest) = self.path, name.partition(".")
         spelled = (name, f"{arguments.index(argument)}{dot}{rest}")
         return not path or any(s == path or s.startswith(f"{path}.") or fnmatchcase(s, path) for s in spelled)
@@ -178,7 +179,7 @@ class Prefetch(Raw):
 
 @dataclass(frozen=True)
 class Setting(Raw):
-    """One of the plan's plain values: ``reduce``, ``grad_scale``, ..."""
+    """One of the plan's plain values, such as ``reduce`` or ``grad_scale``."""
 
     name: str
     value: str | float | bool
@@ -217,7 +218,7 @@ class Setting(Raw):
 
 
 def port_entries(kind: str, value: Any) -> list[Port]:
-    """Return the entries of ``Plan(inputs=...)`` or ``Plan(outputs=...)``."""
+    """Return the entries of ``Plan(inputs=...)`` or ``Plan(outputs=...)``, by ``kind``."""
     out = []
     for path, spec in flatten(value, kind):
         form = per_rank() if spec is per_rank else spec
@@ -228,7 +229,7 @@ def port_entries(kind: str, value: Any) -> list[Port]:
 
 
 def activation_entries(target: str, value: Any) -> list[Activation]:
-    """Return the entries of ``Plan(activations={target: value})``: a spec, a list, or a dict by keyword."""
+    """Return the entries of ``Plan(activations={target: value})``; ``value``: a spec, a list, or a dict by keyword."""
     entry = f"activations[{quote(target)}] = {value!r}"
     base = target if split_target(target).where else f"{target}:output"
     out = []

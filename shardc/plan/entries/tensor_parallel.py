@@ -1,4 +1,4 @@
-"""``tp``: splits the weights of modules, and thereby their matrix products, over an axis."""
+"""`Tp`, of ``tp``: splits the weights of modules, and thereby their matrix products, over an axis."""
 
 from __future__ import annotations
 
@@ -70,11 +70,12 @@ class Tp(Entry):
         return placed
 
     def _split_parts(self, param: Placed) -> Placed:
-        """Split the first dim inside each of the three parts that attention packs in it."""
+        """Return ``param`` with its first dim split inside each of the three weights that attention stacks in it."""
         dims = [f"(3 _@{self.axis})", *("_" for _ in param.shape[1:])]
         return param.by_spec(", ".join(dims), str(self))
 
     def _split(self, param: Placed, dim: int) -> Placed:
+        """Return ``param`` with ``dim`` split; raise PlanError if it has no such dim."""
         if dim >= param.layout.ndim:
             raise PlanError(
                 f"parameter {param.name!r} of shape {param.shape} has no dim {dim} for {self.style} to split",
