@@ -1,1 +1,1 @@
-"""The command line: each module has its ``COMMANDS``."""
+"""The command line: each module defines its ``COMMANDS``."""

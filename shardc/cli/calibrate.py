@@ -28,6 +28,7 @@ DEFAULT_PATH = "shardc-cost.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``calibrate``."""
     parser.add_argument(
         "--ranks", type=int, default=2, help="gloo processes to start, unless torchrun did (default: 2)"
     )
@@ -54,6 +55,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _rank(rank: int, ranks: int, runs: int, out: str, store: str) -> None:
+    """Measure as one of the new processes, which meet at ``store``."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
@@ -62,6 +64,7 @@ def _rank(rank: int, ranks: int, runs: int, out: str, store: str) -> None:
 
 
 def _measure(runs: int, out: str) -> None:
+    """Measure with all ranks of the process group; rank 0 prints the cost model and writes it to ``out``."""
     world = dist.group.WORLD
     assert world is not None
     sizes = sorted({2, dist.get_world_size()})
@@ -87,7 +90,7 @@ def _measure(runs: int, out: str) -> None:
 
 
 def measure_launch(runs: int) -> float:
-    """Return the overhead of a compiled step per kernel in seconds, measured on a step with hardly any work."""
+    """Return the seconds of overhead per kernel of a compiled step, as the median of steps with hardly any work."""
     sizes = (dist.get_world_size(),)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(12)))
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp",))
@@ -105,6 +108,7 @@ def measure_launch(runs: int) -> float:
 
 
 def _print(cost: CostModel) -> None:
+    """Print the measured numbers."""
     for row in cost.kinds:
         print(f"{row.kind:15} {row.ranks} ranks {row.latency * 1e6:8.0f} us {row.bandwidth / 1e6:8.0f} MB/s")
     assert cost.messages is not None

@@ -1,4 +1,4 @@
-"""Commands about graphs: ``dump`` prints one, ``explain`` a layout in it, ``bisect`` finds the pass that is wrong."""
+"""Commands about graphs: ``dump`` prints a graph, ``explain`` a layout, ``bisect`` finds the pass of a wrong result."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ DEFAULT_STAGE = "collectives"
 
 
 def _add_dump(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``dump``."""
     target.add_arguments(parser)
     parser.add_argument("--stage", help=f"the stage to print (default: {DEFAULT_STAGE})")
     target.add_passes(parser, "print the stage after the last of these, or write only these")
@@ -47,6 +48,7 @@ def _run_dump(options: argparse.Namespace) -> None:
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``explain``."""
     target.add_arguments(parser)
     parser.add_argument("--tensor", required=True, metavar="NAME", help="a parameter, or a value as dumps name it")
     target.add_hardware(parser)
@@ -54,7 +56,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_explain(options: argparse.Namespace) -> None:
-    """Print the layouts and what decided them, the alternative strategies, the uses and the collectives."""
+    """Print a tensor's layouts and the reasons for them, the alternative strategies, the uses and the collectives."""
     described = hardware.find(options.hardware)
     loaded, mesh, plan, loss = target.resolve(options)
     program = shardc.compile(
@@ -67,6 +69,7 @@ def _run_explain(options: argparse.Namespace) -> None:
 
 
 def _add_bisect(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``bisect``."""
     target.add_arguments(parser)
     target.add_passes(parser, "look at these stages only")
     parser.add_argument(

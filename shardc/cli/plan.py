@@ -19,6 +19,7 @@ from shardc.search.result import Found, Trial
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``plan``."""
     target.add_model(parser)
     parser.add_argument("--ranks", type=target.count_of, metavar="N", help="search the meshes of so many ranks")
     parser.add_argument("--mesh", help="axes and sizes, as dp=2,tp=4: search this mesh alone")
@@ -46,6 +47,7 @@ def run(options: argparse.Namespace) -> None:
     with tqdm(desc="plans", unit="", leave=False, disable=None) as bar:
 
         def show(trial: Trial) -> None:
+            """Print a plan that was scheduled."""
             bar.update()
             bar.write(str(trial), file=sys.stderr)
 
@@ -60,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def text(result: Found, options: argparse.Namespace) -> str:
-    """Return the description of the result: the plan, its cost, and how to compile it."""
+    """Return the text about a search's result: the plan, its cost, and the command that compiles it."""
     schedule = result.schedule
     lines = [
         f"{len(result.trials)} plans scheduled, meshes: {len({t.mesh for t in result.trials})}; "
@@ -85,6 +87,7 @@ def text(result: Found, options: argparse.Namespace) -> str:
 
 
 def _row(name: str, trial: Trial) -> tuple[str, ...]:
+    """Return the row of a trial in the table of costs."""
     schedule = trial.schedule
     step, exposed = milliseconds(schedule.seconds), milliseconds(schedule.exposed)
     memory = f"{gigabytes(trial.memory)}{'' if trial.fits else ' (does not fit)'}"
@@ -92,7 +95,7 @@ def _row(name: str, trial: Trial) -> tuple[str, ...]:
 
 
 def _commands(result: Found, options: argparse.Namespace) -> list[str]:
-    """Return the command, and the call, that compile the plan."""
+    """Return the lines with the command, and the call, that compile the plan."""
     mesh = ",".join(f"{name}={size}" for name, size in result.mesh.shape)
     words = ["python", "-m", "shardc", "schedule", options.target, "--mesh", mesh, "--plan", str(result.plan)]
     words += ["--hardware", options.hardware, *(["--loss", options.loss] if options.loss else [])]

@@ -22,7 +22,7 @@ DEFAULT_ROWS = 40
 
 
 def add_prediction(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that select what to predict: target, mesh, plan, hardware, order."""
+    """Add the arguments that select a prediction: target, mesh, plan, hardware, stage and order."""
     target.add_arguments(parser)
     target.add_hardware(parser)
     parser.add_argument(
@@ -46,6 +46,7 @@ def predict(options: argparse.Namespace) -> tuple[shardc.Program, Any]:
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``schedule``."""
     add_prediction(parser)
     parser.add_argument(
         "--rows", type=target.count_of, default=DEFAULT_ROWS, help="rows of collectives to print; 0 for all"
@@ -76,6 +77,7 @@ def _run_schedule(options: argparse.Namespace) -> None:
 
 
 def _add_lint(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``lint``."""
     add_prediction(parser)
     parser.add_argument("--fail-on", choices=SEVERITIES, help="exit with 1 where a finding is at least this severe")
 
@@ -101,6 +103,7 @@ def _run_lint(options: argparse.Namespace) -> int:
 
 
 def _add_cost(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``cost``."""
     target.add_arguments(parser)
     target.add_hardware(parser)
     target.add_fold(parser)
@@ -142,6 +145,7 @@ def _run_cost(options: argparse.Namespace) -> None:
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``diff``."""
     parser.add_argument("before", metavar="A", help="what `schedule --json` wrote")
     parser.add_argument("after", metavar="B", help="the same, to compare with A")
     parser.add_argument(

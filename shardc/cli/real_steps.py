@@ -1,6 +1,4 @@
-"""``measure``: runs real steps of a model on gloo ranks, under one plan or several in turn, and compares them with the
-prediction.
-"""
+"""``measure``: runs real steps of a model on gloo ranks, under one or several plans, and compares with predictions."""
 
 from __future__ import annotations
 
@@ -45,12 +43,12 @@ WARM_UP = 2  # steps that are not timed; the first compiles
 
 @dataclass(frozen=True)
 class Work:
-    """The model to run, and how.
+    """The model to run, and the settings of the run.
 
     Args:
-        target: argument of `shardc.cli.target.load`.
-        loss: name of a function in the target's file, or None.
-        backend: that of `shardc.compile`.
+        target: the model, as `shardc.cli.target.load` takes it.
+        loss: name of a function in the target's file; None for no loss.
+        backend: backend of `shardc.compile`.
         steps: number of timed steps per plan.
     """
 
@@ -65,10 +63,11 @@ class Pair:
     """One collective as predicted and as measured.
 
     Args:
-        kind, axis, tensor: those of the prediction.
+        kind, axis, tensor: the predicted kind, axes and tensor.
         ran: the kind that ran.
-        predicted_bytes, bytes: bytes that this rank sent; None if the profiler does not report them.
-        predicted_seconds, seconds: time from start to end.
+        predicted_bytes: bytes that a rank sends, as predicted.
+        bytes: bytes that this rank sent; None if the profiler does not report them.
+        predicted_seconds, seconds: time from start to end, predicted and measured.
     """
 
     kind: str
@@ -121,7 +120,15 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Training:
-    """A model under one plan on this rank: the compiled module, its predicted schedule, its inputs and optimizer."""
+    """A model under one plan on this rank.
+
+    Args:
+        plan: the plan, as text.
+        module: the compiled module.
+        schedule: its predicted schedule.
+        inputs: this rank's inputs of a step.
+        optimizer: the optimizer of the module's parameters.
+    """
 
     plan: str
     module: Any
@@ -130,20 +137,25 @@ class _Training:
     optimizer: torch.optim.Optimizer
 
     def step(self) -> None:
+        """Run forward and backward."""
         outputs = [x for x in _tensors(self.module(*self.inputs)) if x.requires_grad]
         torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
 
     def update(self) -> None:
+        """Run the optimizer and drop the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
 def compare(work: Work, plans: Sequence[tuple[str, shardc.Mesh]], described: Hardware) -> list[Comparison]:
-    """Train on this rank under each plan, one step of each in turn, and compare with the prediction; all ranks call it.
+    """Return predictions and measurements of each plan, after training on this rank; all ranks call it.
+
+    The plans take turns, one step each.
 
     Args:
+        work: the model to run.
         plans: text and mesh of each plan.
-        described: hardware of the prediction.
+        described: the hardware of the prediction.
     """
     trained = [_training(work, plan, mesh, described) for plan, mesh in plans]
     times: list[list[float]] = [[] for _ in trained]
@@ -157,6 +169,7 @@ def compare(work: Work, plans: Sequence[tuple[str, shardc.Mesh]], described: Har
 
 
 def _training(work: Work, plan: str, mesh: shardc.Mesh, described: Hardware) -> _Training:
+    """Return the model compiled under ``plan`` on this rank, with its predicted schedule."""
     torch.manual_seed(0)  # the same model on every rank
     loaded = target.load(work.target)
     loss = None if work.loss is None else loaded.named(work.loss, "loss")
@@ -175,6 +188,7 @@ def _training(work: Work, plan: str, mesh: shardc.Mesh, described: Hardware) -> 
 
 
 def _timed(step: Callable[[], None]) -> float:
+    """Return the seconds that ``step`` takes on this rank, when all ranks start together."""
     dist.barrier()
     start = time.perf_counter()
     step()
@@ -182,6 +196,7 @@ def _timed(step: Callable[[], None]) -> float:
 
 
 def _compared(training: _Training, timed: tuple[float, ...]) -> Comparison:
+    """Return the comparison of one plan, after one more step under the profiler; ``timed`` are seconds of steps."""
     dist.barrier()
     module, schedule = training.module, training.schedule
     allocated = _alive([*module.parameters(), *module.buffers(), *training.inputs, *_state(training.optimizer)])
@@ -198,6 +213,7 @@ def _compared(training: _Training, timed: tuple[float, ...]) -> Comparison:
 
 
 def _pair(predicted: Collective, ran: Ran) -> Pair:
+    """Return a collective as predicted and as it ran."""
     counted = ran.sent
     if counted is None and ran.payload is not None:
         elements, size = ran.payload
@@ -209,22 +225,24 @@ def _pair(predicted: Collective, ran: Ran) -> Pair:
 
 
 def _real(x: Any) -> Any:
-    """Return random or zero values for an example argument on the meta device."""
+    """Return ``x``, an example argument; with random values or zeros if it is a tensor on the meta device."""
     if not isinstance(x, Tensor) or not x.is_meta:
         return x
     return torch.randn(x.shape, dtype=x.dtype) if x.is_floating_point() else torch.zeros(x.shape, dtype=x.dtype)
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
+    """Return the tensors in the outputs of a model."""
     return [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
 
 
 def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the tensors of an optimizer's state."""
     return [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
 
 
 def _alive(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of this rank's storages of ``tensors``."""
+    """Return the bytes of the storages of ``tensors`` on this rank, each storage counted once."""
     local = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local}.values())
 
@@ -233,6 +251,7 @@ Plans = list[tuple[str, shardc.Mesh]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``measure``."""
     target.add_model(parser)
     parser.add_argument("--nproc", type=int, required=True, help="gloo processes to start")
     parser.add_argument(
@@ -247,7 +266,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print predicted and measured numbers: of one plan each collective and totals, of several totals and order.
+    """Print predicted and measured numbers: of one plan its collectives and totals, of several their totals and order.
 
     Raises:
         InputError, MeshError, PlanError: an argument is wrong.
@@ -275,7 +294,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> Plans:
-    """Return the plans and their meshes, after all checks that one process can do, before ranks are started."""
+    """Return (text, mesh) of each plan, after all checks that one process can do, before ranks are started.
+
+    Raises:
+        InputError, MeshError, PlanError: an argument is wrong.
+    """
     if options.nproc < 1 or options.steps < 1:
         raise InputError("--nproc and --steps are 1 or more")
     loaded = target.load(options.target)
@@ -298,6 +321,7 @@ def _check(options: argparse.Namespace) -> Plans:
 
 
 def _rank(rank: int, work: Work, plans: Plans, described: Hardware, folder: str, ranks: int) -> None:
+    """Compare the plans as one of the new processes; rank 0 writes the comparisons to ``folder``."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     store = f"file://{Path(folder) / 'store'}"
@@ -310,7 +334,7 @@ def _rank(rank: int, work: Work, plans: Plans, described: Hardware, folder: str,
 
 
 def _print_one(comparison: Comparison) -> None:
-    """Print the collectives, equal ones grouped, and the totals."""
+    """Print the collectives of one plan, equal ones grouped, and the totals."""
     groups = grouped(comparison.pairs, lambda pair: (pair.kind, pair.axis, layers_of(pair.tensor), pair.ran))
     body = []
     for (kind, axis, tensor, ran), of in groups.items():
@@ -334,7 +358,7 @@ def _print_one(comparison: Comparison) -> None:
 
 
 def _print_all(comparisons: list[Comparison]) -> None:
-    """Print a row per plan, and whether the order by measured time is the predicted one."""
+    """Print a row per plan, and the plans in order of predicted and of measured time."""
     body = []
     for row in comparisons:
         sent, counted = row.bytes
@@ -370,6 +394,7 @@ def order(comparisons: list[Comparison]) -> list[str]:
 
 
 def _off(predicted: float, measured: float | None) -> str:
+    """Return the relative error of a prediction as text; "-" if nothing was measured."""
     return f"{predicted / measured - 1:+.1%}" if measured else "-"
 
 

@@ -1,4 +1,4 @@
-"""``rules``: lists every op that has a sharding rule, and how much of core ATen is covered."""
+"""``rules``: lists every op that has a sharding rule, and the coverage of core ATen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOT_IN_A_PROGRAM = (
 
 
 class Line(NamedTuple):
-    """One line of the table."""
+    """A line of the table: an op, its rule in notation, and the source of the rule (as from `source`)."""
 
     op: str
     text: str
@@ -31,6 +31,7 @@ class Line(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``rules``."""
     parser.add_argument("--op", default="*", metavar="GLOB", help="only ops whose name fits, e.g. 'aten.*scatter*'")
 
 
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def listed() -> Iterator[Line]:
-    """Yield lines: own rules, then ops that are decomposed or covered by torch, then uncovered core ATen ops."""
+    """Yield the table's lines: own rules, ops that are decomposed or from torch, then uncovered core ATen ops."""
     for op, rule in sorted(RULES.items()):
         yield Line(op, rule.text, "own")
     sources = {overload: source(overload) for overload in aten_overloads() if functional(overload)}
@@ -64,14 +65,14 @@ def core_aten() -> list[Any]:
 
 
 def overloads(op: str) -> Iterator[Any]:
-    """Yield the functional overloads of a rule's op."""
+    """Yield the functional overloads that a rule for ``op`` covers."""
     namespace, name, *suffix = op.split(".")
     packet = getattr(getattr(torch.ops, namespace), name)
     yield from filter(functional, (getattr(packet, overload) for overload in suffix or packet.overloads()))
 
 
 def functional(overload: Any) -> bool:
-    """Return whether an overload computes new tensors from tensors and numbers only."""
+    """Return whether ``overload`` computes new tensors from tensors and numbers only."""
     schema = overload._schema
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
     tensors = all(str(r.type) in ("Tensor", "List[Tensor]") for r in schema.returns)
@@ -79,7 +80,7 @@ def functional(overload: Any) -> bool:
 
 
 def source(overload: Any) -> str:
-    """Return the source of an overload's rule: ``own``, ``decomposed`` (when traced), ``torch`` or ``none``."""
+    """Return the source of the rule of ``overload``: ``own``, ``decomposed`` (when traced), ``torch`` or ``none``."""
     rule = find_rule(overload)
     if rule is not None and rule.text != FROM_TORCH:
         return "own"
@@ -89,7 +90,7 @@ def source(overload: Any) -> str:
 
 
 def coverage() -> str:
-    """Return a line that counts the covered core ATen overloads by source and names those without a rule."""
+    """Return a line of text: the covered core ATen overloads by source, and the names of those without a rule."""
     by_source: dict[str, list[str]] = {"own": [], "decomposed": [], "torch": [], "none": []}
     for overload in core_aten():
         by_source[source(overload)].append(str(overload))

@@ -26,6 +26,7 @@ from shardc.report.export import gigabytes, milliseconds, plain, shorten, write
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``sweep``."""
     target.add_model(parser)
     parser.add_argument("--ranks", required=True, help="8..16384 (doubling from the first), or 8,24,64")
     parser.add_argument(
@@ -39,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print a row for each number of ranks, plan and mesh, the fastest first, and a line for each combination that
-    fails.
+    """Print a row for each number of ranks, plan and mesh, the fastest first, then a line for each failed combination.
 
     Raises:
         InputError: the ranks or axes are invalid, the target does not load, or every combination fails.
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _ranks(text: str) -> list[int]:
-    """Parse ``8..16384`` (doubling) or ``8,24,64``.
+    """Return the numbers of ranks in ``8..16384`` (doubling) or ``8,24,64``.
 
     >>> _ranks("8..64"), _ranks("8,24")
     ([8, 16, 32, 64], [8, 24])
@@ -101,14 +101,22 @@ def _ranks(text: str) -> list[int]:
 
 
 def _sizes(texts: Sequence[str]) -> dict[str, int]:
-    """Return the axis sizes given by ``--set``."""
+    """Return the axis sizes of the arguments ``--set``."""
     return dict(target.mesh_of(",".join(texts), "--set").shape) if texts else {}
 
 
 def _meshes(axes: Sequence[str], ranks: int, fixed: dict[str, int], described: Hardware) -> Iterator[Mesh]:
-    """Yield meshes of ``ranks``: all axes but the first have powers of two within a node, the first has the rest."""
+    """Yield meshes of ``ranks`` ranks: all axes but the first are powers of two within a node, the first has the rest.
+
+    Args:
+        axes: axis names.
+        ranks: number of ranks.
+        fixed: axis -> its size, where it is given.
+        described: the hardware, which has the size of a node.
+    """
 
     def sizes(names: Sequence[str], room: int) -> Iterator[dict[str, int]]:
+        """Yield sizes of the axes ``names`` with a product of at most ``room``."""
         if not names:
             yield {}
             return
@@ -133,6 +141,7 @@ def _row(
     options: shardc.Options,
     described: Hardware,
 ) -> Row:
+    """Return the prediction for one mesh and plan (``text`` as the user wrote it), or its error."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardcWarning)  # a line for each row would hide the table
@@ -147,7 +156,7 @@ def _row(
 
 
 def _print(rows: Sequence[Row], described: Hardware) -> None:
-    """Print the table, then the combinations that fail."""
+    """Print the table of predictions, then the combinations that fail."""
     good = sorted((row for row in rows if not row.error), key=lambda row: (row.ranks, row.seconds))
     body = [
         (
@@ -170,11 +179,15 @@ class Row:
     """The prediction for one mesh and plan, or the error that prevents it.
 
     Args:
-        seconds, exposed: step time and exposed communication.
+        ranks: number of ranks.
+        mesh, plan: mesh and plan, as text.
+        seconds: step time.
+        exposed: seconds of exposed communication.
         memory: bytes of a rank at the peak.
-        fits: whether that is within the hardware's memory.
+        fits: whether these are within the hardware's memory.
         mfu: upper bound of the model FLOPs utilization.
         wire: bytes that each rank sends in a step.
+        error: the error as one line; "" for none.
     """
 
     ranks: int
@@ -190,7 +203,7 @@ class Row:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw each plan's fastest mesh over the number of ranks, hollow if it does not fit; return the figure."""
+    """Return a figure of each plan's fastest mesh over the number of ranks, hollow if it does not fit in memory."""
     drawn = page.figure(9, 7)
     times, memory = drawn.subplots(2, 1, sharex=True)
     unit, second = page.time_unit(max(row.seconds for row in rows))

@@ -1,4 +1,4 @@
-"""`Command`, and common arguments of commands: a model (by the function that builds it), a mesh, a plan."""
+"""`Command`, and arguments that commands share: a model (by the function that returns it), a mesh, a plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ from shardc.validate import near
 
 
 class Command(NamedTuple):
-    """A command: its name and help, the function that adds its arguments, and the one that runs it."""
+    """A command of the command line.
+
+    Args:
+        name: its name.
+        help: its help text.
+        add_arguments: adds its arguments to a parser.
+        run: runs it with the parsed arguments; returns the exit status, None for 0.
+    """
 
     name: str
     help: str
@@ -49,7 +56,7 @@ class Target:
     args: tuple[Any, ...]
 
     def named(self, name: str, what: str) -> Any:
-        """Return attribute ``name`` of the target's module; ``what`` says in an error what it should be."""
+        """Return attribute ``name`` of the target's module; ``what`` is the kind that it should be, for the error."""
         return _attribute(self.module, name, self.name.rpartition(":")[0], what)
 
 
@@ -80,12 +87,12 @@ def add_fold(parser: argparse.ArgumentParser) -> None:
 
 
 def add_passes(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the argument that selects stages (`stages_of`)."""
+    """Add the argument that selects stages (`stages_of`); ``what`` is the start of its help text."""
     parser.add_argument("--passes", metavar="FIRST:END", help=f"{what}, by number: 0:3 are capture and two passes")
 
 
 def count_of(text: str) -> int:
-    """Parse a number of items, 0 or more, for `argparse`."""
+    """Return the number 0 or more that ``text`` has, for `argparse`."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a count; write a number such as 40")
     return int(text)
@@ -113,7 +120,7 @@ def stages_of(text: str | None, stages: Sequence[str]) -> tuple[str, ...]:
 
 
 def resolve(options: argparse.Namespace) -> tuple[Target, Mesh, Plan, Callable[..., Any] | None]:
-    """Return target, mesh, plan and loss from the arguments of `add_arguments`.
+    """Return (target, mesh, plan, loss) for the arguments of `add_arguments`; the loss is None if there is none.
 
     Raises:
         InputError, MeshError, PlanError: an argument is wrong.
@@ -125,7 +132,7 @@ def resolve(options: argparse.Namespace) -> tuple[Target, Mesh, Plan, Callable[.
 
 
 def plan_of(text: str, target: Target, argument: str) -> Plan:
-    """Parse a plan; names in it are looked up in the target's module.
+    """Return the plan in ``text``; names in it are looked up in the target's module.
 
     Raises:
         PlanError: the plan is wrong; the text names ``argument``.
@@ -137,7 +144,7 @@ def plan_of(text: str, target: Target, argument: str) -> Plan:
 
 
 def mesh_of(text: str, argument: str = "--mesh") -> Mesh:
-    """Parse a mesh such as ``dp=2,tp=4``.
+    """Return the mesh in ``text``, such as ``dp=2,tp=4``.
 
     >>> mesh_of("dp=2,tp=4")
     Mesh(dp=2, tp=4)
@@ -154,7 +161,7 @@ def mesh_of(text: str, argument: str = "--mesh") -> Mesh:
 
 
 def load(text: str) -> Target:
-    """Call the function named by ``path.py:function`` or ``module:function``, and return its model and arguments.
+    """Return the model and arguments that the function ``path.py:function`` or ``module:function`` returns.
 
     Raises:
         InputError: the file, module or function does not exist or fails, or it does not return (model, arguments).
@@ -174,6 +181,7 @@ def load(text: str) -> Target:
 
 
 def _module(where: str) -> ModuleType:
+    """Return the module at ``where``: a file, or the name of a module to import."""
     if not where.endswith(".py"):
         return importlib.import_module(where)
     path = Path(where)
@@ -190,6 +198,7 @@ def _module(where: str) -> ModuleType:
 
 
 def _attribute(module: ModuleType, name: str, where: str, what: str) -> Any:
+    """Return attribute ``name`` of ``module``; InputError, with similar names, if there is none."""
     if not hasattr(module, name):
         functions = [
             key
@@ -202,7 +211,7 @@ def _attribute(module: ModuleType, name: str, where: str, what: str) -> Any:
 
 
 def _run(what: str, function: Callable[[], Any]) -> Any:
-    """Call the user's function; turn its errors into one line with the place in the user's code."""
+    """Call the user's function and return its result; its errors become one line with the place in the user's code."""
     try:
         return function()
     except InputError:

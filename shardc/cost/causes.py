@@ -1,6 +1,4 @@
-"""Finds why a collective exists: the tensor that it moves, the module and source line that need it, and the plan
-entry.
-"""
+"""Finds the origin of a collective: the tensor that it moves, the module and source line, and the plan entry."""
 
 from __future__ import annotations
 
@@ -27,9 +25,9 @@ class Cause:
 
     Args:
         tensors: the parameters that are gathered or whose gradients are reduced; otherwise the value that moves.
-        module, source: where the code that needs it is.
+        module, source: module and source line of the code that needs it.
         entry: the plan entry that causes it; "" if none was found.
-        reason: the compiler's own record of the node, such as ``needed by layers.0.add``.
+        reason: the cause in the node's record, such as ``needed by layers.0.add``.
         consumer: the op that needs it, as in ``reason``; "" if a plan entry asked for it.
     """
 
@@ -47,7 +45,7 @@ class Cause:
 
 
 class Explainer:
-    """Finds the causes of the collectives of one step.
+    """Finds the causes of the collectives of one step; ops are identified by their positions in it.
 
     Args:
         step: the ops of the step.
@@ -93,30 +91,30 @@ class Explainer:
         return replace(cause, entry=next(about(axes, entries), cause.entry))
 
     def _host_param(self, at: int) -> str:
-        """Return the offloaded parameter that a host copy moves, or whose gradient it moves."""
+        """Return the name of the offloaded parameter that a host copy moves, or whose gradient it moves."""
         names = (role.name for role, out in self.step.outputs if self.step.ops[out].reads == (at,))
         return next(names, ir.info(self.step.ops[self.step.ops[at].reads[0]].node).name)
 
     def _gathered(self, at: int) -> list[str]:
-        """Return the parameters from which a chain of gathers and moves starts."""
+        """Return the names of the parameters at the start of a chain of gathers and views."""
         name = ir.info(self.step.ops[at].node).name
         return [name] if name in self.params else [p for read in self.step.ops[at].reads for p in self._gathered(read)]
 
     def _sources(self, at: int) -> tuple[int, ...]:
-        """Return what an op reads; an item of a bucketed collective reads only its own tensor."""
+        """Return the positions of the ops that an op reads; an item of a bucketed collective reads one tensor."""
         op = self.step.ops[at]
         if op.node.target is getitem and self.step.ops[op.reads[0]].kind == START:
             return (self.step.ops[op.reads[0]].reads[op.node.args[1]],)
         return op.reads
 
     def _needed(self, at: int) -> list[str]:
-        """Return the parameters whose gradients need the result of the collective, or an item of it."""
+        """Return the names of the parameters whose gradients need the result of the collective, or an item of it."""
         reached = self._reached(at, lambda node: (user for user in self.users[node] if self.passes_on[user]))
         names = (self.origins[node].consumer for node in reached)
         return list(dict.fromkeys(name for name in names if name in self.params))
 
     def _reached(self, at: int, neighbours: Callable[[int], Iterable[int]]) -> Iterator[int]:
-        """Yield the positions that ``neighbours`` lead to from ``at``, the nearest first, ``at`` included."""
+        """Yield ``at`` and the positions that ``neighbours`` lead to from there, the nearest first."""
         work, seen = [at], {at}
         for node in work:  # grows
             yield node
@@ -125,7 +123,7 @@ class Explainer:
             work += fresh
 
     def _first_use(self, at: int) -> str:
-        """Return the source line of the first op that computes with the value that the collective brings."""
+        """Return the source line of the first op that computes with the collective's result; "" for none."""
         work, seen = [at], {at}
         while work:
             node = min(work)
@@ -139,13 +137,13 @@ class Explainer:
         return ""
 
     def _maker(self, at: int, consumer: str) -> int:
-        """Return the op whose parameter caused a collective: a reduction, or the op that needs the value resharded."""
+        """Return the position of the op whose parameter caused a collective: a reduction, or a reshard's consumer."""
         if comm_volume.collective_kind(self.step.ops[at].node) in REDUCTIONS:
             return at
         return self.position.get(consumer, at)
 
     def _compute_entry(self, at: int) -> str:
-        """Return the plan entries of the compute layout of the parameter at position ``at``; "" if it is none."""
+        """Return the plan entries of the compute layout of the parameter at position ``at``; "" for other ops."""
         node = self.step.ops[at].node
         return self.compute.get(ir.info(node).name, "") if node.op == "placeholder" else ""
 
@@ -154,6 +152,8 @@ def cause_of(program: Executable, node: fx.Node, entries: Iterable[str]) -> Caus
     """Return the cause of collective ``node`` of a compiled forward or backward graph.
 
     Args:
+        program: the compiled program.
+        node: the collective.
         entries: all plan entries; if the cause has none, those that mention the collective's axes are used.
     """
     halves = program.step()
@@ -167,6 +167,6 @@ def cause_of(program: Executable, node: fx.Node, entries: Iterable[str]) -> Caus
 
 
 def _recorded(node: fx.Node, *tensors: str) -> Cause:
-    """Return what the record of ``node`` says of its cause."""
+    """Return the cause in the record of ``node``, a collective that moves ``tensors``."""
     origin = ir.info(node).origin
     return Cause(tensors, origin.module, origin.source, origin.cause, origin.reason, origin.consumer)

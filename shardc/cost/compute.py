@@ -1,9 +1,9 @@
 """The compute of a step: kernels, FLOPs and bytes of its ops, and dense ops that several ranks compute redundantly.
 
 Consecutive ops between matrix products, attentions, convolutions and collectives count as one kernel. It reads values
-from outside and writes those that are used outside: roughly what Inductor's fusion does.
-
-Finds dense ops that several ranks compute redundantly, by mesh axis, and words the warning of `shardc.compile`.
+from outside and writes those that are used outside: roughly what Inductor's fusion does. `wasted` returns the warning
+    of
+`shardc.compile` about redundant dense ops.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Kernel:
 
     Args:
         ops: positions of the ops in the step.
-        name, module, source, phase: those of the first op.
+        name, module, source, phase: name, module, source line and phase of the first op.
         flops: operations of its dense ops.
         bytes: bytes read from and written to memory.
-        dtype: selects the peak of the hardware.
-        attention: it is an attention kernel.
+        dtype: dtype of its operands, which selects the peak rate of the hardware.
+        attention: whether it is an attention kernel.
     """
 
     ops: tuple[int, ...]
@@ -73,7 +73,7 @@ class Kernel:
 
 
 def flops_of(node: fx.Node) -> int:
-    """Return the operations of ``node`` at its shapes (global or local) by torch's counter; 0 if it is not dense."""
+    """Return the operations of ``node`` at its (global or local) shapes, by torch's counter; 0 if it is not dense."""
     if not is_dense(node):
         return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), _shape)
@@ -94,7 +94,7 @@ def is_dense(node: fx.Node) -> bool:
 
 
 def buffers(step: Sequence) -> list[tuple[Buffer | None, ...]]:
-    """Return, for each op, the buffer of each of its results."""
+    """Return, for each op, the buffer of each of its results; None for a result that is not a tensor."""
     out: list[tuple[Buffer | None, ...]] = []
     for at, op in enumerate(step.ops):
         behind = _behind(op, at, out)
@@ -109,6 +109,7 @@ def buffers(step: Sequence) -> list[tuple[Buffer | None, ...]]:
 
 
 def _behind(op: Op, at: int, buffers_of: list[tuple[Buffer | None, ...]]) -> tuple[Buffer | None, ...]:
+    """Return the buffers of the results of op ``at``: new ones, or for a view those of the op that it reads."""
     node = op.node
     if op.kind == WAIT:
         return buffers_of[op.reads[0]]
@@ -124,14 +125,19 @@ def _behind(op: Op, at: int, buffers_of: list[tuple[Buffer | None, ...]]) -> tup
 
 
 def tensor_bytes(x: Any) -> int:
+    """Return the bytes of ``x``; 0 if it is not a tensor."""
     return prod(x.shape) * x.dtype.itemsize if isinstance(x, Tensor) else 0
 
 
 def kernels(step: Sequence, memory: list[tuple[Buffer | None, ...]]) -> dict[int, Kernel]:
-    """Return the kernels that Inductor would fuse of a step's ops, each by the position of its last op."""
+    """Return position of the last op -> kernel, for the kernels that Inductor would fuse of a step's ops.
+
+    Args:
+        memory: the buffers of each op's results, from `buffers`.
+    """
     step_outputs = {id(b) for _, at in step.outputs for b in memory[at]}
     out: dict[int, Kernel] = {}
-    run: list[int] = []
+    run: list[int] = []  # positions of the ops of the kernel so far
 
     def close() -> None:
         if run:
@@ -154,6 +160,7 @@ def kernels(step: Sequence, memory: list[tuple[Buffer | None, ...]]) -> dict[int
 def _kernel(
     step: Sequence, memory: list[tuple[Buffer | None, ...]], run: tuple[int, ...], step_outputs: set[int]
 ) -> Kernel:
+    """Return the kernel of the ops ``run``; ``step_outputs`` are the ids of buffers that leave the step."""
     members = set(run)
     reads: dict[int, int] = {}
     written = operations = 0
@@ -178,11 +185,12 @@ def _kernel(
 
 
 def is_inner(buffer: Buffer, kernel: set[int], step_outputs: set[int]) -> bool:
-    """Return whether a buffer is used only inside the kernel that allocates it."""
+    """Return whether ``buffer`` is used only inside the kernel that allocates it, whose ops are ``kernel``."""
     return id(buffer) not in step_outputs and all(reader in kernel for reader in buffer.readers)
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
+    """Return the dtype of the first tensor that ``node`` reads; float32 if there is none."""
     values = [x.meta.get("val") for x in node.all_input_nodes]
     return next((x.dtype for x in values if isinstance(x, Tensor)), torch.float32)
 
@@ -197,11 +205,12 @@ class Dense:
     """A dense op on one rank.
 
     Args:
-        name, module: of the op.
+        name, module: name and module of the op.
         flops: operations of one rank.
         bytes: bytes that one rank reads and writes.
         times: axis -> number of ranks along it that compute the same.
-        gathered: (axis, name, bytes that a rank receives) of activations gathered for it over these axes.
+        gathered: (axis, name of an all-gather, bytes that a rank receives) of activations gathered for it over these
+            axes.
     """
 
     name: str
@@ -213,19 +222,19 @@ class Dense:
 
 
 def layers_of(name: str) -> str:
-    """Replace the numbers of repeated layers in ``name`` by ``*``: ``layers.*.mlp.up``."""
+    """Return ``name`` with the numbers of repeated layers replaced by ``*``, such as ``layers.*.mlp.up``."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def model_flops(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
-    """Yield the dense ops of a global graph with their operations on all ranks together, without redundancy."""
+    """Yield (dense op, operations on all ranks together, without redundancy) of a global graph."""
     for node in graph.nodes:
         if node.op == "call_function" and (flops := flops_of(node)):
             yield node, flops
 
 
 def dense(graph: fx.Graph, mesh: Mesh) -> Iterator[tuple[fx.Node, Dense]]:
-    """Yield the dense ops of a global graph; an op is repeated over axes that split neither operands nor results."""
+    """Yield (op, `Dense`) of a global graph; an op is repeated over axes that split neither operands nor results."""
     for node, total in model_flops(graph):
         values = [value for x in (*node.all_input_nodes, node) for value in ir.info(x).tensors if value.layout]
         parts = {axis for value in values if value.layout for axis in value.layout.bound}
@@ -245,7 +254,7 @@ def _local(value: ir.Value) -> int:
 
 
 def _gathers(node: fx.Node) -> Iterator[tuple[str, str, int]]:
-    """Yield the all-gathers that produced ``node``, or the value that it is a view of; not those of parameters."""
+    """Yield (axis, name, bytes received) of the all-gathers that produced ``node`` or its source; not of parameters."""
     gathers = []
     while node.op == "call_function" and len(node.all_input_nodes) == 1 and not isinstance(ir.info(node).value, tuple):
         (source,) = node.all_input_nodes
@@ -262,23 +271,32 @@ def _gathers(node: fx.Node) -> Iterator[tuple[str, str, int]]:
 
 @dataclass
 class _Axis:
-    """The redundant work over one axis, per rank and step."""
+    """The redundant work of the ranks along one axis, per rank and step.
+
+    Attributes:
+        flops, bytes: redundant operations, and redundant bytes read and written.
+        within: all operations of the ops that are repeated.
+        modules: module -> its redundant operations.
+        gathered: name of an all-gather for these ops -> bytes received.
+    """
 
     flops: float = 0.0
     bytes: float = 0.0
-    within: float = 0.0  # operations of the ops that are repeated
+    within: float = 0.0
     modules: dict[str, float] = field(default_factory=dict)
-    gathered: dict[str, int] = field(default_factory=dict)  # bytes by name
+    gathered: dict[str, int] = field(default_factory=dict)
 
 
 def wasted(
     ops: Iterable[Dense], mesh: Mesh, params: Mapping[str, Layout], counts: Callable[[str], int] = lambda name: 1
 ) -> PlanError | None:
-    """Return the warning about redundant work, or None if there is too little of it.
+    """Return the warning about redundant work; None if there is too little of it.
 
     Args:
-        params: compute layouts of the model's parameters.
-        counts: name of an op -> the number of ops that it represents (repeated layers).
+        ops: the dense ops of a step.
+        mesh: the mesh.
+        params: parameter -> its compute layout.
+        counts: maps the name of an op to the number of ops that it represents (repeated layers).
     """
     axes: dict[str, _Axis] = {}
     total = 0
@@ -303,6 +321,7 @@ def wasted(
 
 
 def _describe(axis: str, of: _Axis, mesh: Mesh, total: int) -> str:
+    """Return the text about redundant work over one axis; ``total`` are the operations of a rank and step."""
     who = "no op is split over it" if of.within >= total else f"no axis splits {_names(of.modules)} there"
     gathered = f", for which {sum(of.gathered.values()):.2g} bytes are gathered over it" if of.gathered else ""
     return (
@@ -313,7 +332,7 @@ def _describe(axis: str, of: _Axis, mesh: Mesh, total: int) -> str:
 
 
 def _mend(axis: str, of: _Axis, total: int, params: Mapping[str, Layout]) -> str:
-    """Return the plan entry that would split the redundant work."""
+    """Return the fix for redundant work over one axis: the plan entry that would split it."""
     if of.within >= total:
         return f'add shardc.fsdp("{axis}"), which splits the batch over it, or leave the axis out of the mesh'
     whole = {
@@ -328,9 +347,11 @@ def _mend(axis: str, of: _Axis, total: int, params: Mapping[str, Layout]) -> str
 
 
 def _largest(modules: dict[str, float]) -> list[str]:
+    """Return the `NAMED` modules with the most operations."""
     return sorted(modules, key=lambda module: -modules[module])[:NAMED]
 
 
 def _names(modules: dict[str, float]) -> str:
+    """Return the modules with the most operations as text, with the number of the others."""
     left = len(modules) - NAMED
     return ", ".join(name or "the model" for name in _largest(modules)) + (f" and {left} more" if left > 0 else "")

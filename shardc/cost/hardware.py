@@ -26,9 +26,10 @@ class Link:
     """A connection between ranks.
 
     Args:
-        name: its usual name.
+        name: the usual name of its technology.
         bandwidth: bytes per second that one rank sends.
-        ring, tree: latency of one hop of a ring, and of one level of a tree, in seconds.
+        ring: seconds of one hop of a ring.
+        tree: seconds of one level of a tree.
     """
 
     name: str
@@ -52,9 +53,9 @@ class Hardware:
         host: the link between a rank's device and host memory, full duplex; ranks do not share it.
         start: seconds of a collective before its first hop.
         kernel: minimum seconds of a local kernel.
-        matmul, streaming, wire: shares of the peaks (flops, memory bandwidth, links) that are reached.
+        matmul, streaming, wire: the shares of the peaks (flops, memory bandwidth, links) that are reached.
         gathers_by_tree: with one rank per node, all-gathers and reduce-scatters need a logarithmic number of hops.
-        sources: where the numbers come from.
+        sources: the publications that the numbers are from.
         attention: share of the peak that attention reaches; None: ``matmul``.
         launch: launch overhead per kernel in seconds, if the rank launches synchronously; 0 if launches are hidden.
         call, message: seconds that a rank is busy for starting a collective, and for each of its messages.
@@ -100,10 +101,11 @@ class Hardware:
 
     @property
     def _values(self) -> tuple[object, ...]:
+        """Return the values of all fields."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
     def peak(self, dtype: torch.dtype) -> float:
-        """Return peak operations per second of a matrix product in ``dtype``; those of float32 for unlisted dtypes."""
+        """Return the peak operations per second of a matrix product in ``dtype``; of float32 for unlisted dtypes."""
         by_dtype = dict(self.flops)
         return by_dtype.get(dtype, by_dtype[torch.float32])
 
@@ -166,7 +168,13 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Route:
-    """Placement of a group of ranks: its size, the ``nodes`` that it spans, and its ranks in each (``per_node``)."""
+    """The placement of a group of ranks on nodes.
+
+    Args:
+        ranks: size of the group.
+        nodes: number of nodes that it spans.
+        per_node: its ranks in each node.
+    """
 
     ranks: int
     nodes: int
@@ -187,9 +195,7 @@ class Route:
 
 @lru_cache(maxsize=4096)
 def route(mesh: Mesh, axes: tuple[str, ...], node: int) -> Route:
-    """Return how the groups along ``axes`` are placed on nodes of ``node`` ranks; rank 0 is the first of the first
-    node.
-
+    """Return the placement of the groups along ``axes`` on nodes of ``node`` ranks; node 0 begins with rank 0.
     The last axes of a mesh vary fastest, so they are inside a node. If a node does not hold a whole number of groups,
     the groups count as crossing nodes.
 
@@ -216,7 +222,7 @@ def route(mesh: Mesh, axes: tuple[str, ...], node: int) -> Route:
 
 @dataclass(frozen=True)
 class Price:
-    """The seconds of one collective, with the algorithm and the link assumed."""
+    """The predicted seconds of one collective, with the algorithm and the link that are assumed."""
 
     seconds: float
     algorithm: str

@@ -1,4 +1,4 @@
-"""The cost model: seconds of communication, compute and local copies, per rank.
+"""`CostModel`: predicts the seconds of communication, compute and local copies, per rank.
 
 It is linear in bytes and messages (the alpha-beta model of Hockney, 1994), which is accurate enough to rank plans. Its
 parameters can be measured: ``python -m shardc calibrate`` writes a file that `CostModel.load` reads.
@@ -55,7 +55,7 @@ class Measured(NamedTuple):
     """The measured cost of a kind of collective on groups of ``ranks`` ranks.
 
     Args:
-        kind: as in `shardc.cost.redistribute.Step`.
+        kind: the kind of collective, as in `shardc.cost.redistribute.Step`.
         ranks: size of the group; a group of another size is priced by the nearest measured size.
         latency: seconds before the first byte.
         bandwidth: bytes per second that a rank receives.
@@ -119,6 +119,7 @@ class CostModel:
 
     @cached_property
     def _by_kind(self) -> dict[str, list[Measured]]:
+        """The measurements of each kind of collective."""
         out: dict[str, list[Measured]] = {}
         for row in self.kinds:
             out.setdefault(row.kind, []).append(row)
@@ -126,6 +127,7 @@ class CostModel:
 
     @cached_property
     def _best(self) -> tuple[float, float]:
+        """The lowest latency and the highest bandwidth of any collective."""
         latencies = [self.latency, *(row.latency for row in self.kinds)]
         return min(latencies), max([self.bandwidth, *(row.bandwidth for row in self.kinds)])
 
@@ -179,6 +181,7 @@ class CostModel:
         return max(flops / rate, nbytes / self.memory_bandwidth)
 
     def copy_seconds(self, nbytes: float) -> float:
+        """Return the seconds of a local op that reads and writes ``nbytes`` in total and has no FLOPs."""
         return self.compute_seconds(0, nbytes)
 
     def linear(self, direct: bool) -> tuple[float, float]:
@@ -190,7 +193,7 @@ class CostModel:
     # --- files
 
     def save(self, path: str | Path) -> None:
-        """Write the numbers to ``path`` as JSON; creates its folder."""
+        """Write the model to ``path`` as JSON; creates its folder."""
         table = asdict(self) | {"kinds": [row._asdict() for row in self.kinds]}
         if self.messages is not None:
             table["messages"] = self.messages._asdict()
@@ -199,7 +202,7 @@ class CostModel:
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
-        """Read a file that `save` wrote.
+        """Read a model from a file that `save` wrote.
 
         Raises:
             InputError: the file does not exist, or is not a cost model.

@@ -1,13 +1,12 @@
-"""The ops of one training step in the order in which a rank runs them.
+"""The ops of one training step, in the order in which a rank runs them.
 
 `of_halves` reads the forward and backward graphs that run. `of_joint` reads the localized joint graph, before it is
 partitioned: forward ops, then backward ops, with gathers of level-3 parameters and checkpointed regions repeated before
 their first use in backward. It differs from what runs: partitioning also recomputes cheap ops, so that here the saved
 activations are an upper bound, and collectives are neither bucketed nor reordered.
 
-Selects the forward ops that backward recomputes: checkpointed regions, and exchanges of keys under ``cp``.
-
-Selects parameters that stay unsharded from forward to backward, within a memory budget.
+`runs_again` selects the forward ops that backward recomputes, and `keep_within` the parameters that stay unsharded from
+forward to backward, within a memory budget.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
 
 
 def _bringing_keys(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes between a rank's own keys and values and an attention, if they include a collective."""
+    """Return the nodes between a rank's own keys and values and an attention op, if they include a collective."""
     nodes: set[fx.Node] = set()
     for call in graph.find_nodes(op="call_function", target=CALL):
         for node in call.args[1:3]:
@@ -86,6 +85,7 @@ def _bringing_keys(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _region(node: fx.Node) -> int:
+    """Return the number of the checkpoint region of a forward node; 0 for none."""
     origin = ir.info(node).origin
     return origin.region if origin.phase == "forward" else 0
 
@@ -99,7 +99,7 @@ def _leaves(node: fx.Node, region: int) -> bool:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Return whether a kernel draws from the device's generator; attention does so only with dropout."""
+    """Return whether a kernel draws from the device's generator; an attention does so only with dropout."""
     if not draws(node.target):
         return False
     arguments = arguments_of(node)
@@ -115,7 +115,7 @@ ALIASED = "shardc_aliased"
 
 @dataclass(frozen=True)
 class Op:
-    """One execution of a node.
+    """One execution of a node in a step.
 
     Args:
         node: the node.
@@ -138,10 +138,10 @@ class Sequence:
     """The ops of a step.
 
     Args:
-        ops: in order, inputs first.
+        ops: the ops in order, inputs first.
         outputs: (role, position) of each output that is a tensor of the graph.
         arena: bytes allocated once for results of collectives.
-        placed: position of a collective -> the indices of its results that are in the arena.
+        placed: position of a collective -> indices of its results that are in the arena.
     """
 
     ops: tuple[Op, ...]
@@ -151,7 +151,7 @@ class Sequence:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The positions of collectives and host copies."""
+        """Return the positions of collectives and host copies."""
         return tuple(at for at, op in enumerate(self.ops) if op.kind == START)
 
 
@@ -160,9 +160,9 @@ def of_joint(graph: fx.Graph, levels: Mapping[str, int], collectives: str = "aut
     """Return the step of a localized joint graph.
 
     Args:
-        graph: has local shapes, forward and backward, and ``meta["val"]`` on every node.
+        graph: the graph, at local shapes, with ``meta["val"]`` on every node.
         levels: FSDP level of each gathered parameter; those of level 3 are gathered again in backward.
-        collectives: which collectives of checkpointed regions are repeated (`shardc.cost.step_sequence`).
+        collectives: the collectives of checkpointed regions to repeat, as for `runs_again`.
     """
     builder = _Builder(gathered_parameters(graph, levels))
     later: list[fx.Node] = []
@@ -190,7 +190,7 @@ def of_halves(halves: Iterable[Half], levels: Mapping[str, int]) -> Sequence:
     """Return the step of a forward and its backward graph, or of an inference graph.
 
     Args:
-        halves: in order; placeholders of the backward have the names of the values that the forward saves.
+        halves: the graphs in order; placeholders of the backward have the names of the values that the forward saves.
         levels: FSDP level of each gathered parameter.
     """
     builder, plans = _Builder({}), {}
@@ -219,8 +219,9 @@ class _Builder:
     """Collects the ops of a step.
 
     Attributes:
-        gathered: node with an unsharded parameter -> FSDP level.
-        at, names: node, and node's name -> position of its op.
+        gathered: node whose value is an unsharded parameter -> FSDP level.
+        at: node -> position of its op.
+        names: node name -> position of its op.
     """
 
     def __init__(self, gathered: dict[fx.Node, int]) -> None:
@@ -237,7 +238,7 @@ class _Builder:
             self.at.pop(node, None)
 
     def add(self, node: fx.Node, phase: str) -> None:
-        """Append ``node`` to the ops of the step, after its inputs that have not been appended yet."""
+        """Append ``node`` to the ops of the step, after those of its inputs that are not in it yet."""
         work = [node]
         while work:
             current = work[-1]
@@ -259,7 +260,7 @@ class _Builder:
 
 
 def kind_of(node: fx.Node) -> str:
-    """Return the kind of a node (see `Op`)."""
+    """Return the kind of op that ``node`` is, as in `Op`."""
     if node.op != "call_function":
         return INPUT
     if comm_volume.collective_kind(node) is not None or move_kind(node) is not None:
@@ -270,7 +271,7 @@ def kind_of(node: fx.Node) -> str:
 
 
 def aliased(node: fx.Node) -> fx.Node | None:
-    """Return the operand whose memory ``node``'s result shares, or None."""
+    """Return the operand whose memory the result of ``node`` shares; None for none."""
     if (index := node.meta.get(ALIASED)) is not None:
         return node.all_input_nodes[index] if index >= 0 else None
     result, target = node.meta.get("val"), node.target
@@ -301,6 +302,7 @@ def _reshapes_in_place(x: Any, result: Tensor) -> bool:
 
 @lru_cache(maxsize=4096)
 def _viewable(shape: tuple[int, ...], stride: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """Return whether a tensor of this shape and stride can be viewed at shape ``to``."""
     try:
         torch.empty_strided(shape, stride, device="meta").view(to)
     except RuntimeError:
@@ -358,7 +360,7 @@ class Gathered:
 
     @property
     def order(self) -> tuple[bool, float, float, str]:
-        """The sort key: the most seconds saved per byte first; on a tie the one that backward uses first.
+        """Return the sort key: the most seconds saved per byte first; on a tie the parameter that backward uses first.
 
         That one is unsharded for the shortest time, since forward used it last, and its second gather would have the
         least compute to overlap with.
@@ -374,8 +376,10 @@ def keep_within(
 
     Args:
         graph: the localized joint graph.
+        mesh: the mesh.
         levels: FSDP level of each parameter; those of level 3 are gathered again in backward.
         budget: bytes per rank for unsharded parameters; -1 for no limit.
+        cost: the cost model.
         bucket: bytes of a bucket, whose collectives share one latency; -1: all are in one bucket, 0: no buckets.
     """
     if not budget:
@@ -391,7 +395,10 @@ def keep_within(
 def _gathered_again(
     graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], cost: Pricing, bucket: int
 ) -> list[Gathered]:
-    """Return the ZeRO-3 parameters, without empty ones and those of which forward saves a slice (`KeepPart`)."""
+    """Return the cost of a second gather for each ZeRO-3 parameter.
+
+    Empty parameters and those of which forward saves a slice (`KeepPart`) are left out.
+    """
     whole = gathered_parameters(graph, {name: 3 for name, level in levels.items() if level == 3})
     made_of: dict[fx.Node, set[str]] = {}
     by_name: dict[str, Gathered] = {}
@@ -412,7 +419,7 @@ def _gathered_again(
 
 
 def _parameters(node: fx.Node, cache: dict[fx.Node, set[str]]) -> set[str]:
-    """Return the names of the parameters from which ``node`` is computed; ``cache`` is filled."""
+    """Return the names of the parameters from which ``node`` is computed; fills ``cache``."""
     if node not in cache:
         if node.op == "placeholder":
             record = ir.info(node)
@@ -423,7 +430,7 @@ def _parameters(node: fx.Node, cache: dict[fx.Node, set[str]]) -> set[str]:
 
 
 def _seconds(node: fx.Node, mesh: Mesh, cost: Pricing, bucket: int) -> float:
-    """Return the time that a collective adds to its bucket; 0 if ``node`` is not a collective."""
+    """Return the seconds that a collective adds to its bucket; 0 if ``node`` is not a collective."""
     kind = collective_kind(node)
     if kind is None:
         return 0.0

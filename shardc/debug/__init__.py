@@ -1,4 +1,4 @@
-"""Tools to debug a compiled program: `explain` a tensor's layout, `bisect` the passes for a wrong result."""
+"""Tools to debug a compiled program: `explain` shows the origin of a layout, `bisect` finds the pass of an error."""
 
 from shardc.debug.bisect_passes import Verdict, bisect
 from shardc.debug.explain_layout import Explanation, explain

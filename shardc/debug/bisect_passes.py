@@ -37,7 +37,13 @@ SCALED = GLOBAL + ("propagate",)  # stages before the gradient scaling of the ob
 
 @dataclass(frozen=True)
 class Checked:
-    """A checked stage: its largest relative error, and the result that has it."""
+    """The comparison of one stage with one device.
+
+    Args:
+        stage: the stage.
+        error: the largest relative error of its results.
+        result: the result that has this error; "" for none.
+    """
 
     stage: str
     error: float
@@ -52,7 +58,7 @@ class Verdict:
         checked: the stages in order, up to the first wrong one.
         stage: the first wrong stage, or None.
         node: the first node whose value differs from that of the previous stage; "" if no node can be named.
-        reason: what is wrong with the node, or with the result.
+        reason: the error of the node, or of the result.
         program: a few lines of the stage's text around the node.
     """
 
@@ -63,7 +69,7 @@ class Verdict:
     program: str = ""
 
     def text(self) -> str:
-        """Returns one line per stage, then the verdict."""
+        """Returns one line per stage and the verdict, as text."""
         rows = [(c.stage, f"{c.error:.1e}", c.result or "-") for c in self.checked]
         shown = plain(rows, ("stage", "error", "worst result"))
         if self.stage is None:
@@ -86,7 +92,7 @@ def bisect(
     Args:
         program: compiled from ``model`` on an abstract mesh; with ``Options(verify=False)`` if the compiler's verifier
             raises. Each stage is verified here before it runs.
-        model: has real values, best in float64.
+        model: a model with real values, best in float64.
         args: arguments of one call at global shapes, targets of the loss last.
         loss: as in `shardc.compile`.
         stages: the stages to check; by default all.
@@ -107,7 +113,7 @@ def bisect(
 def _one_device(
     model: nn.Module, args: Sequence[Any], loss: Callable[..., Any] | None, program: Program
 ) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
-    """Run the model on one device; return inputs and tangents, and the expected outputs and gradients."""
+    """Run the model on one device; return (inputs and tangents, expected outputs and gradients), both by key."""
     model = copy.deepcopy(model)
     params = dict(model.named_parameters())
     missing = next((name for name, x in [*params.items(), *model.named_buffers()] if x.is_meta), None)
@@ -138,7 +144,14 @@ def _one_device(
 
 
 class _Stages:
-    """Checks stages in order: compares results with one device, and node values with the previous stage."""
+    """Checks stages in order: compares results with one device, and values of nodes with those of the previous stage.
+
+    Args:
+        program: the compiled program.
+        feed: inputs and tangents, by key.
+        wanted: outputs and gradients of one device, by key.
+        tolerance: largest relative error of a correct stage.
+    """
 
     def __init__(
         self, program: Program, feed: Mapping[Key, Tensor], wanted: Mapping[Key, Tensor], tolerance: float
@@ -162,7 +175,7 @@ class _Stages:
         self.forward: Values | None = None
 
     def look(self, stage: str) -> Verdict | None:
-        """Return the verdict if ``stage`` is wrong, or None."""
+        """Check ``stage``; return the verdict if it is wrong, else None."""
         gm = self.program.module(stage)
         if not self.program.is_half(stage):
             try:
@@ -204,7 +217,7 @@ class _Stages:
         return Verdict(tuple(self.checked), stage, ir.info(node).name, reason, window(gm, self.mesh, node))
 
     def _due(self, stage: str, key: Key) -> bool:
-        """Returns whether a stage's graph must compute the result: a forward has outputs, a backward gradients."""
+        """Returns whether the graph of ``stage`` must compute the result ``key`` (backward: only gradients)."""
         return (
             not self.program.is_half(stage)
             or key[0] in ("output", "grad")
@@ -212,6 +225,7 @@ class _Stages:
         )
 
     def _values(self, stage: str, gm: fx.GraphModule) -> Values:
+        """Run the graph of a stage; return its values as global tensors."""
         feed = self.feed if stage in SCALED else self.feed | dict(self._tangents())
         if not self.program.is_half(stage) and stage not in LOCAL:
             return on_layouts(gm, Mesh() if stage in GLOBAL else self.mesh, feed)
@@ -224,7 +238,7 @@ class _Stages:
         return values
 
     def _tangents(self) -> Iterator[tuple[Key, Tensor]]:
-        """Yields tangents with which the objective, the mean of the ranks' losses, has one device's gradients."""
+        """Yields (key, tangent) such that the objective, the mean of the ranks' losses, has one device's gradients."""
         plan = self.program.plan
         reduce, scale = plan.setting("reduce"), plan.setting("grad_scale")
         # A DTensor output's gradient is of one global loss already.
@@ -235,7 +249,7 @@ class _Stages:
                 yield ("tangent", role.index), self.feed["tangent", role.index] * over / scale
 
     def _first(self, gm: fx.GraphModule, values: Values) -> tuple[fx.Node | None, float]:
-        """Return the first node whose value differs from that of the previous stage, and its error."""
+        """Return (first node whose value differs from that of the previous stage, its error); (None, 0.0) for none."""
         expected = dict(self.before)
         for node in gm.graph.nodes:
             if node.op != "call_function":
@@ -254,7 +268,7 @@ class _Stages:
 
 
 def _error(actual: Tensor | str, right: Tensor) -> float:
-    """Return the largest error relative to the largest element; infinite for an error text or another shape."""
+    """Return the largest error relative to the largest element of ``right``; inf for an error text or another shape."""
     if isinstance(actual, str):
         return float("inf")
     for dim, size in enumerate(right.shape):  # without its pad

@@ -1,7 +1,7 @@
 """Evaluates the graph of any stage on real numbers; returns every value by name as a global tensor.
 
 A graph without layouts runs on one device. A graph with layouts runs on all (simulated) ranks: each op by its rule,
-each redistribution by its definition (assemble the global tensor, then shard it). Local graphs run as they are.
+each redistribution by its definition (assemble the global tensor, then shard it). Local graphs run unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ MOVES = (*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.reshard)
 
 
 class Failed(Exception):
-    """Raised if a node cannot be executed."""
+    """Raised if a node cannot be executed.
+
+    Attributes:
+        node: the node.
+    """
 
     def __init__(self, node: fx.Node, reason: str) -> None:
         self.node = node
@@ -43,9 +47,9 @@ class Values:
     """The values that a graph computed.
 
     Args:
-        by_name: each value as a global tensor, or an error text if replicas differ or shards do not fit.
-        results: the same for each output.
-        saved: activations that a forward graph saves, per rank, by the name of the backward's input.
+        by_name: node name -> its value as a global tensor, or an error text if replicas differ or shards do not fit.
+        results: key of an output -> its value, likewise.
+        saved: name of a backward's input -> the activation that the forward saves for it, per rank.
     """
 
     by_name: dict[str, Tensor | str] = field(default_factory=dict)
@@ -59,7 +63,7 @@ def key_of(role: Role) -> Key:
 
 
 def refuse(graph: fx.Graph) -> None:
-    """Raise InputError if one process cannot run the graph as one device would: manual regions, random draws."""
+    """Raise InputError if one process cannot run the graph as one device would: a manual region, or random draws."""
     for node in graph.nodes:
         target = str(node.target)
         if node.target in local_regions.OPS:
@@ -70,16 +74,23 @@ def refuse(graph: fx.Graph) -> None:
 
 
 def on_layouts(gm: fx.GraphModule, mesh: Mesh, feed: Mapping[Key, Tensor]) -> Values:
-    """Run a graph at global shapes on every rank, with the layouts of its values; on ``Mesh()``, on one device."""
+    """Run a graph at global shapes on every rank, with the layouts of its values; on ``Mesh()``, on one device.
+
+    Args:
+        feed: key of an input or tangent -> its value as a global tensor.
+    """
     ranks = Lockstep(mesh)
 
     def layout_of(node: fx.Node) -> Layout | None:
+        """Return the layout of ``node``; None on one device."""
         return ir.value(node).layout if mesh.axes else None
 
     def moved(x: PerRank, have: Layout | None, want: Layout | None) -> PerRank:
+        """Return ``x``, a value at layout ``have``, at layout ``want``."""
         return x if have == want or have is None or want is None else ranks.shard(ranks.assemble(x, have), want)
 
     def call(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        """Return the result of an op on every rank, given the values of its operands."""
         operands = node.all_input_nodes
         if node.target is ops.tag or node.target in MOVES:
             return moved(values[operands[0]], layout_of(operands[0]), layout_of(node))
@@ -103,6 +114,7 @@ def on_layouts(gm: fx.GraphModule, mesh: Mesh, feed: Mapping[Key, Tensor]) -> Va
         return rule.localize(Local(ranks, op_call, spec, needs, results, tuple(args), dict(kwargs)))
 
     def fed(node: fx.Node, whole: Tensor) -> PerRank:
+        """Return the value of a placeholder on every rank, given its global tensor."""
         whole, layout = _resized(whole, ir.value(node).shape), layout_of(node)
         return PerRank([whole] * mesh.ranks) if layout is None else ranks.shard(whole, layout)
 
@@ -120,13 +132,15 @@ def on_ranks(
     """Run a local graph on every rank.
 
     Args:
-        input_layouts: layout of each input.
-        layouts: layout of the global value of each name, of which the local value is a shard.
-        saved: for a backward graph, the activations that the forward saved.
+        feed: key of an input or tangent -> its value as a global tensor.
+        input_layouts: key of an input -> its layout.
+        layouts: node name -> layout of the global value, of which the local value is a shard.
+        saved: for a backward graph, name of an input -> the activation that the forward saved.
     """
     ranks = Lockstep(mesh)
 
     def fed(node: fx.Node, whole: Tensor) -> PerRank:
+        """Return the value of a placeholder on every rank, given its global tensor."""
         role = ir.role(node)
         if role.kind == "coordinate":
             return ranks.coordinate(tuple(role.name.split(",")))
@@ -136,6 +150,7 @@ def on_ranks(
         return ranks.shard(_resized(whole, layout.shape), layout)
 
     def layout_of(node: fx.Node) -> Layout | None:
+        """Return the layout whose shard the local value of ``node`` is; None if it is not known."""
         layout = layouts.get(ir.info(node).name)
         return layout if layout is not None and ir.value(node).shape == layout.local_shape else None
 
@@ -151,19 +166,31 @@ def _run(
     layout_of: Callable[[fx.Node], Layout | None],
     layout_of_result: Callable[[Role, fx.Node], Layout | None],
 ) -> Values:
-    """Run ``gm``: ``fed`` returns the value of a placeholder per rank, and ``call`` executes an op."""
+    """Run ``gm`` on every rank; return its values as global tensors.
+
+    Args:
+        ranks: the simulated ranks.
+        feed: key of an input or tangent -> its value as a global tensor.
+        fed: maps (placeholder, global tensor) to its value on every rank.
+        call: maps (op, node -> value on every rank) to its result on every rank.
+        layout_of: returns the layout of a node's value; None if it is the same on every rank.
+        layout_of_result: returns the layout of an output.
+    """
 
     def start(node: fx.Node) -> PerRank:
+        """Return the value of a placeholder on every rank."""
         whole = feed.get(key_of(ir.role(node)), node.meta["val"])
         return fed(node, whole) if isinstance(whole, Tensor) else PerRank([whole] * ranks.mesh.ranks)  # the example's
 
     def attempt(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        """Return the result of an op; raise `Failed` if it cannot be executed."""
         try:
             return call(node, values)
         except (RuntimeError, AssertionError, IndexError, ValueError, TypeError, KeyError) as error:
             raise Failed(node, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
 
     def whole(x: PerRank, layout: Layout | None) -> Tensor | str:
+        """Return the global tensor of a value, or an error text if replicas differ or shards do not fit."""
         try:
             return x[0] if layout is None else ranks.assemble(x, layout)
         except AssertionError as error:
@@ -183,10 +210,11 @@ def _run(
 
 
 def _is_tensor(x: Any) -> bool:
+    """Return whether ``x`` is one tensor on every rank."""
     return isinstance(x, PerRank) and isinstance(x[0], Tensor)
 
 
 def _resized(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Cut or pad ``x`` with zeros at the end of each dim to ``shape``."""
+    """Return ``x`` cut, or padded with zeros, at the end of each dim to ``shape``."""
     widths = [width for now, size in zip(x.shape, shape, strict=True) for width in (size - now, 0)]
     return F.pad(x, widths[::-1]) if any(widths) else x

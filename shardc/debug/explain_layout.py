@@ -1,4 +1,4 @@
-"""`explain`: why a tensor has its layout, what decided it, and the cost of each use."""
+"""`explain`: the layouts of a tensor, the plan entries and rules that decided them, and the cost of its uses."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _MOVES = (*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.pad, ops.unpad)
 
 @dataclass(frozen=True)
 class Decision:
-    """One layout and what decided it.
+    """A layout of a tensor, and the plan entry, rule or default that decided it.
 
     Args:
-        what: "storage", "compute", "gradient" for a parameter; "layout" for other values.
+        what: "storage", "compute" or "gradient" for a parameter; "layout" for other values.
         type: dtype and layout, as in a dump.
-        who: the plan entry, rule or default that decided.
+        who: the plan entry, rule or default.
     """
 
     what: str
@@ -41,13 +41,15 @@ class Decision:
 
 @dataclass(frozen=True)
 class Use:
-    """One op that reads the tensor, or that computes its gradient, and the collectives in between.
+    """An op that reads the tensor, or that computes its gradient, and the collectives between both.
 
     Args:
-        op, phase, module, source: name of the op, forward or backward, its module and source line.
+        op: name of the op.
+        phase: "forward" or "backward".
+        module, source: its module and source line.
         rule: its rule in notation; "" if it has none.
         takes: the layout at which it reads the tensor (or computes the gradient).
-        moves: the collectives in between, before bucketing and overlap; several uses may share one.
+        moves: the collectives between tensor and op, before bucketing and overlap; several uses may share one.
     """
 
     op: str
@@ -66,16 +68,17 @@ class Use:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The layouts of one tensor, what decided them, and its uses.
+    """The layouts of one tensor, the reasons for them, and its uses.
 
     Args:
-        name, kind: "parameter", "input", "buffer", "tangent" or "value".
-        module, source: where it is computed, or where a parameter is first used.
+        name: the tensor's name.
+        kind: "parameter", "input", "buffer", "tangent" or "value".
+        module, source: module and source line that compute it, or that first use a parameter.
         decisions: its layouts.
-        alternatives: for the result of an op, (seconds, operand layouts, result layout) of the possible strategies:
+        alternatives: for the result of an op, (seconds, operand layouts, result layout) of each possible strategy:
             the chosen one first, then by cost.
         uses: its uses in graph order.
-        represents: with folding, the repeated blocks that this one represents.
+        represents: with folding, the repeated blocks that its block represents; "" otherwise.
     """
 
     name: str
@@ -93,11 +96,12 @@ class Explanation:
         return sum(row.wire for row in self._moves())
 
     def _moves(self) -> list[Collective]:
+        """Return the collectives of all uses, each once."""
         rows = [row for use in self.uses for row in use.moves]
         return list({(row.name, row.phase, row.start): row for row in rows}.values())
 
     def text(self) -> str:
-        """Return a text: layouts, strategies, uses, collectives and totals."""
+        """Return the explanation as text: layouts, strategies, uses, collectives and totals."""
         parts = [f"{self.kind} {self.name}" + (f" of {self.module}" if self.module else "") + self._at()]
         parts[0] += f"\nthe same in each of {self.represents}" if self.represents else ""
         parts.append(plain([(d.what, d.type, d.who) for d in self.decisions], ("", "lies as", "because")))
@@ -125,6 +129,7 @@ class Explanation:
         return "\n\n".join(parts) + "\n"
 
     def _at(self) -> str:
+        """Return the source line as text."""
         return f" at {self.source}" if self.source else ""
 
 
@@ -132,8 +137,9 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
     """Explain the layout of ``tensor`` and the cost of its uses.
 
     Args:
+        program: the compiled program.
         tensor: qualified name of a parameter or buffer, or the name of an input or value in dumps.
-        hardware: that of predicted times; bytes do not depend on it.
+        hardware: the hardware for predicted times; bytes do not depend on it.
 
     Raises:
         InputError: the program has no such tensor.
@@ -169,6 +175,7 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
 
 
 def _kind(record: ir.Info) -> str:
+    """Return the kind of a tensor, as in `Explanation`."""
     if record.role is None:
         return "value"
     return {"param": "parameter"}.get(record.role.kind, record.role.kind)
@@ -197,12 +204,13 @@ def _who(program: Program, node: fx.Node) -> str:
 
 
 def _rule(node: fx.Node) -> str:
+    """Return the op and its rule in notation; "" if it has none."""
     op_rule = find_rule(node.target) if hasattr(node.target, "_schema") else None
     return "" if op_rule is None else f"{op_rule.op.removeprefix('aten.')}: {re.sub(r' {2,}', '; ', op_rule.text)}"
 
 
 def _alternatives(program: Program, node: fx.Node) -> Iterator[tuple[float, str, str]]:
-    """Yield the priced strategies of the op that computes ``node``, read from the graph after `propagate`."""
+    """Yield (seconds, operand layouts, result layout) of each strategy of the op that computes ``node``."""
     name = ir.info(node).name
     twin = next((x for x in program.whole("propagate").nodes if x.op != "output" and ir.info(x).name == name), None)
     needs = None if twin is None else ir.info(twin).needs
@@ -222,13 +230,19 @@ def _alternatives(program: Program, node: fx.Node) -> Iterator[tuple[float, str,
 
 
 def _wanted_by_others(operand: fx.Node, but: fx.Node) -> Iterator[Layout]:
+    """Yield the layouts in which ops other than ``but`` need ``operand``."""
     for user in operand.users:
         needs = ir.info(user).needs if user.op == "call_function" and user is not but else None
         yield from (want for x, want in zip(operands_of(user), needs or (), strict=False) if x is operand)
 
 
 def _uses(node: fx.Node, rows: dict[str, list[Collective]], way: tuple[fx.Node, ...] = ()) -> Iterator[Use]:
-    """Yield the ops that read ``node``, directly or through collectives (``way``)."""
+    """Yield the uses of ``node``: the ops that read it, directly or through collectives.
+
+    Args:
+        rows: node name -> its collectives in the predicted schedule.
+        way: the collectives before ``node``.
+    """
     for user in node.users:
         if user.op == "output":
             continue
@@ -239,7 +253,7 @@ def _uses(node: fx.Node, rows: dict[str, list[Collective]], way: tuple[fx.Node, 
 
 
 def _gradient(grad: fx.Node, rows: dict[str, list[Collective]]) -> Use:
-    """Return the op that computes a gradient, with the collectives that reduce it."""
+    """Return the use of a gradient: the op that computes it, with the collectives that reduce it."""
     way: tuple[fx.Node, ...] = ()
     while grad.target in _MOVES:
         way, (grad,) = (grad, *way), grad.all_input_nodes
@@ -247,6 +261,7 @@ def _gradient(grad: fx.Node, rows: dict[str, list[Collective]]) -> Use:
 
 
 def _use(op: fx.Node, takes: str, way: tuple[fx.Node, ...], rows: dict[str, list[Collective]]) -> Use:
+    """Return the use by ``op``, which reads the tensor at layout ``takes`` after the collectives ``way``."""
     record = ir.info(op)
     origin = record.origin
     moves: list[Collective] = []

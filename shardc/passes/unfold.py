@@ -25,7 +25,7 @@ from shardc.ir.repeat import Marks, Repeat, Repeats
 from shardc.passes.lower.hoist_grad_epilogue import HoistGradEpilogue
 from shardc.plan.resolve import BoundPlan
 
-T = TypeVar("T")
+T = TypeVar("T", bound=fx.Node | tuple[Role, fx.Node | None])
 
 
 class NotPeriodic(ShardcError):
@@ -147,7 +147,7 @@ class Unfold:
         regions: set[int] = set()
         for body in scan.bodies:
             inner = [(node, scan.places[node]) for node in body.nodes[body.start : body.end]]
-            pairs = [(x, y, p.block) for x, p in inner if (y := ops.get(Place(p.role, p.block + body.step)))]
+            pairs = [(x, y, p.block) for x, p in inner if (y := ops.get(Place(p.key, p.block + body.step)))]
             self.names.learn([(ir.info(x).name, ir.info(y).name, block) for x, y, block in pairs], body.step)
             if body.step > 0:
                 both_regions = [(ir.info(x).origin.region, ir.info(y).origin.region) for x, y, _ in pairs]
@@ -178,11 +178,11 @@ class Place(NamedTuple):
     """Position of a node in the repeated blocks.
 
     Args:
-        role: identifies the node in its block: (phase, offset in the period) of an op, or the name of a parameter.
+        key: (phase, offset in the period) of an op, or the name of a parameter in block 0.
         block: number of the block; 0 is the first of the run.
     """
 
-    role: Any
+    key: tuple[str, int] | str
     block: int
 
 
@@ -291,8 +291,8 @@ class _Unfolding:
         while body.start > 0 and self._extends(body, body.start - 1):
             body.start -= 1
         for at in range(body.start, body.end):
-            turn, role = divmod(at - body.first, body.period)
-            self.places[nodes[at]] = Place((body.name, role), body.whole[0] + turn * body.step)
+            block, offset = divmod(at - body.first, body.period)
+            self.places[nodes[at]] = Place((body.name, offset), body.whole[0] + block * body.step)
 
     def copyable(self, body: Body, block: int) -> bool:
         """Returns whether ``block`` can be copied: operands of its ops repeat with the blocks, or are equal in all."""
@@ -329,18 +329,14 @@ class _Unfolding:
             return True
         ours, theirs = self.places.get(x), self.places.get(y)
         if ours is not None or theirs is not None:
-            return ours is not None and theirs == Place(ours.role, ours.block + body.step)
+            return ours is not None and theirs == Place(ours.key, ours.block + body.step)
         (x_body, x_at), (y_body, y_at) = (self.position.get(node, (None, 0)) for node in (x, y))
         return x_body is body and y_body is body and y_at - x_at == period
 
     # --- building the graph of all blocks
 
     def graph(self) -> fx.Graph:
-        """Returns the graph of all blocks.
-
-        Raises:
-            NotPeriodic: the copied block differs from its neighbours, or a node has no counterpart.
-        """
+        """Returns the graph of all blocks; raises NotPeriodic if the copied block differs from its neighbours."""
         for node, shift in self._expanded(ir.placeholders(self.source), self._block):
             self._add(node, shift)
         for body in self.bodies:
@@ -372,7 +368,7 @@ class _Unfolding:
         place = self.places.get(node)
         return None if place is None else place.block
 
-    def _shift(self, item: Any, block: int | None) -> int:
+    def _shift(self, item: fx.Node | tuple[Role, fx.Node | None], block: int | None) -> int:
         """Returns the shift of an item outside the copied block: the number of missing blocks if behind, else 0."""
         node = item if isinstance(item, fx.Node) else item[1]
         if block is None and isinstance(node, fx.Node):
@@ -391,7 +387,7 @@ class _Unfolding:
             return self.env[node, self._shift(node, None)]
         block = place.block + shift
         moved = min(max(block - self.names.last, 0), self.missing)
-        before = self.at.get(Place(place.role, block - moved))
+        before = self.at.get(Place(place.key, block - moved))
         counterpart = None if before is None else self.env.get((before, moved))
         if counterpart is None:
             raise NotPeriodic(f"{ir.info(node).name} has no counterpart in block {block}")
@@ -436,14 +432,14 @@ class _Unfolding:
                 if node.op == "placeholder" and node.name in reads
             }
 
-    def _block_of_output(self, output: tuple[Role, Any]) -> int | None:
+    def _block_of_output(self, output: tuple[Role, fx.Node | None]) -> int | None:
         """Returns the number of the captured block that an output belongs to; None for none."""
         role, node = output
         if role.kind == "saved":
             return self._block(node)
         return self.names.block_of(role.name) if role.kind == "grad" else None
 
-    def _one_output(self, role: Role, node: Any, shift: int) -> tuple[Role, Any]:
+    def _one_output(self, role: Role, node: fx.Node | None, shift: int) -> tuple[Role, fx.Node | None]:
         """Returns an output of the graph of all blocks: the counterpart of ``node``, with its role renamed."""
         copied = shift and self.names.block_of(role.name) == self.names.last
         if copied and isinstance(node, fx.Node) and node not in self.places:
@@ -487,10 +483,9 @@ class Names:
         return self.run.split(name) or self.run.split(name.removeprefix("d."))
 
     def learn(self, pairs: Iterable[tuple[str, str, int]], step: int) -> None:
-        """Records the numbering of families of node names.
+        """Records the numbering of families: ``pairs`` are (name of an op, that one block later, block of the former).
 
         Args:
-            pairs: (name of an op, name of the equal op one block later in the graph, block of the former).
             step: 1 if blocks follow in their order, -1 if in reverse.
 
         Raises:

@@ -31,7 +31,7 @@ from shardc.report.formulas import BATCH, SEQUENCE, Costs, Moves
 from shardc.report.predicted_schedule import Schedule
 
 DEGREES = {BATCH: 1, SEQUENCE: 2}
-Dims = Mapping[str, Sequence[Any]]  # input -> the symbol (or None) of each of its dims
+Dims = Mapping[str, Sequence[Any]]  # input -> for each of its dims "batch", "sequence" or None
 
 
 class Recompilable(Protocol):
@@ -46,7 +46,7 @@ class Recompilable(Protocol):
 
     def schedule(self, hardware: Hardware, *, stage: str) -> Schedule: ...
 
-    rebuild: Any  # (mesh, shapes of the inputs) -> the program there
+    rebuild: Any  # maps (mesh, shapes of the inputs) to the program compiled for these
 
 
 # Per collective: name and phase, kind, group, the axes that split its input, bytes per element.
@@ -55,7 +55,14 @@ Form = tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], int], ...]
 
 @dataclass(frozen=True)
 class _Sample:
-    """The result of one capture: form and global tensor bytes of its collectives, and operations."""
+    """The result of one capture.
+
+    Args:
+        form: the collectives, without sizes.
+        sizes: global bytes of the tensor that each of them moves.
+        flops: operations of dense ops, on all ranks together.
+        schedule: the predicted schedule before bucketing.
+    """
 
     form: Form
     sizes: tuple[int, ...]
@@ -67,6 +74,7 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
     """Return the cost formulas of a program.
 
     Args:
+        program: the compiled program.
         hardware: the default of `Costs.values`; the formulas' times are verified against its numbers.
         dims: for each input the symbol of each dim, "batch", "sequence" or None. By default dim 0 of every input is
             the batch, and dim 1 of inputs of integers (tokens) the sequence.
@@ -85,6 +93,7 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
     points = [(batch * (1 + i), sequence * (1 + j)) for i, j in powers]
 
     def sample(mesh: Mesh, at: tuple[int, int]) -> _Sample:
+        """Return the sample of the program on ``mesh`` at ``at`` (batch, sequence)."""
         if mesh == program.mesh and at == (batch, sequence):
             return _sample(program, hardware)
         numbers = {"batch": at[0], "sequence": at[1]}
@@ -106,6 +115,7 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
     solve = sympy.Matrix([[b**i * s**j for i, j in powers] for b, s in points]).inv()
 
     def fitted(values: Sequence[int]) -> sympy.Expr:
+        """Return the polynomial in batch and sequence that has ``values`` at the sampled points."""
         factors = solve * sympy.Matrix(values)
         return sympy.Add(*(c * BATCH**i * SEQUENCE**j for c, (i, j) in zip(factors, powers, strict=True)))
 
@@ -130,7 +140,7 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
 
 
 def verify(costs: Costs, schedule: Schedule, at: tuple[int, int]) -> None:
-    """Compare the formulas with the schedule of a capture at ``at`` (batch, sequence), before bucketing.
+    """Compare the formulas ``costs`` with the schedule of a capture at ``at`` (batch, sequence), before bucketing.
 
     Raises:
         PlanError: a number differs.
@@ -154,7 +164,16 @@ def verify(costs: Costs, schedule: Schedule, at: tuple[int, int]) -> None:
 def _verify_axis(
     costs: Costs, axis: str, first: _Sample, sample: Callable[[Mesh, tuple[int, int]], _Sample], at: tuple[int, int]
 ) -> None:
-    """Compare the formulas with a capture on another size of ``axis`` on which the program has the same collectives."""
+    """Compare the formulas with a capture on another size of ``axis``, at which the collectives are the same.
+
+    Args:
+        first: the sample of the program itself.
+        sample: maps (mesh, (batch, sequence)) to the sample there.
+        at: batch and sequence of ``first``.
+
+    Raises:
+        PlanError: a number differs, or the program has other collectives at every size that is tried.
+    """
     size = costs.mesh.size(axis)
     if size == 1:
         return
@@ -178,6 +197,7 @@ def _verify_axis(
 
 
 def _sample(program: Recompilable, hardware: Hardware) -> _Sample:
+    """Return the sample of ``program``; raise PlanError if a collective can have no formula."""
     schedule, graph = program.schedule(hardware, stage="localize"), program.whole("collectives")
     operands = {
         ir.info(node).name: node.all_input_nodes[0]
@@ -204,6 +224,7 @@ def _sample(program: Recompilable, hardware: Hardware) -> _Sample:
 
 
 def _same_form(first: _Sample, other: _Sample, where: str) -> None:
+    """Raise PlanError if ``other``, the sample at ``where``, has other collectives than ``first``."""
     if first.form == other.form:
         return
     for expected, actual in zip((*first.form, None), (*other.form, None), strict=False):
@@ -213,7 +234,7 @@ def _same_form(first: _Sample, other: _Sample, where: str) -> None:
 
 
 def _named(program: Recompilable, dims: Dims | None) -> dict[str, tuple[Any, ...]]:
-    """Return the symbol (batch, sequence or None) of each dim of each input."""
+    """Return input -> for each of its dims "batch", "sequence" or None, by ``dims`` or by default."""
     integers = {
         ir.role(node).name
         for node in ir.placeholders(program.graph("capture"), "input")
@@ -229,6 +250,7 @@ def _named(program: Recompilable, dims: Dims | None) -> dict[str, tuple[Any, ...
 
 
 def _size(program: Recompilable, symbols_of: Mapping[str, Sequence[Any]], symbol: sympy.Symbol) -> int | None:
+    """Return the size of the dims that ``symbol`` names; None if there are none."""
     sizes = {
         size
         for name, layout in program.inputs
@@ -241,5 +263,6 @@ def _size(program: Recompilable, symbols_of: Mapping[str, Sequence[Any]], symbol
 
 
 def _point_text(at: tuple[int, int], has: Mapping[Any, bool]) -> str:
+    """Return batch and sequence as text, as far as the program ``has`` them."""
     parts: Iterator[str] = (f"{s} {n}" for s, n in zip((BATCH, SEQUENCE), at, strict=True) if has[s])
     return ", ".join(parts) or "its size"

@@ -1,7 +1,4 @@
-"""Exports a schedule as text tables, as JSON data and as a Chrome trace.
-
-Compares two saved schedules: which numbers grew, and whether they exceed given limits (for CI).
-"""
+"""A schedule as text tables, as JSON data and as a Chrome trace; and the comparison of two saved schedules (for CI)."""
 
 from __future__ import annotations
 
@@ -26,7 +23,11 @@ TOTALS = ("axis", "kind", "phase", "entry")
 
 
 def table(schedule: Prediction, rows: int | None) -> str:
-    """Return the schedule as text: tables of collectives, totals and memory, then the step time and whether it fits."""
+    """Return the schedule as text: collectives, totals, memory at the peak, then the step time and whether it fits.
+
+    Args:
+        rows: largest number of rows of the first table; None for no limit.
+    """
     groups = grouped(schedule.transfers, _group_key)
     shown = sorted(groups.values(), key=lambda of: (-sum(c.exposed for c in of), -sum(c.wire for c in of)))
     body = [_row(of) for of in (shown if rows is None else shown[:rows])]
@@ -47,7 +48,7 @@ def table(schedule: Prediction, rows: int | None) -> str:
 
 
 def summary(schedule: Prediction) -> str:
-    """Return step time and memory in two lines."""
+    """Return step time and memory as two lines of text."""
     fits = "fits" if schedule.fits() else "does not fit"
     return (
         f"step {milliseconds(schedule.seconds)} ms = compute {milliseconds(schedule.compute_seconds)} + exposed "
@@ -58,24 +59,28 @@ def summary(schedule: Prediction) -> str:
 
 
 def write(path: str | Path, text: str) -> None:
-    """Write ``text`` to a file, and create its folder."""
+    """Write ``text`` to the file ``path``; creates its folder."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text)
 
 
 def milliseconds(seconds: float) -> str:
+    """Return ``seconds`` in milliseconds, as text."""
     return f"{seconds * 1e3:.3f}"
 
 
 def gigabytes(size: float) -> str:
+    """Return ``size`` bytes in units of 10^9 bytes, as text."""
     return f"{size / 1e9:.3f}" if size >= 1e6 else f"{size / 1e9:.6f}"
 
 
 def _group_key(c: Collective) -> tuple[Any, ...]:
+    """Return the key by which collectives share a row: equal ones of repeated layers have equal keys."""
     return c.kind, c.axis, c.dtype, c.wire, c.phase, layers_of(c.cause.tensor), c.cause.entry
 
 
 def _row(of: list[Collective]) -> tuple[Any, ...]:
+    """Return the row of the collectives ``of``, which have equal keys."""
     c = of[0]
     cause = c.cause.entry or layers_of(c.cause.reason)
     return (
@@ -86,10 +91,12 @@ def _row(of: list[Collective]) -> tuple[Any, ...]:
 
 
 def shorten(text: str, width: int) -> str:
+    """Return ``text`` cut to ``width`` characters, ending in dots if it is longer."""
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def _totals(by: str, totals: dict[str, Total]) -> str:
+    """Return the table of ``totals``, whose keys are values of ``by`` (an axis, a kind, ...)."""
     body = [
         (shorten(key, 60) or "-", str(t.count), str(t.wire), milliseconds(t.seconds), milliseconds(t.exposed))
         for key, t in totals.items()
@@ -98,12 +105,12 @@ def _totals(by: str, totals: dict[str, Total]) -> str:
 
 
 def plain(rows: Seq[Seq[str]], head: Seq[str]) -> str:
-    """Return a table without rules, its columns aligned at the left."""
+    """Return ``rows`` as a text table without rules, its columns aligned at the left."""
     return tabulate(rows, head, tablefmt="plain", disable_numparse=True)
 
 
 def record(schedule: Prediction) -> dict[str, Any]:
-    """Return all of a schedule as plain data, in seconds and bytes."""
+    """Return all numbers of a schedule as plain data, in seconds and bytes."""
     return {
         "mesh": dict(schedule.mesh.shape),
         "hardware": schedule.hardware.name,
@@ -132,9 +139,9 @@ def record(schedule: Prediction) -> dict[str, Any]:
 
 
 def trace(schedule: Prediction) -> dict[str, Any]:
-    """Return Chrome trace events, in microseconds: track 0 is compute, then one track per axis.
+    """Return a schedule as Chrome trace events, in microseconds: track 0 is compute, then one track per axis.
 
-    An arrow goes from each collective to the op that waits for it. Track 0 shows when the rank is idle.
+    An arrow goes from each collective to the op that waits for it. Track 0 shows when the rank waits.
     """
     axes = list(dict.fromkeys(c.axis for c in schedule.transfers))
     events: list[dict[str, Any]] = [_named("process_name", 0, schedule.title)]
@@ -169,7 +176,7 @@ def trace(schedule: Prediction) -> dict[str, Any]:
 
 def _first_waits(step: Sequence) -> dict[int, int]:
     """Return position of each start -> position of the first wait for it."""
-    start_of = {at: at for at in step.starts}  # starts, and values derived from their results without compute
+    start_of = {at: at for at in step.starts}  # op -> the start whose result it is, for views and waits, too
     first: dict[int, int] = {}
     for at, op in enumerate(step.ops):
         if op.kind in (MOVE, WAIT) and (starts := [start_of[read] for read in op.reads if read in start_of]):
@@ -180,10 +187,12 @@ def _first_waits(step: Sequence) -> dict[int, int]:
 
 
 def _named(what: str, tid: int, name: str | int, key: str = "name") -> dict[str, Any]:
+    """Return a metadata event: property ``what`` of the process, or of track ``tid``."""
     return {"name": what, "ph": "M", "pid": 0, "tid": tid, "args": {key: name}}
 
 
 def _event(name: str, tid: int, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+    """Return the event of a span on track ``tid``; times are in seconds."""
     return {"name": name, "ph": "X", "pid": 0, "tid": tid, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args}
 
 
@@ -193,7 +202,7 @@ _LIMIT = re.compile(r"\s*([\w.()/, ]+?)\s*([<>])\s*([+-]?\d+(?:\.\d+)?)\s*(%?)\s
 
 @dataclass(frozen=True)
 class Change:
-    """One number in both schedules, by its metric: ``seconds``, ``wire``, ``wire.dp``, ..."""
+    """A number of two schedules, by its metric: ``seconds``, ``wire``, ``wire.dp``, ..."""
 
     metric: str
     before: float
@@ -201,7 +210,7 @@ class Change:
 
     @property
     def relative(self) -> float:
-        """Return the change as a share of the value before."""
+        """Return the change relative to the value before."""
         if self.before == self.after:
             return 0.0
         return (self.after - self.before) / self.before if self.before else float("inf")
@@ -209,9 +218,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Limit:
-    """A condition that fails a comparison: ``exposed>+5%`` (grows by more), ``mfu<0.4`` (new value is below).
+    """A condition that fails a comparison: ``exposed>+5%`` (it grows by more), ``mfu<0.4`` (the new value is below).
 
-    A number with a sign or a percent sign is compared with the change, any other number with the new value.
+    Args:
+        metric: the metric.
+        above: whether values above the number fail, otherwise values below it.
+        number: the limit.
+        relative: whether the number is a share of the value before.
+        change: whether it limits the change (it has a sign or a percent sign), otherwise the new value.
     """
 
     metric: str
@@ -222,7 +236,7 @@ class Limit:
 
     @staticmethod
     def parse(text: str) -> Limit:
-        """Parse a condition.
+        """Return the condition that ``text`` describes.
 
         >>> Limit.parse("exposed>+5%")
         Limit(metric='exposed', above=True, number=0.05, relative=True, change=True)
@@ -238,7 +252,7 @@ class Limit:
         return Limit(metric, sign == ">", value, bool(percent), bool(percent) or number[0] in "+-")
 
     def broken(self, change: Change) -> bool:
-        """Return whether ``change`` exceeds the limit."""
+        """Return whether ``change`` violates the condition."""
         value = change.after
         if self.change:
             value = change.relative if self.relative else change.after - change.before
@@ -246,7 +260,7 @@ class Limit:
 
 
 def load(path: str) -> dict[str, Any]:
-    """Read a schedule that ``Schedule.to_json`` wrote.
+    """Return the data of a schedule that ``Schedule.to_json`` wrote to the file ``path``.
 
     Raises:
         InputError: the file does not exist, or is not a schedule.
@@ -265,7 +279,7 @@ def load(path: str) -> dict[str, Any]:
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a saved schedule by metric: step totals, then ``wire`` and ``exposed`` by axis and kind."""
+    """Return metric -> number of a saved schedule: step totals, then ``wire`` and ``exposed`` by axis and kind."""
     out = {name: record["memory"]["peak"] if name == "memory" else record[name] for name in METRICS}
     out |= {f"memory.{owner}": size for owner, size in record["memory"]["by_owner"].items()}
     for by in ("axis", "kind"):
@@ -275,7 +289,7 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Return every number of both schedules; a number that one of them lacks counts as 0."""
+    """Return every number of two saved schedules; a number that one of them lacks is 0 there."""
     old, new = numbers(before), numbers(after)
     changes = [Change(name, old.get(name, 0), new.get(name, 0)) for name in dict.fromkeys((*old, *new))]
     # Sums of the same seconds in another order differ in their last bits: treat them as equal.
@@ -283,7 +297,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
 
 
 def broken(changes: list[Change], limits: list[Limit]) -> list[tuple[Limit, Change]]:
-    """Return the limits that the changes exceed, with the change.
+    """Return (limit, change) for each of ``limits`` that ``changes`` violate.
 
     Raises:
         InputError: a limit names an unknown metric.

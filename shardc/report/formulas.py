@@ -1,4 +1,4 @@
-"""Cost formulas: bytes and seconds per mesh axis as functions of batch, sequence, axis sizes, latencies and bandwidths.
+"""Cost formulas: bytes and seconds per mesh axis as functions of batch, sequence, axis sizes, latencies, bandwidths.
 
 `shardc.report.derive` derives them from a program. Each kind of collective over each group has a latency symbol, such
 as ``latency_all_gather_dp``, and each group a bandwidth symbol, such as ``bandwidth_dp``. `Costs.values` returns their
@@ -30,7 +30,7 @@ class Moves:
     """Collectives of one kind over one group, with tensors split over the same axes.
 
     Args:
-        kind: as in `shardc.report.prediction.Collective`.
+        kind: the kind, as in `shardc.report.prediction.Collective`.
         group: the axes of the group.
         cut: the axes that split the input of the collective.
         count: the number of these collectives.
@@ -47,11 +47,12 @@ class Moves:
 
     @property
     def ranks(self) -> sympy.Expr:
+        """Return the number of ranks in the group, as a formula."""
         return sympy.Mul(*(axis_symbol(axis) for axis in self.group))
 
     @property
     def wire(self) -> sympy.Expr:
-        """Return the bytes that each rank sends, as `shardc.ir.comm_volume` counts them."""
+        """Return the bytes that each rank sends in all of them, as `shardc.ir.comm_volume` counts them."""
         local = self.size / sympy.Mul(*(axis_symbol(axis) for axis in self.cut))
         n = self.ranks
         if self.kind == "all_reduce":  # its chunks are rounded up to elements: the sum of one number over 4 ranks
@@ -61,12 +62,12 @@ class Moves:
 
     @property
     def latency(self) -> sympy.Symbol:
-        """Return the symbol for the seconds before the first byte of one collective."""
+        """Return the symbol of the seconds before the first byte of one collective."""
         return sympy.Symbol(f"latency_{self.kind}_{'_'.join(self.group)}", nonnegative=True)
 
     @property
     def bandwidth(self) -> sympy.Symbol:
-        """Return the symbol for the bytes per second that a rank sends."""
+        """Return the symbol of the bytes per second that a rank sends."""
         how = f"{self.kind}_" if self.kind in DIRECT else ""
         return sympy.Symbol(f"bandwidth_{how}{'_'.join(self.group)}", positive=True)
 
@@ -76,7 +77,7 @@ class Moves:
         return self.count * self.latency + self.wire / self.bandwidth
 
     def machine(self, mesh: Mesh, hardware: Hardware) -> Values:
-        """Return the numbers of latency and bandwidth on ``hardware``, those of `shardc.cost.hardware.price`."""
+        """Return the values of latency and bandwidth on ``hardware``, by `shardc.cost.hardware.price`."""
         where = route(mesh, self.group, hardware.node)
         ring = where.ring_bandwidth(hardware)
         return {
@@ -86,10 +87,12 @@ class Moves:
 
 
 def axis_symbol(axis: str) -> sympy.Symbol:
+    """Return the symbol of the size of ``axis``."""
     return sympy.Symbol(axis, integer=True, positive=True)
 
 
 def unrounded(formula: sympy.Expr) -> sympy.Expr:
+    """Return ``formula`` without rounding up."""
     return formula.replace(sympy.ceiling, lambda x: x)
 
 
@@ -107,21 +110,22 @@ class Cost:
 
     @cached_property
     def count(self) -> int:
+        """Return the number of collectives."""
         return sum(move.count for move in self.moves)
 
     @cached_property
     def wire(self) -> sympy.Expr:
-        """Return the bytes that each rank sends; the chunks of reductions are rounded up to elements."""
+        """Return the bytes that each rank sends; reductions of uneven sizes are rounded up to elements."""
         return sympy.Add(*(move.wire for move in self.moves))
 
     @cached_property
     def smooth(self) -> sympy.Expr:
-        """Return the formula ``wire`` without rounding up of uneven sizes, as a single fraction."""
+        """Return the formula `wire` without rounding up, as a single fraction."""
         return sympy.factor(unrounded(self.wire))
 
     @cached_property
     def seconds(self) -> sympy.Expr:
-        """Return the seconds on the wire, whether hidden by compute or not."""
+        """Return the seconds on the wire, whether or not compute hides them."""
         return sympy.Add(*(move.seconds for move in self.moves))
 
 
@@ -131,7 +135,7 @@ class Crossover:
 
     Args:
         at: the batch sizes, ascending; empty if one mesh is never slower.
-        faster: the faster mesh below the first of ``at``, between each two of them, and above the last.
+        faster: the faster mesh below the first of ``at``, between any two neighbours, and above the last.
     """
 
     at: tuple[float, ...]
@@ -155,8 +159,8 @@ class Costs:
         hardware: the default of `values`.
         batch, sequence: sizes that the program is compiled for (sequence is 1 if no input has one).
         moves: its collectives, equal ones grouped.
-        flops: operations of the dense ops of the unsharded model, in batch and sequence.
-        dtype: that of most of these ops.
+        flops: operations of the dense ops of the unsharded model, as a formula in batch and sequence.
+        dtype: dtype of most of these operations.
     """
 
     mesh: Mesh
@@ -169,11 +173,11 @@ class Costs:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Return the groups over which data moves."""
+        """Return the groups of the collectives, the axes of each joined by commas."""
         return tuple(dict.fromkeys(",".join(move.group) for move in self.moves))
 
     def cost(self, axis: str) -> Cost:
-        """Return the cost of the collectives over ``axis`` (several axes joined by commas for a group over several).
+        """Return the cost of the collectives over the group ``axis`` (several axes joined by commas).
 
         Raises:
             PlanError: nothing moves over it.
@@ -194,7 +198,7 @@ class Costs:
         return self.compute_seconds + sympy.Add(*(move.seconds for move in self.moves))
 
     def values(self, mesh: Mesh | None = None, hardware: Hardware | None = None, **sizes: int) -> Values:
-        """Return numbers for every symbol: those of ``mesh`` on ``hardware``, and ``batch`` and ``sequence`` if given.
+        """Return the value of every symbol: for ``mesh`` on ``hardware``, and ``batch`` and ``sequence`` if given.
 
         >>> from shardc.ir.mesh import Mesh
         >>> import shardc, torch
@@ -212,7 +216,7 @@ class Costs:
         return out
 
     def crossover(self, one: Mesh, other: Mesh, **sizes: int) -> Crossover:
-        """Return from which batch on mesh ``one`` or ``other`` is faster, for a step without overlap.
+        """Return the batch sizes from which mesh ``one`` or mesh ``other`` is faster, for a step without overlap.
 
         Args:
             sizes: ``sequence``, by default the program's.

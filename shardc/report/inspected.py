@@ -1,4 +1,4 @@
-"""What people look at of a program: its schedule, its cost as formulas, what is needless in it, where a tensor is."""
+"""`InspectedProgram`: a program with reports for people: its schedule, cost formulas, lint findings and layouts."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from shardc.validate import typed
 
 
 class InspectedProgram(Program):
-    """A program with reports on it, which `shardc.compile` makes; nothing that runs depends on them."""
+    """A program with reports on it, as `shardc.compile` returns it; nothing that runs depends on them."""
 
     @typed()
     def draw(self, name: str, stage: str = "collectives") -> Tiles:
-        """Which ranks hold which part of a tensor: ``print`` it, or ``save("picture.png")`` it.
+        """Return which ranks store which part of a tensor: ``print`` it, or ``save("picture.png")`` it.
 
         Args:
-            name: as the dump has it: a parameter's, an input's, an activation's.
-            stage: one whose graph has layouts.
+            name: the name of a parameter, an input or an activation in the dump.
+            stage: a stage whose graph has layouts.
 
         Raises:
             InputError: no tensor of that name after ``stage``.
@@ -55,15 +55,15 @@ class InspectedProgram(Program):
         optimizer_copies: float = 2.0,
         skew: float = 1.0,
     ) -> Schedule:
-        """The communication, the time and the memory of one training step, predicted without running anything.
+        """Return the predicted communication, time and memory of one training step; nothing is run.
 
         Args:
             hardware: a description, or its name in `shardc.cost.hardware`.
-            stage: "schedule": the forward and backward that run; "localize": the joint graph before it is cut, bucketed
-                and scheduled, which takes a fraction of the time on a large model.
+            stage: "schedule": the forward and backward that run; "localize": the joint graph before it is split,
+                bucketed and scheduled, which takes a fraction of the time on a large model.
             order: "graph": collectives start and are awaited where the graph says; "earliest": as dependences allow.
             optimizer_copies: the optimizer's state as a multiple of the parameters (AdamW: 2).
-            skew: how many times the rows of an even load the rank has to which most rows of experts go.
+            skew: rows of experts on the most loaded rank, as a multiple of an even load.
 
         Raises:
             MeshError: no such hardware, or the mesh is larger than its description.
@@ -88,7 +88,11 @@ class InspectedProgram(Program):
 
     @typed()
     def costs(self, hardware: str | Hardware = "h100", dims: Dims | None = None) -> Costs:
-        """Bytes and seconds of each axis as formulas in batch, sequence and axis sizes; see `shardc.report.derive`.
+        """Return bytes and seconds of each axis as formulas in batch, sequence and axis sizes (`shardc.report.derive`).
+
+        Args:
+            hardware: a description, or its name in `shardc.cost.hardware`.
+            dims: for each input the symbol of each dim, "batch", "sequence" or None; by default dim 0 is the batch.
 
         Raises:
             PlanError: the program has other collectives at other sizes, or a formula does not hold there.
@@ -97,7 +101,7 @@ class InspectedProgram(Program):
 
     @typed()
     def lint(self, hardware: str | Hardware = "h100", *, stage: str = "schedule") -> list[Finding]:
-        """Lists needless communication and compute of the plan, the costliest first; arguments as `schedule`'s."""
+        """Return needless communication and compute of the plan, the costliest first; arguments as for `schedule`."""
         joint = self.schedule(hardware, stage="localize")
         scheduled, shown = joint if stage == "localize" else self.schedule(hardware), self.shown
         findings = lint(shown.whole("collectives"), joint, scheduled)
@@ -106,4 +110,4 @@ class InspectedProgram(Program):
 
 
 class InspectedSizedProgram(SizedProgram, InspectedProgram):
-    """`InspectedProgram` of a program for dynamic sizes, at some sizes; reports are on one compiled for these alone."""
+    """`InspectedProgram` for dynamic sizes, at some sizes; reports are on a program compiled for these sizes alone."""

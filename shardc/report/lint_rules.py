@@ -3,15 +3,12 @@
 The rules read the global graph with its layouts (stage ``collectives``), the schedule of the joint local graph (stage
 ``localize``; a collective has the same name in both), and the schedule of the compiled step.
 
-Lists the copies that communication causes in a step: bytes moved within a rank only to be sent, or after they
-arrive.
-
-An all-gather receives each shard at its place in the result, so its only copy is that of the rank's own shard. More
-copies occur if a layout splits a dim other than the leading one: the split dim is moved to the front before sending,
-and back after the wait. Small tensors that share a message (`shardc.ir.arena`) are copied into it and out of it.
-
-Casts and arithmetic are not counted, nor copies inside a library's collective. The list is an upper bound: Inductor may
-fuse a copy into the op that produces its value.
+`copies` lists the copies that communication causes in a step: bytes moved within a rank only to be sent, or after they
+arrive. An all-gather receives each shard at its place in the result, so its only copy is that of the rank's own shard.
+More copies occur if a layout splits a dim other than the leading one: the split dim is moved to the front before
+sending, and back after the wait. Small tensors that share a message (`shardc.ir.arena`) are copied into it and out of
+it. Casts and arithmetic are not counted, nor copies inside a library's collective. The list is an upper bound: Inductor
+may fuse a copy into the op that produces its value.
 """
 
 from __future__ import annotations
@@ -53,10 +50,10 @@ RECEIVED = "brought in order after it came"
 
 @dataclass(frozen=True)
 class Copy:
-    """One copy within a rank.
+    """A copy within a rank.
 
     Args:
-        name: the value, as named in the graph's text.
+        name: name of the value in the graph's text.
         reason: one of the constants above.
         bytes: bytes written.
     """
@@ -67,7 +64,7 @@ class Copy:
 
 
 def copies(graph: fx.Graph, mesh: Mesh) -> list[Copy]:
-    """Return the copies of a local forward or backward graph, in its order."""
+    """Return the copies that communication causes in a local forward or backward graph, in its order."""
     result: list[Copy] = []
     feeds_collective = _reached(graph, backward=True)
     follows_wait = _reached(graph, backward=False)
@@ -83,7 +80,7 @@ def copies(graph: fx.Graph, mesh: Mesh) -> list[Copy]:
 
 
 def table(copied: list[Copy]) -> str:
-    """Return a text table: count and bytes of the copies for each reason, and in total."""
+    """Return count and bytes of the copies for each reason, and in total, as a text table."""
     rows: dict[str, tuple[int, int]] = {}
     for copy in copied:
         count, size = rows.get(copy.reason, (0, 0))
@@ -93,6 +90,7 @@ def table(copied: list[Copy]) -> str:
 
 
 def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
+    """Yield the copies of a collective: of its inputs, of its own shard, and into and out of shared messages."""
     kind, name, outputs = collective_kind(node), ir.info(node).name, _tensors(node.meta["val"])
     _, ranks = group_of(node, mesh)
     for read in node.all_input_nodes:
@@ -114,13 +112,14 @@ def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
 
 
 def _named(node: fx.Node, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, value) of each result of a collective."""
     items: dict[Any, str] = {user.args[1]: ir.info(user).name for user in node.users if user.target is getitem}
     for at, x in enumerate(outputs):
         yield items.get(at, ir.info(node).name), x
 
 
 def _reached(graph: fx.Graph, backward: bool) -> set[fx.Node]:
-    """Return the nodes that only data movement separates from a collective's start (``backward``) or its wait."""
+    """Return the nodes that only data movement separates from a collective's start (``backward``), or from its wait."""
     nodes = reversed(graph.nodes) if backward else iter(graph.nodes)
     next_to: Callable[[fx.Node], Any] = (lambda n: n.users) if backward else (lambda n: n.all_input_nodes)
     out: set[fx.Node] = set()
@@ -139,10 +138,12 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _ends(node: fx.Node, backward: bool) -> bool:
+    """Return whether ``node`` starts a collective (``backward``), or waits for one."""
     return collective_kind(node) is not None if backward else node.target is WAIT
 
 
 def _tensors(val: Any) -> list[Tensor]:
+    """Return the tensors in ``val``, an example value or a list of them."""
     return [x for x in (val if isinstance(val, list | tuple) else [val]) if isinstance(x, Tensor)]
 
 
@@ -155,18 +156,18 @@ HIGH, MEDIUM = 0.05, 0.005  # shares of the step's time from which a finding has
 
 @dataclass(frozen=True)
 class Finding:
-    """An avoidable cost.
+    """A cost that a better plan would avoid.
 
     Args:
         rule: name of the rule.
         severity: "high", "medium" or "low", by the cost's share of the step.
-        subject: the tensor, op or axis concerned.
-        module, source: where it comes from; "" if there is no single place.
+        subject: name of the tensor, op or axis.
+        module, source: its module and source line; "" if there is no single one.
         seconds: predicted cost per step.
         bytes: wire bytes, or bytes of memory, per rank.
-        message: what is wrong.
-        change: what to change in the plan or the mesh.
-        count: the number of collectives, ops or parameters concerned.
+        message: the problem.
+        change: the change of the plan or the mesh that avoids it.
+        count: the number of collectives, ops or parameters.
     """
 
     rule: str
@@ -183,7 +184,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Subject:
-    """The program to lint: its global graph, the schedule of the joint local graph, and that of the step as it runs."""
+    """The program to lint.
+
+    Args:
+        graph: its global graph after ``collectives``.
+        schedule: the schedule of the joint local graph.
+        step: the schedule of the step that runs.
+    """
 
     graph: fx.Graph
     schedule: Schedule
@@ -191,6 +198,7 @@ class Subject:
 
     @cached_property
     def runs(self) -> dict[str, Run]:
+        """The kernels of the joint local graph, by name."""
         return {run.kernel.name: run for run in self.schedule.runs}
 
     def finding(
@@ -203,13 +211,13 @@ class Subject:
         change: str,
         count: int = 1,
     ) -> Finding:
-        """Return a finding about (subject, module, source), with its severity by its cost."""
+        """Return a finding about ``at`` (subject, module, source); its severity follows from its cost."""
         share = seconds / self.step.seconds if self.step.seconds else 0.0
         severity = "high" if share >= HIGH else "medium" if share >= MEDIUM else "low"
         return Finding(rule, severity, *at, seconds, nbytes, message, change, count)
 
     def wasted(self, rule: str, node: fx.Node, part: float, message: str, change: str) -> Iterator[Finding]:
-        """Yield a finding that a share ``part`` of the collective ``node`` is unnecessary."""
+        """Yield a finding: the share ``part`` of the collective that ``node`` marks is unnecessary."""
         rows = self.schedule.by_node.get(ir.info(node).name)
         if rows is not None:
             cause, seconds, wire = rows[0].cause, sum(row.seconds for row in rows), sum(row.wire for row in rows)
@@ -222,8 +230,8 @@ def lint(graph: fx.Graph, schedule: Schedule, step: Schedule) -> list[Finding]:
 
     Args:
         graph: the global graph after ``collectives``.
-        schedule: that of the local joint graph.
-        step: that of the compiled forward and backward; the same as ``schedule`` if these do not exist.
+        schedule: the schedule of the local joint graph.
+        step: the schedule of the compiled forward and backward; the same as ``schedule`` if these do not exist.
     """
     subject = Subject(graph, schedule, step)
     findings = [finding for rule in RULES for finding in rule(subject)]
@@ -231,7 +239,7 @@ def lint(graph: fx.Graph, schedule: Schedule, step: Schedule) -> list[Finding]:
 
 
 def in_pieces(name: str, module: str, source: str, pieces: int, reason: str) -> Finding:
-    """Return a finding that reports how `shardc.passes.lower.decompose` chunked a collective, and why."""
+    """Return a finding about the number of chunks that the pass ``decompose`` chose for a collective."""
     message = f"cut in {pieces} pieces under its product: {reason}" if pieces > 1 else f"not cut in pieces: {reason}"
     return Finding(
         "product-in-pieces", "low", name, module, source, 0.0, 0, message, "say Options(decompose=) for another"
@@ -255,7 +263,7 @@ _SLICED = {
 
 
 def then_sliced(subject: Subject) -> Iterator[Finding]:
-    """Yield collectives that gather or sum a value of which each rank then uses only its own shard."""
+    """Yield findings about collectives that gather or sum a value of which each rank then uses only its own shard."""
     for node in subject.graph.nodes:
         if node.target in _SLICED and node.users and all(user.target is ops.shard for user in node.users):
             rule, part, message, change = _SLICED[node.target]
@@ -263,7 +271,7 @@ def then_sliced(subject: Subject) -> Iterator[Finding]:
 
 
 def repeated_collective(subject: Subject) -> Iterator[Finding]:
-    """Yield collectives that repeat an earlier one of the same value in the same phase."""
+    """Yield findings about collectives that repeat an earlier one of the same value in the same phase."""
     seen: dict[tuple[object, ...], fx.Node] = {}
     for node in subject.graph.nodes:
         if node.target in ops.COLLECTIVES:
@@ -280,7 +288,7 @@ def repeated_collective(subject: Subject) -> Iterator[Finding]:
 
 
 def unread_collective(subject: Subject) -> Iterator[Finding]:
-    """Yield collectives whose result is never read."""
+    """Yield findings about collectives whose result is not read."""
     step = subject.step.step
     live = {at for _, at in step.outputs}
     for at in reversed(range(len(step.ops))):
@@ -297,7 +305,7 @@ def unread_collective(subject: Subject) -> Iterator[Finding]:
 
 
 def collective_run_again(subject: Subject) -> Iterator[Finding]:
-    """Yield collectives of a checkpointed region that run a second time in backward."""
+    """Yield findings about collectives of a checkpointed region that run a second time in backward."""
     recomputed = {row.name: row for row in subject.schedule.collectives if row.phase == "backward"}
     gathers = {ir.info(op.node).name for op in subject.schedule.step.ops if op.gathered}
     for row in subject.schedule.collectives:
@@ -311,7 +319,7 @@ def collective_run_again(subject: Subject) -> Iterator[Finding]:
 
 
 def small_messages(subject: Subject) -> Iterator[Finding]:
-    """Yield groups of collectives whose latency exceeds their transfer time."""
+    """Yield findings about groups of collectives whose latency exceeds their transfer time."""
     groups: dict[tuple[str, str, str], list[tuple[Collective, float]]] = {}
     schedule = subject.step
     for row in schedule.collectives:
@@ -330,7 +338,7 @@ def small_messages(subject: Subject) -> Iterator[Finding]:
 
 
 def exposed_axis(subject: Subject) -> Iterator[Finding]:
-    """Yield axes whose exposed communication is a large share of the step."""
+    """Yield findings about axes whose exposed communication is a large share of the step."""
     schedule = subject.step
     for axis, total in schedule.totals("axis").items():
         if total.exposed > EXPOSED_SHARE * schedule.seconds:
@@ -346,7 +354,7 @@ def exposed_axis(subject: Subject) -> Iterator[Finding]:
 
 
 def axis_across_nodes(subject: Subject) -> Iterator[Finding]:
-    """Yield axes that cross nodes although an axis that moves less is inside a node."""
+    """Yield findings about axes that cross nodes although an axis with less traffic is inside a node."""
     schedule = subject.schedule
     mesh, node = schedule.mesh, schedule.hardware.node
     totals = {axis: total for axis, total in schedule.totals("axis").items() if axis in mesh.axes}
@@ -365,7 +373,7 @@ def axis_across_nodes(subject: Subject) -> Iterator[Finding]:
 
 
 def replicated_work(subject: Subject) -> Iterator[Finding]:
-    """Yield matrix products that several ranks compute redundantly."""
+    """Yield findings about matrix products that several ranks compute redundantly."""
     for node, op in dense(subject.graph, subject.schedule.mesh):
         times = prod(op.times.values())
         run = subject.runs.get(op.name) if times > 1 else None
@@ -378,7 +386,7 @@ def replicated_work(subject: Subject) -> Iterator[Finding]:
 
 
 def whole_parameter(subject: Subject) -> Iterator[Finding]:
-    """Yield large parameters that every rank stores completely."""
+    """Yield findings about large parameters that every rank stores completely."""
     for node in ir.placeholders(subject.graph, "param"):
         layout, value = ir.layout(node), ir.value(node)
         size = prod(value.shape) * value.itemsize
@@ -393,7 +401,7 @@ def whole_parameter(subject: Subject) -> Iterator[Finding]:
 
 
 def low_precision_sum(subject: Subject) -> Iterator[Finding]:
-    """Yield axes over which gradients are summed in half precision over many ranks."""
+    """Yield findings about axes over which gradients are summed in half precision over many ranks."""
     rows = [c for c in subject.schedule.collectives if c.kind in ("all_reduce", "reduce_scatter") and c.ranks >= 16]
     low = [c for c in rows if c.dtype in ("bf16", "f16") and c.phase == "backward"]
     for axis, of in grouped(low, lambda c: c.axis).items():
@@ -405,6 +413,7 @@ def low_precision_sum(subject: Subject) -> Iterator[Finding]:
 
 
 def _route(subject: Subject, row: Collective) -> Route:
+    """Return the placement of a collective's group on nodes."""
     return route(subject.schedule.mesh, tuple(row.axis.split(",")), subject.schedule.hardware.node)
 
 
@@ -415,7 +424,7 @@ RULES: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
 
 
 def merged(findings: list[Finding]) -> list[Finding]:
-    """Merge findings that differ only in the number of a repeated layer; costs and counts are added."""
+    """Return ``findings`` with those joined that differ only in the number of a repeated layer; costs are added."""
 
     def kind(f: Finding) -> tuple[str, ...]:
         return tuple(map(layers_of, (f.rule, f.subject, f.module, f.source, f.severity, f.message)))
@@ -424,14 +433,13 @@ def merged(findings: list[Finding]) -> list[Finding]:
 
 
 def _merge(of: list[Finding]) -> Finding:
+    """Return one finding for ``of``, with differing parts of their texts replaced by ``*``."""
     named: dict[str, Any] = {name: _common([getattr(f, name) for f in of]) for name in ("subject", "module", "message")}
     summed: dict[str, Any] = {name: sum(getattr(f, name) for f in of) for name in ("seconds", "bytes", "count")}
     return replace(of[0], **named, **summed)
 
 
 def _common(names: list[str]) -> str:
-    """Replace differing parts of dotted names by ``*``: ``layers.*.mm.1`` of ``layers.0.mm.1`` and
-    ``layers.1.mm.1``.
-    """
+    """Return dotted names as one, with differing parts replaced by ``*``, such as ``layers.*.mm``."""
     parts = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)

@@ -1,7 +1,4 @@
-"""Renders a schedule as a self-contained HTML page: `record` is its data, ``page.html`` its code.
-
-Draws a schedule with matplotlib: compute and the collectives of each axis over time, and memory by owner below.
-"""
+"""A schedule as a self-contained HTML page (`page`; ``page.html`` is its code) and as a matplotlib figure (`draw`)."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ TOTALS = ("axis", "kind", "phase", "entry", "module", "tensor")
 
 
 def page(schedule: Prediction) -> str:
-    """Return the page; it is byte-identical for the same program."""
+    """Return the page of a schedule; it is byte-identical for the same program."""
     data = json.dumps(record(schedule), separators=(",", ":"))
     # Only these three characters can end a script element or begin a comment in it.
     for sign in "<>&":
@@ -73,12 +70,13 @@ def record(schedule: Prediction) -> dict[str, Any]:
 
 
 def curve(schedule: Prediction) -> list[tuple[float, tuple[int, ...]]]:
-    """Return (seconds, bytes by owner) at each time at which memory changes: the largest sample, then the last."""
+    """Return (seconds, bytes by owner) at each time when memory changes: the largest sample there, then the last."""
     out: list[tuple[float, tuple[int, ...]]] = []
     moment: list[tuple[int, ...]] = []
     now = 0.0
 
     def close() -> None:
+        """Append the samples of the current time."""
         most = max(moment, key=sum)
         out.extend((now, sizes) for sizes in dict.fromkeys((most, moment[-1])))
 
@@ -105,12 +103,13 @@ class _Places:
             self._at.setdefault(ir.info(op.node).name, []).append(at)
 
     def near(self, name: str, at: int) -> list[int]:
-        """Return the position of op ``name`` next after ``at``, else the last before it, in a list; or []."""
+        """Return, in a list, the position of op ``name`` next after ``at``, else the last before it; or []."""
         positions = self._at.get(name, [])
         return positions[min(bisect_left(positions, at), len(positions) - 1) :][:1]
 
 
 def _op(schedule: Prediction, at: int, words: dict[str, int]) -> list[Any]:
+    """Return the row of the op at position ``at``; its module, source and reason are indices in ``words``."""
     op = schedule.step.ops[at]
     record, graph = ir.info(op.node), op.node.graph.owning_module
     assert graph is not None
@@ -135,6 +134,7 @@ def _collective(c: Collective, at: int, places: _Places) -> Mapping[str, Any]:
 
 
 def _us(seconds: float) -> float:
+    """Return ``seconds`` in microseconds, rounded."""
     return round(seconds * 1e6, 4)
 
 
@@ -151,7 +151,7 @@ EXPOSED = "#e03131"
 
 
 def save(picture: Any, path: str | Path) -> None:
-    """Write a matplotlib figure, and create its folder; the suffix of ``path`` selects the format (png, svg, pdf).
+    """Write a matplotlib figure to ``path``, whose suffix selects the format (png, svg, pdf); creates its folder.
 
     Raises:
         InputError: matplotlib does not support the suffix.
@@ -164,7 +164,7 @@ def save(picture: Any, path: str | Path) -> None:
 
 
 def figure(width: float, height: float) -> Any:
-    """Return an empty matplotlib figure that opens no window and changes no global state.
+    """Return an empty matplotlib figure (inches), which opens no window and changes no global state.
 
     Raises:
         InputError: matplotlib is not installed.
@@ -177,7 +177,7 @@ def figure(width: float, height: float) -> Any:
 
 
 def draw(schedule: Prediction) -> Any:
-    """Draw the schedule and return the matplotlib figure."""
+    """Return a matplotlib figure: compute and the collectives of each axis over time, memory by owner below."""
     axes = list(dict.fromkeys(c.axis for c in schedule.transfers))
     lanes = ["compute", *axes]
     unit, name = time_unit(schedule.seconds)
@@ -186,6 +186,7 @@ def draw(schedule: Prediction) -> Any:
     drawn.suptitle(_title(schedule), fontsize=10)
 
     def bars(lane: int, kind: str, spans: Iterable[tuple[float, float]]) -> None:
+        """Draw ``spans`` (start, end) in seconds in one lane, in the colour of ``kind``."""
         low, high = (0.26, 0.12) if kind == "exposed" else (-0.38, 0.76)
         bars_ = [(start * unit, (end - start) * unit) for start, end in spans]
         if bars_:
@@ -221,16 +222,17 @@ def draw(schedule: Prediction) -> Any:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Return (factor from seconds, name) of the unit in which a duration is drawn."""
+    """Return (factor from seconds, name) of the unit for a duration."""
     return (1e3, "ms") if seconds < 10 else (1.0, "s")
 
 
 def size_unit(size: float) -> tuple[float, str]:
-    """Return (divisor of bytes, name) of the unit in which a size is drawn."""
+    """Return (divisor of bytes, name) of the unit for a size."""
     return (1e9, "GB") if size >= 1e8 else (1e6, "MB")
 
 
 def _title(schedule: Prediction) -> str:
+    """Return the title of a figure: the schedule's title, step time and memory."""
     unit, name = time_unit(schedule.seconds)
     size, shown = size_unit(schedule.memory.peak.total)
     return (
@@ -241,6 +243,7 @@ def _title(schedule: Prediction) -> str:
 
 
 def _legend(axes: Any, colours: dict[str, str]) -> None:
+    """Add a legend name -> colour beside matplotlib's ``axes``."""
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colour, label=name) for name, colour in colours.items()]

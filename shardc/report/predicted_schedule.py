@@ -1,4 +1,4 @@
-"""The predicted schedule of a step, with its methods of display; `build` predicts it from the ops of the step."""
+"""`Schedule`, the predicted schedule of a step with its forms of display; `build` predicts it from the step's ops."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ class Schedule(Prediction):
         return self.symbols()
 
     def table(self, rows: int | None = 40) -> str:
-        """Return text tables: the first ``rows`` groups of collectives by exposed time; totals, step and memory."""
+        """Return text tables: the first ``rows`` groups of collectives by exposed time; totals, memory, step."""
         return export.table(self, rows)
 
     def to_json(self) -> str:
-        """Return all numbers as JSON; it is byte-identical for the same program."""
+        """Return all numbers as JSON text; it is byte-identical for the same program."""
         return json.dumps(export.record(self), indent=1) + "\n"
 
     def to_trace(self) -> str:
-        """Return a Chrome trace (for Perfetto): compute, one track per axis, memory by owner, arrows to waits."""
+        """Return a Chrome trace as JSON (for Perfetto): compute, a track per axis, memory by owner, arrows to waits."""
         return json.dumps(export.trace(self)) + "\n"
 
     def to_html(self) -> str:
-        """Return a self-contained page: timeline, memory by owner, sortable tables, the graph with links."""
+        """Return a self-contained HTML page: timeline, memory by owner, sortable tables, the graph with links."""
         return page.page(self)
 
     def plot(self, path: str | Path) -> None:
@@ -91,15 +91,19 @@ def build(
     model: str = "",
     plan: str = "",
 ) -> Schedule:
-    """Predict the schedule of one rank's step.
+    """Return the predicted schedule of one rank's step.
 
     Args:
+        step: the ops of the step.
+        mesh, hardware: the target of the prediction.
         order: "graph" (as the graph is ordered) or "earliest" (as early as dependences allow).
         causes: parameter -> the plan entries of its compute layout.
-        useful_flops: by default all operations of a rank.
+        useful_flops: operations of the model's dense ops per rank, without redundant ones; by default all of a rank.
         optimizer_copies: size of the optimizer's state as a multiple of the parameters (AdamW: 2).
         skew: rows of the most loaded expert rank, as a multiple of the mean.
-        model, plan: their names, for titles.
+        notes: remarks for people.
+        symbols: returns the cost formulas of the program.
+        model, plan: model and plan as text, for titles.
 
     Raises:
         MeshError: ``mesh`` is larger than the hardware's description.
@@ -134,6 +138,8 @@ def build(
 
 @dataclass(frozen=True)
 class _Moved:
+    """The transfer of a collective, or of a host copy; fields as in `Collective`, and the number of its messages."""
+
     kind: str
     axes: tuple[str, ...]
     ranks: int
@@ -144,6 +150,7 @@ class _Moved:
 
 
 def _price(hardware: Hardware, mesh: Mesh, moved: _Moved) -> Price:
+    """Return the price of a transfer."""
     if moved.axes == (HOST,):
         return hardware.move(moved.wire)
     return price(hardware, moved.kind, route(mesh, moved.axes, hardware.node), moved.wire)
@@ -155,7 +162,7 @@ def _streams(moved: _Moved) -> tuple[str, ...]:
 
 
 def _loaded(kernel: Kernel, node: fx.Node, skew: float) -> Kernel:
-    """Return ``kernel`` with ``skew`` times the mean number of rows if it runs experts, else unchanged."""
+    """Return ``kernel`` with ``skew`` times its operations and bytes if it runs experts, else unchanged."""
     if node.target not in (RUN, RUN_GRADIENT):
         return kernel
     return replace(kernel, flops=round(kernel.flops * skew), bytes=round(kernel.bytes * skew))
@@ -175,7 +182,7 @@ def room_of_rows(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
 
 
 def _moved(node: fx.Node, mesh: Mesh, skew: float) -> _Moved:
-    """Return the tensors that a collective, or a host copy, moves."""
+    """Return the transfer of a collective, or of a host copy."""
     if (copy := move_kind(node)) is not None:
         value = ir.value(node)
         name = ir.DTYPE_NAMES.get(value.dtype, str(value.dtype))
@@ -202,6 +209,15 @@ def _rows(
     runs: tuple[Run, ...],
     causes: Mapping[str, str],
 ) -> tuple[Collective, ...]:
+    """Return the collectives and host copies of a step with their predicted times and causes.
+
+    Args:
+        moved: position of a start -> its transfer.
+        prices: position of a start -> its price.
+        times: the simulated times.
+        runs: the kernels in order.
+        causes: parameter -> the plan entries of its compute layout.
+    """
     explain = Explainer(step, causes)
     starts = [run.start for run in runs]
     return tuple(
@@ -215,7 +231,7 @@ def _rows(
 
 
 def _hides(span: Span, runs: tuple[Run, ...], starts: list[float]) -> str:
-    """Return the module whose kernels overlap a span most."""
+    """Return the module whose kernels overlap ``span`` most; ``starts`` are the start times of ``runs``."""
     overlap: dict[str, float] = {}
     at = max(bisect_right(starts, span.start) - 1, 0)
     while at < len(runs) and runs[at].start < span.end:

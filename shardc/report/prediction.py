@@ -1,21 +1,20 @@
-"""The predicted step: each collective and kernel with its time, the memory, and the totals.
+"""The predicted numbers of a step: the times of collectives and kernels, memory, and totals.
 
-Predicts the memory of one rank over a step: bytes by owner at every op, and the peak.
-
-A kernel's results are allocated before it runs and its inputs are freed after it, so both are counted while it runs.
-If results of collectives are in an arena (CPU ranks), the arena is counted for the whole step, as communication.
-Not counted: rounding and fragmentation of the caching allocator, library workspaces, temporaries of the optimizer.
-
-Simulates a rank's step: one stream of kernels in order, and per mesh axis one stream of collectives in order.
+`simulate` predicts the times, with one stream of kernels in order and, per mesh axis, one stream of collectives in
+order:
 
     graph       a collective starts where the graph starts it, and stalls the rank where the graph waits for it
     earliest    it starts as soon as its inputs are ready and its axis is free, and stalls the rank only at the first
                 kernel that reads it: a bound on what scheduling could reach, ignoring memory
 
-The collectives of one axis keep their graph order in both. Contention on links that two axes share is not modelled.
+The collectives of one axis keep their graph order in both. Contention on links that two axes share is not modelled. If
+the ranks' own cores do the sending (`shardc.cost.hardware.Hardware.share`), a collective also slows the rank down: it
+is busy at the start, and concurrent kernels lose that share of the transfer time.
 
-If the ranks' own cores do the sending (`shardc.cost.hardware.Hardware.share`), a collective also slows the rank down:
-it is busy at the start, and concurrent kernels lose that share of the transfer time.
+`memory_of` predicts the memory of one rank: bytes by owner at every op, and the peak. A kernel's results are allocated
+before it runs and its inputs are freed after it, so both are counted while it runs. If results of collectives are in an
+arena (CPU ranks), the arena is counted for the whole step, as communication. Not counted: rounding and fragmentation of
+the caching allocator, library workspaces, temporaries of the optimizer.
 """
 
 from __future__ import annotations
@@ -56,12 +55,13 @@ class Sample:
 
     @property
     def total(self) -> int:
+        """Return the bytes of all owners together."""
         return sum(self.sizes)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """A rank's memory, in bytes.
+    """The memory of one rank over a step, in bytes.
 
     Args:
         samples: one for every op that allocates or frees, in order.
@@ -89,7 +89,9 @@ def memory_of(
     """Return the predicted memory of a step.
 
     Args:
-        outputs: per op the buffers of its results.
+        step: the ops of the step.
+        outputs: for each op, the buffers of its results.
+        kernels: position of the last op -> kernel.
         optimizer_copies: size of the optimizer's state as a multiple of the parameters (AdamW: 2).
     """
     backward_start = next((at for at, op in enumerate(step.ops) if op.phase == "backward"), len(step.ops))
@@ -99,6 +101,7 @@ def memory_of(
     changes: dict[int, dict[str, int]] = {}
 
     def hold(owner: str, size: int, start: int, end: int) -> None:
+        """Count ``size`` bytes for ``owner`` from op ``start`` to op ``end``."""
         for at, change in ((start, size), (end + 1, -size)):
             change_by_owner = changes.setdefault(at, {})
             change_by_owner[owner] = change_by_owner.get(owner, 0) + change
@@ -106,6 +109,7 @@ def memory_of(
     host: dict[str, int] = {}
 
     def on_host(owner: str, size: int) -> None:
+        """Count ``size`` bytes of host memory for ``owner``."""
         host[owner] = host.get(owner, 0) + size
 
     whole_step = len(step.ops)
@@ -146,6 +150,14 @@ def memory_of(
 
 
 def _owner(gathered: bool, grad: bool, communicated: bool, buffer: Buffer, turn: int) -> str:
+    """Return the owner, one of `OWNERS`, of a buffer that an op allocates.
+
+    Args:
+        gathered: its value is an unsharded parameter.
+        grad: its value is a gradient that leaves the step.
+        communicated: it is the result of a collective.
+        turn: position of the first backward op.
+    """
     if gathered:
         return "gathered"
     if grad:
@@ -156,6 +168,7 @@ def _owner(gathered: bool, grad: bool, communicated: bool, buffer: Buffer, turn:
 
 
 def _samples(changes: Mapping[int, Mapping[str, int]], end: int) -> tuple[Sample, ...]:
+    """Return the memory at each position of ``changes`` (position -> owner -> bytes) up to ``end``."""
     sizes = dict.fromkeys(OWNERS, 0)
     out = []
     for at in sorted(changes):
@@ -171,7 +184,7 @@ ORDERS = ("graph", "earliest")
 
 @dataclass
 class Span:
-    """The time of one kernel or collective, and how long the rank waited for it (seconds)."""
+    """The start and end of a kernel or collective since the start of the step, and the rank's wait, in seconds."""
 
     start: float
     end: float
@@ -180,7 +193,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans by position in the step, of kernels (at their last op) and of collectives; and the clock before each op."""
+    """The simulated times of a step.
+
+    Args:
+        kernels: position of a kernel's last op -> its time.
+        collectives: position of a collective -> its time.
+        clock: seconds at which each op is reached.
+        seconds: duration of the step.
+    """
 
     kernels: dict[int, Span]
     collectives: dict[int, Span]
@@ -198,13 +218,16 @@ def simulate(
     start_seconds: Mapping[int, float] | None = None,
     share: float = 0.0,
 ) -> Timeline:
-    """Simulate a step.
+    """Return the simulated times of a step.
 
     Args:
-        streams: collective -> the mesh axes that it occupies.
-        wire_seconds: collective -> its duration.
+        step: the ops of the step.
+        kernels: position of the last op -> kernel.
+        kernel_seconds: returns the duration of a kernel.
+        streams: position of a collective -> the mesh axes that it occupies.
+        wire_seconds: position of a collective -> its duration.
         order: "graph" or "earliest".
-        start_seconds: collective -> seconds that the rank is busy starting it, which count as exposed.
+        start_seconds: position of a collective -> seconds that the rank is busy starting it, which count as exposed.
         share: share of the transfer time that concurrent kernels lose; below 1.
     """
     eager = order == "earliest"
@@ -212,12 +235,13 @@ def simulate(
     clocks: list[float] = []
     free: dict[str, float] = {}
     ready = [0.0] * len(step.ops)
-    owed: list[int | None] = [None] * len(step.ops)  # the pending collective that each value comes from
+    owed: list[int | None] = [None] * len(step.ops)  # for each value, the pending collective that it comes from
     spans: dict[int, Span] = {}
     runs: dict[int, Span] = {}
     began: dict[str, float] = {}
 
     def stall(read: int) -> None:
+        """Advance the clock until the value at position ``read`` is ready."""
         nonlocal clock
         source = owed[read]
         if ready[read] > clock:
@@ -263,7 +287,10 @@ def simulate(
 
 
 def beside(seconds: float, sending: float, share: float) -> float:
-    """Return the duration of a kernel of ``seconds`` that starts ``sending`` seconds before the current transfers end.
+    """Return the duration of a kernel of ``seconds`` that starts ``sending`` seconds before current transfers end.
+
+    Args:
+        share: share of the transfer time that the kernel loses; below 1.
 
     >>> beside(1.0, 0.5, 0.4), beside(0.3, 1.0, 0.4)
     (1.2, 0.5)
@@ -280,22 +307,22 @@ HOST = "host"  # stands for the mesh axes in copies between host and device
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a step, as every rank runs it, or one copy between host and device.
+    """A collective of a step, as every rank runs it, or a copy between host and device.
 
     Args:
         name: name of the node.
-        kind: as in `shardc.ir.ops`; "to_device" or "to_host" for a copy.
+        kind: the kind, as in `shardc.ir.ops`; "to_device" or "to_host" for a copy.
         axis: the mesh axes of its group, joined by commas; "host" for a copy.
         ranks: size of the group; 1 for a copy.
-        dtype: that of the tensors.
+        dtype: dtype of the tensors.
         bytes: input bytes per rank.
         wire: bytes that each rank sends, as `shardc.ir.comm_volume` counts them; all bytes of a copy.
         phase: "forward" or "backward".
         start, end: predicted seconds since the start of the step.
         exposed: seconds that the rank waits for it, or is busy starting it.
         hidden_by: the module whose kernels overlap it most; "" if none does.
-        cause: why it exists.
-        algorithm, link: what the prediction assumes.
+        cause: its origin.
+        algorithm, link: the algorithm and the link that the prediction assumes.
     """
 
     name: str
@@ -316,12 +343,13 @@ class Collective:
 
     @property
     def seconds(self) -> float:
+        """Return the duration."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class Run:
-    """One kernel of a step and when it runs (seconds since the start of the step)."""
+    """A kernel of a step, with its start and end in seconds since the start of the step."""
 
     kernel: Kernel
     start: float
@@ -329,6 +357,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
+        """Return the duration."""
         return self.end - self.start
 
 
@@ -337,7 +366,7 @@ class Total:
     """Sums over a group of collectives.
 
     Args:
-        count: their number.
+        count: number of collectives.
         wire: bytes that each rank sends.
         seconds: seconds on the wire.
         exposed: seconds not hidden by compute.
@@ -361,11 +390,11 @@ class Prediction:
         clock: seconds at which each op of the step is reached.
         seconds: duration of the step.
         useful_flops: operations of the model's dense ops divided by the number of ranks, without replicated work.
-        dtype: that of most dense operations.
+        dtype: dtype of most dense operations.
         step: the ops of the step.
         notes: remarks for people, such as approximations.
         symbols: returns the cost formulas of the program.
-        model, plan: their names, for titles.
+        model, plan: model and plan as text, for titles.
     """
 
     mesh: Mesh
@@ -402,7 +431,7 @@ class Prediction:
 
     @cached_property
     def by_node(self) -> dict[str, list[Collective]]:
-        """Return the collectives by the name of their node in the global graph; ZeRO-3 gathers twice."""
+        """Return node name in the global graph -> its collectives; ZeRO-3 gathers have two."""
         return grouped(self.collectives, lambda c: c.name.rpartition(".")[0])
 
     @property
@@ -412,6 +441,7 @@ class Prediction:
 
     @property
     def compute_seconds(self) -> float:
+        """Return the seconds of all kernels."""
         return sum(run.seconds for run in self.runs)
 
     @property
@@ -444,7 +474,7 @@ class Prediction:
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Group ``items`` by key, in the order in which the keys first occur."""
+    """Return ``items`` in lists by key, in the order in which the keys first occur."""
     out: dict[K, list[T]] = {}
     for item in items:
         out.setdefault(key(item), []).append(item)

@@ -1,4 +1,4 @@
-"""Shows which ranks store which part of a tensor, as a table and as a picture."""
+"""`Tiles`: the ranks that store each part of a tensor, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tabulate import tabulate
 from shardc.ir.layout import Layout
 from shardc.report.page import figure, save
 
-SHOWN = 8  # most ranks listed in a tile; of a larger group the first and last are shown
+SHOWN = 8  # most ranks listed in a tile; of a larger group the first three and the last are listed
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive indices along a dim, ``start`` to ``stop`` (exclusive), that the same ranks store."""
+    """A range of indices along a dim, ``start`` to ``stop`` (exclusive), and the ranks that store all of it."""
 
     start: int
     stop: int
@@ -52,7 +52,7 @@ class Tiles:
         return tuple(sorted([*split, *rest][:2]))
 
     def stretches(self, dim: int) -> list[Stretch]:
-        """Return ``dim`` cut into the ranges that different ranks store."""
+        """Return the consecutive ranges of ``dim`` that different ranks store."""
         owners: list[list[int]] = [[] for _ in range(self.layout.shape[dim])]
         for rank in range(self.layout.mesh.ranks):
             for at in self.layout.local_index(dim, rank):
@@ -66,13 +66,14 @@ class Tiles:
 
     @cached_property
     def grid(self) -> tuple[list[Stretch], list[Stretch]]:
-        """Return the stretches of the picture's rows and of its columns; of a tensor with one dim, the rows are one."""
+        """Return (ranges of the table's rows, ranges of its columns); a tensor with one dim has one row."""
         whole = [Stretch(0, 1, frozenset(range(self.layout.mesh.ranks)))]
         cut = [self.stretches(dim) for dim in self.dims]
         return cut[0] if len(cut) == 2 else whole, cut[-1] if cut else whole
 
     @property
     def title(self) -> str:
+        """Return name, layout and mesh as text."""
         return f"{self.name} {self.layout} on mesh {self.layout.mesh}"
 
     def __str__(self) -> str:
@@ -119,7 +120,7 @@ class Tiles:
         return drawn
 
     def save(self, path: str | Path) -> None:
-        """Write the picture; the suffix of ``path`` selects the format (png, svg, pdf).
+        """Write the picture to ``path``, whose suffix selects the format (png, svg, pdf).
 
         Raises:
             InputError: matplotlib is not installed, or does not support the suffix.
@@ -128,6 +129,7 @@ class Tiles:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
+    """Return rank numbers as text, shortened beyond `SHOWN`."""
     if not ranks:
         return "none"
     if len(ranks) <= SHOWN:

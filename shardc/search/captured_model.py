@@ -1,4 +1,4 @@
-"""Captures a model once, and builds its graph and its program under any plan from that capture."""
+"""`CapturedModel`: a model captured once, from which graphs and programs are built under any plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,14 @@ from shardc.report.inspected import InspectedProgram
 
 @dataclass(frozen=True)
 class ModelCall:
-    """A model, the arguments of one call at global shapes, and the loss and device to compile it for."""
+    """A model, the arguments of one call at global shapes, and the loss and device to compile it for.
+
+    Args:
+        model: the model.
+        args, kwargs: arguments of one call, those of the loss last in ``args``; ``meta`` tensors are enough.
+        loss: the loss to compile with the model; None for none.
+        device: the device to compile for.
+    """
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -47,14 +54,14 @@ class ModelCall:
 
     @property
     def inputs(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return name and global shape of each tensor input, including those of the loss."""
+        """Return (name, global shape) of each tensor input, including those of the loss."""
         arity = 0 if self.loss is None else loss_arity(self.loss)
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         names = input_names(self.model, self.args, self.kwargs, arity)
         return [(n, tuple(x.shape)) for n, x in zip(names, leaves, strict=True) if isinstance(x, Tensor)]
 
     def request(self, mesh: Mesh, plan: Plan, options: Options) -> Request:
-        """Return the `Request` to compile the model on ``mesh`` under ``plan``."""
+        """Return the `Request` to compile the model on ``mesh`` under ``plan`` with ``options``."""
         params = resolve_params(plan, mesh, self.shapes)
         return Request(
             self.model, mesh, plan, params, self.args, self.kwargs, self.device, self.loss, options, keep_stages=False
@@ -63,11 +70,13 @@ class ModelCall:
 
 @dataclass(frozen=True)
 class CapturedModel:
-    """A model captured on a few of its repeated blocks, with every module boundary marked.
+    """A model captured on a few of its repeated blocks, with every module boundary marked by a tag.
 
     Args:
-        repeats: the runs of repeated blocks, and how many of each were captured; empty if all were.
-        plan, mesh: those of the capture.
+        source: the model and the arguments of its call.
+        captured: the captured graph.
+        repeats: the runs of repeated blocks, and the number of blocks captured of each; empty if all were.
+        plan, mesh: the plan and the mesh of the capture.
     """
 
     source: ModelCall
@@ -78,9 +87,11 @@ class CapturedModel:
 
     @classmethod
     def of(cls, source: ModelCall, plan: Plan, mesh: Mesh, keep: int = KEEP[0]) -> CapturedModel:
-        """Capture ``source`` with few of its repeated blocks, for plans that treat the same blocks equally as ``plan``.
+        """Capture a few of the repeated blocks of ``source``, for plans that treat the same blocks equally as ``plan``.
 
         Args:
+            source: the model and the arguments of its call.
+            plan, mesh: the plan and the mesh by which repeated blocks are found.
             keep: number of blocks captured of each run of equal ones; 0: all.
         """
         request = source.request(mesh, plan, Options())
@@ -101,12 +112,17 @@ class CapturedModel:
 
     @cached_property
     def more(self) -> CapturedModel:
-        """Return a capture of more of the repeated blocks, finally of all, for plans that make some of them differ."""
+        """Return a capture of more of the repeated blocks, finally of all, for plans under which some differ."""
         keep = next((keep for keep in KEEP if keep > self.repeats.keep), 0)
         return CapturedModel.of(self.source, self.plan, self.mesh, keep) if self.repeats else self
 
     def graph(self, mesh: Mesh, plan: Plan, options: Options, chooser: Chooser | None) -> PlannedGraph:
-        """Return the graph under ``plan``: with the layouts that ``chooser`` chooses, or (None) before that."""
+        """Return the graph under a plan, without another capture.
+
+        Args:
+            mesh, plan, options: the mesh, plan and options to compile with.
+            chooser: chooses the layouts that the plan leaves open; None: the graph has only the plan's layouts.
+        """
         request = few_of(self.source.request(mesh, plan, options), self.repeats)
         gm = LazyGraphModule(self.captured.graph, ir.copied(self.captured.graph.graph))
         marked = {node: node.kwargs["name"] for node in gm.graph.nodes if node.target is ops.tag}
@@ -133,14 +149,17 @@ class CapturedModel:
         return PlannedGraph(propagate.problem, gm.graph, boundaries)
 
     def params(self, mesh: Mesh, plan: Plan) -> Mapping[str, ParamPlan]:
-        """Return what ``plan`` decides for each parameter of the captured model."""
+        """Return parameter of the captured model -> its layouts under ``plan``."""
         return few_of(self.source.request(mesh, plan, Options()), self.repeats).params
 
     def program(self, mesh: Mesh, plan: Plan, options: Options) -> InspectedProgram:
-        """Return the program of the complete model under ``plan``, without another capture.
+        """Return the program of the complete model under a plan, without another capture.
+
+        Args:
+            mesh, plan, options: the mesh, plan and options to compile with.
 
         Raises:
-            NotPeriodic: the plan makes repeated blocks differ other than at the ends.
+            NotPeriodic: repeated blocks differ under the plan, other than the first and the last.
         """
         request = self.source.request(mesh, plan, options)
         graph = LazyGraphModule(self.captured.graph, ir.copied(self.captured.graph.graph))
@@ -153,7 +172,7 @@ class CapturedModel:
         return InspectedProgram(joint, None, folded_of(request, joint, self.repeats, captured.reads))
 
     def folds(self, mesh: Mesh) -> bool:
-        """Return whether a program of all blocks can be made from the captured ones."""
+        """Return whether the graph of all blocks can be built from the captured ones on ``mesh``."""
         try:
             self.program(mesh, Plan(), Options(verify=False)).step()
         except NotPeriodic:
@@ -174,8 +193,8 @@ class PlannedGraph:
     """The graph of a captured model under a plan.
 
     Args:
-        problem: what the plan fixes.
-        graph: has the plan's layouts as seeds; all layouts, if they were chosen.
+        problem: the layouts that the plan fixes, and the cost model.
+        graph: the graph with the plan's layouts; with all layouts, if they were chosen.
         borders: tag name -> the value at that module boundary.
     """
 

@@ -1,11 +1,11 @@
-"""Reduces the memory of a plan until it fits, trading the fewest seconds per byte.
+"""Memory limits in a search: the price of a byte in the layout problem, and measures that make a plan fit.
 
-The measures: gather parameters again in backward, recompute activations, offload parameters to the host.
+`PriceSearch` finds the fastest solution of a layout problem within a limit. The solver minimizes time + price * bytes
+(a Lagrange multiplier); the higher the price, the smaller and the slower its solution. The search is for the lowest
+price at which the solution fits.
 
-Finds the fastest solution within a memory limit by a price per byte (a Lagrange multiplier).
-
-The solver minimizes time + price * bytes. The higher the price, the smaller and the slower is its solution; the search
-is for the lowest price at which the solution fits.
+`Fit` reduces the memory of a plan until it fits, at the fewest seconds per byte: it gathers parameters again in
+backward, recomputes activations, and offloads parameters to the host.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardc.plan.value import Plan
 LEAST = 1e-15  # seconds per byte if memory is no constraint: of equally fast solutions the smaller one is preferred
 PRICES = (LEAST, 3e-13, 3e-12, 3e-11, 3e-10)  # tried in order until a solution is small enough
 CLOSE = 4.0  # no price is tried between two prices that differ by less than this factor
-ABOVE = 1e-9  # relative margin of a ceiling above a solution found before, so that this one is found if it is the best
+ABOVE = 1e-9  # relative margin of a ceiling above a known solution, so that this one is returned if it is the best
 
 
 class Point(Protocol):
@@ -36,11 +36,11 @@ class Point(Protocol):
 
     @property
     def bytes(self) -> float:
-        """Return its bytes."""
+        """Return the bytes of memory of the solution."""
         ...
 
     def at(self, byte: float) -> float:
-        """Return its cost at a price of ``byte`` seconds per byte."""
+        """Return the cost of the solution in seconds, at a price of ``byte`` seconds per byte."""
         ...
 
 
@@ -49,30 +49,33 @@ P = TypeVar("P", bound=Point)
 
 @dataclass(frozen=True)
 class PriceSearch(Generic[P]):
-    """Searches the solutions of one problem by price.
+    """A search over the solutions of one layout problem, by the price of a byte of memory.
 
     Args:
-        solve: (price, ceiling) -> the best solution at the price; None if none costs less than the ceiling.
-        solutions: price -> the best solution at it, as found so far.
+        solve: maps (price, ceiling) to the best solution at the price; None if none costs less than the ceiling.
+        solutions: price -> the best solution at that price, filled by the search.
     """
 
     solve: Callable[[float, float], P | None]
     solutions: dict[float, P] = field(default_factory=dict)
 
     def fastest(self, room: float, limit: float, first: float = LEAST) -> P | None:
-        """Return the fastest solution of at most ``room`` bytes, found by a price in seconds for each byte of memory.
+        """Return the fastest solution of at most ``room`` bytes.
 
         Its price is at most `CLOSE` times one that is too low (above the first two of `PRICES`). If every solution is
         larger than ``room``, the smallest one is returned.
 
         Args:
-            first: the first price to try. If its solution is small enough, no lower price is tried.
+            room: limit of bytes.
+            limit: limit of seconds.
+            first: the first price to try, in seconds per byte. If its solution is small enough, no lower price is
+                tried.
 
         Returns:
-            None if none takes at most ``limit`` seconds.
+            None if no solution takes at most ``limit`` seconds.
         """
         low, high = LEAST, 0.0
-        last: P | None = None  # the best at the price before, later the best that is small enough
+        last: P | None = None  # the solution at the previous price, later the best that is small enough
         for price in (first, *(price for price in PRICES if price > first)):
             point = self._at(price, room, limit, last)
             if point is None:
@@ -94,8 +97,13 @@ class PriceSearch(Generic[P]):
         return last if last is not None and last.at(0.0) <= limit else None
 
     def _at(self, price: float, room: float, limit: float, last: P | None) -> P | None:
-        """Return the best solution at a price; None if it proves that no solution is within both limits."""
-        worth = limit + price * room  # what one that is wanted costs at most
+        """Return the best solution at ``price``; None if it proves that no solution is within both limits.
+
+        Args:
+            room, limit: as for `fastest`.
+            last: the solution at another price, whose cost bounds the best one's.
+        """
+        worth = limit + price * room  # cost of a solution at both limits
         if price not in self.solutions:
             ceiling = worth if last is None else min(worth, (1 + ABOVE) * last.at(price))
             point = self.solve(price, ceiling)
@@ -106,17 +114,17 @@ class PriceSearch(Generic[P]):
         return point if point.at(price) <= worth else None
 
 
-TRIES = 4  # attempts to find the smallest number of units of a measure that suffices
+TRIES = 4  # attempts to find the smallest number of units to which a measure must be applied
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Plan entries that free memory, for all units of a kind (parameters, blocks) or for the first few.
+    """A change of a plan that frees memory, applied to all units of a kind (parameters, blocks) or to the first few.
 
     Args:
         shares: share of each unit in the bytes that all units free.
-        apply: (plan, number of units) -> the plan with the measure for these units.
-        periodic: whether the measure, applied to some units, still treats repeated blocks equally.
+        apply: maps (plan, number of units) to the plan with the measure applied to these units.
+        periodic: whether repeated blocks are still treated equally if it is applied to some units.
     """
 
     shares: Sequence[float]
@@ -124,12 +132,12 @@ class Measure:
     periodic: bool = True
 
     def whole(self, plan: Plan) -> Plan:
-        """Return the plan with the measure applied to all that it can apply to (blocks, say)."""
+        """Return the plan with the measure applied to all units."""
         return self.apply(plan, len(self.shares))
 
 
 class Cost(Protocol):
-    """The cost of a plan: bytes at the peak, and seconds of a step."""
+    """The predicted cost of a plan: bytes of a rank at the peak, and seconds of a step."""
 
     @property
     def memory(self) -> float: ...
@@ -138,16 +146,17 @@ class Cost(Protocol):
     def seconds(self) -> float: ...
 
 
-Blocks = list[tuple[str, int]]  # (prefix of the names, number) of each run of blocks
-# (plan, whether it treats repeated blocks equally) -> its cost; None if it cannot be compiled.
+Blocks = list[tuple[str, int]]  # (prefix of the blocks' names, number of blocks) of each run
+# Maps (plan, whether it treats repeated blocks equally) to its cost; None if it cannot be compiled.
 Schedule = Callable[[Plan, bool], Cost | None]
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Reduces the memory of plans of one model.
+    """Makes plans of one model fit in memory.
 
     Args:
+        model: the model.
         globs: globs of the parameters in the model's order; those of repeated blocks share one.
         hand: the entries that the user gave; they are not changed.
         memory: memory of a rank in bytes.
@@ -165,9 +174,7 @@ class Fit:
     limit: Callable[[], float]
 
     def run(self, plan: Plan) -> None:
-        """Try ``plan`` with parameters unsharded from forward to backward, and with the measures that it needs to
-        fit.
-        """
+        """Schedule variants of ``plan`` until one fits: parameters unsharded for backward, then with measures."""
         plan = kept_whole(plan, self.hand)
         now = self.schedule(plan, True)
         if now is None or now.memory <= self.memory or now.seconds >= self.limit():
@@ -176,16 +183,20 @@ class Fit:
         if regather is not None and self._take(plan, now, regather) is None:
             return
         priced = self._priced(plan, now, [*([regather] if regather else ()), *self._others()])
-        for measure in priced:  # each one alone
+        for measure in priced:  # each measure alone
             self._take(plan, now, measure)
-        for measure in priced:  # one after the other, until the plan fits
+        for measure in priced:  # all measures in turn, until the plan fits
             step = self._take(plan, now, measure)
             if step is None or step[1].seconds >= self.limit():
                 return
             plan, now = step
 
     def _priced(self, plan: Plan, now: Cost, measures: Sequence[Measure]) -> list[Measure]:
-        """Return the measures that free memory, those with the fewest seconds per byte first."""
+        """Return those of ``measures`` that free memory, the one with the fewest seconds per byte first.
+
+        Args:
+            now: cost of ``plan`` without them.
+        """
         priced = []
         for at, measure in enumerate(measures):
             then = self.schedule(measure.whole(plan), True)
@@ -194,7 +205,11 @@ class Fit:
         return [measure for *_, measure in sorted(priced, key=lambda row: row[:2])]
 
     def _take(self, plan: Plan, now: Cost, measure: Measure) -> tuple[Plan, Cost] | None:
-        """Return the plan with ``measure`` for all units, and its cost; None if it fits (fewer units were tried)."""
+        """Return (plan with ``measure`` for all units, its cost); if that fits, try fewer units and return None.
+
+        Args:
+            now: cost of ``plan`` without the measure; both are returned if the measure frees nothing.
+        """
         more = measure.whole(plan)
         then = self.schedule(more, True)
         if then is None or then.memory >= now.memory:
@@ -202,7 +217,7 @@ class Fit:
         if then.memory > self.memory:
             return more, then
         cumulative = [0.0, *accumulate(measure.shares)]
-        low, high = (0, now.memory), (len(measure.shares), then.memory)  # too few units, and enough
+        low, high = (0, now.memory), (len(measure.shares), then.memory)  # (units, bytes): too few units, and enough
         for _ in range(TRIES):
             if high[0] - low[0] < 2:
                 break
@@ -220,7 +235,10 @@ class Fit:
     # --- measures
 
     def _regather(self, plan: Plan) -> Measure | None:
-        """Return the measure that reshards parameters after forward; those that forward uses first are needed last."""
+        """Return the measure that reshards parameters after forward, beginning with those that forward uses first.
+
+        None if no entry keeps parameters unsharded. The parameters that forward uses first are needed last in backward.
+        """
         if not any(_is_open(entry, self.hand) and entry.level == 2 for entry in plan.entries):
             return None
 
@@ -232,7 +250,7 @@ class Fit:
         return Measure([self._size(glob) for glob in self.globs], apply)
 
     def _others(self) -> Iterator[Measure]:
-        """Yield the measures that recompute activations (of blocks, of parts of blocks) and offload parameters."""
+        """Yield the measures that recompute activations (of blocks, or of parts of blocks) and offload parameters."""
         for part, blocks in _parts(self.model).items():
 
             def with_recompute(plan: Plan, count: int, part: str = part, blocks: Blocks = blocks) -> Plan:
@@ -250,24 +268,26 @@ class Fit:
             )
 
     def _size(self, glob: str) -> float:
-        """Return the bytes of the parameters that a glob matches."""
+        """Return the bytes of the parameters that ``glob`` matches."""
         params = dict(self.model.named_parameters())
         return float(sum(params[name].numel() * params[name].element_size() for name in matching(glob, params)))
 
 
 def kept_whole(plan: Plan, hand: Plan) -> Plan:
-    """Return ``plan`` with parameters unsharded from forward to backward, except in the entries of ``hand``."""
+    """Return ``plan`` with parameters kept unsharded for backward, except by the entries of ``hand``."""
     return Plan.of(replace(e, level=2) if _is_open(e, hand) and e.level == 3 else e for e in plan.entries)
 
 
 def _is_open(entry: Entry, hand: Plan) -> TypeGuard[Fsdp]:
+    """Return whether ``entry`` is an ``fsdp`` entry that the user did not give."""
     return isinstance(entry, Fsdp) and entry not in hand.entries
 
 
 def _parts(model: nn.Module) -> dict[str, Blocks]:
-    """Return suffix -> blocks that have it. A suffix is "" (the block) or ``.name`` of a child that has children.
+    """Return suffix -> runs of blocks that have a module of that suffix.
 
-    Blocks are the numbered children of the outermost containers (ModuleList, Sequential).
+    A suffix is "" (the block itself) or ``.name`` of a child that has children. Blocks are the numbered children of the
+    outermost containers (ModuleList, Sequential).
     """
     parts: dict[str, Blocks] = {}
     inside: list[str] = []
@@ -282,7 +302,7 @@ def _parts(model: nn.Module) -> dict[str, Blocks]:
 
 
 def _first(blocks: Blocks, part: str, count: int) -> list[str]:
-    """Return globs of a part of the first ``count`` blocks."""
+    """Return globs of the modules with suffix ``part`` in the first ``count`` blocks."""
     globs = []
     for prefix, size in blocks:
         number = min(size, count)

@@ -1,4 +1,4 @@
-"""Searches over all meshes of a number of ranks, from one capture."""
+"""`SearchOverMeshes`: searches plans on all meshes of a number of ranks, from one capture."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ Report = Callable[[Trial], None]
 
 
 def meshes_of(ranks: int, node: int, axes: int = 2, required: Collection[str] = ()) -> list[Mesh]:
-    """Return the meshes of ``ranks`` to search: all axes but the first are powers of two within a node.
+    """Return the meshes of ``ranks`` ranks to search: all axes but the first are powers of two within a node.
 
     Args:
+        ranks: number of ranks.
         node: number of ranks in a node.
         axes: largest number of axes; with three, the inner two fill a node.
         required: the axes that the user's plan mentions; every mesh has them.
@@ -44,7 +45,7 @@ def meshes_of(ranks: int, node: int, axes: int = 2, required: Collection[str] = 
 
 
 def _names(count: int, required: Collection[str]) -> tuple[str, ...]:
-    """Return ``count`` axis names: the required ones, then the usual ones, in the order of NAMES."""
+    """Return ``count`` axis names: those of ``required``, then the usual ones, in the order of `NAMES`."""
     usual = {1: ("dp",), 2: ("dp", "tp")}.get(count, NAMES)
     names = [*required, *(name for name in (*usual, *NAMES) if name not in required)]
     last = {"rep": -2, "dp": -1, "tp": 1}
@@ -52,7 +53,7 @@ def _names(count: int, required: Collection[str]) -> tuple[str, ...]:
 
 
 def _inner(count: int, room: int) -> Iterator[tuple[int, ...]]:
-    """Yield ``count`` powers of two whose product is at most ``room``; the innermost is the smallest first."""
+    """Yield ``count`` powers of two with a product of at most ``room``; the last one varies slowest."""
     if not count:
         yield ()
         return
@@ -63,19 +64,24 @@ def _inner(count: int, room: int) -> Iterator[tuple[int, ...]]:
 
 @dataclass
 class MeshSearch(Search):
-    """A search that reports each plan that it schedules, and schedules the user's plan as it is, too.
+    """The search on one of several meshes; it reports each plan that it schedules.
+
+    If the user gave entries, their plan is scheduled as it is in place of the ready-made ones.
 
     Args:
         most: seconds of the best schedule on any mesh so far; slower solutions are not scheduled.
+        report: called with each plan that is scheduled.
     """
 
     most: float = inf
     report: Report | None = None
 
     def _forms(self) -> Iterator[tuple[str, Plan]]:
+        """Yield (name, plan): the user's plan, or the ready-made ones if there is none."""
         yield from [("given", self.hand)] if self.hand else super()._forms()
 
     def limit(self) -> float:
+        """Return the seconds of the fastest plan that fits on this mesh or, so far, on any other."""
         return min(self.most, super().limit())
 
     def _schedule(
@@ -85,6 +91,7 @@ class MeshSearch(Search):
         candidate: Candidate | ScheduledPlan | None = None,
         captured_model: CapturedModel | None = None,
     ) -> ScheduledPlan | None:
+        """Schedule a plan as `Search` does, and report it if it is new."""
         before = len(self.tried)
         tried = super()._schedule(plan, origin, candidate, captured_model)
         if self.report is not None and len(self.tried) > before:
@@ -92,6 +99,7 @@ class MeshSearch(Search):
         return tried
 
     def trials(self) -> list[Trial]:
+        """Return the plans that were scheduled on this mesh."""
         return [Trial(self.mesh, tried, self.memory) for tried in self.tried.values()]
 
 
@@ -100,8 +108,11 @@ class SearchOverMeshes:
     """A search over several meshes.
 
     Args:
+        captured_model: the captured model.
         hand: the entries that the user gave.
+        hardware: the hardware of the prediction.
         memory: memory of a rank in bytes.
+        options: the options to compile with.
         report: called with each plan that is scheduled.
     """
 
@@ -149,7 +160,7 @@ class SearchOverMeshes:
     @staticmethod
     @contextmanager
     def _noted(errors: list[ShardcError]) -> Iterator[None]:
-        """Record an error of one mesh, so that the search goes on with the others."""
+        """Append a ShardcError of the ``with`` block (on one mesh) to ``errors``, so that the search goes on."""
         try:
             yield
         except ShardcError as error:
@@ -157,12 +168,12 @@ class SearchOverMeshes:
 
     @staticmethod
     def best(trials: Sequence[Trial]) -> Trial | None:
-        """Return the fastest trial that fits, or None."""
+        """Return the fastest trial that fits; None if none fits."""
         fitting = [trial for trial in trials if trial.fits]
         return min(fitting, key=_order, default=None)
 
     def _nothing(self, errors: Sequence[ShardcError], meshes: Sequence[Mesh]) -> ShardcError:
-        """Return the error to raise if nothing was scheduled."""
+        """Return the error to raise if no plan was scheduled: the first relevant one of ``errors``, if there is one."""
         relevant = [error for error in errors if "no plan on" not in error.what]
         if relevant:
             return relevant[0]
@@ -173,6 +184,7 @@ class SearchOverMeshes:
         )
 
     def _too_large(self, trials: Sequence[Trial], meshes: Sequence[Mesh]) -> PlanError:
+        """Return the error to raise if no plan fits in memory."""
         least = min(trials, key=lambda t: t.memory)
         return PlanError(
             f"no plan on {_listed(meshes)} fits in {self.memory / 1e9:g} GB a rank: the smallest that was found takes "
@@ -182,9 +194,10 @@ class SearchOverMeshes:
 
 
 def _order(trial: Trial) -> tuple[object, ...]:
-    """Return the sort key of a trial: the fastest first, then the one on a mesh of fewer axes."""
+    """Return the sort key of a trial: its seconds, then the number of axes of its mesh, then text."""
     return round(trial.seconds, 9), len(trial.mesh.axes), str(trial.mesh), str(trial.plan)
 
 
 def _listed(meshes: Sequence[Mesh]) -> str:
+    """Return ``meshes`` as text for an error."""
     return str(meshes[0]) if len(meshes) == 1 else f"{len(meshes)} meshes of {meshes[0].ranks} ranks"

@@ -1,7 +1,7 @@
-"""Searches the plan of least predicted step time for one model on one mesh, within a memory limit.
+"""`Search`: finds the plan of least predicted step time for one model on one mesh, within a memory limit.
 
 Each round solves the exact layout problem for several splits of storage, writes the best solutions as plans, and
-schedules these. What a schedule leaves exposed prices communication in the next round.
+schedules these. The share of communication that a schedule leaves exposed is its weight in the next round.
 """
 
 from __future__ import annotations
@@ -37,17 +37,25 @@ COPIES = 4.0  # copies of a parameter in memory: itself, its gradient and two of
 # Initial weights of a second of (parameter gathers, gradient reductions), most of which overlap with compute.
 HIDDEN = ((0.2, 0.2), (0.05, 0.5))
 ROUNDS = 3
-KEPT = 3  # solutions per round that are scheduled
+KEPT = 3  # number of solutions per round that are scheduled
 MARGIN = 1.02  # solutions up to this multiple of the best step time are considered: a schedule may hide more
 GLANCE = 1e8  # table entries that the solver may visit to bound the step time of a mesh
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A solution of the layout problem: its plan without pins, layouts at module boundaries, and its cost.
+    """A solution of the layout problem: its plan without pins, the layouts at module boundaries, and its cost.
 
     Args:
-        bytes: memory that the cost includes, at a price of ``byte`` seconds per byte.
+        plan: the plan without pins.
+        borders: tag name -> the layout at that module boundary.
+        over: the axes over which storage only is split.
+        value: cost in seconds, with memory at ``byte`` seconds per byte.
+        bound: the proven lower bound of that cost.
+        variables: number of variables of the problem.
+        build, solve: seconds that building and solving the problem took.
+        bytes: bytes of memory that the cost includes.
+        byte: price of a byte in seconds.
     """
 
     plan: Plan
@@ -62,13 +70,18 @@ class Candidate:
     byte: float
 
     def at(self, byte: float) -> float:
-        """Return its cost at a price of ``byte`` seconds per byte."""
+        """Return the cost in seconds, at a price of ``byte`` seconds per byte."""
         return self.value + (byte - self.byte) * self.bytes
 
 
 @dataclass
 class PlanProblem(OpenLayoutProblem):
-    """The layout problem of a planned graph, which took ``seconds`` to state."""
+    """The layout problem of a planned graph.
+
+    Args:
+        planned: the planned graph.
+        seconds: seconds that building the problem took.
+    """
 
     planned: PlannedGraph = field(kw_only=True)
     seconds: float = 0.0
@@ -76,13 +89,18 @@ class PlanProblem(OpenLayoutProblem):
 
 @dataclass
 class Search:
-    """Searches plans for a captured model on ``mesh``.
+    """A search over plans for a captured model on one mesh.
 
     Args:
+        captured_model: the captured model.
+        mesh: the mesh.
         hand: the entries that the user gave; every plan contains them.
+        hardware: the hardware of the prediction.
         memory: memory of a rank in bytes.
-        prices: axes that split storage only -> the price per byte at which a solution last was expected to fit.
-        beyond: the same axes -> bytes by which the peak of the last plan that did not fit exceeded its solution's.
+        options: the options to compile with.
+        tried: text of a plan -> the scheduled plan.
+        prices: axes that split storage only -> price of a byte at which a solution was last expected to fit.
+        beyond: the same axes -> predicted peak of the last plan that did not fit, minus the bytes of its solution.
     """
 
     captured_model: CapturedModel
@@ -101,14 +119,14 @@ class Search:
         self.param_plans = self.captured_model.params(self.mesh, self.hand)
 
     def forms(self) -> None:
-        """Schedule the ready-made plans (ddp, fsdp, ...), and the best of them without resharding after forward."""
+        """Schedule the ready-made plans (ddp, fsdp, ...), and the best of them with parameters kept for backward."""
         for name, plan in self._forms():
             self._schedule(plan, name)
         if (best := self.best()) is not None:
             self._schedule(kept_whole(best.plan, self.hand), best.origin)
 
     def least(self) -> float:
-        """Return a lower bound of the cost of every solution in seconds, from little work; inf if there is none."""
+        """Return a lower bound of the cost of every solution in seconds, within `GLANCE` work; inf if there is none."""
         gather, reduce = map(min, *HIDDEN)
         problem = self.problem(None, Weights(gather, reduce, self.captured_model.weight))
         try:
@@ -117,7 +135,7 @@ class Search:
             return inf
 
     def run(self) -> ScheduledPlan:
-        """Search, and return the fastest plan that fits.
+        """Run the search; return the fastest plan that fits.
 
         Raises:
             PlanError: no plan fits; the text has the memory of the smallest one.
@@ -144,13 +162,13 @@ class Search:
         return best
 
     def _try(self, candidate: Candidate) -> ScheduledPlan | None:
-        """Schedule the plan of a solution; None if the plan cannot be compiled."""
+        """Schedule the plan of a solution, with pins; None if the plan cannot be compiled."""
         with suppress(ShardcError):
             return self._schedule(self.pinner.pinned(candidate.plan, candidate.borders), "found", candidate)
         return None
 
     def _fit(self) -> None:
-        """Reduce the memory of the fastest and of the smallest plan until they fit, while they beat the best."""
+        """Apply memory measures to the fastest and to the smallest plan until they fit, while they beat the best."""
         tried = sorted(self.tried.values(), key=lambda t: (t.seconds, str(t.plan)))
         globs = [glob for glob, _ in self.writer.by_glob(dict.fromkeys(self.param_plans, ""))]
         for start in (tried[0], min(tried, key=lambda t: t.memory)) if tried else ():
@@ -170,14 +188,14 @@ class Search:
         return inf if best is None else best.seconds
 
     def best(self) -> ScheduledPlan | None:
-        """Return the fastest plan that fits, or None."""
+        """Return the fastest plan that fits; None if there is none yet."""
         fitting = [t for t in self.tried.values() if self._fits(t)]
         return min(fitting, key=lambda t: (round(t.seconds, 9), str(t.plan)), default=None)
 
     # --- solutions
 
     def _solutions(self, weights: Weights) -> None:
-        """Schedule the fastest solutions that are expected to fit."""
+        """Schedule the fastest solutions that are expected to fit, under these weights of communication."""
         by_price: dict[tuple[str, ...], dict[float, Candidate]] = {over: {} for over in self._overs()}
         solved = [self._fastest(over, weights, points) for over, points in by_price.items()]
         for best in sorted((c for c in solved if c is not None), key=lambda c: c.at(0.0))[:KEPT]:
@@ -195,6 +213,11 @@ class Search:
         """Return the fastest solution with storage split over ``over`` that is expected to fit, or else the smallest.
 
         The first price per byte is the one that sufficed before, with storage split over these axes or over others.
+
+        Args:
+            over: the axes over which storage only is split.
+            weights: weights of communication.
+            by_price: price -> solution, as known so far; updated.
         """
         problem = cache(partial(self.problem, over, weights))
         within = PriceSearch(lambda price, ceiling: self._solved(problem(), price, ceiling), by_price)
@@ -205,14 +228,15 @@ class Search:
         return candidate
 
     def _room(self, over: tuple[str, ...]) -> float:
-        """Return the bytes that a solution may have if its plan is to fit, learned from plans that did not fit."""
+        """Return the bytes that a solution may have for its plan to fit, given the peaks of plans that did not fit."""
         return self.memory - self.beyond.get(over, min(self.beyond.values(), default=0.0))
 
     def _fits(self, tried: ScheduledPlan) -> bool:
+        """Return whether the predicted peak of a plan is within the limit."""
         return tried.memory <= self.memory
 
     def _overs(self) -> Iterator[tuple[str, ...]]:
-        """Yield sets of axes for FSDP (they split storage only), from those that the user's entries do not mention."""
+        """Yield sets of axes over which FSDP may split storage, of the axes that the user's entries do not mention."""
         mentioned = set(self.hand.axes)
         by_hand = any(entry.batch for entry in self.hand.entries)  # an ``fsdp`` entry would split the batch further
         free = [axis for axis in self.mesh.axes if axis not in mentioned and self.mesh.size(axis) > 1 and not by_hand]
@@ -220,7 +244,12 @@ class Search:
             yield from combinations(free, count)
 
     def problem(self, over: tuple[str, ...] | None, weights: Weights) -> PlanProblem:
-        """Return the layout problem, with storage split further over ``over``; None: over any axes, per parameter."""
+        """Return the layout problem.
+
+        Args:
+            over: the axes over which storage may be split further; None: any axes, for each parameter.
+            weights: weights of communication.
+        """
         start = time.perf_counter()
         planned = self.captured_model.graph(self.mesh, self.hand, replace(self.options, cost=self.hardware), None)
         storages = self._anywhere if over is None else partial(self._storages, over)
@@ -230,7 +259,7 @@ class Search:
         return problem
 
     def _solved(self, problem: PlanProblem, byte: float, ceiling: float) -> Candidate | None:
-        """Return the best solution at ``byte`` seconds per byte, if it costs less than ``ceiling``."""
+        """Return the best solution at ``byte`` seconds per byte; None if none costs less than ``ceiling``."""
         start = time.perf_counter()
         try:
             solution = solve(problem.energy(byte), ceiling=ceiling)
@@ -248,14 +277,20 @@ class Search:
         )  # fmt: skip
 
     def _storages(self, over: Sequence[str], name: str, compute: Layout) -> list[Layout]:
-        """Return the storage layouts that a parameter of the captured model may have under the user's entries."""
+        """Return the storage layouts that a parameter may have under the user's entries.
+
+        Args:
+            over: the axes over which storage may be split further.
+            name: the parameter of the captured model.
+            compute: its compute layout.
+        """
         param = self.param_plans[name]
         if param.storage_cause or param.host or (param.compute_cause and compute != param.compute):
             return []
         return storages(over, name, compute)
 
     def _anywhere(self, name: str, compute: Layout) -> list[Layout]:
-        """Return the storage layouts of a parameter with storage split over any axes."""
+        """Return the storage layouts that a parameter may have, with storage split over any axes."""
         overs = [over for over in self._overs() if not set(over) & set(compute.bound)]
         return list(dict.fromkeys(layout for over in overs for layout in self._storages(over, name, compute)))
 
@@ -271,7 +306,7 @@ class Search:
     # --- schedules
 
     def _forms(self) -> Iterator[tuple[str, Plan]]:
-        """Yield (name, plan) of the ready-made plans."""
+        """Yield (name, plan) of the ready-made plans; none if the user gave entries."""
         if self.hand.entries:
             return
         axes = [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]
@@ -298,7 +333,14 @@ class Search:
         candidate: Candidate | ScheduledPlan | None = None,
         captured_model: CapturedModel | None = None,
     ) -> ScheduledPlan | None:
-        """Schedule a plan that is not scheduled yet, and record it; None if it cannot be compiled."""
+        """Schedule a plan unless it has been, and record it; None if it cannot be compiled.
+
+        Args:
+            plan: the plan.
+            origin: "found" for a solution, else the name of the ready-made plan that it is or was derived from.
+            candidate: the solution that the plan was written from, or the scheduled plan that it was derived from.
+            captured_model: the capture to build it from; by default that of the search.
+        """
         tried = self.tried.get(str(plan))
         if tried is None:
             schedule = self.schedule(plan, captured_model or self.captured_model, by_hand=origin != "found")
@@ -317,6 +359,8 @@ class Search:
         """Return the predicted schedule of ``plan``; None if it cannot be compiled.
 
         Args:
+            plan: the plan.
+            captured_model: the capture to build its program from.
             by_hand: repeated blocks may get different layouts. In a found plan only the first and the last may differ,
                 because its entries are globs.
         """
@@ -332,7 +376,7 @@ class Search:
 
 
 def storages(over: Sequence[str], name: str, compute: Layout) -> list[Layout]:
-    """Return the layouts at which ``fsdp(over)`` may store a parameter that has layout ``compute`` for compute."""
+    """Return the layouts in which ``fsdp(over)`` may store parameter ``name``, whose compute layout is ``compute``."""
     if not over:
         return [compute]
     plan = ParamPlan(compute, compute, compute.shape, 3, "", "")
@@ -341,11 +385,16 @@ def storages(over: Sequence[str], name: str, compute: Layout) -> list[Layout]:
 
 
 def exposed(schedule: Schedule, weights: Weights, params: Collection[str]) -> Weights:
-    """Return ``weights`` with the exposed share, in a schedule, of gathers of ``params`` and reductions of
-    gradients.
+    """Return ``weights`` updated to the exposed shares of communication in a schedule.
+
+    Args:
+        schedule: the schedule.
+        weights: the weights to update: of gathers of parameters, and of reductions of their gradients.
+        params: names of the parameters.
     """
 
     def share(kinds: Sequence[str], before: float) -> float:
+        """Return the exposed share of the seconds of collectives of ``kinds``; ``before`` if there are none."""
         collectives = [c for c in schedule.collectives if c.kind in kinds and set(c.cause.tensors) <= set(params)]
         total = sum(c.seconds for c in collectives)
         return max(0.02, min(1.0, sum(c.exposed for c in collectives) / total)) if total else before

@@ -1,7 +1,7 @@
-"""Writes layouts of parameters as a plan of ordinary entries, with globs if repeated blocks agree.
+"""Writes a solution of the layout problem as a plan: `Writer` its entries, `Pinner` its pins of activations.
 
-Pins activations at module boundaries, so that the greedy layout pass arrives at the layouts that the solver
-found.
+Entries have globs if repeated blocks agree. Pins at module boundaries make the greedy layout pass arrive at the layouts
+that the solver found.
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ from shardc.plan.constructors import ddp, fsdp, hsdp, tp
 from shardc.plan.value import Plan
 from shardc.search.captured_model import CapturedModel, PlannedGraph
 
-MOST = 60  # pins after which the plan is used as it is
+MOST = 60  # number of pins after which no more are added
 
 
 @dataclass(frozen=True)
 class Pinner:
-    """Finds pins for the plans of one model on one mesh."""
+    """Adds pins to the plans of one model on one mesh.
+
+    Args:
+        captured_model: the captured model.
+        writer: writes globs for repeated blocks.
+        mesh: the mesh.
+        options: the options to compile with.
+    """
 
     captured_model: CapturedModel
     writer: Writer
@@ -38,7 +45,7 @@ class Pinner:
     options: Options
 
     def pinned(self, plan: Plan, wanted: Mapping[str, Layout]) -> Plan:
-        """Return ``plan`` with the pins that give the layouts ``wanted`` at module boundaries."""
+        """Return ``plan`` with pins that give module boundaries (by tag name) the layouts ``wanted``."""
         pins: dict[str, str] = {}
         while len(pins) < MOST:
             trial = plan | Plan(activations=pins) if pins else plan
@@ -52,14 +59,14 @@ class Pinner:
         return plan | Plan(activations=pins)
 
     def _target(self, name: str) -> str:
-        """Return the target of a boundary's tag in plan entries, for all repeated blocks."""
+        """Return the target in plan entries of the boundary that tag ``name`` marks, in all repeated blocks."""
         module, where, _ = name.rsplit(".", 2)
         return self.writer.by_glob(dict.fromkeys(self.writer.block_names(module), ""))[-1][0] + (
             ".input" if where == "input" else ""
         )
 
     def _pins(self, name: str, wanted: Mapping[str, Layout]) -> dict[str, str]:
-        """Return target -> spec: the layout of a module's input or output in all repeated blocks, for a plan."""
+        """Return target -> spec: the pins that give a module's input or output its layout, in all repeated blocks."""
         module, where, index = name.rsplit(".", 2)
         blocks = [m for m in self.writer.block_names(module) if f"{m}.{where}.{index}" in wanted]
         specs = {m: spec(wanted[f"{m}.{where}.{index}"]) for m in blocks}
@@ -68,13 +75,14 @@ class Pinner:
 
 
 def borders(planned: PlannedGraph) -> dict[str, Layout]:
-    """Return the layout at each module boundary in program order: the one that its uses need, if they agree."""
+    """Return tag name -> layout at that module boundary, in program order: the one that its uses agree on."""
     order = {node: at for at, node in enumerate(planned.graph.nodes)}
     names = sorted(planned.borders, key=lambda name: (order[planned.borders[name]], name))
     return {name: _border(planned.borders[name]) for name in names}
 
 
 def _border(node: fx.Node) -> Layout:
+    """Return the layout that the forward uses of ``node`` need, if they agree; otherwise its own."""
     needs: dict[Layout, None] = {}
     for user in node.users:
         if user.op != "call_function" or ir.info(user).origin.phase != "forward":
@@ -95,10 +103,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes plans for a model on a mesh.
+    """Writes the entries of plans for a model on a mesh.
 
     Args:
-        repeats: the runs of repeated blocks of the complete model, and how many of each were captured.
+        model: the complete model.
+        mesh: the mesh.
+        repeats: the runs of repeated blocks of the complete model, and the number of blocks captured of each.
     """
 
     model: nn.Module
@@ -118,8 +128,9 @@ class Writer:
         Args:
             stored: name in the captured model -> (compute layout, storage layout).
             over: the axes over which storage only is split.
+            batch: the axes that split the batch.
             level: level of the ``fsdp`` entry, if there is one.
-            inputs: name and shape of each input.
+            inputs: (name, shape) of each input.
         """
         plan = Plan()
         whole = {name: 1 for name, (c, s) in stored.items() if c == s and over and s.numel > 1}
@@ -139,7 +150,11 @@ class Writer:
         return plan | self._computes({name: c for name, (c, _) in stored.items() if c.axes}, batch)
 
     def _threshold(self, whole: Iterable[str], split: Iterable[str]) -> tuple[bool, int]:
-        """Return whether exactly the parameters below some size are replicated, and that size in bytes."""
+        """Return (whether the parameters ``whole`` are just those below some size, that size in bytes).
+
+        Args:
+            whole, split: names of the parameters that are replicated, and of those that are split.
+        """
         nbytes = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters()}
         least = min((nbytes[self.repeats.whole(name)] for name in split), default=0)
         largest = max((nbytes[self.repeats.whole(name)] for name in whole), default=-1)
@@ -147,6 +162,7 @@ class Writer:
 
     @staticmethod
     def _ddp(axes: Iterable[str]) -> Plan:
+        """Return a plan with a ``ddp`` entry for each axis."""
         plan = Plan()
         for axis in axes:
             plan |= ddp(axis)
@@ -155,7 +171,9 @@ class Writer:
     def _computes(self, computes: Mapping[str, Layout], batch: Sequence[str]) -> Plan:
         """Return the entries for compute layouts: tensor parallel styles if they match, else ``params`` entries.
 
-        Styles are not used for axes that split the batch, too.
+        Args:
+            computes: parameter -> its compute layout.
+            batch: the axes that split the batch; styles are not used for these.
         """
         styles: dict[tuple[str, str], list[str]] = {}
         raw: dict[str, str] = {}
@@ -173,7 +191,12 @@ class Writer:
         return plan | Plan(params=raw) if raw else plan
 
     def _style(self, glob: str, layout: Layout, computes: Mapping[str, Layout]) -> tuple[str, str] | None:
-        """Return the (style, axis) that splits a parameter this way; "bias" if its weight has a style; or None."""
+        """Return the (style, axis) that gives a parameter its layout; "bias" if its weight has a style; None for none.
+
+        Args:
+            glob: glob of the parameter.
+            computes: parameter -> its compute layout.
+        """
         module_glob, _, kind = glob.rpartition(".")
         if len(layout.bound) != 1 or layout.bound[0] not in self.mesh.axes:
             return None
@@ -200,7 +223,7 @@ class Writer:
         return ("rowwise", axis) if dim == 1 and bias is None else None
 
     def _module(self, glob: str) -> nn.Module:
-        """Return a module that ``glob`` matches."""
+        """Return the module, or one of the repeated blocks' modules, that ``glob`` matches."""
         for repeat in self.repeats:
             if glob.startswith(f"{repeat.prefix}*"):
                 glob = repeat.name(0, glob.removeprefix(f"{repeat.prefix}*"))
@@ -209,7 +232,7 @@ class Writer:
     # --- globs
 
     def by_glob(self, by_name: Mapping[str, T]) -> list[tuple[str, T]]:
-        """Replace names by globs of the complete model; equal values in repeated blocks share one glob."""
+        """Return (glob, value) for values by name; equal values in all repeated blocks share one glob."""
         groups: dict[tuple[Repeat, str], dict[int, T]] = {}
         out: list[tuple[str, T]] = []
         for name, value in by_name.items():
@@ -232,7 +255,7 @@ class Writer:
         return out
 
     def block_names(self, name: str) -> list[str]:
-        """Return the names in all captured blocks of the run that ``name`` is in; ``name`` alone if it is in none."""
+        """Return the names in all captured blocks of the run that ``name`` is in; ``[name]`` if it is in none."""
         if (place := self.repeats.place(name)) is None:
             return [name]
         run, _, rest = place
@@ -240,7 +263,7 @@ class Writer:
 
 
 def spec(layout: Layout) -> str:
-    """Return a layout as the text of a spec in which the sizes of complete dims are left open: ``@dp, (3 _@tp), _``."""
+    """Return ``layout`` as a spec with open sizes of complete dims, such as ``@dp, (3 _@tp), _``."""
     dims = []
     for dim in range(layout.ndim):
         subs = layout.sub_dims(dim)
@@ -253,6 +276,7 @@ def spec(layout: Layout) -> str:
 
 
 def _sub(sub: SubDim, *, open: bool) -> str:
+    """Return a sub-dim as the text of a spec; ``open``: with ``_`` for its size."""
     size, axes = "_" if open else sub.size, sub.axes
     return f"{size}" if not axes else f"{size}@{axes[0]}" if len(axes) == 1 else f"{size}@({','.join(axes)})"
 

@@ -1,7 +1,4 @@
-"""The search as users ask for it: `auto` in place of a plan, and `find_plan`.
-
-Runs the search for a plan on rank 0, and broadcasts the plan to all ranks.
-"""
+"""The search as users ask for it: `auto` in place of a plan, and `find_plan`; `search_once` runs it on rank 0."""
 
 from __future__ import annotations
 
@@ -42,7 +39,12 @@ def search_once(
     options: Options,
     groups: Groups | None,
 ) -> Found:
-    """Return the result of the search for a model to compile; ranks other than 0 receive that of rank 0.
+    """Return the result of the search for a model to compile; rank 0 searches, the other ranks receive its plan.
+
+    Args:
+        request: the search that the user asked for.
+        model, mesh, loss, device, options: as for `shardc.compile`.
+        groups: the process groups of the mesh; None if there is one process.
 
     Raises:
         ShardcError: the error of the search; ranks other than 0 raise it as a PlanError.
@@ -72,7 +74,7 @@ def search_once(
 
 
 def _rest(plan: Plan, base: Plan) -> Plan:
-    """Return the entries of ``plan`` that are not in ``own_entries``: their classes may be known to the caller only."""
+    """Return ``plan`` without the entries of ``base``, whose classes may be known to the caller only."""
     return Plan.of(entry for entry in plan.entries if entry not in base.entries)
 
 
@@ -82,7 +84,7 @@ Size = Annotated[int, Range(1)]
 
 @dataclass(frozen=True)
 class Auto:
-    """A plan to be searched for. It is combined with plans by ``|``; their entries are kept.
+    """A plan to be searched for; ``|`` combines it with plans, whose entries are kept.
 
     Args:
         memory: memory of a rank in bytes; None: that of the hardware.
@@ -118,14 +120,14 @@ class Auto:
         return " | ".join([f"auto({', '.join(arguments)})", *([str(self.plan)] if self.plan else [])])
 
     def described(self, mesh: DeviceMesh | Mesh | None) -> Hardware:
-        """Return the hardware of the prediction."""
+        """Return the hardware of the prediction for ``mesh``."""
         if isinstance(self.hardware, Hardware):
             return self.hardware
         on_cpu = isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu"
         return find_hardware(self.hardware or ("cpu" if on_cpu else "h100"))
 
     def source(self, model: nn.Module, loss: Callable[..., Any] | None, device: torch.device) -> ModelCall:
-        """Return the model with its example inputs.
+        """Return the call of ``model`` with the example inputs, to compile with ``loss`` for ``device``.
 
         Raises:
             InputError: there are no example inputs.
@@ -152,6 +154,9 @@ class Auto:
         """Return the fastest plan that fits, on ``mesh`` or, if that is None, on any mesh of `ranks`.
 
         Args:
+            source: the model and its example inputs.
+            mesh: the mesh, or None.
+            options: the options to compile with.
             axes: largest number of mesh axes, if meshes are searched.
             report: called with each plan that is scheduled.
 
@@ -180,7 +185,12 @@ class Auto:
         return result
 
     def meshes(self, mesh: DeviceMesh | Mesh | None, described: Hardware, axes: int) -> list[Mesh]:
-        """Return the meshes to search.
+        """Return the meshes to search: ``mesh``, or all of `ranks` ranks if it is None.
+
+        Args:
+            mesh: the mesh, or None.
+            described: the hardware, which has the size of a node.
+            axes: largest number of axes.
 
         Raises:
             MeshError: ``mesh`` does not have `ranks`.
@@ -252,8 +262,7 @@ def find_plan(
     report: Report | None = None,
     **kwargs: Any,
 ) -> Found:
-    """Search for the plan with the least predicted step time that fits in memory. Compiles nothing and needs no
-    devices.
+    """Search for the plan with the least predicted step time that fits in memory; no devices are needed.
 
     Args:
         model: as for `shardc.compile`.
@@ -294,7 +303,7 @@ def _warn_unused(result: Found, source: ModelCall) -> None:
     """Warn of each mesh axis over which the plan splits nothing, so that all ranks along it compute the same.
 
     Warns:
-        ShardcWarning: names the axis, says why, and which entry would use it.
+        ShardcWarning: an axis is not used; the text has the reason, and an entry that would use it.
     """
     mesh, plan = result.mesh, result.plan
     used = {split_part(axis)[0] for axis in plan.axes}

@@ -1,4 +1,4 @@
-"""The result of a search: plan and mesh, their cost, and all plans that were tried."""
+"""`Found`, the result of a search: plan and mesh, their predicted cost, and all plans that were tried."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ class ScheduledPlan:
     """A plan with its predicted schedule, and the solution of the layout problem that it was written from.
 
     Args:
+        plan: the plan.
+        schedule: its predicted schedule.
         origin: "found" for a solution, else the name of the ready-made plan that it is or was derived from.
         over: the axes over which storage only is split.
-        value, bound: cost of its solution in seconds, and the proven lower bound; 0 if it is not a solution.
-        variables: number of variables of its problem; 0 if it is not a solution.
-        build, solve: seconds spent on stating and on solving the problem.
+        value: cost of its solution in seconds; 0 if it is not a solution.
+        bound: the proven lower bound of that cost.
+        variables: number of variables of its layout problem; 0 if it is not a solution.
+        build, solve: seconds spent on building and on solving the problem.
     """
 
     plan: Plan
@@ -40,16 +43,17 @@ class ScheduledPlan:
 
     @property
     def gap(self) -> float:
+        """Return the gap between cost and bound of the solution, relative to the cost; 0 if it is not a solution."""
         return (self.value - self.bound) / self.value if self.value else 0.0
 
     @property
     def seconds(self) -> float:
-        """Return the predicted step time."""
+        """Return the predicted seconds of a step."""
         return self.schedule.seconds
 
     @property
     def memory(self) -> int:
-        """Return the bytes of a rank at the peak."""
+        """Return the predicted bytes of a rank at the peak."""
         return self.schedule.memory.peak.total
 
 
@@ -58,6 +62,8 @@ class Trial:
     """A plan that was scheduled on a mesh.
 
     Args:
+        mesh: the mesh.
+        tried: the scheduled plan.
         limit: memory of a rank in bytes.
     """
 
@@ -67,34 +73,37 @@ class Trial:
 
     @property
     def plan(self) -> Plan:
+        """Return the plan."""
         return self.tried.plan
 
     @property
     def schedule(self) -> Schedule:
+        """Return the predicted schedule."""
         return self.tried.schedule
 
     @property
     def seconds(self) -> float:
-        """Return the predicted step time."""
+        """Return the predicted seconds of a step."""
         return self.schedule.seconds
 
     @property
     def memory(self) -> int:
-        """Return the bytes of a rank at the peak."""
+        """Return the predicted bytes of a rank at the peak."""
         return self.schedule.memory.peak.total
 
     @property
     def fits(self) -> bool:
+        """Return whether the peak is within the limit."""
         return self.memory <= self.limit
 
     @property
     def found(self) -> bool:
-        """Return whether the search made this plan; otherwise it is ready-made, or the user's own."""
+        """Return whether the plan is from a solution; otherwise it is ready-made, or the user's own."""
         return self.tried.origin == "found"
 
     @property
     def is_solution(self) -> bool:
-        """Return whether it is a solution of the layout problem; a ready-made plan can be one, too."""
+        """Return whether the plan is a solution of the layout problem; a ready-made plan can be one, too."""
         return self.tried.variables > 0
 
     def __str__(self) -> str:
@@ -105,7 +114,7 @@ class Trial:
         )
 
     def row(self) -> tuple[str, ...]:
-        """Return a row of the table with head `HEAD`."""
+        """Return the trial's row of a table with head `HEAD`."""
         schedule, tried = self.schedule, self.tried
         problem = (
             (milliseconds(tried.value), f"{tried.gap:.1g}", f"{tried.build:.1f}", f"{tried.solve:.1f}")
@@ -123,6 +132,8 @@ class Found:
     """The plan with the least predicted step time that fits in memory.
 
     Args:
+        plan: the plan.
+        mesh: its mesh.
         trials: all plans that were scheduled; empty on ranks that received the plan from rank 0.
         hand: the entries that the user gave.
     """
@@ -146,16 +157,17 @@ class Found:
 
     @property
     def schedule(self) -> Schedule:
+        """Return the predicted schedule of the plan."""
         return self.best.schedule
 
     @property
     def memory(self) -> int:
-        """Return the bytes of a rank at the peak."""
+        """Return the predicted bytes of a rank at the peak."""
         return self.best.memory
 
     @property
     def solution(self) -> Trial:
-        """Return the trial of the plan or, if it is not a solution of the problem, the fastest trial that is one."""
+        """Return the trial of the plan; if it is not a solution of the layout problem, the fastest trial that is."""
         solved = [trial for trial in self.trials if trial.is_solution]
         return min(solved, key=lambda t: (t is not self.best, not t.fits, t.seconds), default=self.best)
 
@@ -166,34 +178,34 @@ class Found:
 
     @property
     def bound(self) -> float:
-        """Return the proven lower bound of the cost of every solution of the problem."""
+        """Return the proven lower bound of that cost, over all solutions."""
         return self.solution.tried.bound
 
     @property
     def gap(self) -> float:
-        """Return how much cheaper a solution could be, as a share of the value."""
+        """Return the gap between cost and bound, relative to the cost: the most that a better solution could save."""
         return self.solution.tried.gap
 
     @property
     def variables(self) -> int:
-        """Return the number of variables of the problem."""
+        """Return the number of variables of the layout problem."""
         return self.solution.tried.variables
 
     @property
     def form(self) -> Trial | None:
-        """Return the best ready-made plan (or the user's own), made to fit: the fastest, or else the smallest."""
+        """Return the best trial of a ready-made plan (or the user's): the fastest that fits, or else the smallest."""
         forms = [trial for trial in self.trials if not trial.found]
         return min(
             forms, key=lambda t: (not t.fits, t.seconds if t.fits else t.memory, str(t.mesh), str(t.plan)), default=None
         )
 
     def brief(self) -> Found:
-        """Return a copy with the best trial, the solution and the form only: a trial holds the graphs of a program."""
+        """Return a copy with only the trials `best`, `solution` and `form`: a trial holds the graphs of a program."""
         ids = {id(trial) for trial in (self.best, self.solution, self.form)}
         return replace(self, trials=tuple(trial for trial in self.trials if id(trial) in ids))
 
     def table(self) -> str:
-        """Return a table of all plans that were tried, the fastest first; those that do not fit are last."""
+        """Return all plans that were tried as a table, the fastest first; those that do not fit are last."""
         rows = sorted(self.trials, key=lambda t: (not t.fits, t.seconds, str(t.mesh), str(t.plan)))
         return plain([trial.row() for trial in rows], HEAD)
 

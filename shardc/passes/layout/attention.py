@@ -45,10 +45,10 @@ class Attention:
         ShardcWarning: an entry names a method, and its attention has dropout or is written out as matrix products.
 
     Args:
-            mesh: the mesh of the layouts.
-            cost: the cost model, which decides for method "auto" whether keys and values pass round the ring or are
-                gathered.
-            entries: the plan's cp entries.
+        mesh: the mesh of the layouts.
+        cost: the cost model, which decides for method "auto" whether keys and values pass round the ring or are
+            gathered.
+        entries: the plan's cp entries.
     """
 
     mesh: Mesh
