@@ -20,6 +20,7 @@ from torch._dynamo import trace_rules
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed._composable.contract import REGISTRY_KEY as REGISTRY_KEY  # other keys in each process
 from torch.distributed._composable.contract import STATE_KEY as STATE_KEY
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor

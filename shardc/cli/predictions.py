@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import shardc
 from shardc.cli import target
@@ -12,7 +11,9 @@ from shardc.cost import hardware
 from shardc.errors import MeshError
 from shardc.report.export import Limit, broken, compare, load, milliseconds, plain, write
 from shardc.report.formulas import unrounded
+from shardc.report.inspected import InspectedProgram
 from shardc.report.lint_rules import SEVERITIES, merged
+from shardc.report.predicted_schedule import Schedule
 from shardc.report.prediction import ORDERS
 
 # --- schedule
@@ -35,7 +36,7 @@ def add_prediction(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def predict(options: argparse.Namespace) -> tuple[shardc.Program, Any]:
+def predict(options: argparse.Namespace) -> tuple[InspectedProgram, Schedule]:
     """Return the program and the schedule that the arguments of `add_prediction` select."""
     described = hardware.find(options.hardware)
     loaded, mesh, plan, loss = target.resolve(options)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
-from shardc._compat import pytree
+from shardc._compat import PyTree, pytree
 from shardc.cli import target
 from shardc.cli.target import Command
 from shardc.cost import hardware
@@ -224,14 +224,14 @@ def _pair(predicted: Collective, ran: Ran) -> Pair:
     )  # fmt: skip
 
 
-def _real(x: Any) -> Any:
+def _real(x: PyTree) -> PyTree:
     """Return ``x``, an example argument; with random values or zeros if it is a tensor on the meta device."""
     if not isinstance(x, Tensor) or not x.is_meta:
         return x
     return torch.randn(x.shape, dtype=x.dtype) if x.is_floating_point() else torch.zeros(x.shape, dtype=x.dtype)
 
 
-def _tensors(outputs: Any) -> list[Tensor]:
+def _tensors(outputs: PyTree) -> list[Tensor]:
     """Return the tensors in the outputs of a model."""
     return [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
 

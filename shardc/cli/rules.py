@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from fnmatch import fnmatch
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tabulate import tabulate
 
-from shardc._compat import aten_overloads
+from shardc._compat import OpOverload, aten_overloads
 from shardc.capture import decompositions
 from shardc.cli.target import Command
 from shardc.rules import RULES, find_rule
@@ -59,19 +59,19 @@ def listed() -> Iterator[Line]:
             yield Line(str(overload), "computed whole, with a warning", "none")
 
 
-def core_aten() -> list[Any]:
+def core_aten() -> list[OpOverload]:
     """Return the core ATen overloads that can occur in a traced program."""
     return [op for op in aten_overloads() if torch.Tag.core in op.tags and op._opname not in NOT_IN_A_PROGRAM]
 
 
-def overloads(op: str) -> Iterator[Any]:
+def overloads(op: str) -> Iterator[OpOverload]:
     """Yield the functional overloads that a rule for ``op`` covers."""
     namespace, name, *suffix = op.split(".")
     packet = getattr(getattr(torch.ops, namespace), name)
     yield from filter(functional, (getattr(packet, overload) for overload in suffix or packet.overloads()))
 
 
-def functional(overload: Any) -> bool:
+def functional(overload: OpOverload) -> bool:
     """Return whether ``overload`` computes new tensors from tensors and numbers only."""
     schema = overload._schema
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
@@ -79,7 +79,7 @@ def functional(overload: Any) -> bool:
     return not writes and tensors and "Dimname" not in str(schema) and "Generator" not in str(schema)
 
 
-def source(overload: Any) -> str:
+def source(overload: OpOverload) -> str:
     """Return the source of the rule of ``overload``: ``own``, ``decomposed`` (when traced), ``torch`` or ``none``."""
     rule = find_rule(overload)
     if rule is not None and rule.text != FROM_TORCH:

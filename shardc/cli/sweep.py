@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -23,6 +23,9 @@ from shardc.ir.mesh import Mesh
 from shardc.plan import Plan
 from shardc.report import page
 from shardc.report.export import gigabytes, milliseconds, plain, shorten, write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -202,7 +205,7 @@ class Row:
     error: str = ""
 
 
-def draw(rows: Sequence[Row]) -> Any:
+def draw(rows: Sequence[Row]) -> Figure:
     """Return a figure of each plan's fastest mesh over the number of ranks, hollow if it does not fit in memory."""
     drawn = page.figure(9, 7)
     times, memory = drawn.subplots(2, 1, sharex=True)

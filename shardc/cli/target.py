@@ -12,15 +12,18 @@ from dataclasses import dataclass
 from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
+from shardc._compat import PyTree
 from shardc.cost import hardware
 from shardc.errors import InputError, MeshError, PlanError
 from shardc.ir.mesh import Mesh
 from shardc.plan import Plan, parse_plan
 from shardc.validate import near
+
+T = TypeVar("T")
 
 
 class Command(NamedTuple):
@@ -53,7 +56,7 @@ class Target:
     name: str
     module: ModuleType
     model: nn.Module | Callable[..., Any]
-    args: tuple[Any, ...]
+    args: tuple[PyTree, ...]
 
     def named(self, name: str, what: str) -> Any:
         """Return attribute ``name`` of the target's module; ``what`` is the kind that it should be, for the error."""
@@ -210,7 +213,7 @@ def _attribute(module: ModuleType, name: str, where: str, what: str) -> Any:
     return getattr(module, name)
 
 
-def _run(what: str, function: Callable[[], Any]) -> Any:
+def _run(what: str, function: Callable[[], T]) -> T:
     """Call the user's function and return its result; its errors become one line with the place in the user's code."""
     try:
         return function()

@@ -124,7 +124,7 @@ def _behind(op: Op, at: int, buffers_of: list[tuple[Buffer | None, ...]]) -> tup
     return tuple(Buffer(x.untyped_storage().nbytes(), at, at) if isinstance(x, Tensor) else None for x in results)
 
 
-def tensor_bytes(x: Any) -> int:
+def tensor_bytes(x: object) -> int:
     """Return the bytes of ``x``; 0 if it is not a tensor."""
     return prod(x.shape) * x.dtype.itemsize if isinstance(x, Tensor) else 0
 

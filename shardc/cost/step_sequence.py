@@ -290,7 +290,7 @@ def aliased(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _reshapes_in_place(x: Any, result: Tensor) -> bool:
+def _reshapes_in_place(x: Tensor, result: Tensor) -> bool:
     """Return whether a reshape of ``x`` to the shape of ``result`` is a view."""
     if x.is_contiguous():
         return True

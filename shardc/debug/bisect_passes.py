@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from shardc._compat import pytree
+from shardc._compat import PyTree, pytree
 from shardc.capture import loss_arity
 from shardc.debug.evaluate import MOVES, Failed, Key, Values, key_of, on_layouts, on_ranks, refuse
 from shardc.errors import InputError, VerifyError
@@ -82,7 +82,7 @@ class Verdict:
 def bisect(
     program: Program,
     model: nn.Module,
-    *args: Any,
+    *args: PyTree,
     loss: Callable[..., Any] | None = None,
     stages: Sequence[str] | None = None,
     tolerance: float = TOLERANCE,
@@ -111,7 +111,7 @@ def bisect(
 
 
 def _one_device(
-    model: nn.Module, args: Sequence[Any], loss: Callable[..., Any] | None, program: Program
+    model: nn.Module, args: Sequence[PyTree], loss: Callable[..., Any] | None, program: Program
 ) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
     """Run the model on one device; return (inputs and tangents, expected outputs and gradients), both by key."""
     model = copy.deepcopy(model)

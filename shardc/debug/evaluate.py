@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch.nn.functional as F
 from torch import Tensor, fx
@@ -26,7 +26,7 @@ from shardc.rules import find_rule, spec_of
 from shardc.rules.rule import Local
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
 
-Key = tuple[str, Any]  # (kind, name) of an input; (kind, index) of a tangent or an output
+Key = tuple[str, str | int]  # (kind, name) of an input; (kind, index) of a tangent or an output
 MOVES = (*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.reshard)
 
 
@@ -209,7 +209,7 @@ def _run(
     return out
 
 
-def _is_tensor(x: Any) -> bool:
+def _is_tensor(x: object) -> TypeGuard[PerRank]:
     """Return whether ``x`` is one tensor on every rank."""
     return isinstance(x, PerRank) and isinstance(x[0], Tensor)
 

@@ -6,10 +6,10 @@ A pass is a frozen dataclass that takes a graph and returns a graph. `pipeline` 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 
+from shardc._compat import FakeTensorMode
 from shardc.cost.hardware import CPU, calibrated
 from shardc.cost.model import CostModel, Pricing
 from shardc.cost.step_sequence import keep_within
@@ -74,7 +74,7 @@ def in_pieces(options: Options) -> bool:
     return options.decompose not in (1, "auto") or (options.decompose == "auto" and options.cost != CostModel())
 
 
-def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.device, cut: Cut) -> Pipeline:
+def pipeline(plan: BoundPlan, options: Options, fake_mode: FakeTensorMode, device: torch.device, cut: Cut) -> Pipeline:
     """Returns all passes for ``plan``, in order; those after ``partition`` run on the forward and the backward graph.
 
     Args:

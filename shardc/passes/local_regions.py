@@ -43,7 +43,7 @@ class Emitter(Protocol):
 
     def coordinate(self, axes: tuple[str, ...]) -> Any: ...
 
-    def like(self, x: fx.Node, old: Any) -> fx.Node: ...
+    def like(self, x: fx.Node, old: object) -> fx.Node: ...
 
 
 def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
@@ -198,7 +198,7 @@ def _tangents(it: Region, mesh: Mesh, values: Sequence[Value]) -> list[Layout]:
     return [_layout(it, "out", at, it.outputs[at], mesh, value) for at, value in enumerate(values)]
 
 
-def _layout(it: Region, side: str, at: int, spec: Any, mesh: Mesh, value: Value) -> Layout:
+def _layout(it: Region, side: str, at: int, spec: object, mesh: Mesh, value: Value) -> Layout:
     """Returns the `Layout` that ``spec`` gives to argument ("in") or result ("out") number ``at`` of the region."""
     what = f"{'argument' if side == 'in' else 'result'} {at} of {it.name}"
     return to_layout(spec, mesh, value.shape, what=what, entry=f"{side}_layouts[{at}] = {spec!r} of {it.source}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from shardc.cost import redistribute
 from shardc.cost.model import Pricing
@@ -52,7 +53,7 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     return out
 
 
-def with_operands(node: fx.Node, operands: list[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def with_operands(node: fx.Node, operands: list[fx.Node]) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
     """Returns (args, kwargs) of ``node`` with its operands, in the order of `operands_of`, replaced by ``operands``."""
     replacements = iter(operands)
     operand_ids = set(map(id, operands_of(node)))

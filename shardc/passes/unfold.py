@@ -14,6 +14,7 @@ from itertools import count, groupby
 from typing import Any, NamedTuple, TypeVar
 
 from torch import fx
+from torch.fx.node import Argument
 
 from shardc._compat import LazyGraphModule
 from shardc.cost.step_sequence import ALIASED, aliased
@@ -25,7 +26,7 @@ from shardc.ir.repeat import Marks, Repeat, Repeats
 from shardc.passes.lower.hoist_grad_epilogue import HoistGradEpilogue
 from shardc.plan.resolve import BoundPlan
 
-T = TypeVar("T", bound=fx.Node | tuple[Role, fx.Node | None])
+T = TypeVar("T", bound=fx.Node | tuple[Role, Argument])
 
 
 class NotPeriodic(ShardcError):
@@ -368,7 +369,7 @@ class _Unfolding:
         place = self.places.get(node)
         return None if place is None else place.block
 
-    def _shift(self, item: fx.Node | tuple[Role, fx.Node | None], block: int | None) -> int:
+    def _shift(self, item: fx.Node | tuple[Role, Argument], block: int | None) -> int:
         """Returns the shift of an item outside the copied block: the number of missing blocks if behind, else 0."""
         node = item if isinstance(item, fx.Node) else item[1]
         if block is None and isinstance(node, fx.Node):
@@ -432,20 +433,20 @@ class _Unfolding:
                 if node.op == "placeholder" and node.name in reads
             }
 
-    def _block_of_output(self, output: tuple[Role, fx.Node | None]) -> int | None:
+    def _block_of_output(self, output: tuple[Role, Argument]) -> int | None:
         """Returns the number of the captured block that an output belongs to; None for none."""
         role, node = output
         if role.kind == "saved":
             return self._block(node)
         return self.names.block_of(role.name) if role.kind == "grad" else None
 
-    def _one_output(self, role: Role, node: fx.Node | None, shift: int) -> tuple[Role, fx.Node | None]:
+    def _one_output(self, role: Role, node: Argument, shift: int) -> tuple[Role, Argument]:
         """Returns an output of the graph of all blocks: the counterpart of ``node``, with its role renamed."""
         copied = shift and self.names.block_of(role.name) == self.names.last
         if copied and isinstance(node, fx.Node) and node not in self.places:
             raise NotPeriodic(f"{ir.info(node).name}, which computes {role.name}, stands outside its block")
         counterpart = self._counterpart(node, shift) if isinstance(node, fx.Node) else node
-        if role.kind == "saved":
+        if role.kind == "saved" and isinstance(counterpart, fx.Node):
             return replace(role, name=counterpart.name), counterpart
         return replace(role, name=self.names.module(role.name, shift)), counterpart
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -231,7 +231,7 @@ def recompute(names: str | Sequence[str]) -> Plan:
     return Plan.of(Recompute(glob) for glob in _globs(names, "recompute(...)"))
 
 
-def _globs(names: Any, entry: str) -> Iterable[str]:
+def _globs(names: object, entry: str) -> Iterable[str]:
     """Return a glob or a sequence of globs as a sequence; raise PlanError, which names ``entry``, for another type."""
     globs = checked(names, str | tuple[str, ...], "names", PlanError, plan_entry=entry)
     return [globs] if isinstance(globs, str) else tuple(globs)

@@ -20,7 +20,7 @@ PLACEMENTS = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial, "_Stri
 _FIX = 'write calls joined by |, as fsdp("dp") | ddp("rep")'
 
 
-def parse_plan(text: str, namespace: Mapping[str, Any] | None = None) -> Plan:
+def parse_plan(text: str, namespace: Mapping[str, object] | None = None) -> Plan:
     """Return the plan of an expression: calls of known names, constants, lists, tuples, dicts, keywords and ``|``.
 
     Args:
@@ -53,7 +53,7 @@ def _error(text: str, column: int, what: str, fix: str | None = None) -> PlanErr
 class _Reader:
     """Evaluates the syntax nodes that are allowed in a plan expression."""
 
-    def __init__(self, text: str, names: Mapping[str, Any]) -> None:
+    def __init__(self, text: str, names: Mapping[str, object]) -> None:
         self.text, self.names = text, names
 
     def read(self, node: ast.expr) -> Any:
@@ -80,7 +80,7 @@ class _Reader:
                 return self._call(node)
         raise self._at(node, f"{ast.unparse(node)} may not stand in a plan", _FIX)
 
-    def _name(self, node: ast.Name) -> Any:
+    def _name(self, node: ast.Name) -> object:
         """Return the value of a name."""
         if node.id in self.names:
             return self.names[node.id]
@@ -96,7 +96,7 @@ class _Reader:
         joined: Plan = left | right
         return joined
 
-    def _call(self, node: ast.Call) -> Any:
+    def _call(self, node: ast.Call) -> object:
         """Return the result of a call."""
         function = self.read(node.func)
         if not callable(function):

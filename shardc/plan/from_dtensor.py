@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -102,7 +101,7 @@ def drop_style_hooks(model: nn.Module) -> None:
                     )
 
 
-def _axes(name: str, param: Any, mesh: DeviceMesh | Mesh) -> tuple[str, ...]:
+def _axes(name: str, param: DTensor, mesh: DeviceMesh | Mesh) -> tuple[str, ...]:
     """Return the axes of ``mesh`` that DTensor ``param`` is placed on; InputError if it is on another mesh."""
     names = param.device_mesh.mesh_dim_names or ()
     sizes = dict(zip(names, param.device_mesh.shape, strict=False))

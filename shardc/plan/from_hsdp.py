@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -113,12 +113,12 @@ def _check_cell(cell: Mapping[str, Any]) -> None:
     _check("reduce_dtype", dtype, dtype is None or isinstance(dtype, torch.dtype), "a torch.dtype")
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     """Return whether ``value`` is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check(name: str, value: Any, good: bool, wanted: str) -> None:
+def _check(name: str, value: object, good: bool, wanted: str) -> None:
     """Raise PlanError if argument ``name`` is not ``good``; ``wanted`` describes valid values."""
     if not good:
         raise PlanError(f"{name}={value!r} is not {wanted}", plan_entry=f"hsdp_plan({name}={value!r})")

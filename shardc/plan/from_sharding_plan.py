@@ -17,9 +17,9 @@ from shardc.validate import checked
 
 
 def sharding_plan_entries(
-    plan: Mapping[str, Any] | None,
-    input_plan: Mapping[str, Any] | None,
-    output_plan: Mapping[str, Any] | None,
+    plan: Mapping[str, object] | None,
+    input_plan: Mapping[str, object] | None,
+    output_plan: Mapping[str, object] | None,
     return_local_tensor: Iterable[str] | None,
 ) -> list[Entry]:
     """Return the entries of ``ShardingPlan(plan, input_plan, output_plan, return_local_tensor)``.
@@ -59,7 +59,7 @@ def sharding_plan_entries(
     return [*entries, Setting("dtensor_outputs", not local)]
 
 
-def _translate(value: Any) -> Any:
+def _translate(value: object) -> object:
     """Return ``value`` with hyper-parallel's layouts and placements replaced by alias tuples and torch's placements."""
     if isinstance(value, dict):
         return {name: _translate(item) for name, item in value.items()}

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
-from typing import Any
 
 from shardc.errors import PlanError
 from shardc.plan.spec import is_one
@@ -114,7 +113,7 @@ def split_target(target: str) -> Target:
     return Target(glob, where, position, separator == ":" or index is not None)
 
 
-def flatten(value: Any, entry: str, path: str = "") -> list[tuple[str, Any]]:
+def flatten(value: object, entry: str, path: str = "") -> list[tuple[str, object]]:
     """Return (dotted path, spec of one tensor) for each spec in nested lists and dicts of specs; None is skipped.
 
     Args:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -29,6 +29,7 @@ from shardc.plan.spec import Form, OnAxes, PerRank, is_placements, per_rank, sho
 from shardc.validate import DTYPES
 
 VERSION = 1
+K = TypeVar("K")
 
 
 def encode(calls: Iterable[Call]) -> str:
@@ -44,7 +45,7 @@ def _encode_argument(key: str, value: Any) -> Any:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
-def _encode_form(form: Form) -> Any:
+def _encode_form(form: Form) -> object:
     """Return a spec in a form that JSON has."""
     if isinstance(form, OnAxes):
         return {"placements": {axis: show_placement(item) for axis, item in form.placements}}
@@ -85,14 +86,14 @@ def decode(text: str, path: str, constructors: Mapping[str, Callable[..., Any]])
             yield name, {key: _decode_argument(key, value, path) for key, value in arguments.items()}
 
 
-def _of(kind: type, value: Any, path: str, what: str) -> Any:
+def _of(kind: type[K], value: object, path: str, what: str) -> K:
     """Return ``value``; raise PlanError if it is not a ``kind``."""
     if not isinstance(value, kind):
         raise PlanError(f"{path}: {what} is {value!r}, not a {kind.__name__}")
     return value
 
 
-def _check_keys(table: dict[str, Any], allowed: tuple[str, ...], path: str, what: str) -> None:
+def _check_keys(table: Iterable[str], allowed: tuple[str, ...], path: str, what: str) -> None:
     """Raise PlanError if a key of ``table``, which is ``what`` in the file, is not ``allowed``."""
     for key in table:
         if key not in allowed:
@@ -101,7 +102,7 @@ def _check_keys(table: dict[str, Any], allowed: tuple[str, ...], path: str, what
             raise PlanError(f"unknown key {key!r} in {what}", source=path, fix=fix)
 
 
-def _decode_argument(key: str, value: Any, path: str) -> Any:
+def _decode_argument(key: str, value: object, path: str) -> object:
     """Return the value of argument ``key`` from its form in JSON."""
     if key in SPECS:
         return {at: _decode_form(form, path) for at, form in _of(dict, value, path, key).items()}
@@ -110,7 +111,7 @@ def _decode_argument(key: str, value: Any, path: str) -> Any:
     return tuple(value) if key in ("axis", "shard", "replicate") and isinstance(value, list) else value
 
 
-def _decode_form(form: Any, path: str) -> Any:
+def _decode_form(form: object, path: str) -> object:
     """Return a spec from its form in JSON."""
     if isinstance(form, dict) and "per_rank" in form:
         arguments = _of(dict, form["per_rank"], path, "per_rank")
@@ -126,7 +127,7 @@ def _decode_form(form: Any, path: str) -> Any:
     return form
 
 
-def _decode_placement(text: Any, path: str) -> Placement:
+def _decode_placement(text: object, path: str) -> Placement:
     """Return the placement that ``text`` prints; raise PlanError if there is none."""
     for pattern, make in _PLACEMENTS.items():
         if match := re.fullmatch(pattern, str(text)):

@@ -108,7 +108,7 @@ class DimsSpec:
         return (*(axis for dim in self.dims for axis in dim.axes), *(axis for axis, _ in self.partial))
 
 
-def freeze(spec: Any, entry: str = "") -> Form:
+def freeze(spec: object, entry: str = "") -> Form:
     """Return ``spec`` as a form, which is hashable.
 
     Raises:
@@ -134,7 +134,7 @@ def freeze(spec: Any, entry: str = "") -> Form:
     return form
 
 
-def is_one(spec: Any) -> bool:
+def is_one(spec: object) -> bool:
     """Return whether ``spec`` is for one tensor, rather than a list or dict of specs.
 
     A tuple is one if it can be read as one; a list only if it has at most one axis per dim; a dict if its values are
@@ -154,17 +154,17 @@ def is_one(spec: Any) -> bool:
     return isinstance(spec, tuple) and all(groups)
 
 
-def _is_name(item: Any) -> TypeGuard[str]:
+def _is_name(item: object) -> TypeGuard[str]:
     """Return whether ``item`` can be the name of an axis."""
     return isinstance(item, str) and item.isidentifier() and item != "_"
 
 
-def _is_axis(item: Any) -> bool:
+def _is_axis(item: object) -> bool:
     """Return whether ``item`` is the name of an axis or None."""
     return item is None or _is_name(item)
 
 
-def _freeze_dim(item: Any, spec: Any, entry: str) -> str | tuple[str, ...] | None:
+def _freeze_dim(item: object, spec: object, entry: str) -> str | tuple[str, ...] | None:
     """Return one dim of a tuple spec as an axis, a tuple of axes, or None; raise PlanError for anything else."""
     if item is None or item == "None":
         return None
@@ -177,7 +177,7 @@ def _freeze_dim(item: Any, spec: Any, entry: str) -> str | tuple[str, ...] | Non
     raise _malformed(spec, entry)
 
 
-def _malformed(spec: Any, entry: str) -> PlanError:
+def _malformed(spec: object, entry: str) -> PlanError:
     """Return the error for a value that is not a spec."""
     return PlanError(
         f"{spec!r} is not a spec",
@@ -210,7 +210,7 @@ def show_sizes(sizes: dict[str, int]) -> str:
     return "{" + ", ".join(f"{quote(glob)}: {size}" for glob, size in sizes.items()) + "}"
 
 
-def _show_item(item: Any) -> str:
+def _show_item(item: Placement | str | tuple[str, ...] | None) -> str:
     """Return one item of a tuple form as Python source."""
     if isinstance(item, Placement):
         return show_placement(item)
@@ -337,7 +337,7 @@ def check_axis(axis: str, mesh: Mesh, entry: str) -> None:
 
 
 def to_layout(
-    spec: Any,
+    spec: object,
     mesh: Mesh,
     shape: Sequence[int],
     base: Layout | None = None,

@@ -31,7 +31,7 @@ from shardc.report.formulas import BATCH, SEQUENCE, Costs, Moves
 from shardc.report.predicted_schedule import Schedule
 
 DEGREES = {BATCH: 1, SEQUENCE: 2}
-Dims = Mapping[str, Sequence[Any]]  # input -> for each of its dims "batch", "sequence" or None
+Dims = Mapping[str, Sequence[str | None]]  # input -> for each of its dims "batch", "sequence" or None
 
 
 class Recompilable(Protocol):
@@ -119,7 +119,7 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
         factors = solve * sympy.Matrix(values)
         return sympy.Add(*(c * BATCH**i * SEQUENCE**j for c, (i, j) in zip(factors, powers, strict=True)))
 
-    counts: dict[tuple[Any, ...], int] = {}
+    counts: dict[tuple[str, tuple[str, ...], tuple[str, ...], int, tuple[int, ...]], int] = {}
     for row, (_, kind, group, cut, itemsize) in enumerate(first.form):
         key = kind, group, cut, itemsize, tuple(x.sizes[row] for x in samples)
         counts[key] = counts.get(key, 0) + 1
@@ -233,7 +233,7 @@ def _same_form(first: _Sample, other: _Sample, where: str) -> None:
             raise PlanError(f"no formula: {where} has other collectives: {texts[1]} where there was {texts[0]}")
 
 
-def _named(program: Recompilable, dims: Dims | None) -> dict[str, tuple[Any, ...]]:
+def _named(program: Recompilable, dims: Dims | None) -> dict[str, tuple[str | None, ...]]:
     """Return input -> for each of its dims "batch", "sequence" or None, by ``dims`` or by default."""
     integers = {
         ir.role(node).name
@@ -242,14 +242,14 @@ def _named(program: Recompilable, dims: Dims | None) -> dict[str, tuple[Any, ...
     }
     out = {}
     for name, layout in program.inputs:
-        symbols: Sequence[Any] = () if dims is None else dims.get(name, ())
+        symbols: Sequence[str | None] = () if dims is None else dims.get(name, ())
         if dims is None:
             symbols = ("batch", *(["sequence"] if name in integers else []))
         out[name] = (*symbols, *[None] * layout.ndim)[: layout.ndim]
     return out
 
 
-def _size(program: Recompilable, symbols_of: Mapping[str, Sequence[Any]], symbol: sympy.Symbol) -> int | None:
+def _size(program: Recompilable, symbols_of: Dims, symbol: sympy.Symbol) -> int | None:
     """Return the size of the dims that ``symbol`` names; None if there are none."""
     sizes = {
         size
@@ -262,7 +262,7 @@ def _size(program: Recompilable, symbols_of: Mapping[str, Sequence[Any]], symbol
     return next(iter(sizes), None)
 
 
-def _point_text(at: tuple[int, int], has: Mapping[Any, bool]) -> str:
+def _point_text(at: tuple[int, int], has: Mapping[sympy.Symbol, bool]) -> str:
     """Return batch and sequence as text, as far as the program ``has`` them."""
     parts: Iterator[str] = (f"{s} {n}" for s, n in zip((BATCH, SEQUENCE), at, strict=True) if has[s])
     return ", ".join(parts) or "its size"

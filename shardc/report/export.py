@@ -74,12 +74,12 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:.3f}" if size >= 1e6 else f"{size / 1e9:.6f}"
 
 
-def _group_key(c: Collective) -> tuple[Any, ...]:
+def _group_key(c: Collective) -> tuple[object, ...]:
     """Return the key by which collectives share a row: equal ones of repeated layers have equal keys."""
     return c.kind, c.axis, c.dtype, c.wire, c.phase, layers_of(c.cause.tensor), c.cause.entry
 
 
-def _row(of: list[Collective]) -> tuple[Any, ...]:
+def _row(of: list[Collective]) -> tuple[str, ...]:
     """Return the row of the collectives ``of``, which have equal keys."""
     c = of[0]
     cause = c.cause.entry or layers_of(c.cause.reason)
@@ -109,7 +109,7 @@ def plain(rows: Seq[Seq[str]], head: Seq[str]) -> str:
     return tabulate(rows, head, tablefmt="plain", disable_numparse=True)
 
 
-def record(schedule: Prediction) -> dict[str, Any]:
+def record(schedule: Prediction) -> dict[str, object]:
     """Return all numbers of a schedule as plain data, in seconds and bytes."""
     return {
         "mesh": dict(schedule.mesh.shape),
@@ -138,13 +138,13 @@ def record(schedule: Prediction) -> dict[str, Any]:
     }
 
 
-def trace(schedule: Prediction) -> dict[str, Any]:
+def trace(schedule: Prediction) -> dict[str, object]:
     """Return a schedule as Chrome trace events, in microseconds: track 0 is compute, then one track per axis.
 
     An arrow goes from each collective to the op that waits for it. Track 0 shows when the rank waits.
     """
     axes = list(dict.fromkeys(c.axis for c in schedule.transfers))
-    events: list[dict[str, Any]] = [_named("process_name", 0, schedule.title)]
+    events: list[dict[str, object]] = [_named("process_name", 0, schedule.title)]
     for tid, name in enumerate(["compute", *axes]):
         events += [_named("thread_name", tid, name), _named("thread_sort_index", tid, tid, "sort_index")]
     for run in schedule.runs:
@@ -186,12 +186,12 @@ def _first_waits(step: Sequence) -> dict[int, int]:
     return first
 
 
-def _named(what: str, tid: int, name: str | int, key: str = "name") -> dict[str, Any]:
+def _named(what: str, tid: int, name: str | int, key: str = "name") -> dict[str, object]:
     """Return a metadata event: property ``what`` of the process, or of track ``tid``."""
     return {"name": what, "ph": "M", "pid": 0, "tid": tid, "args": {key: name}}
 
 
-def _event(name: str, tid: int, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+def _event(name: str, tid: int, start: float, end: float, args: Mapping[str, object]) -> dict[str, object]:
     """Return the event of a span on track ``tid``; times are in seconds."""
     return {"name": name, "ph": "X", "pid": 0, "tid": tid, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args}
 

@@ -13,7 +13,7 @@ may fuse a copy into the op that produces its value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -113,7 +113,7 @@ def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
 
 def _named(node: fx.Node, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, value) of each result of a collective."""
-    items: dict[Any, str] = {user.args[1]: ir.info(user).name for user in node.users if user.target is getitem}
+    items: dict[object, str] = {user.args[1]: ir.info(user).name for user in node.users if user.target is getitem}
     for at, x in enumerate(outputs):
         yield items.get(at, ir.info(node).name), x
 
@@ -121,7 +121,7 @@ def _named(node: fx.Node, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]
 def _reached(graph: fx.Graph, backward: bool) -> set[fx.Node]:
     """Return the nodes that only data movement separates from a collective's start (``backward``), or from its wait."""
     nodes = reversed(graph.nodes) if backward else iter(graph.nodes)
-    next_to: Callable[[fx.Node], Any] = (lambda n: n.users) if backward else (lambda n: n.all_input_nodes)
+    next_to: Callable[[fx.Node], Iterable[fx.Node]] = (lambda n: n.users) if backward else (lambda n: n.all_input_nodes)
     out: set[fx.Node] = set()
     for node in nodes:
         if node.op != "call_function" or not (node.target in COPIES or aliased(node) is not None):
@@ -142,7 +142,7 @@ def _ends(node: fx.Node, backward: bool) -> bool:
     return collective_kind(node) is not None if backward else node.target is WAIT
 
 
-def _tensors(val: Any) -> list[Tensor]:
+def _tensors(val: object) -> list[Tensor]:
     """Return the tensors in ``val``, an example value or a list of them."""
     return [x for x in (val if isinstance(val, list | tuple) else [val]) if isinstance(x, Tensor)]
 

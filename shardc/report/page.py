@@ -9,13 +9,17 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING
 
 from shardc.cost.step_sequence import Sequence
 from shardc.errors import InputError
 from shardc.ir import graph as ir
 from shardc.ir.text import op_line, placeholder_text
 from shardc.report.prediction import OWNERS, Collective, Prediction
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 TOTALS = ("axis", "kind", "phase", "entry", "module", "tensor")
 
@@ -30,7 +34,7 @@ def page(schedule: Prediction) -> str:
     return text.replace("@TITLE@", escape(schedule.title)).replace("@DATA@", data)
 
 
-def record(schedule: Prediction) -> dict[str, Any]:
+def record(schedule: Prediction) -> dict[str, object]:
     """Return the data of the page, in microseconds and bytes; ops are numbered by their position in the step."""
     words: dict[str, int] = {}
     places = _Places(schedule.step)
@@ -108,7 +112,7 @@ class _Places:
         return positions[min(bisect_left(positions, at), len(positions) - 1) :][:1]
 
 
-def _op(schedule: Prediction, at: int, words: dict[str, int]) -> list[Any]:
+def _op(schedule: Prediction, at: int, words: dict[str, int]) -> list[object]:
     """Return the row of the op at position ``at``; its module, source and reason are indices in ``words``."""
     op = schedule.step.ops[at]
     record, graph = ir.info(op.node), op.node.graph.owning_module
@@ -120,7 +124,7 @@ def _op(schedule: Prediction, at: int, words: dict[str, int]) -> list[Any]:
     return [text, op.kind, op.phase, *word_ids, op.reads, _us(schedule.clock[at])]
 
 
-def _collective(c: Collective, at: int, places: _Places) -> Mapping[str, Any]:
+def _collective(c: Collective, at: int, places: _Places) -> Mapping[str, object]:
     """Return the row of the collective at position ``at``, with the positions of the ops that cause it."""
     causes = [*c.cause.tensors, c.cause.consumer]
     positions = dict.fromkeys(place for name in causes for place in places.near(name, at) if place != at)
@@ -150,7 +154,7 @@ OWNER_COLOURS = dict(
 EXPOSED = "#e03131"
 
 
-def save(picture: Any, path: str | Path) -> None:
+def save(picture: Figure, path: str | Path) -> None:
     """Write a matplotlib figure to ``path``, whose suffix selects the format (png, svg, pdf); creates its folder.
 
     Raises:
@@ -163,7 +167,7 @@ def save(picture: Any, path: str | Path) -> None:
         raise InputError(f"plot {path}: {error}", fix="end it in .png, .svg or .pdf") from None
 
 
-def figure(width: float, height: float) -> Any:
+def figure(width: float, height: float) -> Figure:
     """Return an empty matplotlib figure (inches), which opens no window and changes no global state.
 
     Raises:
@@ -176,7 +180,7 @@ def figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def draw(schedule: Prediction) -> Any:
+def draw(schedule: Prediction) -> Figure:
     """Return a matplotlib figure: compute and the collectives of each axis over time, memory by owner below."""
     axes = list(dict.fromkeys(c.axis for c in schedule.transfers))
     lanes = ["compute", *axes]
@@ -242,7 +246,7 @@ def _title(schedule: Prediction) -> str:
     )
 
 
-def _legend(axes: Any, colours: dict[str, str]) -> None:
+def _legend(axes: Axes, colours: dict[str, str]) -> None:
     """Add a legend name -> colour beside matplotlib's ``axes``."""
     from matplotlib.patches import Patch
 

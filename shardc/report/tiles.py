@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
 from shardc.ir.layout import Layout
 from shardc.report.page import figure, save
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SHOWN = 8  # most ranks listed in a tile; of a larger group the first three and the last are listed
 
@@ -88,7 +91,7 @@ class Tiles:
             table = tabulate(lines, header, "grid", disable_numparse=True)
         return f"{self.title}; ranks that hold each part\n{table}"
 
-    def figure(self) -> Any:
+    def figure(self) -> Figure:
         """Return the picture as a matplotlib figure, with one colour per group of ranks."""
         from matplotlib import colormaps
         from matplotlib.patches import Rectangle
@@ -99,7 +102,7 @@ class Tiles:
         wide = max(4, min(12, 1.2 * len(columns)), 0.8 + max(map(len, title.split("\n"))) / 15)
         drawn = figure(wide, max(2.4, min(9, 0.6 * len(rows) + 1.4)))
         axes = drawn.subplots()
-        groups: dict[frozenset[int], Any] = {}
+        groups: dict[frozenset[int], tuple[float, ...]] = {}
         colours = colormaps["tab20"].colors  # type: ignore[attr-defined]
         for row in rows:
             for column in columns:

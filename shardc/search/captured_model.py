@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc import passes
-from shardc._compat import LazyGraphModule, pytree
+from shardc._compat import LazyGraphModule, PyTree, pytree
 from shardc.capture import Captured, Tag, capture, input_names, loss_arity, shortened
 from shardc.errors import ShardcWarning
 from shardc.fold import KEEP, few_of, folded_of, repeats_of
@@ -42,8 +42,8 @@ class ModelCall:
     """
 
     model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
     loss: Callable[..., Any] | None
     device: torch.device
 

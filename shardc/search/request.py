@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardc._compat import pytree
+from shardc._compat import PyTree, pytree
 from shardc.capture import as_module, loss_arity
 from shardc.cost.hardware import Hardware
 from shardc.cost.hardware import find as find_hardware
@@ -99,7 +99,7 @@ class Auto:
     memory: Memory | None = None
     hardware: str | Hardware | None = None
     ranks: Size | None = None
-    inputs: Any = field(default=None, compare=False, repr=False)
+    inputs: PyTree = field(default=None, compare=False, repr=False)
     plan: Plan = field(default_factory=Plan)
 
     def __post_init__(self) -> None:
@@ -223,7 +223,7 @@ def auto(
     memory: int | str | None = None,
     hardware: str | Hardware | None = None,
     ranks: int | None = None,
-    inputs: Any = None,
+    inputs: PyTree = None,
 ) -> Auto:
     """Return a plan to be searched for; pass it in place of a plan, or combine it with entries, which are kept.
 
@@ -252,7 +252,7 @@ def auto(
 def find_plan(
     model: nn.Module | Callable[..., Any],
     mesh: DeviceMesh | Mesh | int,
-    *args: Any,
+    *args: PyTree,
     loss: Callable[..., Any] | None = None,
     memory: int | str | None = None,
     hardware: str | Hardware | None = None,
@@ -260,7 +260,7 @@ def find_plan(
     axes: int = 2,
     options: Options | None = None,
     report: Report | None = None,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> Found:
     """Search for the plan with the least predicted step time that fits in memory; no devices are needed.
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from operator import getitem
-from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from shardc.cost.model import Pricing
 from shardc.custom_ops import attention_ops
@@ -135,7 +135,7 @@ def _supported(node: fx.Node) -> bool:
     return not arguments.get("dropout_p") and not wants_bias and not both
 
 
-def _bias(arguments: dict[str, Any]) -> Any:
+def _bias(arguments: dict[str, Argument]) -> Argument:
     """Returns the attention bias among the arguments of a kernel; None for none."""
     return arguments.get("attn_mask") if arguments.get("attn_bias") is None else arguments["attn_bias"]
 

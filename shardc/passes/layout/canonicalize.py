@@ -36,7 +36,7 @@ class Canonicalize:
     name = "canonicalize"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        moves: dict[Any, fx.Node] = {}  # (op, arguments) -> the first move of these
+        moves: dict[tuple[object, object], fx.Node] = {}  # (op, arguments) -> the first move of these
         rewriter = GraphRewriter(gm.graph)
         for node in list(gm.graph.nodes):
             if node.op != "call_function":
@@ -60,7 +60,7 @@ class Canonicalize:
         return gm
 
 
-def _frozen(arguments: Any) -> Any:
+def _frozen(arguments: object) -> object:
     """Returns ``arguments`` with lists as tuples, so that they can be hashed."""
     return tuple(_frozen(a) for a in arguments) if isinstance(arguments, (list, tuple)) else arguments
 
@@ -106,7 +106,7 @@ def _copied(node: fx.Node) -> fx.Node | None:
     return source if len(strides) < 2 or strides[0] == strides[1] else None
 
 
-EQUALS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
+EQUALS: dict[object, Callable[[fx.Node], fx.Node | None]] = {
     **dict.fromkeys(
         (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default), _operand
     ),

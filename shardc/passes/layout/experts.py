@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
+from shardc._compat import OpOverload
 from shardc.custom_ops import expert_markers, expert_ops
 from shardc.custom_ops.expert_functions import Body, PerRow, register
 from shardc.custom_ops.flops import is_dense
@@ -64,7 +66,7 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
     x, weight, *params = inputs
     entered = _entered(start, len(inputs))
     forward = _between([rows], set(entered.values()), end)
-    results: list[Any] = list(back.args[0]) if back is not None else []
+    results: list[object] = list(back.args[0]) if back is not None else []
     inside = {*forward, *entered.values()}
     backward = [] if back is None or tangent is None else _between(results, {*inside, tangent}, back)
     where = _rows(forward, [entered.get(0), entered.get(1)], {}, strict=True)
@@ -99,13 +101,13 @@ def _owner(param: fx.Node) -> str:
     return ir.info(node).name.rpartition(".")[0]
 
 
-def _replace(node: fx.Node, target: Any, args: tuple[Any, ...], name: str) -> None:
+def _replace(node: fx.Node, target: OpOverload, args: tuple[Argument, ...], name: str) -> None:
     """Turns ``node`` into a call of ``target`` with this name, in place."""
     node.target, node.args, node.kwargs = target, args, {}
     ir.set_info(node, replace(ir.info(node), name=name))
 
 
-def _between(ends: Iterable[Any], stops: set[fx.Node], border: fx.Node) -> list[fx.Node]:
+def _between(ends: Iterable[object], stops: set[fx.Node], border: fx.Node) -> list[fx.Node]:
     """Returns the nodes that ``ends`` depend on, back to ``stops`` (exclusive), in graph order.
 
     Args:
@@ -195,7 +197,7 @@ class _Builder:
         self.names = ("rows", "scale", *(f"p{at}" for at in range(len(entered) - 2)))
 
     def body(
-        self, out: fx.Node, forward: list[fx.Node], results: list[Any], backward: list[fx.Node],
+        self, out: fx.Node, forward: list[fx.Node], results: Sequence[object], backward: list[fx.Node],
         tangent: fx.Node | None, where: Where,
     ) -> Body:  # fmt: skip
         """Returns the body of an expert.
@@ -226,7 +228,7 @@ class _Builder:
         return sum(spec.flops for node in calls if (spec := spec_of(call_of(node)))) // self.size
 
     def _saved_products(
-        self, results: Iterable[Any], backward: Iterable[fx.Node], forward: set[fx.Node]
+        self, results: Iterable[object], backward: Iterable[fx.Node], forward: set[fx.Node]
     ) -> list[fx.Node]:
         """Returns the matrix products of ``forward`` that ``backward`` reads; ops between them are recomputed."""
         read = [*results, *(x for node in backward for x in node.all_input_nodes)]
@@ -244,7 +246,7 @@ class _Builder:
         return list(products)
 
     def _graph(
-        self, nodes: Sequence[fx.Node], before: Sequence[fx.Node], results: Sequence[Any], where: Where
+        self, nodes: Sequence[fx.Node], before: Sequence[fx.Node], results: Sequence[object], where: Where
     ) -> fx.Graph:
         """Returns the graph that computes ``results`` with ``nodes``.
 
@@ -256,7 +258,7 @@ class _Builder:
         """
         graph = fx.Graph()
         size = ir.set_info(graph.placeholder("n"), Info("n", None))
-        env: dict[fx.Node, Any] = {}
+        env: dict[fx.Node, fx.Node] = {}
         inputs = [("grad", before[0])] if before else []
         inputs += [(name, self.entered[at]) for at, name in enumerate(self.names)]
         inputs += [(f"saved{at}", node) for at, node in enumerate(before[1:])]
@@ -270,7 +272,7 @@ class _Builder:
         graph.eliminate_dead_code()
         return graph
 
-    def _sized(self, node: fx.Node, size: fx.Node, where: Where) -> tuple[Any, Any]:
+    def _sized(self, node: fx.Node, size: fx.Node, where: Where) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
         """Returns (args, kwargs) of ``node`` with the traced number of rows in shapes replaced by ``size``."""
         value, at = ir.info(node).value, where.get((node, 0))
         if isinstance(value, Value) and not node.all_input_nodes and value.shape[:1] == (self.size,):
@@ -278,7 +280,7 @@ class _Builder:
         if not isinstance(value, Value) or at is None:
             return node.args, node.kwargs
 
-        def sized(argument: Any) -> Any:
+        def sized(argument: Argument) -> Argument:
             if isinstance(argument, (list, tuple)) and list(argument) == list(value.shape):
                 return [*argument[:at], size, *argument[at + 1 :]]
             return argument

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc._compat import LazyGraphModule
+from shardc._compat import FakeTensorMode, LazyGraphModule
 from shardc.errors import LayoutError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir import ops
@@ -74,7 +74,7 @@ class Pad:
     inputs: Mapping[int, tuple[Layout, str]]
     params: Mapping[str, Layout]
     grow: Grow
-    fake_mode: Any
+    fake_mode: FakeTensorMode
     device: torch.device
     name = "pad"
     requires = ("seed",)

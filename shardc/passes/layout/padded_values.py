@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Argument
 
+from shardc._compat import FakeTensorMode
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.comm_volume import arguments_of
@@ -51,14 +53,14 @@ class Calls:
             trace.
     """
 
-    def __init__(self, old: fx.Graph | None, fake_mode: Any, device: torch.device) -> None:
+    def __init__(self, old: fx.Graph | None, fake_mode: FakeTensorMode, device: torch.device) -> None:
         self.graph = fx.Graph()
         self.rewriter = GraphRewriter(self.graph, fake_mode=fake_mode)
         self.names = self.rewriter.names = NameScope() if old is None else NameScope.of(old)
         self.device = device
         self.record = Info("", None)
         self.traced: fx.Node | None = None
-        self._once: dict[Any, Any] = {}
+        self._once: dict[object, object] = {}
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Returns ``make()``, evaluated at the first call with ``key`` only."""
@@ -83,14 +85,14 @@ class Calls:
         now = tuple(self._with_strides(x, traced.get(name), strides) for name, x in zip(names, args, strict=False))
         return now, {name: self._with_strides(x, traced.get(name), strides) for name, x in kwargs.items()}
 
-    def _with_strides(self, x: Any, old: Any, strides: str) -> Any:
+    def _with_strides(self, x: Argument, old: object, strides: str) -> Argument:
         """Returns argument ``x``, copied if its strides are not accepted; ``old`` is the argument in the trace."""
         if isinstance(x, (list, tuple)):
-            matching = isinstance(old, (list, tuple)) and len(old) == len(x)
-            return [self._with_strides(each, old[at] if matching else None, strides) for at, each in enumerate(x)]
+            olds = old if isinstance(old, (list, tuple)) and len(old) == len(x) else [None] * len(x)
+            return [self._with_strides(each, old_item, strides) for each, old_item in zip(x, olds, strict=True)]
         return self.like(x, old, strides) if isinstance(x, fx.Node) else x
 
-    def like(self, x: fx.Node, old: Any, strides: str = TRACED) -> fx.Node:
+    def like(self, x: fx.Node, old: object, strides: str = TRACED) -> fx.Node:
         """Returns ``x``, or a copy with the memory order that ``old`` had in the trace (contiguous if that is unknown).
 
         Args:
@@ -119,12 +121,12 @@ class Calls:
                 node.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device=self.device)
         return node.meta["val"]
 
-    def shape(self, x: Any) -> tuple[int, ...]:
+    def shape(self, x: fx.Node) -> tuple[int, ...]:
         """Returns the shape of the node ``x``."""
         return tuple(self.val(x).shape)
 
 
-def _traced(x: Any) -> Tensor | None:
+def _traced(x: object) -> Tensor | None:
     """Returns the fake value that operand ``x``, or the value that a marker ``x`` marks, had in the trace."""
     while isinstance(x, fx.Node) and "val" not in x.meta and x.target in ops.MARKERS.values():
         x = x.all_input_nodes[0]
@@ -140,11 +142,11 @@ class PaddedValues(Calls):
         padded: old node -> its padded form, if it has one.
     """
 
-    def __init__(self, old: fx.Graph, fake_mode: Any, device: torch.device) -> None:
+    def __init__(self, old: fx.Graph, fake_mode: FakeTensorMode, device: torch.device) -> None:
         super().__init__(old, fake_mode, device)
         self.plain: dict[fx.Node, fx.Node] = {}
         self.padded: dict[fx.Node, Padded] = {}
-        self._nodes: dict[Any, fx.Node] = {}
+        self._nodes: dict[tuple[object, ...], fx.Node] = {}
 
     def without(self, x: fx.Node) -> fx.Node:
         """Returns the unpadded form of the old node ``x``, which is created at the first call."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc._compat import LazyGraphModule
+from shardc._compat import FakeTensorMode, LazyGraphModule
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.comm import group_name
@@ -50,7 +50,7 @@ class Localize:
     """
 
     mesh: Mesh
-    fake_mode: Any
+    fake_mode: FakeTensorMode
     device: torch.device
     name = "localize"
     requires = ("collectives",)
@@ -123,7 +123,7 @@ class Emitter(Calls):
         fake_mode, device: mode and device of fake values.
     """
 
-    def __init__(self, mesh: Mesh, fake_mode: Any, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh, fake_mode: FakeTensorMode, device: torch.device) -> None:
         super().__init__(None, fake_mode, device)
         self.mesh = mesh
         self._numbers: dict[str, fx.Node] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import fx
 
@@ -143,7 +142,7 @@ def _send_once(graph: fx.Graph) -> None:
     The partitioner merges equal ops (such as the gradients of two biases of one sum), but neither their waits nor the
     ops that read these.
     """
-    seen: dict[Any, fx.Node] = {}
+    seen: dict[tuple[object, str, str], fx.Node] = {}
     rewriter = GraphRewriter(graph)
     for node in list(graph.nodes):
         moves = _moves_or_casts(node) and all(user.op != "output" for user in node.users)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import getitem
-from typing import Any
 
 import torch
 from torch import fx
 
+from shardc._compat import OpOverload
 from shardc.ir import graph as ir
 from shardc.ir.comm import ALL_REDUCE, GATHER, REDUCE_SCATTER
 from shardc.ir.rewriter import GraphRewriter, places, reorder
@@ -74,7 +74,7 @@ class Bucket:
             free: ops that can move to an earlier position, as from `prefetchable`.
         """
         every: list[_Open] = []
-        last: dict[Any, _Open] = {}
+        last: dict[tuple[object, ...], _Open] = {}
         made_by: dict[fx.Node, _Open] = {}
         level = leaving(graph)
         # A second reduction of a gradient waits for the bucket of the first: all first ones are bucketed before.
@@ -106,7 +106,7 @@ class Bucket:
     def _coalesce(self, rewriter: GraphRewriter, bucket: _Open, priority: dict[fx.Node, float]) -> None:
         """Fuses the members of a bucket into one coalesced collective; the wait of each then reads its own result."""
         first, end = bucket.members[0], ir.output_node(rewriter.graph)
-        target: Any = (_DIRECT if self.direct else _NATIVE)[first.target]
+        target: OpOverload = (_DIRECT if self.direct else _NATIVE)[first.target]
         values = tuple(ir.value(node) for node in bucket.members)
         at = rewriter.before(end, like=first, suffix="bucket")
         fused = at.typed(values, target, [node.args[0] for node in bucket.members], *first.args[1:])

@@ -85,7 +85,7 @@ def _of_several(node: fx.Node) -> bool:
     return collective_kind(node) is not None and isinstance(ir.info(node).value, tuple)
 
 
-def _sent(item: fx.Node) -> Any:
+def _sent(item: fx.Node) -> object:
     """Returns the input of a coalesced collective that belongs to its result ``item``."""
     bucket: Any = item.args[0]
     return bucket.args[0][item.args[1]]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
 
+from shardc._compat import FakeTensorMode
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.graph import Info, Origin, Role, Value
@@ -32,7 +32,7 @@ class Sum:
 
 
 def deferred_reduction(
-    sums: Sequence[Sum], storages: Mapping[str, Layout], dtypes: Mapping[str, torch.dtype], fake_mode: Any,
+    sums: Sequence[Sum], storages: Mapping[str, Layout], dtypes: Mapping[str, torch.dtype], fake_mode: FakeTensorMode,
     device: torch.device,
 ) -> fx.GraphModule:  # fmt: skip
     """Returns the graph that takes the accumulators ``sums`` and returns the reduced gradient of each parameter.
@@ -69,7 +69,9 @@ def deferred_reduction(
 _ORIGIN = Origin(phase="backward", cause="gradients summed without reduction")
 
 
-def _placeholder(rewriter: GraphRewriter, local_sum: Sum, at: int, fake_mode: Any, device: torch.device) -> fx.Node:
+def _placeholder(
+    rewriter: GraphRewriter, local_sum: Sum, at: int, fake_mode: FakeTensorMode, device: torch.device
+) -> fx.Node:
     """Adds the placeholder of accumulator number ``at``; returns it."""
     node = rewriter.graph.placeholder(f"sum_{at}")
     with fake_mode:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from shardc.errors import PlanError
 from shardc.plan.constructor_calls import Call
@@ -35,7 +35,7 @@ class Cp(BatchEntry):
             )
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         return ("cp", self.axis, self.modules)
 
     @property

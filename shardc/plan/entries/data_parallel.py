@@ -26,7 +26,7 @@ class Data(Entry):
     """An entry that splits the batch over all of its axes; without axes it refers to the mesh's only axis (`on`)."""
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         return ("data", frozenset(self.axes))
 
     @property
@@ -229,7 +229,7 @@ def _minor(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | No
     return tuple(reversed(out)) if size == 1 else None
 
 
-def by_glob(tables: Mapping[str, Any], entry: str) -> dict[str, Any]:
+def by_glob(tables: Mapping[str, object], entry: str) -> dict[str, Any]:
     """Return each table glob -> number as a tuple of pairs, as entries store it; ``tables`` are by argument name."""
     return {
         what: tuple(checked(table or {}, Mapping[str, Any], what, PlanError, plan_entry=entry).items())
@@ -237,7 +237,7 @@ def by_glob(tables: Mapping[str, Any], entry: str) -> dict[str, Any]:
     }
 
 
-def regathered(reshard: Any, level: int, levels: Any, entry: str) -> tuple[int, dict[str, Any]]:
+def regathered(reshard: object, level: int, levels: object, entry: str) -> tuple[int, dict[str, Any]]:
     """Return (default FSDP level, tables by argument name) for the arguments ``reshard_after_forward`` and ``levels``.
 
     Args:
@@ -264,7 +264,7 @@ def regathered(reshard: Any, level: int, levels: Any, entry: str) -> tuple[int, 
     return level, {"levels": level_of, "reshard_after_forward": sizes}
 
 
-def axis_names(axis: Any, entry: str) -> tuple[str, ...]:
+def axis_names(axis: object, entry: str) -> tuple[str, ...]:
     """Return ``axis``, the name of a mesh axis or a sequence of names, as a tuple; PlanError for anything else."""
     names = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, list | tuple) else (axis,)
     for name in names:

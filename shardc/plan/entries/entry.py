@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 from shardc.ir.mesh import Mesh
 from shardc.plan.constructor_calls import Call, call_text, to_call
@@ -17,7 +16,7 @@ class Entry:
     """One statement of a plan: a frozen dataclass that overrides the methods for what it decides."""
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """Return the subject of the entry: of two entries with equal keys the later one is used."""
         return (self,)
 
@@ -60,7 +59,7 @@ class Entry:
         return ()
 
     @property
-    def settings(self) -> Mapping[str, Any]:
+    def settings(self) -> Mapping[str, object]:
         """Return the settings of the plan that the entry gives, by name."""
         return {}
 
@@ -147,7 +146,7 @@ class BatchEntry(Entry):
 
 def distinct(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     """Return ``entries`` without those that a later one with the same key replaces."""
-    by_key: dict[Any, Entry] = {}
+    by_key: dict[tuple[object, ...], Entry] = {}
     for entry in entries:
         by_key.pop(entry.key, None)
         by_key[entry.key] = entry

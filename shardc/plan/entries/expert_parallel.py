@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from shardc.errors import PlanError
 from shardc.plan.constructor_calls import Call
@@ -43,7 +43,7 @@ class Ep(BatchEntry):
             )
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         return ("ep", self.axis, self.glob)
 
     def says(self, module: str) -> bool:

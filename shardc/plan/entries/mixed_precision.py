@@ -58,7 +58,7 @@ class Precision(Entry):
                 )
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         return ("precision", self.modules)
 
     def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> dict[str, Placed]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -29,6 +30,11 @@ class Spec(Raw):
     """Base of entries with a spec; ``key`` is (argument of `Plan`, target of the spec)."""
 
     spec: Form
+
+    @property
+    @abstractmethod
+    def key(self) -> tuple[str, str]:
+        """Return (argument of `Plan`, target of the spec)."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -202,7 +208,7 @@ class Setting(Raw):
         return ("setting", self.name)
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return {self.name: self.value}
 
     @property
@@ -217,7 +223,7 @@ class Setting(Raw):
         return f"{self.name}={quote(self.value) if isinstance(self.value, str) else repr(self.value)}"
 
 
-def port_entries(kind: str, value: Any) -> list[Port]:
+def port_entries(kind: str, value: object) -> list[Port]:
     """Return the entries of ``Plan(inputs=...)`` or ``Plan(outputs=...)``, by ``kind``."""
     out = []
     for path, spec in flatten(value, kind):
@@ -228,7 +234,7 @@ def port_entries(kind: str, value: Any) -> list[Port]:
     return out
 
 
-def activation_entries(target: str, value: Any) -> list[Activation]:
+def activation_entries(target: str, value: object) -> list[Activation]:
     """Return the entries of ``Plan(activations={target: value})``; ``value``: a spec, a list, or a dict by keyword."""
     entry = f"activations[{quote(target)}] = {value!r}"
     base = target if split_target(target).where else f"{target}:output"

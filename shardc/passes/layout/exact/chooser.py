@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from operator import getitem
-from typing import Any
 
 import numpy as np
 from torch import fx
@@ -33,7 +32,7 @@ from shardc.passes.layout.greedy import Greedy
 from shardc.passes.layout.propagate import Problem, decide, padded, pin, take
 from shardc.passes.layout.seed import narrowed
 from shardc.passes.op_calls import operands_of
-from shardc.rules.spec import Strategy, merge, strategies
+from shardc.rules.spec import Spec, Strategy, merge, strategies
 from shardc.solver import Energy, solve
 
 
@@ -193,7 +192,7 @@ class LayoutProblem:
         combined = combine_axes(spec, self.mesh, tuple(tuple(ways[node]) for ways in self.ways))
         return combined + self._fitting(node, spec, combined)
 
-    def _fitting(self, node: fx.Node, spec: Any, combined: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+    def _fitting(self, node: fx.Node, spec: Spec, combined: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         """Returns strategies for fixed operand layouts whose nesting of axes `combine_axes` does not enumerate."""
         operands = operands_of(node)
         fixed = [self.outside.fixed.get(x) for x in operands]
