@@ -181,7 +181,7 @@ def _compile(
     abstract, device = Mesh.of(mesh), _device(module, mesh)
     groups = Groups.of(mesh) if isinstance(mesh, DeviceMesh) else None
     entries = dtensor_entries(module, mesh)
-    template = clone_tree(module, lambda _, x: _like(x, torch.device("meta")))
+    template = clone_tree(module, lambda _, x: _empty_like(x, torch.device("meta")))
     drop_style_hooks(template)
 
     # The plan: given, or found by a search; then its layouts of each parameter and input.
@@ -211,7 +211,7 @@ def _compile(
     # The module: the model's class and code, with its parameters in storage layout.
     sources: Sources = {}
     before = dict(original.named_parameters())
-    sharded = (replace_tensors if in_place else clone_tree)(module, partial(_store, spec, sources, init_sync))
+    sharded = (replace_tensors if in_place else clone_tree)(module, partial(_to_storage, spec, sources, init_sync))
     drop_style_hooks(sharded)
     for name, param in sharded.named_parameters():
         if (grad_dtype := plan.precision.of_param(name).grads) is not None:
@@ -319,13 +319,13 @@ def _sizes(module: nn.Module) -> tuple[Sizes, dict[str, str]]:
     return sizes, names | outer_names(module)
 
 
-def _like(x: Tensor, device: torch.device) -> Tensor:
+def _empty_like(x: Tensor, device: torch.device) -> Tensor:
     """Return an empty tensor, or parameter, with the metadata of ``x`` on ``device``."""
     empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
     return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
 
-def _store(spec: ShardingSpec, sources: Sources, init_sync: bool, name: str, x: Tensor) -> Tensor:
+def _to_storage(spec: ShardingSpec, sources: Sources, init_sync: bool, name: str, x: Tensor) -> Tensor:
     """Return a parameter or buffer in storage layout: as a DTensor, or unsharded without a mesh.
 
     Args:
@@ -336,7 +336,7 @@ def _store(spec: ShardingSpec, sources: Sources, init_sync: bool, name: str, x: 
     mesh, groups = spec.param_mesh, spec.groups
     source = x
     if groups is None or mesh is None:
-        return _like(x, torch.device("meta")) if isinstance(x, DTensor) else x
+        return _empty_like(x, torch.device("meta")) if isinstance(x, DTensor) else x
     if isinstance(x, DTensor) and x.device.type != "meta":  # gathers one tensor at a time
         with groups.consistency.waits():
             whole = cast(DTensor, x.detach()).full_tensor()
@@ -346,7 +346,7 @@ def _store(spec: ShardingSpec, sources: Sources, init_sync: bool, name: str, x: 
         groups.of_first(bytes_of(value))
         x = nn.Parameter(value, x.requires_grad) if isinstance(x, nn.Parameter) else value
     if not isinstance(x, nn.Parameter):
-        return _like(x, x.device) if x.device.type == "meta" else x.detach().to(spec.device, copy=True)
+        return _empty_like(x, x.device) if x.device.type == "meta" else x.detach().to(spec.device, copy=True)
     storage = spec.storages[name]
     if x.device.type == "meta":
         padded = torch.empty(storage.local_shape, dtype=x.dtype, device="meta")

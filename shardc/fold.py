@@ -77,10 +77,10 @@ def few_of(request: Request, repeats: Repeats) -> Request:
 
 
 def folded_of(request: Request, joint: Joint, repeats: Repeats, reads: Reads) -> Folded:
-    """Returns the relation of ``joint``, of the shortened model, to the whole model that ``request`` is for.
+    """Returns the relation of ``joint``, of the shortened model, to the model with all blocks that ``request`` is for.
 
     Args:
-        reads: what a capture of the whole model would have read.
+        reads: the reads (guards) of a capture of all blocks.
 
     Raises:
         NotPeriodic: the nodes of the blocks do not repeat.
@@ -94,7 +94,7 @@ def unfolded_reads(reads: Reads, repeats: Repeats, at: Lookup) -> Reads:
     """Extends the reads (guards) of the captured blocks to all blocks of each run.
 
     Args:
-        at: looks reads up in the whole model.
+        at: looks up a read in the model with all blocks.
 
     Raises:
         NotPeriodic: a read has another value in some block, which might have changed its capture.

@@ -73,7 +73,7 @@ class Bytes:
         return f"a number of bytes{''.join(f', or {value}' for value in self.also)}"
 
 
-class _Wrong(Exception):
+class _Mismatch(Exception):
     """Raised if ``value`` at ``path`` is not ``expected``."""
 
     def __init__(self, path: tuple[str, ...], value: object, expected: str, fix: str | None = None) -> None:
@@ -96,7 +96,7 @@ def checked(
         what: names the value in messages.
         error: the class that is raised.
         tables: dicts are taken for dataclasses and named tuples, and text for dtypes, as JSON has them.
-        readers: class -> a function that reads it from what JSON has in its place.
+        readers: class -> function that converts JSON data to it.
         context: further arguments of the error (``plan_entry``).
 
     Raises:
@@ -107,10 +107,10 @@ def checked(
     """
     try:
         return _Reader(tables, readers).read(value, kind, ())
-    except _Wrong as wrong:
+    except _Mismatch as wrong:
         path = "".join(part if part.startswith("[") else f".{part}" for part in wrong.path)
         context.setdefault("fix", wrong.fix)
-        raise error(f"{what}{path} is {_shown(wrong.value)}, not {wrong.expected}", **context) from None
+        raise error(f"{what}{path} is {_short_repr(wrong.value)}, not {wrong.expected}", **context) from None
 
 
 def check_fields(
@@ -210,7 +210,7 @@ class _Reader:
         self.tables, self.readers = tables, readers
 
     def read(self, value: object, kind: Any, path: tuple[str, ...]) -> Any:
-        """Return ``value`` converted to the annotation ``kind``; `_Wrong` if it is of another kind."""
+        """Return ``value`` converted to the annotation ``kind``; `_Mismatch` if it is of another kind."""
         origin = get_origin(kind)
         if kind is Any:
             return value
@@ -222,21 +222,21 @@ class _Reader:
         if origin is Literal:
             if not any(type(value) is type(one) and value == one for one in get_args(kind)):
                 close = get_close_matches(str(value), [one for one in get_args(kind) if isinstance(one, str)], n=1)
-                raise _Wrong(path, value, expected(kind), f"did you mean {close[0]!r}?" if close else None)
+                raise _Mismatch(path, value, expected(kind), f"did you mean {close[0]!r}?" if close else None)
             return value
         if origin is tuple:
             return self.items(value, get_args(kind), kind, path)
         if origin is not None and issubclass(origin, Mapping):
             key_kind, item = get_args(kind)
             if not isinstance(value, Mapping):
-                raise _Wrong(path, value, expected(kind))
+                raise _Mismatch(path, value, expected(kind))
             return {
                 self.read(key, key_kind, path): self.read(one, item, (*path, f"[{key!r}]"))
                 for key, one in value.items()
             }
         if origin is not None:  # Callable[...]
             if not isinstance(value, origin):
-                raise _Wrong(path, value, expected(kind))
+                raise _Mismatch(path, value, expected(kind))
             return value
         return self.plain(value, kind, path)
 
@@ -246,16 +246,16 @@ class _Reader:
             return self.readers[kind](value)
         if self.tables and kind is torch.dtype and isinstance(value, str):
             if value not in DTYPES:
-                raise _Wrong(path, value, "a dtype", near(value, DTYPES))
+                raise _Mismatch(path, value, "a dtype", near(value, DTYPES))
             return DTYPES[value]
         if self.tables and isinstance(value, dict) and (is_dataclass(kind) or hasattr(kind, "_fields")):
             return self.table(value, kind, path)
         if kind is float:
             if type(value) not in (int, float) or value != value:
-                raise _Wrong(path, value, expected(kind))
+                raise _Mismatch(path, value, expected(kind))
             return value
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise _Wrong(path, value, expected(kind), "write torch.bfloat16" if kind is torch.dtype else None)
+            raise _Mismatch(path, value, expected(kind), "write torch.bfloat16" if kind is torch.dtype else None)
         return value
 
     def marked(self, value: Any, inner: Any, marks: list[object], path: tuple[str, ...]) -> object:
@@ -268,30 +268,30 @@ class _Reader:
             value = self.read(value, inner, path)
             if isinstance(mark, Range) and value is not None:
                 if not mark.holds(value):
-                    raise _Wrong(path, value, f"{expected(inner)} {mark}")
+                    raise _Mismatch(path, value, f"{expected(inner)} {mark}")
             elif isinstance(mark, Bytes) and value is not None and value < 0 and value not in mark.also:
-                raise _Wrong(path, value, str(mark))
+                raise _Mismatch(path, value, str(mark))
         return value
 
     def one_of(self, value: object, kinds: tuple[Any, ...], path: tuple[str, ...]) -> object:
         """Return ``value`` converted to the first of ``kinds`` that it fits; else the error of the closest."""
-        deepest: _Wrong | None = None
+        deepest: _Mismatch | None = None
         for kind in kinds:
             try:
                 return self.read(value, kind, path)
-            except _Wrong as wrong:
+            except _Mismatch as wrong:
                 if deepest is None or len(wrong.path) > len(deepest.path):
                     deepest = wrong
         assert deepest is not None
         if len(deepest.path) > len(path) or deepest.fix is not None:
             raise deepest
-        raise _Wrong(path, value, " or ".join(expected(kind) for kind in kinds))
+        raise _Mismatch(path, value, " or ".join(expected(kind) for kind in kinds))
 
     def items(self, value: object, items: tuple[Any, ...], kind: Any, path: tuple[str, ...]) -> tuple[object, ...]:
         """Return a list or tuple converted to ``tuple[*items]``, which is ``kind``."""
         many = len(items) == 2 and items[1] is Ellipsis
         if not isinstance(value, list | tuple) or (not many and len(value) != len(items)):
-            raise _Wrong(path, value, expected(kind))
+            raise _Mismatch(path, value, expected(kind))
         kinds = [items[0]] * len(value) if many else items
         converted = tuple(
             self.read(one, item, (*path, f"[{at}]")) for at, (one, item) in enumerate(zip(value, kinds, strict=True))
@@ -304,14 +304,14 @@ class _Reader:
         hints = _hints(kind)
         for key in value:
             if key not in hints:
-                raise _Wrong((*path, f"[{key!r}]"), value[key], "known", near(key, hints))
+                raise _Mismatch((*path, f"[{key!r}]"), value[key], "known", near(key, hints))
         if is_dataclass(kind):
             needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING and f.init]
         else:
             needed = [key for key in hints if key not in kind._field_defaults]
         for key in needed:
             if key not in value:
-                raise _Wrong(path, value, f"complete: it has no {key!r}")
+                raise _Mismatch(path, value, f"complete: it has no {key!r}")
         return kind(**{key: self.read(one, hints[key], (*path, key)) for key, one in value.items()})
 
 
@@ -320,7 +320,7 @@ def _bytes(text: str, path: tuple[str, ...]) -> int:
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]+)\s*", text)
     if match is None or match[2].upper() not in UNITS:
         fix = 'write an integer, or a size with a unit, like "8 MiB" or "1.5GB"'
-        raise _Wrong(path, text, "a number of bytes", fix)
+        raise _Mismatch(path, text, "a number of bytes", fix)
     return (
         int(float(match[1]) * UNITS[match[2].upper()]) if "." in match[1] else int(match[1]) * UNITS[match[2].upper()]
     )
@@ -349,7 +349,7 @@ def expected(kind: Any) -> str:
     return _NAMES.get(kind) or ("a table" if hasattr(kind, "_fields") else f"{article} {kind.__name__}")
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     """Return the repr of ``value``, at most 80 characters of it."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

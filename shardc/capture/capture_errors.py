@@ -264,7 +264,7 @@ def capture_error(
             cause, fix = uncast if "dtype" in failed[2] else ("", "")
             failure = f"{failed[1]} says: {failed[2]}{cause and '; '}{cause}"
             return CaptureError(
-                f"{type(model).__name__} does not run on {_shown(inputs)}: {failure}",
+                f"{type(model).__name__} does not run on {_inputs_text(inputs)}: {failure}",
                 source=user_frame(stack) or calling_line(),
                 fix=fix or "pass inputs that it runs on uncompiled, of the same shapes and dtypes",
             )
@@ -331,7 +331,7 @@ def _layer_drops(model: nn.Module) -> list[str]:
     return [name for name, rate in config.items() if "layerdrop" in name and rate]
 
 
-def _shown(inputs: Sequence[tuple[str, Tensor]]) -> str:
+def _inputs_text(inputs: Sequence[tuple[str, Tensor]]) -> str:
     """Return the dtypes and shapes of ``inputs`` (name, example) as text."""
     listed = [f"{name}: {dtype_name(x.dtype)}{list(x.shape)}" for name, x in inputs]
     return ", ".join(listed) or "no tensors"
@@ -361,7 +361,7 @@ def check_dtypes(graph: fx.Graph, uncast: tuple[str, str]) -> None:
                 inputs = [(role(n).name, n.meta["val"]) for n in placeholders(graph, "input")]
                 raise CaptureError(
                     f"{node.target} is given {' and '.join(dtype_name(x) for x in dtypes)}; the inputs "
-                    f"are {_shown(inputs)}{cause and '; '}{cause}",
+                    f"are {_inputs_text(inputs)}{cause and '; '}{cause}",
                     source=info(node).origin.source or calling_line(),
                     fix=fix or "pass inputs of the parameters' dtype, or cast where the model multiplies",
                 )

@@ -114,22 +114,22 @@ class Dtypes:
             for path, dtypes in self.modules:
                 module = model.get_submodule(path)
                 if dtypes.takes is not None:
-                    hook = _takes(dtypes.takes)
+                    hook = _cast_arguments(dtypes.takes)
                     stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
                 if dtypes.gives is not None:
-                    stack.enter_context(module.register_forward_hook(_gives(dtypes.gives)))
+                    stack.enter_context(module.register_forward_hook(_cast_results(dtypes.gives)))
             yield
 
 
 UNCHANGED = Dtypes()
 
 
-def _takes(dtype: torch.dtype) -> Callable[..., tuple[PyTree, PyTree]]:
+def _cast_arguments(dtype: torch.dtype) -> Callable[..., tuple[PyTree, PyTree]]:
     """Return a forward pre-hook that casts floating-point arguments to ``dtype``."""
     return lambda _module, args, kwargs: (_floats_to(dtype, args), _floats_to(dtype, kwargs))
 
 
-def _gives(dtype: torch.dtype) -> Callable[..., PyTree]:
+def _cast_results(dtype: torch.dtype) -> Callable[..., PyTree]:
     """Return a forward hook that casts floating-point results to ``dtype``."""
     return lambda _module, _args, output: _floats_to(dtype, output)
 

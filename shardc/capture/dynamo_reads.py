@@ -61,7 +61,7 @@ def memories_of(
 
 
 def _as_view(node: fx.Node) -> tuple[bool, bool]:
-    """Return whether ``node`` is a view through ``as_strided``, and whether torch refuses in-place changes of it.
+    """Return whether ``node`` is a view by ``as_strided``, and whether torch refuses to change it in place.
 
     It refuses them for a view that a custom autograd function returns, and for one whose elements share memory.
     """
@@ -101,7 +101,7 @@ def _memory(node: fx.Node) -> int:
 
 What = Literal["value", "type", "length", "keys", "has", "own"]
 # Guard kind -> the property that it checks; other guards check a value.
-_WHAT: dict[str, What] = {
+_PROPERTY: dict[str, What] = {
     "TYPE_MATCH": "type",
     "SEQUENCE_LENGTH": "length", "TUPLE_ITERATOR_LEN": "length", "DICT_LENGTH": "length",
     "DICT_KEYS_MATCH": "keys", "DICT_CONST_KEYS": "keys", "MAPPING_KEYS_CHECK": "keys",
@@ -112,7 +112,7 @@ _WHAT: dict[str, What] = {
 _NOT_READS = {
     "DUPLICATE_INPUT", "OBJECT_ALIASING", "EMPTY_NN_MODULE_HOOKS_DICT", "SHAPE_ENV", "WEAKREF_ALIVE", "DATA_PTR_MATCH",
 }  # fmt: skip
-_HELD = re.compile(r"\._(parameters|buffers|modules|\w*hooks\w*)$")
+_STATE_TABLE = re.compile(r"\._(parameters|buffers|modules|\w*hooks\w*)$")
 # Modules of the tracing machinery; their registries grow with every import and no model is computed from them.
 _MACHINERY = re.compile(r"module\('(shardc|torch\._\w+|torch(\.\w+)*\._pytree)\b")
 # The attribute in which nn.Module.compile keeps a compiled forward; it computes the same as forward.
@@ -188,12 +188,12 @@ def reads_of(
         text = _expression(written, imported, output.global_scope, scopes)
         if text is None or kind in _NOT_READS or _MACHINERY.search(text):
             continue
-        what, key = _WHAT.get(kind, "value"), keywords.get("attr", keywords.get("key"))
+        what, key = _PROPERTY.get(kind, "value"), keywords.get("attr", keywords.get("key"))
         if what == "has" and isinstance(key, bytes):  # the presence of an environment variable
             reads.add(Read(f"{text}[{key!r}]"))
             continue
         read = Read(text, what, key) if isinstance(key, (bool, int, float, str, type(None))) else Read(text, "keys")
-        if read.key == _COMPILED_CALL or (read.what != "value" and _HELD.search(text)):
+        if read.key == _COMPILED_CALL or (read.what != "value" and _STATE_TABLE.search(text)):
             continue
         path = parse(text)
         try:
@@ -206,14 +206,14 @@ def reads_of(
             if id(value) in tensor_ids:
                 continue
             if value.requires_grad and not text.startswith("loss"):
-                raise _foreign(text, value, guard)
+                raise _foreign_tensor_error(text, value, guard)
             if refused := why_refused(value):
                 kind_of_tensor, instead = refused
                 fix = f"put in its place {instead.format(text)}"
                 raise CaptureError(f"forward reads {text}, which is {kind_of_tensor}", source=_line(guard), fix=fix)
         reads.add(read)
     codes = traced_code(trace.graph_capture_output)
-    _refuse_questions(model, codes)
+    _refuse_class_queries(model, codes)
     traced = {
         code_hash(code): f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
         for code in (*codes, *_wrapper_code(model))
@@ -230,12 +230,12 @@ def expressed(trace: CaptureOutput, changes: Iterable[Change], reads: Reads) -> 
     renamed = []
     for change in changes:
         expression, owner = (_expression(x, imported, scope, reads.scopes) for x in (change.expression, change.owner))
-        if expression and owner and not any(map(_of_library, re.findall(r"module\('([^']+)'\)", expression))):
+        if expression and owner and not any(map(_is_of_library, re.findall(r"module\('([^']+)'\)", expression))):
             renamed.append(replace(change, expression=expression, owner=owner))
     return renamed
 
 
-def _of_library(module: str) -> bool:
+def _is_of_library(module: str) -> bool:
     """Return whether ``module`` is torch's, shardc's, Python's or an installed library's, or is not loaded."""
     loaded = sys.modules.get("__main__" if module == MAIN else module)
     file = getattr(loaded, "__file__", None) or ""
@@ -269,7 +269,7 @@ def _expression(text: str, imported: Mapping[str, str], scope: Mapping[str, Any]
     return text if text and not re.search(r"\b[LG]\[", text) else None
 
 
-def _foreign(text: str, value: Tensor, guard: Guard) -> CaptureError:
+def _foreign_tensor_error(text: str, value: Tensor, guard: Guard) -> CaptureError:
     """Return the error for a read, ``text``, of a tensor that needs a gradient and is no parameter of the model."""
     return CaptureError(
         f"forward reads {text}, a tensor of shape {list(value.shape)} that needs a gradient and is no parameter of the "
@@ -287,7 +287,7 @@ def _line(guard: Any) -> str | None:
     return user_frame(frames) or None
 
 
-def _refuse_questions(model: nn.Module, codes: Iterable[CodeType]) -> None:
+def _refuse_class_queries(model: nn.Module, codes: Iterable[CodeType]) -> None:
     """Raises CaptureError if traced code asks for the class of a parameter or buffer that the compiled copy lacks."""
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         cls, lost = lost_names(x)

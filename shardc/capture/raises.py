@@ -26,7 +26,7 @@ Jump = Callable[[Any, Any], None]  # handles (translator, instruction)
 @contextmanager
 def without_raising() -> Iterator[None]:
     """Lets Dynamo trace past ``if <tensor>: raise ...``, like past ``assert <tensor>``."""
-    kinds = list(_below(InstructionTranslatorBase))
+    kinds = list(_subclasses(InstructionTranslatorBase))
     before = [(kind, kind.dispatch_table) for kind in kinds]
     try:
         for kind, table in before:
@@ -40,11 +40,11 @@ def without_raising() -> Iterator[None]:
             kind.dispatch_table = table
 
 
-def _below(kind: Any) -> Iterator[Any]:
+def _subclasses(kind: Any) -> Iterator[Any]:
     """Yields the class ``kind`` and all its subclasses."""
     yield kind
     for derived in kind.__subclasses__():
-        yield from _below(derived)
+        yield from _subclasses(derived)
 
 
 def _past_raises(jump: Jump) -> Jump:
@@ -118,7 +118,7 @@ def _is_positive_definite(self: object, value: Tensor) -> Tensor:
 
 def fill_kl_cache() -> None:
     """Fills torch's cache of KL divergence functions; torch does so at first use, which cannot be traced."""
-    pairs = {*kl._KL_REGISTRY, *((kind, kind) for kind in _below(torch.distributions.Distribution))}
+    pairs = {*kl._KL_REGISTRY, *((kind, kind) for kind in _subclasses(torch.distributions.Distribution))}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for pair in pairs - kl._KL_MEMOIZE.keys():

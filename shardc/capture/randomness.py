@@ -79,7 +79,7 @@ def _factory(how: Mapping[str, Any], like: Tensor | None = None) -> dict[str, An
     return {"dtype": dtype, "device": device}
 
 
-def _fine(dtype: torch.dtype) -> torch.dtype:
+def _draw_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which numbers are drawn for a result in ``dtype``: at least float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -120,9 +120,9 @@ class _Draws:
         key = torch.ops.shardc_random.key.default(device=device)
         return torch.ops.shardc_random.uniform.default(key, next(self._streams), list(size), dtype=dtype, device=device)
 
-    def _exact(self, x: Tensor) -> Tensor:
+    def _uniform_like(self, x: Tensor) -> Tensor:
         """Return uniform numbers shaped like ``x``, in at least float32 for comparisons and logarithms."""
-        return self.uniform(x.shape, dtype=_fine(x.dtype), device=x.device)
+        return self.uniform(x.shape, dtype=_draw_dtype(x.dtype), device=x.device)
 
     def between(self, x: Tensor, low: float, high: float) -> Tensor:
         """Draws uniform numbers from ``low`` to ``high``, shaped like ``x``."""
@@ -132,19 +132,19 @@ class _Draws:
     def bernoulli(self, x: Tensor, p: Tensor | float) -> Tensor:
         """Return 1 with probability ``p``, else 0, in the dtype of ``x``."""
         less = aten.lt.Tensor if isinstance(p, Tensor) else aten.lt.Scalar
-        return aten._to_copy.default(less(self._exact(x), p), dtype=x.dtype)
+        return aten._to_copy.default(less(self._uniform_like(x), p), dtype=x.dtype)
 
     def native_dropout(self, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
         if train is False or p == 0:
             return aten.clone.default(x), aten.full.default(x.shape, True, dtype=torch.bool, device=x.device)
-        mask = aten.ge.Scalar(self._exact(x), p)
+        mask = aten.ge.Scalar(self._uniform_like(x), p)
         scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
         zero = aten.full.default([], 0, dtype=x.dtype, device=x.device)
         return aten.where.self(mask, aten.mul.Tensor(x, scale), zero), mask
 
     def normal(self, size: Shape, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Draws normal numbers by the cosine branch of the Box-Muller transform."""
-        fine = _fine(dtype)
+        fine = _draw_dtype(dtype)
         radius, angle = (self.uniform(size, dtype=fine, device=device) for _ in range(2))
         length = aten.sqrt.default(aten.mul.Scalar(aten.log1p.default(aten.neg.default(radius)), -2))
         drawn = aten.mul.Tensor(length, aten.cos.default(aten.mul.Scalar(angle, 2 * pi)))
@@ -162,7 +162,7 @@ class _Draws:
     def multinomial(self, weights: Tensor, count: int, replacement: bool = False) -> Tensor:
         """Draws indices: by exponential races; with replacement, several by inverting the cumulative weights."""
         if not replacement or count == 1:
-            fine = aten._to_copy.default(weights, dtype=_fine(weights.dtype))
+            fine = aten._to_copy.default(weights, dtype=_draw_dtype(weights.dtype))
             races = aten.div.Tensor(fine, self.exponential(fine))
             return aten.topk.default(races, count, -1)[1]
         sums = aten.cumsum.default(weights, -1, dtype=torch.float64)
@@ -207,14 +207,14 @@ class _Draws:
         return order if dtype in (None, torch.int64) else aten._to_copy.default(order, dtype=dtype)
 
     def exponential(self, x: Tensor, rate: float = 1.0) -> Tensor:
-        drawn = aten.div.Scalar(aten.log1p.default(aten.neg.default(self._exact(x))), -rate)
+        drawn = aten.div.Scalar(aten.log1p.default(aten.neg.default(self._uniform_like(x))), -rate)
         return aten._to_copy.default(drawn, dtype=x.dtype)
 
     def geometric(self, x: Tensor, p: float) -> Tensor:
         """Draws the number of trials up to the first success."""
-        trials = aten.div.Scalar(aten.log1p.default(aten.neg.default(self._exact(x))), log1p(-p))
+        trials = aten.div.Scalar(aten.log1p.default(aten.neg.default(self._uniform_like(x))), log1p(-p))
         return aten._to_copy.default(aten.add.Scalar(aten.floor.default(trials), 1), dtype=x.dtype)
 
     def cauchy(self, x: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
-        turned = aten.tan.default(aten.mul.Scalar(aten.sub.Scalar(self._exact(x), 0.5), pi))
+        turned = aten.tan.default(aten.mul.Scalar(aten.sub.Scalar(self._uniform_like(x), 0.5), pi))
         return aten._to_copy.default(aten.add.Scalar(aten.mul.Scalar(turned, sigma), median), dtype=x.dtype)

@@ -145,7 +145,7 @@ class Recorder(TorchFunctionMode):
         if self._results is None or name.endswith("_") or not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves):
             return func(*args, **kwargs)
         try:
-            key = (func, spec, tuple(_described(x) for x in leaves))
+            key = (func, spec, tuple(_metadata(x) for x in leaves))
             makers = self._results.get(key)
         except TypeError:  # something has no hash
             return func(*args, **kwargs)
@@ -158,7 +158,7 @@ class Recorder(TorchFunctionMode):
         return out
 
 
-def _described(x: object) -> tuple[object, ...]:
+def _metadata(x: object) -> tuple[object, ...]:
     """Return the metadata of a tensor, or the value of a constant."""
     if isinstance(x, Tensor):
         return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad
@@ -315,7 +315,7 @@ def find_repeats(
     runs: list[Repeat] = []
     for path, size in containers:
         if not any(is_in(path, block) for run in runs for block in run.names()):
-            run = _longest(whole, path, size)
+            run = _longest_run(whole, path, size)
             if run is not None and run.count > keep:
                 runs.append(run)
     settled = False
@@ -323,7 +323,7 @@ def find_repeats(
         repeats = Repeats(tuple(runs), keep)
         with shortened(model, repeats):
             short = record(dtypes.shortened(repeats))
-        if _outside(whole, repeats, repeats.short) == _outside(short, repeats.shortened()):
+        if _calls_outside(whole, repeats, repeats.short) == _calls_outside(short, repeats.shortened()):
             return repeats
         if not settled:  # a first call may leave state behind that later calls read
             whole, settled = record(dtypes), True
@@ -332,7 +332,7 @@ def find_repeats(
     return Repeats()
 
 
-def _longest(record: Recorder, path: str, size: int) -> Repeat | None:
+def _longest_run(record: Recorder, path: str, size: int) -> Repeat | None:
     """Return the longest run of equal blocks in a container (the first of several); None if there is none."""
     names = Repeat(path, 0, size).names()
     if any(len(record.blocks[name]) != 1 for name in names):
@@ -343,8 +343,8 @@ def _longest(record: Recorder, path: str, size: int) -> Repeat | None:
     pairs = list(zip(calls, calls[1:], strict=False))
     if any(before.exit > after.enter for before, after in pairs):
         return None
-    bodies = [_body(record, call, name) for call, name in zip(calls, names, strict=True)]
-    links = [None, *(_link(record, before, after) for before, after in pairs)]
+    bodies = [_calls_inside(record, call, name) for call, name in zip(calls, names, strict=True)]
+    links = [None, *(_calls_between(record, before, after) for before, after in pairs)]
     runs, first = [], 0
     for at in range(1, size + 1):
         a, b = (record.signatures[names[i]] for i in (first, at)) if at < size else (None, None)
@@ -368,7 +368,7 @@ def _tokens(leaves: Sequence[object]) -> dict[Token, int]:
     return {x: at for at, x in enumerate(leaves) if isinstance(x, Token)}
 
 
-def _canonical(
+def _comparable(
     record: Recorder, start: int, events: Sequence[Event], extra: Sequence[object], name_of: Callable[[Token], object]
 ) -> tuple[list[Event], Frozen]:
     """Return recorded op calls in comparable form: a tensor becomes its name (``name_of``) or its number as a result.
@@ -397,7 +397,7 @@ def _canonical(
     return out, frozen(extra)
 
 
-def _body(record: Recorder, call: Block, name: str) -> object:
+def _calls_inside(record: Recorder, call: Block, name: str) -> object:
     """Return a block's recorded op calls, to compare: tensors are named by its arguments, parameters and buffers."""
     takes = _tokens(call.takes)
 
@@ -406,17 +406,17 @@ def _body(record: Recorder, call: Block, name: str) -> object:
             return "held", inner
         return ("taken", takes[x]) if x in takes else None
 
-    return _canonical(record, call.enter, record.events[call.enter : call.exit], call.gives, name_of)
+    return _comparable(record, call.enter, record.events[call.enter : call.exit], call.gives, name_of)
 
 
-def _link(record: Recorder, before: Block, after: Block) -> object:
+def _calls_between(record: Recorder, before: Block, after: Block) -> object:
     """Return the op calls, to compare, that compute a block's arguments from the values of the block before it."""
     gives, takes = _tokens(before.gives), _tokens(before.takes)
 
     def name_of(x: Token) -> object:
         return ("given", gives[x]) if x in gives else ("taken before", takes[x]) if x in takes else None
 
-    return _canonical(record, before.exit, record.events[before.exit : after.enter], after.takes, name_of)
+    return _comparable(record, before.exit, record.events[before.exit : after.enter], after.takes, name_of)
 
 
 def _escapes(record: Recorder, calls: Sequence[Block], run: Repeat) -> bool:
@@ -427,7 +427,7 @@ def _escapes(record: Recorder, calls: Sequence[Block], run: Repeat) -> bool:
     return any(start <= record.producers[x] < last.enter for x in used)
 
 
-def _outside(record: Recorder, repeats: Repeats, renamed: Callable[[str], object] = str) -> object:
+def _calls_outside(record: Recorder, repeats: Repeats, renamed: Callable[[str], object] = str) -> object:
     """Return the recorded op calls outside of repeated blocks, to compare; ``renamed`` maps parameter names."""
     spans = []
     gives: dict[Token, tuple[int, int]] = {}
@@ -445,4 +445,4 @@ def _outside(record: Recorder, repeats: Repeats, renamed: Callable[[str], object
             return "given", gives[x]
         return ("input", inputs.get(x)) if x in inputs or x not in results else None
 
-    return _canonical(record, 0, events, record.result, name_of)
+    return _comparable(record, 0, events, record.result, name_of)

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
-from itertools import combinations as chosen
+from itertools import combinations as index_combinations
 from math import log, pi
 from types import MethodType
 from typing import Any, TypeVar
@@ -65,25 +65,25 @@ def register_caches() -> None:
     """Registers every class of caches and cache layers that is already imported; imports none."""
     module = sys.modules.get("transformers.cache_utils")
     for base in (getattr(module, name) for name in _BASES if hasattr(module, name)):
-        for kind in (base, *_below(base)):
+        for kind in (base, *_subclasses(base)):
             _registered[f"{kind.__module__}.{kind.__qualname__}"] = kind
             if kind not in pytree.SUPPORTED_NODES:
                 unflatten = partial(_unflatten, kind)
                 pytree.register_pytree_node(kind, _flatten, unflatten, flatten_with_keys_fn=_flatten_with_keys)
 
 
-def _below(kind: type) -> Iterator[type]:
+def _subclasses(kind: type) -> Iterator[type]:
     """Yields all subclasses of ``kind``."""
     derived: type
     for derived in kind.__subclasses__():
         yield derived
-        yield from _below(derived)
+        yield from _subclasses(derived)
 
 
 def _flatten(cache: object) -> tuple[list[PyTree], Context]:
     """Return the attributes that may hold tensors; as context, their names and the values of the others."""
     attributes = {name: value for name, value in vars(cache).items() if _may_hold(value)}
-    others = {name: _written(value) for name, value in vars(cache).items() if name not in attributes}
+    others = {name: _to_json(value) for name, value in vars(cache).items() if name not in attributes}
     return list(attributes.values()), [list(attributes), others]
 
 
@@ -98,7 +98,7 @@ def _unflatten(kind: type[T], values: Iterable[PyTree], context: Context) -> T:
     for name, value in zip(context[0], values, strict=True):
         setattr(cache, name, value)
     for name, value in context[1].items():
-        setattr(cache, name, _read(value))
+        setattr(cache, name, _from_json(value))
     return cache
 
 
@@ -112,7 +112,7 @@ def _may_hold(value: object) -> bool:
     return isinstance(value, (Tensor, dict, list, tuple)) or is_cache(value)
 
 
-def _written(value: object) -> object:
+def _to_json(value: object) -> object:
     """Return ``value`` in the form that a saved program stores (see `shardc.precompiled.record`), if it has one."""
     if isinstance(value, torch.dtype):
         return {"dtype": dtype_name(value)}
@@ -123,8 +123,8 @@ def _written(value: object) -> object:
     return value
 
 
-def _read(value: object) -> object:
-    """Return the value that `_written` returned ``value`` for."""
+def _from_json(value: object) -> object:
+    """Return the value that `_to_json` converted to ``value``."""
     if not isinstance(value, dict):
         return value
     ((kind, name),) = value.items()
@@ -305,8 +305,8 @@ def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> T
     if input.dim() != 1 or r < 1:
         return _combinations(input, r, with_replacement)
     repeats = r - 1 if with_replacement else 0  # with replacement: choose among r - 1 more places, then shift
-    every = list(chosen(range(input.shape[0] + repeats), r))
-    places = torch.tensor(every, device=input.device, dtype=torch.int64).view(-1, r)
+    indices = list(index_combinations(range(input.shape[0] + repeats), r))
+    places = torch.tensor(indices, device=input.device, dtype=torch.int64).view(-1, r)
     return input[places - torch.arange(r, device=input.device) if repeats else places]
 
 

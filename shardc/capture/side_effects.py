@@ -48,17 +48,17 @@ def refuse_hooks(model: nn.Module) -> None:
         for kind in BACKWARD_HOOKS:
             for hook in getattr(module, kind).values():
                 what = f"module {path!r}" if path else type(model).__name__
-                message = f"{what} has the backward hook {_named(hook)}, which a compiled program cannot run"
+                message = f"{what} has the backward hook {_hook_name(hook)}, which a compiled program cannot run"
                 raise CaptureError(message, source=_line(hook), fix=_BACKWARD_FIX)
     for hook in chain.from_iterable(hooks.values() for hooks in global_hooks()):
         raise CaptureError(
-            f"the hook {_named(hook)} is registered for all modules, which a compiled program cannot run",
+            f"the hook {_hook_name(hook)} is registered for all modules, which a compiled program cannot run",
             source=_line(hook),
             fix="register it on the modules that it is for (module.register_forward_hook), or remove it",
         )
 
 
-def _named(hook: object) -> str:
+def _hook_name(hook: object) -> str:
     return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
@@ -189,14 +189,14 @@ def changed_reads(
         if before is _PRESENT or change.expression not in (presence_checks if absent else seen):
             continue  # it is not read, or is there and stays there
         filled = before is None or isinstance(before, (dict, list, set))
-        if filled and change.tensors and not any(map(_of_inputs, change.tensors)):
+        if filled and change.tensors and not any(map(_depends_on_inputs, change.tensors)):
             continue
         loaded = _loaded(code) if loaded is None else loaded
         name = _variable(change, at)
         if not name.isidentifier() or name in loaded:
             error = CaptureError(
-                f"forward reads and changes {_shown(change.expression)}, which a compiled program does not change: "
-                "each call would compute with its first value",
+                f"forward reads and changes {_attribute_text(change.expression)}, which a compiled program does not "
+                "change: each call would compute with its first value",
                 source=change.line or None,
                 fix=_fix(change),
             )
@@ -230,7 +230,7 @@ def _variable(change: Change, at: Lookup) -> str:
     return names[int(place.rstrip("]"))]
 
 
-def _shown(expression: str) -> str:
+def _attribute_text(expression: str) -> str:
     """Return an attribute of the model or a global, named by ``expression``, as an error shows it."""
     if attribute := name_in(expression, "model"):
         path = re.sub(r"_modules\['([^']+)'\]", r"\1", attribute)
@@ -264,7 +264,7 @@ def assigned(model: nn.Module, values: dict[str, Constant]) -> Iterator[None]:
             delattr(owner, name) if value is places else setattr(owner, name, value)
 
 
-def _of_inputs(node: fx.Node) -> bool:
+def _depends_on_inputs(node: fx.Node) -> bool:
     """Return whether a node depends on a placeholder of the graph."""
     todo, seen = [node], set()
     while todo:

@@ -81,10 +81,10 @@ class SymbolicCapture:
                 env[node] = _number(value, values)
                 continue
             copy = env[node] = graph.node_copy(node, lambda n: env[n])
-            copy.args, copy.kwargs = _plain(copy.args), _plain(copy.kwargs)
+            copy.args, copy.kwargs = _without_symbols(copy.args), _without_symbols(copy.kwargs)
             if value is not None:
                 with mode:
-                    copy.meta["val"] = pytree.tree_map(lambda x: _at(x, values), value)
+                    copy.meta["val"] = pytree.tree_map(lambda x: _value_at(x, values), value)
         return replace(traced, graph=fx.GraphModule(traced.graph, graph), fake_mode=mode).annotated()
 
 
@@ -133,7 +133,7 @@ def capture_symbolic(
     for name, symint in symints.items():
         expr = env.replace(symint.node._expr)
         if not isinstance(expr, sympy.Symbol):
-            raise _fixed(model, guards, name, symint.node._expr, expr)
+            raise _fixed_size_error(model, guards, name, symint.node._expr, expr)
         symbols[name] = expr
     return SymbolicCapture(traced, symbols, tuple(_conditions(env, symbols, guards)))
 
@@ -167,7 +167,7 @@ def _conditions(
     return list(out.values())
 
 
-def _fixed(
+def _fixed_size_error(
     model: nn.Module, guards: Sequence[tuple[sympy.Basic, str]], name: str, symbol: sympy.Basic, value: sympy.Basic
 ) -> CaptureError:
     """Return the error for a size ``name`` whose ``symbol`` must be ``value``; ``guards`` have the line."""
@@ -185,7 +185,7 @@ def _number(x: Number, values: Mapping[sympy.Symbol, sympy.Integer]) -> int | fl
     return kind(x.node.shape_env.replace(x.node._expr).xreplace(values)) if isinstance(x, _SYMBOLIC) else x
 
 
-def _at(x: object, values: Mapping[sympy.Symbol, sympy.Integer]) -> object:
+def _value_at(x: object, values: Mapping[sympy.Symbol, sympy.Integer]) -> object:
     """Return a fake value of the trace with numbers for symbols, in the active fake mode."""
     if not isinstance(x, Tensor):
         return _number(x, values) if isinstance(x, _SYMBOLIC) else x
@@ -194,7 +194,7 @@ def _at(x: object, values: Mapping[sympy.Symbol, sympy.Integer]) -> object:
     return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
 
 
-def _plain(arguments: fx.node.Argument) -> fx.node.Argument:
+def _without_symbols(arguments: fx.node.Argument) -> fx.node.Argument:
     """Return ``arguments``; asserts that no symbol is left in them."""
     return fx.node.map_aggregate(arguments, _checked)
 

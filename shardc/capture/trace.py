@@ -96,10 +96,10 @@ class CaptureOnce:
         """Return the capture; arguments are those of `capture`."""
         leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
         tensors = (*model.named_parameters(), *model.named_buffers())
-        inputs = [_described(x) if isinstance(x, Tensor) else repr(x) for x in leaves]
+        inputs = [_metadata(x) if isinstance(x, Tensor) else repr(x) for x in leaves]
         modes = tuple(module.training for module in model.modules())
         key = (
-            tuple((name, *_described(x)) for name, x in tensors), modes, tuple(inputs), str(spec), device, loss is None,
+            tuple((name, *_metadata(x)) for name, x in tensors), modes, tuple(inputs), str(spec), device, loss is None,
             tuple(tags), dtypes,
         )  # fmt: skip
         for values, cached in self._cache.get(key, ()):
@@ -112,7 +112,7 @@ class CaptureOnce:
         return captured
 
 
-def _described(x: Tensor) -> tuple[object, ...]:
+def _metadata(x: Tensor) -> tuple[object, ...]:
     """Return the metadata of ``x`` that a capture depends on."""
     return x.shape, x.stride(), x.dtype, x.requires_grad
 
@@ -134,7 +134,7 @@ class Captured:
         inputs: dotted name of each flat tensor input, in placeholder order.
         input_spec: pytree spec of ``(args, kwargs)``.
         constants: the non-tensor leaves of ``(args, kwargs)`` by flat position.
-        output_spec: pytree spec of what the model returns.
+        output_spec: pytree spec of the model's outputs.
         fake_mode: the mode of the graph's fake values.
         reads: the attributes and globals that the trace read, besides tensors.
         returned: for each output, its storage on one device and the backwards that read its values.

@@ -94,7 +94,7 @@ def check_dynamic(dynamic: object, model: nn.Module) -> None:
 Sizes = Mapping[str, int]
 # Factors of the modulus. With 16, strides and pools halve the sizes as they halve the example's.
 _FINER = (1, 16)
-_MOST = 8  # families per signature; other sizes are compiled separately
+_MAX_FAMILIES = 8  # families per signature; other sizes are compiled separately
 
 
 class Family:
@@ -320,7 +320,7 @@ class Families:
         families = [family for guards, family in self._families.setdefault(key, []) if holds(guards)]
         usual = min(sizes.values()) > 1  # one element is broadcast: another program
         fitting = next((cached for cached in families if cached is not None and usual and cached.holds(sizes)), None)
-        tries = fitting is None and usual and None not in families and len(families) < _MOST
+        tries = fitting is None and usual and None not in families and len(families) < _MAX_FAMILIES
         compiled = family() if tries else None
         if compiled is not None and compiled.holds(sizes):
             fitting = compiled

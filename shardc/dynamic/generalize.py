@@ -112,7 +112,7 @@ def points(example: Mapping[str, int], modulus: int, above: bool = True) -> list
 
 
 def _below(whole: int) -> list[int]:
-    """Returns the numbers below ``whole``: primes first, and descending."""
+    """Return the numbers below ``whole``: primes first, each group descending."""
     return sorted(range(whole), key=lambda k: (not _is_prime(k), -k))
 
 

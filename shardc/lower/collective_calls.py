@@ -50,7 +50,7 @@ def _lines(graph: fx.Graph) -> Iterator[str]:
         name[node] = name[node.all_input_nodes[0]] if node.target is WAIT else _Name(f"buf{at}")
     unused: list[list[_Name]] = [[] for _ in range(len(ops) + 1)]  # values without a use after each op
     results = {name.get(x) for x in returned}
-    for value_name, at in _last(ops, name).items():
+    for value_name, at in _last_uses(ops, name).items():
         unused[at] += [value_name] if value_name not in results else []
     yield f"{', '.join(name[node] for node in placeholders)}, = args"
     yield "args.clear()"
@@ -66,8 +66,8 @@ def _lines(graph: fx.Graph) -> Iterator[str]:
     yield f"return ({', '.join(str(name.get(x, x)) for x in returned)},)"
 
 
-def _last(ops: Sequence[fx.Node], name: dict[fx.Node, _Name]) -> dict[_Name, int]:
-    """Return value name -> the last op at which it is in use; what a collective sends is in use until its wait."""
+def _last_uses(ops: Sequence[fx.Node], name: dict[fx.Node, _Name]) -> dict[_Name, int]:
+    """Return value name -> index of the last op that uses it; a wait also uses the operands of its collective."""
     place, last = {node: at for at, node in enumerate(ops)}, dict[_Name, int]()
     for at, node in enumerate(ops):
         until = at

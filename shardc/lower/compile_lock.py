@@ -44,19 +44,19 @@ def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModul
     waiting = deque(sorted(graphs, key=lambda gm: -len(gm.graph.nodes)))  # the large ones first
     waiting.rotate(-dist.get_rank() if shares else 0)
     for _ in steps(range(len(graphs)), "lowering"):
-        gm = _free(waiting, locks) if shares else waiting.popleft()
+        gm = _take_free(waiting, locks) if shares else waiting.popleft()
         before = _uncached()
         try:
             results[gm] = make(gm, graphs[gm])
             if shares:
-                _mark(locks[gm], ALONE if _uncached() > before else MADE).touch()
+                _mark_file(locks[gm], ALONE if _uncached() > before else MADE).touch()
         finally:
             if shares:
                 locks[gm].release()
     return results
 
 
-def _free(waiting: deque[fx.GraphModule], locks: Mapping[fx.GraphModule, BaseFileLock]) -> fx.GraphModule:
+def _take_free(waiting: deque[fx.GraphModule], locks: Mapping[fx.GraphModule, BaseFileLock]) -> fx.GraphModule:
     """Take a graph of ``waiting`` that no other process is compiling, with its lock if there can be one.
 
     Graphs that nobody has compiled come first: g++ may still be at work for the others.
@@ -66,10 +66,10 @@ def _free(waiting: deque[fx.GraphModule], locks: Mapping[fx.GraphModule, BaseFil
         for anew in (True, False):
             for _ in range(len(waiting)):
                 gm = waiting.popleft()
-                if _mark(locks[gm], ALONE).exists():
+                if _mark_file(locks[gm], ALONE).exists():
                     return gm
                 with suppress(Timeout):
-                    if not (anew and _mark(locks[gm], MADE).exists()):
+                    if not (anew and _mark_file(locks[gm], MADE).exists()):
                         locks[gm].acquire(timeout=0)
                         return gm
                 waiting.append(gm)
@@ -82,7 +82,7 @@ def _uncached() -> int:
     return int(counters["inductor"]["fxgraph_cache_bypass"])
 
 
-def _mark(lock: BaseFileLock, what: str) -> Path:
+def _mark_file(lock: BaseFileLock, what: str) -> Path:
     """Return the file that records that the graph of ``lock`` is compiled, or cannot be cached."""
     return Path(lock.lock_file).with_suffix(what)
 

@@ -27,15 +27,20 @@ def min_cut(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule
     inputs = [n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"]
     count = sum(n.name.startswith("primals") for n in joint.graph.find_nodes(op="placeholder"))
     primals, tangents = inputs[:count], inputs[count:]
-    signed = _numbers(joint.graph, lambda x: _NegativeZero(x) if x == 0 and copysign(1, x) < 0 else x)
+    signed = _replace_floats(joint.graph, lambda x: _NegativeZero(x) if x == 0 and copysign(1, x) < 0 else x)
     try:
-        with functorch_config.patch(functionalize_rng_ops=False), _nothing_draws(), _unread_waits_go(), _lookups_fuse():
+        with (
+            functorch_config.patch(functionalize_rng_ops=False),
+            _without_random_state(),
+            _dead_unread_waits(),
+            _fusible_lookups(),
+        ):
             halves = min_cut_rematerialization_partition(joint, (primals, tangents), num_fwd_outputs=forward_outputs)
     finally:
         if signed:
-            _numbers(joint.graph, float)
+            _replace_floats(joint.graph, float)
     for half in halves if signed else ():
-        _numbers(half.graph, float)
+        _replace_floats(half.graph, float)
     return halves
 
 
@@ -43,7 +48,7 @@ class _NegativeZero(float):
     """Stands for -0.0, which the cut's common-subexpression elimination would take for 0.0."""
 
 
-def _numbers(graph: fx.Graph, change: Callable[[float], float]) -> bool:
+def _replace_floats(graph: fx.Graph, change: Callable[[float], float]) -> bool:
     """Replace each float among the arguments of ops by ``change`` of it; return whether any was replaced."""
     changed = False
 
@@ -62,8 +67,8 @@ def _numbers(graph: fx.Graph, change: Callable[[float], float]) -> bool:
 
 
 @contextmanager
-def _nothing_draws() -> Iterator[None]:
-    """Context in which the cut keeps no random state: attention kernels without dropout are tagged as random, too."""
+def _without_random_state() -> Iterator[None]:
+    """Context in which the cut saves no random state: attention kernels without dropout are tagged as random too."""
     original = partitioners.has_recomputable_rng_ops
     partitioners.has_recomputable_rng_ops = lambda fx_g: False
     try:
@@ -73,7 +78,7 @@ def _nothing_draws() -> Iterator[None]:
 
 
 @contextmanager
-def _unread_waits_go() -> Iterator[None]:
+def _dead_unread_waits() -> Iterator[None]:
     """Context in which unread collectives are dead code, so that forward and backward get only those that they read."""
     waits = _side_effectful_functions & {c10d.wait_tensor, c10d.wait_tensor.default}
     _side_effectful_functions.difference_update(waits)
@@ -84,7 +89,7 @@ def _unread_waits_go() -> Iterator[None]:
 
 
 @contextmanager
-def _lookups_fuse() -> Iterator[None]:
+def _fusible_lookups() -> Iterator[None]:
     """Context in which the min-cut counts embedding lookups as ops that fuse: Inductor fuses them."""
     listed = partitioners.get_default_op_list
 

@@ -42,7 +42,7 @@ from shardc.precompiled.record import (
     read_record,
     spec_from_json,
 )
-from shardc.precompiled.save import untied
+from shardc.precompiled.save import with_mesh_groups
 from shardc.validate import checked
 from shardc.verify import check, verify
 
@@ -56,7 +56,7 @@ def backward_for(used: frozenset[int], backward: Half, *hooks: Hook) -> fx.Graph
     Args:
         backward: the backward half for all outputs; it is not changed.
     """
-    gm = untied(backward.gm)
+    gm = with_mesh_groups(backward.gm)
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "output"):
             node.meta = {ir.KEY: node.meta[ir.KEY]}

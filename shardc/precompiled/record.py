@@ -1,4 +1,4 @@
-"""`Record`, the content of a saved program's ``program.json``, and the checks of what such a folder may contain.
+"""`Record`, the content of a saved program's ``program.json``, and checks of the files in its folder.
 
 A program may come from somebody else, so nothing that a file names is imported or called:
 
@@ -218,7 +218,7 @@ def registered() -> dict[str, type]:
 
 
 def plain(context: object) -> object:
-    """Return a pytree ``context`` with what JSON cannot hold as ``[]``: it can be saved if the copy equals it."""
+    """Return a pytree ``context`` with ``[]`` for values that JSON lacks; it can be saved if the copy equals it."""
     if isinstance(context, dict):
         return {key: plain(value) for key, value in context.items() if isinstance(key, str)}
     if isinstance(context, list):

@@ -74,7 +74,10 @@ def save_program(
         files[name] = hashlib.sha256(data).hexdigest()
 
     for local_half in dict.fromkeys((*program.step(), *([program.half(INFERENCE)] if evaluates else ()))):
-        half, gm = local_half.name, untied(local_half.gm) if _is_tied(local_half.graph) else local_half.gm
+        half, gm = (
+            local_half.name,
+            with_mesh_groups(local_half.gm) if _has_runtime_groups(local_half.graph) else local_half.gm,
+        )
         try:
             check(gm, program.mesh, half, (allowed,))
         except VerifyError as error:  # an error now, not when it is loaded
@@ -124,22 +127,22 @@ def _type_of(value: Any) -> TensorType | Fixed:
     return Fixed(value)
 
 
-def untied(gm: fx.GraphModule) -> fx.GraphModule:
+def with_mesh_groups(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of ``gm`` whose collectives name the mesh's groups, not the process groups of a runtime."""
     graph = ir.copied(gm.graph)
     for node in graph.nodes:
         if node.op == "call_function":
-            node.args = tuple(_group(arg) for arg in node.args)
-            node.kwargs = {key: _group(arg) for key, arg in node.kwargs.items()}
+            node.args = tuple(_mesh_group(arg) for arg in node.args)
+            node.kwargs = {key: _mesh_group(arg) for key, arg in node.kwargs.items()}
     return LazyGraphModule(gm, graph)
 
 
-def _is_tied(graph: fx.Graph) -> bool:
+def _has_runtime_groups(graph: fx.Graph) -> bool:
     """Return whether collectives of ``graph`` name the process groups of a runtime."""
-    return any(_group(x) is not x for node in graph.nodes for x in (*node.args, *node.kwargs.values()))
+    return any(_mesh_group(x) is not x for node in graph.nodes for x in (*node.args, *node.kwargs.values()))
 
 
-def _group(arg: object) -> object:
+def _mesh_group(arg: object) -> object:
     """Return ``shardc:dp`` for ``shardc.1:dp`` (that group of a second mesh); other arguments as they are."""
     match = re.fullmatch(r"shardc\.\d+:(.*)", arg) if isinstance(arg, str) else None
     return GROUP_PREFIX + match[1] if match else arg

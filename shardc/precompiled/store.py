@@ -156,7 +156,7 @@ class Store:
             warned: the warnings of its compile.
             evaluates: also write the inference graph, which runs if no gradients are recorded.
         """
-        if (why := _unknown(program, reached, ops)) is not None:
+        if (why := _unknown_dependency(program, reached, ops)) is not None:
             return f"not stored: {why}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ class Store:
                 guards = program.guards
                 os.rename(draft, self.folder / _hash(json.dumps([dict(guards.reached), guards.values]).encode()))
                 self._none.unlink(missing_ok=True)
-                self._forget()
+                self._remove_oldest()
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
         except PrecompiledError as error:
@@ -176,14 +176,14 @@ class Store:
             return f"not stored: the folder {self.folder} cannot be written: {error.strerror}"
         return f"added to {self.folder}"
 
-    def _forget(self) -> None:
+    def _remove_oldest(self) -> None:
         """Remove the least recently used programs of the whole root."""
         used = sorted(self.folder.parent.glob(f"*/*/{MADE}"), key=lambda path: path.stat().st_mtime)
         for path in used[:-KEPT]:  # a process that reads one now finds it incomplete
             shutil.rmtree(path.parent, ignore_errors=True)
 
 
-def _unknown(program: Executable, reached: Reach, ops: Iterable[object]) -> str | None:
+def _unknown_dependency(program: Executable, reached: Reach, ops: Iterable[object]) -> str | None:
     """Return, as text, a dependency of ``program`` that later starts cannot compare; None if there is none."""
     foreign = [
         op for op in ops if not is_own(op) and (getattr(op, "_name", "") not in reached.ops or is_written_out(op))
