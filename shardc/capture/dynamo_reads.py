@@ -67,7 +67,7 @@ def _as_view(node: fx.Node) -> tuple[bool, bool]:
     """
     strided = fixed = False
     memory = _memory(node)
-    while node.op in ("call_function", "call_method") and node.all_input_nodes:
+    while node.op in ("call_function", "call_method", "call_module") and node.all_input_nodes:
         before = node.all_input_nodes[0]
         if before.target is torch.ops.higher_order.autograd_function_apply and node.target is getitem:
             return strided, fixed or any(_memory(x) == memory for x in before.all_input_nodes if _is_tensor(x))

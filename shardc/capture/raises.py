@@ -48,7 +48,7 @@ def _subclasses(kind: Any) -> Iterator[Any]:
 
 
 def _past_raises(jump: Jump) -> Jump:
-    """Return Dynamo's handler ``jump`` of a conditional jump, without the branches on a tensor that only raise."""
+    """Return Dynamo's handler ``jump`` of a conditional jump, without branches on a tensor that only raise."""
 
     def handler(tx: Any, instruction: Any) -> None:
         if isinstance(tx.stack[-1].realize(), TensorVariable):

@@ -1,6 +1,6 @@
-"""Decomposes random ops to draws that do not depend on the mesh (`shardc.custom_ops.random`).
+"""Decomposes random ops to draws that do not depend on the mesh (`shardc.custom_ops.random`), and refuses others.
 
-Any other random op would draw on each rank separately, and is refused: `refuse_draws`.
+Other random ops would draw on each rank separately: `refuse_draws`.
 """
 
 from __future__ import annotations

@@ -36,8 +36,9 @@ class Condition:
     """A condition on dynamic sizes that code of the model branches on.
 
     Args:
-        text: in terms of the names of the sizes: ``"t <= 128"``.
-        source: the line that evaluated it, or empty.
+        text: the condition, in the names of the sizes: ``"t <= 128"``.
+        source: ``file:line`` that evaluated it, or "".
+        relation: the condition, in the symbols of the trace.
     """
 
     text: str
@@ -50,7 +51,7 @@ class SymbolicCapture:
     """A model traced at symbolic sizes.
 
     Args:
-        traced: the joint graph, with nodes that compute sizes.
+        traced: the joint graph at symbolic sizes, with nodes that compute sizes.
         symbols: name of a size -> its symbol; sizes that must be equal share one.
         conditions: the conditions on the sizes.
     """

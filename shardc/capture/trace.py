@@ -71,11 +71,11 @@ def as_module(function: Callable[..., PyTree]) -> nn.Module:
 class CaptureOnce:
     """Callable like `capture` that caches captures of one model and loss; an equal call returns a copy.
 
-    Calls are equal if torch's state (autocast, default dtype), the plan's tags and dtypes, and the values that the
-    capture read of the model, those of tensors excepted, are.
+    Calls are equal if they have equal arguments up to the values of tensors, states of torch (autocast, default dtype),
+    tags and dtypes, and if the attributes and globals that the capture read have equal values.
 
     Attributes:
-        count: how often a model was captured.
+        count: number of captures.
     """
 
     def __init__(self) -> None:

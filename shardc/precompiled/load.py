@@ -119,6 +119,7 @@ class Precompiled(Executable):
             raise PrecompiledError(f"the graphs take {[name for name, _ in self.inputs]}, and the call {expected}")
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
+        """Return the saved graph of a phase, or the backward derived for some outputs; None if there is none."""
         if not isinstance(phase, str):
             return backward_for(phase, self.half(BACKWARD))
         return self._halves.get(phase)

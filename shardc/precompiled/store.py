@@ -141,7 +141,7 @@ class Store:
 
     @property
     def _none(self) -> Path:
-        """The marker file of a program that could not be stored."""
+        """Path of the file that records that a program could not be stored."""
         return self.folder / "none"
 
     def add(
