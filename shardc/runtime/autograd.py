@@ -1,4 +1,4 @@
-"""`run_step`: a compiled forward and backward as one autograd node, with the checks that autograd makes elsewhere."""
+"""`run_step`: a compiled forward and backward as one autograd node, with autograd's checks for in-place changes."""
 
 from __future__ import annotations
 

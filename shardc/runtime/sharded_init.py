@@ -266,6 +266,7 @@ class InitShard:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, storage: Layout | None, rank: int, limit: int) -> InitShard:
+        """Makes the record of ``tensor``, a parameter or buffer; unless on ``meta``, it counts as filled."""
         shape = tuple(tensor.shape)
         dims = range(len(shape))
         indices = [range(shape[dim]) if storage is None else local_indices(storage, shape, dim, rank) for dim in dims]

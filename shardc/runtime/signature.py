@@ -225,6 +225,7 @@ def fitting(call: Signature, tensors: Sequence[Tensor], programs: dict[Any, P]) 
 
 
 def _check_structure(call: Signature, expected: Signature, program: Compiled, tensors: Sequence[Tensor]) -> None:
+    """Raises InputError if the pytree of the arguments differs, or tensors are where constants were."""
     if call.kinds != expected.kinds:
         raise InputError(
             f"the call passes {_shown(call)}; the module was lowered for {_shown(expected)}",
@@ -233,11 +234,13 @@ def _check_structure(call: Signature, expected: Signature, program: Compiled, te
 
 
 def _check_constants(call: Signature, expected: Signature, program: Compiled, tensors: Sequence[Tensor]) -> None:
+    """Raises InputError if a constant differs."""
     names = [name for name, _ in call.constants]
     check_constants(names, [value for _, value in call.constants], [value for _, value in expected.constants])
 
 
 def _check_tensors(call: Signature, expected: Signature, program: Compiled, tensors: Sequence[Tensor]) -> None:
+    """Raises InputError if a tensor does not fit its layout, or its dtype differs."""
     names, dtypes = [name for name, _ in call.tensors], [like.dtype for _, like in expected.tensors]
     check_inputs(names, tensors, [layout for _, layout in program.inputs], dtypes)
 
