@@ -1,8 +1,8 @@
-"""Attention ops for split sequences: their causal mask is in positions of the global sequence.
+"""Attention ops for split sequences, with a causal mask by positions in the global sequence.
 
-A kernel's causal mask is in positions of its operands. `call` and `gradient` use positions of the global sequence, so
-they mean the same for any layout of queries and keys. On one rank (`shardc.rules.attention_rules`) they are lowered
-to kernels, each of which returns its part of the output for some of the keys, and the log-sum-exp of its scores.
+The causal mask of a kernel is by positions in its operands. That of `call` and `gradient` is by positions in the global
+sequence, so their result is the same for any layout of queries and keys. On one rank (`shardc.rules.attention_rules`)
+they are lowered to kernels on blocks of keys, whose outputs are combined by the log-sum-exp of their scores.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ def call(
         later: bool []: if true, query i attends to keys 0 to i - 1 only.
 
     Returns:
-        [b, h, q, f], and the log-sum-exp of each query's scores, [b, h, q]: 0 for a query that attends to nothing, but
+        output [b, h, q, f], and log-sum-exp of each query's scores [b, h, q]: 0 for a query that attends to no key, but
         -inf if that is because of ``later``.
     """
     if later is not None:
         return _call_later(query, key, value, bias, scale, keys, later)
-    key, value, bias = _true(key, value, bias, keys)
+    key, value, bias = _without_padding(key, value, bias, keys)
     if query.device.type == "cpu":
         out, sums = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=bias, scale=scale
         )
-    elif query.device.type == "cuda" and query.dtype in _HALF and bias is None and _square(causal, query, key):
+    elif query.device.type == "cuda" and query.dtype in _HALF and bias is None and _aligned(causal, query, key):
         out, sums, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
     else:
         scores = _scores(query, key, bias, causal, scale)
         sums = scores.logsumexp(-1)
         sums = sums.where(sums != -torch.inf, 0)
         out = ((scores - sums.unsqueeze(-1)).exp() @ _by_head(value, query).to(scores.dtype)).to(query.dtype)
-    return _by_place(out), _by_place(sums)
+    return _sequence_major(out), _sequence_major(sums)
 
 
 def gradient(
@@ -64,16 +64,20 @@ def gradient(
     causal: bool, scale: float, keys: int, axis: str = "", method: str = "", around: bool = False,
     later: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of query, key and value; ``out`` and ``sums`` may be those of attention to more keys."""
+    """Return the gradients of query, key and value.
+
+    ``out`` and ``sums`` are the results of `call`, also of one on more keys than ``key`` has; other arguments are those
+    of `call`.
+    """
     if later is not None:
         return _gradient_later(grad, query, key, value, out, sums, bias, scale, keys, later)
     whole = key.shape[2]
-    key, value, bias = _true(key, value, bias, keys)
+    key, value, bias = _without_padding(key, value, bias, keys)
     if query.device.type == "cpu":
         gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, out, sums, 0.0, causal, attn_mask=bias, scale=scale
         )
-    elif query.device.type == "cuda" and query.dtype in _HALF and bias is None and _square(causal, query, key):
+    elif query.device.type == "cuda" and query.dtype in _HALF and bias is None and _aligned(causal, query, key):
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
         sizes: tuple[int | None, ...] = (None, None, query.shape[2], key.shape[2])
         gradients = aten._scaled_dot_product_flash_attention_backward(
@@ -83,7 +87,7 @@ def gradient(
         gradients = _written_out(grad, query, key, value, out, sums, _scores(query, key, bias, causal, scale), scale)
     dq, *rest = gradients
     dk, dv = (x if x.shape[2] == whole else torch.nn.functional.pad(x, (0, 0, 0, whole - x.shape[2])) for x in rest)
-    return _by_place(dq), _by_place(dk), _by_place(dv)
+    return _sequence_major(dq), _sequence_major(dk), _sequence_major(dv)
 
 
 def _call_later(
@@ -97,9 +101,9 @@ def _call_later(
         if query.shape[2] > 1:
             out[:, :, 1:], sums[:, :, 1:] = call(query[:, :, 1:], key, value, bias, True, scale, keys)
         return out, sums
-    out, sums = call(_turned(query, later, -1), key, value, bias, True, scale, keys)
-    out, sums = _turned(out, later, 1), _turned(sums, later, 1)
-    return out, torch.where(_at(sums, 0) & later, -torch.inf, sums)
+    out, sums = call(_rolled(query, later, -1), key, value, bias, True, scale, keys)
+    out, sums = _rolled(out, later, 1), _rolled(sums, later, 1)
+    return out, torch.where(_row_mask(sums, 0) & later, -torch.inf, sums)
 
 
 def _gradient_later(
@@ -117,38 +121,40 @@ def _gradient_later(
         grad, query, out, sums = (x[:, :, 1:] for x in rows)
         dq[:, :, 1:], dk, dv = gradient(grad, query, key, value, out, sums, bias, True, scale, keys)
         return dq, dk, dv
-    grad, query, out, sums = (_turned(x, later, -1) for x in rows)
-    last = _at(sums, -1) & later  # the first query, which attends to nothing
+    grad, query, out, sums = (_rolled(x, later, -1) for x in rows)
+    last = _row_mask(sums, -1) & later  # the first query, which attends to nothing
     grad = torch.where(last.unsqueeze(-1), 0, grad)
     dq, dk, dv = gradient(grad, query, key, value, out, torch.where(last, torch.inf, sums), bias, True, scale, keys)
-    return _turned(dq, later, 1), dk, dv
+    return _rolled(dq, later, 1), dk, dv
 
 
-def _turned(x: Tensor, later: Tensor, by: int) -> Tensor:
-    """Return ``x`` [b, h, q, ...] rolled by ``by`` along the queries if ``later`` is true, else as it is."""
-    return _by_place(torch.where(later, x.roll(by, 2), x))
+def _rolled(x: Tensor, later: Tensor, by: int) -> Tensor:
+    """Return ``x`` [b, h, q, ...], rolled by ``by`` along the queries if ``later`` is true."""
+    return _sequence_major(torch.where(later, x.roll(by, 2), x))
 
 
-def _at(sums: Tensor, row: int) -> Tensor:
+def _row_mask(sums: Tensor, row: int) -> Tensor:
     """Return a mask, bool [q], that selects query ``row`` (modulo q)."""
     places = torch.arange(sums.shape[2], device=sums.device)
     return places == row % sums.shape[2]
 
 
-def _true(key: Tensor, value: Tensor, bias: Tensor | None, keys: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def _without_padding(
+    key: Tensor, value: Tensor, bias: Tensor | None, keys: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return key, value and bias without the padding after the first ``keys`` keys."""
     if keys == key.shape[2]:
         return key, value, bias
     return key[:, :, :keys], value[:, :, :keys], bias if bias is None or bias.shape[-1] == 1 else bias[..., :keys]
 
 
-def _square(causal: bool, query: Tensor, key: Tensor) -> bool:
-    """Return whether all kernels interpret their causal mask in the same way."""
+def _aligned(causal: bool, query: Tensor, key: Tensor) -> bool:
+    """Return whether query i attends to keys 0 to i in every kernel: there is no mask, or as many queries as keys."""
     return not causal or query.shape[2] == key.shape[2]
 
 
 def _by_head(x: Tensor, query: Tensor) -> Tensor:
-    """Return keys or values repeated for each head of the queries."""
+    """Return keys or values ``x`` [b, g, k, e] repeated to the heads of ``query``: [b, h, k, e]."""
     return x.repeat_interleave(query.shape[1] // x.shape[1], 1)
 
 
@@ -175,7 +181,7 @@ def _written_out(
     return (shares @ _by_head(key, query).to(wide)).to(query.dtype), grouped[0], grouped[1]
 
 
-def _by_place(x: Tensor) -> Tensor:
+def _sequence_major(x: Tensor) -> Tensor:
     """Return ``x`` [b, h, q, ...] with the memory order of [b, q, h, ...], which models use."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 

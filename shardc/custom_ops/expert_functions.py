@@ -1,4 +1,4 @@
-"""Functions of one expert: forward and backward as small graphs, which `shardc.custom_ops.expert_ops` run."""
+"""Functions of one expert (`Body`): forward and backward as small graphs, run by `shardc.custom_ops.expert_ops`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class PerRow:
-    """Shape and dtype of a value that has one entry per row."""
+    """Type of one row of a value that has a dim of rows: shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,10 +36,10 @@ class Body:
     Args:
         forward: graph of (``n``, rows [n, d], scale [n, 1], one expert's parameters) -> (results [n, o], saved values).
         backward: graph of (``n``, gradient of the results, rows, scale, parameters, saved values) -> gradients of rows,
-            scale and parameters; None for those without one.
+            scale and parameters, with None for operands without a gradient; None if the function has no gradient.
         result: type of a row of the result.
-        saved: types of the values that forward saves for backward.
-        flops: operations per row, forward and backward.
+        saved: types of a row of each value that forward saves for backward.
+        flops: operations per row of forward and of backward.
     """
 
     forward: fx.Graph
@@ -50,35 +50,38 @@ class Body:
 
     @cached_property
     def name(self) -> str:
-        """Return a name by content: equal bodies have the same name in every process."""
+        """Return a name that is a hash of the content: equal bodies have the same name in every process."""
         return "experts." + hashlib.sha256(json.dumps(self.to_json()).encode()).hexdigest()[:8]
 
     @cached_property
     def run_forward(self) -> Callable[..., Tensor]:
-        """``forward`` with output buffers for the saved values as further arguments; it returns the results only."""
+        """Return ``forward`` as a function that returns the results only; buffers for saved values are more arguments."""
         graph = _copy(self.forward)
         out, *saved = _outputs(graph)
         for at, node in enumerate(saved):
-            _into(graph, node, _place(graph, f"keep{at}"))
+            _write_to(graph, node, _buffer(graph, f"keep{at}"))
         return _run(graph, out)
 
     @cached_property
     def run_backward(self) -> Callable[..., Sequence[Tensor | None]]:
-        """``backward`` with buffers for the parameters' gradients as further arguments; it fills those that it can."""
+        """Return ``backward`` as a function; buffers for the parameters' gradients are further arguments.
+
+        It writes those gradients to their buffers that are matrix products, and returns all.
+        """
         assert self.backward is not None, f"{self.name} has no gradient"
         graph = _copy(self.backward)
         rows, scale, *params = _outputs(graph)
-        gradients = [_product(graph, x, _place(graph, f"into{at}")) for at, x in enumerate(params)]
+        gradients = [_product(graph, x, _buffer(graph, f"into{at}")) for at, x in enumerate(params)]
         return _run(graph, (rows, scale, *gradients))
 
     @cached_property
     def grouped_forward(self) -> Callable[..., Sequence[Tensor]] | None:
-        """``forward`` for the rows of all experts at once; None if `shardc.custom_ops.grouped` cannot rewrite it."""
+        """Return ``forward`` for the rows of all experts; None if `shardc.custom_ops.grouped` cannot rewrite it."""
         return grouped(self.forward, 1 + len(self.saved))
 
     @cached_property
     def grouped_backward(self) -> Callable[..., Sequence[Tensor | None]] | None:
-        """``backward`` for the rows of all experts at once; None if it cannot be rewritten."""
+        """Return ``backward`` for the rows of all experts; None if there is none or it cannot be rewritten."""
         return None if self.backward is None else grouped(self.backward, 2)
 
     def to_json(self) -> dict[str, object]:
@@ -97,7 +100,7 @@ class Body:
 
     @classmethod
     def from_json(cls, data: Any, allowed: Callable[[Any], bool]) -> Body:
-        """Return the body that `to_json` wrote; TextError for other data, or an op that is not ``allowed``."""
+        """Return the body from the result of `to_json`; TextError for other data, or an op that is not ``allowed``."""
 
         def per_row(entry: Any) -> PerRow:
             shape, dtype = entry
@@ -122,7 +125,7 @@ def register(body: Body) -> Body:
 
 
 def body_of(name: str) -> Body:
-    """Return the body called ``name``; RuleError if it was neither captured nor loaded in this process."""
+    """Return the registered body ``name``; RuleError if there is none, i.e. it was not captured or loaded here."""
     if name not in _bodies:
         raise RuleError(f"no experts are known by the name {name!r}", fix="capture, or load, the model that has them")
     return _bodies[name]
@@ -154,14 +157,15 @@ def _outputs(graph: fx.Graph) -> list[fx.node.Argument]:
     return list(results)
 
 
-def _place(graph: fx.Graph, name: str) -> fx.Node:
+def _buffer(graph: fx.Graph, name: str) -> fx.Node:
+    """Insert a placeholder ``name`` after the others; return it."""
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     with graph.inserting_after(last):
         return graph.placeholder(name)
 
 
-def _into(graph: fx.Graph, node: fx.Node, place: fx.Node) -> None:
-    """Write the value of ``node`` into ``place``: by the op's out variant, or by a copy."""
+def _write_to(graph: fx.Graph, node: fx.Node, place: fx.Node) -> None:
+    """Make ``node`` write its value to the buffer ``place``: by the op's out variant, or by a copy."""
     if node.target in _OUT:
         node.target, node.kwargs = _OUT[node.target], {**node.kwargs, "out": place}
         return
@@ -171,15 +175,15 @@ def _into(graph: fx.Graph, node: fx.Node, place: fx.Node) -> None:
 
 
 def _product(graph: fx.Graph, gradient: fx.node.Argument, place: fx.Node) -> fx.node.Argument:
-    """Return ``gradient``; if it is a matrix product, or the transpose of one, it is computed into ``place``."""
-    node, turned = gradient, False
+    """Return ``gradient``, computed into the buffer ``place`` if it is a matrix product or the transpose of one."""
+    node, transposed = gradient, False
     while isinstance(node, fx.Node) and node.target in (aten.t.default, aten.detach.default):
-        turned ^= node.target is aten.t.default
+        transposed ^= node.target is aten.t.default
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.target is not aten.mm.default:
         return gradient
     left, right = node.args
-    if turned:
+    if transposed:
         left, right = (graph.call_function(aten.t.default, (x,)) for x in (right, left))
     return graph.call_function(aten.mm.out, (left, right), {"out": place})
 

@@ -1,7 +1,8 @@
-"""Marker ops around the function of one expert in a trace; outside of a trace the experts run one after another.
+"""`experts`, and the marker ops that enclose the function of one expert in a trace.
 
 The first marker returns all tokens as the rows of one expert, and that expert's parameters; the last one takes its
-result. `shardc.passes.layout.experts` replaces the ops between them by one op, and their gradient by another.
+result. `shardc.passes.layout.experts` replaces the ops between them by one op, and their gradient by another. Outside
+of a trace the experts run one after another.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ Function = Callable[..., Tensor]
 
 
 def experts(function: Function) -> Function:
-    """Return a function of all experts from ``function``, the function of one, for a model of your own.
+    """Return a function that routes tokens to all experts, given ``function``, the function of one expert.
 
     ``function(rows, *weights) -> rows`` computes each row of its result from that row of its argument alone.
     `shardc.ep` then splits the experts over an axis. In a model that is not compiled, the experts run one after

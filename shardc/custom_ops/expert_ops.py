@@ -1,4 +1,4 @@
-"""Ops of mixtures of experts: rows (tokens) are computed by the experts that a router chose for them.
+"""Ops of mixtures of experts: each row (token) is computed by the experts that a router chose for it.
 
 A token is routed to ``k`` of ``e`` experts, and its result is the weighted sum of theirs. `call` and `gradient` compute
 all experts and tokens at once, at global shapes; their argument ``body`` names the function of one expert (`Body`). On
@@ -51,7 +51,8 @@ def noting() -> Iterator[Noted]:
     """Collect the routing of each layer of experts that runs in the block.
 
     Yields:
-        A list that gets (rows of this rank per expert, process group of the ranks with other tokens) for each layer.
+        A list, to which each layer appends (number of this rank's rows for each expert, int64 [e]; process group of the
+        ranks that have other tokens, "" if there are none).
     """
     global _noted
     before, _noted = _noted, []
@@ -62,7 +63,7 @@ def noting() -> Iterator[Noted]:
 
 
 def experts_in(graph: fx.Graph) -> list[str]:
-    """Return the modules whose experts `noting` records when ``graph`` runs, in order."""
+    """Return the qualified names of the modules whose routing `noting` collects when ``graph`` runs, in order."""
     names = (info(node).name for node in graph.nodes if node.target is NOTED)
     return [name.rpartition(".noted")[0].rpartition("call")[0].rstrip(".") for name in names]
 
@@ -71,7 +72,7 @@ def _note(index: Tensor, experts: int, over: str) -> Tensor:
     """Record ``index`` for `noting`; return it with entries of no expert (padding) spread over all experts.
 
     Args:
-        index: [t, k]; ``experts`` for no expert.
+        index: chosen experts, int64 [t, k]; the number ``experts`` stands for no expert.
         experts: number of experts.
         over: the process group of the ranks that have other tokens, "" if all have the same.
     """
@@ -84,7 +85,7 @@ def _note(index: Tensor, experts: int, over: str) -> Tensor:
 
 
 def _order(key: Tensor, count: int) -> list[Tensor]:
-    """Return the order that sorts ``key``, the inverse order, and the end of each of ``count`` keys in it."""
+    """Return the order that sorts ``key``, the inverse order, and the end of each of the ``count`` keys, all int64."""
     values, order = key.sort(stable=True)
     ends = torch.searchsorted(values, torch.arange(count, device=key.device), right=True)
     return [order, _inverse(order), ends]
@@ -95,14 +96,14 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def _arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
-    """Sort received rows by expert; they come rank by rank, and of each rank expert by expert.
+    """Return the order that sorts received rows by expert; they arrive sorted by rank, then by expert.
 
     Args:
-        came: int64 [ranks e]: number of rows from each rank for each expert.
+        came: number of rows from each rank for each expert, int64 [ranks e].
         rows: number of rows in the buffer.
 
     Returns:
-        the order, the inverse order, and the end of each expert's rows.
+        the order, the inverse order, and the end of each expert's rows, all int64.
     """
     experts = came.numel() // ranks
     run = torch.searchsorted(came.cumsum(0), torch.arange(rows, device=came.device), right=True)
@@ -122,7 +123,7 @@ def _within(sends: Tensor, most: Tensor, rows: int) -> Tensor:
 
 
 def _counts(ends: Tensor) -> Tensor:
-    """Return the number of entries of each key, from the end of each."""
+    """Return the number of entries of each key, given the end of each key in sorted order."""
     return ends.diff(prepend=ends.new_zeros(1))
 
 
@@ -155,7 +156,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _live(take: Tensor, ends: Tensor, expected: int) -> tuple[Tensor, Tensor]:
-    """Return the rows to compute, int64 [n], and which of them belong to this rank's experts, bool [n, 1].
+    """Return the rows to compute, int64 [n], and the mask of rows of this rank's experts, bool [n, 1].
 
     If the buffer is more than twice the expected size, the host waits for the number of rows.
     """
@@ -169,50 +170,51 @@ def _run(
     """Run this rank's experts on their rows, and add each result to the row of its token.
 
     Args:
-        x: [m, d].
-        take: int64 [r]: the row of ``x`` of each choice, sorted by expert.
-        scale: [r, 1].
-        ends: int64 [e]: end of each expert's choices in ``take``; those after the last belong to no expert.
-        params: [e, ...] each.
+        x: tokens [m, d].
+        take: row of ``x`` of each choice, sorted by expert, int64 [r].
+        scale: routing weight of each choice [r, 1].
+        ends: end of each expert's choices in ``take``, int64 [e]; choices after the last belong to no expert.
+        params: parameters of this rank's experts, [e, ...] each.
         expected: predicted number of choices for this rank's experts.
+        body: name of the experts' `Body`.
 
     Returns:
-        [m, o], and each of the body's saved values, [r, ...].
+        sums of results [m, o], and each of the body's saved values, [r, ...].
     """
-    it, start = body_of(body), 0
-    saved = [x.new_empty(take.shape[0], *value.shape, dtype=value.dtype) for value in it.saved]
-    total = x.new_zeros(x.shape[0], *it.result.shape, dtype=_wide(it.result.dtype))
-    if it.grouped_forward is not None and suits(x, params):
+    function, start = body_of(body), 0
+    saved = [x.new_empty(take.shape[0], *value.shape, dtype=value.dtype) for value in function.saved]
+    total = x.new_zeros(x.shape[0], *function.result.shape, dtype=_wide(function.result.dtype))
+    if function.grouped_forward is not None and suits(x, params):
         at, live = _live(take, ends, expected)
         n = at.shape[0]
-        out, *values = it.grouped_forward(ends.to(torch.int32), n, x[at], scale[:n], *params)
+        out, *values = function.grouped_forward(ends.to(torch.int32), n, x[at], scale[:n], *params)
         for place, value in zip(saved, values, strict=True):
             place[:n] = value
         total.index_add_(0, at, torch.where(live, out, 0).to(total.dtype))
-        return [total.to(it.result.dtype), *saved]
+        return [total.to(function.result.dtype), *saved]
     for expert, end in enumerate(ends.tolist()):
         if end > start:
             at = take[start:end]
             keep = [value[start:end] for value in saved]
-            out = it.run_forward(end - start, x[at], scale[start:end], *(p[expert] for p in params), *keep)
+            out = function.run_forward(end - start, x[at], scale[start:end], *(p[expert] for p in params), *keep)
             total.index_add_(0, at, out.to(total.dtype))
             start = end
-    return [total.to(it.result.dtype), *saved]
+    return [total.to(function.result.dtype), *saved]
 
 
 def _run_gradient(
     grad: Tensor, x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], saved: list[Tensor],
     expected: int, body: str,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the gradients of ``x``, ``scale`` and ``params``; ``grad`` is that of the first result of `_run`."""
-    it, start = body_of(body), 0
+    """Return the gradients of ``x``, ``scale`` and ``params``, given ``grad``, that of the first result of `_run`."""
+    function, start = body_of(body), 0
     dx = x.new_zeros(x.shape, dtype=_wide(x.dtype))
     dscale, grads = torch.zeros_like(scale), [torch.empty_like(p) for p in params]
-    if it.grouped_backward is not None and suits(x, params):
+    if function.grouped_backward is not None and suits(x, params):
         at, live = _live(take, ends, expected)
         n = at.shape[0]
         values = (grad[at], x[at], scale[:n], *params, *(value[:n] for value in saved))
-        drows, ds, *rest = it.grouped_backward(ends.to(torch.int32), n, *values)
+        drows, ds, *rest = function.grouped_backward(ends.to(torch.int32), n, *values)
         if drows is not None:
             dx.index_add_(0, at, torch.where(live, drows, 0).to(dx.dtype))
         if ds is not None:
@@ -229,7 +231,7 @@ def _run_gradient(
         at, weights = take[start:end], [p[expert] for p in params]
         keep = [value[start:end] for value in saved]
         into = [dp[expert] for dp in grads]
-        drows, ds, *rest = it.run_backward(end - start, grad[at], x[at], scale[start:end], *weights, *keep, *into)
+        drows, ds, *rest = function.run_backward(end - start, grad[at], x[at], scale[start:end], *weights, *keep, *into)
         if drows is not None:
             dx.index_add_(0, at, drows.to(dx.dtype))
         if ds is not None:
@@ -252,8 +254,8 @@ def _fake_arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
 
 
 def _fake_call(x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str, *_: object) -> Tensor:
-    it = body_of(body).result
-    return x.new_empty(x.shape[0], *it.shape, dtype=it.dtype)
+    result = body_of(body).result
+    return x.new_empty(x.shape[0], *result.shape, dtype=result.dtype)
 
 
 def _fake_gradient(
@@ -265,9 +267,9 @@ def _fake_gradient(
 def _fake_run(
     x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], expected: int, body: str
 ) -> list[Tensor]:
-    it = body_of(body)
-    results = [x.new_empty(x.shape[0], *it.result.shape, dtype=it.result.dtype)]
-    return results + [x.new_empty(take.shape[0], *value.shape, dtype=value.dtype) for value in it.saved]
+    function = body_of(body)
+    results = [x.new_empty(x.shape[0], *function.result.shape, dtype=function.result.dtype)]
+    return results + [x.new_empty(take.shape[0], *value.shape, dtype=value.dtype) for value in function.saved]
 
 
 def _fake_run_gradient(

@@ -1,4 +1,4 @@
-"""FLOPs of dense ops from the shapes of their arguments, used both to choose layouts and to predict steps.
+"""FLOPs of dense ops from the shapes of their arguments, by which layouts are chosen and step times predicted.
 
 Dense ops are matrix products, attention, convolution and recurrent layers. Counts are those of torch's counter, which
 does not know all of them.
@@ -62,7 +62,7 @@ def is_dense(target: object) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_attention(target: object) -> bool:
-    """Return whether an op is an attention kernel, which reaches another share of the peak than products."""
+    """Return whether an op is an attention kernel, which reaches another fraction of peak FLOP/s than a product."""
     return is_dense(target) and "attention" in str(target)
 
 
@@ -70,7 +70,12 @@ def is_attention(target: object) -> bool:
 def flops(
     target: OpOverload[..., object], args: tuple[object, ...], kwargs: tuple[tuple[str, object], ...], result: object
 ) -> int:
-    """Return the operations of a dense op, called with shapes in place of tensors; ``result``: shapes of results."""
+    """Return the floating-point operations of a dense op.
+
+    Args:
+        args, kwargs: its arguments, with shapes in place of tensors.
+        result: shape of its result, or a tuple of those of several.
+    """
     if target in _OTHERS:
         return int(_OTHERS[target](*args))
     return int(flop_registry[target.overloadpacket](*args, **dict(kwargs), out_val=result))

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from shardc import _compat
 
 aten = torch.ops.aten
-_ROWS, _TURNED, _EXPERTS, _ONCE = "rows", "turned", "experts", "once"
+_ROWS, _TRANSPOSED, _EXPERTS, _SHARED = "rows", "transposed", "experts", "shared"
 _SAME = {aten.detach.default, aten._to_copy.default, aten.clone.default}
 _AT = {  # position of the argument ``dim`` of row-wise ops
     aten.slice.Tensor: 1, aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.cat.default: 1,
@@ -53,7 +53,7 @@ def grouped(graph: fx.Graph, experts_from: int) -> Callable[..., Any] | None:
             out.output(fx.map_arg(results, lambda x: env[x]))
         elif node.op == "placeholder":
             env[node] = out.placeholder(node.name)
-            kinds[node] = _ONCE if node.name == "n" else _EXPERTS if node.name[1:].isdigit() else _ROWS
+            kinds[node] = _SHARED if node.name == "n" else _EXPERTS if node.name[1:].isdigit() else _ROWS
         elif (kind := _kind(node, kinds)) is None:
             return None
         else:
@@ -73,12 +73,12 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, str]) -> str | None:
     """Return whether the result of ``node`` is per row or per expert; None if an op other than a product mixes rows."""
     operands = [kinds[x] for x in node.all_input_nodes]
     if node.target is aten.mm.default:
-        return {(_ROWS, _EXPERTS): _ROWS, (_TURNED, _ROWS): _EXPERTS}.get((operands[0], operands[-1]))
+        return {(_ROWS, _EXPERTS): _ROWS, (_TRANSPOSED, _ROWS): _EXPERTS}.get((operands[0], operands[-1]))
     if node.target is aten.t.default:
-        return {_ROWS: _TURNED, _TURNED: _ROWS, _EXPERTS: _EXPERTS}.get(operands[0])
+        return {_ROWS: _TRANSPOSED, _TRANSPOSED: _ROWS, _EXPERTS: _EXPERTS}.get(operands[0])
     if node.target in _SAME:
         return operands[0]
-    if not set(operands) <= {_ROWS, _ONCE}:
+    if not set(operands) <= {_ROWS, _SHARED}:
         return None
     if node.target in _AT:
         dim = node.args[_AT[node.target]] if len(node.args) > _AT[node.target] else 0
@@ -90,4 +90,4 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, str]) -> str | None:
         alone = list(node.args[1:]) in ([[1], True], [[-1], True])
     else:
         alone = node.target is getitem or _ROWS not in operands or torch.Tag.pointwise in node.target.tags
-    return (_ROWS if _ROWS in operands else _ONCE) if alone else None
+    return (_ROWS if _ROWS in operands else _SHARED) if alone else None

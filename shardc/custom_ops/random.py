@@ -1,8 +1,8 @@
 """Random numbers that do not depend on the mesh: a function of a key, a stream and a global position.
 
-``shardc_random::key`` is the key of the step, one number for all ranks, which the runtime passes in;
+``shardc_random::key`` is the key of the step, a number that the runtime passes in, the same on all ranks.
 ``shardc_random::uniform`` draws a tensor, of which each rank computes its own elements. There is no state, so a draw
-that is computed on another rank or in backward gives the same numbers.
+that is repeated on another rank or in backward gives the same numbers.
 
 The hash is a multiply-xorshift mixer of 32-bit words (the constants are those of Chris Wellons' hash prospector,
 ``lowbias32``), applied once to each part of the counter, in 64-bit integers that never overflow.
@@ -34,10 +34,10 @@ _library.define(
 
 
 def uniform(key: Tensor, stream: int, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers in ``[0, 1)`` of shape ``size``.
+    """Return random numbers in ``[0, 1)`` of shape ``size``.
 
     Args:
-        key: int64 [1].
+        key: key of the step, int64 [1].
         stream: number of the draw within its program.
         dtype: float64, float32, float16 or bfloat16.
     """
@@ -47,9 +47,13 @@ def uniform(key: Tensor, stream: int, size: Sequence[int], *, dtype: torch.dtype
 
 
 def uniform_at(call: Callable[..., T], key: T, stream: int, index: T, numel: int, dtype: torch.dtype) -> T:
-    """Return the numbers at flat positions ``index`` (int64, any shape) of a tensor of ``numel`` elements.
+    """Return the random numbers at flat positions ``index`` of a tensor of ``numel`` elements.
 
-    ``call`` runs each op, or inserts it in a graph.
+    Args:
+        call: runs an op, or inserts it in a graph.
+        key: key of the step, int64 [1].
+        stream: number of the draw within its program.
+        index: flat positions, int64 of any shape.
     """
     first = _word(call, key, 2 * stream, index, numel)
     if dtype != torch.float64:
@@ -77,7 +81,7 @@ def _word(call: Callable[..., T], key: T, lane: int, index: T, numel: int) -> T:
 
 
 def _mix(call: Callable[..., T], x: T) -> T:
-    """Return a bijection of 32-bit words; every multiplier has 31 bits, so that products stay below 2 ** 63."""
+    """Return the hash of each 32-bit word in ``x``, a bijection; multipliers have 31 bits, so products fit in int64."""
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         x = call(aten.bitwise_xor.Tensor, x, call(aten.bitwise_right_shift.Tensor_Scalar, x, shift))
         x = call(aten.bitwise_and.Scalar, call(aten.mul.Tensor, x, factor), WORD)
@@ -94,7 +98,7 @@ def _hash(number: int) -> int:
 
 
 def draw_key(*, device: torch.device | str = "cpu") -> Tensor:
-    """Return the key of a step, int64 [1], from torch's CPU generator; all ranks use that of the first."""
+    """Return a key for a step, int64 [1], drawn from torch's CPU generator; all ranks use the key of rank 0."""
     return torch.randint(2**63 - 1, (1,)).to(device)
 
 

@@ -1,8 +1,8 @@
-"""All steps of a recurrent layer as one op, whose graph does not grow with the number of steps.
+"""Recurrent layers: one op for all time steps, so that graphs do not grow with their number.
 
-The products of the inputs (``gates``) are computed before the op; a step adds ``state @ weight.t()``. The gates of a
-GRU are reset, update, new of the input and new of the state, so that every gate is a sum; those of an LSTM are input,
-forget, cell and output, and its state is [hidden, cell].
+The products of the inputs (``gates``) are computed before the op; a step adds ``state @ weight.t()`` to them. The gates
+of a GRU are reset, update, new of the input and new of the state, so that every gate is a sum; those of an LSTM are
+input, forget, cell and output, and its state is [hidden, cell].
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ def _steps(gates: Tensor, state: Tensor, weight: Tensor, cell: str) -> tuple[Ten
     """Return the state after each step, [time, batch, features], and activations of the gates for backward.
 
     Args:
+        gates: products of the inputs, [time, batch, gates].
+        state: first state, [batch, features].
+        weight: weight of the state, [gates, hidden].
         cell: "lstm", "gru", "tanh" or "relu".
     """
     size = weight.shape[1]
@@ -51,7 +54,7 @@ def _steps(gates: Tensor, state: Tensor, weight: Tensor, cell: str) -> tuple[Ten
 def _steps_backward(
     grad: Tensor, state: Tensor, weight: Tensor, states: Tensor, activations: Tensor, cell: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the gates and of the first state; ``grad`` is that of the states."""
+    """Return the gradients of the gates and of the first state, given ``grad``, that of the states."""
     size = weight.shape[1]
     grads, d = torch.empty_like(activations), torch.zeros_like(state)
     for at in reversed(range(len(activations))):

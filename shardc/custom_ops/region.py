@@ -1,13 +1,8 @@
-"""Regions with their own communication (`local_map`): a function of one rank's tensors, with its layouts.
+"""Regions with their own communication: `local_map`, and the differentiable collectives of `shardc.local`.
 
-From capture on a region is one opaque op at global shapes. `shardc.passes.local_regions` gives it its layouts and
-replaces it by its ops on one rank. Outside of a compiled model the function gets global tensors, and every axis has one
-rank.
-
-`shardc.local`: the collectives of a `local_map` region, with gradients.
-
-On a mesh they are functional collectives over the group of an axis. Outside of a compiled model every axis has one
-rank, and they return their argument.
+A region is a function of one rank's tensors, with the layouts of its arguments and results. From capture on it is one
+opaque op at global shapes; `shardc.passes` gives it its layouts and replaces it by its ops on one rank. Outside of a
+compiled model the function gets global tensors, every axis has one rank, and the collectives return their argument.
 """
 
 from __future__ import annotations
@@ -43,7 +38,7 @@ _ranks: ContextVar[Ranks | None] = ContextVar("ranks", default=None)
 
 
 def ranks() -> Ranks | None:
-    """Return the ranks of the region being traced; None outside of one, where every axis has one rank."""
+    """Return the mesh and indices of the region being traced; None outside of one, where every axis has one rank."""
     return _ranks.get()
 
 
@@ -62,9 +57,11 @@ class Region:
     """A function and its layouts, as passed to `local_map`.
 
     Args:
-        inputs, outputs: the layout of each argument and of each result, as `shardc.plan.spec` reads them.
+        function: the function.
+        inputs, outputs: the layout of each argument and of each result, as `shardc.plan.spec` parses them.
+        many: whether the function returns a tuple.
         source: ``file:line`` of the call of `local_map`.
-        number: its number, by which an op of a graph names it.
+        number: index of the region, by which an op of a graph refers to it.
     """
 
     function: Function

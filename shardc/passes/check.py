@@ -26,7 +26,7 @@ from shardc.passes.schedule.schedule import Schedule
 from shardc.rules import spec_of
 from shardc.rules.spec import Spec, from_results, infer
 from shardc.verify import HALF, MOVING, SPECS, broken, check_all, halves, verify
-from shardc.verify.identity import Program, changed, fingerprints, of_outputs, program, respelled, same
+from shardc.verify.identity import Program, changed, fingerprints, of_outputs, program, reimplemented, same
 from shardc.verify.local_graph import Collective, collectives
 from shardc.verify.subject import Broken, Check, State, Subject, no_rules, reporting
 
@@ -138,7 +138,7 @@ class VerifyHalf(Hook):
             if (other := same(self.values, of_outputs(gm.graph, self.prints))) is not None:
                 raise broken(subject, stage, ir.output_node(gm.graph), other)
         if stage == ALGORITHMS and self.prints is not None:
-            self.replaced = respelled(gm.graph, self.prints, self.replaced)
+            self.replaced = reimplemented(gm.graph, self.prints, self.replaced)
         if stage in KEEP_ORDER and (moved := halves.moved(self.order, gm.graph)) is not None:
             raise broken(subject, stage, *moved)
 

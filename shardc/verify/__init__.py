@@ -1,7 +1,7 @@
-"""Verifier: checks what must hold of a graph after each pass.
+"""Verifier: checks the invariants of a graph after each pass.
 
-The spec of a stage (the state after a pass) is a tuple of checks (`SPECS`); a check yields (node, what is wrong).
-Sharding rules come from the caller: ``agrees`` says why an op's operand layouts do not give its results' layouts.
+The spec of a stage (the state after a pass) is a tuple of checks (`SPECS`); a check yields (node, reason) for each
+failure. Sharding rules come from the caller: ``agrees`` returns why an op's operand layouts do not give its results'.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SPECS: dict[str, tuple[Check, ...]] = {
     "decompose": LOCAL,
     "partition": LOCAL,
 }
-# Passes that only move data: the values that are computed stay the same.
+# Passes that only move data: they change no computed value.
 MOVING = ("seed", "propagate", "reshard", "simplify", "collectives", "keep_part")
 
 
@@ -58,11 +58,11 @@ def verify(gm: fx.GraphModule, mesh: Mesh, stage: str, agrees: Agrees = no_rules
     Args:
         gm: the graph after ``stage``.
         stage: name of a pass, for errors; a key of `SPECS` unless ``spec`` is set.
-        agrees: (op, operand layouts or None for their own) -> why they do not give the results' layouts, or None.
+        agrees: see `Subject`.
         spec: the stage whose spec is checked, if not ``stage``.
 
     Raises:
-        VerifyError: with the stage, what is broken, and the line of the dump with two lines around it.
+        VerifyError: a check fails; the error has the stage, the reason, and the dump around the node.
     """
     check(gm, mesh, stage, SPECS[spec or stage], agrees)
 
@@ -89,7 +89,7 @@ def verify_halves(
 ) -> None:
     """Check forward and backward graph after partition, and that together they return the results of ``joint``.
 
-    Backward may recompute no collective whose result forward saves. Raises VerifyError, as `verify` does.
+    Backward may not repeat a collective whose result forward saves. Raises VerifyError, as `verify` does.
     """
     verify_half(forward, mesh, "partition")
     if backward is not None:
@@ -101,7 +101,7 @@ def verify_halves(
 
 
 def broken(subject: Subject, stage: str, node: fx.Node, reason: str) -> VerifyError:
-    """Return the error for ``node``, which fails a check after ``stage`` for this reason."""
+    """Return the VerifyError for ``node``, which fails a check after ``stage`` because of ``reason``."""
     collective = comm.collective_of(node)
     where = "the outputs" if node.op == "output" else f"the node {node.name!r}"
     if node.op != "output" and isinstance(node.meta.get(KEY), Info):

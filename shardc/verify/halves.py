@@ -1,7 +1,4 @@
-"""Checks of forward and backward graphs (halves): results, order of ops, redundant collectives, arena memory.
-
-Checks that the segments of a graph, as Inductor lowers them, run its ops in the scheduled order.
-"""
+"""Checks of forward and backward graphs (halves): results, order of ops, redundant collectives, arena memory."""
 
 from __future__ import annotations
 
@@ -56,12 +53,12 @@ def in_order(subject: Subject, segments: Sequence[Segment]) -> Broken:
 
 
 def _value(node: fx.Node) -> fx.Node | tuple[fx.Node, int]:
-    """Return an op, or (op, index) for a getitem."""
+    """Return the identity of a node's value: the op, or (op, index) for a getitem."""
     return (node.args[0], node.args[1]) if node.target is getitem else node
 
 
 def cut(joint: fx.Graph, forward: fx.Graph, backward: fx.Graph) -> str | None:
-    """Return a text on the first result of ``joint`` that forward and backward do not return, or None."""
+    """Return a description of the first result of ``joint`` that forward and backward do not compute, or None."""
     first = computed(forward)
     handed = {name: value for (kind, name, _), value in first.items() if kind == "saved"}
     of_forward = {role: value for role, value in first.items() if role[0] != "saved"}
@@ -74,7 +71,7 @@ def order(graph: fx.Graph) -> list[str]:
 
 
 def moved(scheduled: list[str], graph: fx.Graph) -> tuple[fx.Node, str] | None:
-    """Return (first op of ``graph`` that does not run where it was ``scheduled``, reason), or None."""
+    """Return (op, reason) for the first op of ``graph`` that is not at its position in ``scheduled``, or None."""
     now = order(graph)
     if now == scheduled:
         return None
@@ -100,27 +97,27 @@ def slots(subject: Subject) -> Broken:
     if plan is None:
         return
     maker: dict[int, fx.Node] = {}
-    lies: dict[fx.Node, frozenset[int]] = {}  # value -> the slots that may hold it
+    slots_of: dict[fx.Node, frozenset[int]] = {}  # value -> the slots that may hold it
     used: dict[int, tuple[int, int]] = {}
     for at, node in enumerate(subject.nodes):
-        read = frozenset().union(*(lies.get(x, frozenset()) for x in node.all_input_nodes))
+        read = frozenset().union(*(slots_of.get(x, frozenset()) for x in node.all_input_nodes))
         sent = waits_of(node) if collective_kind(node) is not None else []
         until = max((subject.place[wait] for wait in sent), default=at)
         for number in read:
             used[number] = used[number][0], max(used[number][1], until)
             if node.op == "output" and plan.slots[number].region == INSIDE:
                 yield maker[number], "it leaves the half, in memory that is used again"
-        lies[node] = read if lends(node.target) else frozenset()
+        slots_of[node] = read if lends(node.target) else frozenset()
         if node.target in IN_MESSAGES:
             numbers = arguments_of(node)["slots"]
             arrived = min((subject.place[wait] for wait in sent), default=at)
             results = len(info(node).tensors)  # slots of shared messages come after them
             for k, number in enumerate(numbers):
                 maker[number], used[number] = node, (at, at if k < results else max(at, arrived))
-            lies[node] = frozenset(numbers[:results])
+            slots_of[node] = frozenset(numbers[:results])
         elif node.target is getitem and node.args[0].target in IN_MESSAGES:
             numbers = arguments_of(node.args[0])["slots"]
-            lies[node] = frozenset([numbers[min(node.args[1], len(numbers) - 1)]] if numbers else [])
+            slots_of[node] = frozenset([numbers[min(node.args[1], len(numbers) - 1)]] if numbers else [])
     inside = [
         number for number, slot in enumerate(plan.slots) if slot.region == INSIDE and slot.size and number in used
     ]
@@ -134,7 +131,7 @@ def _sharing(
 ) -> Iterable[tuple[int, int]]:
     """Yield pairs of slots that share bytes while both are in use, the later one first."""
     order = sorted(numbers, key=lambda number: used[number])
-    live: list[tuple[int, int]] = []  # (offset, slot) of those in use
+    live: list[tuple[int, int]] = []  # (offset, slot) of the slots in use
     ends: list[tuple[int, int]] = []  # (last use, slot)
     for number in order:
         start, end = used[number]
@@ -183,7 +180,7 @@ def rerun(forward: fx.GraphModule, backward: fx.GraphModule) -> Broken:
 
 
 def _sent(node: fx.Node) -> list[tuple[fx.Node, tuple[tuple[str, str], ...]]]:
-    """Return (operand, the other arguments as text) of each tensor that a collective sends."""
+    """Return (operand, other arguments as text) for each operand of a collective; [] for other nodes."""
     if collective_kind(node) is None:
         return []
     arguments = arguments_of(node)

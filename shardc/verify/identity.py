@@ -1,8 +1,8 @@
-"""Checks that a pass that only moves data left the program the same, by fingerprints of values.
+"""Check of passes that only move data: the program computes the same values, compared by fingerprints.
 
 The fingerprint of a placeholder is its role; that of an op is its target, its constants and the fingerprints of its
-operands. Data movement (collectives, slices, pads, reshards) keeps the fingerprint of its operand. So an op that takes
-the wrong value, though of the right type, has a fingerprint that did not exist before.
+operands. Data movement (collectives, slices, pads, reshards) keeps the fingerprint of its operand. So an op on a wrong
+operand, though of the right type, has a fingerprint that did not exist before.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def of_outputs(graph: fx.Graph, prints: Fingerprints) -> Computed:
 
 
 def same(before: Computed, now: Computed) -> str | None:
-    """Return a text on the first output whose fingerprint differs between two graphs, or None."""
+    """Return a description of the first output whose fingerprint differs between two graphs, or None."""
     for role in [*before, *(role for role in now if role not in before)]:
         if before.get(role) != now.get(role):
             kind, name, _ = role
@@ -91,13 +91,13 @@ def fingerprints(
         elif node.op == "call_function":
             out[node] = _fingerprint(node, out)
             old = replaced.get(info(node).name) if replaced else None
-            if old is not None and old.value != out[node] and old.is_spelled_by(node, out):
+            if old is not None and old.value != out[node] and old.is_implemented_by(node, out):
                 out[node] = old.value
     return out
 
 
-def respelled(graph: fx.Graph, prints: Fingerprints, replaced: Mapping[str, Collective]) -> dict[str, Collective]:
-    """Return those collectives of ``replaced`` that ``graph`` computes by other ops."""
+def reimplemented(graph: fx.Graph, prints: Fingerprints, replaced: Mapping[str, Collective]) -> dict[str, Collective]:
+    """Return the collectives in ``replaced`` whose results ``graph`` computes by other ops, by result name."""
     named = {info(node).name: node for node in graph.nodes if node.op == "call_function"}
     present = {name: old for name, old in replaced.items() if name in named}
     return {name: old for name, old in present.items() if _fingerprint(named[name], prints) != old.value}

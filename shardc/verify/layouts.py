@@ -1,4 +1,4 @@
-"""Checks of layouts: present, on the mesh, consistent with rules at every use."""
+"""Checks of layouts: every tensor has one, it is on the mesh, and it agrees with the rules at every use."""
 
 from __future__ import annotations
 

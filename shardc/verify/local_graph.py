@@ -1,6 +1,6 @@
 """Checks of local graphs: local shapes, host memory, process groups of the mesh, waits.
 
-Checks that the ops that implement a collective have its operand, group and reduction.
+`Collective` is the record of a collective by which `shardc.verify.identity` accepts ops that replace it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 Fingerprint = bytes | list[bytes]  # of a value; of a coalesced collective, one for each of its results
 Fingerprints = Mapping[fx.Node, Fingerprint]
 # Reduce op of a collective -> local ops that may combine the ranks' terms.
-_TOGETHER: dict[str, tuple[object, ...]] = {
+_COMBINING: dict[str, tuple[object, ...]] = {
     "sum": (aten.sum.dim_IntList, aten.add.Tensor),
     "avg": (aten.mean.dim, aten.sum.dim_IntList, aten.add.Tensor),
     "max": (aten.amax.default, aten.maximum.default),
@@ -35,12 +35,12 @@ _TOGETHER: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of one tensor.
+    """A collective of one tensor, which other ops may implement.
 
     Args:
-        value, operand: fingerprints (`shardc.verify.identity`) of its result and its operand.
+        value, operand: fingerprints (`shardc.verify.identity`) of its result and of its operand.
         group: name of its process group.
-        reduces: reduce op, "" if it does not reduce.
+        reduces: its reduce op; "" if it does not reduce.
     """
 
     value: Fingerprint
@@ -48,7 +48,7 @@ class Collective:
     group: str
     reduces: str
 
-    def is_spelled_by(self, result: fx.Node, prints: Fingerprints) -> bool:
+    def is_implemented_by(self, result: fx.Node, prints: Fingerprints) -> bool:
         """Return whether ``result`` depends on the operand only, through collectives of this group and reduce op."""
         sent, reduced = False, not self.reduces
         seen, todo = {result}, [result]
@@ -61,7 +61,7 @@ class Collective:
                 if arguments["group_name"] != self.group or arguments.get("reduce_op", self.reduces) != self.reduces:
                     return False
                 sent, reduced = True, reduced or "reduce_op" in arguments
-            reduced |= node.target in _TOGETHER.get(self.reduces, ())
+            reduced |= node.target in _COMBINING.get(self.reduces, ())
             fresh = {x for x in node.all_input_nodes if prints[x] != self.operand} - seen
             seen |= fresh
             todo += fresh
@@ -69,7 +69,7 @@ class Collective:
 
 
 def collectives(graph: fx.Graph, prints: Fingerprints) -> dict[str, Collective]:
-    """Return the name of the wait -> `Collective`, for each collective of one tensor in ``graph``."""
+    """Return name of the wait -> `Collective`, for each collective of one tensor in ``graph``."""
     out = {}
     for wait in graph.nodes:
         start = wait.args[0] if wait.target is WAIT else None

@@ -1,4 +1,4 @@
-"""Checks of a graph's structure: records, order, types, legal ops."""
+"""Checks of a graph's structure: records of nodes, their order, their types, and which ops are legal."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def results(subject: Subject) -> Broken:
 def legal(*allowed: Callable[..., object], collectives: bool = False) -> Check:
     """Return the check that a stage has legal ops only: ``getitem``, ``allowed``, and overloads of ``torch.ops``.
 
-    Without ``collectives``, as before localize, collectives of torch are not legal.
+    Collectives of torch are legal only if ``collectives`` is true, as after localize.
     """
 
     def legal(subject: Subject) -> Broken:

@@ -1,8 +1,6 @@
-"""The input of a check (`Subject`) and the type of its failures (`Broken`).
+"""The input of a check (`Subject`), the type of its failures (`Broken`), and the report file of an error (`reporting`).
 
-Detects whether a pass has changed a graph, so that an unchanged one is not verified twice.
-
-Writes a report file for an error of the verifier: the graph before and after the pass, and versions.
+`State` detects whether a pass has changed a graph, so that an unchanged one is not verified twice.
 """
 
 from __future__ import annotations
@@ -41,13 +39,13 @@ class State:
         self.ends = [self.nodes[-1].meta.get(key) for key in (ROLES, PLAN)]
 
     def is_of(self, other: State | None) -> bool:
-        """Return whether the graph is the same as in ``other``."""
+        """Return whether the graph is unchanged since ``other``: the same nodes, in order, with the same records."""
         if other is None or self.nodes != other.nodes or self.ends != other.ends or not self.computes(other):
             return False
         return all(map(is_, self.values, other.values))
 
     def computes(self, other: State | None) -> bool:
-        """Return whether it has the same ops on the same operands as ``other``, in any order."""
+        """Return whether the graph has the same ops on the same operands as ``other``, in any order."""
         if other is None or self.targets != other.targets or self.args != other.args:
             return False
         return self.kwargs == other.kwargs and self.records == other.records
@@ -92,15 +90,18 @@ Broken = Iterator[tuple[fx.Node, str]]
 
 
 def no_rules(node: fx.Node, operands: tuple[Layout, ...] | None) -> None:
-    """Accept the layouts of every op: for graphs whose ops have no rules."""
+    """Return None: accept the layouts of every op, in a graph without rules."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A graph to verify, with its mesh; a check takes it and yields (node, what is wrong).
+    """A graph to verify, with its mesh; a check takes it and yields (node, reason) for each failure.
 
     Args:
-        agrees: (op, operand layouts or None for their own) -> why they do not give the results' layouts, or None.
+        gm: the graph.
+        mesh: mesh of its layouts and groups.
+        agrees: function of an op and the layouts of its operands (None: their current ones) that returns why they do
+            not give the layouts of its results, or None if they do.
         causes: parameter -> the plan entries that decide its compute layout, for errors.
     """
 
@@ -115,7 +116,7 @@ class Subject:
 
     @cached_property
     def place(self) -> dict[fx.Node, int]:
-        """Position of each node."""
+        """Return the position of each node in the graph."""
         return {node: at for at, node in enumerate(self.nodes)}
 
     @cached_property
@@ -124,12 +125,12 @@ class Subject:
 
     @cached_property
     def stored(self) -> dict[tuple[str, str], Value]:
-        """(kind, name) of a parameter, buffer, input or saved value -> its placeholder's tensor."""
+        """Return (kind, name) of each parameter, buffer, input or saved value -> its placeholder's `Value`."""
         pairs = ((info(node).role, info(node).value) for node in self.nodes if node.op == "placeholder")
         return {(role.kind, role.name): value for role, value in pairs if role is not None and isinstance(value, Value)}
 
     def owner_value(self, kind: str, name: str) -> Value | None:
-        """Return the parameter, buffer or input (its placeholder's tensor) whose gradient or update an output is."""
+        """Return the `Value` of the parameter, buffer or input whose gradient or update the output is, or None."""
         return self.stored.get(("param" if kind == "grad" else kind, name))
 
 
