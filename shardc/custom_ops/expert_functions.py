@@ -55,7 +55,7 @@ class Body:
 
     @cached_property
     def run_forward(self) -> Callable[..., Tensor]:
-        """Return ``forward`` as a function that returns the results only; buffers for saved values are more arguments."""
+        """Return ``forward`` as a function that returns the results; further arguments are buffers for saved values."""
         graph = _copy(self.forward)
         out, *saved = _outputs(graph)
         for at, node in enumerate(saved):
