@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from shardc.custom_ops.grouped import grouped
 from shardc.errors import RuleError, TextError
 from shardc.ir import grammar
+from shardc.validate import dtype_name
 
 aten = torch.ops.aten
 
@@ -88,7 +89,7 @@ class Body:
         """Return the body as plain data for `from_json`."""
 
         def per_row(value: PerRow) -> list[object]:
-            return [list(value.shape), str(value.dtype).removeprefix("torch.")]
+            return [list(value.shape), dtype_name(value.dtype)]
 
         return {
             "forward": list(_to_json(self.forward)),

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.validate import dtype_name
+
 # Of code, what its run depends on besides constants; names of local variables are those of keyword arguments.
 _PARTS = (
     "co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_argcount", "co_posonlyargcount",
@@ -182,7 +184,7 @@ def plain_text(value: object) -> str:
 
 def tensor_text(tensor: Tensor) -> str:
     """Return shape, dtype, and a hash of the values if there are any."""
-    text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    text = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
     return text if tensor.is_meta else f"{text} sha256 {digest(repr(tensor.detach().reshape(-1).tolist()))}"
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from shardc.ir import ops
-from shardc.ir.comm_volume import GROUP_PREFIX, arguments_of, collective_kind
+from shardc.ir.comm_volume import GROUP_PREFIX, arguments_of, collective_kind, named_axes
 from shardc.ir.graph import Origin, info, placeholders
 from shardc.ir.op_traits import WAIT as WAIT
 
@@ -156,7 +156,7 @@ def entry_of(node: fx.Node, causes: Mapping[str, str]) -> str | None:
 def axes_of(node: fx.Node) -> set[str]:
     """Return the names of the mesh axes that a collective runs over; a part such as ``tp:1x2`` counts as its axis."""
     group = node.kwargs.get("axis", "") if node.target in ops.COLLECTIVES else arguments_of(node)["group_name"]
-    return {axis.partition(":")[0] for axis in str(group).removeprefix(GROUP_PREFIX).split(",")}
+    return {axis.partition(":")[0] for axis in named_axes(str(group)) or str(group).split(",")}
 
 
 def about(axes: Iterable[str], entries: Iterable[str]) -> Iterator[str]:

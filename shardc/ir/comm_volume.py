@@ -91,10 +91,13 @@ def wire_elements(kind: str, ranks: int, local_elements: int) -> int:
 
 def group_axes(group: str, mesh: Mesh) -> tuple[str, ...] | None:
     """Return the axes of a group name such as ``shardc:dp,tp``, or None if it is not a group of ``mesh``."""
-    if not isinstance(group, str) or not group.startswith(GROUP_PREFIX):
-        return None
-    axes = tuple(group.removeprefix(GROUP_PREFIX).split(","))
-    return axes if all(axis in mesh for axis in axes) else None
+    axes = named_axes(group) if isinstance(group, str) else None
+    return axes if axes is not None and all(axis in mesh for axis in axes) else None
+
+
+def named_axes(group: str) -> tuple[str, ...] | None:
+    """Return the axes in the name of a process group, such as ``shardc:dp,tp``; None if shardc did not name it."""
+    return tuple(group[len(GROUP_PREFIX) :].split(",")) if group.startswith(GROUP_PREFIX) else None
 
 
 def group_of(node: fx.Node, mesh: Mesh) -> tuple[tuple[str, ...], int]:

@@ -39,6 +39,7 @@ from shardc.errors import TextError, VerifyError
 from shardc.ir.graph import DTYPE_NAMES, NEEDED_BY, Origin, Value
 from shardc.ir.ops import MARKERS
 from shardc.validate import DTYPES as TORCH_DTYPES
+from shardc.validate import dtype_name
 
 T = TypeVar("T")
 Target: TypeAlias = (
@@ -264,7 +265,7 @@ def constant_text(value: object) -> str:
     if isinstance(value, str):
         return json.dumps(value)
     if isinstance(value, torch.dtype):
-        return DTYPE_NAMES.get(value) or str(value).removeprefix("torch.")
+        return DTYPE_NAMES.get(value) or dtype_name(value)
     if isinstance(value, torch.device):
         return str(value)
     if isinstance(value, torch.memory_format | torch.layout):

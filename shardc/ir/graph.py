@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from shardc.ir.layout import Layout
+from shardc.validate import dtype_name
 
 KEY = "shardc"
 
@@ -62,7 +63,7 @@ class Value:
         return prod(self.shape) * self.itemsize
 
     def __str__(self) -> str:
-        name = DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix("torch.")) + ("<host>" if self.host else "")
+        name = DTYPE_NAMES.get(self.dtype, dtype_name(self.dtype)) + ("<host>" if self.host else "")
         return f"{name}{self.layout}" if self.layout is not None else f"{name}[{','.join(map(str, self.shape))}]"
 
 

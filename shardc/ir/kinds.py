@@ -10,6 +10,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor
 
 from shardc._compat import AsyncCollectiveTensor, FakeTensor, is_in_transform, is_wrapper
+from shardc.ir.module_paths import is_in
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer, DTensor, AsyncCollectiveTensor, FakeTensor)
 # Attributes that a class may override: they construct, copy and print it, and do not change its ops.
@@ -98,7 +99,7 @@ def _overridden(cls: type) -> list[str]:
     """Return the names that ``cls`` overrides of its torch base class."""
     names: list[str] = []
     for base in cls.__mro__:
-        if base in _PLAIN or base.__module__.startswith(("shardc.", *_UNWRAPPED)):
+        if base in _PLAIN or any(is_in(base.__module__, module) for module in ("shardc", *_UNWRAPPED)):
             break
         members = vars(base)
         names += [

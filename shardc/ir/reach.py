@@ -44,6 +44,7 @@ from shardc.ir.code import (
     versioned_path,
 )
 from shardc.ir.inner import InnerCode
+from shardc.ir.module_paths import is_in
 
 # Files of torch with code that calls functions that a user may have replaced.
 _LAYERS = ("torch/nn/", "torch/functional.py", "torch/utils/checkpoint.py", "torch/distributions/")
@@ -281,7 +282,7 @@ class Walk:
     def _module(self, module: types.ModuleType) -> str:
         name = self._refs[id(module)] = f"module {module_name(module.__name__)}"
         self._alive.append(module)
-        self._distributed |= module.__name__.startswith("torch.distributed")
+        self._distributed |= is_in(module.__name__, "torch.distributed")
         self._add(_Namespace(name, vars(module)))
         return name
 
@@ -291,7 +292,7 @@ class Walk:
             return self._custom_op(value, *op)
         if isinstance(value, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
             return f"script {digest(str(value.code))}"
-        self._distributed |= cls.__module__.startswith("torch.") and "distributed" in cls.__module__
+        self._distributed |= is_in(cls.__module__, "torch") and "distributed" in cls.__module__
         if isinstance(value, nn.Module):
             name = self._named(value, f"an object of {qualified_name(cls)}")
             self._attributes_of(name, value, ("_modules",))
@@ -382,7 +383,7 @@ class Walk:
             return
         seen.add(id(module))
         label = f"module {module_name(module.__name__)}"
-        self._distributed |= module.__name__.startswith("torch.distributed")
+        self._distributed |= is_in(module.__name__, "torch.distributed")
         for name in sorted(vars(module).keys() & names):
             value = vars(module)[name]
             if isinstance(value, types.ModuleType) and is_versioned_module(value):

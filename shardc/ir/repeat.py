@@ -18,6 +18,7 @@ from shardc._compat import LazyGraphModule
 from shardc.ir import graph as ir
 from shardc.ir.comm import IN_MESSAGES, WAIT
 from shardc.ir.comm_volume import collective_kind
+from shardc.ir.module_paths import name_in
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Repeat:
         >>> Repeat("layers", 2, 6).split("layers.3.up.weight")
         (1, '.up.weight')
         """
-        number, dot, rest = name.removeprefix(self.prefix).partition(".")
-        if not name.startswith(self.prefix) or not number.isdecimal() or int(number) < self.first:
+        number, dot, rest = ((name_in(name, self.path) if self.path else name) or "").partition(".")
+        if not number.isdecimal() or int(number) < self.first:
             return None
         return int(number) - self.first, f"{dot}{rest}"
 

@@ -1,10 +1,8 @@
-"""Rules for attention: fused kernels (SDPA), and attention of a split sequence.
+"""Rules for attention: the fused kernels (SDPA), and attention of a split sequence (`shardc.custom_ops.attention_ops`).
 
-Rules for attention of a split sequence: queries and keys may be split separately, or both over one axis (context
-parallelism).
-
-A rank's queries attend to the keys block by block. Results of two blocks are combined by the log-sum-exp of their
-scores, so over an axis that splits keys and not queries the result of one rank is partial.
+Queries and keys of a split sequence may be split separately, or both over one axis (context parallelism). A rank's
+queries attend to the keys block by block. Results of two blocks are combined by the log-sum-exp of their scores, so
+over an axis that splits keys and not queries the result of one rank is partial.
 """
 
 from __future__ import annotations
@@ -136,7 +134,12 @@ class _SequenceHeads:
 
 
 def _routed(call: Call, spec: Spec, moving: tuple[int, ...], trips: int) -> Spec:
-    """Return ``spec`` with permission to move keys and values between the ranks that split the queries (`Routed`)."""
+    """Return ``spec`` with the `Routed` by which one axis may split queries and keys.
+
+    Args:
+        moving: positions of the operands with keys and values.
+        trips: how often each of them is sent.
+    """
     sizes = dict(spec.sizes)
     if _QUERIES not in sizes or _KEYS not in sizes:
         return spec
@@ -182,7 +185,7 @@ def _call_local(local: Local) -> Emitted:
             continue
         many = True
         combined = run(aten.logaddexp.default, sums, s)
-        base = _seen(local, combined) if blind else combined
+        base = _finite(local, combined) if blind else combined
         first, second = (
             run(aten.mul.Tensor, wide(local, x), run(aten.unsqueeze.default, _share(local, n, base), 3))
             for x, n in ((out, sums), (o, s))
@@ -190,19 +193,20 @@ def _call_local(local: Local) -> Emitted:
         out, sums = run(aten.add.Tensor, first, second), combined
     if sequence.pending:
         rank_sums, sums = sums, _all_sums(local, sums, sequence.pending)
-        base = _seen(local, sums) if blind else sums
+        base = _finite(local, sums) if blind else sums
         share = run(aten.unsqueeze.default, _share(local, rank_sums, base), 3)
         out, many = run(aten.mul.Tensor, wide(local, out), share), True
     if blind:
-        sums = _seen(local, sums)
+        sums = _finite(local, sums)
     return [narrow(local, out) if many else out, sums]
 
 
 def _share(local: Local, part: Emitted, whole: Emitted) -> Emitted:
+    """Return the weight ``exp(part - whole)`` of a block's output, given the log-sum-exp of the block and of all."""
     return local.builder.call(aten.exp.default, local.builder.call(aten.sub.Tensor, part, whole))
 
 
-def _seen(local: Local, sums: Emitted) -> Emitted:
+def _finite(local: Local, sums: Emitted) -> Emitted:
     """Replace -inf by 0 in ``sums`` (rows that see no key), as the kernels return it."""
     run = local.builder.call
     nothing = run(aten.eq.Scalar, sums, -inf)

@@ -1,6 +1,6 @@
 """Rules for contractions, matrix functions, Fourier transforms, convolutions and pooling.
 
-Rules for convolution and pooling: batch and channels may be split, spatial dims must be whole.
+Batch and channels of convolutions and pooling may be split; spatial dims must be whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shardc.rules.spec import Dims, Spec
 
 
 def biased(op: str, text: str, *summed: str) -> Rule:
-    """Return the rule of ``operand 0 + product``; ``summed`` is whole, or each rank would add operand 0."""
+    """Return the rule of ``operand 0 + product``; factors ``summed`` are whole, or each rank would add operand 0."""
     operands, results = parse(text)
     kinds = dict.fromkeys(summed, "whole")
 
@@ -169,7 +169,7 @@ def windowed(ops: str, ndim: int, linear: bool = False) -> list[Rule]:
 
 
 def _resize_backward(ops: str, ndim: int) -> list[Rule]:
-    """Return rules as `windowed` does, for backward ops, one of whose arguments is the shape of the result."""
+    """Return rules as `windowed` does for backward ops, whose argument ``input_size`` is the shape of the result."""
     return [replace(rule, localize=sized("input_size")) for rule in windowed(ops, ndim, linear=True)]
 
 

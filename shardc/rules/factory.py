@@ -1,4 +1,4 @@
-"""Rules for tensors created from numbers alone, and for random draws, whose numbers follow from global positions."""
+"""Rules for ops that create tensors from numbers, and for random draws, a function of global positions."""
 
 from __future__ import annotations
 

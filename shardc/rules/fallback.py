@@ -78,9 +78,9 @@ class _Row:
     """One row of torch's table.
 
     Attributes:
-        split: (tensor, dim) pairs that are split together; tensors are counted results first.
-        linear: the operands that may be partial sums, in a row that splits nothing; otherwise None.
-        kind: the factor's kind: the reduce op of the results that lack the factor, or free.
+        split: (tensor, dim) pairs that are split together; tensors are numbered results first.
+        linear: positions of the operands that may be partial sums, if the row splits nothing; else None.
+        kind: kind of the factor: the reduce op of the results that lack it, or free.
     """
 
     def __init__(self, row: Sequence[object], results: int, places: Sequence[int]) -> None:

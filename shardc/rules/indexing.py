@@ -1,15 +1,12 @@
-"""Rules for embeddings and for lookups and writes along one dim. Each rank serves the part of a split dim that it
-holds.
+"""Rules for embeddings, and for lookups and writes by index. Each rank handles the entries of a split dim in its shard.
 
 Lookups: an entry that another rank holds reads as zero, so the result is a partial sum. Writes: a rank writes only the
 entries that it holds. If the op adds, the index may be split too (the result is a partial sum); if the op replaces,
 every rank needs the complete index.
 
-Factors are named alike in all these rules: ``v`` is the indexed dim of the tensor, ``k`` runs over the index, ``d`` (or
-``d0``, ``d1``, ...) are the other dims of the tensor.
-
-Rules for indexing by several tensors at once: ``x[i, :, j]``. If an indexed dim is split, each rank looks up the
-rows it holds.
+Factors have the same names in all these rules: ``v`` is the indexed dim of the tensor, ``k`` is over the index, ``d``
+(or ``d0``, ``d1``, ...) are the other dims of the tensor. `Indexed` has those of indexing by several tensors,
+``x[i, :, j]``.
 """
 
 from __future__ import annotations
@@ -352,17 +349,17 @@ def _all_whole(call: Call) -> Spec:
 def _index(call: Call) -> Spec:
     if _masks(call):
         return _all_whole(call)
-    to = Indexed(call, "sum", FREE)
-    return to.loops.spec([to.x, *to.indices], [to.picked], linear=[{0}])
+    dims = Indexed(call, "sum", FREE)
+    return dims.loops.spec([dims.x, *dims.indices], [dims.picked], linear=[{0}])
 
 
 def _index_put(call: Call) -> Spec:
     if _masks(call):
         return _all_whole(call)
-    to = Indexed(call, FREE, "sum" if call["accumulate"] else WHOLE)
-    values = len(to.indices) + 1
-    operands = [to.x, *to.indices, _right(to.picked, to.loops.shapes[values])]
-    return to.loops.spec(operands, [to.x], linear=[{0, values}])
+    dims = Indexed(call, FREE, "sum" if call["accumulate"] else WHOLE)
+    values = len(dims.indices) + 1
+    operands = [dims.x, *dims.indices, _right(dims.picked, dims.loops.shapes[values])]
+    return dims.loops.spec(operands, [dims.x], linear=[{0, values}])
 
 
 # --- on shards

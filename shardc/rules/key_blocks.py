@@ -1,4 +1,4 @@
-"""The blocks of keys that one rank's queries attend to, in order: where each block comes from, and its mask."""
+"""Blocks of keys that one rank's queries attend to, in order, each with its source rank and its mask (`KeyBlocks`)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class KeyBlock:
     """A block of keys (and values) that a rank's queries attend to in one kernel call.
 
     Args:
-        take: selects the block from keys or values as `KeyBlocks.reached` returns them.
-        back: turns a gradient of the block into one of the shard that the block was taken from.
+        take: function that selects the block from a result of `KeyBlocks.reached`.
+        back: function that maps a gradient of the block to one of the shard that contains it.
         source: index of that shard's rank, if keys are gathered; else 0.
-        bias: added to the scores; None for nothing.
-        causal: query i sees keys 0 to i of the block.
-        later: bool [], true if query i must not see key i itself (the block's keys are one position later than the
+        bias: tensor to add to the scores; None for none.
+        causal: whether query i attends to keys 0 to i of the block only.
+        later: bool [], true if query i must not attend to key i (the block's keys are one position later than the
             queries); None if that never holds.
-        blind: bool [..., q], the queries that see no key of the block; None if every query sees one.
+        blind: bool [..., q], the queries that attend to no key of the block; None if there are none.
     """
 
     take: Callable[[Emitted], Emitted]
@@ -48,7 +48,7 @@ class KeyBlock:
 
 
 class KeyBlocks:
-    """Enumerates the blocks of keys that one rank's queries attend to, and emits the communication that brings them.
+    """Enumeration of the blocks of keys that one rank's queries attend to; emits the communication of keys.
 
     Axes that split queries and keys (``sent``) move keys between ranks: gathered, or passed around a ring. Axes that
     split keys only (``pending``) leave partial results, which the caller combines by their log-sum-exp.
@@ -73,7 +73,7 @@ class KeyBlocks:
         self.filled = self.key.shape[2] != self.keys and not self.whole and not hides
 
     def blocks(self) -> Iterator[KeyBlock]:
-        """Yield the blocks: all keys if one mask serves them, else one per rank, or one per stripe of a rank."""
+        """Yield the blocks: all keys if one mask covers them, else one per rank, or one per stripe of a rank."""
         causal = self.local.call["causal"]
         if self.whole and not self.query.dim_axes(2):
             yield KeyBlock(_same, _same, bias=self.local.operand("bias"), causal=causal)
@@ -81,12 +81,12 @@ class KeyBlocks:
         stripes = self._stripes() if causal and not self.filled else None
         if self.gathers and stripes is None:
             bias, blind = self._bias([self._coordinates(source) for source in range(self.ranks)])
-            yield KeyBlock(self._in_a_row, self._by_source, 0, bias, blind=blind)
+            yield KeyBlock(self._concatenated, self._split_by_rank, 0, bias, blind=blind)
             return
         for number in range(self.ranks):
             at = self._coordinates(number)
             if self.gathers:
-                come, go = partial(self._of_source, number), _same
+                come, go = partial(self._shard_of, number), _same
             else:
                 come, go = partial(self._sent, shift=number), partial(self._sent, shift=-number)
             if stripes is None:
@@ -111,12 +111,13 @@ class KeyBlocks:
         return [self.run(aten.slice.Tensor, tensors[0], 0, at, at + half) for at in (0, half)]
 
     def reached(self, tensors: list[Emitted]) -> list[Emitted]:
-        """Return the tensors that blocks are taken from: gathered keys [ranks, b, g, k, e], or this rank's keys in a
-        ring.
+        """Return the tensors from which blocks are selected, given the keys and values of this rank.
+
+        They are gathered ones, [ranks, b, g, k, e] each; in a ring ``tensors`` themselves.
         """
         out = []
         for x in tensors if self.gathers else ():
-            started = self.run(functional.all_gather_into_tensor.default, self._packed(x), self.ranks, self.group)
+            started = self.run(functional.all_gather_into_tensor.default, self._contiguous(x), self.ranks, self.group)
             shape = [self.ranks, *self.local.builder.shape(x)]
             out.append(self.run(aten.reshape.default, self.run(WAIT, started), shape))
         return out or tensors
@@ -132,42 +133,43 @@ class KeyBlocks:
             gathered = self.run(aten.stack.default, [narrow(self.local, x) for x in sums])
         shape = self.local.builder.shape(gathered)
         gathered = self.run(aten.reshape.default, gathered, [shape[0] * shape[1], *shape[2:]])
-        gathered = self._packed(gathered)
+        gathered = self._contiguous(gathered)
         return self.run(
             WAIT, self.run(functional.reduce_scatter_tensor.default, gathered, "sum", self.ranks, self.group)
         )
 
-    def _packed(self, x: Emitted) -> Emitted:
+    def _contiguous(self, x: Emitted) -> Emitted:
+        """Return ``x`` in contiguous memory, as a message requires."""
         if x is self.packed:
             return x
         return self.run(aten.clone.default, x, memory_format=torch.contiguous_format)
 
-    def _of_source(self, source: int, x: Emitted) -> Emitted:
+    def _shard_of(self, source: int, x: Emitted) -> Emitted:
         return self.run(aten.select.int, x, 0, source)
 
-    def _in_a_row(self, x: Emitted) -> Emitted:
+    def _concatenated(self, x: Emitted) -> Emitted:
         """Concatenate the shards of all ranks along the sequence: [b, g, ranks * k, e]."""
         n, b, g, k, e = self.local.builder.shape(x)
         return self.run(aten.reshape.default, self.run(aten.permute.default, x, [1, 2, 0, 3, 4]), [b, g, n * k, e])
 
-    def _by_source(self, x: Emitted) -> Emitted:
+    def _split_by_rank(self, x: Emitted) -> Emitted:
+        """Split [b, g, ranks * k, e] into [ranks, b, g, k, e]: the gradient of `_concatenated`."""
         b, g, k, e = self.local.builder.shape(x)
         x = self.run(aten.reshape.default, x, [b, g, self.ranks, k // self.ranks, e])
         return self.run(aten.permute.default, x, [2, 0, 1, 3, 4])
 
     def _sent(self, x: Emitted, shift: int) -> Emitted:
-        """Return ``x`` of the rank ``shift`` places earlier in the ring over ``sent``."""
+        """Return ``x`` of the rank ``shift`` positions earlier in the ring over the axes ``sent``."""
         if shift == 0:
             return x
         to = [(rank + shift) % self.ranks for rank in range(self.ranks)]
-        x = self._packed(x)
+        x = self._contiguous(x)
         return self.run(WAIT, self.run(torch.ops.shardc.permute_ranks.default, x, to, self.group))
 
     def _coordinates(self, number: int) -> dict[str, Emitted]:
-        """Return axis -> index of another rank: of rank ``number`` if keys are gathered, else of the rank ``number``
-        places earlier in the ring. Axes that are missing have this rank's index.
+        """Return axis -> index of a source rank; axes that are missing have this rank's index.
 
-        None for this rank.
+        It is rank ``number`` if keys are gathered, else the rank ``number`` positions earlier in the ring.
         """
         if self.gathers:
             out, below = dict[str, Emitted](), self.ranks
@@ -187,7 +189,7 @@ class KeyBlocks:
             out[axis] = last
         return out
 
-    # --- a causal mask that every block has by itself
+    # --- causal blocks, for the kernel's own causal mode
 
     def _stripes(self) -> Digits | None:
         """Return the minor digits (factors of the sequence) of the keys that match how queries are split, or None.
@@ -254,7 +256,7 @@ class KeyBlocks:
             if stripes_per_rank == 1:
                 yield KeyBlock(come, go, source, None, True, later)
             else:
-                yield KeyBlock(_then(come, take), _then(back, go), source, None, True, later)
+                yield KeyBlock(_composed(come, take), _composed(back, go), source, None, True, later)
 
     def _before(self, query: Emitted, key: Emitted) -> Emitted:
         compare = aten.lt.Scalar if isinstance(key, int) else aten.lt.Tensor
@@ -279,19 +281,22 @@ class KeyBlocks:
     # --- masks by position in the unsharded sequence
 
     def _bias(self, ranks: Sequence[dict[str, Emitted]]) -> tuple[Emitted, Emitted]:
-        """Return what is added to the scores of a block of ``ranks``, and the mask of queries that see none of it."""
+        """Return the bias of the scores of a block with the keys of ``ranks``, and the mask of queries it is blind to.
+
+        The mask is true for a query that attends to no key of the block.
+        """
         call, run = self.local.call, self.run
         causal = call["causal"]
         bias = self.local.operand("bias")
         dtype = call.operands[call.position("query") or 0].dtype
         if bias is not None and not self.whole and call["bias"].shape[-1] > 1:
-            columns = self._places(ranks)
+            columns = self._key_positions(ranks)
             if self.key.shape[2] != self.keys:
                 columns = run(aten.clamp.default, columns, 0, self.keys - 1)
             bias = run(aten.index_select.default, bias, len(call["bias"].shape) - 1, columns)
         hidden = None
         if causal or self.filled:
-            columns = self._places(ranks)
+            columns = self._key_positions(ranks)
             if causal:
                 rows = run(aten.unsqueeze.default, positions(self.local, self.query, 2, None), 1)
                 hidden = run(aten.gt.Tensor, run(aten.unsqueeze.default, columns, 0), rows)
@@ -307,7 +312,7 @@ class KeyBlocks:
             return bias, None
         return bias, run(aten.eq.Scalar, run(aten.amax.default, bias, [-1]), -inf)
 
-    def _places(self, ranks: Sequence[dict[str, Emitted]]) -> Emitted:
+    def _key_positions(self, ranks: Sequence[dict[str, Emitted]]) -> Emitted:
         per_rank = [positions(self.local, self.key, 2, None, at) for at in ranks]
         return per_rank[0] if len(per_rank) == 1 else self.run(aten.cat.default, per_rank)
 
@@ -342,7 +347,9 @@ def added(local: Local, parts: list[Emitted]) -> Emitted:
     return total
 
 
-def _then(first: Callable[[Emitted], Emitted], second: Callable[[Emitted], Emitted]) -> Callable[[Emitted], Emitted]:
+def _composed(
+    first: Callable[[Emitted], Emitted], second: Callable[[Emitted], Emitted]
+) -> Callable[[Emitted], Emitted]:
     return lambda x: second(first(x))
 
 

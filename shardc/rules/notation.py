@@ -1,4 +1,4 @@
-"""The notation of a rule, as in einops: ``"i k, k j -> i j"``.
+"""The notation of rules (`rule`), as in einops: ``"i k, k j -> i j"``, and the builder of factors in Python (`Loops`).
 
 Operands are separated by commas, dims by spaces. A name is a factor, ``1`` a dim of size 1, ``(a b)`` a dim
 of two factors, major to minor, ``...`` any number of leading dims, aligned at the right and broadcast as in
@@ -7,9 +7,8 @@ NumPy. The kind of a factor is given beside the text: a reduce op, or ``whole`` 
     rule("mm", "i k, k j -> i j", k="sum", linear="0|1")  # k split: the result is a partial sum over k's axis
     rule("view_as_real", "... -> ... parts", parts="whole", linear="0")
 
-`Loops` names the factors of one call and builds its `Spec`; rules in Python (not in notation) are written with it.
-
-A rule gives each dim of each operand and result its factors. Dims with the same factor are split together:
+A rule that the notation cannot express is a function that declares the factors of a call with `Loops`, for each dim of
+each operand and result. Dims with the same factor are split together:
 
     loops = Loops(call)  # aten.mm: operands [I, K] and [K, J], result [I, J]
     i, k, j = loops.dim("i", I), loops.dim("k", K, "sum"), loops.dim("j", J)
@@ -31,7 +30,7 @@ FREE = ""
 
 
 class Loops:
-    """Collects the factors of one call: their names, sizes and kinds; `spec` builds the `Spec`.
+    """Builder of the `Spec` of one call, which collects its factors: their names, sizes and kinds.
 
     The kind of a factor is ``FREE`` (it may be split if every result carries it), ``WHOLE`` (never split), or the
     reduce op of the partial results that its split leaves.
@@ -51,7 +50,7 @@ class Loops:
         self._indexed: set[str] = set()
 
     def dim(self, name: str, size: int, kind: str = FREE) -> Factors:
-        """Declare a loop of the op and its kind (see `Loops`); return it as the factors of a dim, none for size 1."""
+        """Declare a factor and its kind (see `Loops`); return it as the factors of a dim, none for size 1."""
         if size == 1:
             return ()
         before = self._sizes.setdefault(name, size)
@@ -61,21 +60,23 @@ class Loops:
         return (name,)
 
     def indexed(self, name: str, size: int, kind: str = FREE) -> Factors:
-        """Declare a factor as `dim` does, of a dim that the op indexes: it may be padded at its end only."""
+        """Declare the factor of a dim that the op indexes, which may be padded at its end only; return as `dim`."""
         self._indexed.add(name)
         return self.dim(name, size, kind)
 
     def dims(
         self, prefix: str, shape: Sequence[int], kind: str = FREE, but: Mapping[int, Factors] | None = None
     ) -> Dims:
-        """Declare one factor per dim: ``prefix0``, ``prefix1``, ...; ``but`` gives the factors of some dims."""
+        """Declare one factor per dim, ``prefix0``, ``prefix1``, ..., return them; ``but`` has those of some dims."""
         return tuple(
             but[i] if but and i in but else self.dim(f"{prefix}{i}", size, kind) for i, size in enumerate(shape)
         )
 
     def blocks(self, name: str, size: int, block: int, shared: str = "block") -> Factors:
-        """Return the factors of a dim cut into blocks of ``block`` elements: the number of blocks (own factor, whole),
-        and factor ``shared`` within a block. With ``block`` 0 the dim is whole.
+        """Declare and return the factors of a dim that consists of blocks of ``block`` elements.
+
+        They are the number of blocks, which must be whole, and ``shared``, the position in a block. If ``block`` is 0,
+        the dim is one whole factor.
         """
         if not block:
             return self.dim(name, size, WHOLE)
@@ -165,7 +166,7 @@ class _Run:
         return self._left[end][1] if self._left else 1
 
     def take(self, end: int, factor: Factors, size: int) -> None:
-        """Move ``factor`` from the outermost dim at ``end`` to the factors of that dim."""
+        """Divide the outermost dim at ``end`` by ``size``, and add ``factor`` to the factors of that dim."""
         at, left = self._left[end]
         if end == _MAJOR:
             self._major[at] += factor
@@ -177,7 +178,7 @@ class _Run:
             self._left[end] = (at, left // size)
 
     def finish(self, name: Callable[[int, int], Factors]) -> None:
-        """Make what remains of each dim one factor, named by ``name(dim, size)``."""
+        """Add ``name(dim, size)`` to the factors of each dim that has a size left."""
         for at, size in self._left:
             self._major[at] += name(at, size)
 
@@ -200,7 +201,7 @@ def rule(
     """Return the rule of an op from its notation.
 
     Args:
-        op: the op, without ``aten.`` where it is aten's, ``mylib::scale`` otherwise.
+        op: name of the op, without ``aten.`` for an aten op; ``mylib::scale`` for others.
         text: the notation.
         linear: sets of operands, by position, that may be partial sums: ``"0|1"`` either, ``"0&1"`` both together.
         moves: the op only moves the elements of operand 0.
@@ -313,7 +314,7 @@ def _shown(dims: Dims) -> str:
 
 
 def _complete(sizes: dict[str, int], sides: Iterable[Dims], shapes: Iterable[Iterable[int]]) -> None:
-    """Infer the size of a factor that is nowhere a dim alone: what the other factors leave of its dim."""
+    """Add to ``sizes`` a factor that is never the only one of a dim: the dim's size divided by its other factors."""
     for dims, shape in zip(sides, shapes, strict=True):
         for names, size in zip(dims, shape, strict=True):
             unknown = [name for name in names if name not in sizes]

@@ -1,4 +1,4 @@
-"""Global and local indices along a split dim, as ops: which elements this rank holds, and where a global index is.
+"""Ops that compute with indices along a split dim: global indices of this rank's elements, and local indices.
 
 ``shardc_checks::in_range(index, size)`` returns ``index``, and raises IndexError if an entry is below 0 or >= ``size``:
 a rank with a shard of a table would take a wrong id for another rank's. On an accelerator it is a device assertion.
@@ -102,8 +102,7 @@ def owned(local: Local, layout: Layout, dim: int, index: Emitted) -> tuple[Emitt
         index: an integer tensor of any shape, every entry in ``range(size of the dim)``.
 
     Returns:
-        (local index, bool mask) of that shape; where the mask is false another rank holds the entry, and the index is
-        0.
+        (local index, bool mask), both of that shape. If the mask is false another rank holds the entry; its index is 0.
     """
     call = local.builder.call
     digits = layout.dims[dim]
@@ -128,7 +127,7 @@ def owned(local: Local, layout: Layout, dim: int, index: Emitted) -> tuple[Emitt
 
 
 def owned_at(local: Local, layout: Layout, dim: int, index: int) -> tuple[int, Emitted]:
-    """Translate one constant index as `owned` does: (its local index on the rank that holds it, bool [] mask)."""
+    """Return (local index on the rank that holds it, bool [] mask of this rank) of one constant global index."""
     mask, local_index = None, 0
     digits = layout.dims[dim]
     for (radix, axis), stride in zip(digits, strides(digits), strict=True):
@@ -143,7 +142,7 @@ def owned_at(local: Local, layout: Layout, dim: int, index: int) -> tuple[int, E
 
 
 def zero_unless(local: Local, mask: Emitted, x: Emitted) -> Emitted:
-    """``x`` where ``mask`` holds, 0 elsewhere; the mask broadcasts."""
+    """Return ``x`` if ``mask`` is true, else 0, per element; the mask broadcasts."""
     return local.builder.call(aten.where.self, mask, x, local.builder.call(aten.full_like.default, x, 0))
 
 

@@ -1,4 +1,4 @@
-"""Checks rules by execution: runs every strategy that a rule offers on shards and compares with the dense op."""
+"""Proof of rules by execution: runs every strategy of a rule on shards, and compares with the op on full tensors."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ class Ranks(Builder, Protocol):
 
 @dataclass(frozen=True)
 class Proof:
-    """The number of strategies tried for a sample, and one message for each that failed."""
+    """Result of a proof: the number of strategies tried for a sample, and one message for each that failed."""
 
     tried: int
     wrong: tuple[str, ...]
 
 
 def prove(rule: Rule, sample: Sample, ranks: Callable[[Mesh], Ranks], meshes: Sequence[Mesh]) -> Proof:
-    """Runs ``sample`` under every strategy of ``rule`` on each of ``meshes``."""
+    """Run ``sample`` under every strategy of ``rule`` on each of ``meshes``; return the failures."""
     sample = sample.on_device()
     dense = sample.dense()
     call = sample.call(dense)
@@ -142,7 +142,7 @@ def offered(spec: Spec, mesh: Mesh) -> Iterator[Strategy]:
 
 
 def _uses(spec: Spec) -> list[str | Routed | tuple[str, frozenset[int]]]:
-    """Return what one axis can do: split a factor, split both of a `Routed`, or carry (reduce op, operands)."""
+    """Return the possible uses of an axis: a factor to split, a `Routed`, or (reduce op, operands) to carry."""
     carried: list[tuple[str, frozenset[int]]] = [("sum", positions) for positions in spec.linear]
     if spec.moves:
         carried += [("sum", frozenset({0})), ("max", frozenset({0}))]
@@ -169,7 +169,7 @@ def _cuts(mesh: Mesh, size: int, axes: Sequence[str]) -> list[Digits]:
 def run(
     rule: Rule, sample: Sample, call: Call, spec: Spec, dense: Sequence[Tensor | None], strategy: Strategy, ranks: Ranks
 ) -> str | None:
-    """Return what is wrong with ``strategy``, or None."""
+    """Return a description of the failure of ``sample`` under ``strategy``, or None if it passes."""
     inferred = infer(spec, strategy.operands) if strategy.operands else strategy.results
     bound_axes = {axis for layout in strategy.operands for axis in layout.axes}
     if isinstance(inferred, str) or (bound_axes == set(ranks.mesh.axes) and inferred != strategy.results):
@@ -205,7 +205,7 @@ def _difference(
     layouts: Sequence[Layout],
     ranks: Ranks,
 ) -> str | None:
-    """Describe how the assembled results differ from the dense ones; None if they agree.
+    """Return how the assembled results differ from the dense ones; None if they agree.
 
     Args:
         outputs: for each rank a tensor or a list of tensors; a plain ``list`` has per result the tensors of all ranks.

@@ -1,5 +1,6 @@
-"""Rules for routed experts: tokens and experts may be split separately, or both over one axis (expert parallelism: rows
-are exchanged).
+"""Rules for routed experts: tokens and experts may be split separately, or both over one axis (expert parallelism).
+
+Over an axis that splits both, rows are exchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def _params(loops: Loops, first: int) -> list[Dims]:
 
 
 def _routed(call: Call, spec: Spec, choices: int, width: int) -> Spec:
-    """Return ``spec`` with permission to exchange ``choices`` rows of ``width`` elements per token (`Routed`)."""
+    """Return ``spec`` with the `Routed` by which an axis may split tokens and experts.
+
+    Ranks then exchange ``choices`` rows of ``width`` elements for each token.
+    """
     sizes = dict(spec.sizes)
     if _TOKENS not in sizes or _EXPERTS not in sizes:
         return spec
@@ -75,11 +79,12 @@ class _Rows:
     """The rows (token, expert) of one call on one rank, ready for `shardc.custom_ops.expert_ops.RUN`.
 
     Args:
-        order: int64 [s]: permutation that sorts the rank's choices (token-major) by destination; back: its inverse.
-        mine: bool [t, k]: the choices whose expert this rank's rows can reach; None if all can be reached.
+        order: permutation that sorts the rank's choices (token-major) by destination, int64 [s].
+        back: its inverse.
+        mine: mask of the choices whose expert this rank's rows can reach, bool [t, k]; None if all can be reached.
         x, take, scale, ends, expected: arguments of `shardc.custom_ops.expert_ops.RUN`.
-        sends, receives: int64 [ranks]: rows sent to and received from each rank; None without an exchange.
-        came_back: int64 [r]: position in ``take`` of each received row.
+        sends, receives: rows sent to and received from each rank, int64 [ranks]; None without an exchange.
+        came_back: position in ``take`` of each received row, int64 [r].
     """
 
     order: Emitted
@@ -188,14 +193,14 @@ def _rows(local: Local) -> _Rows:
 
 
 def _unpack(local: Local, outputs: Emitted, count: int) -> list[Emitted]:
-    """Emit the getitems of an op with ``count`` outputs."""
+    """Emit the getitems of an op with ``count`` outputs; return these."""
     return [local.builder.call(getitem, outputs, at) for at in range(count)]
 
 
 def _send(
     local: Local, rows: list[Emitted], sends: Emitted, receives: Emitted, received: int, axes: tuple[str, ...]
 ) -> list[Emitted]:
-    """Emit an all-to-all of rows that are sorted by destination; the received rows are sorted by source."""
+    """Emit an all-to-all of rows that are sorted by destination; return the received rows, sorted by source."""
     _, group = local.builder.group(axes)
     out = local.builder.call(SEND_ROWS, rows, sends, receives, received, group)
     return [local.builder.call(WAIT, tensor) for tensor in _unpack(local, out, len(rows))]

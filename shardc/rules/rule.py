@@ -21,12 +21,12 @@ Emitted: TypeAlias = object
 
 @dataclass(frozen=True)
 class Call:
-    """One op call with `Value`s (global shapes, no layouts) in place of tensors. Hashable, so results are cached by it.
+    """An op call with `Value`s (global shapes, no layouts) in place of tensors; hashable, as a key of caches.
 
     Args:
         target: the op overload.
-        args, kwargs: as in the graph, lists as tuples, kwargs sorted by name.
-        results: one per output; None for outputs that are not tensors.
+        args, kwargs: arguments as in the graph, with tuples for lists; kwargs are sorted by name.
+        results: `Value` of each output; None for outputs that are not tensors.
     """
 
     target: OpOverload[..., object]
@@ -45,7 +45,7 @@ class Call:
         return self._bound[name]
 
     def __contains__(self, name: str) -> bool:
-        """Whether the op has an argument ``name``."""
+        """Return whether the op has an argument ``name``."""
         return name in self._bound
 
     @cached_property
@@ -71,7 +71,7 @@ class Call:
 
 
 class Builder(Protocol):
-    """Emits local ops: into an FX graph (`passes.localize`), or executes them on all ranks (`runtime.sim.lockstep`)."""
+    """Interface that emits local ops: into a graph (`passes.localize`), or by a run on all ranks (`runtime.sim`)."""
 
     def call(self, target: Callable[..., object], *args: object, **kwargs: object) -> Emitted:
         """Emit one op on local tensors and return its result."""
@@ -100,16 +100,17 @@ class Builder(Protocol):
 
 @dataclass(frozen=True)
 class Local:
-    """One op with the layouts of its operands and results: what a localize function needs to emit it on local tensors.
+    """Argument of a localize function: an op with the layouts of its operands and results, to emit on local tensors.
 
     Args:
-        builder: where the local ops go.
+        builder: emitter of the local ops.
         call: the op at global shapes.
         spec: its factors.
         operands: layouts of the operands (flattened as in `Call.operands`).
         results: layouts of the results.
         args, kwargs: the call's arguments with local tensors in place of `Value`s.
-        true_size: (dim, counted through the dims of all operands; its size) -> its size without padding.
+        true_size: function of a dim, numbered through the dims of all operands, and its size; returns its size without
+            padding.
     """
 
     builder: Builder
@@ -171,7 +172,7 @@ class Rule:
     Args:
         op: ``"aten.mm"`` for every overload, or ``"aten.sum.dim_IntList"`` for one.
         spec: returns the factors of a call.
-        text: the rule in notation, for people.
+        text: the rule in notation, for documentation.
         localize: emits the op on local tensors; by default the same op with the same arguments.
         opaque: the op is kept as a single op at padded sizes.
         strides: the strides that it accepts: ``TRACED``, ``CONTIGUOUS`` (or as traced) or ``ANY``.

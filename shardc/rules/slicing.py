@@ -1,5 +1,6 @@
-"""Rules for slices, splits, concatenation and padding along a dim. A dim is cut into blocks such that every edge is a
-block edge; the position within a block may be split.
+"""Rules for slices, splits, concatenation and padding along a dim.
+
+A dim is cut into equal blocks such that every edge of a slice is a block edge; the position in a block may be split.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def _split_local(local: Local) -> Emitted:
     return local.builder.call(aten.split_with_sizes.default, local.args[0], sizes, dim)
 
 
-def _one_of(call: Call, kind: str) -> tuple[Loops, Dims, Dims]:
+def _unstacked(call: Call, kind: str) -> tuple[Loops, Dims, Dims]:
     """Return (loops, factors of operand 0 with ``n`` of ``kind`` along ``dim``, those factors without ``dim``)."""
     loops = Loops(call)
     dim = call["dim"] % len(loops.shapes[0])
@@ -98,7 +99,7 @@ def _one_of(call: Call, kind: str) -> tuple[Loops, Dims, Dims]:
 
 
 def _select(call: Call) -> Spec:
-    loops, x, rest = _one_of(call, "sum")
+    loops, x, rest = _unstacked(call, "sum")
     return loops.spec([x], [rest], moves=True)
 
 
@@ -119,7 +120,7 @@ def _select_local(local: Local) -> Emitted:
 
 
 def _unbind(call: Call) -> Spec:
-    loops, x, rest = _one_of(call, WHOLE)
+    loops, x, rest = _unstacked(call, WHOLE)
     return loops.spec([x], [rest for _ in loops.result_shapes], moves=True)
 
 
@@ -148,7 +149,7 @@ def _slice_scatter_local(local: Local) -> Emitted:
 
 
 def _select_scatter(call: Call) -> Spec:
-    loops, x, rest = _one_of(call, FREE)
+    loops, x, rest = _unstacked(call, FREE)
     return loops.spec([x, rest], [x], linear=[{0, 1}])
 
 

@@ -6,10 +6,8 @@ over the axis. One `Spec` gives all strategies on all axes, forward and backward
 
 An *assignment* maps each factor to its digits, the radices of its split (see `shardc.ir.layout`).
 
-Two factors that one axis may split at once because the op exchanges data between their ranks.
-
-Two ops do: routed experts (tokens and experts: expert parallelism) and attention (queries and keys: context
-parallelism).
+Some ops exchange data between ranks themselves, so that one axis may split two of their factors at once (`Routed`):
+routed experts (tokens and experts: expert parallelism) and attention (queries and keys: context parallelism).
 """
 
 from __future__ import annotations
@@ -33,11 +31,11 @@ class Routed:
     """A pair of factors that one axis may split together: the op communicates between the ranks of that axis itself.
 
     Args:
-        rows, owners: the factors (tokens and experts; queries and keys).
-        elements: elements sent per row, there and back, if rows are sent to the rank of their owner.
+        rows, owners: names of the factors (tokens and experts; queries and keys).
+        elements: number of elements sent per row, there and back, if rows are sent to the rank of their owner.
         moving: positions of the operands that every rank receives, if owners are sent to all rows.
-        trips: how often each of these is sent.
-        around: they are passed from rank to rank during the computation (ring); else they are gathered first.
+        trips: number of times that each of these operands is sent.
+        around: whether they are passed from rank to rank during the computation (ring); else they are gathered first.
         way: "send": an axis that splits the owners must split the rows; "gather": it must not; "auto": the cheaper.
         required: (axis, sets of factors): by the plan the axis must split one of these sets, wherever it can.
     """
@@ -73,7 +71,7 @@ def routed_axes(spec: SpecLike, assignment: Mapping[str, Digits]) -> frozenset[s
 
 
 def required_splits(spec: SpecLike, mesh: Mesh, routed: Routed, proposals: Sequence[Assignment]) -> list[Assignment]:
-    """Return assignments in which an axis splits what `Routed.required` asks for, from ``proposals``."""
+    """Return assignments, derived from ``proposals``, in which an axis splits a set of factors in `Routed.required`."""
     out: list[Assignment] = []
     pair = (routed.rows, routed.owners)
     for axis, factors in ((axis, factors) for axis, sets in routed.required for factors in sets):

@@ -1,4 +1,4 @@
-"""Rules for views and permutations: the same elements under another shape. Their factors follow from the shapes."""
+"""Rules for views, permutations and repeats: they keep the elements, and factors follow from the shapes."""
 
 from __future__ import annotations
 
