@@ -109,11 +109,11 @@ class MemoryPlan:
 
     Args:
         slots: the slots, by the numbers that collectives name them by.
-        given: (name, position of the last op that reads it) of each placeholder, in order.
+        last_reads: (name, position of the last op that reads it) of each placeholder, in order.
     """
 
     slots: tuple[Slot, ...] = ()
-    given: tuple[tuple[str, int], ...] = ()
+    last_reads: tuple[tuple[str, int], ...] = ()
 
     def size(self, region: str = INSIDE) -> int:
         """Return the bytes of a region's arena."""
@@ -130,7 +130,7 @@ class MemoryPlan:
 
     def peak_after(self, forward: MemoryPlan) -> int:
         """Return the `peak` of a backward, in which the slots kept by its forward count until their last read."""
-        ends = dict(self.given)
+        ends = dict(self.last_reads)
         saved = [
             (slot.size, max(ends.get(name, 0) for name in slot.saved)) for slot in forward.slots if slot.region == KEPT
         ]
@@ -160,7 +160,7 @@ class MemoryPlan:
             elif number not in gone and region == KEPT:
                 region = INSIDE  # what is returned is a copy
             slots.append(replace(slot, start=start, end=end, region=region))
-        names = (name for name, _ in self.given)
+        names = (name for name, _ in self.last_reads)
         return MemoryPlan(place(slots), tuple(zip(names, argument_ends, strict=True)))
 
     def renamed(self, arguments: Mapping[str, str], saved: Mapping[str, str]) -> MemoryPlan:
@@ -171,7 +171,7 @@ class MemoryPlan:
             KeyError: a name is missing from the mapping.
         """
         slots = (replace(slot, saved=tuple(saved[name] for name in slot.saved)) for slot in self.slots)
-        return MemoryPlan(tuple(slots), tuple((arguments[name], at) for name, at in self.given))
+        return MemoryPlan(tuple(slots), tuple((arguments[name], at) for name, at in self.last_reads))
 
     def text(self) -> str:
         """Return the plan as a table with one line per slot, and the totals below it."""

@@ -28,7 +28,7 @@ def clone_tree(module: nn.Module, tensor_fn: TensorFn) -> nn.Module:
     """Return a copy of the module tree with parameters and buffers ``tensor_fn(name, tensor)``, by first qualified
     name.
 
-    Sharing stays: a module or tensor at several places is one in the copy, and ``None`` entries stay None. Other
+    Sharing stays: a module or tensor with several names is one object in the copy; ``None`` entries stay None. Other
     attributes are copied shallowly, except that references to the tree (modules, tensors, bound methods) in lists,
     tuples, dicts, closures, defaults and `functools.partial` become those of the copy. Objects of other classes, and a
     tensor's own attributes, are shared with the original.
@@ -91,7 +91,7 @@ def unsharded(module: nn.Module) -> nn.Module:
 
 
 class _Cloner:
-    """Copies one module tree (or replaces its tensors in place), and maps originals to copies by id."""
+    """Copier of one module tree, or replacer of its tensors in place; maps originals to copies by id."""
 
     def __init__(self, tensor_fn: TensorFn, in_place: bool) -> None:
         self._tensor_fn, self._in_place = tensor_fn, in_place

@@ -1,6 +1,6 @@
 """Communication volume: the collectives of a graph, counted by kind and mesh axis, and the bytes that a rank sends.
 
-Wire bytes are those that each rank sends over its link, for n ranks and a buffer of S bytes a rank, as in
+Wire bytes are the bytes that each rank sends over its link, for n ranks and a buffer of S bytes a rank, as in
 "Performance reported by NCCL tests" (nccl-tests, doc/PERFORMANCE.md):
 
     all_gather      (n-1)/n of the gathered S

@@ -14,7 +14,7 @@ A program (``shardc.ir.text.dump`` prints it, ``shardc.ir.parse.parse`` reads it
     type        := DTYPE ["<host>"] layout ["?"] | "None" | "(" type,* ")"
     argument    := [KEYWORD "="] (NAME ["as" layout] | INT | FLOAT | STRING | WORD | "[" argument,* "]" | AXES)
 
-NAME is ``%`` and a qualified name, quoted where it holds other characters than letters, digits, ``_``, ``.``,
+NAME is ``%`` and a qualified name, quoted if it has other characters than letters, digits, ``_``, ``.``,
 ``-``, ``/`` and ``$``. ROLE is left out if it is the NAME (empty, for an output), INDEX if it is 0. ``<host>`` marks a
 tensor in host memory. ``?`` marks a tensor without a layout in a program in which others have one; ``no layouts`` says
 that none has (otherwise bare sizes mean a replicated tensor). ``as`` gives the layout that an op or the caller requires
@@ -115,7 +115,7 @@ class Reader:
         return bare[0] if bare else None
 
     def integer(self, what: str) -> int:
-        """Read a number; raise TextError that expected ``what`` if there is none."""
+        """Read a number and return it; raise TextError, which expected ``what``, if there is none."""
         match = self.match(INTEGER)
         return int(match[0]) if match else self.fail(what)
 

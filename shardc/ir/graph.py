@@ -1,7 +1,7 @@
 """`Info`, shardc's record of each FX node: one typed value under one key of ``node.meta``.
 
 The graph itself is a plain `torch.fx.Graph`. Before ``localize`` shapes are global, and from ``propagate`` on every
-value has a layout. After it shapes are local, and ``Value.layout`` is that of the global value.
+value has a layout. After it shapes are local, and values have no layout.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Role:
         kind: "param", "buffer", "input", "tangent", "coordinate", "key" (of random draws) for placeholders;
             "output", "buffer", "grad" (of a param or of an input) for outputs.
         name: the parameter's or buffer's qualified name, the input's dotted path, the axis, or "key".
-        index: position among those of its kind.
+        index: position among the placeholders, or outputs, of its kind.
         layout: for outputs from ``propagate`` on, the layout that the caller requires.
     """
 

@@ -138,7 +138,7 @@ class Reads:
     """
 
     entries: tuple[Read, ...] = ()
-    scopes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    scopes: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
     traced: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     sets: tuple[tuple[str, Constant], ...] = ()
 
@@ -206,7 +206,7 @@ class Lookup:
         scopes: globals by name, as in `Reads`.
     """
 
-    def __init__(self, model: nn.Module, loss: object = None, scopes: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, model: nn.Module, loss: object = None, scopes: Mapping[str, object] | None = None) -> None:
         self._values: dict[Path, Any] = {("name", "model"): model, ("name", "loss"): loss}
         self._scopes = scopes or {}
 

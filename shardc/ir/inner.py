@@ -418,7 +418,7 @@ def with_inner(x: Any) -> Iterator[Tensor]:
         yield from with_inner(getattr(x, key))
 
 
-def metadata(x: Any) -> list[object]:
+def metadata(x: Tensor) -> list[object]:
     """Return shape, strides, dtype, class and attributes of ``x`` and of its inner tensors, to be compared."""
     out: list[object] = []
     for part in with_inner(x):

@@ -57,7 +57,7 @@ class Layout:
 
     Args:
         mesh: the mesh; every axis of the layout is on it.
-        dims: per tensor dim its digits, major to minor (made canonical here).
+        dims: the digits of each tensor dim, major to minor; stored in canonical form.
         partial: axis -> reduce op of each pending reduction.
 
     Raises:

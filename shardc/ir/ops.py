@@ -50,7 +50,7 @@ def all_to_all(x: Tensor, *, axis: str) -> Tensor:
 
 
 def permute_ranks(x: Tensor, *, axis: str) -> Tensor:
-    """Sends shards to other ranks, so that mesh axes exchange what they split (dims, or factors of them)."""
+    """Sends shards to other ranks, so that mesh axes exchange the dims, or the factors of dims, that they split."""
     _never("permute_ranks")
 
 
@@ -60,7 +60,7 @@ def shard(x: Tensor, *, axis: str) -> Tensor:
 
 
 def to_partial(x: Tensor, *, axis: str, op: str = "sum") -> Tensor:
-    """Makes a replicated value a pending reduction over ``axis``; no communication."""
+    """Turns a replicated value into a pending reduction over ``axis``; no communication."""
     _never("to_partial")
 
 

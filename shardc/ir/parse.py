@@ -42,7 +42,7 @@ def parse(text: str) -> fx.GraphModule:
         text: a program; blank lines and comments are ignored.
 
     Raises:
-        TextError: with the line, and what was expected.
+        TextError: the text is no program; the error shows the line and the expected text.
     """
     return _Parser(text).program()
 

@@ -72,8 +72,8 @@ def returned(graph: fx.Graph, memories: Sequence[Memory], owners: Mapping[int, s
     outputs = sorted((role.index, x) for role, x in ir.outputs(graph) if role.kind == "output")
     repeated: set[int] = ir.output_node(graph).meta.get(AGAIN, set())
     tensors = [index for index, x in outputs if _memory(x) is not None]
-    held = dict(zip(tensors, memories, strict=True))
-    memory_of = {index: memory.number for index, memory in held.items()}
+    memory_at = dict(zip(tensors, memories, strict=True))
+    memory_of = {index: memory.number for index, memory in memory_at.items()}
     read = dict(_reads(graph))
     made_of = _made_of([(index, x) for index, x in outputs if index in read])
     out: list[Returned] = []
@@ -101,8 +101,8 @@ def returned(graph: fx.Graph, memories: Sequence[Memory], owners: Mapping[int, s
                 owners.get(memory),
                 x.op == "placeholder" and memory in owners,
                 next((of_node[y] for y in above if y in of_node and memory_of[of_node[y]] == memory), None),
-                held[index].view or bool(above) and x.target is not torch.ops.aten.detach.default,
-                held[index].fixed or _is_part(chains[index]),
+                memory_at[index].view or bool(above) and x.target is not torch.ops.aten.detach.default,
+                memory_at[index].fixed or _is_part(chains[index]),
                 memory in owners
                 or any(memory_of[at] == memory and not _disjoint(chains[index], chains[at]) for at in others),
                 tuple(at for at, memories_read in read.items() if _memory(x) in memories_read),

@@ -85,7 +85,7 @@ def _compiled(half: Half, segments: tuple[Segment, ...], codes: Sequence[Code]) 
     read = {source: uses_of(source) for source in sources}
     uses = [read[code.source] for code in codes]
     lifetimes = uses[0] if len(uses) == 1 else joined(uses, segments, compiled.takes, compiled.gives)
-    leaving = lifetimes.argument_ends[len(lifetimes.argument_ends) - len(compiled.plan.given) :]
+    leaving = lifetimes.argument_ends[len(lifetimes.argument_ends) - len(compiled.plan.last_reads) :]
     return replace(compiled, plan=compiled.plan.moved(lifetimes.spans, lifetimes.leaving, leaving))
 
 

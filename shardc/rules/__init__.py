@@ -62,7 +62,7 @@ def find_rule(target: object) -> Rule | None:
 def strides_of(target: object) -> str:
     """Return the strides that an op accepts: one of the values of `Rule.strides`.
 
-    Collectives and shardc's own ops copy what they send into contiguous memory. Python functions (getitem) read none.
+    Collectives and shardc's own ops copy their operands into contiguous memory. Python functions (getitem) read none.
     """
     namespace = getattr(target, "namespace", None)
     if namespace is None or namespace in _ANY_STRIDES:

@@ -94,7 +94,11 @@ class _Row:
         self.linear = frozenset(i for i, x in enumerate(inputs) if x == "sum") if sums and not self.split else None
 
     def usable(self, loops: Loops, factor_of: Mapping[tuple[int, int], object]) -> bool:
-        """Return whether the row can be a factor beside those of earlier rows (``factor_of`` by (tensor, dim))."""
+        """Return whether the row is a factor that does not clash with those of earlier rows.
+
+        Args:
+            factor_of: (tensor, dim) -> factor of an earlier row.
+        """
         shapes = [*loops.result_shapes, *loops.shapes]
         return (
             # A single loop: one size, carried by some operand, not claimed by an earlier row.

@@ -124,7 +124,7 @@ def _gather(call: Call) -> Spec:
 
 
 def _lookup_local(local: Local) -> Emitted:
-    """Emit a gather or index_select of the rows that this rank holds, with zero for those of other ranks."""
+    """Emit a gather or index_select that reads entries in this rank's shard, and zero for entries of other ranks."""
     dim = _dim(local.call)
     index = in_range(local, local.operands[0], dim, local.operand("index"))
     if not split(local.operands[0], dim):

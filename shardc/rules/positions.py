@@ -80,8 +80,8 @@ def in_range(local: Local, layout: Layout, dim: int, index: Emitted, wraps: bool
     """Return ``index``, guarded by a range check if the local op would not detect an entry out of range.
 
     Args:
-        layout: that of the indexed tensor, the call's first operand.
-        wraps: the op accepts negative entries, which count from the end. They are made positive, because the end of
+        layout: layout of the indexed tensor, the call's first operand.
+        wraps: whether the op accepts negative entries, counted from the end. They are made positive, because the end of
             a shard or of a padded dim is not the end of the tensor.
     """
     if not layout.ndim:

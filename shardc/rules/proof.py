@@ -31,8 +31,8 @@ class Sample:
         op: the op overload.
         args, kwargs: its arguments.
         defined: whether the values of its results are defined (those of ``empty`` are not).
-        device: where its kernel runs; the arguments are moved there.
-        tolerance: largest relative error, where the kernel does not compute in float64.
+        device: device of its kernel, to which the arguments are moved.
+        tolerance: largest relative error, if the kernel does not compute in float64.
     """
 
     op: OpOverload[..., object]

@@ -187,7 +187,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to run an op on shards: the layouts that its operands must have, and those of its results."""
+    """A sharding strategy of an op: the layouts that its operands must have, and the layouts of its results."""
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
@@ -232,7 +232,7 @@ def _share_out(
 
 
 def _drop_clashing(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits:
-    """Make one digit of ``digits`` local (no axis splits it): one that clashes with the strides ``cuts``."""
+    """Return ``digits`` with one digit made local: a digit that crosses one of the strides ``cuts``."""
     for at, (radix, axis) in reversed(list(enumerate(digits))):
         trial = canonical(mesh, [*digits[:at], Digit(radix), *digits[at + 1 :]])
         if axis is not None and refine(mesh, trial, cuts) is not None:
