@@ -185,10 +185,10 @@ def _compile(
     drop_style_hooks(template)
 
     # The plan: given, or found by a search; then its layouts of each parameter and input.
-    found = None
+    search_result = None
     if isinstance(plan, Auto):
-        found = search_once(Plan.of(entries) | plan, template, mesh, loss, device, options, groups)
-        plan = found.plan
+        search_result = search_once(Plan.of(entries) | plan, template, mesh, loss, device, options, groups)
+        plan = search_result.plan
     elif entries:
         plan = Plan.of(entries) | plan
     plan = plan.on(abstract)
@@ -197,7 +197,7 @@ def _compile(
     build = Build(
         plan, abstract, _sizes(module), device, loss, options, groups if backend == "inductor" else None,
         DynamicDims(dynamic or {}), runs=groups is not None,
-        warns=found is None,  # a search knows of repeated work, and warns of an axis that it leaves unused
+        warns=search_result is None,  # a search knows of repeated work, and warns of an axis that it leaves unused
         kinds=(InspectedProgram, InspectedSizedProgram),
     )  # fmt: skip
     check_kept(entries, build.params)
@@ -218,7 +218,7 @@ def _compile(
             param.grad_dtype = grad_dtype
     front, namespace = classes_for(model)
     subclass(sharded, front, BehindModel, initializers(type(sharded)))
-    state = namespace(sharded, spec, build, _sync(build, spec), sources, found)
+    state = namespace(sharded, spec, build, _sync(build, spec), sources, search_result)
     if groups is not None:
         note_original(original, sharded, before)
     for program in saved:

@@ -135,11 +135,11 @@ def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read
 def repeats_of(request: Request, keep: int) -> Repeats:
     """Returns the runs of more than ``keep`` blocks that compute the same and that the plan treats the same."""
     pins, dtypes, regions = request.activations(), request.dtypes, request.recomputed()
-    found = find_repeats(
+    equal_runs = find_repeats(
         request.model, request.args, request.kwargs, device=request.device, keep=keep, loss=request.loss, dtypes=dtypes
     )
     out = []
-    for run in found:
+    for run in equal_runs:
         parts = [Repeat(run.path, run.first, 0)]
         for _, group in groupby(run.names(), lambda name: _plan_settings(name, request.params, pins, regions, dtypes)):
             parts.append(Repeat(run.path, parts[-1].first + parts[-1].count, len(list(group))))

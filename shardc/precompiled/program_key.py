@@ -48,8 +48,8 @@ class ProgramKey:
             reached: the descriptions in this program's guards.
             what: names the program in the error.
         """
-        own = {"the mesh": str(self.mesh), "the plan": str(self.plan), "the device": self.device}
-        saved = {**own, **self.model, **reached}
+        compiled_for = {"the mesh": str(self.mesh), "the plan": str(self.plan), "the device": self.device}
+        saved = {**compiled_for, **self.model, **reached}
         wrong = []
         for key in dict.fromkeys((*saved, *now)):
             if saved.get(key) != now.get(key):
