@@ -65,10 +65,9 @@ def key_of(role: Role) -> Key:
 def refuse(graph: fx.Graph) -> None:
     """Raise InputError if one process cannot run the graph as one device would: a manual region, or random draws."""
     for node in graph.nodes:
-        target = str(node.target)
         if node.target in local_regions.OPS:
             raise InputError(f"{ir.info(node).name} is a manual region, which only runs on ranks", fix="leave it out")
-        if target.startswith("shardc_random."):
+        if getattr(node.target, "namespace", "") == "shardc_random":
             source = ir.info(node).origin.source or None
             raise InputError("the model draws random numbers", source=source, fix="use model.eval(), or dropout of 0")
 

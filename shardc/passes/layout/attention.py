@@ -60,10 +60,10 @@ class Attention:
         kernels = [node for node in gm.graph.nodes if _is_kernel(node)]
         applied: set[Cp] = set()
         names = NameScope.of(gm.graph)
-        for node in [kernel for kernel in kernels if not str(kernel.target).endswith(_BACKWARD)]:
+        for node in [kernel for kernel in kernels if not _is_backward(kernel)]:
             module = ir.info(node).origin.module
             entries = tuple({entry.axis: entry for entry in self.entries if entry.says(module)}.values())
-            backward = [user for result in node.users for user in result.users if str(user.target).endswith(_BACKWARD)]
+            backward = [user for result in node.users for user in result.users if _is_backward(user)]
             if entries and all(map(_supported, [node, *backward])):
                 for entry in entries:
                     self._check(node, entry)
@@ -125,6 +125,11 @@ class Attention:
 def _is_kernel(node: fx.Node) -> bool:
     """Returns whether ``node`` calls one of torch's attention kernels, forward or backward."""
     return str(node.target).startswith(_PREFIX)
+
+
+def _is_backward(kernel: fx.Node) -> bool:
+    """Returns whether an attention kernel is a backward one."""
+    return str(kernel.target).endswith(_BACKWARD)
 
 
 def _supported(node: fx.Node) -> bool:

@@ -51,10 +51,10 @@ class Tp(Entry):
 
     def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> dict[str, Placed]:
         weights = [name for name in names if name.rpartition(".")[2] in ("weight", PACKED)]
-        of = {name if name.endswith(PACKED) else name.rpartition(".")[0]: name for name in weights}
+        of = {name if _is_packed(name) else name.rpartition(".")[0]: name for name in weights}
         placed: dict[str, Placed] = {}
         for match in must_match(self.glob, of, "module with a weight", str(self)):
-            weight, packed = of[match], of[match].endswith(PACKED)
+            weight, packed = of[match], _is_packed(of[match])
             if packed and self.style != "colwise":
                 raise PlanError(
                     f"{weight!r} has the weights of queries, keys and values, which only colwise can split",
@@ -95,3 +95,8 @@ class Tp(Entry):
     @property
     def row(self) -> tuple[str, str, str]:
         return f"tp {self.style}", self.glob, f"over {self.axis}"
+
+
+def _is_packed(name: str) -> bool:
+    """Return whether a parameter has the stacked weights of queries, keys and values."""
+    return name.rpartition(".")[2] == PACKED

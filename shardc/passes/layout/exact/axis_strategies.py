@@ -21,7 +21,7 @@ from shardc.errors import LayoutError
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Digit, Digits, Layout, canonical, strides
-from shardc.ir.mesh import Mesh
+from shardc.ir.mesh import Mesh, split_part
 from shardc.passes import local_regions
 from shardc.passes.op_calls import call_of, operands_of
 from shardc.rules import spec_of
@@ -222,7 +222,7 @@ def _carriers(spec: Spec, op: str, at: int) -> list[frozenset[int]]:
 
 def _alone(layout: Layout, axis: str) -> Layout:
     """Returns ``layout`` restricted to ``axis`` and its parts."""
-    mine = [a for a in layout.axes if a == axis or a.startswith(f"{axis}:")]
+    mine = [a for a in layout.axes if split_part(a)[0] == axis]
     others = [a for a in layout.axes if a not in mine]
     return layout.unbind(others).without_partial(others)
 
