@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import Argument
 
 from shardc.custom_ops.region import Ranks, Region, on_ranks, region
 from shardc.errors import RuleError
@@ -39,9 +40,9 @@ class Emitter(Protocol):
     device: torch.device
     traced: fx.Node | None
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any: ...
+    def call(self, target: Callable[..., object], *args: Argument, **kwargs: Argument) -> fx.Node: ...
 
-    def coordinate(self, axes: tuple[str, ...]) -> Any: ...
+    def coordinate(self, axes: tuple[str, ...]) -> fx.Node: ...
 
     def like(self, x: fx.Node, old: object) -> fx.Node: ...
 
@@ -91,7 +92,7 @@ def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
     return Strategy((*arguments, *(layout.without_partial() for layout in tangents)), sums)
 
 
-def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[Any]:
+def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[fx.Node]:
     """Traces the region's function on shards, emits its ops, and returns the result nodes.
 
     Args:
@@ -123,13 +124,15 @@ def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[A
     return results
 
 
-def _inlined(traced: fx.GraphModule, feed: Sequence[Any], emitter: Emitter, it: Region) -> list[Any]:
+def _inlined(
+    traced: fx.GraphModule, feed: Sequence[fx.Node | tuple[str, ...]], emitter: Emitter, it: Region
+) -> list[fx.Node]:
     """Emits the ops of ``traced``; returns its results.
 
     Args:
         feed: for each placeholder, a node of the new graph or the axes of a coordinate.
     """
-    env: dict[fx.Node, Any] = {}
+    env: dict[fx.Node, fx.Node] = {}
     waiting = iter(feed)
     traced.graph.eliminate_dead_code()
     for node in traced.graph.nodes:
@@ -154,7 +157,7 @@ def _inlined(traced: fx.GraphModule, feed: Sequence[Any], emitter: Emitter, it: 
     raise AssertionError("the graph has no output")
 
 
-def _check(it: Region, node: fx.Node, results: Sequence[Any]) -> None:
+def _check(it: Region, node: fx.Node, results: Sequence[fx.Node]) -> None:
     """Raises RuleError if a result of the region has another shape on a rank than its out_layouts say."""
     record = ir.info(node).value
     assert isinstance(record, tuple)

@@ -68,7 +68,7 @@ class Calls:
             self._once[key] = make()
         return self._once[key]
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, target: Callable[..., object], *args: Argument, **kwargs: Argument) -> fx.Node:
         """Appends a call of ``target``; operands whose strides its kernel does not accept are copied first."""
         args, kwargs = self.with_strides(target, args, kwargs)
         fx.map_arg((args, kwargs), self.val)

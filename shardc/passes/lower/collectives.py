@@ -8,10 +8,10 @@ front and back. The rank enters only through `Builder.coordinate`, so that one g
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -37,7 +37,7 @@ class BoundDigit(NamedTuple):
     after: str | None
 
 
-def lower_collective(step: Step, x: Any, builder: Builder) -> Any:
+def lower_collective(step: Step, x: object, builder: Builder) -> object:
     """Emits ``step`` on the local tensor ``x``, a shard at ``step.src``; returns the shard at ``step.dst``."""
     if step.src.numel == 0:
         return builder.call(aten.new_empty.default, x, list(step.dst.local_shape))
@@ -56,22 +56,22 @@ def slots(src: Layout, dst: Layout) -> list[BoundDigit]:
     return out
 
 
-def _reshape(builder: Builder, x: Any, shape: Sequence[int]) -> Any:
+def _reshape(builder: Builder, x: object, shape: Sequence[int]) -> object:
     """Returns ``x`` reshaped to ``shape``; ``x`` itself if it has that shape."""
     return x if tuple(builder.shape(x)) == tuple(shape) else builder.call(aten.reshape.default, x, list(shape))
 
 
-def _permute(builder: Builder, x: Any, order: Sequence[int]) -> Any:
+def _permute(builder: Builder, x: object, order: Sequence[int]) -> object:
     """Returns ``x`` with its dims in ``order``."""
     return x if list(order) == sorted(order) else builder.call(aten.permute.default, x, list(order))
 
 
-def _wait(builder: Builder, x: Any) -> Any:
+def _wait(builder: Builder, x: object) -> object:
     """Returns the result of the collective ``x``, once it has arrived."""
     return builder.call(c10d.wait_tensor.default, x)
 
 
-def _to_front(step: Step, x: Any, builder: Builder) -> Any:
+def _to_front(step: Step, x: object, builder: Builder) -> object:
     """Returns ``x`` with the factors that the step binds as leading dims, in mesh order, then the others."""
     digits = [slot for slot in slots(step.src, step.dst) if slot.before is None]
     leading = _in_mesh_order(step, {k: slot.after for k, slot in enumerate(digits) if slot.after})
@@ -87,7 +87,7 @@ def _in_mesh_order(step: Step, bound: Mapping[int, str]) -> list[int]:
     return sorted(bound, key=lambda k: step.src.mesh.order(bound[k]))
 
 
-def _from_front(step: Step, x: Any, builder: Builder) -> Any:
+def _from_front(step: Step, x: object, builder: Builder) -> object:
     """Returns ``x`` with its leading dims, one per axis that the step unbinds, moved to the dims of these axes."""
     digits = [slot for slot in slots(step.src, step.dst) if slot.after is None]
     freed = _in_mesh_order(step, {k: slot.before for k, slot in enumerate(digits) if slot.before})
@@ -98,14 +98,14 @@ def _from_front(step: Step, x: Any, builder: Builder) -> Any:
     return _reshape(builder, x, step.dst.local_shape)
 
 
-def _all_gather(step: Step, x: Any, builder: Builder) -> Any:
+def _all_gather(step: Step, x: object, builder: Builder) -> object:
     """Emits an all-gather over the axes that the step unbinds."""
     size, name = builder.group(step.axes)
     x = builder.call(c10d.all_gather_into_tensor.default, x, size, name)
     return _from_front(step, _wait(builder, x), builder)
 
 
-def _reduce_scatter(step: Step, x: Any, builder: Builder) -> Any:
+def _reduce_scatter(step: Step, x: object, builder: Builder) -> object:
     """Emits a reduce-scatter of the factors that the step binds."""
     size, name = builder.group(step.axes)
     x = _with_leading(builder, _to_front(step, x, builder), size)
@@ -113,7 +113,7 @@ def _reduce_scatter(step: Step, x: Any, builder: Builder) -> Any:
     return _reshape(builder, _wait(builder, x), step.dst.local_shape)
 
 
-def _with_leading(builder: Builder, x: Any, size: int) -> Any:
+def _with_leading(builder: Builder, x: object, size: int) -> object:
     """Returns ``x`` with a leading dim that ``size`` divides."""
     shape = builder.shape(x)
     if shape and shape[0] % size == 0:
@@ -121,13 +121,13 @@ def _with_leading(builder: Builder, x: Any, size: int) -> Any:
     return _reshape(builder, x, (size, prod(shape) // size))
 
 
-def _all_reduce(step: Step, x: Any, builder: Builder) -> Any:
+def _all_reduce(step: Step, x: object, builder: Builder) -> object:
     """Emits an all-reduce."""
     _, name = builder.group(step.axes)
     return _wait(builder, builder.call(c10d.all_reduce.default, x, step.op, name))
 
 
-def _all_to_all(step: Step, x: Any, builder: Builder) -> Any:
+def _all_to_all(step: Step, x: object, builder: Builder) -> object:
     """Emits an all-to-all from the factors that the step unbinds to those that it binds."""
     size, name = builder.group(step.axes)
     x = _with_leading(builder, _to_front(step, x, builder), size)
@@ -136,7 +136,7 @@ def _all_to_all(step: Step, x: Any, builder: Builder) -> Any:
     return _from_front(step, _wait(builder, x), builder)
 
 
-def _permute_ranks(step: Step, x: Any, builder: Builder) -> Any:
+def _permute_ranks(step: Step, x: object, builder: Builder) -> object:
     """Emits an exchange of whole shards between ranks."""
     _, name = builder.group(step.axes)
     x = builder.call(torch.ops.shardc.permute_ranks.default, x, list(destinations(step)), name)
@@ -167,7 +167,7 @@ def _origin(layout: Layout, rank: int) -> tuple[int, ...]:
     )
 
 
-def _shard(step: Step, x: Any, builder: Builder) -> Any:
+def _shard(step: Step, x: object, builder: Builder) -> object:
     """Emits this rank's slice of the factors that the step binds."""
     digits = [slot for slot in slots(step.src, step.dst) if slot.before is None]
     shape: list[int] = []
@@ -186,7 +186,7 @@ def _shard(step: Step, x: Any, builder: Builder) -> Any:
     return _reshape(builder, x, step.dst.local_shape)
 
 
-def _to_partial(step: Step, x: Any, builder: Builder) -> Any:
+def _to_partial(step: Step, x: object, builder: Builder) -> object:
     """Emits a partial value: one rank along the axes keeps ``x``, the others get the reduction's identity."""
     if step.op not in ("sum", "product"):
         return x
@@ -196,7 +196,7 @@ def _to_partial(step: Step, x: Any, builder: Builder) -> Any:
     return builder.call(aten.masked_fill.Scalar, x, others, 0 if step.op == "sum" else 1)
 
 
-_LOWERINGS = {
+_LOWERINGS: dict[str, Callable[[Step, object, Builder], object]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,

@@ -14,11 +14,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf, prod
-from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
+from shardc._compat import OpOverload
 from shardc.cost.model import CostModel
 from shardc.ir.comm_volume import arguments_of, group_of, wire_elements
 from shardc.ir.graph import Value, value
@@ -27,7 +28,7 @@ from shardc.ir.rewriter import GraphRewriter
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 # reduce op -> function of the dtype that returns (aten op that reduces dim 0, its dims, its keyword arguments)
-_REDUCE: dict[str, Callable[[torch.dtype], tuple[Any, Any, dict[str, Any]]]] = {
+_REDUCE: dict[str, Callable[[torch.dtype], tuple[OpOverload, Argument, dict[str, Argument]]]] = {
     "sum": lambda dtype: (aten.sum.dim_IntList, [0], {"dtype": dtype}),
     "avg": lambda dtype: (aten.mean.dim, [0], {}),
     "max": lambda dtype: (aten.amax.default, [0], {}),
@@ -107,11 +108,11 @@ class Spelling:
     op: str
     rewriter: GraphRewriter
 
-    def start(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def start(self, target: OpOverload, *args: Argument, **kwargs: Argument) -> fx.Node:
         """Inserts a call before the collective and returns it."""
         return self.rewriter.before(self.node).call(target, *args, **kwargs)
 
-    def rest(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def rest(self, target: OpOverload, *args: Argument, **kwargs: Argument) -> fx.Node:
         """Inserts a call before the wait and returns it."""
         return self.rewriter.before(self.wait).call(target, *args, **kwargs)
 
