@@ -70,7 +70,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that select what to compile: model, mesh and plan."""
+    """Add the arguments that select model, mesh and plan."""
     add_model(parser)
     parser.add_argument("--mesh", required=True, help="axes and sizes, as dp=2,tp=4")
     parser.add_argument("--plan", required=True, help="""a plan, as 'fsdp("dp") | llama_tp("tp")'""")

@@ -209,10 +209,10 @@ def check_axes(plan: Plan, mesh: Mesh) -> None:
             check_axis(axis, mesh, str(entry))
     for entry in plan.entries:
         entry.check(mesh, batch)
-    for one, other in combinations(batch, 2):
-        if mesh.overlap(one, other):
+    for axis, other in combinations(batch, 2):
+        if mesh.overlap(axis, other):
             raise PlanError(
-                f"{batch[one]} and {batch[other]} split the batch over {one!r} and over {other!r}, which share ranks",
+                f"{batch[axis]} and {batch[other]} split the batch over {axis!r} and over {other!r}, which share ranks",
                 plan_entry=str(batch[other]),
                 fix="give both the same axis, or parts of it that share no ranks",
             )

@@ -391,7 +391,7 @@ class Search:
             return self.value, None
 
     def _tighten(self, graph: Graph, bound: float) -> tuple[float, Mapping[int, np.ndarray] | None]:
-        """Return what `tighten` returns; raise `Infeasible` if no labels remain."""
+        """Return (bound, bounds of labels) as `tighten`; raise `Infeasible` if no labels remain."""
         clock = self.effort.clock
         messages, batches = None, 0
         while True:

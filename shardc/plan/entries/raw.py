@@ -185,7 +185,7 @@ class Prefetch(Raw):
 
 @dataclass(frozen=True)
 class Setting(Raw):
-    """One of the plan's plain values, such as ``reduce`` or ``grad_scale``."""
+    """Sets a plain value of the plan, such as ``reduce`` or ``grad_scale``."""
 
     name: str
     value: str | float | bool

@@ -298,7 +298,7 @@ Stored = tuple[Layout, Layout]  # (compute layout, storage layout)
 
 @dataclass(frozen=True)
 class StorageChoice:
-    """The storage layouts and batch axes that may be chosen where the plan leaves them open.
+    """The choices of storage layouts and batch axes that the plan leaves open.
 
     Args:
         over: axes over which parameters may be sharded in storage and gathered for compute.

@@ -150,7 +150,7 @@ def _closed(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
 
 
 def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
-    """Returns the seconds to reshard each layout to each other directly; inf where another layout is needed in between.
+    """Returns the seconds to reshard each layout to each other directly; inf if that takes another layout in between.
 
     A direct reshard has changes of one kind, or slices, reduce-scatters and all-reduces in their cheapest order. These
     are independent, so any order is possible. A gradient is scattered over one axis, then its shard is reduced over

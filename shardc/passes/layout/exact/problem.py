@@ -141,7 +141,7 @@ def _value(
 def _priced(
     layouts: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
 ) -> tuple[tuple[Label, ...], Table, tuple[tuple[Table, Table], ...]]:
-    """Returns what `_value` does for distinct layouts; pair costs as (costs by class, class of each label)."""
+    """Returns labels and seconds as `_value`, for distinct layouts; per use, costs by class and classes of labels."""
     wanted = tuple(dict.fromkeys(x for needs, _ in uses for x in needs))
     table = prices(layouts, wanted, itemsize, cost)
     column = {layout: at for at, layout in enumerate(wanted)}
