@@ -41,7 +41,7 @@ def predict(options: argparse.Namespace) -> tuple[InspectedProgram, Schedule]:
     described = hardware.find(options.hardware)
     loaded, mesh, plan, loss = target.resolve(options)
     described.check(mesh)  # before the model is captured, which may take a while
-    compile_options = shardc.Options(fold=options.fold, p2p_collectives=described.sends or None)
+    compile_options = target.compile_options(described, fold=options.fold)
     program = shardc.compile(loaded.model, mesh, plan, loss=loss, options=compile_options).shardc.lower(*loaded.args)
     return program, program.schedule(described, stage=options.stage, order=options.order)
 

@@ -66,9 +66,7 @@ def run(options: argparse.Namespace) -> None:
     cases = [
         (mesh, text, plan) for n in counts for text, plan in plans for mesh in _meshes(plan.axes, n, sizes, described)
     ]
-    compile_options = shardc.Options(
-        fold=not options.no_fold, verify=False, capture=CaptureOnce(), p2p_collectives=described.sends or None
-    )
+    compile_options = target.compile_options(described, fold=not options.no_fold, verify=False, capture=CaptureOnce())
     rows = [
         _row(loaded, mesh, text, plan, loss, compile_options, described)
         for mesh, text, plan in tqdm(cases, desc="predicting", leave=False, disable=None)

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
+import shardc
 from shardc._compat import PyTree
 from shardc.cost import hardware
+from shardc.cost.hardware import Hardware
 from shardc.errors import InputError, MeshError, PlanError
 from shardc.ir.mesh import Mesh
 from shardc.plan import Plan, parse_plan
@@ -82,6 +84,12 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware", default="h100", help=f"one of {names}, or the .json that `calibrate` wrote (default: h100)"
     )
+
+
+def compile_options(described: Hardware, **more: Any) -> shardc.Options:
+    """Return the options under which a program runs on ``described`` by default, with ``more`` of them."""
+    buckets = None if described.is_host else described
+    return shardc.Options(p2p_collectives=described.sends or None, bucket_size=buckets, **more)
 
 
 def add_fold(parser: argparse.ArgumentParser) -> None:

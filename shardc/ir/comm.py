@@ -15,7 +15,7 @@ to this rank's group. Ops of ``torch.ops.shardc``:
                                        in `shardc.runtime.host`. If the device is a CPU, they are real copies, too
 
 The provenance of a collective is the plan entry and the line of the user's code that it comes from. Here it is found in
-one graph; `shardc.report.causes` searches all ops of a step.
+one graph; `shardc.cost.causes` searches all ops of a step.
 """
 
 from __future__ import annotations

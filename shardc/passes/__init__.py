@@ -10,9 +10,10 @@ from functools import partial
 import torch
 
 from shardc._compat import FakeTensorMode
-from shardc.cost.hardware import CPU, calibrated
+from shardc.cost.hardware import CPU, Hardware, calibrated
 from shardc.cost.model import CostModel, Pricing
 from shardc.cost.step_sequence import keep_within
+from shardc.ir.mesh import Mesh
 from shardc.passes.layout.attention import Attention as Attention
 from shardc.passes.layout.canonicalize import Canonicalize as Canonicalize
 from shardc.passes.layout.exact.chooser import Exact as Exact
@@ -44,6 +45,7 @@ from shardc.passes.pipeline import Pipeline as Pipeline
 from shardc.passes.pipeline import near_stage as near_stage
 from shardc.passes.schedule.algorithms import Algorithms
 from shardc.passes.schedule.bucket import Bucket as Bucket
+from shardc.passes.schedule.bucket import ByLink
 from shardc.passes.schedule.plan_memory import PlanMemory as PlanMemory
 from shardc.passes.schedule.prune_unused_grads import PruneUnusedGrads as PruneUnusedGrads
 from shardc.passes.schedule.schedule import Schedule as Schedule
@@ -69,6 +71,12 @@ def sending(cost: Pricing, direct: bool) -> Pricing | None:
     return None if cost == CostModel() else cost
 
 
+def bucket_size(options: Options, mesh: Mesh) -> int | ByLink:
+    """Returns the bytes of a bucket, or what gives them for each group of ranks."""
+    size = options.bucket_size
+    return ByLink(size, mesh) if isinstance(size, Hardware) else options.bucket_bytes()
+
+
 def in_pieces(options: Options) -> bool:
     """Tells whether `Decompose` may split collectives into chunks of rows under these options."""
     return options.decompose not in (1, "auto") or (options.decompose == "auto" and options.cost != CostModel())
@@ -88,7 +96,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: FakeTensorMode, devic
         InputError: ``options.pipeline`` returns an order in which a pass runs before one that it requires.
     """
     mesh, cost = plan.mesh, options.cost
-    settings = options.with_plan_settings(plan.plan)
+    settings = options.with_plan_settings(plan.plan, device)
     levels = partial(
         keep_within, mesh=mesh, levels={n: p.regather_level for n, p in plan.params.items()},
         budget=options.budget_bytes(), cost=cost, bucket=settings.bucket_bytes(),
@@ -135,7 +143,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: FakeTensorMode, devic
             # It needs the slices that backward gathers from, which are outputs of forward now.
             SkipRegather(),
             # Before anything moves a collective away from its inputs and uses.
-            Bucket(settings.bucket_bytes(), bool(options.p2p_collectives)),
+            Bucket(bucket_size(settings, mesh), bool(options.p2p_collectives)),
             # The choice depends on the size of a bucket, and the schedule on the choice.
             Algorithms(mesh, cost if isinstance(cost, CostModel) else CostModel()),
             # Places starts and waits of the final collectives.

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from shardc.cost.hardware import Hardware
+import torch
+
+from shardc.cost.hardware import H100, Hardware
 from shardc.cost.model import CostModel
 from shardc.cost.step_sequence import CHOICES
 from shardc.passes.pipeline import Hook, Pipeline
@@ -39,10 +41,13 @@ class Options:
         layout_solver: chooses the layouts that the plan leaves open. "greedy" takes one op after another. "exact" finds
             the least total time (`shardc.passes.exact`), in seconds, or in minutes on three axes.
         verify: check the graph after every pass.
-        bucket_size: bytes of a bucket of collectives, per rank. -1 makes one bucket, 0 none. None: the size at which
-            latency is a twentieth of a bucket's time, 8 MiB at most (`shardc.measure_links` measures real links).
+        bucket_size: bytes of a bucket of collectives, per rank. -1 makes one bucket, 0 none. A `Hardware`: for each
+            group of ranks the size at which latency is a twentieth of a bucket's time, one block of the model at most
+            (`shardc.passes.schedule.bucket.ByLink`); a size in the plan goes first. None: on GPUs by ``cost`` if that
+            is a `Hardware`, else by `H100`; on CPU ranks the same share of latency by ``cost``, and 8 MiB at most
+            (`shardc.measure_links` measures real links).
         max_in_flight: bytes of collectives' results that may be started ahead of their use; -1 is no limit. None: two
-            buckets, 16 MiB at least.
+            buckets, 16 MiB at least; if buckets are sized by a `Hardware`, a sixty-fourth of its memory.
         memory_budget: bytes on each rank for level-3 parameters that stay gathered from forward to backward; -1 for
             all. Those that save most time per byte are kept first, on a tie those that forward uses last.
         checkpoint_collectives: collectives of activations in a `torch.utils.checkpoint` region. "recompute" runs them
@@ -78,7 +83,7 @@ class Options:
     cost: CostModel | Hardware = field(default_factory=CostModel)
     layout_solver: Literal["greedy", "exact"] = "greedy"
     verify: bool = True
-    bucket_size: Size | None = None
+    bucket_size: Size | Hardware | None = None
     max_in_flight: Size | None = None
     memory_budget: Size = 0
     checkpoint_collectives: Annotated[str, Literal[CHOICES]] = "auto"
@@ -100,7 +105,7 @@ class Options:
 
     def bucket_bytes(self) -> int:
         """Returns the bytes of a bucket; by default those whose latency is a twentieth of the time, 8 MiB at most."""
-        if self.bucket_size is not None:
+        if self.bucket_size is not None and not isinstance(self.bucket_size, Hardware):
             return cast(int, self.bucket_size)
         latency, bandwidth = self.cost.linear(self.p2p_collectives is not False)
         return min(int(20 * latency * bandwidth), 8 << 20)
@@ -113,6 +118,8 @@ class Options:
         """Returns the bytes of collectives' results that may be started ahead of their use."""
         if self.max_in_flight is not None:
             return cast(int, self.max_in_flight)
+        if isinstance(self.bucket_size, Hardware):
+            return int(self.bucket_size.memory / 64)
         return -1 if self.bucket_bytes() < 0 else max(2 * self.bucket_bytes(), 16 << 20)
 
     def silent(self) -> frozenset[str] | None:
@@ -121,7 +128,15 @@ class Options:
             return None if self.skip_comm else frozenset()
         return frozenset(kind for what in self.skip_comm for kind in SILENCED[what])
 
-    def with_plan_settings(self, plan: Plan) -> Options:
-        """Returns these options with the plan's ``bucket_size`` and ``overlap``, if they leave those at the default."""
-        size = plan.setting("bucket_size") if self.bucket_size is None else self.bucket_size
+    def with_plan_settings(self, plan: Plan, device: torch.device) -> Options:
+        """Returns these options with the plan's ``bucket_size`` and ``overlap``, if they leave those at the default;
+        else with the hardware that buckets are sized by, on ``device``.
+        """
+        size = self.bucket_size
+        if size is None or isinstance(size, Hardware):
+            size = size if plan.setting("bucket_size") is None else plan.setting("bucket_size")
+        if size is None and isinstance(self.cost, Hardware) and not self.cost.is_host:
+            size = self.cost
+        elif size is None and device.type != "cpu" and not isinstance(self.cost, Hardware):
+            size = H100
         return replace(self, bucket_size=size, overlap=self.overlap and plan.setting("overlap"))

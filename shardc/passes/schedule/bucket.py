@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import getitem
 
@@ -9,8 +11,11 @@ import torch
 from torch import fx
 
 from shardc._compat import OpOverload
+from shardc.cost.hardware import Hardware, price, route
 from shardc.ir import graph as ir
 from shardc.ir.comm import ALL_REDUCE, GATHER, REDUCE_SCATTER
+from shardc.ir.comm_volume import arguments_of, collective_kind, group_of
+from shardc.ir.mesh import Mesh
 from shardc.ir.rewriter import GraphRewriter, places, reorder
 from shardc.passes.op_calls import is_start, leaving
 from shardc.passes.schedule.prefetch import prefetchable, sink_to_first_use
@@ -31,6 +36,49 @@ _DIRECT = {
 
 
 @dataclass(frozen=True)
+class ByLink:
+    """Sizes of buckets by the links of their groups: latency is a twentieth of a bucket's time.
+
+    A bucket holds at most one repeated block of the model, so that the first gather is not later than with a unit per
+    block (FSDP2), and at most a sixty-fourth of a rank's memory.
+    """
+
+    hardware: Hardware
+    mesh: Mesh
+
+    def __repr__(self) -> str:
+        return f"ByLink({self.hardware.name!r}, {self.mesh!r})"
+
+    def limits(self, collectives: Sequence[fx.Node]) -> dict[fx.Node, int]:
+        """Returns the bytes (larger side, per rank) of the bucket that each of ``collectives`` may join."""
+        blocks: dict[Any, Counter[str]] = {}
+        for node in collectives:
+            if block := _block(ir.info(node).origin.module):
+                blocks.setdefault(_kind(node), Counter())[block] += _wire_size(node)
+        link = {_kind(node): self._by_latency(node) for node in collectives}
+        largest = {kind: max(sizes.values()) for kind, sizes in blocks.items()}
+        return {node: min(link[_kind(node)], largest.get(_kind(node), link[_kind(node)])) for node in collectives}
+
+    def _by_latency(self, node: fx.Node) -> int:
+        """Returns the bytes at which latency is a twentieth of the time; at most a sixty-fourth of memory."""
+        where = route(self.mesh, group_of(node, self.mesh)[0], self.hardware.node)
+        latency = price(self.hardware, str(collective_kind(node)), where, 0.0).seconds
+        return int(min(20 * latency * where.ring_bandwidth(self.hardware), self.hardware.memory / 64))
+
+
+def _block(module: str) -> str:
+    """Returns the repeated block that a module is in: its path up to the first number; "" if it is in none."""
+    parts = module.split(".")
+    first = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
+    return "" if first is None else ".".join(parts[: first + 1])
+
+
+def _kind(node: fx.Node) -> tuple[Any, str]:
+    """Returns the op and the group of a collective."""
+    return node.target, str(arguments_of(node)["group_name"])
+
+
+@dataclass(frozen=True)
 class Bucket:
     """Fuses collectives where dependences allow, by size and by where their values are needed.
 
@@ -44,12 +92,12 @@ class Bucket:
     the order of all other ops.
 
     Args:
-        size: bytes of a bucket's larger side, per rank; -1 for no limit, 0 for no buckets.
+        size: bytes of a bucket's larger side, per rank; -1 for no limit, 0 for no buckets. `ByLink`: by group.
         direct: lower every collective, even a single one, to messages between ranks (`shardc.ir.comm`), which on gloo
             copies less and takes less time than gloo's own collectives.
     """
 
-    size: int
+    size: int | ByLink
     direct: bool = False
     name = "bucket"
     requires = ("partition",)
@@ -79,6 +127,7 @@ class Bucket:
         level = leaving(graph)
         # A second reduction of a gradient waits for the bucket of the first: all first ones are bucketed before.
         fusible = [node for node in graph.nodes if node.op == "call_function" and node.target in _NATIVE]
+        limits = dict.fromkeys(fusible, self.size) if isinstance(self.size, int) else self.size.limits(fusible)
         for node in sorted(fusible, key=lambda node: level.get(node, 0)):
             key = (node.target, ir.value(node).dtype, node.args[1:], ir.info(node).piece)
             ready = -1.0
@@ -92,7 +141,7 @@ class Bucket:
             used = [order[user] for wait in node.users if wait not in level for user in wait.users]
             use = min(used, default=float(len(order)))
             bucket = _Open([node], order[node], ready, use, _wire_size(node))
-            if key in last and last[key].takes(bucket, self.size):
+            if key in last and last[key].takes(bucket, limits[node]):
                 last[key].add(bucket)
             else:
                 last[key] = bucket
