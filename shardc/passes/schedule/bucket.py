@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx
