@@ -56,6 +56,7 @@ _INERT = {
     "__setstate__", "__del__", "__init_subclass__", "__class_getitem__", "__subclasshook__",
     # Caches: of `copyreg` (since an object was copied or pickled), and of `typing` (since `isinstance` of a protocol).
     "__slotnames__", "__protocol_attrs__", "__non_callable_proto_members__", "__callable_proto_members_only__",
+    "___needs_generation_tag_patch",  # on `nn.Module`, since Dynamo patched ``__init__`` and ``__setstate__``
 }  # fmt: skip
 _OWN = {*vars(nn.Module()), "shardc", "_compiled_call_impl", STATE_KEY, REGISTRY_KEY}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")

@@ -9,8 +9,9 @@ from itertools import combinations
 import pytest
 import torch
 
+import shardc
 from shardc.cost import hardware
-from shardc.cost.hardware import H100, Hardware, calibrated, price, route
+from shardc.cost.hardware import A100, CPU, H100, Hardware, calibrated, price, route
 from shardc.cost.model import CostModel, Measured, Messages, Pricing
 from shardc.cost.redistribute import seconds, steps
 from shardc.ir.comm_volume import KINDS
@@ -90,6 +91,18 @@ def test_buckets_hide_the_latency_of_the_links_between_nodes() -> None:
     messages = CostModel(messages=Messages(1e-4, 2e-5, 3e-6, 1e-6, 1e9, 0.5))
     assert Options(cost=messages).bucket_bytes() == int(20 * (1e-4 + 2e-5 + 3e-6) * 1e9)
     assert Options(cost=messages, p2p_collectives=False).bucket_bytes() == 8 << 20
+
+
+def test_buckets_on_gpus_are_sized_by_the_links() -> None:
+    """By the cost if it describes GPUs, else by H100; a size in the plan or in the options goes first."""
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    plan, sized = shardc.fsdp("dp"), shardc.fsdp("dp") | shardc.Plan(bucket_size=5)
+    assert [Options().with_plan_settings(plan, device).bucket_size for device in (gpu, cpu)] == [H100, None]
+    assert Options(cost=A100).with_plan_settings(plan, cpu).bucket_size == A100
+    assert Options(cost=CPU).with_plan_settings(plan, cpu).bucket_size is None
+    assert Options(bucket_size=H100).with_plan_settings(sized, gpu).bucket_size == 5
+    assert Options(bucket_size="1 MiB").with_plan_settings(sized, gpu).bucket_bytes() == 1 << 20
+    assert Options(bucket_size=H100).in_flight_bytes() == 80e9 / 64
 
 
 def test_hardware_travels_without_its_hash() -> None:

@@ -268,4 +268,5 @@ SAME_CODE: dict[str, tuple[str, str] | str] = {
     "what a text does not change": "plain.__doc__ = 'Halves.'",
     "objects that were copied before": "import copyreg\nfor cls in (Block, nn.Linear, torch.Tensor):\n    "
     "copyreg._slotnames(cls)",
+    "something was compiled by torch before": "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2))",
 }

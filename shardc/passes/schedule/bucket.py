@@ -13,6 +13,7 @@ from torch import fx
 
 from shardc._compat import OpOverload
 from shardc.cost.hardware import Hardware, price, route
+from shardc.cost.step_sequence import is_coordinate
 from shardc.ir import graph as ir
 from shardc.ir.comm import ALL_REDUCE, GATHER, REDUCE_SCATTER
 from shardc.ir.comm_volume import arguments_of, collective_kind, group_of
@@ -50,11 +51,12 @@ class ByLink:
     def __repr__(self) -> str:
         return f"ByLink({self.hardware.name!r}, {self.mesh!r})"
 
-    def limits(self, collectives: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    def limits(self, graph: fx.Graph, collectives: Sequence[fx.Node]) -> dict[fx.Node, int]:
         """Returns the bytes (larger side, per rank) of the bucket that each of ``collectives`` may join."""
-        blocks: dict[Any, Counter[str]] = {}
+        blocks: dict[tuple[Any, str], Counter[str]] = {}
+        params = _parameters(graph)
         for node in collectives:
-            if block := _block(ir.info(node).origin.module):
+            if block := _block(params.get(node, "")):
                 blocks.setdefault(_kind(node), Counter())[block] += _wire_size(node)
         link = {_kind(node): self._by_latency(node) for node in collectives}
         largest = {kind: max(sizes.values()) for kind, sizes in blocks.items()}
@@ -67,9 +69,24 @@ class ByLink:
         return int(min(20 * latency * where.ring_bandwidth(self.hardware), self.hardware.memory / 64))
 
 
-def _block(module: str) -> str:
-    """Returns the repeated block that a module is in: its path up to the first number; "" if it is in none."""
-    parts = module.split(".")
+def _parameters(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Maps the nodes that are computed from one parameter alone, or of which one gradient alone is, to its name."""
+    out = {node: ir.role(node).name for node in ir.placeholders(graph, "param")}
+    for node in graph.nodes:
+        names = {out.get(x) for x in node.all_input_nodes if not is_coordinate(x)}
+        if node.op == "call_function" and len(names) == 1 and (name := names.pop()) is not None:
+            out[node] = name
+    grads = {x: role.name for role, x in ir.outputs(graph) if role.kind == "grad" and isinstance(x, fx.Node)}
+    for node in reversed(graph.nodes):
+        names = {grads.get(user) for user in node.users if user.op != "output"}
+        if node not in grads and len(names) == 1 and (name := names.pop()) is not None:
+            grads[node] = name
+    return grads | out
+
+
+def _block(name: str) -> str:
+    """Returns the repeated block of a parameter: its name up to the first number; "" if it is in none."""
+    parts = name.split(".")
     first = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
     return "" if first is None else ".".join(parts[: first + 1])
 
@@ -128,7 +145,7 @@ class Bucket:
         level = leaving(graph)
         # A second reduction of a gradient waits for the bucket of the first: all first ones are bucketed before.
         fusible = [node for node in graph.nodes if node.op == "call_function" and node.target in _NATIVE]
-        limits = dict.fromkeys(fusible, self.size) if isinstance(self.size, int) else self.size.limits(fusible)
+        limits = dict.fromkeys(fusible, self.size) if isinstance(self.size, int) else self.size.limits(graph, fusible)
         for node in sorted(fusible, key=lambda node: level.get(node, 0)):
             key = (node.target, ir.value(node).dtype, node.args[1:], ir.info(node).piece)
             ready = -1.0
