@@ -30,9 +30,9 @@ from shardc.lower.inductor import artifacts
 from shardc.passes import in_pieces
 from shardc.passes.options import Options
 from shardc.passes.unfold import Folded
+from shardc.plan.layout_spec import PerRank
 from shardc.plan.ports import numbered, resolve_activations, resolve_inputs
 from shardc.plan.resolve import Sizes, resolve_params
-from shardc.plan.spec import PerRank
 from shardc.plan.value import Plan
 from shardc.precompiled import ProgramKey, Store, load
 from shardc.precompiled.program_key import described

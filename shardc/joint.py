@@ -23,8 +23,8 @@ from shardc.passes.check import Verify
 from shardc.passes.options import Options
 from shardc.plan import ports
 from shardc.plan.entries import Policies
+from shardc.plan.layout_spec import Form
 from shardc.plan.resolve import BoundPlan, ParamPlan
-from shardc.plan.spec import Form
 from shardc.plan.value import Plan
 
 CUT = passes.Partition.name

@@ -20,7 +20,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.rewriter import GraphRewriter
 from shardc.passes.op_calls import operands_of
-from shardc.plan.spec import to_layout
+from shardc.plan.layout_spec import to_layout
 from shardc.rules.spec import Strategy
 
 CALL, GRADIENT = torch.ops.shardc_region.call.default, torch.ops.shardc_region.gradient.default

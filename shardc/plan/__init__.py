@@ -11,6 +11,7 @@ from shardc.plan.constructors import recompute as recompute
 from shardc.plan.constructors import tp as tp
 from shardc.plan.expression import parse_plan as parse_plan
 from shardc.plan.from_hsdp import hsdp_plan as hsdp_plan
+from shardc.plan.layout_spec import per_rank as per_rank
 from shardc.plan.ports import ActivationPin as ActivationPin
 from shardc.plan.ports import batch_axes as batch_axes
 from shardc.plan.ports import resolve_activations as resolve_activations
@@ -18,5 +19,4 @@ from shardc.plan.ports import resolve_inputs as resolve_inputs
 from shardc.plan.ports import resolve_outputs as resolve_outputs
 from shardc.plan.resolve import ParamPlan as ParamPlan
 from shardc.plan.resolve import resolve_params as resolve_params
-from shardc.plan.spec import per_rank as per_rank
 from shardc.plan.value import Plan as Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from shardc.plan.spec import Form, quote, show, show_sizes
+from shardc.plan.layout_spec import Form, quote, show, show_sizes
 
 Call = tuple[str, dict[str, Any]]
 SPECS = ("params", "inputs", "outputs", "activations")  # arguments that take specs

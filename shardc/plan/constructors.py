@@ -10,7 +10,7 @@ import torch
 from shardc.errors import PlanError
 from shardc.plan.entries import Cp, Ddp, Ep, Fsdp, Offload, Precision, Recompute, Tp
 from shardc.plan.entries.data_parallel import axis_names, by_glob, regathered
-from shardc.plan.spec import quote
+from shardc.plan.layout_spec import quote
 from shardc.plan.value import CONSTRUCTORS, Plan
 from shardc.validate import checked, renamed
 

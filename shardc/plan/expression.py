@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardc._compat import StridedShard
 from shardc.errors import PlanError, ShardcError
-from shardc.plan.spec import per_rank
+from shardc.plan.layout_spec import per_rank
 from shardc.plan.value import CONSTRUCTORS, Plan
 from shardc.validate import near
 

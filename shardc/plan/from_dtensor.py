@@ -24,9 +24,9 @@ from shardc.ir.mesh import Mesh
 from shardc.plan.constructor_calls import in_order
 from shardc.plan.entries import Entry, Param
 from shardc.plan.from_hf import pin, split_module
+from shardc.plan.layout_spec import OnAxes, quote
 from shardc.plan.match import by_part, matching
 from shardc.plan.placed import ParamPlan
-from shardc.plan.spec import OnAxes, quote
 
 
 def dtensor_entries(model: nn.Module, mesh: DeviceMesh | Mesh) -> list[Param]:

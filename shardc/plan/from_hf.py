@@ -16,8 +16,8 @@ from shardc._compat import StridedShard
 from shardc.errors import PlanError
 from shardc.plan.constructor_calls import in_order
 from shardc.plan.entries import Activation, Entry, Ep, Param, Tp
+from shardc.plan.layout_spec import OnAxes
 from shardc.plan.match import by_part, matching
-from shardc.plan.spec import OnAxes
 
 # Style -> the part of a weight (output features, input features) that it splits; "" if it splits nothing.
 HF_STYLES: dict[str, str] = {

@@ -12,7 +12,7 @@ from shardc._compat import StridedShard
 from shardc.errors import PlanError
 from shardc.plan.entries import Entry, Param, Setting
 from shardc.plan.entries.raw import activation_entries, port_entries
-from shardc.plan.spec import freeze, quote
+from shardc.plan.layout_spec import freeze, quote
 from shardc.validate import checked
 
 

@@ -9,7 +9,7 @@ from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 
 from shardc.errors import PlanError
-from shardc.plan.spec import is_one
+from shardc.plan.layout_spec import is_one
 
 
 def matching(glob: str, names: Iterable[str]) -> list[str]:

@@ -15,7 +15,7 @@ from shardc.errors import LayoutError, PlanError, ShardcWarning
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.placements import seen_on
-from shardc.plan.spec import Form, leaves_dims, to_layout
+from shardc.plan.layout_spec import Form, leaves_dims, to_layout
 
 
 def grown_layout(

@@ -25,7 +25,7 @@ from shardc._compat import StridedShard
 from shardc.errors import PlanError
 from shardc.plan.constructor_calls import SPECS, Call
 from shardc.plan.entries.mixed_precision import DTYPE_FIELDS
-from shardc.plan.spec import Form, OnAxes, PerRank, is_placements, per_rank, show_placement
+from shardc.plan.layout_spec import Form, OnAxes, PerRank, is_placements, per_rank, show_placement
 from shardc.validate import DTYPES
 
 VERSION = 1

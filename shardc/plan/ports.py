@@ -15,9 +15,9 @@ from shardc.ir import ops
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import leaf_paths
+from shardc.plan.layout_spec import Form, PerRank, Uneven, freeze, to_layout
 from shardc.plan.match import is_inside, shorten
 from shardc.plan.placed import grown_layout
-from shardc.plan.spec import Form, PerRank, Uneven, freeze, to_layout
 from shardc.plan.value import Plan
 
 
@@ -29,7 +29,7 @@ class ActivationPin:
         module: the module's qualified name, "" for the root.
         where: "input" or "output".
         index: position of the tensor among the module's inputs or outputs, or the keyword that passes it.
-        spec: argument of `shardc.plan.spec.to_layout`; ``base`` is the layout that the value has without it.
+        spec: argument of `shardc.plan.layout_spec.to_layout`; ``base`` is the layout that the value has without it.
         entry: the plan entry, as text.
     """
 

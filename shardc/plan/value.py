@@ -28,8 +28,8 @@ from shardc.plan.entries.raw import activation_entries, port_entries
 from shardc.plan.from_dtensor import style_entries
 from shardc.plan.from_hf import ep_entries, hf_entries
 from shardc.plan.from_sharding_plan import sharding_plan_entries
+from shardc.plan.layout_spec import freeze, quote
 from shardc.plan.plan_file import decode, encode
-from shardc.plan.spec import freeze, quote
 from shardc.validate import checked, typed
 
 Constructors = Mapping[str, Callable[..., "Plan"]]
@@ -46,7 +46,7 @@ class Plan:
     different axes adds up.
 
     Args:
-        params: parameter glob -> spec of its storage (see `shardc.plan.spec`). ``*`` matches dots, too.
+        params: parameter glob -> spec of its storage (see `shardc.plan.layout_spec`). ``*`` matches dots, too.
         inputs: a spec for all inputs, a list by position, a dict by name, or a pytree of these; None is skipped.
             `shardc.per_rank` is a spec for edge lists, offsets and other inputs with each rank's own rows.
         outputs: the same for outputs.

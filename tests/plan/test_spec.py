@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardc.errors import LayoutError, PlanError, ShardcWarning
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.plan.spec import freeze, is_one, show, to_layout
+from shardc.plan.layout_spec import freeze, is_one, show, to_layout
 
 MESH = Mesh(dp=2, tp=4, one=1)
 

@@ -12,9 +12,9 @@ from shardc.errors import PlanError
 from shardc.ir.mesh import Mesh, split_part
 from shardc.plan.constructor_calls import BY_GLOB, Call
 from shardc.plan.entries.entry import Entry
+from shardc.plan.layout_spec import show_sizes
 from shardc.plan.match import matching, must_match
 from shardc.plan.placed import ParamPlan, Placed, as_dtensor, grown, warn
-from shardc.plan.spec import show_sizes
 from shardc.validate import Bytes, Range, check_fields, checked
 
 ShardSize = Annotated[int, Range(1, also=(-1,))]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 
 from shardc.ir.mesh import Mesh
 from shardc.plan.constructor_calls import Call, call_text, to_call
+from shardc.plan.layout_spec import Form
 from shardc.plan.placed import ParamPlan, Placed
-from shardc.plan.spec import Form
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from shardc.errors import PlanError
 from shardc.plan.constructor_calls import Call
 from shardc.plan.entries.entry import Entry
+from shardc.plan.layout_spec import Form, PerRank, freeze, per_rank, quote, show, spec_axes
 from shardc.plan.match import flatten, is_inside, matching, must_match, near_names, shorten, split_target
 from shardc.plan.placed import Placed
-from shardc.plan.spec import Form, PerRank, freeze, per_rank, quote, show, spec_axes
 from shardc.validate import Bytes, Range, check_fields, checked
 
 

@@ -349,7 +349,7 @@ def to_layout(
     """Return the layout that ``spec`` describes.
 
     Args:
-        spec: any form of `shardc.plan.spec`.
+        spec: any form of `shardc.plan.layout_spec`.
         mesh: the mesh.
         shape: the tensor's global shape.
         base: the base layout, whose dims ``~`` keeps, without the axes that the spec uses itself; by default not split.
