@@ -32,14 +32,15 @@ _UNCHANGED = {"param": ("parameter", "or register it as a buffer"), "input": ("i
 
 
 def model_name(name: str) -> str:
-    """Return the name in the model of a module, parameter or buffer named ``name`` in the traced root module."""
+    """Return ``name``, of a module, parameter or buffer in the traced root module, without the prefix ``model.``."""
     return f"{name}.".removeprefix(PREFIX)[:-1]
 
 
 def annotate(
     gm: fx.GraphModule, inputs: Sequence[str], first: Mapping[str, str], stored: Mapping[str, torch.dtype]
 ) -> None:
-    """Gives every node its `Info` and the output node its roles; tags become `ops.tag`.
+    """Gives every node its `Info` (name, value, origin) and the output node the `Role` of each output; nodes of the op
+    ``shardc::tag`` become calls of `ops.tag`.
 
     Args:
         inputs: the name of each tensor input.
@@ -109,7 +110,9 @@ def _cast_stored(graph: fx.Graph, stored: Mapping[str, torch.dtype]) -> None:
 
 
 def _merge_names(graph: fx.Graph, first: Mapping[str, str]) -> None:
-    """Merges the placeholders and gradients of a tensor that has several names; the first name stays."""
+    """Merges the placeholders of a tensor that has several names into that of its first name, and adds up its
+    gradients.
+    """
     output = ir.output_node(graph)
     placed: dict[aot.AOTInput, fx.Node] = {}
     for node in ir.placeholders(graph):
@@ -140,7 +143,9 @@ def _by_first_name(desc: Any, first: Mapping[str, str]) -> Any:
 
 
 def _drop_output_tags(graph: fx.Graph) -> set[aot.AOTOutput]:
-    """Drops the tags of outputs; returns the descriptors of outputs that are the same tensor as an earlier one."""
+    """Removes the tag ops of outputs; returns AOTAutograd's descriptors of outputs that are the same tensor as an
+    earlier one.
+    """
     output = ir.output_node(graph)
     duplicates: set[aot.AOTOutput] = set()
     for node in list(graph.nodes):
@@ -162,7 +167,9 @@ def _needed_forward(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _forward_first(graph: fx.Graph, backward_from: fx.Node | None, needed: set[fx.Node]) -> None:
-    """Moves nodes that forward outputs need before the backward: AOTAutograd puts views of mutated tensors last."""
+    """Moves nodes that forward outputs need before ``backward_from``, the first of backward: AOTAutograd puts views of
+    mutated tensors last.
+    """
     if backward_from is None:
         return
     output = ir.output_node(graph)
@@ -207,7 +214,9 @@ def _drop_effects(graph: fx.Graph) -> None:
 
 
 def _first_backward(graph: fx.Graph, needed: set[fx.Node]) -> fx.Node | None:
-    """Return the first node of the backward: it depends on a tangent or comes from autograd, and no output needs it."""
+    """Return the first node that depends on a tangent or comes from autograd and that no forward output needs; None if
+    there is none.
+    """
     dependent: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -253,7 +262,9 @@ def _output_role(desc: aot.AOTOutput, inputs: Sequence[str]) -> Role | None:
 
 
 def _inner_output_role(desc: aot.SubclassGetAttrAOTOutput, inputs: Sequence[str]) -> Role | None:
-    """Return the `Role` of a wrapper subclass's inner tensor; CaptureError if the subclass is a model output."""
+    """Return the `Role` of an inner tensor of a wrapper subclass, None if it is not returned; CaptureError if the
+    subclass is a model output.
+    """
     outer = _output_role(desc.base, inputs)
     if outer is not None and outer.kind == "output":
         raise CaptureError(
@@ -290,7 +301,7 @@ def _region(node: fx.Node) -> int:
 
 
 def _stem(node: fx.Node, module: str = "") -> str:
-    """Return the name of the op of ``node``, after the path of its ``module`` if one is given."""
+    """Return the name of the op of ``node``, as ``module.op`` if a ``module`` is given."""
     target = node.target
     name = getattr(target, "__name__", str(target)) if not hasattr(target, "overloadpacket") else ""
     name = name or target.overloadpacket.__name__

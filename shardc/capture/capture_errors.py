@@ -315,7 +315,7 @@ _ROWS = "; if rows go to experts here, write one expert as a function under @sha
 
 
 def line_with(text: str, model: nn.Module) -> str | None:
-    """Return the first line with ``text`` in the forward of one of the modules, as ``file:line``, or None."""
+    """Return ``file:line`` of the first line that contains ``text`` in the forward of a module of ``model``, or None."""
     for module in model.modules():
         with suppress(OSError, TypeError):  # no source
             lines, first = inspect.getsourcelines(type(module).forward)
@@ -338,7 +338,9 @@ def _inputs_text(inputs: Sequence[tuple[str, Tensor]]) -> str:
 
 
 def check_result(out: PyTree, is_loss: bool) -> None:
-    """Checks, in the trace, that a loss is a scalar and a model returns a tensor; else ValueError."""
+    """Raises ValueError, in the trace, if a loss is no real scalar tensor, or if a model returns no tensor or an
+    unknown class.
+    """
     if is_loss and not (isinstance(out, Tensor) and out.numel() == 1 and not out.is_complex()):
         kind = f"a tensor of {out.dtype}, {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
         raise ValueError(f"{LOSS_GAVE}{kind}")

@@ -37,7 +37,9 @@ _WRITES = (aten.as_strided_scatter.default,)
 
 
 def fake_like(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return, in the active fake mode, ``x`` on ``device`` with its strides and offset; floats in ``dtype``."""
+    """Return a tensor of the active fake mode like ``x``, with its strides and storage offset, on ``device``; one of
+    floats is in ``dtype``.
+    """
     dtype = dtype if dtype is not None and x.is_floating_point() else x.dtype
     fake = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device)
     if x.storage_offset():
@@ -48,7 +50,9 @@ def fake_like(x: Tensor, device: torch.device, dtype: torch.dtype | None = None)
 
 
 def without_strides(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Replaces ``as_strided`` ops of a traced graph; CaptureError if one reads outside of the tensor's elements."""
+    """Replaces ``as_strided`` ops of a traced graph by permutations and indices; CaptureError if one reads outside of
+    the tensor's elements.
+    """
     nodes = [node for node in graph.nodes if node.op == "call_function" and node.target in (*_READS, *_WRITES)]
     if not nodes:
         return
@@ -94,7 +98,7 @@ class _Elements:
             )
 
     def read(self) -> fx.Node:
-        """Return the elements that the op reads, in the shape of its result."""
+        """Inserts ops that read the elements; returns the node that has them in the shape of the op's result."""
         if not prod(self.size):
             return self._call(aten.new_empty.default, self.base, self.size)
         order = self._through_all()
@@ -104,7 +108,7 @@ class _Elements:
         return self._permuted(flat, _inverse(order))
 
     def written(self) -> fx.Node:
-        """Return the base with ``src`` written to the elements that the ``as_strided`` op selects."""
+        """Inserts ops that write ``src`` to the elements; returns the node of the base after that."""
         assert self.source is not None
         if not prod(self.size):
             return self.tensor
@@ -119,7 +123,7 @@ class _Elements:
         return result
 
     def _through_all(self) -> list[int] | None:
-        """Return the op's dims by stride if it reads each element of the base once; else None."""
+        """Return the op's dims, the largest stride first, if it reads each element of the base once; else None."""
         order = sorted(range(len(self.size)), key=lambda dim: (self.size[dim] == 1, -self.stride[dim], dim))
         steps = [(self.size[dim], self.stride[dim]) for dim in order if self.size[dim] != 1]
         wanted = [prod(n for n, _ in steps[at + 1 :]) for at in range(len(steps))]
@@ -127,7 +131,7 @@ class _Elements:
         return order if whole and [step for _, step in steps] == wanted else None
 
     def _positions(self) -> fx.Node:
-        """Return an int64 index of the op's sizes: the position of each element in the base's storage."""
+        """Return a node of an int64 tensor of the op's sizes: the index of each element in the base's storage."""
         device, positions = self.base.meta["val"].device, None
         for dim, (n, step) in enumerate(zip(self.size, self.stride, strict=True)):
             if n == 1:
@@ -141,7 +145,7 @@ class _Elements:
         return positions if not self.offset else self._call(aten.add.Tensor, positions, self.offset)
 
     def _flat(self, x: fx.Node) -> fx.Node:
-        """Return the elements of ``x``, a tensor of the base's shape, as one dim, in the order of the storage."""
+        """Return a node with one dim: the elements of ``x``, a tensor of the base's shape, in the order of the storage."""
         return self._call(aten.reshape.default, self._permuted(x, self.order), [-1])
 
     def _permuted(self, x: fx.Node, order: Sequence[int]) -> fx.Node:
@@ -157,7 +161,7 @@ class _Elements:
 
 
 def _memory(node: fx.Node) -> tuple[fx.Node, int]:
-    """Return the owner of the storage of ``node``, and the offset of ``node`` from the owner's first element."""
+    """Return (the node that owns the storage of ``node``, the offset of ``node`` from the owner's first element)."""
     chain = [node]
     while _is_view(chain[-1]):
         chain.append(chain[-1].args[0])
@@ -215,7 +219,9 @@ def _layers(
     input: Tensor, hidden: Sequence[Hidden], params: Sequence[Sequence[Tensor]], has_biases: bool, num_layers: int,
     dropout: float, train: bool, bidirectional: bool, batch_first: bool, layer_fn: Callable[..., tuple[Tensor, Hidden]],
 ) -> tuple[Tensor, list[Hidden]]:  # fmt: skip
-    """Computes all layers, with the dropout between them, which torch's decomposition leaves out."""
+    """Computes all layers of a recurrent module -> (outputs, last states), with the dropout between them, which torch's
+    decomposition leaves out.
+    """
     input, ways, last = input.transpose(0, 1) if batch_first else input, 1 + bidirectional, []
     for at in range(0, num_layers * ways, ways):
         directions = [layer_fn(input, hidden[at + n], params[at + n], has_biases, reverse=bool(n)) for n in range(ways)]
@@ -304,7 +310,7 @@ def _chunk(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: object) -> Tensor:
-    """Adds the bias separately: a partial product would add it once per rank."""
+    """Adds the bias after the product, not within: ranks that sum partial products would add it once each."""
     if bias is None:
         return NotImplemented
     product = aten.convolution.default(x, weight, None, *geometry)
@@ -316,7 +322,7 @@ def _convolution_backward(
     padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Computes the gradient of the bias as a sum of its own, apart from those of input and weight."""
+    """Computes the gradient of the bias as a separate sum; returns the gradients of input, weight and bias."""
     if not output_mask[2]:
         return NotImplemented
     over = [0, *range(2 + x.ndim - weight.ndim, grad.ndim)]
@@ -331,7 +337,9 @@ def _convolution_backward(
 def _nll_loss_backward(
     grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, total: Tensor
 ) -> Tensor:
-    """Computes the gradient by comparing class numbers, which shards over classes; a scatter does not."""
+    """Computes the gradient by comparing targets with class numbers: unlike a scatter, that can be sharded over
+    classes.
+    """
     at = 0 if x.ndim < 2 else 1
     shape = [-1] + [1] * (x.ndim - at - 1)
     classes = aten.view.default(aten.arange.default(x.shape[at], device=x.device, dtype=torch.int64), shape)
@@ -414,7 +422,7 @@ def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim
 
 
 def _lu(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return LU and pivots; of the transpose if ``a`` is row-major in the trace, as the backward formulas expect."""
+    """Return (LU, pivots): of the transpose if ``a`` is row-major in the trace, as the backward formulas expect."""
     lu, pivots, _ = aten.linalg_lu_factor_ex.default(a.mT if a.is_contiguous() and not a.is_complex() else a)
     return lu, pivots
 
@@ -427,14 +435,14 @@ def _permutation_sign(pivots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _det(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the determinant, LU and pivots."""
+    """Return (determinant, LU, pivots) of ``a``."""
     lu, pivots = _lu(a)
     diagonal = aten.diagonal.default(lu, 0, -2, -1)
     return aten.mul.Tensor(aten.prod.dim_int(diagonal, -1), _permutation_sign(pivots, a.dtype)), lu, pivots
 
 
 def _slogdet(a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the sign and the logarithm of the absolute value of the determinant, LU and pivots."""
+    """Return (sign of the determinant, logarithm of its absolute value, LU, pivots) of ``a``."""
     lu, pivots = _lu(a)
     diagonal = aten.diagonal.default(lu, 0, -2, -1)
     sign = aten.mul.Tensor(aten.prod.dim_int(aten.sgn.default(diagonal), -1), _permutation_sign(pivots, a.dtype))

@@ -79,7 +79,9 @@ class Dtypes:
         return cls(tuple((path, dtypes) for path, dtypes in module_dtypes.items() if dtypes != ModuleDtypes()))
 
     def shortened(self, repeats: Repeats) -> Dtypes:
-        """Return the dtypes for the model with few of its repeated blocks."""
+        """Return these dtypes with the paths that modules have in the model cut to the first blocks of each run in
+        ``repeats``.
+        """
         named = [(repeats.short(path), dtypes) for path, dtypes in self.modules]
         return Dtypes(tuple((path, dtypes) for path, dtypes in named if path is not None))
 
@@ -89,7 +91,7 @@ class Dtypes:
         return {name: dtypes for name, dtypes in named if name is not None}
 
     def uncast(self, model: nn.Module) -> tuple[str, str]:
-        """Return (error text, fix) on buffers in another dtype than cast parameters; ("", "") if there are none."""
+        """Return (error text, fix) for buffers in a dtype that no parameters are cast to; ("", "") if there are none."""
         by_path = dict(self.modules)
         params = [dtypes.param for dtypes in by_path.values() if dtypes.param is not None]
         buffers = [

@@ -1,4 +1,6 @@
-"""Reads of a trace (attributes, globals, lengths, types) and storages of its outputs, from Dynamo's guards."""
+"""Finds what a trace read (attributes, globals, lengths, types) in Dynamo's guards, and the storages of its outputs in
+Dynamo's graph.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ from shardc.ir.returned import Memory
 def memories_of(
     traced: fx.GraphModule, root: nn.Module, places: dict[str, str], fakes: Sequence[Tensor], inputs: Sequence[str]
 ) -> tuple[tuple[Memory, ...], dict[int, str]]:
-    """Return the storage of each output, and storage -> name of its owner, as `returned` takes them.
+    """Return (the `Memory` of each output, storage -> name of the tensor that owns it), as `returned` takes them.
 
     Dynamo's graph has the ops that one device runs; AOTAutograd's graph is functionalized.
 
@@ -61,7 +63,7 @@ def memories_of(
 
 
 def _as_view(node: fx.Node) -> tuple[bool, bool]:
-    """Return whether ``node`` is a view by ``as_strided``, and whether torch refuses to change it in place.
+    """Return (whether ``node`` is a view by ``as_strided``, whether torch refuses to change it in place).
 
     It refuses them for a view that a custom autograd function returns, and for one whose elements share memory.
     """
@@ -122,7 +124,7 @@ _MODEL, _LOSS = "L['self']._modules['model']", "L['self']._loss[0]"
 
 @contextmanager
 def recorded() -> Iterator[list[CaptureOutput]]:
-    """Collects Dynamo's capture output for each trace in the block.
+    """Yields a list to which each trace in the block adds Dynamo's `CaptureOutput`.
 
     Also adds guards for absent dict keys and absent attributes that code looks up.
     """
@@ -167,7 +169,8 @@ def _wrapper_code(model: nn.Module) -> set[CodeType]:
 def reads_of(
     trace: CaptureOutput, model: nn.Module, loss: Callable[..., object] | None, states: Iterable[Read] = ()
 ) -> Reads:
-    """Return the attributes, globals and properties that a trace of ``loss(model(...))`` read, and ``states`` of torch.
+    """Return the `Reads` of a trace of ``loss(model(...))``: attributes, globals and their properties that it read, and
+    the given ``states`` of torch.
 
     Raises:
         CaptureError: the code asks for the class of a tensor; or it reads a tensor that is no parameter, buffer or
@@ -224,7 +227,9 @@ def reads_of(
 
 
 def expressed(trace: CaptureOutput, changes: Iterable[Change], reads: Reads) -> list[Change]:
-    """Return ``changes`` with expressions in the terms of ``reads``, without globals of torch and of libraries."""
+    """Return ``changes`` with Dynamo's names of objects replaced by those in ``reads``, except changes of globals of
+    torch and of libraries.
+    """
     capture = trace.graph_capture_output
     scope, imported = capture.output_graph.global_scope, dict(capture.import_sources)
     renamed = []
@@ -243,7 +248,8 @@ def _is_of_library(module: str) -> bool:
 
 
 def _expression(text: str, imported: Mapping[str, str], scope: Mapping[str, Any], scopes: Any) -> str | None:
-    """Return a guard's source ``text`` in terms of ``model``, ``loss`` and globals; None if it is none of these.
+    """Return a guard's expression ``text`` in terms of ``model``, ``loss`` and globals; None if it is about another
+    object.
 
     Args:
         imported: Dynamo's name of an imported module -> the module's name.

@@ -44,7 +44,7 @@ class Tag:
 
 @torch.library.custom_op("shardc::tag", mutates_args=())
 def mark(x: Tensor, name: str) -> Tensor:
-    """Returns a copy of ``x``: the op whose call, with its ``name``, stands in the trace for a tag."""
+    """Returns a copy of ``x``. In a trace, a call of this op marks ``x`` as the activation ``name``."""
     return x.clone()
 
 
@@ -82,7 +82,8 @@ def _replace_output(tag: Tag, _module: nn.Module, _args: PyTree, output: PyTree)
 
 
 def _replace(values: PyTree, tag: Tag) -> PyTree:
-    """Return ``values`` with its ``tag.index``-th tensor (or that key) passed through the marker op ``shardc::tag``.
+    """Return ``values`` with one tensor, the ``tag.index``-th or the one under that key, passed through the op
+    ``shardc::tag``.
 
     A dict subclass (an output of ``transformers``) is changed in place.
     """
@@ -127,7 +128,7 @@ def transformers_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, 
 
 
 def _interface(self: object, experts_implementation: str, default: object) -> Callable[..., Tensor]:
-    """Replaces the lookup of an ``experts_implementation`` of ``transformers``: every one is `transformers_experts`."""
+    """Return `transformers_experts` for every ``experts_implementation``: replaces the lookup in ``transformers``."""
     return transformers_experts
 
 

@@ -50,7 +50,7 @@ _INTERPRETERS = torch._C._functorch.peek_interpreter_stack  # Dynamo answers as 
 
 @contextmanager
 def recorded_states() -> Iterator[set[Read]]:
-    """Collects the states of torch and of the process that a trace in the block reads.
+    """Yields a set to which a trace in the block adds, as `Read`, the states of torch and of the process that it reads.
 
     The grad mode counts if code outside of torch reads it: torch's own code computes the same in both modes.
     """
@@ -184,7 +184,9 @@ class GradMode:
         self._left = False  # whether forward entered inference_mode(False)
 
     def note(self, tx: InstructionTranslatorBase) -> bool:
-        """Notes a read of the grad mode; returns False in torch's own code. Unsupported in a reentrant checkpoint."""
+        """Adds the grad mode to the reads and returns True; in torch's own code only returns False. Raises Unsupported
+        in a reentrant checkpoint.
+        """
         if is_versioned(tx.f_code) and "polyfills" not in tx.f_code.co_filename:
             return False
         if self._reentrant:
@@ -287,7 +289,7 @@ class GradMode:
             yield
 
     def _in_inference(self, name: str, answer: VariableTracker, view: bool) -> VariableTracker:
-        """Return the ``answer`` to a read of attribute ``name``, corrected for inference mode.
+        """Return ``answer``, Dynamo's value of a tensor's attribute ``name``, corrected for inference mode.
 
         A view of a parameter requires a gradient there too, so such a read is refused.
         """

@@ -48,7 +48,9 @@ def _subclasses(kind: Any) -> Iterator[Any]:
 
 
 def _past_raises(jump: Jump) -> Jump:
-    """Return Dynamo's handler ``jump`` of a conditional jump, without branches on a tensor that only raise."""
+    """Return a handler of conditional jumps like Dynamo's ``jump``, which leaves out a branch on a tensor if one side
+    only raises.
+    """
 
     def handler(tx: Any, instruction: Any) -> None:
         if isinstance(tx.stack[-1].realize(), TensorVariable):

@@ -73,7 +73,9 @@ def random_decompositions() -> dict[OpOverload, Callable[..., object]]:
 
 
 def _factory(how: Mapping[str, Any], like: Tensor | None = None) -> dict[str, Any]:
-    """Return the dtype and device arguments of a factory function, with torch's defaults."""
+    """Return ``dtype`` and ``device`` as keyword arguments: those in ``how``, else those of ``like``, else torch's
+    defaults.
+    """
     dtype = how.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
     device = how.get("device") or (torch.device("cpu") if like is None else like.device)
     return {"dtype": dtype, "device": device}
@@ -160,7 +162,9 @@ class _Draws:
         return aten.add.Tensor(aten.mul.Tensor(self.normal(size, **how), std), mean)
 
     def multinomial(self, weights: Tensor, count: int, replacement: bool = False) -> Tensor:
-        """Draws indices: by exponential races; with replacement, several by inverting the cumulative weights."""
+        """Draws ``count`` indices by ``weights``: several with replacement by inverting the cumulative weights, others
+        by exponential races.
+        """
         if not replacement or count == 1:
             fine = aten._to_copy.default(weights, dtype=_draw_dtype(weights.dtype))
             races = aten.div.Tensor(fine, self.exponential(fine))
@@ -175,7 +179,9 @@ class _Draws:
     def rrelu(
         self, x: Tensor, noise: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Draws the slope of each negative element; in evaluation it is the mean of the bounds."""
+        """Return (``x`` with its negative elements scaled, the scales), drawn between the bounds; in evaluation (``x``
+        scaled by their mean, ``noise``).
+        """
         if not training:
             slopes = aten.where.self(aten.gt.Scalar(x, 0), x, aten.mul.Tensor(x, (lower + upper) / 2))
             return slopes, aten.clone.default(noise)

@@ -64,7 +64,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Block:
-    """One call of a block.
+    """One recorded call of a block, a numbered child of a container.
 
     Args:
         enter, exit: the range of the recorded op calls in it.
@@ -119,7 +119,9 @@ class Recorder(TorchFunctionMode):
         return self._tokens[id(x)]
 
     def freeze(self, leaves: Sequence[object]) -> Frozen:
-        """Return ``leaves`` with tensors as tokens and objects as their identity."""
+        """Return ``leaves`` with each tensor as its `Token`, plain constants as they are and other objects as their
+        ``id``.
+        """
         return [self.token(x) if isinstance(x, Tensor) else x if isinstance(x, PLAIN) else id(x) for x in leaves]
 
     def __torch_function__(
@@ -140,7 +142,9 @@ class Recorder(TorchFunctionMode):
         leaves: list[object],
         spec: pytree.TreeSpec,
     ) -> PyTree:
-        """Return the result of ``func``: with ``reuse``, new tensors like those of an earlier call."""
+        """Return the result of ``func``; with ``reuse``, new fake tensors like the results of an earlier call with
+        equal arguments.
+        """
         name = getattr(func, "__name__", "_")
         if self._results is None or name.endswith("_") or not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves):
             return func(*args, **kwargs)
@@ -159,7 +163,9 @@ class Recorder(TorchFunctionMode):
 
 
 def _metadata(x: object) -> tuple[object, ...]:
-    """Return the metadata of a tensor, or the value of a constant."""
+    """Return a tuple to compare: a tensor's class, shape, strides, dtype, device and ``requires_grad``, or a constant's
+    type and value.
+    """
     if isinstance(x, Tensor):
         return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad
     return type(x), x
@@ -271,7 +277,9 @@ def numbered_containers(model: nn.Module) -> list[tuple[str, int]]:
 
 @contextlib.contextmanager
 def shortened(model: nn.Module, repeats: Repeats) -> Iterator[None]:
-    """Shortens each run of ``model`` to its first blocks, on entry; later children are renumbered."""
+    """Removes from ``model`` all but the first ``repeats.keep`` blocks of each run, and renumbers the children after
+    it; restores them on exit.
+    """
     containers = [(model.get_submodule(run.path), run) for run in repeats]
     saved = [dict(container._modules) for container, _ in containers]
     try:
@@ -297,7 +305,8 @@ def find_repeats(
     loss: Loss | None = None,
     dtypes: Dtypes,
 ) -> Repeats:
-    """Return the runs of more than ``keep`` equal blocks, at most one per container, whose length nothing depends on.
+    """Return the runs of more than ``keep`` equal blocks, at most one per container, with whose blocks removed the rest
+    of the model makes the same calls.
 
     Args:
         model, args, kwargs, device, loss, dtypes: as for `capture`.
@@ -364,14 +373,15 @@ def _draws(func: Callable[..., object], args: Frozen) -> bool:
 
 
 def _tokens(leaves: Sequence[object]) -> dict[Token, int]:
-    """Return the position of each tensor among ``leaves``."""
+    """Return the tensors among ``leaves``, each with its index: token -> index."""
     return {x: at for at, x in enumerate(leaves) if isinstance(x, Token)}
 
 
 def _comparable(
     record: Recorder, start: int, events: Sequence[Event], extra: Sequence[object], name_of: Callable[[Token], object]
 ) -> tuple[list[Event], Frozen]:
-    """Return recorded op calls in comparable form: a tensor becomes its name (``name_of``) or its number as a result.
+    """Return (``events``, ``extra``) with each tensor replaced by its name (``name_of``) or by its number among the
+    events' results, so that equal calls compare equal.
 
     Args:
         start: results of calls recorded before this index keep their own identity.

@@ -62,7 +62,9 @@ Context = list[Any]  # [names of attributes that may hold tensors, {name: value}
 
 
 def register_caches() -> None:
-    """Registers every class of caches and cache layers that is already imported; imports none."""
+    """Registers as pytree nodes the classes of caches and cache layers of ``transformers`` that are already imported;
+    imports none.
+    """
     module = sys.modules.get("transformers.cache_utils")
     for base in (getattr(module, name) for name in _BASES if hasattr(module, name)):
         for kind in (base, *_subclasses(base)):
@@ -81,7 +83,7 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def _flatten(cache: object) -> tuple[list[PyTree], Context]:
-    """Return the attributes that may hold tensors; as context, their names and the values of the others."""
+    """Return (values of the attributes that may hold tensors, [their names, name -> value of the others in JSON form])."""
     attributes = {name: value for name, value in vars(cache).items() if _may_hold(value)}
     others = {name: _to_json(value) for name, value in vars(cache).items() if name not in attributes}
     return list(attributes.values()), [list(attributes), others]
@@ -113,7 +115,9 @@ def _may_hold(value: object) -> bool:
 
 
 def _to_json(value: object) -> object:
-    """Return ``value`` in the form that a saved program stores (see `shardc.precompiled.record`), if it has one."""
+    """Return a dtype, device or class as ``{"dtype": name}``, ``{"device": name}`` or ``{"class": name}``; other values
+    unchanged.
+    """
     if isinstance(value, torch.dtype):
         return {"dtype": dtype_name(value)}
     if isinstance(value, torch.device):
@@ -124,7 +128,7 @@ def _to_json(value: object) -> object:
 
 
 def _from_json(value: object) -> object:
-    """Return the value that `_to_json` converted to ``value``."""
+    """Return the dtype, device or class that ``value``, a result of `_to_json`, stands for; other values unchanged."""
     if not isinstance(value, dict):
         return value
     ((kind, name),) = value.items()
@@ -214,7 +218,9 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Computes bags of equal size (rows of ``input``) as lookups and a sum, which shard over bags and table rows."""
+    """Computes bags of equal size (rows of ``input``) as lookups and a reduction, which shard over bags and table rows;
+    other cases as torch does.
+    """
     even = input.dim() == 2 and not input.is_nested and input.shape[1] > 0
     plain = offsets is None and max_norm is None and not sparse and not scale_grad_by_freq
     if not even or not plain or mode not in _MODES:
@@ -334,7 +340,7 @@ def chunked_cross_entropies(
 def gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:
-    """Computes the loss without torch's check that variances are not negative."""
+    """Computes `F.gaussian_nll_loss` without torch's check that variances are not negative."""
     if isinstance(var, float):
         var = torch.full_like(input, var)
     if var.shape != input.shape and var.shape == input.shape[:-1]:
@@ -351,7 +357,9 @@ def gaussian_nll_loss(
 def multilabel_margin_loss(
     input: Tensor, target: Tensor, size_average: bool | None = None, reduce: bool | None = None, reduction: str = "mean"
 ) -> Tensor:
-    """Computes the loss with the labels before the first -1 of a row; torch's decomposition adds the later ones too."""
+    """Computes `F.multilabel_margin_loss` with the labels before the first -1 of a row; torch's decomposition adds the
+    later ones too.
+    """
     if size_average is not None or reduce is not None:
         reduction = _Reduction.legacy_get_string(size_average, reduce)
     if target.shape != input.shape:

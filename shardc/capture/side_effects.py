@@ -159,7 +159,8 @@ def changed_reads(
     code: Iterable[CodeType],
     retrace: Callable[[dict[str, Constant]], Reads | None],
 ) -> Reads:
-    """Return ``reads`` if each call reads the same values although forward changes some of them; else raise.
+    """Return ``reads``, with those of a second trace if one is needed, if each call reads the same values although
+    forward changes some; else raise.
 
     A table that the first call fills, from no input, has the same value in each call. So has a constant that forward
     sets to the same value, if the graph traced with that value is the same.
@@ -427,7 +428,7 @@ def _containers(value: PyTree, name: str) -> Iterator[tuple[str, Container]]:
 
 
 def _contents(value: Container) -> list[tuple[object, int]]:
-    """Return the keys, in order, and the ids of the values."""
+    """Return (key, ``id`` of the value) of each item, in order."""
     return [(key, id(x)) for key, x in (value.items() if isinstance(value, dict) else enumerate(value))]
 
 
@@ -447,7 +448,9 @@ def _replaced(model: nn.Module, run: Callable[[], object]) -> Iterator[tuple[str
 
 @contextlib.contextmanager
 def _restored(model: nn.Module) -> Iterator[dict[str, tuple[nn.Module, dict[str, object], dict[str, Tensor | None]]]]:
-    """Restores the attributes and buffers of ``model`` on exit; yields those on entry by module path."""
+    """Restores the attributes and buffers of ``model`` on exit; yields module path -> (module, its attributes, its
+    buffers) on entry.
+    """
     before = {path: (module, dict(module.__dict__), dict(module._buffers)) for path, module in model.named_modules()}
     try:
         yield before

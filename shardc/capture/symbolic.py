@@ -140,7 +140,7 @@ def capture_symbolic(
 
 
 def _guards_of(env: ShapeEnv, hints: Mapping[int, str], symints: Mapping[str, SymInt]) -> list[tuple[sympy.Basic, str]]:
-    """Return the guards of ``env``, in the symbols of ``symints``, and the line of each.
+    """Return (relation in the symbols of ``symints``, ``file:line`` or "") of each guard of ``env``.
 
     Dynamo has its own symbols for the sizes of inputs; they are matched by their example sizes.
     """
@@ -181,7 +181,7 @@ def _fixed_size_error(
 
 
 def _number(x: Number, values: Mapping[sympy.Symbol, sympy.Integer]) -> int | float:
-    """Return a number of the trace with ``values`` for symbols."""
+    """Return the number ``x`` of a trace with ``values`` substituted for its symbols."""
     kind = int if isinstance(x, SymInt) else float if isinstance(x, SymFloat) else bool
     return kind(x.node.shape_env.replace(x.node._expr).xreplace(values)) if isinstance(x, _SYMBOLIC) else x
 

@@ -93,7 +93,7 @@ class CaptureOnce:
         tags: Sequence[Tag] = (),
         dtypes: Dtypes,
     ) -> Captured:
-        """Return the capture; arguments are those of `capture`."""
+        """Return the `Captured` model, a copy from the cache after an equal call; arguments are those of `capture`."""
         leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
         tensors = (*model.named_parameters(), *model.named_buffers())
         inputs = [_metadata(x) if isinstance(x, Tensor) else repr(x) for x in leaves]
@@ -118,7 +118,7 @@ def _metadata(x: Tensor) -> tuple[object, ...]:
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy whose nodes have their own meta dicts; example values are shared."""
+    """Return a copy of ``gm`` whose nodes have their own meta dicts; the fake values in these are shared."""
     return fx.GraphModule(gm, ir.copied(gm.graph))
 
 
@@ -127,7 +127,7 @@ Loss = Callable[..., PyTree]
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured model.
+    """The joint forward-backward graph of a captured model, and what is needed to call it.
 
     Args:
         graph: the joint graph; every node has its `Info`, the output node its roles.
@@ -181,7 +181,9 @@ class _Root(nn.Module):
         return pytree.tree_map_only(Tensor, marked, out)
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[Sequence[PyTree], dict[str, PyTree], Sequence[PyTree]]:
-        """Return the model's args and kwargs, and the loss's arguments after the output."""
+        """Return (args of the model, its kwargs, args of the loss after the output), with ``tensors`` as the tensor
+        leaves.
+        """
         flat = list(self._flat)
         for at, x in zip(self._places, tensors, strict=True):
             flat[at] = x

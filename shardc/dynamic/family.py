@@ -46,7 +46,7 @@ class DynamicDims:
                 self.names.setdefault(name, {}).setdefault(dim, f"{name}[{dim}]")
 
     def of(self, inputs: Sequence[tuple[str, object]]) -> tuple[dict[str, dict[int, str]], dict[str, int]]:
-        """Resolves the dynamic dims of a call's inputs: input -> dim -> name, and the size of each name.
+        """Return (input -> dim -> name of its size, name -> size) for the dynamic dims of a call's inputs.
 
         Raises InputError if an input lacks a dim, or a name has two sizes.
         """
@@ -138,7 +138,8 @@ class Family:
             raise next((e for e in errors if isinstance(e, Differs)), errors[-1])
 
     def _hints(self, ranks: int) -> Iterator[Sizes]:
-        """Yields example sizes for the capture: near the example's, unrelated by chance; last the example's own.
+        """Yields name -> example size for each capture to try: sizes near the example's that are unrelated; at last the
+        example's own.
 
         Sizes that are equal in the example are different at first, then equal.
         """

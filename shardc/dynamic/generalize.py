@@ -81,7 +81,9 @@ class Fit:
 
 
 def _solve(values: Sequence[int], m: Sequence[int], n: Sequence[int]) -> tuple[Fraction, Fraction] | None:
-    """Solves ``a m + b n`` for a and b at the first two points."""
+    """Return the (a, b) for which ``a m + b n`` has the ``values`` at the first two points; None if they are not
+    unique.
+    """
     determinant = m[0] * n[1] - m[1] * n[0]
     if not determinant:
         return None
@@ -90,7 +92,8 @@ def _solve(values: Sequence[int], m: Sequence[int], n: Sequence[int]) -> tuple[F
 
 
 def points(example: Mapping[str, int], modulus: int, above: bool = True) -> list[dict[str, int]]:
-    """Return `POINTS` sets of sizes near the example's, above or below, and congruent to them modulo ``modulus``.
+    """Return `POINTS` dicts (size name -> size) near the example's, above or below, and congruent to them modulo
+    ``modulus``.
 
     The quotients by ``modulus`` are distinct, and above the example primes, so that sizes are not related by chance.
 
@@ -139,7 +142,7 @@ def moduli(polynomials: Sequence[Polynomial], example: Mapping[str, int]) -> dic
 
 
 def conditions(scale: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Formats the result of `moduli`: ``"b % 4 == 0"``."""
+    """Return texts such as ``"b % 4 == 0"`` for the result of `moduli`, (a, b) by size name."""
     return [f"{name} % {a} == {b}" for name, (a, b) in scale.items() if a > 1]
 
 
@@ -259,7 +262,9 @@ def _shapes(records: Sequence[Info], fit: Fit) -> tuple[tuple[int | Polynomial, 
 
 
 def _roles(roles: Sequence[tuple[ir.Role, ...]], fit: Fit) -> tuple[object, ...]:
-    """Merges the outputs' layouts at three example sizes: sizes that differ become polynomials."""
+    """Merges the outputs' layouts at three example sizes. For each output, return its dims as tuples of (size or
+    polynomial, mesh axis), or None if it has no layout.
+    """
     out: list[object] = []
     for outputs in zip(*roles, strict=True):
         layouts = [role.layout for role in outputs]

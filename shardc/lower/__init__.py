@@ -77,7 +77,9 @@ def lower(*halves: Half, backend: str, by: str = "auto") -> list[Compiled]:
 
 
 def _compiled(half: Half, segments: tuple[Segment, ...], codes: Sequence[Code]) -> Compiled:
-    """Return the lowered graph: ``codes`` of its segments, and the arena planned by lifetimes in Inductor's code."""
+    """Return ``half`` as `Compiled` with the ``codes`` of its segments. Its arena is planned by the lifetimes of values
+    in Inductor's code, if all segments have code.
+    """
     sources = dict.fromkeys(code.source for code in codes)
     compiled = Compiled(half, segments, tuple(codes), half.plan, "\n".join(sources))
     if not compiled.plan.slots or not all(sources):

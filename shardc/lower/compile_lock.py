@@ -28,7 +28,8 @@ T = TypeVar("T")
 
 
 def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModule, str], T]) -> dict[fx.GraphModule, T]:
-    """Compile ``graphs`` by ``make(graph, kind)``, sharing the work with the other ranks of this machine.
+    """Return graph -> result of ``make(graph, kind)``, which compiles it, and share the work with the other ranks of
+    this machine.
 
     Each rank begins with another graph and defers those that another process is compiling or has compiled. At the end
     it loads these from Inductor's cache. Graphs that the cache cannot hold are compiled by every rank.
@@ -83,7 +84,9 @@ def _uncached() -> int:
 
 
 def _mark_file(lock: BaseFileLock, what: str) -> Path:
-    """Return the file that records that the graph of ``lock`` is compiled, or cannot be cached."""
+    """Return the file beside ``lock`` that records, by the suffix ``what``, that its graph is compiled (`MADE`) or
+    cannot be cached (`ALONE`).
+    """
     return Path(lock.lock_file).with_suffix(what)
 
 
@@ -106,7 +109,7 @@ def program_folder() -> Path:
 
 
 def name_of(gm: fx.GraphModule, kind: str, settings: str = "") -> str:
-    """Return a hash of the graph and ``settings``, independent of the names of nodes."""
+    """Return a hash of ``kind``, ``settings`` and the graph's ops and input types; the names of nodes do not count."""
     number = {node: f"%{at}" for at, node in enumerate(gm.graph.nodes)}
     lines = [kind, settings]
     for node in gm.graph.nodes:

@@ -112,7 +112,8 @@ def _separate(values: Sequence[InputType]) -> list[InputType]:
 
 
 def lowered(gm: fx.GraphModule, kind: str, settings: Callable[[], str]) -> tuple[BoxedRun, str]:
-    """Compile ``gm`` at the sizes of its placeholders, or load it from Inductor's cache; see `lowered_for`.
+    """Compile ``gm`` at the sizes of its placeholders, or load it from Inductor's cache; return (callable, generated
+    source).
 
     Args:
         settings: returns the result of `settings`.
@@ -162,7 +163,7 @@ def settings() -> str:
 
 
 def lowered_for(gm: fx.GraphModule, inputs: Sequence[InputType], kind: str) -> tuple[BoxedRun, str]:
-    """Compile ``gm`` by Inductor; return the callable and its source.
+    """Compile ``gm`` by Inductor; return (callable, generated source).
 
     Args:
         inputs: fake tensors, and numbers that may be symbolic.
@@ -295,7 +296,9 @@ def give_values(gm: fx.GraphModule) -> None:
 
 
 def lowered_at_any_sizes(half: Half) -> tuple[BoxedRun, str] | None:
-    """Return a callable for a graph at any sizes, and its source; None if the graph has no symbolic form."""
+    """Return (callable at this graph's sizes, generated source) from code compiled for symbolic sizes; None if the
+    graph has no symbolic form.
+    """
     at: At | None = half.gm.meta.get(SIZED)
     if at is None:
         return None

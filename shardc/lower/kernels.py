@@ -49,7 +49,7 @@ class _Kernel(CodeCacheFuture):
         self.name = ""
 
     def result(self, timeout: float | None = None) -> Any:
-        """Return the compiled function; waits for the compiler."""
+        """Return the compiled function, after waiting for the compiler; ``timeout``, of torch's signature, is ignored."""
         assert self.load is not None, "the graph that has it was not waited for"
         return getattr(self.load(), self.name)
 
@@ -112,7 +112,9 @@ def _put(scope: dict[str, object], kernels: dict[str, _Kernel]) -> None:
 
 
 def _take_cached(kernel: _Kernel, loads: Loads, by: AsyncCompile) -> bool:
-    """Load ``kernel`` from the file of an earlier graph, if there is one; ``loads`` are the files already requested."""
+    """Load ``kernel`` from the file of an earlier graph; return whether there is one. ``loads`` has the files already
+    requested.
+    """
     if not caches():
         return False
     with suppress(OSError, ValueError):  # nothing is there, or it is damaged
@@ -141,7 +143,9 @@ def _start(kernels: Sequence[_Kernel], by: AsyncCompile) -> None:
 
 
 def _load(text: str, by: AsyncCompile) -> Load:
-    """Return the module of the C++ source ``text``, after compiling it if necessary."""
+    """Begin to compile the C++ source ``text``, if it is not cached; return a function that waits for the module and
+    returns it.
+    """
     # `load_async` submits while it holds the lock that the work takes. With one thread, that would wait for itself.
     submit = by.submit if get_compile_threads() > 1 else None
     load: Load = CppPythonBindingsCodeCache.load_async(text, submit_fn=submit)
@@ -158,7 +162,9 @@ def _hash(*texts: str) -> str:
 
 
 def _bindings(kernels: Sequence[_Kernel]) -> str:
-    """Return the Python bindings of ``kernels`` as one module, derived from Inductor's template for a single kernel."""
+    """Return the C++ source of one Python module with all ``kernels``, derived from Inductor's template for a single
+    kernel.
+    """
     texts = [_binding(kernel) for kernel in kernels]
     calls = [
         text[text.index(_CALL.format(kernel.name)) : text.index(_TABLE)]
@@ -172,7 +178,7 @@ def _bindings(kernels: Sequence[_Kernel]) -> str:
 
 
 def _binding(kernel: _Kernel) -> str:
-    """Return Inductor's bindings for ``kernel`` alone."""
+    """Return the C++ source of Inductor's Python bindings for ``kernel`` alone."""
     of = CppPythonBindingsCodeCache
     arguments = ", ".join(
         f"parse_arg<{kind.replace('const ', '')}>(args, {at})" for at, kind in enumerate(kernel.argtypes)

@@ -19,7 +19,8 @@ c10d = torch.ops._c10d_functional
 
 
 def min_cut(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph by AOTAutograd's min-cut, which saves little and recomputes cheap ops in backward.
+    """Split a joint graph into (forward, backward) by AOTAutograd's min-cut, which saves little and recomputes cheap
+    ops in backward.
 
     ``joint`` itself stays unchanged.
     """

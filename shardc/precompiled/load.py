@@ -48,7 +48,7 @@ from shardc.verify import check, verify
 
 
 def backward_for(used: frozenset[int], backward: Half, *hooks: Hook) -> fx.GraphModule:
-    """Return the backward graph for a loss that uses the outputs ``used``.
+    """Return the backward graph for a loss that uses only the outputs with the indices ``used``.
 
     It depends only on the text of ``backward``, which ranks have compared, so a rank that compiled the program and one
     that loaded it derive the same graph.

@@ -248,7 +248,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class TensorType:
-    """A tensor on one rank, without values."""
+    """Shape, strides, dtype and device of a tensor on one rank."""
 
     shape: Sizes
     stride: Sizes

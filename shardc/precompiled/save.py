@@ -119,7 +119,7 @@ def _reads(gm: fx.GraphModule) -> Mapping[str, Any]:
 
 
 def _type_of(value: Any) -> TensorType | Fixed:
-    """Return the type of a placeholder that is a tensor, or the value of another one."""
+    """Return the `TensorType` of a placeholder's ``value`` if it is a tensor, else `Fixed` with the constant itself."""
     if isinstance(value, Tensor):
         return TensorType.of(value)
     if type(value) not in PLAIN:
@@ -143,13 +143,15 @@ def _has_runtime_groups(graph: fx.Graph) -> bool:
 
 
 def _mesh_group(arg: object) -> object:
-    """Return ``shardc:dp`` for ``shardc.1:dp`` (that group of a second mesh); other arguments as they are."""
+    """Return a group's name without the number of the runtime's mesh, ``shardc:dp`` for ``shardc.1:dp``; other
+    arguments as they are.
+    """
     match = re.fullmatch(r"shardc\.\d+:(.*)", arg) if isinstance(arg, str) else None
     return GROUP_PREFIX + match[1] if match else arg
 
 
 def _large_constants(gm: fx.GraphModule) -> tuple[tuple[LargeConstant, ...], bytes]:
-    """Return the constants that the text does not show, and their bytes, one constant after the other."""
+    """Return (name and type of each constant that the text does not show, their bytes, one constant after the other)."""
     out, data = [], b""
     for name in dict.fromkeys(str(node.target) for node in gm.graph.find_nodes(op="get_attr")):
         tensor = gm.get_buffer(name) if name in dict(gm.named_buffers()) else getattr(gm, name)

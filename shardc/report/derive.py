@@ -55,7 +55,7 @@ Form = tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], int], ...]
 
 @dataclass(frozen=True)
 class _Sample:
-    """The result of one capture.
+    """The collectives, bytes, operations and schedule of the program compiled for one mesh, batch and sequence.
 
     Args:
         form: the collectives, without sizes.

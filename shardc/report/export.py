@@ -80,7 +80,7 @@ def _group_key(c: Collective) -> tuple[object, ...]:
 
 
 def _row(of: list[Collective]) -> tuple[str, ...]:
-    """Return the row of the collectives ``of``, which have equal keys."""
+    """Return the table's row, strings in the order of `HEAD`, for the collectives ``of``, which have equal keys."""
     c = of[0]
     cause = c.cause.entry or layers_of(c.cause.reason)
     return (
@@ -202,7 +202,7 @@ _LIMIT = re.compile(r"\s*([\w.()/, ]+?)\s*([<>])\s*([+-]?\d+(?:\.\d+)?)\s*(%?)\s
 
 @dataclass(frozen=True)
 class Change:
-    """A number of two schedules, by its metric: ``seconds``, ``wire``, ``wire.dp``, ..."""
+    """The value of one metric (``seconds``, ``wire``, ``wire.dp``, ...) in two schedules, before and after."""
 
     metric: str
     before: float
@@ -289,7 +289,7 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Return every number of two saved schedules; a number that one of them lacks is 0 there."""
+    """Return a `Change` for every metric of two saved schedules; a metric that one of them lacks is 0 there."""
     old, new = numbers(before), numbers(after)
     changes = [Change(name, old.get(name, 0), new.get(name, 0)) for name in dict.fromkeys((*old, *new))]
     # Sums of the same seconds in another order differ in their last bits: treat them as equal.

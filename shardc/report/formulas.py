@@ -52,7 +52,7 @@ class Moves:
 
     @property
     def wire(self) -> sympy.Expr:
-        """Return the bytes that each rank sends in all of them, as `shardc.ir.comm_volume` counts them."""
+        """Return the bytes that each rank sends in all ``count`` collectives, as `shardc.ir.comm_volume` counts them."""
         local = self.size / sympy.Mul(*(axis_symbol(axis) for axis in self.cut))
         n = self.ranks
         if self.kind == "all_reduce":  # its chunks are rounded up to elements: the sum of one number over 4 ranks
@@ -73,11 +73,11 @@ class Moves:
 
     @property
     def seconds(self) -> sympy.Expr:
-        """Return the seconds of all of them: latency plus bytes over bandwidth."""
+        """Return the seconds of all ``count`` collectives: latency plus bytes over bandwidth."""
         return self.count * self.latency + self.wire / self.bandwidth
 
     def machine(self, mesh: Mesh, hardware: Hardware) -> Values:
-        """Return the values of latency and bandwidth on ``hardware``, by `shardc.cost.hardware.price`."""
+        """Return symbol -> number for latency and bandwidth on ``hardware``, by `shardc.cost.hardware.price`."""
         where = route(mesh, self.group, hardware.node)
         ring = where.ring_bandwidth(hardware)
         return {
@@ -92,7 +92,7 @@ def axis_symbol(axis: str) -> sympy.Symbol:
 
 
 def unrounded(formula: sympy.Expr) -> sympy.Expr:
-    """Return ``formula`` without rounding up."""
+    """Return ``formula`` with each ``ceiling(x)`` replaced by ``x``."""
     return formula.replace(sympy.ceiling, lambda x: x)
 
 

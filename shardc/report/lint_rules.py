@@ -119,7 +119,9 @@ def _named(node: fx.Node, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]
 
 
 def _reached(graph: fx.Graph, backward: bool) -> set[fx.Node]:
-    """Return the nodes that only data movement separates from a collective's start (``backward``), or from its wait."""
+    """Return the copies and views that lead to a collective through copies and views only (``backward``), or that so
+    come from a wait.
+    """
     nodes = reversed(graph.nodes) if backward else iter(graph.nodes)
     next_to: Callable[[fx.Node], Iterable[fx.Node]] = (lambda n: n.users) if backward else (lambda n: n.all_input_nodes)
     out: set[fx.Node] = set()
@@ -138,7 +140,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _ends(node: fx.Node, backward: bool) -> bool:
-    """Return whether ``node`` starts a collective (``backward``), or waits for one."""
+    """Return whether ``node`` starts a collective (``backward``), or waits for one (otherwise)."""
     return collective_kind(node) is not None if backward else node.target is WAIT
 
 

@@ -25,7 +25,7 @@ TOTALS = ("axis", "kind", "phase", "entry", "module", "tensor")
 
 
 def page(schedule: Prediction) -> str:
-    """Return the page of a schedule; it is byte-identical for the same program."""
+    """Return a schedule as the text of an HTML page; it is byte-identical for the same program."""
     data = json.dumps(record(schedule), separators=(",", ":"))
     # Only these three characters can end a script element or begin a comment in it.
     for sign in "<>&":
@@ -113,7 +113,9 @@ class _Places:
 
 
 def _op(schedule: Prediction, at: int, words: dict[str, int]) -> list[object]:
-    """Return the row of the op at position ``at``; its module, source and reason are indices in ``words``."""
+    """Return [text, kind, phase, three indices in ``words`` (module, source, reason), positions read, microseconds] of
+    the op at ``at``.
+    """
     op = schedule.step.ops[at]
     record, graph = ir.info(op.node), op.node.graph.owning_module
     assert graph is not None

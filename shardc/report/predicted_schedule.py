@@ -150,7 +150,7 @@ class _Moved:
 
 
 def _price(hardware: Hardware, mesh: Mesh, moved: _Moved) -> Price:
-    """Return the price of a transfer."""
+    """Return the `Price` of a transfer: its seconds, and the algorithm and link that these assume."""
     if moved.axes == (HOST,):
         return hardware.move(moved.wire)
     return price(hardware, moved.kind, route(mesh, moved.axes, hardware.node), moved.wire)
@@ -169,7 +169,7 @@ def _loaded(kernel: Kernel, node: fx.Node, skew: float) -> Kernel:
 
 
 def room_of_rows(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-    """Return a note on the memory reserved for rows of experts beyond an even load; empty if there is none."""
+    """Return (a note on the memory reserved for rows of experts beyond an even load,), or () if there is none."""
     room = used = 0
     for node in nodes:
         if node.target is RUN:
@@ -231,7 +231,9 @@ def _rows(
 
 
 def _hides(span: Span, runs: tuple[Run, ...], starts: list[float]) -> str:
-    """Return the module whose kernels overlap ``span`` most; ``starts`` are the start times of ``runs``."""
+    """Return the module whose kernels overlap ``span`` most, "" if none does; ``starts`` are the start times of
+    ``runs``.
+    """
     overlap: dict[str, float] = {}
     at = max(bisect_right(starts, span.start) - 1, 0)
     while at < len(runs) and runs[at].start < span.end:

@@ -76,7 +76,7 @@ class Memory:
     host: tuple[tuple[str, int], ...] = ()
 
     def by_owner(self) -> dict[str, int]:
-        """Return the bytes at the peak by owner."""
+        """Return owner -> bytes at the peak."""
         return dict(zip(OWNERS, self.peak.sizes, strict=True))
 
 
@@ -460,7 +460,9 @@ class Prediction:
         return self.useful_flops / (self.seconds * self.hardware.peak(self.dtype)) if self.seconds else 0.0
 
     def totals(self, by: str) -> dict[str, Total]:
-        """Return totals by "axis", "kind", "module", "tensor", "phase" or "entry", largest exposed time first."""
+        """Return value of ``by`` -> `Total`, largest exposed time first; ``by`` is "axis", "kind", "module", "tensor",
+        "phase" or "entry".
+        """
         groups = grouped(self.transfers, attrgetter(f"cause.{by}" if by in ("module", "tensor", "entry") else by))
         totals = {
             key: Total(len(of), sum(c.wire for c in of), sum(c.seconds for c in of), sum(c.exposed for c in of))
@@ -474,7 +476,7 @@ class Prediction:
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Return ``items`` in lists by key, in the order in which the keys first occur."""
+    """Return key -> list of the ``items`` with it, in the order in which the keys first occur."""
     out: dict[K, list[T]] = {}
     for item in items:
         out.setdefault(key(item), []).append(item)
