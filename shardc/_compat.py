@@ -91,7 +91,8 @@ def new_group(ranks: Sequence[int], members_only: bool = False) -> dist.ProcessG
 
 @contextmanager
 def dynamo_captures() -> Iterator[None]:
-    """Context manager for captures by Dynamo of code with Python builtins and functions in its config (as in 2.13).
+    """Context in which Dynamo captures code that uses Python builtins, under a config with functions in it, as torch
+    2.13 does.
 
     Before 2.13, its bytecode needs each builtin passed in, and it fails to log such a config.
     """
@@ -122,7 +123,9 @@ def is_called_by_trace(function: Callable[..., object]) -> bool:
 
 
 def custom_op(value: object) -> tuple[str, dict[str, object]] | None:
-    """Returns the name of a `torch.library.custom_op` and its functions (fake, backward, ...); None if it is none."""
+    """Returns (name, part -> function: fake, backward, ...) of a `torch.library.custom_op`; None for another value, or
+    if the op has dispatch functions or Triton kernels.
+    """
     if isinstance(value, torch._ops.OpOverloadPacket):
         value = getattr(value, "default", None)
     name = value if isinstance(value, str) else getattr(value, "_qualname", getattr(value, "_name", ""))
@@ -135,7 +138,9 @@ def custom_op(value: object) -> tuple[str, dict[str, object]] | None:
 
 
 def trunc_normal_rejects() -> bool:
-    """Whether ``nn.init.trunc_normal_`` samples by rejection (2.13) or inverts the distribution in place (older)."""
+    """Whether ``nn.init.trunc_normal_`` samples by rejection, as in 2.13; older versions invert the distribution in
+    place.
+    """
     return "erfinv_" not in nn.init._no_grad_trunc_normal_.__code__.co_names
 
 
@@ -199,7 +204,9 @@ def single_dim_table(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str,
 
 
 def _one_dim_placement(placement: Placement | None) -> object:
-    """Return a placement over one mesh dim as an entry of `single_dim_table`."""
+    """Return the dim of a sharded placement, the reduce op of a partial one, ``...`` for a replicated one, None for
+    None.
+    """
     if placement is None or isinstance(placement, Replicate):
         return None if placement is None else ...
     if type(placement) is Partial:
@@ -215,7 +222,7 @@ def is_dispatched(op: OpOverload) -> bool:
 
 
 def is_inplace(op: OpOverload) -> bool:
-    """Whether an op overload writes its first argument; torch before 2.13 has no tag for it."""
+    """Whether ``op`` writes its first argument, by its schema; torch before 2.13 has no tag for in-place ops."""
     first = op._schema.arguments[:1]
     return any(argument.alias_info is not None and argument.alias_info.is_write for argument in first)
 

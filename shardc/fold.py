@@ -77,7 +77,8 @@ def few_of(request: Request, repeats: Repeats) -> Request:
 
 
 def folded_of(request: Request, joint: Joint, repeats: Repeats, reads: Reads) -> Folded:
-    """Returns the relation of ``joint``, of the shortened model, to the model with all blocks that ``request`` is for.
+    """Returns the `Folded` that relates ``joint``, of the shortened model, to the model with all blocks that
+    ``request`` is for.
 
     Args:
         reads: the reads (guards) of a capture of all blocks.
@@ -109,7 +110,9 @@ def unfolded_reads(reads: Reads, repeats: Repeats, at: Lookup) -> Reads:
 
 
 def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read]:
-    """Copies a guard ``read`` of the shortened model to every block of the run; NotPeriodic if values differ."""
+    """Return copies of a guard ``read`` of the shortened model for every block of the run; NotPeriodic if their values
+    differ.
+    """
     container = "model" + "".join(f"._modules[{part!r}]" for part in run.path.split(".") if part)
     child = rf"(?<={re.escape(container)}\._modules\[')\d+(?='\])"
     numbers = {int(number) for number in re.findall(child, read.expression)}

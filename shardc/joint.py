@@ -204,7 +204,9 @@ def bound_of(request: Request, captured: Captured, pins: Sequence[ports.Activati
 
 
 def _outputs(plan: Plan, captured: Captured) -> dict[int, tuple[Form, str]]:
-    """Returns the plan's layout of each tensor output; PlanError if one that is returned twice has two."""
+    """Returns output index -> (form of its layout, plan entry), where the plan gives one; PlanError if an output that
+    is returned twice has two.
+    """
     specs = ports.output_specs(plan, captured.output_spec)
     for at, output in enumerate(captured.returned):
         if output.same is None:

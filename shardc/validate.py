@@ -241,7 +241,9 @@ class _Reader:
         return self.plain(value, kind, path)
 
     def plain(self, value: Any, kind: Any, path: tuple[str, ...]) -> object:
-        """Return ``value`` converted to a class."""
+        """Return ``value`` converted to the class ``kind``; `_Mismatch` if it is no instance and
+        cannot be converted.
+        """
         if kind in self.readers:
             return self.readers[kind](value)
         if self.tables and kind is torch.dtype and isinstance(value, str):

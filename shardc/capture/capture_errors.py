@@ -315,7 +315,7 @@ _ROWS = "; if rows go to experts here, write one expert as a function under @sha
 
 
 def line_with(text: str, model: nn.Module) -> str | None:
-    """Return ``file:line`` of the first line that contains ``text`` in the forward of a module of ``model``, or None."""
+    """Return ``file:line`` of the first line with ``text`` in the forward of a module of ``model``, or None."""
     for module in model.modules():
         with suppress(OSError, TypeError):  # no source
             lines, first = inspect.getsourcelines(type(module).forward)

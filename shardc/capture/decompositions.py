@@ -145,7 +145,7 @@ class _Elements:
         return positions if not self.offset else self._call(aten.add.Tensor, positions, self.offset)
 
     def _flat(self, x: fx.Node) -> fx.Node:
-        """Return a node with one dim: the elements of ``x``, a tensor of the base's shape, in the order of the storage."""
+        """Return a node with one dim: the elements of ``x``, of the base's shape, in the order of the storage."""
         return self._call(aten.reshape.default, self._permuted(x, self.order), [-1])
 
     def _permuted(self, x: fx.Node, order: Sequence[int]) -> fx.Node:

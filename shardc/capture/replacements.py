@@ -83,7 +83,7 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def _flatten(cache: object) -> tuple[list[PyTree], Context]:
-    """Return (values of the attributes that may hold tensors, [their names, name -> value of the others in JSON form])."""
+    """Return (values of the attributes that may hold tensors, [their names, name -> JSON form of the others])."""
     attributes = {name: value for name, value in vars(cache).items() if _may_hold(value)}
     others = {name: _to_json(value) for name, value in vars(cache).items() if name not in attributes}
     return list(attributes.values()), [list(attributes), others]

@@ -87,7 +87,7 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
 
 
 def compile_options(described: Hardware, **more: Any) -> shardc.Options:
-    """Return the options under which a program runs on ``described`` by default, with ``more`` of them."""
+    """Return the options under which a program runs on ``described`` by default, with the options ``more``."""
     buckets = None if described.is_host else described
     return shardc.Options(p2p_collectives=described.sends or None, bucket_size=buckets, **more)
 
@@ -172,7 +172,8 @@ def mesh_of(text: str, argument: str = "--mesh") -> Mesh:
 
 
 def load(text: str) -> Target:
-    """Return the model and arguments that the function ``path.py:function`` or ``module:function`` returns.
+    """Return the `Target` of ``path.py:function`` or ``module:function``, with the model and arguments that this
+    function returns.
 
     Raises:
         InputError: the file, module or function does not exist or fails, or it does not return (model, arguments).

@@ -58,7 +58,9 @@ class Values:
 
 
 def key_of(role: Role) -> Key:
-    """Return the key that identifies an input or output in every stage."""
+    """Return (kind, index) of a tangent or an output, (kind, name) of others: the key of an input or output in every
+    stage.
+    """
     return role.kind, role.index if role.kind in ("tangent", "output") else role.name
 
 

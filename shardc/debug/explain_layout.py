@@ -129,7 +129,7 @@ class Explanation:
         return "\n\n".join(parts) + "\n"
 
     def _at(self) -> str:
-        """Return the source line as text."""
+        """Return the source line as text, " at file:line", or "" if there is none."""
         return f" at {self.source}" if self.source else ""
 
 
@@ -175,14 +175,16 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
 
 
 def _kind(record: ir.Info) -> str:
-    """Return the kind of a tensor, as in `Explanation`."""
+    """Return "parameter", "input", "buffer" or "tangent", by the role of a tensor, or "value" for
+    one without a role.
+    """
     if record.role is None:
         return "value"
     return {"param": "parameter"}.get(record.role.kind, record.role.kind)
 
 
 def _who(program: Program, node: fx.Node) -> str:
-    """Returns the plan entry, rule or default that decided the layout of ``node``."""
+    """Return, as text, the plan entry, rule or default that decided the layout of ``node``."""
     record = ir.info(node)
     origin = record.origin
     if record.role is not None:
@@ -204,7 +206,7 @@ def _who(program: Program, node: fx.Node) -> str:
 
 
 def _rule(node: fx.Node) -> str:
-    """Return the op and its rule in notation; "" if it has none."""
+    """Return the op of ``node`` and its rule in notation, "mm: ..."; "" if it has none."""
     op_rule = find_rule(node.target) if hasattr(node.target, "_schema") else None
     return "" if op_rule is None else f"{op_rule.op.removeprefix('aten.')}: {re.sub(r' {2,}', '; ', op_rule.text)}"
 

@@ -49,7 +49,7 @@ class _Kernel(CodeCacheFuture):
         self.name = ""
 
     def result(self, timeout: float | None = None) -> Any:
-        """Return the compiled function, after waiting for the compiler; ``timeout``, of torch's signature, is ignored."""
+        """Return the compiled function, once the compiler is done; ``timeout``, of torch's signature, is ignored."""
         assert self.load is not None, "the graph that has it was not waited for"
         return getattr(self.load(), self.name)
 

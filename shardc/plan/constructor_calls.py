@@ -1,4 +1,4 @@
-"""The plan constructors' calls that create a plan's entries, for its text and its file."""
+"""Constructor calls, such as ``fsdp("dp")``, that create the entries of a plan: for the plan's text and its file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ E = TypeVar("E", bound=Called)
 
 
 def runs(entries: Iterable[E]) -> list[list[E]]:
-    """Return ``entries`` in runs, in order, each of which one constructor call creates."""
+    """Return ``entries`` as lists of consecutive ones, each of which one constructor call creates."""
     out: list[list[E]] = []
     for entry in entries:
         group, before = entry.group, out[-1][-1].group if out else None
@@ -43,7 +43,9 @@ def runs(entries: Iterable[E]) -> list[list[E]]:
 
 
 def in_order(entries: Iterable[E]) -> list[E]:
-    """Return entries with own constructors first, then raw ones, each in the order of its call's arguments."""
+    """Return ``entries`` sorted: those with their own constructors, then the arguments of `Plan`; both by their
+    position in the call.
+    """
 
     def order(entry: E) -> tuple[bool, int]:
         group, place = entry.group or ((), 0)

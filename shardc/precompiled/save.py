@@ -151,7 +151,7 @@ def _mesh_group(arg: object) -> object:
 
 
 def _large_constants(gm: fx.GraphModule) -> tuple[tuple[LargeConstant, ...], bytes]:
-    """Return (name and type of each constant that the text does not show, their bytes, one constant after the other)."""
+    """Return (types of the constants that the text does not show, their bytes, one constant after the other)."""
     out, data = [], b""
     for name in dict.fromkeys(str(node.target) for node in gm.graph.find_nodes(op="get_attr")):
         tensor = gm.get_buffer(name) if name in dict(gm.named_buffers()) else getattr(gm, name)

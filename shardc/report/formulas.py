@@ -52,7 +52,7 @@ class Moves:
 
     @property
     def wire(self) -> sympy.Expr:
-        """Return the bytes that each rank sends in all ``count`` collectives, as `shardc.ir.comm_volume` counts them."""
+        """Return the bytes that each rank sends in all ``count`` of them, as `shardc.ir.comm_volume` counts them."""
         local = self.size / sympy.Mul(*(axis_symbol(axis) for axis in self.cut))
         n = self.ranks
         if self.kind == "all_reduce":  # its chunks are rounded up to elements: the sum of one number over 4 ranks

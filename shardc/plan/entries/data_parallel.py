@@ -210,7 +210,9 @@ class Fsdp(Data):
 
 
 def _minor(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | None:
-    """Return the axes and parts of axes along which the minor ``size`` ranks of ``axes`` differ, None if none do."""
+    """Return the innermost of ``axes``, the first perhaps cut to a part, that have ``size`` ranks together (-1: all);
+    None if none have.
+    """
     if size == -1:
         return axes
     out: list[str] = []
