@@ -303,7 +303,9 @@ class Build:
         return any(isinstance(getattr(entry, "spec", None), PerRank) for entry in self.plan.entries)
 
     def numbered(self, names: Sequence[str]) -> dict[int, int]:
-        """Return `shardc.plan.ports.numbered` of this plan for the inputs ``names``."""
+        """Return position of a `shardc.per_rank` input -> position of the input whose row numbers are its values, among
+        ``names``.
+        """
         return numbered(self.plan, names)
 
     def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Layout]:

@@ -72,7 +72,9 @@ def sending(cost: Pricing, direct: bool) -> Pricing | None:
 
 
 def bucket_size(options: Options, mesh: Mesh) -> int | ByLink:
-    """Returns the bytes of a bucket, or what gives them for each group of ranks."""
+    """Returns the bytes of a bucket, or a `ByLink`, which gives them for each group of ranks, if the option is a
+    `Hardware`.
+    """
     size = options.bucket_size
     return ByLink(size, mesh) if isinstance(size, Hardware) else options.bucket_bytes()
 

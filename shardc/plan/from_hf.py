@@ -168,7 +168,8 @@ def split_module(glob: str, splits: str, embedding: bool, axis: str) -> list[Ent
 
 
 def _of_parameter(glob: str, splits: str, ndim: int, axis: str) -> list[Entry]:
-    """Return the entry that splits a parameter of dims ([experts,] output, input); a bias has output only.
+    """Return a list of the entry that splits a parameter of dims ([experts,] output, input), [] if nothing of it is
+    split; a bias has output only.
 
     Args:
         splits: the dim, as in `HF_STYLES`.

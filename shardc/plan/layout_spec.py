@@ -90,7 +90,7 @@ class DimSpec:
 
 @dataclass(frozen=True)
 class DimsSpec:
-    """A parsed spec.
+    """The specs of all dims of a tensor, parsed from a string or from a tuple of axes.
 
     Args:
         dims: the spec of each dim.
@@ -235,7 +235,7 @@ def is_placements(form: Form) -> TypeGuard[tuple[Placement, ...]]:
 
 @lru_cache(maxsize=4096)
 def read(form: Form, entry: str = "") -> DimsSpec:
-    """Parse a form that is a string or a tuple of axes.
+    """Return the `DimsSpec` of a form that is a string or a tuple of axes.
 
     Raises:
         PlanError: the string is not a layout.
@@ -248,7 +248,7 @@ def read(form: Form, entry: str = "") -> DimsSpec:
 
 
 def _read_text(text: str, entry: str) -> DimsSpec:
-    """Parse a layout as text."""
+    """Return the `DimsSpec` of a layout in text form, such as ``"@dp, _"``."""
     match = re.fullmatch(r"\s*(\[)?(.*?)(?(1)\])\s*(?:\{(.*)\})?\s*", text)
     if not match:
         raise _bad_layout(text, entry)
@@ -310,7 +310,7 @@ def spec_axes(form: Form) -> tuple[str, ...]:
 
 
 def leaves_dims(form: Form) -> bool:
-    """Return whether ``form`` refers to dims of the base layout."""
+    """Return whether ``form`` keeps dims of the base layout: by ``~``, or since it has placements on some axes only."""
     if isinstance(form, OnAxes) or is_placements(form):
         return isinstance(form, OnAxes)
     spec = read(form)
@@ -409,7 +409,9 @@ class _Tensor:
         return dims
 
     def digits(self, dim: int, spec: DimSpec) -> list[Digit]:
-        """Return the digits of ``dim`` as the spec splits it."""
+        """Return the digits of ``dim``, major first: factors of its size, each bound to an axis or local, as the spec
+        splits it.
+        """
         size = self.shape[dim]
         explicit = prod(sub for sub, _ in spec.subs if sub is not None)
         rest = size // explicit if explicit else size
@@ -444,7 +446,8 @@ class _Tensor:
         warnings.warn(str(error), ShardcWarning, stacklevel=4)
 
     def on_axes(self, form: OnAxes, base: Layout) -> Layout:
-        """Return ``base`` with the placements of ``form``: each axis is bound to the most major digit that fits.
+        """Return ``base`` with the placements of ``form``: each axis is bound to the most major local digit (factor of
+        the dim's size) that it divides.
 
         Within that digit it is placed below the chunks of its split factor.
         """
@@ -458,7 +461,9 @@ class _Tensor:
         return layout
 
     def _bind(self, layout: Layout, dim: int, axis: str, pieces: int) -> Layout:
-        """Return ``layout`` with ``dim`` split over ``axis`` inside each of ``pieces`` chunks of a local digit."""
+        """Return ``layout`` with ``dim`` split over ``axis`` inside each of ``pieces`` chunks of its first local digit
+        that these divide.
+        """
         size = self.mesh.size(axis)
         for at, (radix, bound) in enumerate(layout.dims[dim]):
             if bound is None and radix % (pieces * size) == 0:

@@ -100,7 +100,7 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
 
 
 def numbered(plan: Plan, names: Sequence[str]) -> dict[int, int]:
-    """Return position -> position of the other input whose rows the first one's values number (`shardc.per_rank`).
+    """Return position of a `shardc.per_rank` input -> position of the input whose row numbers are its values.
 
     Args:
         plan: the plan.

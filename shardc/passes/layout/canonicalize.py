@@ -1,4 +1,6 @@
-"""Canonicalize: removes ops without effect and repeated ops, so that later passes see one form of each op."""
+"""Canonicalize: removes identities, dead ops and checks of values; merges chains of views, and equal views and
+transposes.
+"""
 
 from __future__ import annotations
 
@@ -69,12 +71,12 @@ def _frozen(arguments: object) -> object:
 
 
 def _operand(node: fx.Node) -> fx.Node | None:
-    """Returns the operand, for an op without effect."""
+    """Returns the operand of an op whose result is equal to it, such as ``detach`` or ``alias``."""
     return node.args[0]
 
 
 def _before_transposes(node: fx.Node) -> fx.Node | None:
-    """Returns the operand of a transpose that ``node`` undoes."""
+    """Returns the operand of the transpose that ``node``, another transpose, undoes; None if it undoes none."""
     source: Any = node.args[0]
     if source.op != "call_function" or source.target not in TRANSPOSES:
         return None
@@ -84,13 +86,13 @@ def _before_transposes(node: fx.Node) -> fx.Node | None:
 
 
 def _of_same_shape(node: fx.Node) -> fx.Node | None:
-    """Returns the operand of a view or expand that keeps its shape."""
+    """Returns the operand of a view or expand whose result has the operand's shape; else None."""
     source: Any = node.args[0]
     return source if ir.value(source).shape == ir.value(node).shape else None
 
 
 def _of_same_type(node: fx.Node) -> fx.Node | None:
-    """Returns the operand of a cast that keeps its dtype and device."""
+    """Returns the operand of a cast whose result has the operand's dtype and device; else None."""
     source: Any = node.args[0]
     unchanged = set(node.kwargs) <= {"dtype", "device", "layout", "pin_memory"}
     same_device = "val" not in source.meta or source.meta["val"].device == node.meta["val"].device
@@ -98,7 +100,9 @@ def _of_same_type(node: fx.Node) -> fx.Node | None:
 
 
 def _copied(node: fx.Node) -> fx.Node | None:
-    """Returns the source of a ``copy`` whose result has the same type and strides, on which kernels may rely."""
+    """Returns the source of a ``copy`` whose result has the source's type and strides, on which kernels may rely; else
+    None.
+    """
     source = node.args[1]
     if not isinstance(source, fx.Node) or ir.value(source) != ir.value(node):
         return None

@@ -43,7 +43,8 @@ Slot = tuple[fx.Node, int]  # a node and the position of one of its results
 
 @dataclass(frozen=True)
 class AxisStrategy:
-    """A strategy of an op over one axis.
+    """A way to run an op over one mesh axis: the factors (loops of its rule) that the axis splits, or the pending
+    reductions that it passes on.
 
     Args:
         factors: (factor, its digits) for each factor that the axis splits.
@@ -60,7 +61,9 @@ WHOLE = AxisStrategy()
 
 
 def spec_at(node: fx.Node) -> Spec | None:
-    """Returns the factors of an op; None if no rule gives its strategies (a marker, a region, an op without a rule)."""
+    """Returns the `Spec` of an op, its rule at its shapes; None if no rule gives its strategies (a marker, a region, an
+    op without a rule).
+    """
     if node.op != "call_function" or node.target is getitem or node.target in ops.MARKERS.values():
         return None
     return None if node.target in local_regions.OPS else spec_of(call_of(node))
@@ -134,7 +137,9 @@ class Closure:
         return [way for way in ways if meets_requirements(spec, dict(way.factors), (self.axis,))] or ways
 
     def _major(self, length: int, size: int) -> Digits:
-        """Returns the digits of a dim of ``length`` elements whose major factor of ``size`` is bound to the axis."""
+        """Returns the digits of a dim of ``length`` elements of which each of the ``size`` ranks along the axis has one
+        contiguous chunk.
+        """
         return canonical(self.mesh, (Digit(size, self.axis), Digit(length // size)))
 
     def _add(self, slot: Slot, layout: Layout) -> None:
@@ -158,7 +163,9 @@ class Closure:
                 self._learn_routed(node, spec, dict(split))
 
     def _learn_routed(self, node: fx.Node, spec: Spec, split: Assignment) -> None:
-        """Adds the combinations of a split of routed rows with each split of their owners, and the reverse."""
+        """For an op that sends rows to experts: adds strategies that split the rows as in ``split`` and the experts as
+        a strategy so far does, or the reverse.
+        """
         if spec.routed is None:
             return
         both = (spec.routed.rows, spec.routed.owners)
@@ -203,7 +210,8 @@ def laid_out(
 
 
 def _first(spec: Spec) -> list[str]:
-    """Returns the factors at which an op starts a split: those that are the major one of some dim.
+    """Returns the factors (loops of its rule) from which splits of an op start: those that are the major one of some
+    dim.
 
     Pointwise ops and views start none; they follow the ops around them.
     """
@@ -268,7 +276,8 @@ def _combined(spec: Spec, mesh: Mesh, choice: Sequence[AxisStrategy]) -> Strateg
 
 
 def nested(mesh: Mesh, outer: Digits, inner: Digits) -> Digits | None:
-    """Returns ``outer`` with each axis of ``inner`` bound, at its own stride or below the axes bound there already.
+    """Returns the digits of a dim that is split as ``outer``, and then over each axis of ``inner``: at its own stride,
+    or inside the shards of axes there.
 
     None if the sizes do not divide.
     """
@@ -290,6 +299,6 @@ def nested(mesh: Mesh, outer: Digits, inner: Digits) -> Digits | None:
 
 
 def _spans(digits: Digits) -> list[tuple[int, int, str]]:
-    """Returns (stride above, stride below, axis) of each bound digit, the most major first."""
+    """Returns (stride times size, stride, axis) of each digit that is bound to an axis, the most major first."""
     below = strides(digits)
     return [(at * d.radix, at, d.axis) for d, at in zip(digits, below, strict=True) if d.axis is not None]

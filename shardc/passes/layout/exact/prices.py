@@ -130,7 +130,9 @@ def prices(have: tuple[Layout, ...], want: tuple[Layout, ...], itemsize: int, co
 
 
 def one_axis(have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Table:
-    """Returns, [have, want], whether exactly one axis changes between two layouts, and not only by a slice."""
+    """Returns a bool array [have, want]: whether exactly one axis changes between two layouts, and
+    not only by a slice.
+    """
     parts, codes = _codes(have[0].mesh, (*have, *want))
     source, target = codes[: len(have), None], codes[None, len(have) :]
     changed, axes = source != target, [split_part(part)[0] for part in parts]

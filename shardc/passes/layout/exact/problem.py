@@ -141,7 +141,9 @@ def _value(
 def _priced(
     layouts: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
 ) -> tuple[tuple[Label, ...], Table, tuple[tuple[Table, Table], ...]]:
-    """Returns labels and seconds as `_value`, for distinct layouts; per use, costs by class and classes of labels."""
+    """Returns (labels, seconds of each, (seconds by class of label and needed layout, class of each label) per use),
+    for distinct ``layouts``.
+    """
     wanted = tuple(dict.fromkeys(x for needs, _ in uses for x in needs))
     table = prices(layouts, wanted, itemsize, cost)
     column = {layout: at for at, layout in enumerate(wanted)}
