@@ -89,6 +89,7 @@ def recorded_states() -> Iterator[set[Read]]:
 
     def call_numpy(self: NumpyVariable, tx: InstructionTranslatorBase, args: Args, kwargs: Kwargs) -> VariableTracker:
         operands = (*args, *kwargs.values())
+        # Dynamo would trace the call to an array, which cannot be a size.
         if _is_number_of_numpy(self.value) and all(x.is_python_constant() for x in operands):
             number = self.value(
                 *(x.as_python_constant() for x in args),

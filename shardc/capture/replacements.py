@@ -110,7 +110,9 @@ def is_cache(value: object) -> bool:
 
 
 def _may_hold(value: object) -> bool:
-    """Return whether an attribute of a cache may hold tensors."""
+    """Return whether ``value``, an attribute of a cache, may hold tensors: a tensor, dict, list, tuple, or a registered
+    cache.
+    """
     return isinstance(value, (Tensor, dict, list, tuple)) or is_cache(value)
 
 

@@ -590,7 +590,9 @@ def _with_number(name: str, at: int, value: int) -> str:
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:
-    """Returns a node's meta, with the operand whose memory its value shares: copies have the same fake values."""
+    """Returns a copy of a node's meta with the index of the operand whose memory its value shares (-1: none); copies
+    have the same fake values.
+    """
     meta = dict(node.meta)
     if node.op == "call_function":
         owner = aliased(node)

@@ -138,7 +138,8 @@ Where = dict[tuple[fx.Node, int], int]  # (node, position of its result) -> the 
 
 
 def _rows(nodes: Sequence[fx.Node], tensors: Iterable[fx.Node | None], base: Where, strict: bool) -> Where:
-    """Returns the dim of the rows (tokens) in each result of ``nodes``.
+    """Returns (node, position of its result) -> the dim of the rows (tokens), for each result of ``nodes`` that has
+    rows.
 
     Args:
         tensors: nodes whose rows are dim 0.

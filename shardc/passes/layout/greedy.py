@@ -141,7 +141,9 @@ class _Sweep:
             self._demand(node.args[0], back.operands[0])
 
     def _reachable(self, node: fx.Node) -> frozenset[Layout]:
-        """Returns the layouts of ``node`` without a new reshard, since another use of it or of its source has them."""
+        """Returns the layouts in which ``node`` is there without a new reshard: other uses of it, or of what it is a
+        view of, need them.
+        """
         wanted = self.demanded.get(node, frozenset())
         if (spec := move_of(node)) is None:
             return wanted
@@ -323,7 +325,9 @@ def _last(node: fx.Node) -> fx.Node:
 
 
 def _fitting(node: fx.Node, call: Call) -> Spec | None:
-    """Returns the factors of an op, None without a rule; an error of the rule names the source line of ``node``."""
+    """Returns the `Spec` of an op, its rule at its shapes, None without a rule; an error of the rule names the source
+    line of ``node``.
+    """
     try:
         return spec_of(call)
     except RuleError as error:
@@ -332,7 +336,8 @@ def _fitting(node: fx.Node, call: Call) -> Spec | None:
 
 
 def _grad_targets(graph: fx.Graph, mesh: Mesh, compute: Mapping[str, Layout]) -> dict[fx.Node, Layout | None]:
-    """Returns, for each node that feeds only one parameter's gradient, through linear ops, the layout needed of it.
+    """Returns node -> the layout needed of it, for each node that leads, through linear ops, only to one parameter's
+    gradient.
 
     From that layout the gradient gets the parameter's compute layout; None if it cannot be derived.
 

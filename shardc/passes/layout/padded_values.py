@@ -291,7 +291,8 @@ _VECTOR = 16  # bytes: the width of vectorized loads, which kernels use if strid
 
 
 def lies_like(x: Tensor, traced: Tensor | None) -> bool:
-    """Return whether a kernel that accepts ``traced`` also accepts ``x``, of the same rank but maybe other sizes.
+    """Return whether a kernel that accepts the strides of ``traced`` accepts those of ``x``, of the same rank but maybe
+    other sizes.
 
     If ``traced`` is contiguous (or None: unknown), ``x`` must be. Otherwise the dims must have the same memory order,
     a dim of stride 1 must keep it, strides must stay as aligned to vectors as they were, and no further dim may be

@@ -30,7 +30,9 @@ c10d = torch.ops._c10d_functional
 
 
 class BoundDigit(NamedTuple):
-    """A digit of the common refinement of a step's two layouts, and the axis bound to it before and after the step."""
+    """A factor (digit) of a dim's size at which the layouts of a step split it, and the axis that splits it before and
+    after the step.
+    """
 
     radix: int
     before: str | None
@@ -72,7 +74,9 @@ def _wait(builder: Builder, x: object) -> object:
 
 
 def _to_front(step: Step, x: object, builder: Builder) -> object:
-    """Returns ``x`` with the factors that the step binds as leading dims, in mesh order, then the others."""
+    """Returns ``x`` with one leading dim for each factor of its dims that the step splits over an axis, in mesh order,
+    then the other factors.
+    """
     digits = [slot for slot in slots(step.src, step.dst) if slot.before is None]
     leading = _in_mesh_order(step, {k: slot.after for k, slot in enumerate(digits) if slot.after})
     order = leading + [k for k in range(len(digits)) if k not in leading]
@@ -88,7 +92,9 @@ def _in_mesh_order(step: Step, bound: Mapping[int, str]) -> list[int]:
 
 
 def _from_front(step: Step, x: object, builder: Builder) -> object:
-    """Returns ``x`` with its leading dims, one per axis that the step unbinds, moved to the dims of these axes."""
+    """Returns ``x``, whose leading dims are the axes over which the step stops splitting, with these moved into the
+    dims that they split.
+    """
     digits = [slot for slot in slots(step.src, step.dst) if slot.after is None]
     freed = _in_mesh_order(step, {k: slot.before for k, slot in enumerate(digits) if slot.before})
     order = freed + [k for k in range(len(digits)) if k not in freed]
@@ -99,14 +105,14 @@ def _from_front(step: Step, x: object, builder: Builder) -> object:
 
 
 def _all_gather(step: Step, x: object, builder: Builder) -> object:
-    """Emits an all-gather over the axes that the step unbinds."""
+    """Emits an all-gather over the axes that split ``x`` before the step; returns the gathered tensor."""
     size, name = builder.group(step.axes)
     x = builder.call(c10d.all_gather_into_tensor.default, x, size, name)
     return _from_front(step, _wait(builder, x), builder)
 
 
 def _reduce_scatter(step: Step, x: object, builder: Builder) -> object:
-    """Emits a reduce-scatter of the factors that the step binds."""
+    """Emits a reduce-scatter of ``x`` along the factors of its dims that the step splits; returns this rank's shard."""
     size, name = builder.group(step.axes)
     x = _with_leading(builder, _to_front(step, x, builder), size)
     x = builder.call(c10d.reduce_scatter_tensor.default, x, step.op, size, name)
@@ -122,13 +128,15 @@ def _with_leading(builder: Builder, x: object, size: int) -> object:
 
 
 def _all_reduce(step: Step, x: object, builder: Builder) -> object:
-    """Emits an all-reduce."""
+    """Emits an all-reduce of ``x`` by the step's reduce op; returns its result."""
     _, name = builder.group(step.axes)
     return _wait(builder, builder.call(c10d.all_reduce.default, x, step.op, name))
 
 
 def _all_to_all(step: Step, x: object, builder: Builder) -> object:
-    """Emits an all-to-all from the factors that the step unbinds to those that it binds."""
+    """Emits an all-to-all, after which the same axes split other factors of the tensor's dims; returns this rank's
+    shard.
+    """
     size, name = builder.group(step.axes)
     x = _with_leading(builder, _to_front(step, x, builder), size)
     sizes = [builder.shape(x)[0] // size] * size
@@ -168,7 +176,7 @@ def _origin(layout: Layout, rank: int) -> tuple[int, ...]:
 
 
 def _shard(step: Step, x: object, builder: Builder) -> object:
-    """Emits this rank's slice of the factors that the step binds."""
+    """Emits the slice of ``x`` at this rank's index along each factor of a dim that the step splits."""
     digits = [slot for slot in slots(step.src, step.dst) if slot.before is None]
     shape: list[int] = []
     runs: list[tuple[int, list[str]]] = []  # (dim of the view, the axes whose digits it joins)
@@ -187,7 +195,9 @@ def _shard(step: Step, x: object, builder: Builder) -> object:
 
 
 def _to_partial(step: Step, x: object, builder: Builder) -> object:
-    """Emits a partial value: one rank along the axes keeps ``x``, the others get the reduction's identity."""
+    """Emits a partial value: of a sum or product rank 0 along the axes keeps ``x`` and the others get 0 or 1; of others
+    all keep ``x``.
+    """
     if step.op not in ("sum", "product"):
         return x
     others = builder.call(aten.ne.Scalar, builder.coordinate(step.axes), 0)

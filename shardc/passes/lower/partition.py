@@ -114,7 +114,9 @@ def _moved(param: fx.Node) -> list[fx.Node]:
 
 
 def _reads(graph: fx.Graph) -> dict[str, Role]:
-    """Returns name of a placeholder, or of a node moved from one -> role of the parameter, buffer or input."""
+    """Returns name -> role of each parameter, buffer or input, by the names of its placeholder and of the nodes that
+    `_moved` finds.
+    """
     inputs = [node for node in ir.placeholders(graph) if ir.role(node).kind in ("param", "buffer", "input")]
     return {moved.name: ir.role(node) for node in inputs for moved in (node, *_moved(node))}
 

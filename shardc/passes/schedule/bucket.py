@@ -52,7 +52,7 @@ class ByLink:
         return f"ByLink({self.hardware.name!r}, {self.mesh!r})"
 
     def limits(self, graph: fx.Graph, collectives: Sequence[fx.Node]) -> dict[fx.Node, int]:
-        """Returns the bytes (larger side, per rank) of the bucket that each of ``collectives`` may join."""
+        """Returns collective -> the bytes (larger side, per rank) of a bucket that it may join."""
         blocks: dict[tuple[Any, str], Counter[str]] = {}
         params = _parameters(graph)
         for node in collectives:
@@ -70,7 +70,9 @@ class ByLink:
 
 
 def _parameters(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Maps the nodes that are computed from one parameter alone, or of which one gradient alone is, to its name."""
+    """Returns node -> name of a parameter, for nodes that are computed from it alone, or that lead to its gradient
+    alone.
+    """
     out = {node: ir.role(node).name for node in ir.placeholders(graph, "param")}
     for node in graph.nodes:
         names = {out.get(x) for x in node.all_input_nodes if not is_coordinate(x)}
@@ -92,7 +94,7 @@ def _block(name: str) -> str:
 
 
 def _kind(node: fx.Node) -> tuple[Any, str]:
-    """Returns the op and the group of a collective."""
+    """Returns (op, name of the process group) of a collective."""
     return node.target, str(arguments_of(node)["group_name"])
 
 
