@@ -33,7 +33,7 @@ def rows_of(node: fx.Node, ranks: int) -> list[tuple[torch.dtype, int]]:
 
 
 class Packing(NamedTuple):
-    """Layout of a message that several small tensors share.
+    """Byte offsets of small tensors that go to one peer in one message, and the size of that message.
 
     Args:
         offsets: index of a tensor in the list -> its offset in the message in bytes, a multiple of its element size.
@@ -45,7 +45,8 @@ class Packing(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[tuple[torch.dtype, int]]) -> Packing:
-        """Return the packing of tensors that go to one peer, given as (dtype, bytes) of each.
+        """Return the `Packing` of those of ``tensors`` ((dtype, bytes) each, all for one peer) that have at most
+        `LARGEST` bytes; it is empty if fewer than two have.
 
         >>> Packing.of([(torch.bfloat16, 6), (torch.float32, 8), (torch.float32, 1 << 20)])
         Packing(offsets={1: 0, 0: 8}, size=14)
@@ -68,7 +69,9 @@ class Packing(NamedTuple):
         return aligned(self.size)
 
     def messages(self, tensors: int) -> int:
-        """Return the number of messages for ``tensors`` tensors: one for each unpacked tensor, and the packed one."""
+        """Return the number of messages in which ``tensors`` tensors go to a peer: one for each unpacked tensor, and
+        the packed one.
+        """
         return tensors - len(self.offsets) + bool(self.offsets)
 
 
@@ -79,7 +82,7 @@ PLAN = "shardc_memory"  # on a half's output node: its MemoryPlan
 
 @dataclass(frozen=True)
 class Slot:
-    """Memory of one result of a collective.
+    """Memory of one result of a collective, or of a received term that is reduced into one, and when it is in use.
 
     Args:
         name: name of the result in the graph's text; with ``.wire`` for a received term.
@@ -99,13 +102,14 @@ class Slot:
     saved: tuple[str, ...] = ()
 
     def overlaps(self, other: Slot) -> bool:
-        """Return whether the two lifetimes overlap."""
+        """Return whether both slots are in use at some op: the intervals from ``start`` to ``end`` overlap."""
         return self.start <= other.end and other.start <= self.end
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The slots (memory of collectives' results) of a forward or backward graph, as its collectives number them.
+    """Memory plan of a forward or backward graph: a `Slot` for each result of its collectives, in order of slot
+    numbers.
 
     Args:
         slots: the slots, by the numbers that collectives name them by.
@@ -116,7 +120,7 @@ class MemoryPlan:
     last_reads: tuple[tuple[str, int], ...] = ()
 
     def size(self, region: str = INSIDE) -> int:
-        """Return the bytes of a region's arena."""
+        """Return the size of the arena of ``region`` in bytes: where its last slot ends."""
         return max((s.offset + s.size for s in self.slots if s.region == region), default=0)
 
     @property
@@ -140,7 +144,8 @@ class MemoryPlan:
     def moved(
         self, lifetimes: Mapping[int, tuple[int, int]], leaving: Iterable[int], argument_ends: Sequence[int]
     ) -> MemoryPlan:
-        """Return the plan with lifetimes in lines of Inductor's code instead of nodes of the graph.
+        """Return the plan of the compiled graph: lifetimes in lines of Inductor's code, and regions and offsets chosen
+        anew.
 
         Args:
             lifetimes: slot number -> (first line, last line); a missing slot is never written.
@@ -164,8 +169,8 @@ class MemoryPlan:
         return MemoryPlan(place(slots), tuple(zip(names, argument_ends, strict=True)))
 
     def renamed(self, arguments: Mapping[str, str], saved: Mapping[str, str]) -> MemoryPlan:
-        """Return the plan with other names of its graph's placeholders, and of the backward's placeholders that read
-        kept slots.
+        """Return a copy with other placeholder names: ``arguments`` maps those of its graph, ``saved`` those of the
+        backward's placeholders that read kept slots.
 
         Raises:
             KeyError: a name is missing from the mapping.

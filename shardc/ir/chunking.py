@@ -41,7 +41,7 @@ class ChunkSpec:
         return [n // self.count if d == self.dim else n for d, n in enumerate(whole)]
 
     def split(self, shape: Sequence[int]) -> list[int]:
-        """Return ``shape``, of the tensor or of a chunk, with the dim viewed as [outer, rest]."""
+        """Return ``shape``, of the tensor or of a chunk, with the dim viewed as two dims [outer, rest]."""
         return [*shape[: self.dim], self.outer, shape[self.dim] // self.outer, *shape[self.dim + 1 :]]
 
 
@@ -62,8 +62,8 @@ def viewed(cut: ChunkSpec, shape: Sequence[int], new_shape: Sequence[int]) -> Ch
 
 
 def operands(node: fx.Node, cut: ChunkSpec) -> Operands | None:
-    """Return how each operand of ``node`` is chunked if its result is; None for an operand that all chunks read
-    completely.
+    """Return operand -> its `ChunkSpec` if the result of ``node`` is chunked by ``cut``; None for an operand that every
+    chunk reads completely.
 
     Returns None if the result cannot be computed chunk by chunk.
     """
@@ -106,7 +106,7 @@ def operands(node: fx.Node, cut: ChunkSpec) -> Operands | None:
 
 
 def results(node: fx.Node, x: fx.Node, cut: ChunkSpec) -> Iterator[ChunkSpec]:
-    """Yield candidates for the chunking of the result of ``node`` if operand ``x`` is chunked by ``cut``.
+    """Yield each `ChunkSpec` that the result of ``node`` may have if operand ``x`` is chunked by ``cut``.
 
     The caller checks by `operands` which of them are valid.
     """
@@ -122,7 +122,9 @@ def results(node: fx.Node, x: fx.Node, cut: ChunkSpec) -> Iterator[ChunkSpec]:
 
 
 def through(node: fx.Node, read: dict[fx.Node, ChunkSpec]) -> ChunkSpec | None:
-    """Return the chunking of the result of ``node`` if its operands are chunked as in ``read``; None if impossible."""
+    """Return the `ChunkSpec` of the result of ``node`` if its operands are chunked as in ``read``; None if there is
+    none.
+    """
     x, cut = next(iter(read.items()))
     for result in results(node, x, cut):
         need = operands(node, result)
@@ -149,7 +151,8 @@ def _of_product(node: fx.Node, cut: ChunkSpec) -> Operands | None:
 
 
 def make_pieces(graph: fx.Graph, cuts: dict[fx.Node, ChunkSpec]) -> None:
-    """Rewrite the nodes in ``cuts`` as chunks, all of the same number; chunks that other nodes read are concatenated.
+    """Rewrite each node in ``cuts`` as several, one per chunk (all have the same number of chunks); chunks that other
+    nodes read are concatenated.
 
     Nodes between two collectives are computed together for one chunk after another, so that the first chunk is sent
     while the second is computed.
@@ -195,7 +198,9 @@ class _ChunkRewriter:
             self.graph.erase_node(node)
 
     def _make(self, before: fx.Node) -> None:
-        """Insert all chunks of the pending nodes, one chunk after another, and then the nodes that need them."""
+        """Insert all chunks of the nodes in ``stretch``, one chunk after another, and then the nodes in ``late``, which
+        read them.
+        """
         for number in range(self.count):
             for node in self.stretch:
                 self.pieces.setdefault(node, []).append(self._piece(node, number, before))

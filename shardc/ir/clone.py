@@ -25,8 +25,8 @@ _COPIED = frozenset({dict, OrderedDict, defaultdict, list, set})
 
 
 def clone_tree(module: nn.Module, tensor_fn: TensorFn) -> nn.Module:
-    """Return a copy of the module tree with parameters and buffers ``tensor_fn(name, tensor)``, by first qualified
-    name.
+    """Return a copy of the module tree in which ``tensor_fn(first qualified name, tensor)`` replaces each parameter and
+    buffer.
 
     Sharing stays: a module or tensor with several names is one object in the copy; ``None`` entries stay None. Other
     attributes are copied shallowly, except that references to the tree (modules, tensors, bound methods) in lists,
@@ -60,7 +60,7 @@ def subclass(module: nn.Module, front: type, behind: type, methods: Mapping[str,
 
 
 def _shown_as(function: FunctionType, signature: inspect.Signature) -> FunctionType:
-    """Return a copy of ``function`` with another ``__signature__``."""
+    """Return a copy of ``function`` whose ``__signature__`` is ``signature``."""
     copy = _remade(function, function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function))
     vars(copy)["__signature__"] = signature
     return copy
@@ -83,7 +83,7 @@ def _remade(
 
 
 def unsharded(module: nn.Module) -> nn.Module:
-    """Return a module of the class before `subclass`, with the attributes of ``module`` (not copied)."""
+    """Return a module of the user's class, which `subclass` replaced, that shares the attributes of ``module``."""
     cls = type(module).__bases__[1]
     view: nn.Module = object.__new__(cls)
     object.__setattr__(view, "__dict__", vars(module))
@@ -140,7 +140,7 @@ class _Cloner:
         return replacement
 
     def _copy(self, value: Any) -> Any:
-        """Return an attribute's value with references to the original tree replaced."""
+        """Return an attribute's value with references to the original tree replaced by those to the copy."""
         if type(value) in _PLAIN:
             return value
         if isinstance(value, nn.Module):

@@ -58,13 +58,15 @@ def _constant(x: object) -> str:
 
 
 def digest(text: str) -> str:
-    """Return a short hash of ``text``."""
+    """Return the first 16 hex digits of the SHA-256 of ``text``."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @cache
 def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names that ``code`` uses, and its string constants that may be attribute names."""
+    """Return (the names that ``code`` uses, its string constants that may be attribute names), those of nested code
+    included.
+    """
     names: set[str] = set()
     texts: set[str] = set()
     for part in codes_in(code):
@@ -75,7 +77,7 @@ def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 @cache
 def imports(code: types.CodeType) -> bool:
-    """Return whether ``code`` has an import statement."""
+    """Return whether ``code``, or code nested in it, has an import statement."""
     return any(_IMPORT in part.co_code[::2] for part in codes_in(code))
 
 
@@ -183,13 +185,13 @@ def plain_text(value: object) -> str:
 
 
 def tensor_text(tensor: Tensor) -> str:
-    """Return shape, dtype, and a hash of the values if there are any."""
+    """Return the dtype and shape of ``tensor`` as text, with a hash of its values unless it is on ``meta``."""
     text = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
     return text if tensor.is_meta else f"{text} sha256 {digest(repr(tensor.detach().reshape(-1).tolist()))}"
 
 
 def module_name(name: str) -> str:
-    """Return the name of a module, also if it runs as ``python -m name``."""
+    """Return ``name``; for ``__main__`` the name of the module that runs as ``python -m NAME``, if it is one."""
     return MAIN if name == "__main__" else name
 
 

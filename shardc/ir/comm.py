@@ -58,7 +58,7 @@ MOVES = {torch.ops.shardc.to_device.default: "to_device", torch.ops.shardc.to_ho
 
 
 def is_ring(kind: str, ranks: int) -> bool:
-    """Return whether CPU ranks leave a collective to gloo's ring algorithm.
+    """Return whether CPU ranks leave a collective to gloo's ring: an all-reduce over any number of ranks but two.
 
     As direct messages, an all-reduce sends everything to every rank: only between two ranks that is as little as in a
     ring.
@@ -144,7 +144,9 @@ def collective_of(node: fx.Node) -> fx.Node | None:
 
 
 def entry_of(node: fx.Node, causes: Mapping[str, str]) -> str | None:
-    """Return the plan entry that caused the collective ``node``, or None; ``causes``: parameter -> its entries."""
+    """Return the plan entry, as text, that caused the collective ``node``, or None; ``causes``: parameter -> its
+    entries as text.
+    """
     origin: Origin = info(node).origin
     if not origin.consumer:
         return origin.cause or None
@@ -160,7 +162,7 @@ def axes_of(node: fx.Node) -> set[str]:
 
 
 def about(axes: Iterable[str], entries: Iterable[str]) -> Iterator[str]:
-    """Yield the plan entries that mention one of ``axes``."""
+    """Yield those of ``entries``, plan entries as text, that mention one of ``axes``."""
     return (entry for entry in entries if any(f'"{axis}"' in entry or f"@{axis}" in entry for axis in axes))
 
 

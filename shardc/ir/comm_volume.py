@@ -45,7 +45,7 @@ KINDS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Row:
-    """The collectives of one kind over one group.
+    """Count and bytes of a graph's collectives of one kind over one group.
 
     Args:
         kind: the name of the op in `shardc.ir.ops`.
@@ -64,7 +64,8 @@ class Row:
 
 
 def tally(gm: fx.GraphModule, mesh: Mesh) -> list[Row]:
-    """Return the collectives of ``gm`` by kind and axis: marker ops at global shapes, or torch's at local ones.
+    """Return a `Row` for each kind and group of the collectives of ``gm``: marker ops at global shapes, or torch's at
+    local ones.
 
     Sorted by kind, then by mesh axis. A ``reshard`` that is not lowered to collectives yet is not counted.
 
@@ -101,20 +102,22 @@ def named_axes(group: str) -> tuple[str, ...] | None:
 
 
 def group_of(node: fx.Node, mesh: Mesh) -> tuple[tuple[str, ...], int]:
-    """Return the axes and the size of the process group of a torch collective."""
+    """Return (axes, number of ranks) of the process group of a torch collective."""
     axes = group_axes(arguments_of(node)["group_name"], mesh)
     assert axes is not None, f"{node} is over no group of {mesh}"
     return axes, prod(mesh.size(axis) for axis in axes)
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a call of a torch op by their schema names."""
+    """Return schema name -> argument of a call of a torch op, without the defaults of arguments that are not given."""
     target = node.target
     return {**dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)), **node.kwargs}
 
 
 def collective_kind(node: fx.Node) -> str | None:
-    """Return the kind of the collective that ``node`` starts (a marker op or a torch op), or None."""
+    """Return the kind of collective that ``node`` starts, such as "all_gather", for a marker op or a torch op; None for
+    others.
+    """
     return _kind_of(node.target) if node.op == "call_function" else None
 
 

@@ -26,7 +26,7 @@ _SLOTS = re.compile(r"torch\.ops\.shardc\.\w+_coalesced\.default\(\[[^\]]*\].*\[
 
 
 def of_graph(graph: fx.Graph) -> list[str]:
-    """Return (op, group) of each collective of a local graph, in order."""
+    """Return each collective of a local graph, in order, as text: ``op(group)``, such as ``all_reduce(shardc:dp)``."""
     out = []
     for node in graph.nodes:
         if collective_kind(node) is not None:
@@ -36,7 +36,7 @@ def of_graph(graph: fx.Graph) -> list[str]:
 
 
 def of_source(source: str) -> list[str]:
-    """Return (op, group) of each collective in generated code, as `of_graph` does; ops may be their in-place forms."""
+    """Return each collective in generated code as text, as `of_graph` does; in-place ops by their functional names."""
     out = []
     for name, arguments in _CALL.findall(source):
         if name not in ("wait_tensor", *MOVES.values()):
@@ -110,7 +110,7 @@ class Uses:
 
     @property
     def leaving(self) -> set[int]:
-        """Return the arena slots whose memory the code returns."""
+        """Return the numbers of the arena slots whose memory the code returns."""
         return {slot for result in self.results for slot in result if slot >= 0}
 
 
@@ -202,12 +202,14 @@ def joined(
 
 
 def _behind(behind: dict[str, set[int]], text: str) -> set[int]:
-    """Return the arena slots that may hold the variables named in ``text``, a line of generated code."""
+    """Return the arena slots (-1 - k for argument k) that may hold the variables named in ``text``, by ``behind``:
+    variable -> slots.
+    """
     return {slot for name in re.findall(r"\w+", text) for slot in behind.get(name, ())}
 
 
 def _body(source: str) -> list[str]:
-    """Return the lines of the function ``call`` at its own level of indentation."""
+    """Return the lines of the function ``call`` in generated code, stripped, up to its first return."""
     start = source.find("def call(")
     lines = source[start:].splitlines()[1:] if start >= 0 else []
     out = []

@@ -44,7 +44,7 @@ class Deferred:
 
     @property
     def names(self) -> frozenset[str]:
-        """Return all parameters, of both kinds."""
+        """Return the names of all these parameters, ``whole`` and ``scattered``."""
         return self.whole | self.scattered
 
     def renamed(self, change: Callable[[str], str | None]) -> Deferred:
@@ -56,7 +56,8 @@ class Deferred:
         return bool(self.names)
 
     def layout(self, name: str, stored: Layout, incoming: Layout) -> Layout | None:
-        """Return the layout in which a backward returns the gradient of ``name``; None if it is reduced.
+        """Return the layout, with pending reductions, in which a backward returns the gradient of ``name``; None if it
+        is reduced.
 
         Args:
             stored: layout of the parameter's storage.
@@ -71,7 +72,9 @@ NOTHING = Deferred()
 
 
 def replicated(storages: Mapping[str, Layout], batch: Sequence[str]) -> dict[str, Layout]:
-    """Return the storages of parameters whose gradients are summed over axes of ``batch`` that do not split them."""
+    """Return those of ``storages`` (parameter -> layout) whose gradients are summed over axes of ``batch`` that do not
+    split the parameter.
+    """
     out = {}
     for name, stored in storages.items():
         if pending_beside(stored, Layout.whole(stored.mesh, stored.shape).with_partial(batch)).partial:
@@ -113,16 +116,16 @@ class Certificate:
 
     @property
     def digest(self) -> str:
-        """Return a hash of the text."""
+        """Return the SHA-256 of the certificate's `text`, in hex."""
         return hashlib.sha256(self.text().encode()).hexdigest()
 
     def text(self) -> str:
-        """Return the mesh and the collectives, one per line."""
+        """Return the certificate as text: the mesh, then one line per collective."""
         return "\n".join([f"mesh {self.mesh}", *self.lines])
 
 
 def outputs_text(used: Iterable[int]) -> str:
-    """Return a description of the outputs that a backward computes gradients of.
+    """Return the indices of the outputs that a backward computes gradients of, as text.
 
     >>> outputs_text([2, 0])
     'outputs 0, 2'
@@ -131,7 +134,9 @@ def outputs_text(used: Iterable[int]) -> str:
 
 
 def certify(mesh: Mesh, halves: Sequence[tuple[str, fx.Graph]]) -> Certificate:
-    """Return the certificate (all collectives, in order) of (name, local graph) pairs in the order of their runs."""
+    """Return the certificate (all collectives, in order) of local graphs, given as (name, graph) in the order in which
+    they run.
+    """
     lines = []
     for name, graph in halves:
         next_op = _next_ops(graph)
@@ -150,7 +155,7 @@ def certify(mesh: Mesh, halves: Sequence[tuple[str, fx.Graph]]) -> Certificate:
 
 
 def _next_ops(graph: fx.Graph) -> dict[fx.Node, tuple[int, str]]:
-    """Return wait -> (the first op after it that is no wait, sort key of the wait)."""
+    """Return wait -> (its sort key, the text of the first op after it that is neither a wait nor a getitem)."""
     out: dict[fx.Node, tuple[int, str]] = {}
     next_op = "the outputs"
     for node in reversed(graph.nodes):
@@ -198,12 +203,12 @@ class Half:
 
     @property
     def name(self) -> str:
-        """Return the phase in words."""
+        """Return the phase as text, such as "forward" or "backward of outputs 0, 2"."""
         return self.phase if isinstance(self.phase, str) else f"{BACKWARD} of {outputs_text(self.phase)}"
 
     @property
     def kind(self) -> str:
-        """Return the phase; BACKWARD for every backward, whichever outputs it is for."""
+        """Return FORWARD, BACKWARD, INFERENCE or REDUCTION; BACKWARD for every backward, whatever outputs it is for."""
         return self.phase if isinstance(self.phase, str) else BACKWARD
 
     @property
@@ -212,7 +217,7 @@ class Half:
 
     @cached_property
     def takes(self) -> tuple[Port, ...]:
-        """Return the arguments in order."""
+        """Return a `Port` for each argument, in order."""
         return tuple(Port(ir.role(node), node.name, node.meta["val"]) for node in ir.placeholders(self.graph))
 
     @cached_property
@@ -222,7 +227,9 @@ class Half:
 
     @cached_property
     def reads(self) -> Mapping[str, Role]:
-        """Return argument name -> `Role` of the parameter, buffer or input that it is or was gathered or cast from."""
+        """Return argument name -> `Role` of the parameter, buffer or input that the argument is, or was gathered, moved
+        or cast from.
+        """
         roles = ir.output_node(self.graph).meta.get(ir.READS, {})
         return {port.name: roles[port.name] for port in self.takes if port.name in roles}
 
@@ -271,7 +278,7 @@ class Compiled:
 
     @cached_property
     def gives(self) -> tuple[object, ...]:
-        """Return the outputs: names of values, or constants."""
+        """Return each output in order: the name of the value, or a constant."""
         return tuple(x.name if isinstance(x, fx.Node) else x for _, x in ir.outputs(self.half.graph))
 
     @cached_property
@@ -328,27 +335,31 @@ class Executable(ABC):
 
     @abstractmethod
     def cause(self, collective: fx.Node) -> Any:
-        """Return the plan entry and the source line that caused a collective (`shardc.cost.causes.Cause`)."""
+        """Return the `shardc.cost.causes.Cause` of a collective, with the plan entry and the source line that caused
+        it.
+        """
 
     @cached_property
     def _half_of_phase(self) -> dict[Phase, Half | None]:
         return {}
 
     def find(self, phase: Phase) -> Half | None:
-        """Return the graph of a phase; None for a forward or backward if nothing needs a gradient."""
+        """Return the `Half` of a phase, built once; None for a forward or backward if nothing needs a gradient."""
         if phase not in self._half_of_phase:
             gm = self.make(phase)
             self._half_of_phase[phase] = None if gm is None else Half(phase, gm, self.mesh)
         return self._half_of_phase[phase]
 
     def half(self, phase: Phase) -> Half:
-        """Return the graph of a phase, which this step must have."""
+        """Return the `Half` of a phase, which this step must have."""
         half = self.find(phase)
         assert half is not None, f"there is no {phase}: nothing needs a gradient"
         return half
 
     def step(self, training: bool = True) -> tuple[Half, ...]:
-        """Return the graphs of a training step (forward, backward) or of an inference."""
+        """Return the graphs of one step: (forward, backward) if ``training`` and something needs a gradient, else
+        (inference,).
+        """
         if training and self.trains:
             return self.half(FORWARD), self.half(BACKWARD)
         return (self.half(INFERENCE),)
@@ -376,7 +387,7 @@ class Executable(ABC):
         return self.half(INFERENCE).gm
 
     def certificate(self, training: bool = True) -> Certificate:
-        """Return the certificate of a training step, or of an inference."""
+        """Return the certificate (all collectives, in order) of a training step, or of an inference."""
         return certificate_of(self.step(training))
 
 

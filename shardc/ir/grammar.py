@@ -115,12 +115,14 @@ class Reader:
         return bare[0] if bare else None
 
     def integer(self, what: str) -> int:
-        """Read a number and return it; raise TextError, which expected ``what``, if there is none."""
+        """Read a number and return it; if there is none, raise a TextError that says ``what`` was expected."""
         match = self.match(INTEGER)
         return int(match[0]) if match else self.fail(what)
 
     def provenance(self, phase: str) -> dict[str, Any]:
-        """Return the fields of `Info` that the comment at the end of the line gives (`shardc.ir.text.origin_text`)."""
+        """Return the fields of `Info` (``origin``, ``kept``, ``regathers``) by the comment at the end of the line,
+        which `shardc.ir.text.origin_text` wrote.
+        """
         parts = self.line[self.at :].strip().removeprefix("# ").split(" | ", 2)
         if len(parts) != 3:
             return {"origin": Origin(phase=phase)}
@@ -156,7 +158,7 @@ ATTRIBUTE = re.compile(r"(?!__)[A-Za-z_]\w{0,200}(?:\.(?!__)\w{1,200}){0,20}", r
 
 
 def word_text(word: str) -> str:
-    """Return ``word``, quoted if necessary."""
+    """Return ``word``, in JSON quotes if it has other characters than a bare word may have (`BARE`)."""
     return word if BARE.fullmatch(word) else json.dumps(word)
 
 
@@ -200,7 +202,9 @@ def op_text(op: object) -> str:
 
 @lru_cache(maxsize=4096)
 def op_of(text: str) -> Target | None:
-    """Return the op named ``text``, or None: a marker op, an aten op, or an op of another namespace, in this order."""
+    """Return the op that ``text`` names, looked up as a marker op, an aten op, or an op of another namespace; None if
+    there is none.
+    """
     if text in MARKERS:
         return MARKERS[text]
     parts = text.split(".")
@@ -220,7 +224,7 @@ def _overload_of(namespace: str, packet: str, overload: str) -> OpOverload[..., 
 
 @lru_cache(maxsize=4096)
 def defaults(op: object) -> tuple[dict[str, object], tuple[str, ...]]:
-    """Return argument name -> default of ``op``, and the names of its positional arguments."""
+    """Return (argument name -> default, names of the positional arguments) of ``op``, a torch op or a marker op."""
     if not is_torch_op(op):
         return {"op": "sum", "to": ""}, ("x",)
     arguments = op._schema.arguments
@@ -229,7 +233,7 @@ def defaults(op: object) -> tuple[dict[str, object], tuple[str, ...]]:
 
 
 def argument_order(op: object) -> Callable[[str], int]:
-    """Return the sort key that orders argument names as in the op's schema."""
+    """Return the key function that sorts argument names into the order of the op's schema."""
     names = [a.name for a in op._schema.arguments] if is_torch_op(op) else []
     return lambda name: names.index(name) if name in names else len(names)
 
@@ -238,7 +242,9 @@ def argument_order(op: object) -> Callable[[str], int]:
 
 
 def value_text(value: Value | tuple[Value | None, ...] | None, unplaced: str) -> str:
-    """Return the type of a node's result; ``unplaced`` is appended to a tensor without a layout."""
+    """Return the type of a node's result as text, such as ``f32[16@dp,8]``; ``unplaced`` is appended to a tensor
+    without a layout.
+    """
     if value is None:
         return "None"
     if isinstance(value, tuple):
@@ -295,5 +301,5 @@ def constant_of(word: str) -> object:
 
 
 def axes_text(axis: str) -> str:
-    """Return the axes of a marker op: ``dp``, or ``(dp,tp)`` for ``"dp,tp"``, or ``()``."""
+    """Return ``axis``, the axes of a marker op, as text: ``dp``, or ``(dp,tp)`` for ``"dp,tp"``, or ``()`` for none."""
     return axis if axis and "," not in axis else f"({axis})"

@@ -59,7 +59,7 @@ class Value:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of a tensor of this shape."""
+        """Return the bytes of a tensor of this shape and dtype."""
         return prod(self.shape) * self.itemsize
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Info:
-    """shardc's record of one node.
+    """shardc's record of one FX node, under one key of its ``meta``: name, type, provenance and role.
 
     Args:
         name: its name in text: scope and op, unique in the graph, e.g. ``layers.0.mlp.up.mm``.
@@ -142,7 +142,7 @@ class Info:
 
     @property
     def values(self) -> tuple[Value | None, ...]:
-        """Return the value of each result: ``value`` as a tuple."""
+        """Return the `Value` of each result (None for a non-tensor) as a tuple, also for a single result."""
         return self.value if isinstance(self.value, tuple) else (self.value,)
 
     @property
@@ -151,7 +151,7 @@ class Info:
         return [value for value in self.values if value is not None]
 
     def at(self, layout: Layout | tuple[Layout | None, ...] | None) -> Info:
-        """Return this record with its value at ``layout`` (a tuple for several results)."""
+        """Return this record with its tensors at ``layout``; a tuple has one layout per result."""
         if isinstance(self.value, tuple):
             layouts = layout if isinstance(layout, tuple) else (layout,) * len(self.value)
             values = tuple(v and replace(v, layout=new) for v, new in zip(self.value, layouts, strict=True))
@@ -161,19 +161,19 @@ class Info:
 
 
 def info(node: fx.Node) -> Info:
-    """Return the record of ``node``."""
+    """Return the `Info` of ``node``."""
     record: Info = node.meta[KEY]
     return record
 
 
 def set_info(node: fx.Node, record: Info) -> fx.Node:
-    """Set the record of ``node``; return the node."""
+    """Set the `Info` of ``node``; return the node."""
     node.meta[KEY] = record
     return node
 
 
 def update(node: fx.Node, **fields: Any) -> fx.Node:
-    """Set ``fields`` of the record of ``node``; return the node."""
+    """Set ``fields`` of the `Info` of ``node``; return the node."""
     return set_info(node, replace(info(node), **fields))
 
 
@@ -190,7 +190,9 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def value_of(val: object) -> Value | tuple[Value | None, ...] | None:
-    """Return the `Value` of an example result: one of a tensor, a tuple of a list or tuple, None of a non-tensor."""
+    """Return the `Value` of an example tensor, a tuple with that of each item of a list or tuple, and None for a
+    non-tensor.
+    """
     if isinstance(val, (tuple, list)):
         return tuple(Value(v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else None for v in val)
     return Value(val.dtype, tuple(val.shape)) if isinstance(val, Tensor) else None
@@ -228,7 +230,7 @@ def outputs(graph: fx.Graph) -> Iterator[tuple[Role, fx.node.Argument]]:
 
 
 def change_outputs(graph: fx.Graph, change: Callable[[Role, fx.Node], fx.Node]) -> None:
-    """Replace each output node by the result of ``change(role, node)``."""
+    """Replace each node that the graph returns by ``change(role, node)``; constants stay."""
     results = [change(role, node) if isinstance(node, fx.Node) else node for role, node in outputs(graph)]
     output_node(graph).args = (tuple(results),)
 

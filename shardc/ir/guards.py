@@ -42,7 +42,7 @@ _NAMES = """
 
 
 def _states() -> Iterator[tuple[str, Callable[..., object]]]:
-    """Yield (qualified name, function) of torch's global states that this version of torch has."""
+    """Yield (qualified name, function) of those of torch's global states that this version of torch has."""
     for name in _NAMES.split():
         try:
             yield f"torch.{name}", attrgetter(name)(torch)
@@ -109,7 +109,7 @@ Constant = bool | int | float | str | None
 
 @dataclass(frozen=True)
 class Read:
-    """One value that a capture read.
+    """One read of a capture: an object, named by an expression, and the property of it that was read.
 
     Args:
         expression: expression of the object.
@@ -148,12 +148,14 @@ class Reads:
         return Read(GRAD_MODE) in self.entries
 
     def values(self, model: nn.Module, loss: object = None) -> Values:
-        """Return the current value of each read, and a hash of the reachable code, as text that ranks can compare."""
+        """Return (read, its current value) for each read, then ("its code", hash of the reachable code), as text that
+        ranks can compare.
+        """
         at = Lookup(model, loss, self.scopes)
         return *((str(read), at.text(read)) for read in self.entries), ("its code", self.reach(model, loss).digest)
 
     def reach(self, model: nn.Module, loss: object = None) -> Reach:
-        """Return the code that a trace of ``model`` and ``loss`` would reach now."""
+        """Return the `Reach`, the code that a trace of ``model`` and ``loss`` would reach now."""
         return reach(model, loss, [does for does, _ in self.traced])
 
     def joined(self, other: Reads) -> Reads | None:
@@ -291,7 +293,7 @@ def _items(x: object) -> list[object]:
 
 
 def hooks_of(model: nn.Module) -> list[str]:
-    """Return the text of each hook of a module of ``model``, then of torch's global module hooks."""
+    """Return the hooks of all modules of ``model``, then torch's global module hooks, each as text."""
     of_modules = [
         f"{path}.{kind} {text_of(hook)}{' with kwargs' * (key in getattr(module, f'{kind}_with_kwargs', ()))}"
         for path, module in model.named_modules()
@@ -302,5 +304,5 @@ def hooks_of(model: nn.Module) -> list[str]:
 
 
 def global_hooks() -> list[dict[int, Callable[..., object]]]:
-    """Return torch's global module hooks, by id, for each kind of hook."""
+    """Return torch's global module hooks: a dict id -> hook for each kind of hook, in the order of `HOOKS`."""
     return [getattr(_nn, kind) for kind in _GLOBAL]

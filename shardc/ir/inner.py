@@ -134,7 +134,9 @@ class InnerCode:
             self._name(function.__globals__, name, names)
 
     def _name(self, scope: dict[str, object], name: str, names: frozenset[str], versioned: bool = False) -> None:
-        """Record a global or a module attribute; of a module, those of ``names`` that it has."""
+        """Record what ``name`` in ``scope`` (globals, or attributes of a module) is bound to; if that is a module, also
+        its attributes in ``names``.
+        """
         self._names[id(scope), name] = scope, name
         value = scope.get(name, _ABSENT)
         if type(value) is not types.ModuleType:
@@ -207,7 +209,9 @@ class InnerTensors(nn.Module):
             )
 
     def outer(self, of: Callable[[Tensor], Tensor] = lambda x: x, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the wrapper tensor with inner tensors ``of(tensor)``, converted by its class to ``dtype``."""
+        """Return the wrapper tensor made of ``of(inner tensor)`` for each inner tensor; if ``dtype`` is given, its
+        class converts it.
+        """
         inner = {key: x.outer(of) if isinstance(x, InnerTensors) else of(x) for key, x in self._entries.items()}
         tensor: Tensor = self.cls.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
         for key, value in self.attributes.items():
@@ -384,7 +388,9 @@ def outer_tensors(module: nn.Module) -> Iterator[None]:
 
 
 def rebuilt(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a full state dict with wrapper tensors in place of inner ones, under the model's names."""
+    """Return ``state``, a full state dict, with wrapper tensors in place of their inner tensors, under the model's
+    names.
+    """
     out = dict(state)
     for path, inner in _outermost(module):
         names = {id(x): f"{path}.{name}" for name, x in inner.state_dict(keep_vars=True).items()}
@@ -397,13 +403,13 @@ def rebuilt(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def first_places(module: nn.Module) -> dict[str, str]:
-    """Return name -> first name of the same wrapper tensor, for all names of wrapper tensors."""
+    """Return each qualified name of a wrapper tensor in ``module`` -> the first name of the same tensor."""
     first: dict[int, str] = {}
     return {path: first.setdefault(id(inner), path) for path, inner in _outermost(module)}
 
 
 def outer_names(module: nn.Module) -> dict[str, str]:
-    """Return parameter of a wrapper subclass -> its inner tensor of equal shape, to which plan entries apply."""
+    """Return name of a wrapper parameter -> name of its inner tensor of equal shape, to which plan entries apply."""
     out: dict[str, str] = {}
     for path, inner in _outermost(module):
         shaped = [name for name, x in inner.named_parameters() if x.shape == inner.shape]
@@ -419,7 +425,9 @@ def with_inner(x: Any) -> Iterator[Tensor]:
 
 
 def metadata(x: Tensor) -> list[object]:
-    """Return shape, strides, dtype, class and attributes of ``x`` and of its inner tensors, to be compared."""
+    """Return a list, to be compared, of the class, shape, strides, dtype, requires_grad and attributes of ``x`` and of
+    its inner tensors.
+    """
     out: list[object] = []
     for part in with_inner(x):
         out.append((type(part), part.shape, part.stride(), part.dtype, part.requires_grad))

@@ -129,7 +129,7 @@ class Layout:
 
     @cached_property
     def bound(self) -> tuple[str, ...]:
-        """Return the axes that split some dim, dim by dim."""
+        """Return the mesh axes, or parts of axes, that split some dim, dim by dim."""
         return tuple(d.axis for digits in self.dims for d in digits if d.axis is not None)
 
     @cached_property
@@ -166,7 +166,9 @@ class Layout:
         return tuple(d.axis for d in self.dims[dim] if d.axis is not None)
 
     def sub_dims(self, dim: int) -> tuple[SubDim, ...]:
-        """Return the digits of ``dim`` grouped into sub-dims: the axes of bound digits, with the local digit below."""
+        """Return ``dim`` as `SubDim` factors, major to minor: adjacent digits that axes split and the local digit below
+        form one.
+        """
         out: list[SubDim] = []
         size, axes = 1, []
         for radix, axis in self.dims[dim]:
@@ -191,7 +193,9 @@ class Layout:
     def of_sub_dims(
         cls, mesh: Mesh, dims: Iterable[Iterable[tuple[int, tuple[str, ...]]]], partial: Mapping[str, str] | None = None
     ) -> Layout:
-        """Return the layout with sub-dims ``(size, axes)`` for each dim; LayoutError if a size does not divide."""
+        """Return the layout whose dims consist of sub-dims ``(size, axes)``; LayoutError if a size does not divide over
+        its axes.
+        """
         out = []
         for dim, subs in enumerate(dims):
             digits: list[Digit] = []
@@ -210,7 +214,7 @@ class Layout:
         return Layout(self.mesh, self.dims if dims is None else dims, self.partial if partial is None else partial)
 
     def unbind(self, axes: Iterable[str]) -> Layout:
-        """Return this layout with the digits of ``axes`` made local, so that these axes split no dim."""
+        """Return this layout with the digits that ``axes`` split made local, so that these axes split no dim."""
         drop = set(axes)
         return self.replace(dims=[[Digit(d.radix) if d.axis in drop else d for d in digits] for digits in self.dims])
 
@@ -224,7 +228,9 @@ class Layout:
         return self.replace(partial=[*self.partial, *((axis, op) for axis in axes)])
 
     def split(self, dim: int, axis: str) -> Layout | None:
-        """Return the layout with ``axis`` bound to the first local digit of ``dim`` that it divides, or None."""
+        """Return the layout in which ``axis`` also splits ``dim``, at the first local digit whose size it divides; None
+        if there is none.
+        """
         size = self.mesh.size(axis)
         if size == 1:
             return self
@@ -247,7 +253,7 @@ class Layout:
     # --- text
 
     def dims_text(self) -> str:
-        """Return the dims as in ``str``, without brackets: ``16@dp,(3 512@tp)``."""
+        """Return the dims as text, as in ``str`` without the brackets: ``16@dp,(3 512@tp)``."""
         return ",".join(self._dim_text(dim) for dim in range(self.ndim))
 
     def _dim_text(self, dim: int) -> str:
@@ -258,7 +264,7 @@ class Layout:
         return parts[0] if len(parts) == 1 else f"({' '.join(parts)})"
 
     def partial_text(self) -> str:
-        """Return the pending reductions as in ``str``: ``{sum:tp}``, or "" for none."""
+        """Return the pending reductions as text, as in ``str``: ``{sum:tp}``, or "" for none."""
         if not self.partial:
             return ""
         return "{" + ",".join(f"{op}:{axis}" for axis, op in self.partial) + "}"
@@ -289,7 +295,9 @@ class Layout:
 
 
 def canonical(mesh: Mesh, digits: Iterable[Digit | tuple[int, str | None]]) -> Digits:
-    """Return ``digits`` without those of radix 1, with adjacent local digits and joinable axis parts merged."""
+    """Return the ``digits`` of a dim without those of radix 1, with adjacent local digits and adjacent parts of one
+    axis merged.
+    """
     out: list[Digit] = []
     for radix, axis in digits:
         if radix == 1:
@@ -350,7 +358,9 @@ def refine(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits | None:
 
 
 def cut_digits(mesh: Mesh, digits: Digits, parts: Callable[[str], Iterable[str]]) -> Digits:
-    """Return ``digits`` with each bound one cut into ``parts`` of its axis, which are on ``mesh``."""
+    """Return the ``digits`` of a dim, each that an axis splits cut into one per part in ``parts(axis)``; the parts are
+    axes of ``mesh``.
+    """
     cuts = ([digit] if digit.axis is None else [Digit(mesh.size(p), p) for p in parts(digit.axis)] for digit in digits)
     return tuple(chain.from_iterable(cuts))
 
@@ -404,7 +414,7 @@ Padding = tuple[Runs, ...]  # the runs of each dim
 
 
 def unpadded(shape: Sequence[int]) -> Padding:
-    """Return the runs of each dim of a tensor of ``shape`` without padding."""
+    """Return the `Padding` of a tensor of ``shape`` that is not padded: a single run for each dim."""
     return tuple((Run(size, size),) for size in shape)
 
 
@@ -413,22 +423,23 @@ def is_padded(runs: Runs) -> bool:
 
 
 def places(runs: Runs) -> int:
-    """Return the padded size of a dim, in positions."""
+    """Return the size of a dim with its padding: the product of the sizes of its ``runs``."""
     return prod(run.size for run in runs)
 
 
 def elements(runs: Runs) -> int:
-    """Return the size of a dim without padding, in elements."""
+    """Return the size of a dim without its padding: the product of the true sizes of its ``runs``."""
     return prod(run.true for run in runs)
 
 
 def axes_of(padding: Padding) -> tuple[str, ...]:
-    """Return the axes that split a padded run."""
+    """Return the mesh axes that split a padded `Run` of any dim."""
     return tuple(dict.fromkeys(axis for runs in padding for run in runs if run.padded for axis in run.axes))
 
 
 def canonical_runs(runs: Sequence[Run]) -> Runs:
-    """Return ``runs`` with each unpadded run merged into the run above it, whose padding stays at the end.
+    """Return ``runs``, major to minor, with each unpadded run merged into the one before it, whose padding stays at the
+    end.
 
     >>> canonical_runs([Run(3, 3), Run(6, 5), Run(2, 2), Run(4, 4)])
     (Run(size=3, true=3, axes=()), Run(size=48, true=40, axes=()))
@@ -443,7 +454,7 @@ def canonical_runs(runs: Sequence[Run]) -> Runs:
 
 
 def share_out(runs: Runs, sizes: Sequence[int]) -> list[Runs] | None:
-    """Return the runs of each factor of a dim, for factors of ``sizes`` elements, major to minor.
+    """Divide the ``runs`` of a dim among factors of ``sizes`` elements, major to minor; return the runs of each factor.
 
     Returns None if a padded run spans two factors.
 

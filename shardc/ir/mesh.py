@@ -125,7 +125,7 @@ class Mesh:
         return pre < other_pre * self.size(second) and other_pre < pre * self.size(first)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of ``rank``, axis by axis."""
+        """Return axis -> the coordinate of ``rank`` along it."""
         out: dict[str, int] = {}
         for name, size in reversed(self.shape):
             rank, out[name] = divmod(rank, size)

@@ -26,7 +26,7 @@ COPIES = frozenset(
 
 @cache
 def aliases(target: object) -> bool:
-    """Return whether results may share memory with operands: views, in-place ops, waits, items."""
+    """Return whether results may share memory with operands: views, in-place ops, waits, getitems."""
     if target is WAIT or target is getitem:
         return True
     schema = getattr(target, "_schema", None)
@@ -51,7 +51,7 @@ def is_view(target: object) -> bool:
 
 @cache
 def moves_data(target: object) -> bool:
-    """Return whether every element of the results is an element of an operand, or padding: views, copies, items."""
+    """Return whether every element of the results is an element of an operand, or padding: views, copies, getitems."""
     return target is getitem or target in COPIES or getattr(target, "is_view", False)
 
 

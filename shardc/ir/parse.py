@@ -56,7 +56,7 @@ NodeValue = Value | tuple[Value | None, ...] | None
 
 
 class _Parser:
-    """Reads a program line by line into a graph."""
+    """Parser of a program's text, which it reads line by line into a graph."""
 
     def __init__(self, text: str) -> None:
         numbered = ((n, line.rstrip()) for n, line in enumerate(text.splitlines(), 1))
@@ -187,7 +187,7 @@ class _Parser:
         self._define(node, self._info(reader, name, value, phase))
 
     def _info(self, reader: Reader, name: str, value: NodeValue, phase: str, **fields: Any) -> Info:
-        """Return the record of a node whose line is parsed up to its comment."""
+        """Return the `Info` of a node whose line is parsed up to its comment."""
         reader.end()
         return Info(name, value, **reader.provenance(phase), **fields)
 
@@ -206,7 +206,7 @@ class _Parser:
     # --- parts of a line
 
     def _role(self, reader: Reader) -> tuple[str, str | None, int]:
-        """Parse (kind, name or None, index)."""
+        """Parse the role of a placeholder or an output; return (kind, name or None, index)."""
         match = reader.match(ROLE)
         if not match:
             reader.fail("a kind such as 'param', 'input' or 'output'")
@@ -242,7 +242,9 @@ class _Parser:
         return node
 
     def _needs(self, reader: Reader) -> tuple[Layout, ...] | None:
-        """Return the required layouts of the op's operands; None if all are the operands' current layouts."""
+        """Return the layouts that the line's op requires of its tensor operands; None if all are the operands' current
+        layouts.
+        """
         wants, self.wants = self.wants, []
         if all(want is None for _, want in wants):
             return None

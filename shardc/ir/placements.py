@@ -24,7 +24,7 @@ from shardc.ir.mesh import Mesh, split_part
 
 
 def parts_of(mesh: Mesh, layouts: Iterable[Layout]) -> tuple[str, ...]:
-    """Return the axes of ``mesh`` in order, each cut wherever a layout uses a part of it.
+    """Return the axes of ``mesh`` in order, each cut into the parts that ``layouts`` use of it.
 
     Raises:
         LayoutError: two layouts cut an axis such that no common cut exists, as 6 ranks by 2 and by 3.
@@ -48,7 +48,9 @@ def parts_of(mesh: Mesh, layouts: Iterable[Layout]) -> tuple[str, ...]:
 
 
 def view_of(mesh: Mesh, parts: Iterable[str]) -> Mesh:
-    """Return the mesh with axes ``parts``; a proper part is named like ``dp_2x2``."""
+    """Return the `Mesh` whose axes are ``parts``, axes of ``mesh`` or parts of them; a proper part is named like
+    ``dp_2x2``.
+    """
     return Mesh((part.replace(":", "_"), mesh.size(part)) for part in parts)
 
 
@@ -91,7 +93,7 @@ def _part_of(seen: str, mesh: Mesh) -> tuple[str, int, int]:
 
 
 def to_placements(layout: Layout, view: Mesh | None = None) -> tuple[Placement, ...]:
-    """Return one placement for each axis of the mesh, or of a view of it (`shardc.ir.placements`).
+    """Return one DTensor placement for each axis of the mesh or, if given, of ``view``, a view of it (`view_of`).
 
     Raises:
         LayoutError: the layout uses a part of an axis that is no axis of the view; DTensor cannot express it.
@@ -156,7 +158,9 @@ def from_placements(mesh: Mesh, shape: Sequence[int], placements: Sequence[Place
 
 
 def _bind(digits: list[Digit], factor: int, digit: Digit, what: str, shape: tuple[int, ...]) -> list[Digit]:
-    """Return ``digits`` with ``digit`` inserted below ``factor`` local values; LayoutError if it does not divide."""
+    """Return the ``digits`` of a dim with ``digit`` inserted so that it splits each of ``factor`` local blocks;
+    LayoutError if it does not divide.
+    """
     above = factor
     for at, (radix, axis) in enumerate(digits):
         if axis is not None:

@@ -125,11 +125,13 @@ class Walk:
         self._distributed = False
 
     def root(self, path: str, module: nn.Module) -> None:
-        """Bind the class and attributes of a module of the model."""
+        """`bind` the class and the attributes of a module of the model, ``path``."""
         self._attributes_of(f"module {path!r}", module, [])
 
     def _attributes_of(self, label: str, module: nn.Module, more: Iterable[str]) -> None:
-        """Bind the class of a module, its hooks, its attributes without constants, and those of torch in ``more``."""
+        """`bind` the class of a module, its hooks, its attributes except constants and tensors, and those of nn.Module
+        in ``more``.
+        """
         self.bind(label, "class", type(module))
         for key, value in sorted(vars(module).items()):
             if key in _HOOKS and value:
@@ -155,7 +157,9 @@ class Walk:
                 self.values[what] = str(now()) if dist.is_available() and dist.is_initialized() else "none"
 
     def bind(self, label: str, name: str, value: object) -> None:
-        """Record the object that ``name`` is bound to in the namespace ``label``, and walk it."""
+        """Record, as text, the object that ``name`` is bound to in the namespace ``label``, and queue the code that it
+        refers to.
+        """
         key = f"{label}.{name}"
         if key in self.code or key in self.values:
             return
@@ -165,7 +169,7 @@ class Walk:
         (self.values if is_plain(value) or isinstance(value, _CONTAINERS) else self.code)[key] = text
 
     def ref(self, value: object) -> str:
-        """Return a value as text, and queue the objects that it refers to."""
+        """Return a value as text that is equal in every process, and queue the code that it refers to."""
         if is_plain(value):
             return plain_text(value)
         if id(value) in self._refs:
@@ -235,7 +239,7 @@ class Walk:
         return not isinstance(item, types.FunctionType) or self._was_traced(item)
 
     def _was_traced(self, value: object) -> bool:
-        """Return whether a function's code was traced and is not identified by a version."""
+        """Return whether ``value`` is a user's function (or a property or method of one) whose code was traced."""
         function = value.fget if isinstance(value, property) else value
         if isinstance(function, (staticmethod, classmethod, types.MethodType)):
             function = function.__func__
@@ -321,7 +325,9 @@ class Walk:
         self._look_up(namespace, self._names)
 
     def _look_up(self, namespace: _Namespace, names: set[str]) -> None:
-        """Bind the attributes of ``namespace`` in ``names``, and of a class the methods that are called implicitly."""
+        """`bind` the attributes of ``namespace`` in ``names`` and, of a class, the methods that are called without
+        being named.
+        """
         names_here = {name for name in namespace.attributes.keys() & names if name not in _INERT}
         if namespace.cls is not None and not namespace.done:
             namespace.done.add("")
@@ -353,7 +359,9 @@ class Walk:
         return self._was_traced(value)
 
     def _expand(self, function: types.FunctionType, name: str) -> None:
-        """Bind the objects that a function names."""
+        """`bind` the globals that a function's code names, and the attributes that it names of torch's and Python's
+        modules.
+        """
         names, texts = names_in(function.__code__)
         if versioned_path(function.__code__.co_filename) is None:
             self._new |= names
@@ -379,7 +387,9 @@ class Walk:
                 self.values[f"environment {text}"] = repr(os.environ.get(text))
 
     def _attributes(self, module: types.ModuleType, names: frozenset[str], seen: set[int]) -> None:
-        """Bind the attributes of ``module`` in ``names``, on which a function may depend."""
+        """`bind` the attributes of ``module`` in ``names``, on which a function may depend; of modules among them,
+        their attributes.
+        """
         if id(module) in seen:
             return
         seen.add(id(module))
@@ -427,7 +437,7 @@ _code = attrgetter("__code__")
 
 @dataclass(frozen=True)
 class Reach:
-    """The code that a model and a loss reach.
+    """What a capture of a model and a loss can reach: the code and the plain values, as text and as objects.
 
     Args:
         code: name -> text of the function, or other object than a plain value, that it is bound to.
@@ -451,7 +461,7 @@ class Reach:
 
     @cached_property
     def digest(self) -> str:
-        """Return a hash of ``code``."""
+        """Return a hash of the text of ``code``."""
         return digest("\n".join(f"{name}: {text}" for name, text in sorted(self.code.items())))
 
     @cached_property
@@ -462,7 +472,7 @@ class Reach:
 
     @staticmethod
     def of_all(several: Sequence[Reach]) -> Reach:
-        """Return the union of ``several``."""
+        """Return the union of what `holds` compares in ``several``; ``code`` and ``values`` are empty."""
         bound = {(cls, name): value for reach in several for cls, name, value in reach.bound}
         functions = {id(function): (function, code) for reach in several for function, code in reach.functions}
         places = tuple((cls, name, value) for (cls, name), value in bound.items())
@@ -471,7 +481,9 @@ class Reach:
         return Reach({}, {}, frozenset(), (), places, tuple(functions.values()), ops, inner)
 
     def holds(self) -> bool:
-        """Return whether no method of a class and no code of a function has changed; takes some microseconds."""
+        """Return whether no method of a class, code of a function, custom op or code of a wrapper subclass has changed;
+        takes some microseconds.
+        """
         classes, names, values, functions, codes = self._getters
         return (
             all(map(is_, map(getattr, classes, names), values))
@@ -482,7 +494,8 @@ class Reach:
 
 
 def reach(model: nn.Module, loss: object, traced: Iterable[str] = ()) -> Reach:
-    """Return the code that a capture of ``model`` and ``loss`` can reach.
+    """Return the `Reach` of a capture of ``model`` and ``loss``: the last one as long as it holds, else one by a new
+    walk.
 
     Args:
         traced: `code_hash` of the user's code that was traced.

@@ -23,7 +23,7 @@ from shardc.ir.module_paths import name_in
 
 @dataclass(frozen=True)
 class Repeat:
-    """A run of repeated blocks: consecutive children of a container.
+    """A run of repeated blocks: consecutive numbered children of a container, such as ``layers.2`` to ``layers.7``.
 
     Args:
         path: qualified name of the container.
@@ -49,7 +49,8 @@ class Repeat:
         return [self.name(block) for block in range(self.count)]
 
     def split(self, name: str) -> tuple[int, str] | None:
-        """Return the block of ``name`` and the name in it; None if it is outside the container or before the run.
+        """Return (index of the block that ``name`` is in, rest of the name); None if it is outside the container or
+        before the run.
 
         >>> Repeat("layers", 2, 6).split("layers.3.up.weight")
         (1, '.up.weight')
@@ -77,7 +78,9 @@ class Repeats:
         return bool(self.runs)
 
     def place(self, name: str) -> tuple[Repeat, int, str] | None:
-        """Return (run, block, name in the block) of ``name``; None if it is in none of the first ``keep`` blocks."""
+        """Return (run, index of the block, rest of the name) of ``name``; None if it is in none of the first ``keep``
+        blocks.
+        """
         places = ((run, *place) for run in self.runs if (place := run.split(name)) and place[0] < self.keep)
         return next(places, None)
 
@@ -134,13 +137,14 @@ class Marks:
         self._operands: dict[fx.Node, list[fx.Node]] = {}
 
     def kind(self, node: fx.Node) -> int:
-        """Return the number of the type of the node's value (see `type_of`)."""
+        """Return a number for the type of the node's value (see `type_of`); equal types have the same."""
         if node not in self._kinds:
             self._kinds[node] = self._id(type_of(node.meta.get("val")))
         return self._kinds[node]
 
     def mark(self, node: fx.Node) -> int:
-        """Return the number of the node's op, constants, and types of operands and results.
+        """Return a number for the node's op, constants, and types of operands and results; nodes in which all are equal
+        have the same.
 
         Slots of messages do not count: they are numbered through the graph.
         """
@@ -163,7 +167,9 @@ class Marks:
 
 
 def type_of(value: object) -> object:
-    """Return the type of a value: dtype, shape, stride and device of tensors, the text of constants."""
+    """Return the type of an example value, to be compared: dtype, shape, stride and device of tensors, type and text of
+    constants.
+    """
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape), value.stride(), value.device
     if isinstance(value, list | tuple):
@@ -302,7 +308,9 @@ class _Cutter:
         return rows
 
     def ports(self, start: int, stop: int) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:
-        """Return the names of a segment's operands, of its results, and of the operands that it reads last."""
+        """Return (names of operands, names of results, names of the operands that no later op reads) of ops ``start``
+        to ``stop``.
+        """
         takes, gives = self._ports(start, stop)
         done = frozenset(node.name for node in takes if self.last[node] < stop and node.op != "get_attr")
         return tuple(x.name for x in takes), tuple(x.name for x in gives), done
@@ -373,7 +381,8 @@ def is_call(node: fx.Node) -> bool:
 
 
 def _longest(marks: Sequence[int], least: int) -> tuple[int, int, int] | None:
-    """Return the best run of repeated ops: (start, ops in a repeat, ops before the last repeat); None if too short.
+    """Return (start, period, length) of the run of ops that equal the op ``period`` later, the one that saves most;
+    None if too short.
 
     Candidate periods are distances at which rare marks recur; the one that leaves the fewest nodes to compile is taken.
     """
@@ -396,7 +405,7 @@ def _longest(marks: Sequence[int], least: int) -> tuple[int, int, int] | None:
 
 
 def _runs(marks: Sequence[int], period: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of the runs of ops that equal (by mark) the op ``period`` later."""
+    """Yield (start, stop) of each longest run of ops whose mark equals that of the op ``period`` later."""
     start = None
     for at in range(len(marks) - period):
         if marks[at] != marks[at + period]:

@@ -61,7 +61,8 @@ class Returned:
 
 
 def returned(graph: fx.Graph, memories: Sequence[Memory], owners: Mapping[int, str]) -> tuple[Returned, ...]:
-    """Return how each output of a captured joint graph aliases other tensors on one device, by output index.
+    """Return a `Returned` for each output of a captured joint graph, in order: how it aliases other tensors on one
+    device.
 
     The result includes which backwards read an output's values, which autograd saves.
 
@@ -113,7 +114,9 @@ def returned(graph: fx.Graph, memories: Sequence[Memory], owners: Mapping[int, s
 
 
 def _made_of(outputs: Sequence[tuple[int, fx.node.Argument]]) -> dict[int, set[fx.Node]]:
-    """Return index of an output -> the nodes that gradients from it flow through."""
+    """Return index of an output -> the nodes that gradients from it flow through: those that it is computed from, up to
+    a detach.
+    """
     out: dict[int, set[fx.Node]] = {}
     for index, x in outputs:
         work, seen = [x] if isinstance(x, fx.Node) else [], set()
@@ -127,7 +130,7 @@ def _made_of(outputs: Sequence[tuple[int, fx.node.Argument]]) -> dict[int, set[f
 
 
 def _memory(x: fx.node.Argument) -> int | None:
-    """Return an id of the memory of ``x``, which tensors that share memory have in common; None for a non-tensor."""
+    """Return an id of the memory of ``x``, equal for tensors that share memory; None for a non-tensor."""
     val = x.meta.get("val") if isinstance(x, fx.Node) else None
     return val.untyped_storage()._cdata if isinstance(val, Tensor) else None
 
@@ -166,7 +169,7 @@ def _disjoint(nodes: Sequence[fx.Node], others: Sequence[fx.Node]) -> bool:
 
 
 def _reads(graph: fx.Graph) -> Iterator[tuple[int, set[int]]]:
-    """Yield (index of an output, memory of the forward values that the backward from its tangent reads)."""
+    """Yield (index of an output, ids of the memories of forward values that the backward from its tangent reads)."""
     sources: dict[fx.Node, set[fx.Node]] = {node: {node} for node in ir.placeholders(graph, "tangent")}
     saved: dict[fx.Node, set[int]] = {}  # backward value without a tangent -> memory that it is computed from
     read: dict[fx.Node, set[int]] = {node: set() for node in sources}
@@ -189,7 +192,9 @@ def _reads(graph: fx.Graph) -> Iterator[tuple[int, set[int]]]:
 
 
 def _saved_memory(node: fx.Node) -> set[int]:
-    """Return the memory that autograd saves for ``node``: in a checkpoint region, that of the region's inputs."""
+    """Return the ids of the memories that autograd saves for ``node``: its own or, in a checkpoint region, those of the
+    region's inputs.
+    """
     work, seen, memories = [node], set(), set()
     while work:
         x = work.pop()

@@ -63,11 +63,11 @@ class GraphRewriter:
         return Inserter(self, node, replace(record, origin=origin), suffix)
 
     def after(self, node: fx.Node, like: fx.Node | None = None, suffix: str = "", **provenance: Any) -> Inserter:
-        """Return an inserter after ``node``; arguments as in `before`."""
+        """Return an `Inserter` that inserts nodes after ``node``, in the order of calls; arguments as in `before`."""
         return self.before(node.next, node if like is None else like, suffix, **provenance)
 
     def end(self, record: Info, suffix: str = "") -> Inserter:
-        """Return an inserter at the end of a graph that is being built, whose nodes inherit ``record``."""
+        """Return an `Inserter` at the end of a graph that is being built; its nodes inherit from ``record``."""
         return Inserter(self, None, record, suffix)
 
     def replace(self, node: fx.Node, new: fx.Node, *, rename: bool = False) -> None:
@@ -98,7 +98,9 @@ class Inserter:
     suffix: str = ""
 
     def call(self, target: Callable[..., object], *args: fx.node.Argument, **kwargs: fx.node.Argument) -> fx.Node:
-        """Insert an op, and return its node; its type is that of a run on the fake values of its arguments."""
+        """Insert an op, and return its node; its type and fake value are those of a run on the fake values of its
+        arguments.
+        """
         with self.rewriter.fake_mode, torch.no_grad():
             val = target(*fx.map_arg(args, _val), **fx.map_arg(kwargs, _val))
         return self._insert(target, args, kwargs, value_of(val), val)
@@ -122,7 +124,9 @@ class Inserter:
         return node
 
     def copy(self, node: fx.Node, operands: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """Insert a copy of ``node`` and return it; its operands are replaced by their values in ``operands``."""
+        """Insert a copy of ``node`` and return it; an operand that is a key of ``operands`` is replaced by its value
+        there.
+        """
         graph = self.rewriter.graph
         with graph.inserting_before(self.anchor) if self.anchor is not None else nullcontext():
             twin = graph.node_copy(node, lambda x: operands.get(x, x))
@@ -154,12 +158,14 @@ def _val(node: fx.Node) -> object:
 
 
 def places(graph: fx.Graph) -> dict[fx.Node, float]:
-    """Return the position of each node in the graph."""
+    """Return node -> its position in the graph, as a float, so that a priority for `reorder` can lie between two."""
     return {node: float(at) for at, node in enumerate(graph.nodes)}
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Return node -> the values that no later node uses."""
+    """Return node -> the nodes whose values are used last by it: operands that no later node reads, and itself if
+    nothing reads it.
+    """
     seen: set[fx.Node] = set()
     out: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):

@@ -25,7 +25,7 @@ Powers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Polynomial:
-    """A polynomial in the sizes of inputs.
+    """A polynomial in the sizes of inputs, with rational coefficients.
 
     Args:
         names: names of the sizes.
@@ -46,7 +46,9 @@ class Polynomial:
         return value.denominator == 1 and value >= 0
 
     def substituted(self, scale: Mapping[str, tuple[int, int]]) -> Polynomial:
-        """Return the polynomial in u for sizes ``a u + b``; ``scale`` maps the name of a size to (a, b)."""
+        """Return the polynomial in variables u, if each size is ``a u + b``; ``scale`` maps the name of a size to (a,
+        b).
+        """
         out: dict[Powers, Fraction] = {}
         for c, powers in self.terms:
             product: dict[Powers, Fraction] = {(0,) * len(powers): c}
@@ -80,7 +82,7 @@ SIZED = "shardc_sized"  # key of ``GraphModule.meta``: the `At` of a graph from 
 
 @dataclass(frozen=True)
 class Quotient:
-    """The float ``numerator / denominator``, of polynomials."""
+    """A float argument of an op: ``numerator / denominator``, both integers or polynomials."""
 
     numerator: int | Polynomial
     denominator: int | Polynomial
@@ -112,7 +114,7 @@ class Numbers:
 
 @dataclass
 class SizedGraph:
-    """A graph at any sizes.
+    """A local graph whose arguments and shapes are polynomials in sizes, from which the graph at any sizes is made.
 
     Args:
         base: the graph at some sizes.
@@ -129,7 +131,7 @@ class SizedGraph:
     compiled: list[tuple[Callable[[Mapping[str, int]], bool], Any]] = field(default_factory=list)
 
     def units(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return, for each size, u in its form ``a u + b`` (see `shardc.dynamic.generalize.moduli`)."""
+        """Return name of a size -> u, where the size is ``a u + b`` (see `shardc.dynamic.generalize.moduli`)."""
         return {name: (sizes[name] - b) // a for name, (a, b) in self.scale.items()}
 
     def at(self, sizes: Mapping[str, int]) -> fx.GraphModule:
@@ -165,7 +167,8 @@ class SizedGraph:
         return gm
 
     def symbolic(self, like: fx.GraphModule) -> fx.GraphModule:
-        """Return the graph with a placeholder for the u of each size before the others; nodes have no ``meta["val"]``.
+        """Return the graph that is compiled for all sizes: its first placeholders are the u of each size; no
+        ``meta["val"]``.
 
         Args:
             like: a graph from `at`; strings, such as names of groups, are taken from it.
@@ -192,7 +195,7 @@ class SizedGraph:
         return fx.GraphModule(self.base, graph)
 
     def inputs(self, units: Mapping[str, Any]) -> list[Any]:
-        """Return example arguments of `symbolic` for SymInts u; requires an active fake mode."""
+        """Return example arguments of `symbolic`, for SymInts u by name of the size; requires an active fake mode."""
 
         def number(x: Any) -> Any:
             if not isinstance(x, Polynomial):
@@ -215,7 +218,7 @@ class SizedGraph:
 
 @dataclass(frozen=True)
 class At:
-    """Provenance of a graph that is ``graph.at(sizes)``."""
+    """The `SizedGraph` and the sizes of a graph that `SizedGraph.at` returned."""
 
     graph: SizedGraph
     sizes: dict[str, int]
@@ -256,14 +259,14 @@ class _PolynomialNodes:
 
 
 def _words(node: fx.Node) -> Iterator[str]:
-    """Return the strings among the arguments of ``node``, in order."""
+    """Return an iterator over the strings among the arguments of ``node``, in order."""
     strings: list[str] = []
     fx.node.map_aggregate((node.args, node.kwargs), lambda x: strings.append(x) if isinstance(x, str) else None)
     return iter(strings)
 
 
 def _example(shape: Any, like: Any, number: Callable[[Any], Any]) -> Any:
-    """Return ``like`` with each tensor replaced by one of ``shape``."""
+    """Return ``like``, an example value, with each tensor replaced by one of the sizes and strides in ``shape``."""
     if isinstance(shape, Shape):
         sizes, strides = [[number(n) for n in dims] for dims in (shape.sizes, shape.strides)]
         return like.new_empty_strided(sizes, strides)  # in the fake mode of ``like``
@@ -275,7 +278,7 @@ def _example(shape: Any, like: Any, number: Callable[[Any], Any]) -> Any:
 def _value(
     record: Info, shapes: tuple[tuple[int | Polynomial, ...] | None, ...], number: Callable[[int | Polynomial], int]
 ) -> Value | tuple[Value | None, ...] | None:
-    """Return the value of ``record`` at other sizes."""
+    """Return the value of ``record`` with the shapes ``shapes``, whose polynomials ``number`` evaluates."""
     values = tuple(
         replace(value, shape=tuple(map(number, shape))) if isinstance(value, Value) and shape is not None else value
         for value, shape in zip(record.values, shapes, strict=True)

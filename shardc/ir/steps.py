@@ -137,7 +137,9 @@ def _pending_text(layout: Layout) -> str:
 
 
 def _cuts(layout: Layout) -> list[list[tuple[bool, int]]]:
-    """Return for each dim its maximal runs of bound and of local digits: (whether bound, number of values)."""
+    """Return for each dim its longest runs of digits that axes split and of local digits: (whether split, number of
+    values).
+    """
     return [
         [(bound, prod(d.radix for d in run)) for bound, run in groupby(digits, lambda d: d.axis is not None)]
         for digits in layout.dims

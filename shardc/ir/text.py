@@ -122,7 +122,7 @@ def op_line(gm: fx.GraphModule, node: fx.Node, unplaced: str = "") -> str:
 
 
 def constant_text(gm: fx.GraphModule, name: str) -> str:
-    """Return the name of an attribute of ``gm`` and, if it is small, its values."""
+    """Return the name of an attribute of ``gm`` and, if it is small, its values, as text."""
     content = grammar.small_values(operator.attrgetter(name)(gm))
     return argument_text(name) if content is None else f"{argument_text(name)}, {argument_text(content)}"
 
