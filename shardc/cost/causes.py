@@ -96,7 +96,9 @@ class Explainer:
         return next(names, ir.info(self.step.ops[self.step.ops[at].reads[0]].node).name)
 
     def _gathered(self, at: int) -> list[str]:
-        """Return the names of the parameters at the start of a chain of gathers and views."""
+        """Return the names of the parameters at the start of the chains of gathers and views that end in the op at
+        ``at``.
+        """
         name = ir.info(self.step.ops[at].node).name
         return [name] if name in self.params else [p for read in self.step.ops[at].reads for p in self._gathered(read)]
 
@@ -137,13 +139,17 @@ class Explainer:
         return ""
 
     def _maker(self, at: int, consumer: str) -> int:
-        """Return the position of the op whose parameter caused a collective: a reduction, or a reshard's consumer."""
+        """Return the position of the op whose parameters caused a collective: the collective itself if it reduces, else
+        the op ``consumer``.
+        """
         if comm_volume.collective_kind(self.step.ops[at].node) in REDUCTIONS:
             return at
         return self.position.get(consumer, at)
 
     def _compute_entry(self, at: int) -> str:
-        """Return the plan entries of the compute layout of the parameter at position ``at``; "" for other ops."""
+        """Return the plan entries, as text, of the compute layout of the parameter at position ``at``; "" for other
+        ops.
+        """
         node = self.step.ops[at].node
         return self.compute.get(ir.info(node).name, "") if node.op == "placeholder" else ""
 
@@ -167,6 +173,6 @@ def cause_of(program: Executable, node: fx.Node, entries: Iterable[str]) -> Caus
 
 
 def _recorded(node: fx.Node, *tensors: str) -> Cause:
-    """Return the cause in the record of ``node``, a collective that moves ``tensors``."""
+    """Return the `Cause` that the `Info` of ``node``, a collective that moves ``tensors``, gives."""
     origin = ir.info(node).origin
     return Cause(tensors, origin.module, origin.source, origin.cause, origin.reason, origin.consumer)

@@ -81,7 +81,7 @@ def flops_of(node: fx.Node) -> int:
 
 
 def _shape(node: fx.Node) -> Any:
-    """Return the shape of a node's result, or the shapes of its results."""
+    """Return the shape of a node's result, or a tuple with the shape of each (None for a non-tensor)."""
     value = ir.info(node).value
     if isinstance(value, tuple):
         return tuple(torch.Size(x.shape) if x is not None else None for x in value)
@@ -234,7 +234,9 @@ def model_flops(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
 
 
 def dense(graph: fx.Graph, mesh: Mesh) -> Iterator[tuple[fx.Node, Dense]]:
-    """Yield (op, `Dense`) of a global graph; an op is repeated over axes that split neither operands nor results."""
+    """Yield (node, `Dense`) of each dense op of a global graph; ranks along an axis that splits none of its tensors
+    repeat the op.
+    """
     for node, total in model_flops(graph):
         values = [value for x in (*node.all_input_nodes, node) for value in ir.info(x).tensors if value.layout]
         parts = {axis for value in values if value.layout for axis in value.layout.bound}
@@ -290,7 +292,7 @@ class _Axis:
 def wasted(
     ops: Iterable[Dense], mesh: Mesh, params: Mapping[str, Layout], counts: Callable[[str], int] = lambda name: 1
 ) -> PlanError | None:
-    """Return the warning about redundant work; None if there is too little of it.
+    """Return the warning about redundant work, as a PlanError to show; None if there is too little of it.
 
     Args:
         ops: the dense ops of a step.
@@ -347,7 +349,7 @@ def _mend(axis: str, of: _Axis, total: int, params: Mapping[str, Layout]) -> str
 
 
 def _largest(modules: dict[str, float]) -> list[str]:
-    """Return the `NAMED` modules with the most operations."""
+    """Return the names of the `NAMED` modules with the most operations, the largest first."""
     return sorted(modules, key=lambda module: -modules[module])[:NAMED]
 
 

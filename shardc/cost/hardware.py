@@ -128,7 +128,9 @@ class Hardware:
         return self.compute_seconds(0, nbytes)
 
     def linear(self, direct: bool) -> tuple[float, float]:
-        """Return (seconds before the first byte, bytes per second after it) of a collective between nodes."""
+        """Return (seconds before the first byte, bytes per second after it) of a collective between nodes, whatever
+        ``direct`` is.
+        """
         return self.start + self.between.ring + self.start_seconds(1), self.between.bandwidth * self.wire
 
     def compute_seconds(
@@ -154,7 +156,9 @@ class Hardware:
         return self.host.name == "memory"
 
     def move(self, nbytes: int) -> Price:
-        """Return the price of a copy of ``nbytes`` between device and pinned host memory."""
+        """Return the `Price` (seconds, "copy", name of the link) of a copy of ``nbytes`` between device and pinned host
+        memory.
+        """
         return Price(self.host.ring + nbytes / (self.host.bandwidth * self.wire), "copy", self.host.name)
 
     def check(self, mesh: Mesh) -> None:
@@ -168,7 +172,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Route:
-    """The placement of a group of ranks on nodes.
+    """The placement of a group of ranks on nodes: how many nodes, and how many ranks in each.
 
     Args:
         ranks: size of the group.
@@ -222,7 +226,9 @@ def route(mesh: Mesh, axes: tuple[str, ...], node: int) -> Route:
 
 @dataclass(frozen=True)
 class Price:
-    """The predicted seconds of one collective, with the algorithm and the link that are assumed."""
+    """The predicted seconds of one collective or host copy, with the names of the algorithm and the link that are
+    assumed.
+    """
 
     seconds: float
     algorithm: str
@@ -230,7 +236,7 @@ class Price:
 
 
 def price(hardware: Hardware, kind: str, where: Route, wire_bytes: float) -> Price:
-    """Return the price of a collective in which each rank sends ``wire_bytes``: start, hops, bytes over bandwidth.
+    """Return the `Price` of a collective in which each rank sends ``wire_bytes``: start, hops, bytes over bandwidth.
 
     The fastest of a ring, a double binary tree (all-reduce; Sanders, Speck and Traeff, 2009) and, with one rank per
     node, NCCL 2.23's logarithmic all-gather and reduce-scatter. An all-to-all sends point to point.

@@ -48,7 +48,9 @@ class Pricing(Protocol):
         """Return the seconds of a local op that reads and writes ``nbytes`` in total and has no FLOPs."""
 
     def linear(self, direct: bool) -> tuple[float, float]:
-        """Return (seconds before the first byte, bytes per second) of a collective; of messages if ``direct``."""
+        """Return (seconds before the first byte, bytes per second) of a collective; of one in direct messages if
+        ``direct``.
+        """
 
 
 class Measured(NamedTuple):
@@ -119,7 +121,7 @@ class CostModel:
 
     @cached_property
     def _by_kind(self) -> dict[str, list[Measured]]:
-        """The measurements of each kind of collective."""
+        """Return kind of collective -> its measurements."""
         out: dict[str, list[Measured]] = {}
         for row in self.kinds:
             out.setdefault(row.kind, []).append(row)
@@ -127,7 +129,7 @@ class CostModel:
 
     @cached_property
     def _best(self) -> tuple[float, float]:
-        """The lowest latency and the highest bandwidth of any collective."""
+        """Return (lowest latency, highest bandwidth) of any collective."""
         latencies = [self.latency, *(row.latency for row in self.kinds)]
         return min(latencies), max([self.bandwidth, *(row.bandwidth for row in self.kinds)])
 
@@ -185,7 +187,9 @@ class CostModel:
         return self.compute_seconds(0, nbytes)
 
     def linear(self, direct: bool) -> tuple[float, float]:
-        """Return (seconds before the first byte, bytes per second) of a collective; of messages if ``direct``."""
+        """Return (seconds before the first byte, bytes per second) of a collective; of one in direct messages if
+        ``direct``.
+        """
         if (messages := self.messages) is not None and direct:
             return messages.latency + messages.call + messages.message, messages.bandwidth
         return self.latency, self.bandwidth

@@ -277,7 +277,9 @@ class _Moves:
         return at > WHOLE and not self.blocked >> at & 1
 
     def _waits(self, part: int, every: bool) -> list[int]:
-        """Return the free temporary locations for ``part``; unless ``every``, only one if one of them is neutral."""
+        """Return the free temporary locations for ``part``; unless ``every``, only one if one overlaps no place of the
+        target.
+        """
         free = [at for at in self.places.temporary[part] if self._open(at)]
         return free if every else [at for at in free if self.places.neutral >> at & 1][:1] or free
 

@@ -135,7 +135,8 @@ class Op:
 
 @dataclass(frozen=True)
 class Sequence:
-    """The ops of a step.
+    """The ops of one step in the order in which a rank runs them, with the step's outputs and its arena of collectives'
+    results.
 
     Args:
         ops: the ops in order, inputs first.
@@ -157,7 +158,7 @@ class Sequence:
 
 @uncollected()
 def of_joint(graph: fx.Graph, levels: Mapping[str, int], collectives: str = "auto") -> Sequence:
-    """Return the step of a localized joint graph.
+    """Return the `Sequence` of ops of a training step, from its localized joint graph.
 
     Args:
         graph: the graph, at local shapes, with ``meta["val"]`` on every node.
@@ -187,7 +188,7 @@ def of_joint(graph: fx.Graph, levels: Mapping[str, int], collectives: str = "aut
 
 @uncollected()
 def of_halves(halves: Iterable[Half], levels: Mapping[str, int]) -> Sequence:
-    """Return the step of a forward and its backward graph, or of an inference graph.
+    """Return the `Sequence` of ops of a step, from its forward and backward graphs, or from an inference graph.
 
     Args:
         halves: the graphs in order; placeholders of the backward have the names of the values that the forward saves.
@@ -231,7 +232,7 @@ class _Builder:
         self.names: dict[str, int] = {}
 
     def forget(self, recomputed: Set[fx.Node]) -> None:
-        """Drop the positions of values that backward gathers or recomputes."""
+        """Drop the positions of values that backward gathers or recomputes, so that `add` appends their ops again."""
         resharded = {node for node, level in self.gathered.items() if level == 3}
         unsharded = {node for node, level in self.gathered.items() if level < 3}
         for node in resharded | (recomputed - unsharded):
@@ -254,13 +255,15 @@ class _Builder:
             self.ops.append(Op(current, kind_of(current), phase, reads, current in self.gathered))
 
     def results(self, graph: fx.Graph) -> tuple[tuple[Role, int], ...]:
-        """Return the outputs of ``graph`` that leave the step."""
+        """Return (role, position of the op) of each output of ``graph`` that leaves the step: all but values saved for
+        backward.
+        """
         outputs = [(role, x) for role, x in ir.outputs(graph) if role.kind != "saved" and isinstance(x, fx.Node)]
         return tuple((role, self.at[x]) for role, x in outputs)
 
 
 def kind_of(node: fx.Node) -> str:
-    """Return the kind of op that ``node`` is, as in `Op`."""
+    """Return INPUT, MOVE, START, WAIT or COMPUTE: the kind of op that ``node`` is, as `Op` defines them."""
     if node.op != "call_function":
         return INPUT
     if comm_volume.collective_kind(node) is not None or move_kind(node) is not None:
@@ -372,7 +375,8 @@ class Gathered:
 def keep_within(
     graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], budget: int, cost: Pricing, bucket: int
 ) -> dict[str, int]:
-    """Return ``levels`` with ZeRO-2 for ZeRO-3 where it saves the most time per byte, within ``budget``.
+    """Return ``levels`` with 2 in place of 3 (no second gather in backward) where that saves the most time per byte,
+    within ``budget``.
 
     Args:
         graph: the localized joint graph.
@@ -395,7 +399,7 @@ def keep_within(
 def _gathered_again(
     graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], cost: Pricing, bucket: int
 ) -> list[Gathered]:
-    """Return the cost of a second gather for each ZeRO-3 parameter.
+    """Return a `Gathered`, the cost of a second gather, for each parameter of level 3.
 
     Empty parameters and those of which forward saves a slice (`KeepPart`) are left out.
     """

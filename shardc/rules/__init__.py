@@ -60,7 +60,7 @@ def find_rule(target: object) -> Rule | None:
 
 
 def strides_of(target: object) -> str:
-    """Return the strides that an op accepts: one of the values of `Rule.strides`.
+    """Return the strides of operands that an op accepts: ANY, CONTIGUOUS (or as traced), or TRACED (only as traced).
 
     Collectives and shardc's own ops copy their operands into contiguous memory. Python functions (getitem) read none.
     """
@@ -90,7 +90,7 @@ def registered() -> list[tuple[str, str, str]]:
 
 @lru_cache(maxsize=65536)
 def spec_of(call: Call) -> Spec | None:
-    """Return the factors of ``call``, or None if its op has no rule; FLOPs of dense ops are counted by torch.
+    """Return the `Spec` (factors) of ``call``, with torch's count of FLOPs if the op is dense; None if it has no rule.
 
     Raises:
         RuleError: the op's rule does not fit the call's shapes.
@@ -107,7 +107,7 @@ def spec_of(call: Call) -> Spec | None:
 
 
 def _shapes(x: Any) -> Any:
-    """Replace each tensor in ``x`` by its shape."""
+    """Return ``x``, an argument or a nested tuple, with each `Value` replaced by its shape."""
     if isinstance(x, tuple):
         return tuple(_shapes(item) for item in x)
     return torch.Size(x.shape) if isinstance(x, Value) else x

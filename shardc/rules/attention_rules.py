@@ -23,7 +23,9 @@ from shardc.rules.spec import Dims, Routed, Spec
 
 
 class _FusedHeads:
-    """The factors of queries ``b h q e``, keys ``b g k e`` and values ``b g k f`` with ``h = g * r`` (GQA)."""
+    """Factors of the operands and results of a fused attention (SDPA): queries ``b h q e``, keys ``b g k e`` and values
+    ``b g k f`` with ``h = g * r`` (GQA).
+    """
 
     def __init__(self, loops: Loops, *, backward: bool) -> None:
         self.loops = loops
@@ -108,7 +110,9 @@ _SPLITS = {"gather": _BOTH, "ring": _BOTH, "ulysses": _HEADS, "auto": _BOTH + _H
 
 
 class _SequenceHeads:
-    """The factors of queries ``b h q e``, keys ``b g k e`` and values ``b g k f`` with ``h = g * r`` (GQA)."""
+    """Factors of `shardc.custom_ops.attention_ops`, whose sequence may be split: queries ``b h q e``, keys ``b g k e``
+    and values ``b g k f`` with ``h = g * r`` (GQA).
+    """
 
     def __init__(self, loops: Loops, *, backward: bool) -> None:
         shapes = dict(zip(loops.names, loops.shapes, strict=True))
@@ -134,7 +138,7 @@ class _SequenceHeads:
 
 
 def _routed(call: Call, spec: Spec, moving: tuple[int, ...], trips: int) -> Spec:
-    """Return ``spec`` with the `Routed` by which one axis may split queries and keys.
+    """Return ``spec`` with its `Routed`, which allows one axis to split queries and keys together.
 
     Args:
         moving: positions of the operands with keys and values.

@@ -14,7 +14,9 @@ from shardc.rules.spec import Dims, Spec
 
 
 def biased(op: str, text: str, *summed: str) -> Rule:
-    """Return the rule of ``operand 0 + product``; factors ``summed`` are whole, or each rank would add operand 0."""
+    """Return the rule of ``operand 0 + product``; factors ``summed``, which the product sums over, are never split:
+    every rank would add operand 0.
+    """
     operands, results = parse(text)
     kinds = dict.fromkeys(summed, "whole")
 

@@ -57,7 +57,9 @@ def _factor(named: dict[tuple[int, int], tuple[str, str]], at: int, dim: int, si
 
 
 def _rows(call: Call) -> list[list[object]]:
-    """Return the rows of torch's table for ``call``; none if torch raises."""
+    """Return the rows of torch's table for ``call``, each a list with a dim, a reduce op or ``...`` (replicated) per
+    result and operand; none if torch raises.
+    """
 
     def meta(x: object) -> object:
         if isinstance(x, Value):
@@ -94,7 +96,7 @@ class _Row:
         self.linear = frozenset(i for i, x in enumerate(inputs) if x == "sum") if sums and not self.split else None
 
     def usable(self, loops: Loops, factor_of: Mapping[tuple[int, int], object]) -> bool:
-        """Return whether the row is a factor that does not clash with those of earlier rows.
+        """Return whether the row can become a factor, apart from those of earlier rows.
 
         Args:
             factor_of: (tensor, dim) -> factor of an earlier row.

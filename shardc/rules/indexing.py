@@ -66,7 +66,7 @@ def _embedding_backward_local(local: Local) -> Emitted:
 
 
 def _embedding_bag(call: Call) -> Spec:
-    """Return the spec of ``embedding_bag``: rows are reduced bag by bag, so only the row dim can be split."""
+    """Return the spec of ``embedding_bag``: rows are reduced bag by bag, so only the embedding dim can be split."""
     loops = Loops(call)
     row = loops.dim("d", loops.shapes[0][1])
     operands: list[Dims] = [(loops.dim("v", loops.shapes[0][0], WHOLE), row)]
@@ -204,7 +204,9 @@ def _write_local(local: Local) -> Emitted:
 
 
 def _add_local(source: str) -> Localize:
-    """Return a localize for writes that add ``source``: a rank adds zero for entries that another rank holds."""
+    """Return the localize function of writes that add argument ``source``: a rank adds zero for entries that another
+    rank holds.
+    """
 
     def localize(local: Local) -> Emitted:
         dim = _dim(local.call)
@@ -366,7 +368,7 @@ def _index_put(call: Call) -> Spec:
 
 
 def _find(local: Local, layout: Layout) -> tuple[list[Emitted], list[int], Emitted]:
-    """Return the local indices, the split dims among those indexed, and the mask of entries on this rank."""
+    """Return (local indices, those of the indexed dims that are split, mask of the entries that this rank holds)."""
     call = local.builder.call
     indices, mask = list(local.operand("indices")), None
     dims = [dim for dim in indexed_dims(local.call) if split(layout, dim)]

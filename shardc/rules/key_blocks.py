@@ -43,7 +43,7 @@ class KeyBlock:
 
     @property
     def when(self) -> dict[str, Emitted]:
-        """Return the keyword ``later`` for the kernel, if it is needed."""
+        """Return keyword arguments of the kernel: ``{"later": later}``, or {} if it is not needed."""
         return {} if self.later is None else {"later": self.later}
 
 
@@ -96,7 +96,9 @@ class KeyBlocks:
                 yield from self._striped(stripes, number, at, come, go)
 
     def joined(self, key: Emitted, value: Emitted) -> list[Emitted]:
-        """Return key and value as one tensor [2 b, g, k, e], one message, if they are sent and have equal shapes."""
+        """Return [key and value as one tensor [2 b, g, k, e]], one message, if they are sent and have equal shapes;
+        else [key, value].
+        """
         shape = self.local.builder.shape
         if not self.sent or shape(key)[1:] != shape(value)[1:]:
             return [key, value]
@@ -104,7 +106,7 @@ class KeyBlocks:
         return [self.packed]
 
     def parted(self, tensors: list[Emitted]) -> list[Emitted]:
-        """Split the result of `joined` (or a block of it) into keys and values."""
+        """Return [keys, values], split off the result of `joined` or a block of it."""
         if len(tensors) == 2:
             return tensors
         half = self.local.builder.shape(tensors[0])[0] // 2
@@ -123,7 +125,9 @@ class KeyBlocks:
         return out or tensors
 
     def total(self, parts: list[tuple[int, Emitted]]) -> Emitted:
-        """Return the gradient of this rank's keys or values, given (source rank, gradient) of each block."""
+        """Return the gradient of this rank's keys or values (or both, as `joined`): the sum over blocks, given as
+        (source rank, gradient) of each.
+        """
         if not self.gathers:
             return added(self.local, [x for _, x in parts])
         if len(parts) == 1:

@@ -67,7 +67,9 @@ class Loops:
     def dims(
         self, prefix: str, shape: Sequence[int], kind: str = FREE, but: Mapping[int, Factors] | None = None
     ) -> Dims:
-        """Declare one factor per dim, ``prefix0``, ``prefix1``, ..., return them; ``but`` has those of some dims."""
+        """Declare one factor per dim, ``prefix0``, ``prefix1``, ..., and return them; ``but`` maps a dim to factors to
+        use instead.
+        """
         return tuple(
             but[i] if but and i in but else self.dim(f"{prefix}{i}", size, kind) for i, size in enumerate(shape)
         )
@@ -241,7 +243,9 @@ def _names(sides: tuple[Dims, ...]) -> set[str]:
 
 
 def parse(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
-    """Return the factors of the operands and of the results; raises RuleError if the text cannot be read."""
+    """Return (factors of each operand's dims, factors of each result's dims); raises RuleError if the text cannot be
+    read.
+    """
     left, arrow, right = text.partition("->")
     if not arrow:
         raise RuleError(f"rule {text!r} has no '->'", fix='write it as "i k, k j -> i j"')
@@ -266,7 +270,9 @@ def bind(
     linear: tuple[frozenset[int], ...],
     moves: bool,
 ) -> Spec:
-    """Return the `Spec` of ``call`` by parsed notation; sizes of factors are read from the shapes."""
+    """Return the `Spec` of ``call`` by ``operands`` and ``results``, its parsed notation; sizes of factors are read
+    from the shapes.
+    """
     shapes = [v.shape for v in call.operands]
     result_shapes = [v.shape for v in call.results if v is not None]
     for kind, sides, tensors in (("operands", operands, shapes), ("results", results, result_shapes)):
@@ -314,7 +320,7 @@ def _shown(dims: Dims) -> str:
 
 
 def _complete(sizes: dict[str, int], sides: Iterable[Dims], shapes: Iterable[Iterable[int]]) -> None:
-    """Add to ``sizes`` a factor that is never the only one of a dim: the dim's size divided by its other factors."""
+    """Add to ``sizes`` each factor that shares all its dims with others: the dim's size divided by the others'."""
     for dims, shape in zip(sides, shapes, strict=True):
         for names, size in zip(dims, shape, strict=True):
             unknown = [name for name in names if name not in sizes]

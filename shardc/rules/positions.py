@@ -166,7 +166,9 @@ def once_per_sum(local: Local, x: Emitted) -> Emitted:
 def past_end(
     local: Local, x: Emitted, layout: Layout, dim: int, index: Emitted, mask: Emitted
 ) -> tuple[Emitted, Emitted]:
-    """Append one element to ``x`` along ``dim``, and point ``index`` at it where ``mask`` is false."""
+    """Return (``x`` with one element appended along ``dim``, ``index`` pointing at that element where ``mask`` is
+    false).
+    """
     call, size = local.builder.call, layout.local_shape[dim]
     pad = [edge for i in reversed(range(layout.ndim)) for edge in (0, int(i == dim))]
     index = call(aten.where.self, mask, index, call(aten.full_like.default, index, size))

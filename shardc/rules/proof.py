@@ -89,7 +89,9 @@ class Proof:
 
 
 def prove(rule: Rule, sample: Sample, ranks: Callable[[Mesh], Ranks], meshes: Sequence[Mesh]) -> Proof:
-    """Run ``sample`` under every strategy of ``rule`` on each of ``meshes``; return the failures."""
+    """Run ``sample`` under every strategy of ``rule`` on each of ``meshes``; return the `Proof`, with a text per
+    failure.
+    """
     sample = sample.on_device()
     dense = sample.dense()
     call = sample.call(dense)
@@ -142,7 +144,9 @@ def offered(spec: Spec, mesh: Mesh) -> Iterator[Strategy]:
 
 
 def _uses(spec: Spec) -> list[str | Routed | tuple[str, frozenset[int]]]:
-    """Return the possible uses of an axis: a factor to split, a `Routed`, or (reduce op, operands) to carry."""
+    """Return the possible uses of an axis: a factor to split, a `Routed` (two factors to split at once), or (reduce op,
+    operands partial over it).
+    """
     carried: list[tuple[str, frozenset[int]]] = [("sum", positions) for positions in spec.linear]
     if spec.moves:
         carried += [("sum", frozenset({0})), ("max", frozenset({0}))]
@@ -151,7 +155,7 @@ def _uses(spec: Spec) -> list[str | Routed | tuple[str, frozenset[int]]]:
 
 
 def _cuts(mesh: Mesh, size: int, axes: Sequence[str]) -> list[Digits]:
-    """Return all digit sequences of a factor of ``size`` split over ``axes``, in any order of the digits."""
+    """Return each sequence of digits, (radix, axis) pairs, of a factor of ``size`` split over ``axes`` in any order."""
     split = prod(mesh.size(axis) for axis in axes)
     if size % split:
         return []

@@ -14,7 +14,9 @@ from shardc.rules.spec import Dims, Spec
 
 
 def reduction(ops: str, kind: str) -> list[Rule]:
-    """Return a rule per op; ``kind`` is the reduce op of the partial result if reduced dims are split, or "whole"."""
+    """Return a rule per op; ``kind`` is the reduce op of the partial result if reduced dims are split, or "whole"
+    (never split).
+    """
 
     def spec(call: Call) -> Spec:
         return reduction_spec(call, kind)
@@ -33,7 +35,7 @@ def reduction_spec(call: Call, kind: str) -> Spec:
 
 
 def reduced_dims(call: Call, ndim: int) -> frozenset[int]:
-    """Return the dims that the call reduces, counted from 0."""
+    """Return the dims that the call reduces as non-negative indices; all if its ``dim`` is absent, None or empty."""
     dim = call["dim"] if "dim" in call else None
     dims = (dim,) if isinstance(dim, int) else dim
     return frozenset(d % max(ndim, 1) for d in dims) if dims else frozenset(range(ndim))

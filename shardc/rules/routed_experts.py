@@ -37,14 +37,16 @@ def _params(loops: Loops, first: int) -> list[Dims]:
 
 
 def _routed(call: Call, spec: Spec, choices: int, width: int) -> Spec:
-    """Return ``spec`` with the `Routed` by which an axis may split tokens and experts.
+    """Return ``spec`` with its `Routed`, which allows an axis to split tokens and experts together.
 
     Ranks then exchange ``choices`` rows of ``width`` elements for each token.
     """
     sizes = dict(spec.sizes)
     if _TOKENS not in sizes or _EXPERTS not in sizes:
         return spec
+    # "bounded" also sends rows to the ranks of their experts; it only limits the buffers that receive them (`_rows`).
     way = "send" if call["way"] == "bounded" else call["way"]
+    # "held" is the axis of the plan's ``ep`` entry, or "": it must split the experts, alone or with the tokens.
     forms = (frozenset({_EXPERTS}), frozenset({_TOKENS, _EXPERTS}))
     required = ((call["held"], forms),) if call["held"] else ()
     return replace(spec, routed=Routed(_TOKENS, _EXPERTS, choices * width, way=way, required=required))
@@ -207,7 +209,9 @@ def _send(
 
 
 def _by_token(local: Local, rows: _Rows, returned: Emitted, added: bool) -> Emitted:
-    """Return the rows in token order: summed over a token's choices [t, width], or one number each [t, k]."""
+    """Return the rows in token order: if ``added``, summed over a token's choices [t, width]; else one number each [t,
+    k].
+    """
     call = local.builder.call
     tokens, choices = local.builder.shape(local.operand("index"))
     width = local.builder.shape(returned)[1]

@@ -167,7 +167,7 @@ Localize = Callable[[Local], Emitted]
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule of one op.
+    """The sharding rule of one op, or of all its overloads.
 
     Args:
         op: ``"aten.mm"`` for every overload, or ``"aten.sum.dim_IntList"`` for one.
@@ -187,7 +187,7 @@ class Rule:
 
 
 def sized(argument: str = "size") -> Localize:
-    """Return a localize for an op whose ``argument`` is the shape of its result."""
+    """Return the localize function of an op whose ``argument`` is the result's shape: it passes the local shape."""
 
     def localize(local: Local) -> Emitted:
         return local.same(**{argument: list(local.results[0].local_shape)})
@@ -196,12 +196,12 @@ def sized(argument: str = "size") -> Localize:
 
 
 def rules_for(ops: str, spec: SpecOf, text: str, localize: Localize = Local.same) -> list[Rule]:
-    """Return the same rule for each of ``ops``, names of aten ops separated by spaces."""
+    """Return one `Rule` for each of ``ops``, names of aten ops separated by spaces; they differ in the op only."""
     return [Rule(f"aten.{op}", spec, text, localize) for op in ops.split()]
 
 
 def table(*rules: Rule | Sequence[Rule], strides: str = "") -> dict[str, Rule]:
-    """Return rules by op; all accept ``strides`` if that is given. Asserts that no op has two rules."""
+    """Return op -> its `Rule`; all accept ``strides`` if that is given. Asserts that no op has two rules."""
     out: dict[str, Rule] = {}
     for item in rules:
         for rule in [item] if isinstance(item, Rule) else item:

@@ -74,7 +74,7 @@ def _slice_local(local: Local) -> Emitted:
 
 
 def _to_local(layout: Layout, dim: int, edge: int) -> int:
-    """Return the local index of a block edge."""
+    """Return ``edge``, the global index along ``dim`` at which a block begins or ends, as a local index."""
     return edge * layout.local_shape[dim] // layout.shape[dim] if layout.dim_axes(dim) else edge
 
 
@@ -182,7 +182,7 @@ def _cat(call: Call) -> Spec:
 
 
 def _pads(call: Call) -> list[tuple[int, int]]:
-    """Return (before, after) per dim; the op's ``pad`` lists them from the last dim."""
+    """Return (elements before, elements after) for each dim; the op's ``pad`` lists them from the last dim."""
     ndim, pad = len(call.operands[0].shape), call["pad"]
     pairs = list(zip(pad[::2], pad[1::2], strict=True))
     return [(0, 0)] * (ndim - len(pairs)) + pairs[::-1]

@@ -71,15 +71,18 @@ def routed_axes(spec: SpecLike, assignment: Mapping[str, Digits]) -> frozenset[s
 
 
 def required_splits(spec: SpecLike, mesh: Mesh, routed: Routed, proposals: Sequence[Assignment]) -> list[Assignment]:
-    """Return assignments, derived from ``proposals``, in which an axis splits a set of factors in `Routed.required`."""
+    """Return further proposals (factor -> digits) that split factors over an axis as `Routed.required` demands."""
     out: list[Assignment] = []
     pair = (routed.rows, routed.owners)
     for axis, factors in ((axis, factors) for axis, sets in routed.required for factors in sets):
         if factors == frozenset(pair):
-            # Copy the digits from the factor that an operand splits to its partner.
+            # Copy the digits from the factor that an operand splits to its partner. Their radices multiply up to the
+            # size of the factor, so the partner must have the same size.
             for source, target in (pair, pair[::-1]) if spec.size(pair[0]) == spec.size(pair[1]) else ():
                 out += [{target: p[source]} for p in proposals if any(d.axis == axis for d in p.get(source, ()))]
             continue
+        # The axis is divided among the factors: each takes the largest part that divides its size, and leaves the rest
+        # to the next. In order of names, because that of a set differs from process to process.
         left, fresh = axis, {}
         for factor in sorted(factors & dict(spec.sizes).keys()):
             size = spec.size(factor)
@@ -121,7 +124,7 @@ Dims = tuple[Factors, ...]
 
 @dataclass(frozen=True)
 class Spec:
-    """The factors of one op at given shapes.
+    """The factors (loops) of one op at given shapes, and what a split of each does to the results.
 
     Args:
         operands: per tensor operand, per dim, its factors major to minor; a dim of size 1 has none.
@@ -194,7 +197,7 @@ class Strategy:
 
 
 def project(spec: Spec, dims: Dims, layout: Layout) -> Assignment:
-    """Split the digits of ``layout`` among the factors of an operand with factors ``dims``.
+    """Return factor -> its digits, divided from those of ``layout``, for an operand with factors ``dims``.
 
     An axis is dropped (its digits become local) if it crosses the border of two factors and no part of it fits, or if
     it splits a factor that must be whole.
@@ -209,7 +212,9 @@ def project(spec: Spec, dims: Dims, layout: Layout) -> Assignment:
 def _share_out(
     mesh: Mesh, factors: tuple[tuple[str, int, bool], ...], digits: Digits
 ) -> tuple[tuple[str, Digits], ...]:
-    """Split the digits of one dim among its ``factors``: (name, size, may be split), major to minor."""
+    """Return (factor, its digits) for each of ``factors`` ((name, size, may be split), major to minor) of a dim with
+    ``digits``.
+    """
     if any(size == 0 for _, size, _ in factors):
         return tuple((factor, (Digit(size),)) for factor, size, _ in factors)
     below, cuts = 1, []
@@ -232,7 +237,9 @@ def _share_out(
 
 
 def _drop_clashing(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits:
-    """Return ``digits`` with one digit made local: a digit that crosses one of the strides ``cuts``."""
+    """Return ``digits`` with one of the split digits made local: one without which ``cuts`` (strides) fit, else the
+    first.
+    """
     for at, (radix, axis) in reversed(list(enumerate(digits))):
         trial = canonical(mesh, [*digits[:at], Digit(radix), *digits[at + 1 :]])
         if axis is not None and refine(mesh, trial, cuts) is not None:
@@ -244,14 +251,18 @@ def _drop_clashing(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits:
 
 
 def place(spec: Spec, dims: Dims, assignment: Mapping[str, Digits]) -> list[list[Digit]]:
-    """Return the dims of an operand or result with factors ``dims``, given each split factor's digits."""
+    """Return the digits of each dim of an operand or result with factors ``dims``; a factor not in ``assignment`` is
+    local.
+    """
     return [[d for f in factors for d in assignment.get(f, (Digit(spec.size(f)),))] for factors in dims]
 
 
 def results_of(
     spec: Spec, mesh: Mesh, assignment: Mapping[str, Digits], carried: Sequence[tuple[str, str]] = ()
 ) -> tuple[Layout, ...]:
-    """Return the layouts of the results under ``assignment``; the partials in ``carried`` pass through."""
+    """Return the layouts of the results under ``assignment``; ``carried`` are (axis, reduce op) of partials that pass
+    through.
+    """
     out, routed = [], routed_axes(spec, assignment)
     for at, dims in enumerate(spec.results):
         present = {f for factors in dims for f in factors} if at not in spec.replicated else assignment.keys()
@@ -276,7 +287,8 @@ def from_results(spec: Spec, mesh: Mesh, index: int, layout: Layout) -> Strategy
 
 
 def infer(spec: Spec, operands: Sequence[Layout], results: Sequence[Layout] = ()) -> tuple[Layout, ...] | str:
-    """Return the result layouts that follow from ``operands`` as they are, or the reason why these do not fit together.
+    """Return the result layouts that follow from ``operands`` as they are, or the reason, as text, why these do not fit
+    together.
 
     Args:
         results: layouts that decide the split of factors that no operand carries; by default these are not split.
@@ -318,7 +330,9 @@ def commute(spec: Spec, assignment: Mapping[str, Digits], carried: Iterable[tupl
 
 
 def carried_partials(spec: Spec, operands: Sequence[Layout]) -> tuple[tuple[str, str], ...] | str:
-    """Return the partials that pass through from ``operands``, or the reason why they cannot."""
+    """Return (axis, reduce op) of the partials that pass through from ``operands``, or the reason, as text, why they
+    cannot.
+    """
     where: dict[tuple[str, str], set[int]] = {}
     for at, layout in enumerate(operands):
         for pair in layout.partial:
@@ -330,7 +344,7 @@ def carried_partials(spec: Spec, operands: Sequence[Layout]) -> tuple[tuple[str,
 
 
 def carries(spec: Spec, op: str, positions: frozenset[int]) -> bool:
-    """Return whether a partial ``op`` of exactly the operands at ``positions`` passes through the op."""
+    """Return whether a pending reduction ``op`` passes through if exactly the operands at ``positions`` have it."""
     if spec.moves and positions == {0}:
         return True
     return op in ("sum", "avg") and positions in spec.linear
@@ -397,7 +411,7 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
 def _strategy(
     spec: Spec, mesh: Mesh, proposals: Sequence[Assignment], choice: Mapping[str, tuple[str, object]]
 ) -> tuple[Strategy, bool] | None:
-    """Return the strategy of one choice per axis, and whether `Routed` allows it; None if choices clash."""
+    """Return (strategy that takes one choice for each axis, whether `Routed` allows it); None if choices clash."""
     wanted: dict[tuple[str, int], set[str]] = {}
     carried: dict[str, tuple[str, frozenset[int]]] = {}
     for axis, (kind, detail) in choice.items():
@@ -427,7 +441,9 @@ def _strategy(
 
 
 def merge(mesh: Mesh, digits: Digits | None, other: Digits) -> Digits | None:
-    """Return the digits of a factor split over the axes of both; None if sizes clash or a digit has two axes."""
+    """Return the digits of a factor split over the axes of both ``digits`` and ``other``; None if sizes clash or a
+    digit has two axes.
+    """
     if digits is None:
         return other
     fine, fine_other = refine(mesh, digits, strides(other)), refine(mesh, other, strides(digits))
@@ -442,6 +458,6 @@ def merge(mesh: Mesh, digits: Digits | None, other: Digits) -> Digits | None:
 
 
 def atoms(mesh: Mesh, axes: Sequence[str]) -> dict[str, list[str]]:
-    """Cut each of ``axes`` into parts, such that any two parts of any axes are equal or disjoint."""
+    """Return axis -> the parts into which it is cut so that any two parts of any of ``axes`` are equal or disjoint."""
     edges = mesh.edges(axes)
     return {axis: mesh.parts(axis, edges) for axis in axes}

@@ -117,7 +117,7 @@ class CapturedModel:
         return CapturedModel.of(self.source, self.plan, self.mesh, keep) if self.repeats else self
 
     def graph(self, mesh: Mesh, plan: Plan, options: Options, chooser: Chooser | None) -> PlannedGraph:
-        """Return the graph under a plan, without another capture.
+        """Return the `PlannedGraph` under a plan, from the captured graph.
 
         Args:
             mesh, plan, options: the mesh, plan and options to compile with.
@@ -149,11 +149,11 @@ class CapturedModel:
         return PlannedGraph(propagate.problem, gm.graph, boundaries)
 
     def params(self, mesh: Mesh, plan: Plan) -> Mapping[str, ParamPlan]:
-        """Return parameter of the captured model -> its layouts under ``plan``."""
+        """Return parameter of the captured model -> its `ParamPlan` (compute and storage layout) under ``plan``."""
         return few_of(self.source.request(mesh, plan, Options()), self.repeats).params
 
     def program(self, mesh: Mesh, plan: Plan, options: Options) -> InspectedProgram:
-        """Return the program of the complete model under a plan, without another capture.
+        """Return the `InspectedProgram` of the complete model under a plan, from the captured graph.
 
         Args:
             mesh, plan, options: the mesh, plan and options to compile with.

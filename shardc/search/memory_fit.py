@@ -174,7 +174,9 @@ class Fit:
     limit: Callable[[], float]
 
     def run(self, plan: Plan) -> None:
-        """Schedule variants of ``plan`` until one fits: parameters unsharded for backward, then with measures."""
+        """Predict the schedule of variants of ``plan`` until one fits: parameters unsharded for backward, then with
+        measures.
+        """
         plan = kept_whole(plan, self.hand)
         now = self.schedule(plan, True)
         if now is None or now.memory <= self.memory or now.seconds >= self.limit():
@@ -274,17 +276,19 @@ class Fit:
 
 
 def kept_whole(plan: Plan, hand: Plan) -> Plan:
-    """Return ``plan`` with parameters kept unsharded for backward, except by the entries of ``hand``."""
+    """Return ``plan`` with parameters kept unsharded for backward (FSDP level 2), except by the user's entries,
+    ``hand``.
+    """
     return Plan.of(replace(e, level=2) if _is_open(e, hand) and e.level == 3 else e for e in plan.entries)
 
 
 def _is_open(entry: Entry, hand: Plan) -> TypeGuard[Fsdp]:
-    """Return whether ``entry`` is an ``fsdp`` entry that the user did not give."""
+    """Return whether ``entry`` is an ``fsdp`` entry that is not one of the user's, ``hand``."""
     return isinstance(entry, Fsdp) and entry not in hand.entries
 
 
 def _parts(model: nn.Module) -> dict[str, Blocks]:
-    """Return suffix -> runs of blocks that have a module of that suffix.
+    """Return suffix -> (prefix of the names, number) of each run of blocks that have a module of that suffix.
 
     A suffix is "" (the block itself) or ``.name`` of a child that has children. Blocks are the numbered children of the
     outermost containers (ModuleList, Sequential).

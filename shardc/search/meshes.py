@@ -99,7 +99,7 @@ class MeshSearch(Search):
         return tried
 
     def trials(self) -> list[Trial]:
-        """Return the plans that were scheduled on this mesh."""
+        """Return a `Trial` for each plan that was scheduled on this mesh."""
         return [Trial(self.mesh, tried, self.memory) for tried in self.tried.values()]
 
 
@@ -199,5 +199,5 @@ def _order(trial: Trial) -> tuple[object, ...]:
 
 
 def _listed(meshes: Sequence[Mesh]) -> str:
-    """Return ``meshes`` as text for an error."""
+    """Return ``meshes`` as text for an error: the mesh, or how many they are and of how many ranks."""
     return str(meshes[0]) if len(meshes) == 1 else f"{len(meshes)} meshes of {meshes[0].ranks} ranks"

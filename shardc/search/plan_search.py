@@ -44,7 +44,8 @@ GLANCE = 1e8  # table entries that the solver may visit to bound the step time o
 
 @dataclass(frozen=True)
 class Candidate:
-    """A solution of the layout problem: its plan without pins, the layouts at module boundaries, and its cost.
+    """A solution of the layout problem: its plan without pins (`Plan(activations=...)`), the layouts at module
+    boundaries, and its cost.
 
     Args:
         plan: the plan without pins.
@@ -244,7 +245,8 @@ class Search:
             yield from combinations(free, count)
 
     def problem(self, over: tuple[str, ...] | None, weights: Weights) -> PlanProblem:
-        """Return the layout problem.
+        """Return the layout problem: the choices that the user's entries leave open for ops, parameters and batch, with
+        their costs.
 
         Args:
             over: the axes over which storage may be split further; None: any axes, for each parameter.
@@ -385,7 +387,7 @@ def storages(over: Sequence[str], name: str, compute: Layout) -> list[Layout]:
 
 
 def exposed(schedule: Schedule, weights: Weights, params: Collection[str]) -> Weights:
-    """Return ``weights`` updated to the exposed shares of communication in a schedule.
+    """Return ``weights`` updated to the shares of communication that a schedule leaves exposed (not hidden by compute).
 
     Args:
         schedule: the schedule.

@@ -30,7 +30,7 @@ MOST = 60  # number of pins after which no more are added
 
 @dataclass(frozen=True)
 class Pinner:
-    """Adds pins to the plans of one model on one mesh.
+    """Adds pins, entries that fix the layouts of activations, to the plans of one model on one mesh.
 
     Args:
         captured_model: the captured model.
@@ -59,14 +59,16 @@ class Pinner:
         return plan | Plan(activations=pins)
 
     def _target(self, name: str) -> str:
-        """Return the target in plan entries of the boundary that tag ``name`` marks, in all repeated blocks."""
+        """Return the name, or the glob for repeated blocks, by which plan entries mean the module boundary that tag
+        ``name`` marks.
+        """
         module, where, _ = name.rsplit(".", 2)
         return self.writer.by_glob(dict.fromkeys(self.writer.block_names(module), ""))[-1][0] + (
             ".input" if where == "input" else ""
         )
 
     def _pins(self, name: str, wanted: Mapping[str, Layout]) -> dict[str, str]:
-        """Return target -> spec: the pins that give a module's input or output its layout, in all repeated blocks."""
+        """Return name or glob -> layout as text: the pins of a module's input or output, in all repeated blocks."""
         module, where, index = name.rsplit(".", 2)
         blocks = [m for m in self.writer.block_names(module) if f"{m}.{where}.{index}" in wanted]
         specs = {m: spec(wanted[f"{m}.{where}.{index}"]) for m in blocks}
@@ -232,7 +234,7 @@ class Writer:
     # --- globs
 
     def by_glob(self, by_name: Mapping[str, T]) -> list[tuple[str, T]]:
-        """Return (glob, value) for values by name; equal values in all repeated blocks share one glob."""
+        """Return (glob or name, value) pairs for values by name; equal values in all repeated blocks share one glob."""
         groups: dict[tuple[Repeat, str], dict[int, T]] = {}
         out: list[tuple[str, T]] = []
         for name, value in by_name.items():
@@ -263,7 +265,7 @@ class Writer:
 
 
 def spec(layout: Layout) -> str:
-    """Return ``layout`` as a spec with open sizes of complete dims, such as ``@dp, (3 _@tp), _``."""
+    """Return ``layout`` as text for a plan entry, with open sizes of complete dims, such as ``@dp, (3 _@tp), _``."""
     dims = []
     for dim in range(layout.ndim):
         subs = layout.sub_dims(dim)
@@ -276,12 +278,14 @@ def spec(layout: Layout) -> str:
 
 
 def _sub(sub: SubDim, *, open: bool) -> str:
-    """Return a sub-dim as the text of a spec; ``open``: with ``_`` for its size."""
+    """Return a sub-dim as text for a plan entry, such as ``3@tp``; if ``open``, with ``_`` for its size."""
     size, axes = "_" if open else sub.size, sub.axes
     return f"{size}" if not axes else f"{size}@{axes[0]}" if len(axes) == 1 else f"{size}@({','.join(axes)})"
 
 
 def rows(shape: Sequence[int], batch: Sequence[str], mesh: Mesh) -> tuple[object, ...]:
-    """Return the spec of an input whose dim 0 is split over ``batch``."""
+    """Return an entry of ``Plan(inputs=...)``, the axes of each dim: dim 0 is split over ``batch`` if it divides, no
+    other is.
+    """
     first = tuple(batch) if shape[0] % prod(mesh.size(a) for a in batch) == 0 else ()
     return (first[0] if len(first) == 1 else first or None, *[None] * (len(shape) - 1))

@@ -120,7 +120,7 @@ class Auto:
         return " | ".join([f"auto({', '.join(arguments)})", *([str(self.plan)] if self.plan else [])])
 
     def described(self, mesh: DeviceMesh | Mesh | None) -> Hardware:
-        """Return the hardware of the prediction for ``mesh``."""
+        """Return the `Hardware` of the prediction for ``mesh``: the user's, else CPU for CPU ranks, else H100."""
         if isinstance(self.hardware, Hardware):
             return self.hardware
         on_cpu = isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu"

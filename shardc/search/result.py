@@ -114,7 +114,7 @@ class Trial:
         )
 
     def row(self) -> tuple[str, ...]:
-        """Return the trial's row of a table with head `HEAD`."""
+        """Return the cells of the trial's row in a table with head `HEAD`."""
         schedule, tried = self.schedule, self.tried
         problem = (
             (milliseconds(tried.value), f"{tried.gap:.1g}", f"{tried.build:.1f}", f"{tried.solve:.1f}")
@@ -173,17 +173,19 @@ class Found:
 
     @property
     def value(self) -> float:
-        """Return the cost of the solution in seconds: a sum without overlap."""
+        """Return the cost of the `solution` in seconds: a sum without overlap."""
         return self.solution.tried.value
 
     @property
     def bound(self) -> float:
-        """Return the proven lower bound of that cost, over all solutions."""
+        """Return the proven lower bound of the cost of every solution of the layout problem, in seconds."""
         return self.solution.tried.bound
 
     @property
     def gap(self) -> float:
-        """Return the gap between cost and bound, relative to the cost: the most that a better solution could save."""
+        """Return the gap between `value` and `bound`, relative to the value: the most that a better solution could
+        save.
+        """
         return self.solution.tried.gap
 
     @property

@@ -111,7 +111,7 @@ def _joint(classes: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def _classes(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the class of each row, and the first row of each class."""
+    """Return (the class of each row, the index of the first row of each class); equal rows form a class."""
     seen: dict[bytes, int] = {}
     classes = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in np.ascontiguousarray(table)])
     return classes, np.unique(classes, return_index=True)[1]

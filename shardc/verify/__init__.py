@@ -115,7 +115,7 @@ def broken(subject: Subject, stage: str, node: fx.Node, reason: str) -> VerifyEr
 
 
 def window(gm: fx.GraphModule, mesh: Mesh, node: fx.Node, around: int = 2) -> str:
-    """Return the line of the dump that shows ``node``, marked, with ``around`` lines before and after."""
+    """Return lines of the dump as text: the one that shows ``node``, marked, and ``around`` lines before and after."""
     try:
         shown = text.lines(gm, mesh)
     except VerifyError as error:

@@ -129,7 +129,7 @@ def slots(subject: Subject) -> Broken:
 def _sharing(
     planned: tuple[Slot, ...], used: Mapping[int, tuple[int, int]], numbers: Iterable[int]
 ) -> Iterable[tuple[int, int]]:
-    """Yield pairs of slots that share bytes while both are in use, the later one first."""
+    """Yield (slot, earlier slot), by number, for slots that share bytes while both are in use."""
     order = sorted(numbers, key=lambda number: used[number])
     live: list[tuple[int, int]] = []  # (offset, slot) of the slots in use
     ends: list[tuple[int, int]] = []  # (last use, slot)

@@ -48,12 +48,12 @@ def changed(before: Program, gm: fx.GraphModule, prints: Fingerprints) -> tuple[
 
 
 def computed(graph: fx.Graph, saved: Mapping[str, Fingerprint] | None = None) -> Computed:
-    """Return the fingerprint of each output; ``saved`` maps the names of saved values to their fingerprints."""
+    """Return (kind, name, index) of each output -> its fingerprint; ``saved``: name of a saved value -> its own."""
     return of_outputs(graph, fingerprints(graph, saved))
 
 
 def of_outputs(graph: fx.Graph, prints: Fingerprints) -> Computed:
-    """Return the fingerprint of each output, from those of the nodes."""
+    """Return (kind, name, index) of each output -> its fingerprint; ``prints`` has those of the nodes."""
     return {
         (role.kind, role.name, role.index): prints[node] for role, node in outputs(graph) if isinstance(node, fx.Node)
     }
@@ -97,7 +97,7 @@ def fingerprints(
 
 
 def reimplemented(graph: fx.Graph, prints: Fingerprints, replaced: Mapping[str, Collective]) -> dict[str, Collective]:
-    """Return the collectives in ``replaced`` whose results ``graph`` computes by other ops, by result name."""
+    """Return result name -> `Collective` for those in ``replaced`` whose results ``graph`` computes by other ops."""
     named = {info(node).name: node for node in graph.nodes if node.op == "call_function"}
     present = {name: old for name, old in replaced.items() if name in named}
     return {name: old for name, old in present.items() if _fingerprint(named[name], prints) != old.value}
@@ -127,7 +127,7 @@ def with_fingerprints(argument: fx.node.Argument, prints: Fingerprints) -> objec
 
 
 def digest(*parts: object) -> bytes:
-    """Return a fingerprint of ``parts``, by their repr."""
+    """Return a fingerprint of ``parts``: 16 bytes of the hash of their repr."""
     return blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
