@@ -110,8 +110,8 @@ def unfolded_reads(reads: Reads, repeats: Repeats, at: Lookup) -> Reads:
 
 
 def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read]:
-    """Return copies of a guard ``read`` of the shortened model for every block of the run; NotPeriodic if their values
-    differ.
+    """Return copies of a guard ``read`` of the shortened model for every block of the run (one, if it is of no such
+    block); NotPeriodic if their values differ.
     """
     container = "model" + "".join(f"._modules[{part!r}]" for part in run.path.split(".") if part)
     child = rf"(?<={re.escape(container)}\._modules\[')\d+(?='\])"

@@ -86,7 +86,7 @@ class Joint:
 
     @cached_property
     def stages(self) -> dict[str, fx.Graph]:
-        """Graph after each stage; runs the passes again if they were not kept."""
+        """Stage -> the graph after it; runs the passes again if the graphs were not kept."""
         graphs = dict(self.stage_graphs)
         if len(graphs) < len(self.names):
             with warnings.catch_warnings():

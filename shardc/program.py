@@ -135,7 +135,7 @@ class Program(Executable):
         return None if half is None else self._scheduled(half)
 
     def _cut(self) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-        """Cuts the joint graph of all blocks into forward and backward; the backward is None without gradients."""
+        """Cuts the joint graph of all blocks into (forward, backward); the backward is None without gradients."""
         local = self.joint.local
         first, second = self.pipeline[passes.Partition](local)
         if self.options.verify:
@@ -169,7 +169,7 @@ class Program(Executable):
 
     @cached_property
     def _last(self) -> dict[str, fx.Graph]:
-        """Graphs after each stage from the cut on, computed for inspection."""
+        """Stage -> the graph after it, from the cut on, computed for inspection."""
         graphs: dict[str, fx.Graph] = {}
         for half, suffix in zip(self._cut(), ("", ".backward"), strict=True):
             if half is not None:

@@ -197,7 +197,7 @@ def near(word: object, choices: Iterable[object], otherwise: str = "") -> str:
 
 @lru_cache(maxsize=256)
 def _hints(kind: Any) -> dict[str, Any]:
-    """Returns the annotations of the fields of a dataclass or named tuple."""
+    """Returns field -> annotation of a dataclass or named tuple."""
     hints = get_type_hints(kind, include_extras=True)
     names = [field.name for field in fields(kind) if field.init] if is_dataclass(kind) else kind._fields
     return {name: hints[name] for name in names}

@@ -322,7 +322,9 @@ def _convolution_backward(
     padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Computes the gradient of the bias as a separate sum; returns the gradients of input, weight and bias."""
+    """Return the gradients (input, weight, bias), that of the bias as a separate sum; NotImplemented if it is not
+    wanted.
+    """
     if not output_mask[2]:
         return NotImplemented
     over = [0, *range(2 + x.ndim - weight.ndim, grad.ndim)]
@@ -414,7 +416,7 @@ def _full_like(
 
 
 def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``v`` and ``g`` in ``v g / norms``; the norms are over all dims except ``dim``."""
+    """Return the gradients (of ``v``, of ``g``) in ``v g / norms``; the norms are over all dims except ``dim``."""
     over = [d for d in range(v.ndim) if d != dim % v.ndim]
     along = aten.div.Tensor(aten.sum.dim_IntList(aten.mul.Tensor(grad, v), over, True), norms)
     across = aten.sub.Tensor(grad, aten.mul.Tensor(v, aten.div.Tensor(along, norms)))

@@ -91,7 +91,9 @@ class Dtypes:
         return {name: dtypes for name, dtypes in named if name is not None}
 
     def uncast(self, model: nn.Module) -> tuple[str, str]:
-        """Return (error text, fix) for buffers in a dtype that no parameter is cast to; ("", "") if there are none."""
+        """Return (error text, fix) for buffers that stay in a dtype that no parameter is cast to; ("", "") if there are
+        none.
+        """
         by_path = dict(self.modules)
         params = [dtypes.param for dtypes in by_path.values() if dtypes.param is not None]
         buffers = [

@@ -305,8 +305,8 @@ def find_repeats(
     loss: Loss | None = None,
     dtypes: Dtypes,
 ) -> Repeats:
-    """Return the runs of more than ``keep`` equal blocks, at most one per container, with whose blocks removed the rest
-    of the model makes the same calls.
+    """Return the runs of more than ``keep`` equal blocks, at most one per container. The rest of the model makes the
+    same calls if each run has ``keep`` blocks only.
 
     Args:
         model, args, kwargs, device, loss, dtypes: as for `capture`.

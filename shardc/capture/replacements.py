@@ -255,7 +255,9 @@ def bags(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes bags of any sizes, which start at ``offsets``, as lookups and an ``index_add``."""
+    """Computes `torch.embedding_bag`, bags of any sizes which start at ``offsets``, as lookups and an ``index_add``
+    (maximum: a scatter); other cases as torch does.
+    """
     if sparse or scale_grad_by_freq or indices.dim() != 1:
         return _bags(
             weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset,
@@ -322,7 +324,9 @@ def chunked_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
     reduction: str, ignore_index: int, label_smoothing: float, *_: object,
 ) -> tuple[Tensor, None, None, None]:  # fmt: skip
-    """Computes the loss of all rows at once: torch's kernel over chunks of rows has no sharding rule."""
+    """Return (loss, None, None, None), the loss computed of all rows at once: torch's kernel over chunks of rows has no
+    sharding rule.
+    """
     logits = F.linear(input, linear_weight, linear_bias)
     loss = F.cross_entropy(
         logits, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing

@@ -381,7 +381,7 @@ def _first_names(root: nn.Module) -> dict[str, str]:
 
 
 def _settings() -> dict[str, object]:
-    """Return Dynamo's config for a capture, limited to the settings of this torch version.
+    """Return name -> value in Dynamo's config for a capture, limited to the settings of this torch version.
 
     Numbers and sizes are constants, also after captures at other sizes. Recurrent layers, and gradients that the model
     itself computes, are traced through.

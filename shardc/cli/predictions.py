@@ -37,7 +37,7 @@ def add_prediction(parser: argparse.ArgumentParser) -> None:
 
 
 def predict(options: argparse.Namespace) -> tuple[InspectedProgram, Schedule]:
-    """Return the program and the schedule that the arguments of `add_prediction` select."""
+    """Return (program, schedule) for the arguments of `add_prediction`."""
     described = hardware.find(options.hardware)
     loaded, mesh, plan, loss = target.resolve(options)
     described.check(mesh)  # before the model is captured, which may take a while

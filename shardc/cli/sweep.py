@@ -102,7 +102,7 @@ def _ranks(text: str) -> list[int]:
 
 
 def _sizes(texts: Sequence[str]) -> dict[str, int]:
-    """Return the axis sizes of the arguments ``--set``."""
+    """Return axis -> size of the arguments ``--set``, such as ``tp=8``."""
     return dict(target.mesh_of(",".join(texts), "--set").shape) if texts else {}
 
 

@@ -34,7 +34,7 @@ def only_calls(graph: fx.Graph) -> bool:
 
 
 def called(gm: fx.GraphModule) -> tuple[Run, str]:
-    """Return a callable for ``gm``, for which `only_calls` is true, and its source."""
+    """Return (callable, source) for ``gm``, for which `only_calls` is true."""
     source = "\n".join(["import torch", "", "def call(args):", *(f"    {line}" for line in _lines(gm.graph)), ""])
     check_order(gm.graph, source)
     run: Run = PyCodeCache.load(source).call

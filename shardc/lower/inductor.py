@@ -56,7 +56,8 @@ _DENSE = (
 
 
 def widened(table: Mapping[Any, Callable[..., PyTree]]) -> dict[Any, Callable[..., PyTree]]:
-    """Return the decompositions ``table`` with float32 versions of 16-bit products, convolutions and attention.
+    """Return the decompositions ``table`` (op -> function) with float32 versions of 16-bit products, convolutions and
+    attention.
 
     On a CPU without 16-bit units torch takes 3 to 50 times as long for them, by layout. The sums have the same terms.
     """

@@ -48,7 +48,7 @@ class Emitter(Protocol):
 
 
 def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
-    """Returns the layouts of the operands and results of a region (or of its gradient).
+    """Returns the `Strategy` of a region (or of its gradient): the layouts of its operands and results.
 
     The gradient of an argument has the argument's layout, with a pending sum over the axes on which that is replicated:
     ranks that hold the same elements each have a term of their gradient.

@@ -102,7 +102,7 @@ def result_bytes(node: fx.Node) -> int:
 
 
 def leaving(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Maps each node that leads only from collectives to the output to the number of collectives before it.
+    """Returns node -> number of collectives before it, for each node that leads only from collectives to the output.
 
     These are waits, views, casts and sums of received terms, further collectives, and copies to the host.
     """
@@ -137,7 +137,7 @@ class Work:
 
     @staticmethod
     def of(call: Call) -> Work:
-        """Returns the properties of ``call``."""
+        """Returns the dtypes of ``call``, and whether it is an attention kernel, as `Work`."""
         values = (*call.operands, *call.results)
         return Work(tuple(v.dtype for v in values if v is not None), is_attention(call.target))
 

@@ -67,7 +67,7 @@ class Folded:
         return tuple(f"{run}: {run.count} blocks alike, analysed on {self.repeats.keep}" for run in self.repeats)
 
     def levels(self, few: Mapping[str, int]) -> dict[str, int]:
-        """Returns the FSDP level (3: ZeRO-3) of each parameter of the model, given the levels of the captured ones."""
+        """Returns parameter of the model -> its FSDP level (3: ZeRO-3), given the levels of the captured ones."""
         return {name: few[self.repeats.counterpart(name)] for name in self.bound.params}
 
     def whole(self, stage: str, graph: fx.Graph) -> fx.Graph:
@@ -441,7 +441,9 @@ class _Unfolding:
         return self.names.block_of(role.name) if role.kind == "grad" else None
 
     def _one_output(self, role: Role, node: Argument, shift: int) -> tuple[Role, Argument]:
-        """Returns an output of the graph of all blocks: the counterpart of ``node``, with its role renamed."""
+        """Returns (role, node) of an output of the graph of all blocks: the counterpart of
+        ``node``, its role renamed.
+        """
         copied = shift and self.names.block_of(role.name) == self.names.last
         if copied and isinstance(node, fx.Node) and node not in self.places:
             raise NotPeriodic(f"{ir.info(node).name}, which computes {role.name}, stands outside its block")

@@ -97,7 +97,7 @@ class _Reader:
         return joined
 
     def _call(self, node: ast.Call) -> object:
-        """Return the result of a call."""
+        """Return the result of the call ``node``, of a known function with evaluated arguments."""
         function = self.read(node.func)
         if not callable(function):
             raise self._at(node, f"{ast.unparse(node.func)} cannot be called")

@@ -95,7 +95,9 @@ def hsdp_plan(
 
 
 def _cell(glob: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checked arguments of one call of ``hsdp()`` for cells, with defaults."""
+    """Return argument -> value, checked and with defaults, of one call of ``hsdp()`` for the cells that ``glob``
+    matches.
+    """
     _check(f"cells[{glob!r}]", arguments, isinstance(arguments, Mapping), "a table of arguments of hsdp()")
     cell = dict(_CELL) | dict(arguments)
     for name in arguments:

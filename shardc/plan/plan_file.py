@@ -39,14 +39,16 @@ def encode(calls: Iterable[Call]) -> str:
 
 
 def _encode_argument(key: str, value: Any) -> Any:
-    """Return the value of argument ``key`` in a form that JSON has."""
+    """Return the value of argument ``key`` as JSON data: specs by `_encode_form`, a dtype as its name, others
+    unchanged.
+    """
     if key in SPECS:
         return {at: _encode_form(form) for at, form in value.items()}
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def _encode_form(form: Form) -> object:
-    """Return a spec in a form that JSON has."""
+    """Return a spec as JSON data: a dict with "placements" or "per_rank"; a string or tuple of axes unchanged."""
     if isinstance(form, OnAxes):
         return {"placements": {axis: show_placement(item) for axis, item in form.placements}}
     if isinstance(form, PerRank):
@@ -103,7 +105,7 @@ def _check_keys(table: Iterable[str], allowed: tuple[str, ...], path: str, what:
 
 
 def _decode_argument(key: str, value: object, path: str) -> object:
-    """Return the value of argument ``key`` from its form in JSON."""
+    """Return the value of argument ``key`` from JSON data ``value``: the inverse of `_encode_argument`."""
     if key in SPECS:
         return {at: _decode_form(form, path) for at, form in _of(dict, value, path, key).items()}
     if key in DTYPE_FIELDS and isinstance(value, str):
@@ -112,7 +114,7 @@ def _decode_argument(key: str, value: object, path: str) -> object:
 
 
 def _decode_form(form: object, path: str) -> object:
-    """Return a spec from its form in JSON."""
+    """Return a spec from JSON data ``form``: the inverse of `_encode_form`."""
     if isinstance(form, dict) and "per_rank" in form:
         arguments = _of(dict, form["per_rank"], path, "per_rank")
         _check_keys(arguments, ("dim", "relative_to"), path, "per_rank")

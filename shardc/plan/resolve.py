@@ -144,7 +144,7 @@ Sizes = Mapping[str, tuple[Sequence[int], int]]
 def resolve_params(
     plan: Plan, mesh: Mesh, params: Sizes, aliases: Mapping[str, str] | None = None
 ) -> dict[str, ParamPlan]:
-    """Return the layouts of every parameter.
+    """Return parameter -> its layouts by the plan.
 
     Args:
         plan: the plan.

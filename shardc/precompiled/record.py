@@ -319,7 +319,7 @@ class Record:
 
 
 def read_record(folder: Path, evaluates: bool = True) -> Record:
-    """Return the record in ``folder``.
+    """Return the `Record` of the program saved in ``folder``.
 
     Args:
         evaluates: require the inference graph, which runs if no gradients are recorded.

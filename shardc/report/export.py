@@ -110,7 +110,7 @@ def plain(rows: Seq[Seq[str]], head: Seq[str]) -> str:
 
 
 def record(schedule: Prediction) -> dict[str, object]:
-    """Return all numbers of a schedule as plain data, in seconds and bytes."""
+    """Return name -> all numbers of a schedule as JSON data, in seconds and bytes."""
     return {
         "mesh": dict(schedule.mesh.shape),
         "hardware": schedule.hardware.name,
@@ -139,7 +139,7 @@ def record(schedule: Prediction) -> dict[str, object]:
 
 
 def trace(schedule: Prediction) -> dict[str, object]:
-    """Return a schedule as Chrome trace events, in microseconds: track 0 is compute, then one track per axis.
+    """Return a schedule as JSON data of a Chrome trace, in microseconds: track 0 is compute, then one track per axis.
 
     An arrow goes from each collective to the op that waits for it. Track 0 shows when the rank waits.
     """
@@ -187,12 +187,12 @@ def _first_waits(step: Sequence) -> dict[int, int]:
 
 
 def _named(what: str, tid: int, name: str | int, key: str = "name") -> dict[str, object]:
-    """Return a metadata event: property ``what`` of the process, or of track ``tid``."""
+    """Return a Chrome metadata event, a dict: property ``what`` of the process, or of track ``tid``."""
     return {"name": what, "ph": "M", "pid": 0, "tid": tid, "args": {key: name}}
 
 
 def _event(name: str, tid: int, start: float, end: float, args: Mapping[str, object]) -> dict[str, object]:
-    """Return the event of a span on track ``tid``; times are in seconds."""
+    """Return the Chrome event, a dict, of a span on track ``tid``; ``start`` and ``end`` are in seconds."""
     return {"name": name, "ph": "X", "pid": 0, "tid": tid, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args}
 
 

@@ -127,7 +127,9 @@ def _op(schedule: Prediction, at: int, words: dict[str, int]) -> list[object]:
 
 
 def _collective(c: Collective, at: int, places: _Places) -> Mapping[str, object]:
-    """Return the row of the collective at position ``at``, with the positions of the ops that cause it."""
+    """Return the row of the collective at position ``at``, name -> value, with the positions of the
+    ops that cause it.
+    """
     causes = [*c.cause.tensors, c.cause.consumer]
     positions = dict.fromkeys(place for name in causes for place in places.near(name, at) if place != at)
     return {

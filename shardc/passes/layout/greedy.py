@@ -58,7 +58,7 @@ class _Sweep:
         self.grad_target = _grad_targets(graph, problem.mesh, problem.compute_layouts)
 
     def run(self) -> dict[fx.Node, Layout]:
-        """Writes layouts and needs on all nodes; returns the layout in which the caller gets each output."""
+        """Writes layouts and needs on all nodes; returns output -> the layout in which the caller gets it."""
         has_tangents = False
         last: list[fx.Node] = []
         for node in self.graph.nodes:
@@ -141,8 +141,8 @@ class _Sweep:
             self._demand(node.args[0], back.operands[0])
 
     def _reachable(self, node: fx.Node) -> frozenset[Layout]:
-        """Returns the layouts in which ``node`` is there without a new reshard: other uses of it, or of what it is a
-        view of, need them.
+        """Returns the layouts in which ``node`` can be read without a new reshard, since other uses of it, or of the
+        value that it views, need them.
         """
         wanted = self.demanded.get(node, frozenset())
         if (spec := move_of(node)) is None:
@@ -186,7 +186,7 @@ class _Sweep:
     # --- layouts at the graph's boundary
 
     def _forward_outputs(self) -> dict[fx.Node, Layout]:
-        """Returns the layout of each forward output, and writes the layouts that follow from these on the tangents.
+        """Returns forward output -> its layout, and writes the layouts that follow from these on the tangents.
 
         It runs after all of the forward's ops and before the first of the backward, which reads the tangents. An output
         stays split over batch axes only, unless the plan says otherwise.
@@ -215,7 +215,7 @@ class _Sweep:
         return wanted
 
     def _grad_outputs(self) -> dict[fx.Node, Layout]:
-        """Returns the layout in which each gradient leaves the graph, after all ops are decided.
+        """Returns gradient -> the layout in which it leaves the graph, after all ops are decided.
 
         A parameter's gradient gets the layout that the parameter is stored in, without the reductions that ``deferred``
         postpones; an input's gradient gets the layout of the input.

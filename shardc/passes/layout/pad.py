@@ -162,7 +162,9 @@ class _Padder(PaddedValues):
         self.padded[node] = Padded(self.plain[placed], _padding_of(layout, ir.value(node).shape), 0)
 
     def _output(self, role: ir.Role, x: fx.Node) -> fx.Node:
-        """Returns the form of output ``x``: padded for the gradient of a padded parameter, else unpadded."""
+        """Returns the node of output ``x`` in the new graph: padded for the gradient of a padded parameter, else
+        unpadded.
+        """
         layout = self.options.params.get(role.name) if role.kind == "grad" else None
         if layout is None:
             return self.without(x)

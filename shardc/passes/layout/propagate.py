@@ -53,7 +53,7 @@ class Chooser(Protocol):
     """Interface of a layout chooser: gives every value of a seeded graph a layout, and every op its ``Info.needs``."""
 
     def __call__(self, problem: Problem, graph: fx.Graph) -> Mapping[fx.Node, Layout]:
-        """Returns the layout in which the caller gets each output of ``graph``."""
+        """Returns output of ``graph`` -> the layout in which the caller gets it."""
 
 
 @dataclass(frozen=True)

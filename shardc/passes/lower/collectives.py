@@ -92,8 +92,8 @@ def _in_mesh_order(step: Step, bound: Mapping[int, str]) -> list[int]:
 
 
 def _from_front(step: Step, x: object, builder: Builder) -> object:
-    """Returns ``x``, whose leading dims are the axes over which the step stops splitting, with these moved into the
-    dims that they split.
+    """Returns ``x``, which has a leading dim for each axis that the step stops splitting over, with these dims moved
+    into those that they are parts of.
     """
     digits = [slot for slot in slots(step.src, step.dst) if slot.after is None]
     freed = _in_mesh_order(step, {k: slot.before for k, slot in enumerate(digits) if slot.before})
@@ -105,7 +105,7 @@ def _from_front(step: Step, x: object, builder: Builder) -> object:
 
 
 def _all_gather(step: Step, x: object, builder: Builder) -> object:
-    """Emits an all-gather over the axes that split ``x`` before the step; returns the gathered tensor."""
+    """Emits an all-gather over the step's axes, which split ``x`` before it; returns the gathered tensor."""
     size, name = builder.group(step.axes)
     x = builder.call(c10d.all_gather_into_tensor.default, x, size, name)
     return _from_front(step, _wait(builder, x), builder)
@@ -273,7 +273,7 @@ class Collectives:
 
 
 def _options(step: Step) -> dict[str, Argument]:
-    """Returns the keyword arguments of a step's marker: axes, and the reduce op of a reduction."""
+    """Returns the keyword arguments of a step's marker: ``axis``, and ``op`` if it reduces."""
     options: dict[str, Argument] = {"axis": ",".join(step.axes)}
     if step.kind in REDUCING:
         assert step.op is not None

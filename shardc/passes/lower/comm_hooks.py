@@ -120,7 +120,7 @@ class OnTheWire:
 
 
 def _gradients(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-    """Returns, for each reduction that leads only to gradients and each op after it, the names of their parameters."""
+    """Returns node -> names of parameters, for each reduction that leads only to gradients, and the nodes after it."""
     out = leaving(graph)
     names: dict[fx.Node, frozenset[str]] = {}
     for node in reversed(graph.nodes):

@@ -158,7 +158,7 @@ class Emitter(Calls):
         return self._numbers[name]
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
-        """Returns the number of ranks along ``axes``, and the name of their process groups."""
+        """Returns (number of ranks along ``axes``, name of their process groups)."""
         return prod(self.mesh.size(axis) for axis in axes), group_name(axes)
 
     # --- inputs and outputs of the graph

@@ -142,7 +142,9 @@ def check(graph: fx.Graph, wanted: Wanted) -> None:
 
 
 def parameters(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-    """Returns, for each node computed from parameters alone (or from their saved slices), the parameters' names."""
+    """Returns node -> names of parameters, for each node that is computed from these alone (or from their saved
+    slices).
+    """
     names: dict[fx.Node, frozenset[str]] = {}
     reads = ir.output_node(graph).meta.get(ir.READS, {})
     for node in graph.nodes:

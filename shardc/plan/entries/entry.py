@@ -47,7 +47,9 @@ class Entry:
 
     @property
     def storage(self) -> tuple[tuple[str, ...], int]:
-        """Return the axes over which the entry splits parameters in storage only, and 1, 2 or 3 for ZeRO-1, -2, -3."""
+        """Return (axes over which the entry splits parameters in storage only, 1, 2 or 3 for ZeRO-1, -2 or -3); ((), 0)
+        if it splits none.
+        """
         return (), 0
 
     def level_of(self, param: Placed) -> int:
@@ -60,7 +62,7 @@ class Entry:
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """Return the settings of the plan that the entry gives, by name."""
+        """Return name -> value of the plan's settings that the entry gives."""
         return {}
 
     def check(self, mesh: Mesh, batch: Mapping[str, Entry]) -> None:

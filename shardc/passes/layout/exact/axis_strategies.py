@@ -95,7 +95,7 @@ class Closure:
     layouts: dict[Slot, dict[Layout, None]] = field(default_factory=dict)
 
     def run(self) -> dict[fx.Node, list[AxisStrategy]]:
-        """Propagates layouts until no op gets a new strategy; returns each op's strategies."""
+        """Propagates layouts until no op gets a new strategy; returns op -> its strategies."""
         self._touching: dict[Slot, list[tuple[fx.Node, Spec, int, bool]]] = {}
         self._queue: deque[tuple[Slot, Layout]] = deque()
         size = self.mesh.size(self.axis)

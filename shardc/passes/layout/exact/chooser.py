@@ -116,7 +116,7 @@ class LayoutProblem:
         return self.builder.bytes(labels)
 
     def apply(self, labels: Sequence[int]) -> dict[fx.Node, Layout]:
-        """Writes a solution's layouts and needs on the nodes; returns the layout in which the caller gets each output.
+        """Writes a solution's layouts and needs on the nodes; returns output -> the layout in which the caller gets it.
 
         It may be called again with another solution.
 
@@ -253,7 +253,9 @@ class LayoutProblem:
         return False
 
     def _extra_uses(self) -> list[tuple[fx.Node, Use]]:
-        """Hook for subclasses: returns uses by variables that are not an op's strategy, such as storage layouts."""
+        """Hook for subclasses: returns (value, `Use`) for uses by variables that are not an op's strategy, such as
+        storage layouts.
+        """
         return []
 
 
@@ -336,7 +338,7 @@ class OpenLayoutProblem(LayoutProblem):
     # --- reading a solution
 
     def stored(self, labels: Sequence[int]) -> dict[str, Stored]:
-        """Returns the (compute, storage) layout of each open parameter in a solution."""
+        """Returns open parameter -> its (compute layout, storage layout) in a solution."""
         return {ir.info(node).name: found[labels[self.variable[node]]] for node, found in self.storages.items()}
 
     def batch(self, labels: Sequence[int]) -> tuple[str, ...]:
@@ -386,7 +388,9 @@ class OpenLayoutProblem(LayoutProblem):
             ]
 
     def _seeds(self) -> dict[tuple[fx.Node, int], list[Layout]]:
-        """Returns the seeds of the base class, and the layouts of the batch."""
+        """Returns value -> layouts from which strategies are enumerated: those of the base class, and those that split
+        the batch.
+        """
         return super()._seeds() | {(node, 0): rows for node, rows in self.rows.items()}
 
     def _options(self, node: fx.Node) -> tuple[Strategy, ...]:
@@ -429,7 +433,9 @@ class OpenLayoutProblem(LayoutProblem):
         return list(out)
 
     def _extra_uses(self) -> list[tuple[fx.Node, Use]]:
-        """Returns the uses of gradients by their parameters' storage, and of outputs by the batch's layout."""
+        """Returns (value, `Use`) for gradients, used by their parameters' storage, and for outputs, used in the batch's
+        layout.
+        """
         uses = []
         for grad, param in self.param_of.items():
             layouts = tuple(storage for _, storage in self.storages[param])

@@ -176,7 +176,8 @@ def _at(layouts: Sequence[Layout], index: Mapping[Layout, int]) -> Table:
 def _shares(
     moves: Table, uses: Sequence[Sequence[Layout]], column: Mapping[Layout, int]
 ) -> tuple[list[int], list[list[int]]]:
-    """Enumerates the labels of a value: the row of its produced layout in ``moves``, and the columns of shared layouts.
+    """Enumerates the labels of a value; returns (row of each label's produced layout in ``moves``, columns of the
+    layouts that it shares).
 
     Only reshards that two uses may need are shared, at most half as many as there are uses, and at most two.
 
