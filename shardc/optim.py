@@ -75,7 +75,7 @@ def wrap(
 
 @lru_cache(maxsize=64)
 def _on_shards(base: type[torch.optim.Optimizer]) -> Any:
-    """Returns a subclass of `_OnShards` and ``base``."""
+    """Returns a class derived from `_OnShards` and the optimizer class ``base``."""
     return type(f"Sharded{base.__name__}", (_OnShards, base), {"base": base, "__module__": __name__})
 
 
@@ -173,7 +173,7 @@ class _OnShards(torch.optim.Optimizer):
         )
 
     def _are_known(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether groups, parameters and their local tensors are the same objects as at the last step."""
+        """Whether ``groups`` have the same parameters, with the same local tensors, as at the last step."""
         return len(groups) == len(self._tensors) and all(
             len(group["params"]) == len(params)
             and all(map(is_, group["params"], params))
@@ -256,7 +256,11 @@ class _Shard:
         self._known, self._left = list(state.values()), list(mine.values())
 
     def _as_dtensor(self, key: str, x: object, dtensor: object) -> object:
-        """Returns the parameter's value of a state entry: a DTensor, the present one if it has the memory of ``x``."""
+        """Returns ``x``, a value of the shard's state, for the parameter's: as a DTensor if it has the shard's shape.
+
+        Args:
+            dtensor: the parameter's present value, returned if its local tensor is ``x``.
+        """
         if not isinstance(x, Tensor) or key in _NUMBERS or x.shape != self.local.shape:
             return x
         if isinstance(dtensor, DTensor) and dtensor._local_tensor is x:
@@ -265,7 +269,7 @@ class _Shard:
 
 
 class _AdamCall:
-    """A call of Adam's fused kernel on one parameter group, which repeats that of a step.
+    """The arguments of a call of Adam's fused CPU kernel for one parameter group, kept so that steps can repeat it.
 
     Args:
         shards: shards of the group.
@@ -286,7 +290,11 @@ class _AdamCall:
         return bool(group["fused"]) and all(x.device.type == "cpu" for x in group["params"])
 
     def gradients(self, group: dict[str, Any]) -> list[Tensor] | None:
-        """Returns the shards' gradients; None if the call cannot be repeated with the options of ``group``."""
+        """Returns the local gradients, in the order of the kernel's parameters; None if the call cannot be repeated.
+
+        Args:
+            group: the parameter group as it is now: its options, or which parameters have gradients, may have changed.
+        """
         if _asks_for_another(group) or (bool(group["amsgrad"]) != bool(self._largest) and self._params):
             return None
         if any(shard.param.grad is not None for shard in self._unused):
@@ -330,7 +338,7 @@ def _same(state: Mapping[str, object], values: Sequence[object]) -> bool:
 
 
 def _local_group(group: dict[str, Any], shards: list[_Shard], fuses: list[bool]) -> dict[str, Any]:
-    """Returns the group with shards as parameters, fused if possible and no other implementation is asked for."""
+    """Returns a copy of ``group`` with ``shards`` as parameters; fused if all can be and it asks for nothing else."""
     out = {**group, "params": [shard.data for shard in shards]}
     if "fused" in group and not _asks_for_another(group) and all(fuses):
         out["fused"] = True

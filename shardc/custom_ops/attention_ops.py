@@ -64,7 +64,7 @@ def gradient(
     causal: bool, scale: float, keys: int, axis: str = "", method: str = "", around: bool = False,
     later: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of query, key and value.
+    """Return the gradients of query, key and value, given ``grad``, that of the output.
 
     ``out`` and ``sums`` are the results of `call`, also of one on more keys than ``key`` has; other arguments are those
     of `call`.
@@ -134,7 +134,7 @@ def _rolled(x: Tensor, later: Tensor, by: int) -> Tensor:
 
 
 def _row_mask(sums: Tensor, row: int) -> Tensor:
-    """Return a mask, bool [q], that selects query ``row`` (modulo q)."""
+    """Return a mask, bool [q], true at query ``row`` only; -1 is the last. ``sums`` is [b, h, q]."""
     places = torch.arange(sums.shape[2], device=sums.device)
     return places == row % sums.shape[2]
 
@@ -142,14 +142,14 @@ def _row_mask(sums: Tensor, row: int) -> Tensor:
 def _without_padding(
     key: Tensor, value: Tensor, bias: Tensor | None, keys: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return key, value and bias without the padding after the first ``keys`` keys."""
+    """Return (key, value, bias) with the first ``keys`` keys only, without the padding after them."""
     if keys == key.shape[2]:
         return key, value, bias
     return key[:, :, :keys], value[:, :, :keys], bias if bias is None or bias.shape[-1] == 1 else bias[..., :keys]
 
 
 def _aligned(causal: bool, query: Tensor, key: Tensor) -> bool:
-    """Return whether query i attends to keys 0 to i in every kernel: there is no mask, or as many queries as keys."""
+    """Return whether kernels agree on the mask: there is none, or as many queries as keys, so none is shifted."""
     return not causal or query.shape[2] == key.shape[2]
 
 
@@ -159,7 +159,7 @@ def _by_head(x: Tensor, query: Tensor) -> Tensor:
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Return the masked scores [b, h, q, k], in float32 at least."""
+    """Return the attention scores [b, h, q, k] with bias, -inf where ``causal`` masks them, in float32 at least."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(wide) @ _by_head(key, query).to(wide).transpose(-1, -2) * scale
     scores = scores if bias is None else scores + bias

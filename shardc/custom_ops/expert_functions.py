@@ -1,4 +1,4 @@
-"""Functions of one expert (`Body`): forward and backward as small graphs, run by `shardc.custom_ops.expert_ops`."""
+"""`Body`: the function of one expert as a forward and a backward fx graph, run by `shardc.custom_ops.expert_ops`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class PerRow:
-    """Type of one row of a value that has a dim of rows: shape and dtype."""
+    """Shape and dtype of one row of a tensor whose dim 0 is rows (tokens)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -56,7 +56,10 @@ class Body:
 
     @cached_property
     def run_forward(self) -> Callable[..., Tensor]:
-        """Return ``forward`` as a function that returns the results; further arguments are buffers for saved values."""
+        """Return ``forward`` as a function that returns the results and writes the saved values to buffers.
+
+        The buffers, one for each saved value, follow the arguments of ``forward``.
+        """
         graph = _copy(self.forward)
         out, *saved = _outputs(graph)
         for at, node in enumerate(saved):
@@ -65,9 +68,10 @@ class Body:
 
     @cached_property
     def run_backward(self) -> Callable[..., Sequence[Tensor | None]]:
-        """Return ``backward`` as a function; buffers for the parameters' gradients are further arguments.
+        """Return ``backward`` as a function that returns its gradients, those of parameters in buffers if possible.
 
-        It writes those gradients to their buffers that are matrix products, and returns all.
+        The buffers, one for each parameter, follow the arguments of ``backward``. A gradient that is no matrix product
+        is not written to its buffer.
         """
         assert self.backward is not None, f"{self.name} has no gradient"
         graph = _copy(self.backward)
@@ -77,16 +81,16 @@ class Body:
 
     @cached_property
     def grouped_forward(self) -> Callable[..., Sequence[Tensor]] | None:
-        """Return ``forward`` for the rows of all experts; None if `shardc.custom_ops.grouped` cannot rewrite it."""
+        """Return ``forward`` as a function for the rows of all experts (`grouped`); None if it cannot be rewritten."""
         return grouped(self.forward, 1 + len(self.saved))
 
     @cached_property
     def grouped_backward(self) -> Callable[..., Sequence[Tensor | None]] | None:
-        """Return ``backward`` for the rows of all experts; None if there is none or it cannot be rewritten."""
+        """Return ``backward`` as a function for the rows of all experts; None if there is none or no such function."""
         return None if self.backward is None else grouped(self.backward, 2)
 
     def to_json(self) -> dict[str, object]:
-        """Return the body as plain data for `from_json`."""
+        """Return the body as dicts, lists, strings and numbers, for `from_json`."""
 
         def per_row(value: PerRow) -> list[object]:
             return [list(value.shape), dtype_name(value.dtype)]
@@ -101,7 +105,7 @@ class Body:
 
     @classmethod
     def from_json(cls, data: Any, allowed: Callable[[Any], bool]) -> Body:
-        """Return the body from the result of `to_json`; TextError for other data, or an op that is not ``allowed``."""
+        """Make a body from the result of `to_json`; TextError for other data, or an op that is not ``allowed(op)``."""
 
         def per_row(entry: Any) -> PerRow:
             shape, dtype = entry
@@ -133,7 +137,7 @@ def body_of(name: str) -> Body:
 
 
 def bodies_in(graph: fx.Graph) -> list[str]:
-    """Return the names of the bodies that the ops of ``graph`` use."""
+    """Return the names of the registered bodies that expert ops in ``graph`` call, sorted, each once."""
     arguments = (node.args[-1] for node in graph.nodes if getattr(node.target, "namespace", "") == "shardc_experts")
     return sorted({name for name in arguments if isinstance(name, str) and name in _bodies})
 
@@ -151,7 +155,7 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 
 def _outputs(graph: fx.Graph) -> list[fx.node.Argument]:
-    """Return the results of ``graph``, and erase its output node."""
+    """Return the nodes (or None) that ``graph`` returns, as a list, and erase its output node."""
     end = next(iter(reversed(graph.nodes)))
     results = end.args[0]
     graph.erase_node(end)
@@ -159,14 +163,14 @@ def _outputs(graph: fx.Graph) -> list[fx.node.Argument]:
 
 
 def _buffer(graph: fx.Graph, name: str) -> fx.Node:
-    """Insert a placeholder ``name`` after the others; return it."""
+    """Insert a placeholder ``name`` after the last placeholder of ``graph``; return its node."""
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     with graph.inserting_after(last):
         return graph.placeholder(name)
 
 
 def _write_to(graph: fx.Graph, node: fx.Node, place: fx.Node) -> None:
-    """Make ``node`` write its value to the buffer ``place``: by the op's out variant, or by a copy."""
+    """Make ``node`` write its result to the buffer, node ``place``: by the op's ``out=`` variant, else by a copy."""
     if node.target in _OUT:
         node.target, node.kwargs = _OUT[node.target], {**node.kwargs, "out": place}
         return
@@ -176,7 +180,10 @@ def _write_to(graph: fx.Graph, node: fx.Node, place: fx.Node) -> None:
 
 
 def _product(graph: fx.Graph, gradient: fx.node.Argument, place: fx.Node) -> fx.node.Argument:
-    """Return ``gradient``, computed into the buffer ``place`` if it is a matrix product or the transpose of one."""
+    """Return a node for ``gradient`` that writes it to the buffer ``place``; ``gradient`` itself if it is no ``mm``.
+
+    The transpose of a product is a product too.
+    """
     node, transposed = gradient, False
     while isinstance(node, fx.Node) and node.target in (aten.t.default, aten.detach.default):
         transposed ^= node.target is aten.t.default

@@ -127,7 +127,11 @@ def experts(function: Function) -> Function:
 def one_by_one(
     function: Function, x: Tensor, index: Tensor, weight: Tensor, params: Sequence[Tensor], scaled: bool = False
 ) -> Tensor:
-    """Run the experts one after another; if ``scaled``, ``function`` takes [n, 1] routing weights and applies them."""
+    """Run the experts one after another; return for each token the sum of its experts' weighted results, [t, o].
+
+    Args:
+        scaled: whether ``function`` takes the routing weights [n, 1] after the rows, and applies them.
+    """
     order, ends = sort(index, params[0].shape[0])
     take, scale = order // index.shape[1], weight.flatten()[order].unsqueeze(1)
     results, start = [], 0
@@ -142,7 +146,7 @@ def one_by_one(
 def marked(
     function: Function, x: Tensor, index: Tensor, weight: Tensor, params: Sequence[Tensor], scaled: bool = False
 ) -> Tensor:
-    """Trace ``function`` once, for one expert, between the marker ops; arguments and result as `one_by_one`."""
+    """Trace ``function`` once, for one expert, between the marker ops; takes and returns what `one_by_one` does."""
     index = index.clone()  # unique to this call
     rows, scale, *weights = ENTER([x, weight, *params], index)
     result = function(rows, scale, *weights) if scaled else function(rows, *weights) * scale

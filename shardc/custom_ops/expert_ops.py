@@ -85,7 +85,7 @@ def _note(index: Tensor, experts: int, over: str) -> Tensor:
 
 
 def _order(key: Tensor, count: int) -> list[Tensor]:
-    """Return the order that sorts ``key``, the inverse order, and the end of each of the ``count`` keys, all int64."""
+    """Return [order that sorts ``key``, its inverse, end of each key below ``count`` in that order], all int64."""
     values, order = key.sort(stable=True)
     ends = torch.searchsorted(values, torch.arange(count, device=key.device), right=True)
     return [order, _inverse(order), ends]
@@ -113,7 +113,7 @@ def _arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
 
 
 def _within(sends: Tensor, most: Tensor, rows: int) -> Tensor:
-    """Return ``sends`` if ``most``, the rows of the busiest rank, fit into ``rows``; else InputError on all ranks."""
+    """Return a copy of ``sends``; InputError on all ranks if ``most``, the busiest rank's rows, exceeds ``rows``."""
     if (come := int(most)) > rows:
         raise InputError(
             f"{come} rows come to one rank, and its capacity leaves room for {rows}",
@@ -123,12 +123,12 @@ def _within(sends: Tensor, most: Tensor, rows: int) -> Tensor:
 
 
 def _counts(ends: Tensor) -> Tensor:
-    """Return the number of entries of each key, given the end of each key in sorted order."""
+    """Return the number of rows of each expert, int64 [e], given the end of each expert's rows, int64 [e]."""
     return ends.diff(prepend=ends.new_zeros(1))
 
 
 def sort(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return the order that sorts ``index`` [t, k] by expert, int64 [t k], and each expert's end, int64 [e]."""
+    """Return (order that sorts the flat ``index`` [t k] by expert, end of each expert's entries in it [e]), int64."""
     chosen, order = index.flatten().sort(stable=True)
     return order, torch.searchsorted(chosen, torch.arange(experts, device=index.device), right=True)
 
@@ -151,7 +151,7 @@ def _gradient(
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which rows of ``dtype`` are accumulated."""
+    """Return the dtype in which rows of ``dtype`` are summed: float32 for 16-bit floats, else ``dtype``."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 

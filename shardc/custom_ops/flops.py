@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def _steps(gates: Size, weight: Size) -> int:
-    """Return the operations of a recurrent layer's products, forward or backward; ``gates`` is [time, rows, gates]."""
+    """Return the operations of a recurrent layer's products, forward or backward; ``gates`` is [time, batch, gates]."""
     return 2 * prod(gates[:2]) * prod(weight)
 
 

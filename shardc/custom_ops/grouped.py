@@ -70,7 +70,10 @@ def grouped(graph: fx.Graph, experts_from: int) -> Callable[..., Any] | None:
 
 
 def _kind(node: fx.Node, kinds: dict[fx.Node, str]) -> str | None:
-    """Return whether the result of ``node`` is per row or per expert; None if an op other than a product mixes rows."""
+    """Return the kind of dim 0 of the result: "rows", "experts", "shared" (neither) or "transposed" (rows in dim 1).
+
+    None if the op mixes rows and is no product that a grouped one can replace.
+    """
     operands = [kinds[x] for x in node.all_input_nodes]
     if node.target is aten.mm.default:
         return {(_ROWS, _EXPERTS): _ROWS, (_TRANSPOSED, _ROWS): _EXPERTS}.get((operands[0], operands[-1]))

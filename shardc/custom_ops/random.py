@@ -1,4 +1,4 @@
-"""Random numbers that do not depend on the mesh: a function of a key, a stream and a global position.
+"""Random numbers that do not depend on the mesh: hashes of a key, the draw's number and the element's global index.
 
 ``shardc_random::key`` is the key of the step, a number that the runtime passes in, the same on all ranks.
 ``shardc_random::uniform`` draws a tensor, of which each rank computes its own elements. There is no state, so a draw
@@ -47,7 +47,7 @@ def uniform(key: Tensor, stream: int, size: Sequence[int], *, dtype: torch.dtype
 
 
 def uniform_at(call: Callable[..., T], key: T, stream: int, index: T, numel: int, dtype: torch.dtype) -> T:
-    """Return the random numbers at flat positions ``index`` of a tensor of ``numel`` elements.
+    """Return the random numbers in ``[0, 1)`` at flat indices ``index`` of a tensor of ``numel`` elements.
 
     Args:
         call: runs an op, or inserts it in a graph.
@@ -67,7 +67,7 @@ def uniform_at(call: Callable[..., T], key: T, stream: int, index: T, numel: int
 
 
 def _word(call: Callable[..., T], key: T, lane: int, index: T, numel: int) -> T:
-    """Return 32 random bits for each position, as int64 in ``range(2 ** 32)``."""
+    """Return 32 random bits for each flat index in ``index``, as int64 below 2 ** 32; ``lane`` selects the hash."""
     low = call(aten.bitwise_and.Scalar, key, WORD)
     high = call(aten.bitwise_and.Scalar, call(aten.bitwise_right_shift.Tensor_Scalar, key, 32), WORD)
     seed = _mix(call, call(aten.bitwise_xor.Scalar, low, _hash(lane)))
@@ -89,7 +89,7 @@ def _mix(call: Callable[..., T], x: T) -> T:
 
 
 def _hash(number: int) -> int:
-    """Return `_mix` of a Python integer, so that streams start far apart."""
+    """Return a 32-bit hash of ``number``, a Python integer, so that streams start far apart."""
     x = (number * 0x9E3779B1) & WORD
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         x ^= x >> shift

@@ -20,7 +20,7 @@ _library.define(
 
 
 def _steps(gates: Tensor, state: Tensor, weight: Tensor, cell: str) -> tuple[Tensor, Tensor]:
-    """Return the state after each step, [time, batch, features], and activations of the gates for backward.
+    """Return (state after each step, [time, batch, features]; activations for backward, [time, batch, gates]).
 
     Args:
         gates: products of the inputs, [time, batch, gates].
@@ -54,7 +54,7 @@ def _steps(gates: Tensor, state: Tensor, weight: Tensor, cell: str) -> tuple[Ten
 def _steps_backward(
     grad: Tensor, state: Tensor, weight: Tensor, states: Tensor, activations: Tensor, cell: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the gates and of the first state, given ``grad``, that of the states."""
+    """Return (gradient of the gates, gradient of the first state), given ``grad``, that of the states."""
     size = weight.shape[1]
     grads, d = torch.empty_like(activations), torch.zeros_like(state)
     for at in reversed(range(len(activations))):

@@ -28,7 +28,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Ranks:
-    """A mesh, and this rank's index along each axis, int64 [1], for a region's function."""
+    """A mesh, and this rank's index along each axis (an int64 [1] tensor by axis name), for a region's function."""
 
     mesh: Mesh
     indices: dict[str, Tensor]
@@ -38,13 +38,13 @@ _ranks: ContextVar[Ranks | None] = ContextVar("ranks", default=None)
 
 
 def ranks() -> Ranks | None:
-    """Return the mesh and indices of the region being traced; None outside of one, where every axis has one rank."""
+    """Return the `Ranks` of the region being traced; None outside of one, where every axis has one rank."""
     return _ranks.get()
 
 
 @contextmanager
 def on_ranks(which: Ranks) -> Iterator[None]:
-    """Set the result of `ranks` in the block, in which a region's function is traced."""
+    """Context manager in which a region's function is traced: `ranks` returns ``which``."""
     token = _ranks.set(which)
     try:
         yield
@@ -94,7 +94,7 @@ class Region:
         return [x.clone() if id(x) in argument_ids else x.contiguous() for x in (results if self.many else (results,))]
 
     def gradients(self, tensors: Sequence[Tensor], tangents: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradient of each floating-point tensor of ``tensors``; ``tangents`` has one for each result."""
+        """Return the gradient of each floating-point tensor of ``tensors``; ``tangents`` are the results' gradients."""
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
             inputs = [x for x in leaves if x.requires_grad]
@@ -110,7 +110,7 @@ _regions: list[Region] = []
 
 
 def region(number: int) -> Region:
-    """Return the region with this number."""
+    """Return the region with index ``number`` among those made by `local_map` in this process."""
     return _regions[number]
 
 

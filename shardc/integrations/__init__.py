@@ -9,7 +9,7 @@ from shardc.runtime.namespace import Namespace
 
 
 def classes_for(model: object) -> tuple[type[ShardedModule], type[Namespace]]:
-    """Returns the mixin for the class of a compiled ``model``, and the class of ``module.shardc``."""
+    """Returns (mixin class of a compiled ``model``, class of its ``module.shardc``), which depend on its library."""
     transformers = sys.modules.get("transformers")
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):
         from shardc.integrations.transformers import PretrainedNamespace, ShardedPretrained

@@ -61,7 +61,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def shares(self) -> tuple[int, int]:
-        """The number of parts that a batch is split into, and the index of this rank's part."""
+        """(Number of parts that a batch is split into, index of this rank's part); ranks may have the same part."""
         if self._sharded is None:
             return self.num_processes, self.process_index
         state = self._sharded.shardc
@@ -212,5 +212,5 @@ class Trainer(transformers.Trainer):
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _own_optimizer(self) -> Any:
-        """Return the optimizer behind accelerate's wrapper."""
+        """Return the torch optimizer that accelerate wrapped."""
         return getattr(self.optimizer, "optimizer", self.optimizer)

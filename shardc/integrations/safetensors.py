@@ -34,7 +34,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """Returns name -> `Lazy` of the tensors of a checkpoint, read from files when used; InputError if files lack."""
+    """Maps the name of each tensor of a checkpoint to a `Lazy` that reads it; InputError if files are missing."""
     if (folder / SINGLE).is_file():
         files = [folder / SINGLE]
     elif (folder / INDEX).is_file():
@@ -51,7 +51,7 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_file(path: Path) -> Iterator[tuple[str, Lazy]]:
-    """Yields name and `Lazy` of each tensor of a file."""
+    """Yields (name, `Lazy` that reads it) of each tensor of a safetensors file."""
     file = safe_open(path, framework="pt")
     for name in file.keys():
         piece = file.get_slice(name)
@@ -60,7 +60,7 @@ def _read_file(path: Path) -> Iterator[tuple[str, Lazy]]:
 
 
 def _read(file: safe_open, name: str, meta: torch.Tensor, index: tuple[Sequence[int], ...]) -> torch.Tensor:
-    """Reads the elements of one tensor at ``index``, one contiguous box at a time."""
+    """Reads the elements of a tensor at ``index``, a sequence of indices per dim; one contiguous box at a time."""
     if not index:
         return file.get_tensor(name)
     if not all(map(len, index)):
@@ -110,7 +110,7 @@ def write_file(path: Path | None, tensors: Mapping[str, Lazy]) -> None:
 
 
 def forget(folder: Path, keep: Iterable[str]) -> None:
-    """Removes from ``folder`` files of an earlier checkpoint that would be read instead of the new, except ``keep``."""
+    """Deletes `SINGLE` and `INDEX` of an earlier checkpoint, which readers look for first, except those in ``keep``."""
     for name in {SINGLE, INDEX} - set(keep):
         with suppress(FileNotFoundError):
             (folder / name).unlink()

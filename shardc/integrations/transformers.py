@@ -204,7 +204,7 @@ class ShardedPretrained(ShardedModule):
 
 
 def _unsharded_tensors(state: State, original_format: bool) -> dict[str, Lazy]:
-    """Returns the tensors of a checkpoint by name; reading one gathers it, on all ranks."""
+    """Maps the name of each tensor of a checkpoint to a `Lazy`; reading one gathers it, a collective."""
     present: Any = state.params.present()
     ignored = set(present._keys_to_ignore_on_save or ())
     metas = {name: meta for name, meta in present.state_dict().items() if name not in ignored}

@@ -62,7 +62,7 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> PyTree:
 
 
 class StepContext(Protocol):
-    """Autograd's context of a forward and its backward.
+    """Autograd's context (``ctx``) of `Step`: what one forward keeps for its backward.
 
     Attributes:
         runner: runs the program.
@@ -98,7 +98,7 @@ class StepContext(Protocol):
 
 
 class Step(torch.autograd.Function):
-    """Autograd function of a program; saves tensors as torch's functions do, so versions are checked and hooks run."""
+    """Autograd function that runs a program's forward and backward graphs; torch checks versions of saved tensors."""
 
     @staticmethod
     def forward(ctx: StepContext, runner: Runner, *feed: Any) -> tuple[object, ...]:
@@ -161,7 +161,7 @@ class Step(torch.autograd.Function):
 
 
 def _backward_inputs(ctx: StepContext, half: Half, gradients: Mapping[int, Any]) -> list[object]:
-    """Returns the inputs of a backward graph: gradients of outputs, and saved values.
+    """Returns the arguments of a backward graph in its order: gradients of outputs, and values that forward saved.
 
     Raises:
         RuntimeError: torch's own, if a saved tensor was changed in place.
@@ -189,7 +189,7 @@ def _argument_grads(
     grads: Mapping[GradKey, Tensor | None],
     late: dict[str, Tensor],
 ) -> Iterator[Tensor | None]:
-    """Yields the gradient of each argument in ``feed``, in its own memory.
+    """Yields the gradient (or None) of each of the forward graph's arguments ``feed``; no two share memory.
 
     Args:
         tangents: gradients of the outputs.
@@ -235,7 +235,7 @@ def unaliased(grad: Tensor, occupied: set[tuple[int, int]]) -> Tensor:
 
 
 def _versions(runner: Runner, feed: Feed) -> Iterator[int]:
-    """Yields the version of each tensor in ``feed`` that the backward reads."""
+    """Yields the version counter's value of each tensor in ``feed`` that the backward reads."""
     with torch._C.DisableTorchFunctionSubclass():
         for _, at in runner.border.reads(runner.half(BACKWARD)):
             x = feed[at]
@@ -243,7 +243,7 @@ def _versions(runner: Runner, feed: Feed) -> Iterator[int]:
 
 
 def _check_versions(runner: Runner, half: Half, feed: Feed, before: Sequence[int]) -> None:
-    """Raises BackwardError if a tensor that the backward ``half`` reads is not at its version ``before``."""
+    """Raises BackwardError if a tensor of ``feed`` that the graph ``half`` reads is not at its version ``before``."""
     now = list(_versions(runner, feed))
     if now == before:
         return
@@ -258,7 +258,10 @@ def _check_versions(runner: Runner, half: Half, feed: Feed, before: Sequence[int
 
 
 def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
-    """Raises BackwardError if an input comes from a module with per-rank losses and this module's loss is global.
+    """Raises BackwardError if gradients of a per-rank loss and of a global one would mix.
+
+    That is: an input comes from a compiled module whose outputs feed each rank's own loss, and this module's loss is
+    one of all ranks.
 
     Args:
         inputs: local inputs of the call.
@@ -286,7 +289,7 @@ def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layo
 
 
 def _stepped(optimizer: Optimizer, *_: object) -> None:
-    """Optimizer hook: increments the versions of updated DTensors, as torch's multi-tensor kernels do not."""
+    """Optimizer hook: increments the version counters of updated DTensors, which torch's foreach kernels do not."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     changed = [param for param in params if isinstance(param, DTensor) and param.grad is not None]
     if changed:

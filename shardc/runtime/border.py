@@ -1,4 +1,4 @@
-"""Outputs and saved values of a compiled forward; in-place changes of outputs are as safe as on one device.
+"""Outputs and saved values of a compiled forward, such that in-place changes of outputs are as safe as on one device.
 
 On one device, changing an output in place is harmless if no backward reads it; otherwise autograd's version counter
 makes the backward raise. A compiled backward may read other tensors: for example, it may recompute a value from an
@@ -36,7 +36,7 @@ Listened = tuple[int, GradHooks, weakref.ref[Tensor]]  # (position of an output,
 
 @dataclass(frozen=True)
 class SameMemory:
-    """The tensors with which an output shares its memory when a program runs.
+    """The tensors with which one output shares its memory in a run on this rank; false if there are none.
 
     Args:
         feed_index: position of an input of the forward.
@@ -55,7 +55,9 @@ class SameMemory:
 
 
 class Border:
-    """Converts results of a program's graphs to outputs, and to values that autograd saves for the backward.
+    """Splits the results of one program's forward or inference graph into outputs and values to save for the backward.
+
+    Outputs get the aliasing, versions and hooks that they have on one device.
 
     Attributes:
         dtensors: whether outputs become DTensors.
@@ -72,12 +74,12 @@ class Border:
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """Maps the name of a value saved for backward to its position among them."""
+        """Maps the name of each value saved for backward to its position among the saved values."""
         return {role.name: at for at, role in enumerate(self.half(FORWARD).gives[self.count :])}
 
     @cached_property
     def needed(self) -> tuple[bool, ...]:
-        """Whether each input of the forward is a parameter or is read by the backward."""
+        """One bool per input of the forward graph: whether it is a parameter, or the backward reads it."""
         read = {at for _, at in self.reads(self.half(BACKWARD))}
         takes = self.half(FORWARD).takes
         return tuple(port.role.kind == "param" or at in read for at, port in enumerate(takes))
@@ -94,12 +96,12 @@ class Border:
 
     @cached_property
     def _returned(self) -> dict[int, Returned]:
-        """Maps the position of each output to the record of how one device returns it."""
+        """Maps the position of each model output among the graph's results to how one device returns it."""
         roles, returned = self.program.outputs, self.program.returned
         return {at: returned[role.index] for at, role in enumerate(roles) if role.kind == "output"}
 
     def views(self, half: Half, outputs: Sequence[Any], feed: Sequence[Any]) -> Views:
-        """Returns the outputs of a graph that are views of other tensors, which `hand_out` makes; cached per graph."""
+        """Returns the `Views` of a graph: its outputs that are views, for `hand_out` to make; cached per graph."""
         if half not in self._views:
             views = views_of(self.program, half, self.differentiable, outputs, feed, self.dtensors)
             bases = {self.count + at: self._returned[base.of[0]] for at, base in enumerate(views.bases)}
@@ -107,7 +109,7 @@ class Border:
         return self._views[half]
 
     def held_back(self, half: Half, results: Sequence[Any], feed: Sequence[Any]) -> list[Any]:
-        """Returns the outputs of an inference graph, then the base tensors of views; None for views (`hand_out`)."""
+        """Returns the outputs of an inference graph (None for views, which `hand_out` makes), then base tensors."""
         outputs = list(results[: self.count])
         outputs = self.views(half, outputs, feed).held_back(outputs)
         for at, shared in self._same_memory(half, outputs, [], feed).items():
@@ -116,7 +118,11 @@ class Border:
         return self._read_only(half, outputs, feed)
 
     def hand_out(self, half: Half, outputs: list[Any], feed: Sequence[Any], node: Node | None) -> None:
-        """Adds the outputs that are views of other tensors to ``outputs``, and notes hooks of outputs on ``node``."""
+        """Fills in the views, which are None in ``outputs``, drops the base tensors, and gives outputs gradient hooks.
+
+        Args:
+            node: autograd node of the step, which keeps the hooks to check; None without gradients.
+        """
         views = self._views[half]
         for at in views.read_only:
             if isinstance(outputs[at], ReadOnly):
@@ -126,7 +132,7 @@ class Border:
             self._listen(outputs, node)
 
     def _read_only(self, half: Half, outputs: list[Any], feed: Sequence[Any]) -> list[Any]:
-        """Wraps outputs as `ReadOnly` if they share memory with another tensor on one device only; returns all."""
+        """Returns ``outputs``, with those as `ReadOnly` that share memory with another tensor on one device only."""
         views = self._views[half]
         for at in views.read_only:
             if not isinstance(outputs[at], Tensor):
@@ -146,7 +152,10 @@ class Border:
         return outputs
 
     def reads(self, half: Half) -> list[tuple[Role, int]]:
-        """Returns each parameter, buffer and input that a backward reads, and its position in forward's inputs."""
+        """Returns (role, position in forward's inputs) of each parameter, buffer and input that a backward graph reads.
+
+        Buffers that the program changes are left out: the backward reads a saved copy of them.
+        """
         if half not in self._reads:
             takes = self.half(FORWARD).takes
             at = {(port.role.kind, port.role.name): at for at, port in enumerate(takes)}
@@ -157,13 +166,13 @@ class Border:
 
     @cached_property
     def overwritten(self) -> dict[str, str]:
-        """Maps saved value -> buffer, for the buffers that the program changes and the backward reads."""
+        """Maps saved value to buffer, by name, for the buffers that the program changes and the backward reads."""
         changed = {role.name for role in self.program.outputs if role.kind == "buffer"}
         read = self.half(BACKWARD).reads
         return {name: role.name for name, role in read.items() if role.kind == "buffer" and role.name in changed}
 
     def split_results(self, results: Sequence[Any], feed: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Splits a forward graph's results into outputs (views as None, then their base tensors) and saved values.
+        """Splits a forward graph's results into (outputs and base tensors, saved values); views are None.
 
         Saved values hold no output: an output whose graph holds it would never be freed.
         """
@@ -186,13 +195,16 @@ class Border:
         return self._read_only(self.half(FORWARD), outputs, feed), saved
 
     def without_gradients(self, outputs: Sequence[object]) -> list[Tensor]:
-        """Selects the results of `split_results` that autograd should treat as non-differentiable."""
+        """Returns the tensors in ``outputs`` (of `split_results`) that autograd should mark non-differentiable."""
         bases = self._views[self.half(FORWARD)].bases
         with_one = self.differentiable | {self.count + at for at, base in enumerate(bases) if base.split}
         return [x for at, x in enumerate(outputs) if isinstance(x, Tensor) and at not in with_one]
 
     def gradients(self, tangents: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
-        """Maps the index of each output to its gradient; that of a view is a part of its base tensor's gradient."""
+        """Maps the index of each model output to its gradient, given those of the results of `split_results`.
+
+        The gradient of a view of a base tensor is cut out of the base's.
+        """
         by_output = {role.index: tangents[at] for at, role in enumerate(self.program.outputs) if role.kind == "output"}
         for base, grad in zip(self._views[self.half(FORWARD)].bases, tangents[self.count :], strict=True):
             if grad is not None:
@@ -200,7 +212,10 @@ class Border:
         return by_output
 
     def watch(self, outputs: Sequence[Any]) -> Changes:
-        """Returns the version counters of outputs that a backward reads; they do not keep the outputs' memory alive."""
+        """Returns (position, version counter, version) of each output that a backward reads, here or on one device.
+
+        The counter is an empty tensor, which does not keep the output's memory alive.
+        """
         shared = self._shared[self.half(FORWARD)]
         behind = self._behind[self.half(FORWARD)].items()
         read = [at for at, output in behind if output.read_by or (at in shared and shared[at].saved)]
@@ -208,7 +223,10 @@ class Border:
         return [(at, counter_of(outputs[at]), outputs[at]._version) for at in changed]
 
     def _listen(self, outputs: Sequence[Any], node: Any) -> None:
-        """Gives each of several differentiable outputs its own gradient hooks, and notes on ``node`` those to check."""
+        """Gives each output, if several are differentiable, its own `GradHooks`.
+
+        Those of outputs from which other outputs are computed are appended to ``node.listened``, for `check`.
+        """
         for at in self.differentiable if len(self.differentiable) > 1 else ():
             if self._returned[at].same is None and outputs[at].grad_fn is not None:
                 hooks = _give_hooks(outputs[at])
@@ -216,7 +234,7 @@ class Border:
                     node.listened.append((at, hooks, weakref.ref(outputs[at])))
 
     def check(self, half: Half, used: frozenset[int], changes: Changes, listened: Sequence[Listened]) -> None:
-        """Raises if a backward would compute other gradients than one device, because outputs were changed or hooked.
+        """Raises BackwardError if, as outputs were changed or hooked, a backward cannot do what one device does.
 
         Args:
             half: the backward graph.
@@ -251,7 +269,7 @@ class Border:
     def _same_memory(
         self, half: Half, outputs: Sequence[Any], saved: Sequence[Any], feed: Sequence[Any]
     ) -> dict[int, SameMemory]:
-        """Maps the position of each output that shares memory to the tensors it shares with; cached per graph."""
+        """Maps the position of each output or base that shares memory here to its `SameMemory`; cached per graph."""
         if half in self._shared:
             return self._shared[half]
         input_at = {memory_of(x): at for at, x in reversed(list(enumerate(feed)))}
@@ -285,7 +303,12 @@ class Border:
         return None
 
     def _aliased_output(self, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]) -> Tensor:
-        """Returns output ``at``: a view of the tensor that it aliases on one device too, else detached or a copy."""
+        """Returns output ``at``, which shares memory here, as a tensor that the user may change in place.
+
+        If it shares memory with that tensor on one device too, it is a view of it. Otherwise it is a copy; or a
+        detached tensor, if only saved values have its memory and one device's backward reads the output: that backward
+        then raises after a change, here and there.
+        """
         half = self.half(FORWARD)
         out, base = outputs[at], self._base(half, at, shared, outputs, feed)
         if base is not None:
@@ -306,7 +329,11 @@ def modified(index: int, counter: Tensor, before: int) -> BackwardError:
 
 
 def follow(local: Tensor, x: DTensor, index: int) -> None:
-    """Tracks in-place changes and hooks of ``x``, the DTensor of output ``index``, as those of its ``local`` tensor."""
+    """Makes `Border.check` also see in-place changes and hooks of ``x``, the DTensor around output ``index``.
+
+    Args:
+        local: the output's local tensor, which has the step's autograd node.
+    """
     node: Any = local.grad_fn
     if not hasattr(node, "listened"):
         return
@@ -372,7 +399,7 @@ class _ToDTensorContext(Protocol):
 
 
 class _ToDTensor(torch.autograd.Function):
-    """Wraps a local tensor as a DTensor; its backward returns the local tensor of a DTensor gradient."""
+    """Autograd function from a local tensor to a DTensor; backward returns the local tensor of the DTensor gradient."""
 
     @staticmethod
     def forward(ctx: _ToDTensorContext, local: Tensor, spec: DTensorSpec) -> Tensor:

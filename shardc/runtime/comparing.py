@@ -50,18 +50,18 @@ class Comparisons:
         self._published: set[str] = set()  # hashes of events
 
     def tell(self, store: dist.Store, event: Event) -> None:
-        """Publishes the lines of ``event`` in the store under its hash, unless this rank has done so."""
+        """Publishes the (topic, text) lines of ``event`` in the store under its hash, unless this rank has done so."""
         if event.key not in self._published:
             store.set(f"{self.prefix}what/{event.key}", json.dumps(event.lines))
             self._published.add(event.key)
 
     def lines(self, store: dist.Store, key: str) -> Lines:
-        """Reads the lines of the event with hash ``key``, which a rank has published."""
+        """Reads from the store the (topic, text) lines of the event with hash ``key``, which a rank has published."""
         entry: Lines = json.loads(store.get(f"{self.prefix}what/{key}"))
         return entry
 
     def at(self, number: int) -> str:
-        """Returns the prefix of the store keys of event ``number``; all ranks number their events the same way."""
+        """Returns the prefix of the store keys for event ``number``, such as "<prefix>7/"."""
         return f"{self.prefix}{number}/"
 
     def arrive(
@@ -118,7 +118,7 @@ class Comparisons:
         return None
 
     def _wait(self, store: dist.Store, at: str) -> None:
-        """Polls the store for the verdict at ``at``; raises MeshError if a rank has ended or is late."""
+        """Polls the store until the key ``<at>verdict`` is set; raises MeshError if a rank has ended or is late."""
         pause, end = 0.0005, time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
         while True:
             try:
@@ -140,7 +140,7 @@ class Comparisons:
         store.set(f"{self.at(number)}said/{self.rank}", text)
 
     def entries_at(self, store: dist.Store, number: int, ranks: Iterable[int]) -> dict[int, str]:
-        """Returns the texts that ``ranks`` (positions on the mesh) published by `say` at event ``number``.
+        """Maps each of ``ranks`` (indices on the mesh) to the text that it published by `say` at event ``number``.
 
         It deletes this rank's text of the previous call from the store.
         """
@@ -150,7 +150,7 @@ class Comparisons:
         return {rank: store.get(f"{self.at(number)}said/{self.ranks[rank]}").decode() for rank in ranks}
 
     def hear_all(self, store: dist.Store, number: int) -> str:
-        """Records that this rank has read the difference at event ``number``.
+        """Counts in the store that this rank has read how ranks differ at event ``number``.
 
         Returns:
             The store key that the last rank to do so sets.
@@ -161,7 +161,7 @@ class Comparisons:
         return heard
 
     def refuse(self, store: dist.Store, number: int) -> bool:
-        """Ends this rank's wait at event ``number`` with `BEFORE`; returns False if there was a verdict already."""
+        """Sets the verdict of event ``number``, at which this rank waits, to `BEFORE`; False if there was another."""
         return store.compare_set(f"{self.at(number)}verdict", "", BEFORE).decode() == BEFORE
 
 
@@ -171,7 +171,7 @@ _STUCK = 15  # samples in the same call of a collective, before a rank refuses
 
 
 class Meeting:
-    """Calls of methods that all ranks must call, as this rank sees them.
+    """Calls of methods that all ranks must call (collective methods): one object per rank and mesh.
 
     Args:
         prefix: prefix of the keys in the store.
@@ -228,7 +228,7 @@ class Meeting:
             )
 
     def _wait(self, store: dist.Store, at: str, number: int, attempt: str, check: Callable[[], None]) -> str:
-        """Polls the store for the verdict at ``at``, and returns it; refuses ``attempt`` if a rank has ended."""
+        """Polls the store for ``<at>verdict`` and returns its text; refuses ``attempt`` if a rank has ended."""
         pause, end = 0.0005, time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
         while not store.check([f"{at}verdict"]):
             check()
@@ -242,12 +242,15 @@ class Meeting:
         return store.get(f"{at}verdict").decode()
 
     def _refuse(self, store: dist.Store, number: int, attempt: str, why: str) -> None:
-        """Sets the verdict of ``attempt`` to ``why``, unless it has one; the next call opens a new attempt."""
+        """Fails ``attempt``: sets its verdict in the store to the reason ``why``, unless it has one.
+
+        The next call of a method then opens a new attempt.
+        """
         if store.compare_set(f"{self.prefix}meet/{attempt}/verdict", "", why).decode() == why:
             store.delete_key(f"{self.prefix}meet/{number}")
 
     def on_attempt(self, store: dist.Store, number: int, attempt: str, now: Callable[[], int]) -> None:
-        """Handles the message that another rank opened ``attempt`` after event ``number``.
+        """Handles another rank's message: it called a collective method after event ``number`` and opened ``attempt``.
 
         Args:
             now: returns the number of this rank's last event; the attempt is refused if that is a later one.
@@ -259,14 +262,18 @@ class Meeting:
             self.on_event(store, event, "later step")
 
     def on_event(self, store: dist.Store, event: int, what: str) -> None:
-        """Refuses the pending invitation if this rank begins event number ``event``, described by ``what``."""
+        """Refuses the attempt in ``invited`` if event number ``event``, which this rank begins, comes after it.
+
+        Args:
+            what: the event as text.
+        """
         invited = self.invited
         if invited is not None and event > invited[0]:
             self.invited = None
             self._refuse_invited(store, *invited, f"rank {self.rank} went on to a {what}")
 
     def look(self, store: dist.Store) -> None:
-        """Refuses the invitation if this rank waits in a collective of torch; the listener thread calls it often."""
+        """Refuses the attempt in ``invited`` if this rank waits in a torch collective; the listener calls it often."""
         invited = self.invited
         if invited is None:
             return
@@ -275,7 +282,7 @@ class Meeting:
             self._refuse_invited(store, *invited, f"rank {self.rank} waits in {where}")
 
     def _refuse_invited(self, store: dist.Store, number: int, attempt: str, why: str) -> None:
-        """Refuses the attempt of another rank, because of ``why``.
+        """Fails another rank's ``attempt`` with the reason ``why``.
 
         If an attempt of this rank at the same event failed, its reason is given: the other rank came late and opened a
         new one.
@@ -283,12 +290,12 @@ class Meeting:
         self._refuse(store, number, attempt, self._failed[1] if self._failed[0] == number else why)
 
     def end(self, store: dist.Store) -> None:
-        """Publishes that this rank's program ends."""
+        """Publishes in the store that this rank's process ends."""
         store.set(f"{self.prefix}gone/{self.rank}", "")
 
 
 class StackSamples:
-    """Samples of the main thread's stack, which the listener thread takes regularly."""
+    """Regular samples of what the main thread does, taken on the listener thread, to find waits that last long."""
 
     def __init__(self) -> None:
         self._last: tuple[tuple[int, str] | None, int] = (None, 0)
@@ -296,13 +303,16 @@ class StackSamples:
         self._patience = _LONG
 
     def stuck(self, rank: int, count: int) -> str | None:
-        """Takes a sample; returns the torch collective with ``rank`` that the last ``count`` samples show, if any."""
+        """Takes a sample; returns "name (file:line)" of a torch collective with ``rank`` that takes ``count`` samples.
+
+        None unless the last ``count`` samples show the same call.
+        """
         entry = _collective(sys._current_frames().get(threading.main_thread().ident or 0), rank)
         self._last = entry, self._last[1] + 1 if entry == self._last[0] else 1
         return entry[1] if entry is not None and self._last[1] >= count else None
 
     def long(self, number: int, running: bool) -> bool:
-        """Takes a sample; returns whether a graph runs in event ``number`` for long. Each True doubles the limit.
+        """Takes a sample; returns whether a graph runs in event ``number`` since many. Each True doubles the limit.
 
         Args:
             running: whether a graph runs now.
@@ -323,7 +333,7 @@ _TOGETHER = {
 
 
 def _collective(frame: FrameType | None, rank: int) -> tuple[int, str] | None:
-    """Returns (id, name and line) of the call of a torch collective with ``rank`` that a stack is in, if any.
+    """Returns (id, "name (file:line)") of the call of a torch collective with ``rank`` that a stack is in; else None.
 
     Args:
         frame: innermost frame of the stack.

@@ -64,7 +64,7 @@ def install_pickling() -> None:
 
 
 def _part(tensor: DTensor) -> Part | None:
-    """Returns the mesh position of this rank's shard; None if this rank is not on the mesh."""
+    """Returns (name, size, this rank's index) of each mesh dim that splits the tensor; None for a rank off the mesh."""
     mesh: DeviceMesh = tensor.device_mesh
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     # A pickled mesh keeps the coordinate of the writing rank.
@@ -76,7 +76,7 @@ def _part(tensor: DTensor) -> Part | None:
 
 
 def _reduce(self: DTensor, protocol: SupportsIndex) -> tuple[object, ...]:
-    """Implements ``DTensor.__reduce_ex__``: DTensor's own state and the mesh position."""
+    """Implements ``DTensor.__reduce_ex__``: DTensor's own state and the shard's mesh position (`_part`)."""
     build, (func, cls, args, (attributes, slots)) = _pickle(self, protocol)
     if isinstance(slots["_spec"], ReplicatedSpec):
         slots = {**slots, "_spec": slots["_spec"].plain()}
@@ -86,7 +86,7 @@ def _reduce(self: DTensor, protocol: SupportsIndex) -> tuple[object, ...]:
 
 
 def _set_state(self: DTensor, state: object) -> None:
-    """Implements ``DTensor.__setstate__``; LayoutError if the state is of another mesh position."""
+    """Implements ``DTensor.__setstate__``; LayoutError if the state is of a shard that another rank holds."""
     torch._utils._set_obj_state(self, state)
     part = vars(self).pop(_PICKLED_PART, None)
     if not part or not dist.is_initialized():  # replicated, or read without a process group
@@ -103,7 +103,7 @@ def _set_state(self: DTensor, state: object) -> None:
 
 
 def _shown(part: Part | None) -> str:
-    """Returns a mesh position as text."""
+    """Returns a mesh position as text: ``0 of 2 along dp, 1 of 4 along tp``, or "none"."""
     return "none" if part is None else ", ".join(f"{at} of {size} along {name}" for name, size, at in part)
 
 
@@ -135,7 +135,7 @@ def _format(self: DTensor, spec: str) -> str:
 
 
 def _str(self: DTensor) -> str:
-    """Returns a scalar's value as text; for other tensors the `repr` of this rank's shard, without communication."""
+    """Returns a scalar's gathered value as text; for others the `repr` of the DTensor, with pending sums reduced."""
     if not _is_ours(self):
         return repr(self)
     detached: Any = self.detach()
@@ -143,7 +143,7 @@ def _str(self: DTensor) -> str:
 
 
 def _deepcopy(self: DTensor, memo: dict[int, object]) -> object:
-    """Copies a leaf of autograd into its own memory, with the same layout; torch's method fails on DTensors."""
+    """Copies a leaf of autograd and its ``.grad``, in the same layout; torch's own method fails on DTensors."""
     if id(self) in memo:
         return memo[id(self)]
     if not self.is_leaf or not _is_ours(self):
@@ -158,7 +158,7 @@ def _deepcopy(self: DTensor, memo: dict[int, object]) -> object:
 
 
 def _set_data(self: DTensor, value: Tensor) -> None:
-    """Copies ``value``, a DTensor or a plain tensor that is the same on all ranks, to the shards."""
+    """Implements ``x.data = value`` by a copy to the shards; a plain ``value`` must be the same on all ranks."""
     if not _is_ours(self) or not isinstance(value, Tensor):
         return _torch_data.__set__(self, value)
     local = value._local_tensor if isinstance(value, DTensor) else value
@@ -183,7 +183,10 @@ def _set_data(self: DTensor, value: Tensor) -> None:
 
 
 def _memory(name: str, fix: str) -> Callable[..., object]:
-    """Returns a replacement of the method ``name`` that raises LayoutError, except when torch's own code calls it."""
+    """Returns a replacement of the method ``name`` that raises LayoutError on meshes of compiled modules.
+
+    ``data_ptr`` still works for torch's own code, which uses it to compare tensors.
+    """
     torchs = getattr(Tensor, name)
 
     def method(self: DTensor, *args: object, **kwargs: object) -> object:
@@ -264,7 +267,7 @@ def install(device_mesh: DeviceMesh) -> None:
 
 
 def _take_plain_tensors() -> None:
-    """Makes DTensor accept ops on plain tensors and DTensors, which it refuses; `_rule` handles them."""
+    """Makes DTensor accept ops that mix plain tensors and DTensors, on our meshes, so that they reach `_rule`."""
     dispatcher: Any = DTensor._op_dispatcher
     theirs = dispatcher._try_replicate_spec_for_scalar_tensor
 
@@ -282,7 +285,13 @@ def _take_plain_tensors() -> None:
 
 
 def _rule(theirs: Callable[..., object]) -> Callable[..., object]:
-    """Wraps DTensor's sharding propagation ``theirs``: on our meshes, returns an op's sharding or its result."""
+    """Wraps DTensor's sharding propagation: on our meshes, an op that DTensor may compute wrongly runs here.
+
+    The wrapper returns the op's sharding, for DTensor to run it, or the op's result.
+
+    Args:
+        theirs: DTensor's own propagation.
+    """
 
     def rule(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], info: Any, try_cache: bool) -> object:
         mesh = info.compute_mesh
@@ -379,7 +388,7 @@ def _copy(target: Tensor, value: Any, *_: object) -> Tensor:
 
 
 def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-    """Implements `GradScaler.unscale_`: a gradient that is not finite on one rank counts on all ranks."""
+    """Implements the op of `GradScaler.unscale_` on shards; ``found_inf`` is set on all ranks if it is on one."""
     local = [settle(x)._local_tensor if isinstance(x, DTensor) else x for x in grads]
     aten._amp_foreach_non_finite_check_and_unscale_.default(local, found_inf, inverse)
     split = ((x.device_mesh, dim, p) for x in grads if isinstance(x, DTensor) for dim, p in enumerate(x.placements))
@@ -403,7 +412,7 @@ def _is_traced(args: PyTree) -> bool:
 
 
 def _one_sum(specs: list[DTensorSpec], op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> bool:
-    """Whether all operands have the same pending sums, and ``op`` preserves them."""
+    """Whether all operands have the same placements, and ``op`` (one of `_PENDING`) commutes with the pending sums."""
     if op is aten.stack.default:
         return all(spec.placements == specs[0].placements for spec in specs)
     if op is aten.add.Tensor and (kwargs or len(specs) < 2):
@@ -413,7 +422,7 @@ def _one_sum(specs: list[DTensorSpec], op: OpOverload, args: tuple[PyTree, ...],
 
 
 def _is_foreach(op: OpOverload) -> bool:
-    """Whether ``op`` takes lists of tensors, with the same operation on each."""
+    """Whether ``op`` is one of torch's ``_foreach_`` ops, which apply an operation to each tensor of a list."""
     return op._schema.name.startswith("aten::_foreach_")
 
 
@@ -440,7 +449,7 @@ def _trusts(op: OpOverload, specs: list[DTensorSpec], args: tuple[PyTree, ...]) 
 
 
 def _is_even(spec: DTensorSpec) -> bool:
-    """Whether all shards have the same size."""
+    """Whether each tensor dim divides by the number of ranks that shard it, so that all shards have one size."""
     for dim, size in enumerate(spec.shape):
         over = [n for n, x in zip(spec.mesh.shape, spec.placements, strict=True) if x.is_shard(dim)]
         if size % prod(over):
@@ -449,7 +458,10 @@ def _is_even(spec: DTensorSpec) -> bool:
 
 
 def _is_in_place(op: OpOverload, info: OpInfo, sharding: OutputSharding) -> bool:
-    """Whether ``op`` writes or views the operands themselves, not redistributed copies."""
+    """Whether an ``op`` that writes or views an operand gets that operand itself, not a redistributed copy.
+
+    True for other ops.
+    """
     writes = any(x.alias_info is not None for x in op._schema.arguments)
     redistributed = sharding.redistribute_schema
     if not writes or not sharding.needs_redistribute or redistributed is None:

@@ -63,7 +63,7 @@ class Event:
         return hashlib.sha256(json.dumps(self.lines).encode()).hexdigest()[:32]
 
     def backward(self, used: frozenset[int]) -> Event:
-        """Returns the event of this call's backward from the outputs with indices ``used``."""
+        """Returns the event of the backward of this call, an event itself, from the outputs with indices ``used``."""
         if used not in self._backwards:
             (_, does), *rest = self.lines
             outputs = ("outputs that gradients come from", ", ".join(map(str, sorted(used))))
@@ -183,7 +183,7 @@ def _runs(values: object) -> str:
 
 
 def difference(rank: int, rank_lines: Lines, other_rank: int, other_lines: Lines) -> MeshError:
-    """Returns the error for two ranks whose events with equal numbers differ; it shows the first line that does."""
+    """Returns the error for two ranks whose events of the same number differ, given (topic, text) lines of both."""
     mine, theirs = {line[0]: line[1] for line in rank_lines}, {line[0]: line[1] for line in other_lines}
     topics = [topic for topic in {**mine, **theirs} if mine.get(topic) != theirs.get(topic)]
     if not topics:
@@ -223,13 +223,13 @@ def raised(rank: int, error: BaseException) -> tuple[str, str | None, str]:
 
 
 def _lines_of_user(error: BaseException) -> Iterator[str]:
-    """Yields ``file:line`` of the user's frames in the traceback of ``error``."""
+    """Yields ``file:line`` of the frames of user code in the traceback of ``error``, outermost first."""
     frames = traceback.walk_tb(error.__traceback__)
     yield from (f"{x.f_code.co_filename}:{line}" for x, line in frames if not is_versioned(x.f_code))
 
 
 def late_ranks(store: dist.Store, at: str, ranks: Sequence[int]) -> MeshError | None:
-    """Returns the error for ranks that did not arrive in time; None if all ``ranks`` have arrived.
+    """Returns the error for those of ``ranks`` that did not arrive at a comparison in time; None if all have arrived.
 
     Args:
         at: prefix of the store keys under which ranks publish that they have arrived.
@@ -273,11 +273,11 @@ def lost(error: RuntimeError, rank: int, ranks: Sequence[int]) -> RuntimeError:
 
 
 def different_waits(rank: int, where: str, other: int, does: Lines) -> MeshError:
-    """Returns the error for ``rank`` that waits in a torch collective, while rank ``other`` waits for it in an event.
+    """Returns the error for ranks that wait for each other: one in a torch collective, one in an event.
 
     Args:
-        where: name and source line of the collective.
-        does: lines of the event.
+        rank, where: the rank in the collective, and its name and source line.
+        other, does: the rank in the event, and the event's (topic, text) lines.
     """
     return MeshError(
         f"rank {rank} waits in {where}, and rank {other} waits for it at a {does[0][1]}",
@@ -287,7 +287,7 @@ def different_waits(rank: int, where: str, other: int, does: Lines) -> MeshError
 
 
 def _state(value: object) -> str:
-    """Returns one or several settings of torch as text for an error."""
+    """Returns a setting of torch, or a tuple of them, as text for an event: "cpu torch.bfloat16", "none"."""
     if isinstance(value, tuple):
         return ", ".join(" ".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in value) or "none"
     return str(value)

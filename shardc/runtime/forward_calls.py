@@ -1,6 +1,6 @@
-"""Calls around and beside the compiled forward.
+"""Wrappers of the compiled forward (`Forward`), and calls beside it, which raise.
 
-`Forward` lets users wrap it, as in ``module.forward = wrap(module.forward)``. Code that would treat shards as
+Users may wrap it, as in ``module.forward = wrap(module.forward)``. Code that would treat shards as
 parameters raises: direct calls of submodules, and wrappers such as DDP and FSDP.
 """
 
@@ -59,7 +59,7 @@ class Forward:
             raise AttributeError("forward")
 
     def _reached(self, module: nn.Module, value: object) -> bool:
-        """Whether ``value`` refers to the compiled forward: in closures, defaults, arguments, attributes or globals."""
+        """Whether ``value`` refers to the compiled forward, in closures, defaults, arguments, attributes or globals."""
         functions = self.compiled, inspect.unwrap(self.compiled)
         seen: dict[int, object] = {}
         todo: list[object] = [value]
@@ -86,7 +86,7 @@ def call_around(
 
 
 def _within(x: object) -> Iterable[object]:
-    """Returns the objects that ``x`` refers to, without modules and classes."""
+    """Returns the objects that ``x`` refers to directly; none for modules, classes and code."""
     if isinstance(x, nn.Module | ModuleType | type | CodeType | str | bytes):
         return ()
     if isinstance(x, MethodType):
@@ -120,7 +120,7 @@ _OTHER = "replicate"  # ``fully_shard`` of an outer module skips modules with th
 
 
 class Refuses(dict[object, object]):
-    """A module's registry entry for ``fully_shard`` and ``replicate``; raises when either looks itself up in it."""
+    """A module's table of composable APIs; raises when ``fully_shard`` or ``replicate`` looks itself up in it."""
 
     def __contains__(self, function: object) -> bool:
         raise wrapped(getattr(function, "__name__", "fully_shard"))
@@ -146,7 +146,7 @@ def check_ddp(owner: nn.Module) -> None:
 
 
 def guard(owner: nn.Module) -> None:
-    """Makes direct calls of submodules raise, and makes ``fully_shard`` of an outer module skip these modules."""
+    """Makes direct calls of submodules of ``owner`` raise, and ``fully_shard`` of an outer module skip them all."""
     for part in owner.modules():
         vars(part)[STATE_KEY] = Refuses(vars(part).get(STATE_KEY, {}))
         vars(part)[REGISTRY_KEY] = vars(part).get(REGISTRY_KEY, {}) | {_OTHER: None}

@@ -20,7 +20,7 @@ from shardc.runtime.storage import cut, local_indices, parameter_spec, shard_ten
 
 
 def whole(tensor: DTensor, storage: Layout) -> Tensor:
-    """Gathers a parameter, or a tensor like it (a gradient, optimizer state), without padding, into its own memory.
+    """Returns the unsharded plain tensor of a parameter, gradient or optimizer state, in memory of its own.
 
     A collective: all ranks call it, for the same tensors in the same order.
 
@@ -58,7 +58,12 @@ def whole_on_first(tensor: DTensor, storage: Layout, groups: Groups) -> Tensor:
 
 
 def _take_in(out: Tensor, storage: Layout, rank: int, local: Tensor, sender: int) -> None:
-    """Writes the shard of ``rank`` into ``out``: ``local`` for rank 0, else received from global rank ``sender``."""
+    """Writes the shard of mesh rank ``rank`` into the unsharded ``out`` on the first rank; another rank's is received.
+
+    Args:
+        local: this (the first) rank's shard.
+        sender: global rank of ``rank``.
+    """
     ranges = [local_indices(storage, out.shape, dim, rank) for dim in range(out.dim())]
     view = out[tuple(slice(each[0], each[-1] + 1) for each in ranges)]
     rows = view.is_contiguous() and local.device == out.device and tuple(map(len, ranges)) == tuple(view.shape)
@@ -73,7 +78,7 @@ def _take_in(out: Tensor, storage: Layout, rank: int, local: Tensor, sender: int
 
 
 def write(param: DTensor, value: Tensor, storage: Layout, rank: int) -> None:
-    """Copies this rank's shard of the unsharded ``value`` into ``param``, which is stored as ``storage``, in place."""
+    """Copies this rank's shard of the unsharded ``value``, under layout ``storage``, into ``param`` in place."""
     local = param._local_tensor
     with torch.no_grad():
         local.copy_(cut(shard_tensor(value, storage, rank), local.shape))
@@ -186,7 +191,7 @@ def _write_grad(param: DTensor, value: Tensor | None, storage: Layout, rank: int
 
 
 def _replaced_value(named: tuple[str, Tensor], values: list[Tensor | None]) -> Tensor:
-    """Returns a parameter's value at the end of `summon_full_params`.
+    """Returns the unsharded tensor that the user left for a parameter at the end of `summon_full_params`.
 
     Args:
         named: name and parameter.

@@ -1,4 +1,4 @@
-"""DTensors as unsharded tensors: gathers, the way back, views of the unsharded tensor, and checkpoints in boxes.
+"""Gathering DTensors, writing unsharded tensors back to shards, views through a gather, checkpoints of strided shards.
 
 ``weight[0]`` of a parameter sharded along dim 0 is not a view of a rank's shard. DTensor returns a gathered copy and
 loses writes to it. A `GatheredView` reads the current values and writes through to the shards.
@@ -80,7 +80,10 @@ def _tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
 
 
 def _boxes(tensor: DTensor) -> list[Box]:
-    """Returns the boxes of a shard: slices of the local tensor, with global offsets and sizes."""
+    """Returns (slices of the local tensor, chunk with global offsets and sizes) of each box of this rank's shard.
+
+    Without strided placements, one entry stands for the shard: (), and a chunk that DTensor's own hooks ignore.
+    """
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     if not any(isinstance(placement, _StridedShard) for placement in tensor.placements):
@@ -97,7 +100,7 @@ def _boxes(tensor: DTensor) -> list[Box]:
 
 
 def box_indices(tensor: DTensor) -> list[torch.Tensor]:
-    """Returns, per dim, the global indices of this rank's shard, by splitting the indices as the placements say."""
+    """Returns, per dim, the global indices of this rank's shard, an int64 tensor: placements split ``range(size)``."""
     indices = [torch.arange(size) for size in tensor.shape]
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "only ranks of the mesh save and load"
@@ -124,7 +127,7 @@ pytree = _compat.pytree
 
 
 def gather(x: DTensor) -> Tensor:
-    """Gathers ``x``, pending reductions included; a collective. A replicated ``x`` returns its local tensor."""
+    """Returns the unsharded tensor of ``x``, pending sums reduced; a collective. If replicated, its local tensor."""
     if all(placement.is_replicate() for placement in x.placements):
         return x._local_tensor
     local, kind = x._local_tensor.detach(), x.device_mesh.device_type
@@ -136,7 +139,7 @@ def gather(x: DTensor) -> Tensor:
 
 
 def replicated(whole: Tensor, device_mesh: DeviceMesh) -> DTensor:
-    """Wraps ``whole`` as a replicated DTensor."""
+    """Wraps ``whole``, which is the same on all ranks, as a replicated DTensor."""
     return DTensor(whole, replicated_spec(whole, device_mesh), requires_grad=False)
 
 
@@ -160,7 +163,7 @@ class ReplicatedSpec(DTensorSpec):
 
     @classmethod
     def mark(cls, spec: object) -> bool:
-        """Turns a replicated DTensorSpec into this class, in place; returns whether it did."""
+        """Turns ``spec`` into this class, in place, if it is a DTensorSpec of a replicated tensor; returns whether."""
         if type(spec) is not DTensorSpec or not all(x.is_replicate() for x in spec.placements):
             return False
         spec.__class__ = cls
@@ -168,7 +171,7 @@ class ReplicatedSpec(DTensorSpec):
 
 
 def replicated_spec(whole: Tensor, device_mesh: DeviceMesh) -> DTensorSpec:
-    """Returns the spec of ``whole``, replicated on every rank."""
+    """Returns the `ReplicatedSpec` of ``whole``, which is the same on every rank."""
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     spec = _compat.dtensor_spec(device_mesh, (Replicate(),) * device_mesh.ndim, meta)
     ReplicatedSpec.mark(spec)
@@ -266,7 +269,7 @@ class _Source:
 
 
 class GatheredView(DTensor):
-    """A view of an unsharded DTensor: ops on it read the DTensor's current values and write to its shards.
+    """A view of a sharded DTensor as if it were unsharded: ops on it read current values and write to the shards.
 
     Each op on it gathers the DTensor, so all ranks must run it.
     """
@@ -309,7 +312,7 @@ def view_of(base: DTensor, op: OpOverload, args: tuple[PyTree, ...], kwargs: dic
 
 
 def _wrapped(results: PyTree, source: _Source) -> PyTree:
-    """Wraps tensors, views of the unsharded tensor of ``source``, as `GatheredView`."""
+    """Wraps each tensor in ``results``, a view of the unsharded tensor of ``source``, as a `GatheredView`."""
 
     def wrap(x: object) -> object:
         if not isinstance(x, Tensor):

@@ -1,4 +1,4 @@
-"""Gradients of a compiled module: their global norm, and local sums of gradients left unreduced (`no_sync`)."""
+"""Gradients of a compiled module: clipping by their global norm, and local sums of unreduced ones (`no_sync`)."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ Key = tuple[str, Layout]  # a parameter and the layout of its local sum
 
 @dataclass(eq=False)
 class Sync:
-    """Settings that decide which gradients backwards leave unreduced, and the local sums of these.
+    """Which gradients a module's backwards leave unreduced (`no_sync` and like settings), and the local sums of these.
 
     Args:
         levels: FSDP level of each parameter (0 without an ``fsdp`` entry).
@@ -160,7 +160,7 @@ class Sync:
         _optimizers.watch(self)
 
     def take(self, names: frozenset[str]) -> dict[Key, Tensor]:
-        """Removes and returns the local sums of parameters ``names``, for the caller to reduce."""
+        """Removes the local sums of parameters ``names``; returns them by (parameter name, layout), to be reduced."""
         due = {key: self.sums.pop(key) for key in list(self.sums) if key[0] in names}
         self._own.difference_update(due)
         if not self.sums:
@@ -172,7 +172,7 @@ class Sync:
         self.take(frozenset(name for name, _ in self.sums) if names is None else names)
 
     def of(self, optimizer: Optimizer) -> frozenset[str]:
-        """Returns the parameters of ``optimizer`` that have unreduced gradient sums."""
+        """Returns the names of the parameters of ``optimizer`` that have unreduced gradient sums."""
         theirs = {id(param) for group in optimizer.param_groups for param in group["params"]}
         mine = self.parameters()
         return frozenset(name for name, _ in self.sums if name in mine and id(mine[name]) in theirs)
@@ -233,7 +233,7 @@ class _Optimizers:
         self._ours: Callable[..., None] | None = None
 
     def watch(self, sync: Sync) -> None:
-        """Adds ``sync``, which has gradient sums, and installs the hooks if they are not."""
+        """Adds ``sync``, which has gradient sums now, and installs the hooks if they are not installed."""
         self._holding.add(sync)
         if self._hook is not None:
             return
@@ -250,7 +250,7 @@ class _Optimizers:
         Optimizer.zero_grad = zero_grad  # type: ignore[method-assign, assignment]
 
     def leave(self, sync: Sync) -> None:
-        """Removes ``sync``, which has no more sums, and the hooks if no other has any."""
+        """Removes ``sync``, which has no gradient sums left, and the hooks if no other `Sync` has any."""
         self._holding.discard(sync)
         if self._hook is not None and not self._holding:
             self._hook.remove()

@@ -1,4 +1,4 @@
-"""Process groups by the names that compiled graphs use on every rank, and errors of collectives on them.
+"""Process groups of one mesh, under names that compiled graphs use on every rank, and errors of their collectives.
 
 A graph names a group by its axes in mesh order, ``"shardc:dp"`` or ``"shardc:dp,tp"`` (or axis parts, ``tp:1x2``). Each
 rank registers its own process group under that name, so all ranks run the same graph. Names of a second mesh of the
@@ -105,9 +105,9 @@ class Groups:
         return groups_by_mesh[key]
 
     def add(self, axes_sets: Iterable[Axes]) -> dict[str, str]:
-        """Creates the groups of ``axes_sets`` that are missing, in the same order on all ranks; returns `rename`.
+        """Creates the process groups along each of ``axes_sets`` that do not exist yet; returns `rename`.
 
-        All ranks of the mesh must call this with the same axes sets.
+        All ranks of the mesh must call this with the same axes sets; groups are created in the same order on all.
         """
         ordered = {self._ordered(axes) for axes in axes_sets}
         for axes in sorted(ordered, key=lambda axes: [self._place(axis) for axis in axes]):
@@ -119,7 +119,7 @@ class Groups:
         return self.rename
 
     def view(self, layouts: Iterable[Layout]) -> DeviceMesh:
-        """Returns the mesh with each axis that ``layouts`` split replaced by its parts, for use in placements.
+        """Returns a DeviceMesh in which each axis that ``layouts`` split into parts is replaced by one dim per part.
 
         All ranks of the mesh must call this with the same layouts.
         """
@@ -167,7 +167,7 @@ class Groups:
         return int(largest.item())
 
     def _along_each_axis(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
-        """Yields (axis, this rank's group along it) for each mesh axis with several ranks."""
+        """Yields (name, this rank's process group along it) of each mesh axis with several ranks."""
         for axis, size in self.mesh.shape:
             if size > 1:
                 name = self.add([(axis,)])[GROUP_PREFIX + axis]
@@ -188,11 +188,11 @@ class Groups:
         return tuple(sorted(axes, key=self.mesh.order))
 
     def _place(self, axis: str) -> tuple[int, int, int]:
-        """Returns a sort key: the axis's position in the mesh, then its size."""
+        """Returns a sort key for an axis or axis part: its place in the mesh's order of axes, then its size."""
         return (*self.mesh.order(axis), self.mesh.size(axis))
 
     def _groups(self, axes: Axes) -> list[list[int]]:
-        """Returns the global ranks of every group along ``axes``."""
+        """Returns, for every group along ``axes``, the list of its global ranks."""
         return [[self._global[rank] for rank in group] for group in groups_of(self.mesh, axes)]
 
     def _make(self, axes: Axes) -> dist.ProcessGroup:
@@ -222,7 +222,7 @@ def _world() -> dist.ProcessGroup:
 
 
 class Cause(Protocol):
-    """Reason for a collective: plan entry and source line; "" if unknown."""
+    """Why a collective exists: a plan entry, and a source line as ``file:line``; "" if unknown."""
 
     @property
     def entry(self) -> str: ...
@@ -299,7 +299,7 @@ def _start(node: fx.Node) -> fx.Node | None:
 
 
 def _results(start: fx.Node) -> str:
-    """Returns the names of a collective's results as text."""
+    """Returns the names of a collective's results as text: ``%a, %b, %c and 2 more``."""
     work, names = list(start.users), []
     while work:
         user = work.pop(0)

@@ -1,4 +1,4 @@
-"""Host memory: copies of offloaded parameters from and to it, and settings of malloc and garbage collection.
+"""Host memory: asynchronous copies of offloaded tensors from and to it, settings of malloc and garbage collection.
 
 On an accelerator, each direction has its own stream, concurrent with compute and with the other direction:
 
@@ -69,7 +69,7 @@ _library = torch.library.Library("shardc", "IMPL")
 
 @dataclass(frozen=True)
 class ParamLocation:
-    """Location of a parameter, its gradient and its optimizer state between steps.
+    """The device on which a parameter, its gradient and its optimizer state are between steps.
 
     Args:
         device: device on which the program runs.
@@ -83,11 +83,11 @@ class ParamLocation:
 
     @property
     def place(self) -> torch.device:
-        """Device of its memory between steps."""
+        """Device of the parameter between steps: the host if it is offloaded, else ``device``."""
         return HOST if self.entry else self.device
 
     def keep(self, x: Tensor) -> Tensor:
-        """Returns ``x`` in this memory: itself if it is there, else a copy."""
+        """Returns ``x`` on the device `place`, pinned if need be: ``x`` itself if it is so already, else a copy."""
         placed = x.to(self.place)
         pin = self.entry and self.pinned and self.device.type != "cpu" and not placed.is_pinned()
         return placed.pin_memory() if pin else placed
@@ -142,7 +142,7 @@ def _to_host(x: Tensor) -> Tensor:
 
 
 def settle() -> None:
-    """Waits until all copies that this thread started have read their host memory."""
+    """Waits until all copies to a device that this thread started have read their host memory."""
     reading = _reading()
     while reading:
         reading.pop().synchronize()
@@ -152,7 +152,7 @@ _local = threading.local()
 
 
 def _reading() -> list[torch.Event]:
-    """Returns this thread's events of copies that may still read host memory."""
+    """Returns this thread's list of events, one for each copy to a device that may still read host memory."""
     if not hasattr(_local, "reading"):
         _local.reading = []
     return _local.reading

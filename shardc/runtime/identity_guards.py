@@ -77,7 +77,7 @@ class ModuleSnapshot:
         )
 
     def mode(self) -> Mode:
-        """Returns the current mode; equal modes are one object, so that they compare by identity."""
+        """Returns the current `Mode`; equal ones are one object, so that they compare by identity."""
         now = (
             tuple(map(_training, self._attributes)),
             tuple(map(_requires_grad, self._parameters)),
@@ -99,7 +99,7 @@ _MISSING = (AttributeError, KeyError, IndexError, TypeError)
 
 
 class IdentityGuards:
-    """Guards by identity of the objects (attributes, globals) that captures of a model have read.
+    """Guards that compare by identity the objects (attributes, globals) that captures of a model have read.
 
     They compare objects, so `holds` may be False although all values are equal. It is never wrongly True, except for
     changes inside objects that do not expose their attributes.
@@ -128,7 +128,7 @@ class IdentityGuards:
         self._absent = [held for held, _ in self._own.values()], [name for _, name in self._own.values()]
 
     def holds(self) -> bool:
-        """Whether all objects are the same, and all tensors have the same versions."""
+        """Whether all objects that captures read are the same ones, and their tensors have the same versions."""
         try:
             now = [get(held) for get, held in self._getters]
         except KeyError:
@@ -144,7 +144,7 @@ class IdentityGuards:
         )
 
     def _note(self, read: Read, lookup: Lookup, seen: set[Path]) -> None:
-        """Adds the guards for one read of a capture."""
+        """Adds guards for ``read``: one attribute, item, length or the like that a capture has read."""
         path = parse(read.expression)
         try:
             self._path(path, lookup, seen)
@@ -161,7 +161,7 @@ class IdentityGuards:
             self._tensors.append((value, value._version))
 
     def _path(self, path: Path, lookup: Lookup, seen: set[Path]) -> None:
-        """Adds a guard for each step of the expression ``path``."""
+        """Adds a guard for each attribute, item and call in the expression ``path``, unless it is in ``seen``."""
         if path in seen:
             return
         seen.add(path)
@@ -201,5 +201,5 @@ class IdentityGuards:
 
 
 def _same(left: object, right: object) -> bool:
-    """Whether two objects are the same; methods of one object are compared by equality."""
+    """Whether two objects are the same; callables also if equal, as a bound method is a new object at each access."""
     return left is right or (callable(left) and left == right)

@@ -106,7 +106,7 @@ class Slot:
     now: torch.Tensor | None = None
 
     def value(self) -> torch.Tensor:
-        """Returns the padded local CPU tensor (the full one without a layout); InitError if it was not filled."""
+        """Returns the entry's padded local CPU tensor (without a layout, the full one); InitError if not filled."""
         shard, current = self.shard, self.now
         if current is self.stand_in:
             shard.check_written()
@@ -150,7 +150,7 @@ def _stand_in(tensor: torch.Tensor, shard: InitShard) -> torch.Tensor:
 
 
 def attributes(tensor: torch.Tensor) -> dict[str, object]:
-    """Returns the attributes that a model's code has set on a parameter or buffer."""
+    """Returns, by name, the attributes that the user's code has set on the object of a parameter or buffer."""
     return {
         key: x for key, x in vars(tensor).items() if key not in ("meta", "init_shard") and not key.startswith("shardc_")
     }
@@ -193,7 +193,10 @@ def _named_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
 
 
 def check_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
-    """Notes the present tensor of each slot (module entry); InitError if one was added, removed or has another kind."""
+    """Sets ``now`` of each slot (module entry) to its tensor; InitError if an entry came, went, or does not fit.
+
+    A tensor in place of the stand-in must have its shape and dtype, and be neither on meta nor a DTensor.
+    """
     names = {slot.name for slot in slots}
     for name, *_ in _named_slots(model):
         if name not in names:
@@ -266,7 +269,7 @@ def _share(low: float, high: float) -> float:
 
 
 def _reject(piece: Piece, bounds: Sequence[float], fill: Fill, dtype: torch.dtype, limit: int) -> None:
-    """Fills ``piece`` by rejection: draws the whole tensor until no element, on any rank, is out of ``bounds``."""
+    """Fills ``piece`` by rejection: draws the whole tensor until no element, of any rank, is out of ``bounds``."""
     low, high = bounds
     # First flat index of a chunk -> offsets of its elements that are out of bounds.
     outside: dict[int, torch.Tensor] = {}
@@ -299,7 +302,7 @@ def initializers(cls: type) -> dict[str, Callable[..., PyTree]]:
 
 
 def _shardwise(method: FunctionType) -> Callable[..., PyTree]:
-    """Wraps an initialisation method of a model for its compiled module."""
+    """Wraps ``method``, which initialises a model, as a method of the compiled module that runs shard by shard."""
 
     @functools.wraps(method)
     def call(self: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -344,7 +347,7 @@ def initialise(state: State, run: Callable[[nn.Module], T], complete: bool = Fal
 
 
 def _note_attributes(slot: Slot) -> None:
-    """Copies attributes and ``requires_grad`` from the stand-in to the tensor."""
+    """Copies attributes and ``requires_grad`` of the tensor after initialisation to the one before, which stays."""
     assert slot.now is not None
     slot.before.requires_grad_(slot.now.requires_grad)
     vars(slot.before).update(attributes(slot.now))

@@ -1,4 +1,4 @@
-"""Inputs of a call: global tensors are sharded, local ones checked, DTensors resharded."""
+"""Inputs of a call: cutting shards out of global tensors, checks of local ones, resharding of DTensors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def check_inputs(
     layouts: Sequence[Layout],
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> None:
-    """Raises InputError unless local shapes (global ones of DTensors) fit ``layouts``, and dtypes if given."""
+    """Raises InputError unless tensors have the local shapes of ``layouts`` (DTensors: the global) and ``dtypes``."""
     if not len(names) == len(tensors) == len(layouts):
         raise InputError(f"{len(tensors)} tensor inputs ({', '.join(names)}), expected {len(layouts)}")
     wrong, fix = [], "pass it in that dtype, or lower the module for this one too"
@@ -92,7 +92,11 @@ def check_inputs(
 
 
 def check_kinds(names: Sequence[str], leaves: Sequence[object], values: bool) -> None:
-    """Raises InputError for a tensor of an unsupported type, or without values if ``values`` are needed."""
+    """Raises InputError for a tensor of a class or layout that programs cannot take, or of no values if ``values``.
+
+    Args:
+        values: whether the call needs values, so that tensors on meta and fake tensors are refused.
+    """
     for name, x in zip(names, leaves, strict=True):
         if not isinstance(x, torch.Tensor):
             continue
@@ -115,7 +119,7 @@ def check_constants(names: Sequence[str], values: Sequence[object], captured: Se
 
 
 def _wrong_shape(name: str, x: torch.Tensor, layout: Layout) -> str:
-    """Returns the error text for an input whose shape does not fit ``layout``."""
+    """Returns the error text for input ``name``, whose shape does not fit ``layout``: its and the expected shape."""
     shape = tuple(x.shape)
     expected = f"expected local shape {list(layout.local_shape)} (global {list(layout.shape)}, layout {layout})"
     if isinstance(x, DTensor):
@@ -125,7 +129,10 @@ def _wrong_shape(name: str, x: torch.Tensor, layout: Layout) -> str:
 
 
 def takes_loss(model: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], loss_args: int | None) -> bool:
-    """Whether a call passes the loss's ``loss_args`` arguments after the model's; InputError if neither form fits."""
+    """Whether the last ``loss_args`` positional arguments are the loss's: ``forward`` takes the others alone.
+
+    False if ``forward`` takes all arguments; InputError if it takes neither. None: there is no loss.
+    """
     model_args = len(args) - (loss_args or 0)
     if loss_args is not None and model_args >= 0 and _refuses(model, args[:model_args], kwargs) is None:
         return True
@@ -140,7 +147,11 @@ def takes_loss(model: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTre
 def targets_last(
     model: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], targets: Sequence[str]
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-    """Moves the loss's ``targets`` from the keywords to the end of the positional arguments, if all are keywords."""
+    """Returns ``(args, kwargs)`` with the loss's ``targets`` moved from the keywords to the end of the positionals.
+
+    Nothing moves unless all targets are keywords, or if ``forward`` has a parameter of a target's name or ``**kwargs``:
+    then the model takes them itself.
+    """
     parameters = inspect.signature(model.forward).parameters.values()
     accepts_targets = any(p.name in targets or p.kind is p.VAR_KEYWORD for p in parameters)
     if accepts_targets or not targets or not all(name in kwargs for name in targets):
@@ -170,7 +181,7 @@ def _refuses(model: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree]
 
 
 def examples_of(leaves: Sequence[object], spec: pytree.TreeSpec, shapes: Sequence[tuple[int, ...]]) -> PyTree:
-    """Returns the arguments of a call with its tensors on ``meta``, at global ``shapes``.
+    """Returns ``(args, kwargs)`` of a call with ``meta`` tensors of the global ``shapes`` in place of its tensors.
 
     Args:
         leaves, spec: pytree leaves and structure of ``(args, kwargs)``.

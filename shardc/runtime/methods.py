@@ -60,7 +60,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def expert_tokens(module: nn.Module) -> dict[str, Tensor]:
-    """Counts the tokens that each expert got in the last forward, over all ranks. All ranks call it.
+    """Returns how many tokens each expert got in the last forward, summed over ranks. All ranks call it.
 
     A step only counts on the device, without synchronisation.
 

@@ -242,13 +242,13 @@ def _step(state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> 
 def _program(
     state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], leaves: list[object], spec: pytree.TreeSpec
 ) -> tuple[Executable, Rows | None, bool]:
-    """Finds or compiles the program of a call on local inputs; cached by `call_key`.
+    """Returns (program, `Rows` or None, whether to compare inputs) for a call on local inputs; compiles it if need be.
 
     Args:
         leaves, spec: pytree leaves and structure of ``(args, kwargs)``.
 
     Returns:
-        The program, the row counts of the ranks if they differ, and whether ranks compare the inputs.
+        The program; the row counts of the ranks if they differ, else None; whether ranks compare inputs at this call.
     """
     mode, deferred = state.params.snapshot.mode(), state.params.sync.deferred()
     assert state.spec.groups is not None
@@ -287,7 +287,7 @@ def _program(
 
 
 def _row_axes(state: State, call: Signature, leaves: list[Any]) -> tuple[tuple[str, ...], ...]:
-    """Returns the mesh axes that split the rows of each tensor of a call."""
+    """Returns, for each tensor of a call, the mesh axes that split its rows (dim 0); () if none do."""
     tensors, ranks = [x for x in leaves if isinstance(x, Tensor)], state.spec.mesh.ranks
     shapes = [
         (name, tuple(max(n, 1) * ranks for n in x.shape)) for (name, _), x in zip(call.tensors, tensors, strict=True)
@@ -361,7 +361,7 @@ def _find_program(
 
 
 def _global(names: Sequence[str], tensors: Sequence[Tensor], whole: GlobalShapes) -> list[tuple[int, ...]]:
-    """Returns the global shapes of ``tensors``.
+    """Returns the global shape of each of ``tensors``, local or DTensors.
 
     Args:
         whole: maps (name, local shape) of all inputs to their global shapes.

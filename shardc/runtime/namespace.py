@@ -76,7 +76,7 @@ class Namespace(State):
         return frozenset(name for each in bases for name in vars(each) if not name.startswith("_")) - {"short_names"}
 
     def _meet(self, method: str) -> None:
-        """Raises MeshError if this rank calls ``method`` and another rank does not."""
+        """Waits until all ranks call ``method``; raises MeshError if another rank goes on without."""
         if self.spec.groups is not None:
             self.spec.groups.consistency.meet(f"{type(self.spec.template).__name__}.{method}")
 

@@ -38,14 +38,14 @@ class _Pair:
     warned: set[str] = field(default_factory=set)
 
     def warn(self, what: str, fix: str) -> None:
-        """Warns, once for each ``fix``."""
+        """Gives the warning ``what; fix``, once for each ``fix``."""
         if fix not in self.warned:
             self.warned.add(fix)
             warnings.warn(ShardcWarning(f"{what}; {fix}"), stacklevel=4)
 
 
 def _of_new(name: str) -> Any:
-    """Returns a property that forwards ``name``, for which `__torch_function__` is not called, to the new parameter."""
+    """Returns a property that forwards ``name``, which `__torch_function__` does not see, to the new parameter."""
     return property(
         lambda self: getattr(_originals.new(self), name),
         lambda self, value: setattr(_originals.new(self), name, value),
@@ -131,7 +131,7 @@ class _Originals:
             self._seen[optimizer] = sizes
 
     def _replace(self, optimizer: Optimizer) -> None:
-        """Replaces original parameters in an optimizer by the compiled module's; InputError if it has state of one."""
+        """Replaces old parameters in ``optimizer`` by those that replaced them; InputError if it has state of one."""
         for group in optimizer.param_groups:
             for at, param in enumerate(group["params"]):
                 pair, name = self._pairs.get(param, (None, ""))

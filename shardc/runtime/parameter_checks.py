@@ -52,7 +52,7 @@ class ParamContract:
 
 
 def contracts(template: nn.Module, storages: Mapping[str, Layout], view: Mesh) -> dict[str, ParamContract]:
-    """Returns the contract of each parameter, by each of its names, from ``template``, the model at global shapes."""
+    """Maps each name of each parameter of ``template``, the model at global shapes, to its `ParamContract`."""
     first: dict[int, str] = {}
     out = {}
     for name, param in template.named_parameters(remove_duplicate=False):
@@ -62,7 +62,7 @@ def contracts(template: nn.Module, storages: Mapping[str, Layout], view: Mesh) -
 
 
 class CheckedParams:
-    """Specs and devices of the parameters at the last successful `check`, which need no check while they are the same.
+    """Specs and devices of parameters that passed `check`; while they are the same, no new check is needed.
 
     Args:
         runs: whether the check was for a run of the module.
@@ -155,7 +155,7 @@ def load_hooks(
 
 
 def _is_ours(hook: object) -> bool:
-    """Whether a hook is one of `load_hooks`."""
+    """Whether a load_state_dict pre-hook is one that `load_hooks` registered."""
     return getattr(getattr(hook, "hook", hook), "func", None) is _load
 
 
@@ -193,7 +193,7 @@ def _shard(value: Tensor, param: DTensor, storage: Layout, rank: int) -> Tensor:
 
 
 def check_loads(template: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """Loads meta tensors shaped like ``state_dict`` into ``template``: torch raises before any value is changed."""
+    """Loads meta tensors shaped like ``state_dict`` into ``template``, so torch raises before a value is changed."""
     shapes = OrderedDict(
         (name, value if not isinstance(value, Tensor) or is_wrapper(value) else _on_meta(value))
         for name, value in state_dict.items()
@@ -208,7 +208,7 @@ def _on_meta(value: Tensor) -> Tensor:
 
 
 def renew(module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: Mapping[str, ParamLocation]) -> None:
-    """Restores padded buffers behind parameters that ``nn.Module._apply`` converted; the objects stay the same."""
+    """Gives parameters that ``nn.Module._apply`` converted a padded local buffer again; the objects stay the same."""
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
             grad, param.grad = param.grad, None
@@ -276,7 +276,7 @@ class ParamStore:
 
     @cached_property
     def contracts(self) -> dict[str, ParamContract]:
-        """Contract of each parameter, by name."""
+        """Maps each name of each parameter to its `ParamContract`."""
         assert self.spec.param_mesh is not None
         return contracts(self.spec.template, self.spec.storages, Mesh.of(self.spec.param_mesh))
 

@@ -41,7 +41,7 @@ class Ran:
     """A collective in the profile of a step: its kind, bytes and times.
 
     Args:
-        kind: as in `shardc.ir.ops`.
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast" or "permute_ranks".
         sent: bytes of its messages; None if the backend sends by itself.
         payload: (elements, bytes per element) passed to the backend in that case; None if the profile has no sizes.
         start, end: seconds from the start of the step to the call, and to the end of its last message.
@@ -72,7 +72,7 @@ class Profiled:
 
 
 def profile_step(step: Callable[[], object]) -> Profiled:
-    """Runs ``step`` on the CPU under torch's profiler."""
+    """Runs ``step`` under torch's CPU profiler; returns its collectives, with times and bytes, and peak memory."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as seen:
         step()
     results: Any = seen.profiler.kineto_results
@@ -105,7 +105,7 @@ def profile_step(step: Callable[[], object]) -> Profiled:
 
 
 def _kind(name: str) -> str | None:
-    """Returns the kind of collective that an event of this name starts; None if it starts none."""
+    """Returns the kind of collective ("all_gather", ...) that an event of this name starts; None if it starts none."""
     space, _, op = name.partition("::")
     if space not in (NAMESPACE, OWN_NAMESPACE):
         return None
@@ -124,13 +124,13 @@ def _end(event: _Event) -> int:
 
 
 def _payload(event: _Event) -> Any:
-    """Returns (elements, bytes per element) of an event's first tensor; None if it is a list."""
+    """Returns (elements, bytes per element) of an event's first argument; None if that is a list of tensors."""
     shape, dtype = event.shapes()[0], event.dtypes()[0]
     return (prod(shape), _SIZES[dtype]) if dtype in _SIZES else None
 
 
 def _peak(events: Sequence[_Event]) -> int:
-    """Returns the peak of allocated minus freed bytes."""
+    """Returns the peak of allocated minus freed bytes over ``events``."""
     live = peak = 0
     for event in events:
         if event.name() == "[memory]":

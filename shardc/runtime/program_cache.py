@@ -31,7 +31,7 @@ _MANY = 8  # programs of one call that differ in what was read; as Dynamo's limi
 
 
 class CacheKey(NamedTuple):
-    """Key of a program: it serves calls of this signature, with these gradients unreduced, while the guards hold."""
+    """Key of a program, which serves calls of this signature that defer these gradients, while the guards hold."""
 
     call: Signature
     guards: Guards
@@ -74,7 +74,7 @@ class Build(Protocol):
     def stored(
         self, template: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], with_loss: bool, evaluates: bool
     ) -> Executable:
-        """Returns the program from the store, if an earlier start or another rank has stored it; else builds it."""
+        """Returns the program from the program store, if an earlier run or another rank stored it; else builds it."""
 
     def sized(
         self,
@@ -86,14 +86,14 @@ class Build(Protocol):
         deferred: Deferred,
         holds: Callable[[Guards], bool],
     ) -> Executable | None:
-        """Returns the program for inputs with dynamic sizes; None if no size is dynamic."""
+        """Returns the program for inputs of which some sizes are dynamic; None if none are."""
 
     @property
     def has_own_inputs(self) -> bool:
         """Whether the plan has per-rank inputs (`shardc.per_rank`)."""
 
     def numbered(self, names: Sequence[str]) -> dict[int, int]:
-        """Maps the position of an input with per-rank row numbers to that of the input whose rows it numbers."""
+        """Maps the position of an input that holds row indices of each rank's shard to that of the input they index."""
 
     def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Layout]:
         """Returns the layouts of inputs, given as (name, global shape)."""
@@ -103,7 +103,7 @@ class Build(Protocol):
 
 
 class ProgramCache:
-    """The programs of one module, and cached facts about its calls, which are dropped once a guard may fail.
+    """The programs of one module, and a `CallCacheEntry` per kind of call, dropped as soon as a guard may fail.
 
     Args:
         spec: mesh and layouts of the module.
@@ -124,17 +124,22 @@ class ProgramCache:
         self.spec, self.params, self.build = spec, params, build
         self.programs: dict[CacheKey, Executable] = {}
         self.calls: dict[Hashable, CallCacheEntry] = {}
+        # explicit: after `Namespace.lower`, a call that was not lowered raises instead of compiling.
+        # buffers: arenas grow to the largest program's plan, so all programs share them.
         self.explicit, self.buffers = False, Buffers()
+        # A local shape alone does not say whether its dims are split or, as they do not divide, replicated.
         self.shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+        # Each runner replaces the entries in its forward, so that they are those of the last forward.
         self.tokens: dict[str, tuple[Tensor, str]] = {}
         self.runners: dict[int, Runner] = {}
+        # Called with an evicted program of dynamic sizes: its runner would keep it alive.
         self.build.families.forget = lambda program: self.runners.pop(id(program), None)
         self._snapshot: ModuleSnapshot | None = None
         self._holding: set[tuple[Guards, bool]] = set()  # guards that hold, and whether gradients are recorded
         self._identities: IdentityGuards | None = None
 
     def look(self) -> ModuleSnapshot:
-        """Returns the module's current snapshot; drops the facts about calls if a guard may fail."""
+        """Returns the module's current snapshot; empties ``calls`` if it, or an object that captures read, changed."""
         snapshot = self.params.look()
         if snapshot is not self._snapshot or self._identities is None or not self._identities.holds():
             self.calls.clear()
@@ -144,7 +149,7 @@ class ProgramCache:
         return snapshot
 
     def _watch(self) -> None:
-        """Takes identity guards of the objects that captures of all programs have read."""
+        """Makes new `IdentityGuards` of the objects that captures of all programs have read."""
         reads = (guards.reads for guards in self._guards())
         self._identities = IdentityGuards(reads, self.params.view, self.build.loss)
 
@@ -154,7 +159,7 @@ class ProgramCache:
         yield from self.build.families.guards()
 
     def holds(self, guards: Guards) -> bool:
-        """Whether the attributes and globals that a capture read still have the same values."""
+        """Whether ``guards`` hold: the attributes and globals that a capture read have equal values. True is cached."""
         key = guards, torch.is_grad_enabled()
         if key not in self._holding and guards.hold(self.params.view, self.build.loss):
             self._holding.add(key)
@@ -185,7 +190,7 @@ class ProgramCache:
             warnings.warn(ShardcWarning(_changing([*variants, key.guards.values])), stacklevel=2)
 
     def with_loss(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> bool:
-        """Whether the last positional arguments of a call are the loss's: the model takes the others alone.
+        """Whether a call passes the loss's arguments, behind the model's: the model takes the others alone.
 
         Raises:
             InputError: the model takes neither all arguments nor the others.
@@ -227,7 +232,7 @@ class ProgramCache:
     def _sized(
         self, call: Signature, args: Sequence[PyTree], kwargs: dict[str, PyTree], deferred: Deferred
     ) -> Executable | None:
-        """Returns the program for a call with dynamic sizes; None if no size is dynamic."""
+        """Returns the program for a call of which some sizes are dynamic, built if need be; None if none are."""
         example = args, kwargs, self.with_loss(args, kwargs)
         program = self.build.sized(self.params.present, *example, call, deferred, self.holds)
         if program is not None and (program.guards, torch.is_grad_enabled()) not in self._holding:
@@ -239,7 +244,7 @@ class ProgramCache:
         self.build.dynamic.mark(list(zip(names, pytree.tree_leaves((tuple(args), kwargs)), strict=True)))
 
     def lowered_but_for_sizes(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> bool:
-        """Whether a program has these inputs, apart from dynamic sizes and the train or eval mode."""
+        """Whether a program has the signature of these arguments, whatever its dynamic sizes and train or eval mode."""
         call = self.signature(args, kwargs)
         inputs = list(zip(call.names, pytree.tree_leaves((tuple(args), kwargs)), strict=True))
         dims, _ = self.build.dynamic.of(inputs)
@@ -251,7 +256,7 @@ class ProgramCache:
             return self.find(self.signature(args, kwargs), NOTHING) is not None
 
     def whole_shapes(self, local: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[int, ...]]:
-        """Returns the global shapes of inputs, given as (name, local shape): from `note_cut`, else by the plan."""
+        """Returns the global shapes of inputs, given as (name, local shape): as recorded, else those of the plan."""
         by_plan = self.spec.global_shapes(local)
         return [self.shapes.setdefault(named, shape) for named, shape in zip(local, by_plan, strict=True)]
 
@@ -282,7 +287,10 @@ class ProgramCache:
         return self.spec.names(self.params.view, args, kwargs, targets)
 
     def settle(self, program: Executable) -> None:
-        """Sets the attributes that forward sets in its first call on one device; later calls use ``program`` too."""
+        """Sets the attributes that forward assigned to the model during capture, as a first call on one device does.
+
+        The guards are taken again with these values, so that ``program`` serves later calls too.
+        """
         reads = program.guards.reads
         if reads.sets:
             at = Lookup(self.params.view, self.build.loss, reads.scopes)
@@ -299,7 +307,7 @@ class ProgramCache:
 
 
 def _changing(variants: list[Values]) -> str:
-    """Returns the warning for many programs of one call; ``variants``: the guarded values of each."""
+    """Returns the text of the warning for many programs of one call; ``variants``: the guarded values of each."""
     values_by_name = [dict(values) for values in variants]
     differ = [name for name in values_by_name[-1] if len({values.get(name) for values in values_by_name}) > 1]
     shown = [
@@ -314,5 +322,5 @@ def _changing(variants: list[Values]) -> str:
 
 
 def _shown(name: str) -> str:
-    """Returns the expression ``name`` with attributes in place of lookups in ``_modules``."""
+    """Returns the expression ``name`` with ``.x`` in place of each ``._modules['x']``."""
     return re.sub(r"\._modules\['([^']+)'\]", r".\1", name)

@@ -124,7 +124,7 @@ class RankConsistency:
             raise
 
     def exchange(self, event: Event, text: str, ranks: Iterable[int]) -> dict[int, str]:
-        """Publishes ``text`` at an event, and returns the texts of ``ranks`` (positions on the mesh) at that event.
+        """Publishes ``text`` at ``event``; maps each of ``ranks`` (indices on the mesh) to the text it published there.
 
         Raises:
             MeshError: as `enter`.
@@ -136,7 +136,7 @@ class RankConsistency:
 
     @contextmanager
     def runs(self, what: str) -> Iterator[None]:
-        """Context manager: registers the event ``what``, whose collectives are interrupted if ranks differ."""
+        """Context manager: registers the event ``what``; collectives in the block are interrupted if ranks differ."""
         self.enter(self._runs.setdefault(what, Event((("event", what),))))
         self.running = True
         try:
@@ -159,7 +159,7 @@ class RankConsistency:
 
     @contextmanager
     def waits(self) -> Iterator[None]:
-        """Context manager around torch's own collectives: they can be interrupted, and no event is registered."""
+        """Context manager around torch's own collectives: they are interrupted if ranks differ; registers no event."""
         self.running = self._between = True
         try:
             self._check(self.number + 1)
@@ -208,11 +208,11 @@ class RankConsistency:
             self._log(self._connected(), [self.rank, number, *raised(self.rank, error)])
 
     def behind(self) -> MeshError | None:
-        """Returns the MeshError if a collective failed because ranks differ, else None; waits up to a second."""
+        """Returns the MeshError to raise if a collective failed as ranks differ or one raised; None after a second."""
         return self._raised() if not self.alone and self._found.wait(_HEARD / 2) else None
 
     def _raised(self) -> MeshError:
-        """Restarts the numbering, and returns the error to raise on this rank, once the other ranks could read it."""
+        """Returns the error to raise on this rank, once others have had time to read it; restarts the numbering."""
         error, heard, self._heard = self._different, self._heard, None
         assert error is not None
         if heard is not None:  # else the store may end with this rank, before others have read it
@@ -264,7 +264,7 @@ class RankConsistency:
             raise self._raised()
 
     def _differ(self, store: dist.Store, number: int, other: tuple[int, str]) -> None:
-        """Records the error for event ``number``, at which ``other`` (rank, hash) does something else."""
+        """Sets the error that this rank will raise: ``other``, (rank, hash), has another event of this ``number``."""
         mine = self.rank, self._past[number - self.number - 1]
         pair = sorted((mine, other))
         (rank_a, lines_a), (rank_b, lines_b) = ((rank, self._comparisons.lines(store, key)) for rank, key in pair)
@@ -278,7 +278,11 @@ class RankConsistency:
         store.set(f"{self._prefix}log/{store.add(f'{self._prefix}log', 1)}", json.dumps(entry))
 
     def heard(self, store: dist.Store, entry: str) -> None:
-        """Handles a log entry on the listener thread: an event to compare, a method to join, a wait or an error."""
+        """Handles a message on the listener thread; `NOTHING` if there is no new one, `END` when the thread ends.
+
+        Args:
+            entry: JSON of a `Message`: an event to compare, a difference, a method to join, a wait or an error.
+        """
         if entry == NOTHING:
             self._meeting.look(store)
             self._look(store)
@@ -298,7 +302,7 @@ class RankConsistency:
             self._on_failure(store, *message)
 
     def _answer_if_asked(self) -> None:
-        """Publishes the past events that other ranks compare; raises if one differs."""
+        """Publishes this rank's hash of each past event that other ranks compare; raises MeshError if one differs."""
         for number in sorted(self._comparisons.asked):
             if number <= self.number:
                 self._answer(self._connected(), number)
@@ -306,7 +310,10 @@ class RankConsistency:
             raise self._raised()
 
     def _answer(self, store: dist.Store, number: int) -> None:
-        """Publishes this rank's past event ``number`` for a rank that compares it; raises here if they differ."""
+        """Publishes this rank's hash of past event ``number``, which another rank compares; if they differ, interrupts.
+
+        This rank then raises out of the graph that it runs, or at its next event.
+        """
         with self._lock:
             behind = self.number - number
             if number in self._comparisons.answered or behind >= len(self._past):
@@ -319,7 +326,7 @@ class RankConsistency:
         self._interrupt_if_running(store)
 
     def _on_difference(self, store: dist.Store, number: int, rank: int, key: str) -> None:
-        """Handles the hash ``key`` of event ``number`` on ``rank``: this rank raises if it has passed another event."""
+        """Handles the hash ``key`` of event ``number`` on ``rank``: this rank raises if its own past one differs."""
         with self._lock:
             passed = number <= self.number and self.number - number < len(self._past) and self._waits != number
             if rank == self.rank or not passed or self._different is not None:
@@ -330,7 +337,7 @@ class RankConsistency:
         self._interrupt_if_running(store)
 
     def _hear_difference(self, store: dist.Store, number: int, other: tuple[int, str]) -> None:
-        """Records the difference from ``other`` (rank, hash) at event ``number``: this rank raises.
+        """Makes this rank raise, as ``other``, (rank, hash of its event), differs from it at event ``number``.
 
         It raises in its next event, or in the event in which it waits.
         """
@@ -341,7 +348,7 @@ class RankConsistency:
             store.set(f"{self._comparisons.at(self._waits)}verdict", BEFORE)
 
     def _interrupt_if_running(self, store: dist.Store) -> None:
-        """Ends the collectives of this rank if a graph is running."""
+        """Makes the collective in which this rank waits raise, if a compiled graph is running."""
         self._break_if_running(store)  # it may have begun just now, before it could see the error
         if self._broken:
             self._end_waits()
@@ -383,7 +390,7 @@ class RankConsistency:
     # --- waiting for each other at different places
 
     def _look(self, store: dist.Store) -> None:
-        """Reports that this rank waits in a torch collective; starts a comparison if a graph runs for long."""
+        """Reports a long wait in a torch collective, and compares an event whose graph runs long; on the listener."""
         pending = sorted(number for number in self._comparisons.asked if number > self.number)
         if pending and not self.running:
             asks, key = store.get(f"{self._comparisons.at(pending[0])}first").decode().split()
@@ -397,7 +404,11 @@ class RankConsistency:
             self._answer(store, self.number)
 
     def _on_wait(self, store: dist.Store, rank: int, number: int, text: str, fix: str) -> None:
-        """Handles that ``rank`` waits in a torch collective: this rank raises if it is in event ``number`` (a call)."""
+        """Handles the message that ``rank`` waits in a torch collective: this rank raises if it is in event ``number``.
+
+        Args:
+            text, fix: of the error to raise.
+        """
         with self._lock:
             came = number <= self.number and number // _AGAIN == self.epoch and rank != self.rank
             if not came or self._different is not None or self._waits != number and not self.running:

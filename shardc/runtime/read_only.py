@@ -1,4 +1,4 @@
-"""Outputs that share memory with another tensor on one device and are copies here: writing to them raises."""
+"""`ReadOnly`: an output that shares memory with another tensor on one device, and is a copy here."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Shared:
             )
 
     def _version(self) -> int | None:
-        """Returns the version of the source; None if there is none, or it has no version."""
+        """Returns the value of the source's version counter; None if there is no source, or it has no counter."""
         x = self.source() if self.source is not None else None
         if x is None or x.is_inference():
             return None
@@ -166,12 +166,12 @@ def plain(x: object) -> object:
 
 
 def _memory(x: Tensor) -> int:
-    """Returns the address of the storage."""
+    """Returns the address of the storage of ``x``, equal for tensors that share memory."""
     return x.untyped_storage().data_ptr()
 
 
 def _written(func: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Iterator[object]:
-    """Yields the tensors that ``func`` writes, or whose memory it keeps."""
+    """Yields the arguments that ``func`` writes, or whose memory it takes over (``set_``)."""
     schema = getattr(func, "_schema", None)
     if schema is None or func is torch.ops.aten.detach_.default:
         return

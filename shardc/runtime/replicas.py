@@ -1,4 +1,4 @@
-"""Comparisons of replicated values between ranks: parameters before their first use, inputs at some calls."""
+"""Comparisons, between ranks, of values that must be equal: parameters before their first use, inputs at some calls."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ _EVERY = 1024  # calls between two comparisons, in the long run
 
 
 class Turns:
-    """Schedule of the calls at which ranks compare inputs: the same on all ranks, as these make the same calls."""
+    """Counts a module's calls, to choose those at which ranks compare inputs; all ranks choose the same."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
 
     def due(self, kind: str) -> bool:
-        """Whether ranks compare at this call: the first three of a ``kind``, powers of two, and every 1024th."""
+        """Counts a call; returns whether ranks compare inputs at it: calls 1 to 3 of a kind, powers of 2, every 1024th.
+
+        Args:
+            kind: `Event.key` of the call; kinds after the first 32 share a count.
+        """
         counts = self._counts
         if kind not in counts and len(counts) >= _APART:
             kind = ""
@@ -92,7 +96,7 @@ def compare_values(
 
 
 class Passed(NamedTuple):
-    """An input of a call, with the axes over which ranks pass different shards of it.
+    """An input as this rank passes it to a call, with the axes over which ranks pass different shards of it.
 
     Args:
         value: a tensor or DTensor.
@@ -106,7 +110,7 @@ class Passed(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, layout: Layout, rows: tuple[str, ...] = ()) -> Passed:
-        """Describes an input with ``layout``; ``rows`` are axes over which ranks pass different numbers of its rows."""
+        """Describes input ``x`` with ``layout``; ``rows``: axes over which ranks pass different numbers of its rows."""
         if isinstance(x, DTensor):
             placed = zip(layout.mesh.axes, x.placements, strict=True)
             return cls(x, tuple(axis for axis, placement in placed if not placement.is_replicate()), ())
@@ -150,7 +154,7 @@ def compare_inputs(
 
 
 def _differing(names: list[str], passed: Passed, first: int, groups: Groups) -> list[tuple[str, str]]:
-    """Returns the event lines for inputs that differ from those of rank ``first``.
+    """Returns the (topic, text) lines of the event that reports inputs that differ from those of mesh rank ``first``.
 
     Args:
         names: names of the inputs.
@@ -185,7 +189,7 @@ def note_source(sources: Sources, name: str, storage: Layout, whole: Tensor, par
 
 
 def _stored(storage: Layout | None) -> str:
-    """Returns a storage layout as text for a list of tensors."""
+    """Returns ``, stored as <layout>``, to follow a tensor's shape and dtype in text; "" without a layout."""
     return "" if storage is None else f", stored as {storage}"
 
 

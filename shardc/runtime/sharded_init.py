@@ -131,7 +131,7 @@ Fill = Callable[[torch.Tensor], object]
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's elements of a tensor.
+    """This rank's elements of a parameter, a buffer or a view of one, during initialisation.
 
     Args:
         shape: global shape.
@@ -171,7 +171,7 @@ def drawn(numel: int, fill: Fill, dtype: torch.dtype, limit: int) -> Iterator[tu
 
 
 def place(piece: Piece, start: int, values: torch.Tensor) -> None:
-    """Copies this rank's elements of ``values`` into ``piece``.
+    """Copies those of ``values``, consecutive elements of the whole tensor, that this rank has into ``piece``.
 
     Args:
         start: flat index of the first of ``values`` in the whole tensor.
@@ -244,7 +244,7 @@ _FIX = (
 
 @dataclass(eq=False)
 class InitShard:
-    """A parameter or buffer during initialisation.
+    """This rank's shard of a parameter or buffer during initialisation, and which views of it were filled.
 
     Args:
         storage: storage layout; None if the tensor is replicated.
@@ -266,7 +266,7 @@ class InitShard:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, storage: Layout | None, rank: int, limit: int) -> InitShard:
-        """Makes the record of ``tensor``, a parameter or buffer; unless on ``meta``, it counts as filled."""
+        """Makes the `InitShard` of ``tensor``, a parameter or buffer; unless on ``meta``, it counts as filled."""
         shape = tuple(tensor.shape)
         dims = range(len(shape))
         indices = [range(shape[dim]) if storage is None else local_indices(storage, shape, dim, rank) for dim in dims]
@@ -338,7 +338,7 @@ class Virtual(torch.Tensor):
 
     @classmethod
     def whole(cls, shard: InitShard) -> Virtual:
-        """Makes the tensor for all of a parameter or buffer."""
+        """Makes the `Virtual` of a whole parameter or buffer, not of a view."""
         return cls(torch.empty(shard.shape, dtype=shard.dtype, device="meta"), shard)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -389,7 +389,7 @@ class Virtual(torch.Tensor):
 
 
 def _on_whole(func: OpOverload, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> PyTree:
-    """Runs any op on tensors that this rank has all elements of."""
+    """Returns the result of any op on `Virtual` operands of which this rank has all elements, from local tensors."""
 
     def local(view: Virtual) -> torch.Tensor:
         whole = view.init_shard.local
@@ -407,7 +407,7 @@ def _on_whole(func: OpOverload, args: Sequence[PyTree], kwargs: Mapping[str, PyT
 
 
 def _factory(func: OpOverload, target: Virtual, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> torch.Tensor:
-    """Runs a factory op (``zeros_like``) as a CPU tensor; raises InitError if that exceeds ``limit`` elements."""
+    """Returns the plain CPU tensor of a factory op (``zeros_like``); InitError if it has over ``limit`` elements."""
     meta = func(target.meta, *args[1:], **kwargs)
     if meta.numel() > target.init_shard.limit:
         raise unsupported(func, target, f"with a whole tensor of shape {list(meta.shape)}")
@@ -482,7 +482,7 @@ def piece_of(func: object, view: Virtual) -> Piece:
 
 
 def unsupported(func: object, view: Virtual, how: str = "shard by shard") -> InitError:
-    """Returns the error for an op that cannot run on ``view``; ``how`` says in which way it would."""
+    """Returns the error that ``func`` cannot initialise ``view``; ``how`` is the end of that sentence."""
     return InitError(
         f"{func} cannot initialise {view.init_shard.name!r} ({list(view.init_shard.shape)}) {how}",
         source=_caller(),

@@ -1,4 +1,4 @@
-"""`ShardingSpec`: the mesh of a compiled module, layouts of its parameters, and rules of the plan for its calls."""
+"""`ShardingSpec`: mesh, parameter layouts, devices and input rules that a module is compiled with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards of all ranks in one process: conversion from and to global tensors, collectives as functions, fingerprints.
+"""Shards of all ranks in one process: from and to global tensors, collectives as plain functions; fingerprints.
 
 The simulator uses the first two. A fingerprint is a hash of a tensor, by which ranks compare values.
 """
@@ -26,7 +26,7 @@ COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def reduce(terms: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """Reduces ``terms`` in order, by ``op``."""
+    """Reduces ``terms`` in order, by ``op``: "sum", "avg", "max", "min" or "product"."""
     total = terms[0]
     for term in terms[1:]:
         total = COMBINE[op](total, term)
@@ -34,14 +34,14 @@ def reduce(terms: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def all_gather(shards: list[torch.Tensor], size: int) -> list[torch.Tensor]:
-    """Concatenates ``shards`` along dim 0; scalars are stacked."""
+    """Returns, for each rank, the concatenation of all ranks' ``shards`` along dim 0; scalars are stacked."""
     _check_size(shards, size)
     whole = torch.cat(shards) if shards[0].ndim else torch.stack(shards)
     return [whole.clone() for _ in shards]
 
 
 def reduce_scatter(terms: list[torch.Tensor], op: str, size: int) -> list[torch.Tensor]:
-    """Reduces ``terms`` and splits the result along dim 0."""
+    """Returns, for each rank, its chunk along dim 0 of the reduction of all ranks' ``terms``."""
     _check_size(terms, size)
     assert terms[0].shape[0] % size == 0, f"{tuple(terms[0].shape)} cannot be scattered over {size} ranks"
     return [part.clone() for part in reduce(terms, op).chunk(size)]
@@ -53,7 +53,7 @@ def all_reduce(terms: list[torch.Tensor], op: str) -> list[torch.Tensor]:
 
 
 def all_to_all(shards: list[torch.Tensor], receives: Sequence[int], sends: Sequence[int]) -> list[torch.Tensor]:
-    """Sends rows to each rank, in numbers ``sends``, and concatenates the received ones."""
+    """Returns, for each rank, the rows that all ranks send to it: each sends ``sends[k]`` of its rows to rank k."""
     pieces = [shard.split(list(sends)) for shard in shards]
     out = [torch.cat([piece[k] for piece in pieces]) for k in range(len(shards))]
     assert all(result.shape[0] == sum(receives) for result in out), f"sends {sends} do not make receives {receives}"
@@ -65,14 +65,14 @@ def broadcast(copies: list[torch.Tensor], src: int) -> list[torch.Tensor]:
 
 
 def permute_ranks(shards: list[torch.Tensor], destinations: Sequence[int]) -> list[torch.Tensor]:
-    """Moves the tensor of each rank to ``destinations[rank]``."""
+    """Returns, for each rank, the tensor that it receives, if each rank sends its own to ``destinations[rank]``."""
     return [shards[list(destinations).index(k)].clone() for k in range(len(shards))]
 
 
 def send_rows(
     rows: list[torch.Tensor], sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], size: int
 ) -> list[torch.Tensor]:
-    """Sends rows by their counts (see `shardc.ir.comm`); unused rows of the result are NaN (-1 in integers).
+    """Returns, for each rank, the rows that all ranks send to it, then NaN (-1 in integers) up to ``size`` rows.
 
     Args:
         sends, receives: per rank, the number of rows to and from each rank.
@@ -160,7 +160,7 @@ def flat_index(mesh: Mesh, axes: Sequence[str], rank: int) -> int:
 
 
 def shard(x: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """Splits global ``x`` into the shard of each rank.
+    """Splits global ``x`` into a list with the shard of each rank.
 
     On an axis with a pending reduction the first rank has the value, and the others the neutral element.
     """
@@ -174,7 +174,7 @@ def shard(x: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 
 
 def scatter_terms(x: torch.Tensor, layout: Layout, generator: torch.Generator) -> list[torch.Tensor]:
-    """Splits global ``x`` into the shard of each rank; pending reductions get random integer terms."""
+    """Like `shard`, but for a pending reduction ranks get random tensors that reduce to ``x``, not neutral elements."""
     mesh, terms = layout.mesh, [x]
     for axis, op in layout.partial:
         terms = [part for term in terms for part in _split_term(term, op, mesh.size(axis), generator)]
@@ -217,20 +217,20 @@ def indices(layout: Layout, rank: int) -> tuple[torch.Tensor, ...]:
 
 
 def _term(layout: Layout, rank: int) -> int:
-    """Returns the index of ``rank`` along all axes with pending reductions: that of its term."""
+    """Returns the flat index of ``rank`` along the axes with pending reductions, which says which operand it holds."""
     return flat_index(layout.mesh, [axis for axis, _ in layout.partial], rank)
 
 
 @lru_cache(maxsize=65536)
 def _replica(layout: Layout, rank: int) -> int:
-    """Returns the number of lower ranks that hold the same shard, of the same term of a pending reduction."""
+    """Returns the number of lower ranks that hold the same values: equal indices along all axes of ``layout``."""
     mesh = layout.mesh
     coordinates = [mesh.index(axis, rank) for axis in layout.axes]
     return sum([mesh.index(axis, other) for axis in layout.axes] == coordinates for other in range(rank))
 
 
 def _reduced(terms: list[torch.Tensor], layout: Layout) -> torch.Tensor:
-    """Performs the pending reductions of ``layout`` on ``terms``, which are in the order of `_term`."""
+    """Performs the pending reductions of ``layout`` on ``terms``, one tensor for each flat index of `_term`."""
     for axis, op in reversed(layout.partial):
         size = layout.mesh.size(axis)
         terms = [reduce(terms[k : k + size], op) for k in range(0, len(terms), size)]

@@ -101,7 +101,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Signature:
-    """Cache key of a program: the arguments of a call, and the model's modes, dtypes and settings.
+    """Cache key of a program: types, shapes and constants of a call's arguments, modes of the model, settings of torch.
 
     Args:
         names: names of the pytree leaves of ``(args, kwargs)``.
@@ -132,7 +132,7 @@ class Signature:
         return cls(tuple(names), described, spec, mode, surroundings)
 
     def without(self, dims: Mapping[str, Mapping[int, str]]) -> Signature:
-        """Returns the signature with dynamic sizes replaced by names, given as input -> dim -> name."""
+        """Returns the signature with names in place of dynamic sizes; ``dims`` maps input -> dim -> name."""
         leaves = tuple(
             replace(x, shape=tuple(dims[name].get(at, n) for at, n in enumerate(x.shape)))
             if isinstance(x, Like) and name in dims
@@ -151,7 +151,7 @@ class Signature:
 
     @property
     def kinds(self) -> tuple[object, ...]:
-        """Pytree structure, and for each leaf whether it is a tensor."""
+        """(Pytree structure, for each leaf the class `Like` (a tensor) or `Constant`)."""
         return self.spec, tuple(type(x) for x in self.leaves)
 
 
@@ -183,7 +183,7 @@ def call_key(
 
 
 def flattened(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[list[object], pytree.TreeSpec]:
-    """Flattens ``(args, kwargs)``; without pytree's traversal if all arguments are leaves."""
+    """Returns (leaves, structure) of ``(args, kwargs)``; without pytree's traversal if all arguments are leaves."""
     leaves = [*args, *kwargs.values()]
     if _LEAVES.issuperset(map(type, leaves)):
         return leaves, _flat_spec(len(args), *kwargs)
@@ -206,7 +206,7 @@ P = TypeVar("P", bound=Compiled)
 
 
 def fitting(call: Signature, tensors: Sequence[Tensor], programs: dict[Any, P]) -> P:
-    """Returns the program for a call with local ``tensors``, for any mode of the model; the latest of several.
+    """Returns the latest of ``programs`` that takes a call with local ``tensors``, whatever the model's mode.
 
     Raises:
         InputError: no program fits; the text is for the one that fits best.
@@ -225,7 +225,7 @@ def fitting(call: Signature, tensors: Sequence[Tensor], programs: dict[Any, P]) 
 
 
 def _check_structure(call: Signature, expected: Signature, program: Compiled, tensors: Sequence[Tensor]) -> None:
-    """Raises InputError if the pytree of the arguments differs, or tensors are where constants were."""
+    """Raises InputError if ``call`` and ``expected`` differ in pytree structure, or in which leaves are tensors."""
     if call.kinds != expected.kinds:
         raise InputError(
             f"the call passes {_shown(call)}; the module was lowered for {_shown(expected)}",
@@ -234,7 +234,7 @@ def _check_structure(call: Signature, expected: Signature, program: Compiled, te
 
 
 def _check_constants(call: Signature, expected: Signature, program: Compiled, tensors: Sequence[Tensor]) -> None:
-    """Raises InputError if a constant differs."""
+    """Raises InputError if an argument that is no tensor has another value than in ``expected``."""
     names = [name for name, _ in call.constants]
     check_constants(names, [value for _, value in call.constants], [value for _, value in expected.constants])
 

@@ -20,7 +20,7 @@ from shardc.runtime.sharding_spec import ShardingSpec
 
 
 class State:
-    """``module.shardc`` without its methods for users.
+    """Sharding, parameters and programs of one compiled module: ``module.shardc`` without the methods for users.
 
     Attributes:
         spec: mesh and layouts of the module.

@@ -49,7 +49,7 @@ _NOWHERE = 1 << 30
 
 
 def watched(half: Half, inputs: list[object]) -> tuple[Sequence[Any], int]:
-    """Interprets a graph op by op; returns its results, and the index of the first node whose result has NaN."""
+    """Interprets a graph op by op; returns (its results, index of the first node whose result has NaN, else 2**30)."""
     watch = _Watch(half.gm)
     with torch.no_grad():
         return watch.boxed_run(inputs), watch.first
@@ -200,7 +200,7 @@ class Runner:
         return grad if param is None or grad.dim() != param.dim() else cut(grad, param._local_tensor.shape)
 
     def planned(self) -> dict[str, int]:
-        """Returns, by phase ("forward", ...), the planned peak bytes of collective results."""
+        """Maps "forward", "backward" and "inference", if lowered, to the planned peak bytes of collective results."""
         plans = {half.phase: compiled.plan for half, compiled in self._compiled.items() if isinstance(half.phase, str)}
         peaks = {str(phase): plan.peak for phase, plan in plans.items() if phase != REDUCTION}
         if BACKWARD in peaks:
@@ -208,7 +208,7 @@ class Runner:
         return peaks
 
     def compiled(self, half: Half) -> Compiled:
-        """Returns a lowered graph; lowers forward and backward together, after a comparison between ranks."""
+        """Returns the lowered graph. At first use, ranks compare the graphs of a step, and lower them together."""
         if half not in self._compiled:
             keep_heap()
             together = self.program.step() if half in self.program.step() else (half,)
@@ -222,7 +222,7 @@ class Runner:
         return self._compiled[half]
 
     def reduce(self, sums: dict[Key, Tensor]) -> dict[str, Tensor]:
-        """Reduces local sums; returns padded gradients by parameter name. ``sums`` are consumed."""
+        """Reduces local sums of unreduced gradients, ``sums``; returns padded local gradients by parameter name."""
         key = tuple((name, layout, x.dtype) for (name, layout), x in sums.items())
         if key not in self._reductions:
             with self.groups.consistency.compiles():
@@ -236,7 +236,7 @@ class Runner:
     def late(
         self, roles: Sequence[Role], grads: dict[tuple[str, str], Tensor | None], deferred: Deferred
     ) -> dict[str, Tensor]:
-        """Adds unreduced gradients to their local sums, and reduces the sums of parameters not in ``deferred``.
+        """Adds unreduced gradients of a backward to local sums, and reduces the sums of parameters not in ``deferred``.
 
         Args:
             roles: results of the backward graph.
@@ -256,7 +256,7 @@ class Runner:
         return self.reduce(due) if due else {}
 
     def feed(self, half: Half, inputs: list[Tensor]) -> list[Any]:
-        """Collects the inputs of a forward or backward graph; parameters are DTensors."""
+        """Returns the arguments of a forward or inference graph, given the local ``inputs``; parameters as DTensors."""
         inputs_by_name = dict(zip((name for name, _ in self.program.inputs), inputs, strict=True))
         snapshot = self.params.snapshot
         feed: list[Any] = []

@@ -89,7 +89,7 @@ def shard_tensor(whole: torch.Tensor, storage: Layout, rank: int) -> torch.Tenso
 
 
 def cut(padded: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Returns the view of ``padded`` with the first ``shape`` elements of each dim."""
+    """Returns the view of ``padded`` with the first ``shape[dim]`` elements of each dim."""
     for dim, size in enumerate(shape):
         if padded.shape[dim] != size:
             padded = padded.narrow(dim, 0, size)

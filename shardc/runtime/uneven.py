@@ -1,4 +1,4 @@
-"""Uneven batches, whose rows are gathered into global inputs, and inputs that number a rank's own rows."""
+"""Batches with different numbers of rows per rank, gathered into global inputs; inputs that hold row indices."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Rows:
 
 
 def _gather(x: Tensor, groups: Groups, axes: Axes) -> list[Tensor]:
-    """All-gathers ``x`` along ``axes``; a list in group order."""
+    """All-gathers ``x`` along ``axes``; returns a tensor per rank of the group, in group order."""
     rename = groups.add([axes])
     group = c10d._resolve_process_group(rename[GROUP_PREFIX + ",".join(axes)])  # type: ignore[arg-type]
     out = [torch.empty_like(x) for _ in range(group.size())]
@@ -122,7 +122,7 @@ def global_rows(
     rows: Rows | None,
     groups: Groups,
 ) -> list[Tensor]:
-    """Converts row numbers relative to a rank's shard of another input to global row numbers.
+    """Returns ``tensors`` with inputs that hold row indices into this rank's shard of another input made global.
 
     Numbers outside the rank's rows become numbers outside the global rows, so that lookups refuse them. In a vector,
     the number of rows itself is allowed, as an end offset.
@@ -168,11 +168,11 @@ def global_rows(
 
 
 def refuse_own(names: Sequence[str], numbered: Mapping[int, int]) -> None:
-    """Raises InputError if global inputs to be sharded include per-rank row numbers.
+    """Raises InputError if there are inputs that number each rank's own rows, as there is no global input to cut.
 
     Args:
         names: names of the inputs.
-        numbered: as in `global_rows`.
+        numbered: position of such an input -> position of the input whose rows it numbers.
     """
     for at in numbered:
         raise InputError(

@@ -49,7 +49,7 @@ class View:
     detached: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Makes the output from its source ``x``."""
+        """Returns the output, made by the view ops from the source tensor ``x``."""
         if self.from_feed and self.output.itself:
             return x
         if self.detached and self.output.view:
@@ -103,7 +103,7 @@ class Base:
 
 @dataclass(frozen=True)
 class Views:
-    """Outputs of a graph that are views of other tensors, from which they are made after a run.
+    """The outputs of a graph that are views, made from other tensors after a run, and those that can only be read.
 
     Args:
         views: view ops of these outputs, each after its source.
@@ -140,7 +140,7 @@ def views_of(
     feed: Sequence[Any],
     dtensors: bool,
 ) -> Views:
-    """Finds the outputs of a graph that are views, from the results of its first run.
+    """Returns the `Views` of a graph: which of its outputs are views, found from the results of its first run.
 
     Args:
         differentiable: positions of outputs that have gradients.
@@ -234,7 +234,7 @@ def memory_of(x: object) -> int:
 
 
 def _axes(layout: Layout | None) -> frozenset[str]:
-    """Returns the mesh axes that a layout uses."""
+    """Returns the mesh axes that a layout splits dims over or has pending reductions on; none for None."""
     return frozenset(layout.axes) if layout is not None else frozenset()
 
 
@@ -253,7 +253,7 @@ def _ordered(views: dict[int, View]) -> Iterator[View]:
 
 
 def _up(node: fx.Node) -> Iterator[tuple[fx.Node, Op | None]]:
-    """Yields ``node``, then the source of this view, and so on, each with the op that makes it from the next."""
+    """Yields (node, op) up a chain of view ops: ``op`` makes the node from the next one yielded; None for the last."""
     while True:
         before = node.all_input_nodes[0] if node.op == "call_function" and node.all_input_nodes else None
         op: Op | None = None
@@ -314,7 +314,7 @@ def _holds(view: View, source: Tensor, value: Tensor) -> bool:
 def _base(
     group: Sequence[int], nodes: Sequence[fx.node.Argument], outputs: Sequence[Any], gradients: Collection[int]
 ) -> Base | None:
-    """Finds a tensor that a group of outputs are views of; None if there is none.
+    """Returns the `Base` that a group of outputs are views of; None if there is none.
 
     Args:
         group: positions of the outputs.
@@ -347,6 +347,6 @@ def _through(node: fx.Node, source: fx.Node, x: Tensor) -> Tensor:
 
 
 def _end(place: Place) -> int:
-    """Returns the offset after the last element of ``place``."""
+    """Returns the offset after the last element of ``place``, (sizes, strides, offset)."""
     sizes, strides, offset = place
     return offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) + 1 if all(sizes) else offset

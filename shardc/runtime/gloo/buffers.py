@@ -1,4 +1,4 @@
-"""Memory for results of collectives, in arenas that are reused in every step; scheduling of gloo's threads.
+"""Memory for results of collectives, in arenas that every step reuses; the scheduling class of gloo's threads.
 
 The pass `PlanMemory` assigns each result an offset (slot), and `shardc.runtime.gloo.direct` requests it here.
 Memory in use is never given away: if a slot is occupied (a second forward before the first's backward, a result still
@@ -28,7 +28,7 @@ _NAME = "gloo_tcp_loop"
 
 
 def let_compute_first() -> None:
-    """Sets gloo's event loops to SCHED_BATCH (sched(7)), so that they do not preempt compute threads.
+    """Sets gloo's event loop threads to SCHED_BATCH (sched(7)), so that they do not preempt compute threads.
 
     A loop spins on a connection's lock while another thread holds it (gloo/transport/tcp/pair.cc, Pair::handleEvents).
     If it has preempted that thread, both stall for a time slice of 2 to 3 ms; this happens with as many threads as
@@ -51,7 +51,7 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class Arena:
-    """A block of host memory, with the ranges in use."""
+    """A block of host memory, with the byte ranges of it that tensors use."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -65,7 +65,7 @@ class Arena:
             self._used = []
 
     def take(self, slot: Slot, dtype: torch.dtype, shape: Sequence[int], left: Callable[[], None]) -> Tensor | None:
-        """Returns a tensor in the memory of ``slot``; None if that is in use.
+        """Returns a tensor of ``shape`` in the memory of ``slot``; None if that is in use or too small.
 
         Args:
             left: called when the tensor's storage is freed.
@@ -88,7 +88,7 @@ class Arena:
 
 
 def _is_free(span: tuple[int, int], used: Sequence[tuple[int, int]]) -> bool:
-    """Whether ``span`` overlaps none of ``used``, which are sorted and disjoint."""
+    """Whether ``span``, (from, to), overlaps none of the ranges ``used``, which are sorted and disjoint."""
     at = bisect(used, span)
     return all(span[1] <= a or b <= span[0] for a, b in used[max(at - 1, 0) : at + 1])
 
@@ -115,7 +115,7 @@ class MemoryUse:
 
     @property
     def planned_peak(self) -> int:
-        """The largest of ``planned``."""
+        """The largest planned peak of a graph, in bytes."""
         return max(self.planned.values(), default=0)
 
 
@@ -142,7 +142,7 @@ class Buffers:
         return sum(arena.size for arena in self.arenas.values())
 
     def use(self, planned: dict[str, int]) -> MemoryUse:
-        """Returns the counters, with the ``planned`` peaks."""
+        """Returns the counters as a `MemoryUse`, with the ``planned`` peak in bytes of each graph."""
         return MemoryUse(planned, self.peak, self.allocated, self.strays)
 
     @contextmanager
@@ -164,7 +164,11 @@ class Buffers:
         self._outside.clear()
 
     def take(self, slot: Slot, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Allocates a collective's result at the arena offset ``slot``; new memory if that is in use."""
+        """Returns a tensor for a collective's result, in the arena memory of ``slot``, else (if in use) in new memory.
+
+        Args:
+            like: a tensor of the result's dtype and device.
+        """
         self._turn += 1
         turn, counted = self._turn, self._outside if slot.region == OUTSIDE else self._inside
         size = counted[turn] = prod(shape) * like.element_size()
@@ -221,7 +225,7 @@ def lend(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
 
 
 def _watch(tensor: Tensor, gone: Callable[[object], None]) -> None:
-    """Calls ``gone`` when the storage of ``tensor`` is freed."""
+    """Registers ``gone``, a function of one unused argument, to be called when the storage of ``tensor`` is freed."""
     weakref.finalize(tensor.untyped_storage(), gone, None).atexit = False
 
 
@@ -229,7 +233,7 @@ _local = threading.local()
 
 
 def _stack() -> list[Window]:
-    """Returns the windows of the graphs running in this thread, innermost last."""
+    """Returns this thread's list of the `Window` of each running graph, innermost last."""
     if not hasattr(_local, "stack"):
         _local.stack = []
     return _local.stack

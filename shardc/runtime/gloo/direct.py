@@ -34,7 +34,7 @@ _TAG = 0x5A
 
 @dataclass(frozen=True)
 class Mail:
-    """Pending messages to and from all peers.
+    """The messages of one collective to and from all peers, which are in flight.
 
     Args:
         messages: work handles of the messages.
@@ -49,7 +49,7 @@ class Mail:
     packs: tuple[Tensor, ...]
 
     def unpacked(self, peer: int, like: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Unpacks the small tensors that share a message of ``peer``: index in ``like`` -> flat tensor of its dtype."""
+        """Maps the index in ``like`` of each tensor in the shared message of ``peer`` to it, flat, in its own dtype."""
         starts = self.packing.offsets
         ends = [*starts.values(), self.packing.size][1:]
         return {
@@ -59,7 +59,7 @@ class Mail:
 
 
 def packing_of(rows: Sequence[Tensor]) -> Packing:
-    """Returns the packing of ``rows``, the tensors for one peer, into messages."""
+    """Returns which of ``rows``, the tensors for one peer, share a message, and their offsets in it."""
     return Packing.of([(row.dtype, row.numel() * row.element_size()) for row in rows])
 
 
@@ -70,7 +70,7 @@ def exchange(
     packing: Packing,
     slots: Sequence[int] = (),
 ) -> Mail:
-    """Starts the messages to and from all peers.
+    """Starts one collective's messages to and from all peers, and returns their `Mail`.
 
     Args:
         rows: per tensor, [ranks, elements] with a row to send to each rank; expanded if all get the same.
@@ -112,7 +112,7 @@ def _bytes(row: Tensor) -> Tensor:
 
 
 def _of(packs: dict[int, Tensor], peer: int) -> tuple[Tensor, ...]:
-    """Returns the shared message of ``peer``; () if there are none."""
+    """Returns ``packs[peer]``, the bytes of that peer's shared message, in a tuple; () if no messages are shared."""
     return (packs[peer],) if packs else ()
 
 
@@ -211,7 +211,7 @@ def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Se
 def _reduced(
     group_name: str, terms: list[Tensor], shapes: list[tuple[int, ...]], op: str, slots: Sequence[int]
 ) -> list[Tensor]:
-    """Reduces over ranks: from each tensor of ``terms`` ([ranks, elements]), the row for this rank.
+    """Starts a reduction over ranks of the row for this rank of each tensor in ``terms``, [ranks, elements].
 
     Args:
         shapes: shapes of the results.
@@ -249,14 +249,14 @@ def _reduced(
 
 
 def _group(name: str) -> tuple[dist.ProcessGroup, int, list[int]]:
-    """Returns a group, this rank's index in it, and its peers' indices."""
+    """Returns (process group of this name, this rank's index in it, the other ranks' indices)."""
     group = _resolve_process_group(name)  # type: ignore[arg-type]  # a str with a name of its own
     rank = group.rank()
     return group, rank, [peer for peer in range(group.size()) if peer != rank]
 
 
 def _started(results: list[Tensor], work: _Exchange) -> list[Tensor]:
-    """Registers ``work`` to be waited for with each of ``results``, and returns them."""
+    """Makes ``wait_tensor`` of each of ``results`` wait for ``work``; returns ``results``."""
     for storage in {x.untyped_storage().data_ptr(): x for x in results}.values():
         _register_work(storage, work)
     return results
@@ -268,7 +268,7 @@ _library.impl("all_reduce_coalesced", _all_reduce, "CPU")
 
 
 def _permute_ranks(x: torch.Tensor, destinations: list[int], group_name: str) -> torch.Tensor:
-    """Sends ``x`` to ``destinations[rank in the group]``; the result must be waited for."""
+    """Starts to send ``x`` to rank ``destinations[r]`` of the group (r: this rank); returns what comes, to wait for."""
     rank = dist.get_rank(_resolve_process_group(group_name))  # type: ignore[arg-type]  # a str with a name of its own
     sends, receives = [0] * len(destinations), [0] * len(destinations)
     sends[destinations[rank]] = receives[destinations.index(rank)] = x.numel()
@@ -280,13 +280,13 @@ _library.impl("permute_ranks", _permute_ranks, "CompositeExplicitAutograd")
 
 
 def _parts(inputs: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
-    """Splits the rows of each tensor by ``counts``, the rows per rank; returns a list of tensors per rank."""
+    """Splits the rows of each of ``inputs`` by ``counts``, the rows per rank; returns for each rank a list of parts."""
     edges = [0, *accumulate(counts)]
     return [[x[start:end] for x in inputs] for start, end in pairwise(edges)]
 
 
 def _share_message(parts: Sequence[Tensor]) -> bool:
-    """Whether the tensors for one peer share a message."""
+    """Whether ``parts``, the tensors for one peer, go in one message: there are several, and they are small."""
     return len(parts) > 1 and sum(x.numel() * x.element_size() for x in parts) <= LARGEST
 
 

@@ -53,7 +53,7 @@ class Listener(Thread):
             self._tell(END)
 
     def _tell(self, entry: str) -> None:
-        """Calls ``heard`` with ``entry``, if its object is alive."""
+        """Calls the method ``heard`` with the store and ``entry``, if the object it is bound to is alive."""
         heard = self._heard()
         if heard is not None:
             heard(self._store, entry)

@@ -33,7 +33,10 @@ _SEGMENT = 4e-3  # seconds of compute before a collective
 
 
 def collectives(group: str, ranks: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Returns, by kind of collective, a function that starts it on a float32 tensor whose size ``ranks`` divides."""
+    """Maps "all_gather", "reduce_scatter", "all_reduce", "all_to_all" and "permute_ranks" to functions that start them.
+
+    Each takes a float32 tensor whose size is a multiple of ``ranks``, and returns the result, to be waited for.
+    """
 
     def equal_splits(x: torch.Tensor) -> list[int]:
         return [x.numel() // ranks] * ranks
@@ -50,7 +53,7 @@ def collectives(group: str, ranks: int) -> dict[str, Callable[[torch.Tensor], to
 def measure_collectives(
     group: dist.ProcessGroup, small: int = 1 << 10, large: int = 1 << 22, runs: int = 10
 ) -> Iterator[tuple[str, int, float, float]]:
-    """Yields (kind, ranks, latency in seconds, bytes per second received) for each kind of collective on ``group``.
+    """Yields (kind, ranks, latency in seconds, bytes received per second) for each kind in `collectives` on ``group``.
 
     The latency is the time of a ``small`` message; the bandwidth is that of the additional bytes of a ``large`` one
     (both in bytes per rank). All ranks of the group call this and get the slowest rank's numbers.
@@ -67,7 +70,7 @@ def measure_collectives(
 
 
 def in_messages(group: str, ranks: int) -> dict[str, Call]:
-    """Returns, by kind of collective, a call of it by direct messages (`shardc.runtime.gloo.direct`)."""
+    """Maps each kind of collective that runs by direct messages to a function that starts it on a list of tensors."""
     ops = torch.ops.shardc
     calls = {
         "all_gather": lambda xs: ops.all_gather_into_tensor_coalesced(xs, ranks, group),
@@ -96,13 +99,13 @@ class Sent(NamedTuple):
 
 
 def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) -> Sent:
-    """Measures collectives in direct messages on ``group``: ``runs`` runs of ``times`` calls each."""
+    """Measures collectives by direct messages on ``group``, in ``runs`` runs of ``times`` calls each."""
     let_compute_first()
     ranks = dist.get_world_size(group)
     calls = in_messages(group.group_name, ranks)
 
     def mean(seconds: Callable[[Call, str], float]) -> float:
-        """Returns the mean over kinds of the slowest rank's ``seconds(call, kind)``."""
+        """Returns the mean, over kinds of collective, of the slowest rank's ``seconds(call, kind)``."""
         return sum(_slowest(seconds(call, kind), group) for kind, call in calls.items()) / len(calls)
 
     def whole(call: Call, xs: list[torch.Tensor]) -> None:
@@ -136,7 +139,7 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
 
 
 def _after_compute(call: Call, xs: list[torch.Tensor], runs: int, group: dist.ProcessGroup) -> float:
-    """Returns the seconds that a collective adds to the compute before it, as a mean of the middle 80 % of runs.
+    """Returns the seconds that a collective adds to the compute before it: means of the middle 80 % of runs, compared.
 
     In a step, ranks meet after milliseconds of compute: they arrive at different times, and sleeping threads must be
     rescheduled. Back-to-back collectives hide both. Long waits count in a step, so a median would be too low.
@@ -182,10 +185,7 @@ def _share(call: Call, xs: list[torch.Tensor], runs: int, times: int, group: dis
 
 
 def measure_compute(runs: int = 10) -> tuple[float, float, float]:
-    """Measures this rank's float32 compute.
-
-    Returns FLOPS of matrix products and of attention, and bytes per second of Inductor's pointwise kernels.
-    """
+    """Measures float32 compute: (FLOP/s of matrix products, FLOP/s of attention, bytes/s of pointwise kernels)."""
     # New tensors each time: in a step, operands are hardly ever in a cache.
     products = _in_turn(
         lambda: [torch.rand(512, 512), torch.rand(512, 256), torch.rand(256, 768), torch.rand(768, 512)]
@@ -218,7 +218,7 @@ def measure_compute(runs: int = 10) -> tuple[float, float, float]:
 
 
 def _in_turn(make: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-    """Cycles through lists of tensors of at least 64 MB in total, so that caches do not help."""
+    """Yields lists of tensors by ``make`` in turn, forever, from 64 MB of them at least, so that caches do not help."""
     first = make()
     count = -(-(64 << 20) // sum(x.nbytes for x in first))
     return cycle([first, *(make() for _ in range(count))])
@@ -266,13 +266,13 @@ def _typical(call: Callable[[], object], runs: int) -> float:
 
 
 def _mean_of_middle(seconds: list[float]) -> float:
-    """Returns the mean without the lowest and highest tenth."""
+    """Returns the mean of ``seconds`` without the lowest and the highest tenth of them."""
     cut = len(seconds) // 10
     return statistics.mean(sorted(seconds)[cut : len(seconds) - cut])
 
 
 def _host_seconds(call: Callable[[], object], runs: int, group: dist.ProcessGroup) -> float:
-    """Returns the least CPU seconds of this thread for a call."""
+    """Returns the CPU seconds that one ``call`` takes in this thread: the least of several runs of ten calls."""
     best = float("inf")
     for _ in range(runs + 1):
         dist.barrier(group)

@@ -34,11 +34,11 @@ _VARIANT = re.compile("(_coalesced)?(_out|_)?$")  # suffixes of the names of ops
 
 
 class PerRank(list[Any]):
-    """A value of each rank: a tensor, or a list of tensors for an op with several results."""
+    """A list with one value per rank: a tensor, or a list of tensors for an op with several results."""
 
 
 class Lockstep:
-    """All ranks of ``mesh``; implements `shardc.passes.lower.collectives.Builder` by computing eagerly."""
+    """Runs ops eagerly on all ranks of ``mesh``: implements `shardc.passes.lower.collectives.Builder`."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -63,7 +63,7 @@ class Lockstep:
         return PerRank([self._key] * self.mesh.ranks)
 
     def shape(self, x: PerRank) -> tuple[int, ...]:
-        """Returns the local shape."""
+        """Returns the local shape of ``x``, that of every rank."""
         return tuple(x[0].shape)
 
     def once(self, key: object, make: Callable[[], T]) -> T:
@@ -71,7 +71,7 @@ class Lockstep:
         return make()
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
-        """Returns (size, name) of the groups along ``axes``."""
+        """Returns (number of ranks, name) of a process group along ``axes``."""
         return prod(self.mesh.size(axis) for axis in axes), group_name(axes)
 
     # --- global values
@@ -81,7 +81,7 @@ class Lockstep:
         return PerRank(shards.shard(x, layout))
 
     def scatter_terms(self, x: torch.Tensor, layout: Layout, generator: torch.Generator) -> PerRank:
-        """Splits global ``x`` into shards with random partial terms; see `shardc.runtime.shards.scatter_terms`."""
+        """Splits global ``x`` into a shard per rank; pending reductions as in `shardc.runtime.shards.scatter_terms`."""
         return PerRank(shards.scatter_terms(x, layout, generator))
 
     def assemble(self, values: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
@@ -184,7 +184,11 @@ def _pick(x: object, rank: int) -> Any:
 def _by_group(
     function: Callable[..., Sequence[torch.Tensor]], x: PerRank, options: Sequence[object], groups: Groups
 ) -> PerRank:
-    """Calls ``function`` for each group, with its ranks' values of ``x`` and of the options that are `PerRank`."""
+    """Runs ``function``, a collective of `shardc.runtime.shards`, on each group; returns each rank's result.
+
+    Args:
+        x, options: its arguments; of a `PerRank` it gets the values of the group's ranks.
+    """
     out = PerRank([None] * len(x))
     for ranks in groups:
         group_options = [[option[r] for r in ranks] if isinstance(option, PerRank) else option for option in options]

@@ -176,11 +176,11 @@ class Simulation:
         return step
 
     def _whole(self, shards: Sequence[Tensor], name: str) -> Tensor:
-        """Joins the shards of parameter ``name``, or of its gradient, without padding."""
+        """Returns the unsharded tensor, without padding, of the ``shards`` of parameter ``name`` or of its gradient."""
         return cut(self.ranks.assemble(shards, self.storages[name]), self._shapes[name])
 
     def _feed(self, half: Half, inputs: dict[str, PerRank]) -> list[Any]:
-        """Returns the value of each argument of a graph on every rank; ``inputs``: those of the call, by name."""
+        """Returns, per argument of a graph, the list of its values by rank; ``inputs``: the call's inputs by name."""
         feed: list[Any] = []
         for role, example in ((port.role, port.example) for port in half.takes):
             if role.kind == "coordinate":
