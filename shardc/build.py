@@ -135,7 +135,7 @@ class Build:
     def _key(
         self, template: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], with_loss: bool
     ) -> ProgramKey:
-        """Returns the static key of a program."""
+        """Returns the `ProgramKey` of a program, which is known before its capture."""
         names = input_names(template, args, kwargs, loss_arity(self.loss) if self.loss and with_loss else 0)
         around = TorchGlobalState.now(self.device)
         call = Signature.of(ModuleSnapshot(template).mode(), around, names, args, kwargs)

@@ -135,7 +135,7 @@ class Request:
         return self.traced_in or Dtypes.of(self.model, self.precision.of)
 
     def activations(self) -> Sequence[ports.ActivationPin]:
-        """Layouts that the plan sets for activations."""
+        """Return an `ActivationPin` for each activation that the plan gives a layout."""
         if self.pins is not None:
             return self.pins
         return ports.resolve_activations(self.plan, self._modules())

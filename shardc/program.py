@@ -86,7 +86,9 @@ class Program(Executable):
         self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
 
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> Half:
-        """Return the graph that reduces accumulated gradients: (parameter, layout of its sum, dtype) of each."""
+        """Return the graph that reduces accumulated gradients; ``sums`` are (parameter, layout of its accumulator,
+        dtype).
+        """
         plan, joint = self.bound, self.pipeline.until(CUT)
         summands, device = [Sum(*parts) for parts in sums], joint[passes.Localize].device
         reduced = deferred_reduction(summands, plan.storages, plan.gradients, self.joint.captured.fake_mode, device)

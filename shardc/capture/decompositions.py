@@ -310,7 +310,9 @@ def _chunk(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: object) -> Tensor:
-    """Adds the bias after the product, not within: ranks that sum partial products would add it once each."""
+    """Computes a convolution without its bias, and adds that after: ranks that hold partial sums of it would add a bias
+    once each.
+    """
     if bias is None:
         return NotImplemented
     product = aten.convolution.default(x, weight, None, *geometry)
@@ -405,7 +407,9 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
 def _zeros(
     size: Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: object
 ) -> Tensor:
-    """Replaces autograd's zero gradient without memory by ``full``: its views would have no device."""
+    """Replaces ``_efficientzerotensor``, autograd's zero gradient without memory, by ``full``: its views would have no
+    device.
+    """
     return aten.full.default(size, 0, dtype=dtype or torch.get_default_dtype(), device=device or torch.device("cpu"))
 
 

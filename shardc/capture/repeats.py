@@ -373,7 +373,7 @@ def _draws(func: Callable[..., object], args: Frozen) -> bool:
 
 
 def _tokens(leaves: Sequence[object]) -> dict[Token, int]:
-    """Return the tensors among ``leaves``, each with its index: token -> index."""
+    """Return token -> index, for the tensors among ``leaves``."""
     return {x: at for at, x in enumerate(leaves) if isinstance(x, Token)}
 
 
@@ -430,7 +430,9 @@ def _calls_between(record: Recorder, before: Block, after: Block) -> object:
 
 
 def _escapes(record: Recorder, calls: Sequence[Block], run: Repeat) -> bool:
-    """Return whether tensors of a run, other than the last block's results, are used after the run."""
+    """Return whether tensors computed in a run of blocks, other than the last block's results, are
+    used after the run.
+    """
     start, last = calls[run.first].enter, calls[run.first + run.count - 1]
     tail = [x for _, args, *_ in record.events[last.exit :] for x in args]
     used = _tokens([*tail, *record.result]).keys() - _tokens(last.gives).keys() - record.names.keys()

@@ -110,7 +110,9 @@ class Change:
 
 
 def _traced(variable: VariableTracker) -> VariableTracker:
-    """Return the variable behind a lazy ``variable``; a variable that the trace did not use stays as it is."""
+    """Return the Dynamo variable that a lazy ``variable`` stands for; a lazy one that the trace did not use is returned
+    as it is.
+    """
     return variable.realize() if getattr(variable, "is_realized", bool)() is not False else variable
 
 
@@ -279,7 +281,9 @@ def _depends_on_inputs(node: fx.Node) -> bool:
 
 
 def _loaded(code: Iterable[CodeType]) -> set[str]:
-    """Return the attributes and globals that ``code`` loads, except those loaded only to change or increment them."""
+    """Return the names of attributes and globals that ``code`` loads, except those loaded only to change or increment
+    them.
+    """
     names: set[str] = set()
     for code_object in code:
         try:
@@ -303,7 +307,7 @@ def _loaded_by_bytecode(code: CodeType) -> set[str]:
 
 
 class _Loads(ast.NodeVisitor):
-    """Collects the attributes (in ``names``) and the variables that code loads."""
+    """AST visitor that collects the names of the attributes (in ``names``) and of the variables that code loads."""
 
     def __init__(self, names: set[str]) -> None:
         self._names = names
@@ -357,7 +361,7 @@ class _Loads(ast.NodeVisitor):
 
 
 def _name(node: ast.expr) -> str:
-    """Return the attribute or variable that ``node`` is, or is an item of; "" if it is neither."""
+    """Return the name of the attribute or variable that ``node`` is, or is an item of; "" if it is neither."""
     while isinstance(node, ast.Subscript):
         node = node.value
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -148,7 +148,7 @@ class _Training:
 
 
 def compare(work: Work, plans: Sequence[tuple[str, shardc.Mesh]], described: Hardware) -> list[Comparison]:
-    """Return predictions and measurements of each plan, after training on this rank; all ranks call it.
+    """Return a `Comparison` (predicted, measured) for each plan, after training on this rank; all ranks call it.
 
     The plans take turns, one step each.
 

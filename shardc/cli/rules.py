@@ -23,7 +23,9 @@ NOT_IN_A_PROGRAM = (
 
 
 class Line(NamedTuple):
-    """A line of the table: an op, its rule in notation, and the source of the rule (as from `source`)."""
+    """A line of the table: an op, its rule in notation, and the source of the rule ("own", "decomposed", "torch" or
+    "none").
+    """
 
     op: str
     text: str

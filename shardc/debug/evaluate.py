@@ -75,7 +75,8 @@ def refuse(graph: fx.Graph) -> None:
 
 
 def on_layouts(gm: fx.GraphModule, mesh: Mesh, feed: Mapping[Key, Tensor]) -> Values:
-    """Run a graph at global shapes on every rank, with the layouts of its values; on ``Mesh()``, on one device.
+    """Run a graph at global shapes on every rank, with the layouts of its values; on ``Mesh()``, on one device. Return
+    its `Values`.
 
     Args:
         feed: key of an input or tangent -> its value as a global tensor.
@@ -130,7 +131,7 @@ def on_ranks(
     layouts: Mapping[str, Layout],
     saved: Mapping[str, PerRank] | None = None,
 ) -> Values:
-    """Run a local graph on every rank.
+    """Run a local graph on every rank; return its `Values`, as global tensors.
 
     Args:
         feed: key of an input or tangent -> its value as a global tensor.

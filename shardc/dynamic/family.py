@@ -177,7 +177,9 @@ class Family:
             self.half(half.phase)
 
     def _points(self, modulus: int, above: bool) -> list[dict[str, int]]:
-        """Returns three sets of sizes for which the capture's conditions hold, with equal sizes for tied names."""
+        """Returns three dicts, name -> size, at which the capture's conditions hold; names of one
+        symbol have one size.
+        """
         first: dict[Hashable, str] = {}
         alias = {name: first.setdefault(symbol, name) for name, symbol in self.symbolic.symbols.items()}
         try:

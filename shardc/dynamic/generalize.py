@@ -128,7 +128,9 @@ def _is_prime(k: int) -> bool:
 
 
 def moduli(polynomials: Sequence[Polynomial], example: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Returns, by size name, (a, b) such that all ``polynomials`` are integers at sizes ``a u + b``."""
+    """Returns size name -> (a, b) such that all ``polynomials`` are integers at sizes ``a u + b``,
+    for every integer u.
+    """
     scale = dict.fromkeys(example, 1)
     for polynomial in sorted(
         polynomials, key=lambda p: sum(map(bool, map(sum, zip(*(q for _, q in p.terms), strict=True))))

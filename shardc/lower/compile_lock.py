@@ -58,7 +58,8 @@ def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModul
 
 
 def _take_free(waiting: deque[fx.GraphModule], locks: Mapping[fx.GraphModule, BaseFileLock]) -> fx.GraphModule:
-    """Take a graph of ``waiting`` that no other process is compiling, with its lock if there can be one.
+    """Take a graph of ``waiting`` that no other process is compiling, and its lock; no lock if it cannot be cached or
+    the wait is too long.
 
     Graphs that nobody has compiled come first: g++ may still be at work for the others.
     """

@@ -506,7 +506,7 @@ class Names:
             self._families[family] = (stride, min(family_count[1], behind), step)
 
     def renamed(self, record: Info, shift: int, placed: bool) -> Info:
-        """Returns the record of a node's counterpart, ``shift`` blocks later.
+        """Returns the `Info` of a node's counterpart, ``shift`` blocks later, given that of the node.
 
         Args:
             placed: the node has a place in a period, so that it moves with its block.

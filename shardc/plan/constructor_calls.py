@@ -55,7 +55,8 @@ def in_order(entries: Iterable[E]) -> list[E]:
 
 
 def to_call(run: Sequence[Called]) -> Call:
-    """Return the call that creates all entries of ``run``: the lists, tuples and dicts of its arguments are joined.
+    """Return (constructor, arguments) of the call that creates all entries of ``run``, with lists, tuples and dicts in
+    them joined.
 
     A tuple of one item becomes the item. Inputs and outputs are dicts by dotted path.
     """

@@ -109,7 +109,7 @@ class DimsSpec:
 
 
 def freeze(spec: object, entry: str = "") -> Form:
-    """Return ``spec`` as a form, which is hashable.
+    """Return ``spec`` in hashable form: a string, a tuple of axes or of placements, or `OnAxes`.
 
     Raises:
         PlanError: it is not one of the forms above, or uses an axis twice.
@@ -187,7 +187,7 @@ def _malformed(spec: object, entry: str) -> PlanError:
 
 
 def show(form: Form) -> str:
-    """Return ``form`` as Python source."""
+    """Return ``form``, a spec in hashable form, as Python source."""
     if isinstance(form, str):
         return quote(form)
     if isinstance(form, OnAxes):
@@ -435,7 +435,9 @@ class _Tensor:
         return out
 
     def _report_uneven(self, dim: int, left: int, axis: str, pieces: int = 1) -> None:
-        """Raise LayoutError, or warn, that the ``left`` elements of a dim (in each of its pieces) do not divide."""
+        """Raise LayoutError, or warn, since ``left`` elements of a dim do not divide over ``axis`` inside each of
+        ``pieces`` chunks.
+        """
         size = self.mesh.size(axis)
         inside = f" inside each of {pieces} pieces" if pieces > 1 else ""
         text = f"dim {dim} of {self}: {left} elements do not divide over axis {axis!r} of size {size}{inside}"

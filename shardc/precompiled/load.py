@@ -161,7 +161,7 @@ class Precompiled(Executable):
         return gm, now
 
     def cause(self, collective: fx.Node) -> Cause:
-        """Return why a collective of one of the local graphs exists."""
+        """Return the `Cause` of a collective in one of the local graphs: the plan entry and the source line."""
         return cause_of(self, collective, map(str, self.plan.entries))
 
     def reduction(self, sums: Sequence[object]) -> Half:

@@ -262,7 +262,7 @@ class TensorType:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A placeholder's value that is not a tensor."""
+    """A placeholder's value that is not a tensor: a number, a string or None."""
 
     constant: bool | int | float | str | None
 
@@ -420,7 +420,9 @@ def constants(half: str) -> str:
 
 
 def read(folder: Path, record: Record, name: str) -> bytes:
-    """Return a file of the program; PrecompiledError if it is missing, a link, or differs from the record's hash."""
+    """Return the bytes of the program's file ``name``; PrecompiledError if it is missing, a link, or differs from the
+    record's hash.
+    """
     data = _read(folder, name, LARGEST_TEXT if name.endswith(".txt") else None)
     if data is None or hashlib.sha256(data).hexdigest() != record.files[name]:
         became = "is missing" if data is None else "changed since it was saved"

@@ -197,7 +197,7 @@ def _verify_axis(
 
 
 def _sample(program: Recompilable, hardware: Hardware) -> _Sample:
-    """Return the sample of ``program``; raise PlanError if a collective can have no formula."""
+    """Return the `_Sample` of ``program``; raise PlanError if a collective can have no formula."""
     schedule, graph = program.schedule(hardware, stage="localize"), program.whole("collectives")
     operands = {
         ir.info(node).name: node.all_input_nodes[0]

@@ -110,7 +110,7 @@ def plain(rows: Seq[Seq[str]], head: Seq[str]) -> str:
 
 
 def record(schedule: Prediction) -> dict[str, object]:
-    """Return name -> all numbers of a schedule as JSON data, in seconds and bytes."""
+    """Return all numbers of a schedule as JSON data, a dict, in seconds and bytes."""
     return {
         "mesh": dict(schedule.mesh.shape),
         "hardware": schedule.hardware.name,

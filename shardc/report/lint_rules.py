@@ -119,8 +119,8 @@ def _named(node: fx.Node, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]
 
 
 def _reached(graph: fx.Graph, backward: bool) -> set[fx.Node]:
-    """Return the copies and views that lead to a collective through copies and views only (``backward``), or that so
-    come from a wait.
+    """Return the copies and views from which only copies and views lead to a collective (``backward``), or to which
+    only these lead from a wait.
     """
     nodes = reversed(graph.nodes) if backward else iter(graph.nodes)
     next_to: Callable[[fx.Node], Iterable[fx.Node]] = (lambda n: n.users) if backward else (lambda n: n.all_input_nodes)
@@ -435,7 +435,7 @@ def merged(findings: list[Finding]) -> list[Finding]:
 
 
 def _merge(of: list[Finding]) -> Finding:
-    """Return one finding for ``of``, with differing parts of their texts replaced by ``*``."""
+    """Return one finding in place of the findings ``of``, with differing parts of their texts replaced by ``*``."""
     named: dict[str, Any] = {name: _common([getattr(f, name) for f in of]) for name in ("subject", "module", "message")}
     summed: dict[str, Any] = {name: sum(getattr(f, name) for f in of) for name in ("seconds", "bytes", "count")}
     return replace(of[0], **named, **summed)

@@ -182,7 +182,7 @@ def room_of_rows(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
 
 
 def _moved(node: fx.Node, mesh: Mesh, skew: float) -> _Moved:
-    """Return the transfer of a collective, or of a host copy."""
+    """Return the `_Moved` of a collective or host copy: its kind, axes, ranks, dtype, bytes and messages."""
     if (copy := move_kind(node)) is not None:
         value = ir.value(node)
         name = ir.DTYPE_NAMES.get(value.dtype, str(value.dtype))

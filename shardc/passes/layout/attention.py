@@ -87,7 +87,9 @@ class Attention:
             )
 
     def _around(self, node: fx.Node, entry: Cp) -> bool:
-        """Returns whether keys and values pass round the ring, by the entry's method or by cost."""
+        """Returns whether keys and values are passed from rank to rank (a ring) instead of gathered, by the entry's
+        method or by cost.
+        """
         if entry.method != "auto" or self.mesh.size(entry.axis) == 1:
             return entry.method == "ring"
         call = call_of(node)

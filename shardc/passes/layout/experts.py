@@ -201,7 +201,7 @@ class _Builder:
         self, out: fx.Node, forward: list[fx.Node], results: Sequence[object], backward: list[fx.Node],
         tangent: fx.Node | None, where: Where,
     ) -> Body:  # fmt: skip
-        """Returns the body of an expert.
+        """Returns the `Body` of an expert: the graphs of its function and of its gradient.
 
         Args:
             out: the result of the function.

@@ -95,7 +95,7 @@ def unit(layout: Layout, losses: Collection[str], reduce: str) -> float:
 def unit_of(
     plan_axes: Collection[str], reduce: str, own_losses: bool, outputs: Iterable[ir.Role], layout: Layout
 ) -> float:
-    """Returns `unit` for an input of a program.
+    """Returns the factor of `unit` for an input, given the plan's axes and the roles of the program's outputs.
 
     Args:
         plan_axes: batch axes of the plan.

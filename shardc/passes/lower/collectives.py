@@ -152,7 +152,8 @@ def _permute_ranks(step: Step, x: object, builder: Builder) -> object:
 
 
 def destinations(step: Step) -> tuple[int, ...]:
-    """Returns, for each rank of a group, the rank to which it sends its shard; the same in every group.
+    """Returns, for each position in a group of ranks, the position to which that rank sends its shard; the same in
+    every group.
 
     Ranks that already hold the shard of ``step.dst`` keep it; the others are matched in order.
     """

@@ -71,7 +71,9 @@ def _gathered(param: fx.Node) -> list[fx.Node]:
 
 
 def _split(whole: Layout, stored: Layout, axes: tuple[str, ...]) -> Layout | None:
-    """Returns ``whole`` split over ``axes`` at the dims that ``stored`` splits over them; None if it splits none."""
+    """Returns ``whole`` split over ``axes`` at the dims that ``stored`` splits over them; None if one of the axes
+    cannot split it.
+    """
     layout: Layout | None = whole
     for axis in axes:
         dim = next((stored.dim_of(bound) for bound in stored.bound if stored.mesh.overlap(bound, axis)), None)

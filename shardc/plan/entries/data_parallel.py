@@ -232,7 +232,7 @@ def _minor(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | No
 
 
 def by_glob(tables: Mapping[str, object], entry: str) -> dict[str, Any]:
-    """Return each table glob -> number as a tuple of pairs, as entries store it; ``tables`` are by argument name."""
+    """Return argument name -> its table, glob -> number, as a tuple of pairs, which is how entries store it."""
     return {
         what: tuple(checked(table or {}, Mapping[str, Any], what, PlanError, plan_entry=entry).items())
         for what, table in tables.items()

@@ -42,7 +42,9 @@ class Entry:
 
     @property
     def sequence(self) -> tuple[int, str, bool] | None:
-        """Return (dim, axis, striped) if the entry also splits another input dim, over one of its ``batch`` axes."""
+        """Return (dim, axis, whether each rank gets a stripe instead of a chunk) if the entry also splits another input
+        dim, over one of its ``batch`` axes.
+        """
         return None
 
     @property
@@ -112,7 +114,7 @@ class Entry:
 
     @property
     def call(self) -> Call:
-        """Return the constructor that creates the entry, by name, and its arguments that are not defaults."""
+        """Return (name of the constructor that creates the entry, its arguments that are not defaults)."""
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         return type(self).__name__, {name: value for name, (value, default) in values.items() if value != default}
 
@@ -123,7 +125,7 @@ class Entry:
 
     @property
     def row(self) -> tuple[str, str, str]:
-        """Return (kind, subject, effect) for a table."""
+        """Return (kind, subject, effect) of the entry, for a table of the plan."""
         name, arguments = self.call
         return name, "", call_text("", arguments)[1:-1]
 

@@ -205,7 +205,7 @@ def _seconds(
 
 
 def _clashes(layouts: Sequence[Layout]) -> Table:
-    """Returns, for each pair of layouts, whether their splits of some dim have no common refinement."""
+    """Returns a bool array [layout, layout]: whether their splits of some dim have no common refinement."""
     out = np.zeros((len(layouts), len(layouts)), dtype=bool)
     for dims in zip(*(layout.dims for layout in layouts), strict=True):
         index = {digits: at for at, digits in enumerate(dict.fromkeys(dims))}
@@ -222,7 +222,7 @@ def _clash(mesh: Mesh, first: Digits, second: Digits) -> bool:
 
 
 def _codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table]:
-    """Returns (axis parts that layouts use, code of each layout and part).
+    """Returns (axis parts that layouts use, int array [layout, part] of codes).
 
     A code is 0 for replicated, negative for a pending reduction, and positive for a split, equal for equal places.
     """
@@ -239,7 +239,7 @@ def _codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table]:
 
 
 def _kinds(codes: Table) -> Table:
-    """Returns, for each pair of layouts and each axis part, the kind of collective that changes the one to the other.
+    """Returns an array [from, to, part]: the kind of collective that changes one layout to another along an axis part.
 
     Args:
         codes: code of each layout and part, as from `_codes`.
