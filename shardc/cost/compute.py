@@ -130,7 +130,7 @@ def tensor_bytes(x: object) -> int:
 
 
 def kernels(step: Sequence, memory: list[tuple[Buffer | None, ...]]) -> dict[int, Kernel]:
-    """Return position of the last op -> kernel, for the kernels that Inductor would fuse of a step's ops.
+    """Return position of the last op -> `Kernel`, for each group of a step's ops that Inductor would fuse.
 
     Args:
         memory: the buffers of each op's results, from `buffers`.

@@ -212,7 +212,7 @@ class _StateCache:
                 yield from self._fill(inside, left // places.sizes[part], bound, part + 1, blocked | places.clashes[at])
 
     def rivals_whole(self, state: State, part: int) -> bool:
-        """Return whether all axis parts that overlap ``part`` are whole."""
+        """Return whether all axis parts that overlap ``part`` are at the location `WHOLE`: they split nothing."""
         return all(state[rival] == WHOLE for rival in self.places.rivals[part])
 
 

@@ -100,11 +100,15 @@ class Mesh:
         return self.part(name, pre, self.size(major) * self.size(minor))
 
     def part(self, name: str, pre: int, size: int) -> str:
-        """Return the part of axis ``name`` with prefix ``pre`` and ``size``; ``name`` itself for the whole axis."""
+        """Return the part of axis ``name`` that has ``size`` ranks and follows parts whose sizes have the product
+        ``pre``; ``name`` itself for the whole axis.
+        """
         return name if size == self._sizes[name] else f"{name}:{pre}x{size}"
 
     def edges(self, axes: Iterable[str]) -> dict[str, set[int]]:
-        """Return axis name -> prefixes at which ``axes`` (or parts) begin and end: 2, 4 for ``tp:2x2`` of ``tp=4``."""
+        """Return axis name -> the products of part sizes at which ``axes`` (or parts) begin and end: 2, 4 for
+        ``tp:2x2`` of ``tp=4``.
+        """
         out: dict[str, set[int]] = {}
         for axis in axes:
             name, pre, _ = split_part(axis)
@@ -185,7 +189,9 @@ def groups_of(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=4096)
 def split_part(axis: str) -> tuple[str, int, int | None]:
-    """Return ``"tp:2x4"`` as (name, prefix, size); a whole axis has prefix 1 and size None."""
+    """Return (name, prefix, size) of an axis or part: ("tp", 2, 4) of ``"tp:2x4"``; a whole axis has prefix 1 and size
+    None.
+    """
     name, _, part = axis.partition(":")
     if not part:
         return name, 1, None

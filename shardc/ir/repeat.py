@@ -66,7 +66,9 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Repeats:
-    """The runs of repeated blocks of a model, and the shortened model that has ``keep`` blocks of each."""
+    """The runs of repeated blocks of a model, and the number of blocks, ``keep``, that a shortened model has of each
+    run.
+    """
 
     runs: tuple[Repeat, ...] = ()
     keep: int = 0
@@ -203,7 +205,7 @@ class Segment:
 
 
 def whole(gm: fx.GraphModule) -> tuple[Segment, ...]:
-    """Return the complete graph as its only segment."""
+    """Return a tuple with the complete graph as its only `Segment`."""
     return (Segment(gm, (), (), frozenset()),)
 
 

@@ -13,7 +13,7 @@ from shardc.ir.layout import Digit, Digits, Layout, cut_digits
 def broken_step(
     op: Callable[..., object], source: Layout, result: Layout, axes: Sequence[str], reduce_op: str
 ) -> str | None:
-    """Return why ``op`` over ``axes`` does not turn ``source`` into ``result``, or None if it does.
+    """Return why, as text, ``op`` over ``axes`` does not turn ``source`` into ``result``, or None if it does.
 
     Args:
         op: one of `ops.COLLECTIVES` or `ops.LOCAL_MOVES`.
@@ -40,7 +40,7 @@ class _Step:
         self.over = [atom for axis in axes for atom in self.atoms(axis)]
 
     def broken(self, op: Callable[..., object]) -> str | None:
-        """Return why ``op`` does not give the result."""
+        """Return why, as text, ``op`` does not turn the operand's layout into the result's; None if it does."""
         source, result = self.source, self.result
         if op in (ops.all_gather, ops.shard):
             split, whole = (source, result) if op is ops.all_gather else (result, source)
@@ -58,7 +58,7 @@ class _Step:
     # --- conditions of the ops; each returns a reason if it does not hold
 
     def missing(self, bound: set[str], what: str) -> str | None:
-        """Return a reason if one of the axes is not among ``bound``."""
+        """Return a reason, as text, if one of the op's axes is not among ``bound``."""
         lost = next((atom for atom in self.over if atom not in bound), None)
         return None if lost is None else f"{lost!r} splits {what}"
 

@@ -65,7 +65,7 @@ def matrices(ops: str) -> list[Rule]:
 
 
 def transforms(ops: str) -> list[Rule]:
-    """Return rules for Fourier transforms over the dims of argument ``dim``, which must be whole."""
+    """Return rules for Fourier transforms over the dims of argument ``dim``, which must not be split."""
 
     def spec(call: Call) -> Spec:
         return mixed(call, call["dim"], linear=[{0}])
@@ -161,7 +161,7 @@ def _local_groups(local: Local) -> Emitted:
 
 
 def windowed(ops: str, ndim: int, linear: bool = False) -> list[Rule]:
-    """Return rules for windows over the last ``ndim`` dims, which must be whole; leading dims may be split."""
+    """Return rules for windows over the last ``ndim`` dims, which must not be split; leading dims may be."""
 
     def spec(call: Call) -> Spec:
         return mixed(call, range(-ndim, 0), linear=[{0}] if linear else ())

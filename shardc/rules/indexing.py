@@ -136,7 +136,7 @@ def _lookup_local(local: Local) -> Emitted:
 
 
 def _scatter(call: Call) -> Spec:
-    """Return the spec of writes that replace: a rank writes the entries that it holds, so the index is whole."""
+    """Return the spec of writes that replace: a rank writes the entries that it holds, so all ranks need the index."""
     loops, operands = _along(call, FREE, WHOLE)
     linear: list[set[int]] = []
     if call.name == "aten.scatter.src":
@@ -156,8 +156,8 @@ def _scatter_add(call: Call) -> Spec:
 
 
 def _slices(call: Call, looked_up: str, over: str) -> tuple[Loops, Dims, Dims, Dims]:
-    """Return (loops, tensor, index, slices): the factors of a tensor, of its one-dim index along argument ``dim``, and
-    of the selected slices, in which the dim of the index replaces that of the tensor.
+    """Return (loops, tensor, index, slices): a `Loops`, then the factors of the dims of a tensor, of its one-dim index
+    along argument ``dim``, and of the selected slices, in which the dim of the index replaces that of the tensor.
 
     Example: for ``index_select(x, 1, index)`` with ``x`` [8, 10, 4] and ``index`` [3] these are (d0, v, d2), (k,) and
     (d0, k, d2): the result has shape [8, 3, 4].
@@ -232,7 +232,9 @@ def _add_local(source: str) -> Localize:
 
 
 def _sorted(call: Call) -> Spec:
-    """Return the spec of a search in sorted boundaries: the boundaries are whole, batch dims are shared."""
+    """Return the spec of a search in sorted boundaries, which must not be split along their last dim; batch dims are
+    shared.
+    """
     loops = Loops(call)
     shapes = dict(zip(loops.names, loops.shapes, strict=True))
     boundaries = shapes.get("boundaries", shapes.get("sorted_sequence", ()))
@@ -300,7 +302,8 @@ _ALONG_DIMS = table(
 
 
 class Indexed:
-    """The factors of an indexed tensor, of its index tensors and of the result.
+    """The factors (loops that an axis may split) of each dim of an indexed tensor, of its index tensors and of the
+    result.
 
     Example: ``x[i, :, j]`` with ``x`` of shape [v0, d1, v2] and ``i``, ``j`` of shape [b0]. The result is [b0, d1]; had
     the indexed dims been adjacent, the dims of the indices would stay in their place.

@@ -73,7 +73,9 @@ class KeyBlocks:
         self.filled = self.key.shape[2] != self.keys and not self.whole and not hides
 
     def blocks(self) -> Iterator[KeyBlock]:
-        """Yield the blocks: all keys if one mask covers them, else one per rank, or one per stripe of a rank."""
+        """Yield the blocks: all keys if one mask covers them, else one per rank, or one per stripe (every n-th key) of
+        a rank.
+        """
         causal = self.local.call["causal"]
         if self.whole and not self.query.dim_axes(2):
             yield KeyBlock(_same, _same, bias=self.local.operand("bias"), causal=causal)

@@ -30,7 +30,8 @@ FREE = ""
 
 
 class Loops:
-    """Builder of the `Spec` of one call, which collects its factors: their names, sizes and kinds.
+    """Builder of the `Spec` of one call, which collects its factors (loops, like einsum letters): names, sizes and
+    kinds.
 
     The kind of a factor is ``FREE`` (it may be split if every result carries it), ``WHOLE`` (never split), or the
     reduce op of the partial results that its split leaves.
@@ -50,7 +51,9 @@ class Loops:
         self._indexed: set[str] = set()
 
     def dim(self, name: str, size: int, kind: str = FREE) -> Factors:
-        """Declare a factor and its kind (see `Loops`); return it as the factors of a dim, none for size 1."""
+        """Declare a factor and its kind (see `Loops`); return it as the factors of a dim: ``(name,)``, or () for size
+        1.
+        """
         if size == 1:
             return ()
         before = self._sizes.setdefault(name, size)
@@ -60,7 +63,7 @@ class Loops:
         return (name,)
 
     def indexed(self, name: str, size: int, kind: str = FREE) -> Factors:
-        """Declare the factor of a dim that the op indexes, which may be padded at its end only; return as `dim`."""
+        """Declare, as `dim` does, the factor of a dim that the op indexes; such a dim may be padded at its end only."""
         self._indexed.add(name)
         return self.dim(name, size, kind)
 
@@ -116,7 +119,8 @@ class Loops:
         )
 
     def regroup(self, before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims]:
-        """Return the factors of a tensor before and after a view from shape ``before`` to shape ``after``.
+        """Return (factors of each dim before, factors of each dim after) a view from shape ``before`` to shape
+        ``after``.
 
         Common factors are taken off both shapes, first from the major end, then from the minor end. What remains is
         whole on each side. Example: [6, 4] viewed as [4, 6] shares a major factor of 2 and a minor one of 2, which
@@ -139,7 +143,7 @@ class Loops:
 
 
 def mixed(call: Call, dims: Iterable[int], *, linear: Iterable[Iterable[int]] = (), moves: bool = False) -> Spec:
-    """Return the spec of an op that mixes elements along ``dims`` only: these are whole and may change size."""
+    """Return the spec of an op that mixes elements along ``dims`` only: these must not be split and may change size."""
     loops = Loops(call)
     ndim = len(loops.shapes[0])
     whole = {d % ndim for d in dims} if ndim else set()
@@ -156,7 +160,7 @@ _MAJOR, _MINOR = 0, -1
 
 
 class _Run:
-    """The dims of one shape, from which `Loops.regroup` takes factors at both ends."""
+    """The dims of one shape that `Loops.regroup` has not divided into factors yet; it takes factors at both ends."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         self._left = [(at, size) for at, size in enumerate(shape) if size > 1]

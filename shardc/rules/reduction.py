@@ -62,7 +62,7 @@ REDUCTIONS = table(
 
 
 def along(ops: str, *, linear: bool = False) -> list[Rule]:
-    """Return rules for ops along argument ``dim``, which must be whole and may have another size in the results."""
+    """Return rules for ops along argument ``dim``, which must not be split and may have another size in the results."""
 
     def spec(call: Call) -> Spec:
         return mixed(call, [call["dim"]], linear=[{0}] if linear else ())
@@ -72,7 +72,9 @@ def along(ops: str, *, linear: bool = False) -> list[Rule]:
 
 
 def _counted(fixed: Callable[[Call], bool]) -> SpecOf:
-    """Return the spec function of a histogram; with bins ``fixed`` in advance, ranks count their own elements."""
+    """Return the spec function of a histogram; if ``fixed(call)``, the bins do not depend on the data and elements may
+    be split.
+    """
 
     def spec(call: Call) -> Spec:
         loops = Loops(call)
@@ -87,7 +89,7 @@ def _counted(fixed: Callable[[Call], bool]) -> SpecOf:
 
 
 def _recurrent(op: str, text: str) -> Rule:
-    """Return the rule of a complete recurrent layer (all time steps): batch rows may be split, all else is whole."""
+    """Return the rule of a complete recurrent layer (all time steps): only batch rows may be split."""
     names = {name for name in text.replace(",", " ").replace("->", " ").split() if name != "n"}
     return rule(f"shardc_recurrent::{op}", text, **dict.fromkeys(sorted(names), WHOLE))  # type: ignore[arg-type]
 

@@ -91,7 +91,9 @@ def _split_local(local: Local) -> Emitted:
 
 
 def _unstacked(call: Call, kind: str) -> tuple[Loops, Dims, Dims]:
-    """Return (loops, factors of operand 0 with ``n`` of ``kind`` along ``dim``, those factors without ``dim``)."""
+    """Return (loops, factors of operand 0's dims, these without ``dim``); the factor of ``dim`` is ``n``, of kind
+    ``kind``.
+    """
     loops = Loops(call)
     dim = call["dim"] % len(loops.shapes[0])
     x = loops.dims("d", loops.shapes[0], but={dim: loops.indexed("n", loops.shapes[0][dim], kind)})
@@ -220,7 +222,9 @@ def _stack(call: Call) -> Spec:
 
 
 def _moved(dims_of: Callable[[Call, int], Sequence[int]], *, moves: bool) -> SpecOf:
-    """Return the spec function of an op that rearranges elements along ``dims_of(call, ndim)``, which must be whole."""
+    """Return the spec function of an op that rearranges elements along ``dims_of(call, ndim)``, which must not be
+    split.
+    """
 
     def spec(call: Call) -> Spec:
         return mixed(call, dims_of(call, len(call.operands[0].shape)), linear=[{0}], moves=moves)

@@ -28,7 +28,8 @@ Assignment = dict[str, Digits]  # factor -> its digits
 
 @dataclass(frozen=True)
 class Routed:
-    """A pair of factors that one axis may split together: the op communicates between the ranks of that axis itself.
+    """A pair of factors (loops of an op, such as tokens and experts) that one axis may split together: the op
+    communicates between the ranks of that axis itself.
 
     Args:
         rows, owners: names of the factors (tokens and experts; queries and keys).
@@ -61,7 +62,9 @@ class SpecLike(Protocol):
 
 
 def routed_axes(spec: SpecLike, assignment: Mapping[str, Digits]) -> frozenset[str]:
-    """Return the axes over which an op exchanges data: those that split both factors of its `Routed`."""
+    """Return the axes over which an op exchanges data: those that split both factors of its `Routed`, such as tokens
+    and experts.
+    """
     if spec.routed is None:
         return frozenset()
     rows, owners = (
@@ -95,8 +98,8 @@ def required_splits(spec: SpecLike, mesh: Mesh, routed: Routed, proposals: Seque
 
 
 def in_part(spec: SpecLike, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
-    """Return whether the axes of the two factors of a `Routed` overlap without being equal (one is a part of the
-    other).
+    """Return whether an axis of one factor of a `Routed` is a part of (or overlaps) an axis of the other, without being
+    equal.
     """
     if spec.routed is None:
         return False
@@ -106,7 +109,9 @@ def in_part(spec: SpecLike, mesh: Mesh, assignment: Mapping[str, Digits]) -> boo
 
 
 def meets_requirements(spec: SpecLike, assignment: Mapping[str, Digits], axes: Iterable[str]) -> bool:
-    """Return whether ``assignment`` agrees with `Routed.way`, and with `Routed.required` for each of ``axes``."""
+    """Return whether ``assignment`` splits as the plan requires: by `Routed.way`, and by `Routed.required` over the
+    axes in ``axes``.
+    """
     if (routed := spec.routed) is None:
         return True
     owners = {axis for _, axis in assignment.get(routed.owners, ()) if axis}
@@ -163,7 +168,9 @@ class Spec:
         return self._size[factor]
 
     def splittable(self, factor: str) -> bool:
-        """Return whether ``factor`` may be split: every result carries it, or it has a reduce op."""
+        """Return whether ``factor`` may be split: it is neither empty nor ``whole``, and has a reduce op or is in every
+        result.
+        """
         if factor in self.whole or not self._size[factor]:
             return False
         return factor in self._reduce or self.carried_by_all(factor)
@@ -275,7 +282,9 @@ def results_of(
 
 
 def from_results(spec: Spec, mesh: Mesh, index: int, layout: Layout) -> Strategy | None:
-    """Return the strategy that computes result ``index`` at ``layout`` with no partial result, or None."""
+    """Return the strategy that computes result ``index`` at ``layout`` and leaves no result partial; None if there is
+    none.
+    """
     assignment = project(spec, spec.results[index], layout.without_partial())
     operands = tuple(Layout(mesh, place(spec, dims, assignment)) for dims in spec.operands)
     results = results_of(spec, mesh, assignment)

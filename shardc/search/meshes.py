@@ -91,7 +91,7 @@ class MeshSearch(Search):
         candidate: Candidate | ScheduledPlan | None = None,
         captured_model: CapturedModel | None = None,
     ) -> ScheduledPlan | None:
-        """Schedule a plan as `Search` does, and report it if it is new."""
+        """Predict the schedule of a plan as `Search` does, and report it if it is new."""
         before = len(self.tried)
         tried = super()._schedule(plan, origin, candidate, captured_model)
         if self.report is not None and len(self.tried) > before:

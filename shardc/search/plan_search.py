@@ -120,7 +120,9 @@ class Search:
         self.param_plans = self.captured_model.params(self.mesh, self.hand)
 
     def forms(self) -> None:
-        """Schedule the ready-made plans (ddp, fsdp, ...), and the best of them with parameters kept for backward."""
+        """Predict the schedules of the ready-made plans (ddp, fsdp, ...), and of the best of them with parameters kept
+        unsharded for backward.
+        """
         for name, plan in self._forms():
             self._schedule(plan, name)
         if (best := self.best()) is not None:
@@ -163,13 +165,15 @@ class Search:
         return best
 
     def _try(self, candidate: Candidate) -> ScheduledPlan | None:
-        """Schedule the plan of a solution, with pins; None if the plan cannot be compiled."""
+        """Predict the schedule of a solution's plan, with pins of activations; None if the plan cannot be compiled."""
         with suppress(ShardcError):
             return self._schedule(self.pinner.pinned(candidate.plan, candidate.borders), "found", candidate)
         return None
 
     def _fit(self) -> None:
-        """Apply memory measures to the fastest and to the smallest plan until they fit, while they beat the best."""
+        """Apply memory measures to the fastest and to the smallest plan until they fit, while they are faster than the
+        best one.
+        """
         tried = sorted(self.tried.values(), key=lambda t: (t.seconds, str(t.plan)))
         globs = [glob for glob, _ in self.writer.by_glob(dict.fromkeys(self.param_plans, ""))]
         for start in (tried[0], min(tried, key=lambda t: t.memory)) if tried else ():
@@ -196,7 +200,9 @@ class Search:
     # --- solutions
 
     def _solutions(self, weights: Weights) -> None:
-        """Schedule the fastest solutions that are expected to fit, under these weights of communication."""
+        """Predict the schedules of the fastest solutions that are expected to fit, under these weights of
+        communication.
+        """
         by_price: dict[tuple[str, ...], dict[float, Candidate]] = {over: {} for over in self._overs()}
         solved = [self._fastest(over, weights, points) for over, points in by_price.items()]
         for best in sorted((c for c in solved if c is not None), key=lambda c: c.at(0.0))[:KEPT]:
@@ -233,7 +239,7 @@ class Search:
         return self.memory - self.beyond.get(over, min(self.beyond.values(), default=0.0))
 
     def _fits(self, tried: ScheduledPlan) -> bool:
-        """Return whether the predicted peak of a plan is within the limit."""
+        """Return whether the predicted memory of a plan at its peak is within the limit."""
         return tried.memory <= self.memory
 
     def _overs(self) -> Iterator[tuple[str, ...]]:
@@ -335,7 +341,7 @@ class Search:
         candidate: Candidate | ScheduledPlan | None = None,
         captured_model: CapturedModel | None = None,
     ) -> ScheduledPlan | None:
-        """Schedule a plan unless it has been, and record it; None if it cannot be compiled.
+        """Predict the schedule of a plan, unless that was done before, and record it; None if it cannot be compiled.
 
         Args:
             plan: the plan.

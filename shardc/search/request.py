@@ -39,7 +39,7 @@ def search_once(
     options: Options,
     groups: Groups | None,
 ) -> Found:
-    """Return the result of the search for a model to compile; rank 0 searches, the other ranks receive its plan.
+    """Return the `Found` of the search for a model to compile; rank 0 searches, the other ranks receive its plan.
 
     Args:
         request: the search that the user asked for.

@@ -59,7 +59,7 @@ class ScheduledPlan:
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan that was scheduled on a mesh.
+    """A plan whose schedule on a mesh was predicted, with the limit of memory.
 
     Args:
         mesh: the mesh.
