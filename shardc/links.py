@@ -44,7 +44,7 @@ def measure_links(mesh: DeviceMesh) -> CostModel:
 
 
 def messages(sent: Sent, pair: Sent | None = None, ranks: int = 2) -> Messages:
-    """Converts measurements for the cost model: ``sent`` on all ``ranks``, and ``pair`` on two of them, if measured."""
+    """Converts times measured on ``ranks`` ranks (``sent``) and on two (``pair``) to the cost model's `Messages`."""
     pair = pair or sent
     hop = max(sent.latency - pair.latency, 0.0) / max(ranks - 2, 1)
     return Messages(pair.latency, sent.call, sent.message, hop, sent.bandwidth, sent.share)

@@ -80,7 +80,7 @@ def _on_shards(base: type[torch.optim.Optimizer]) -> Any:
 
 
 class _OnShards(torch.optim.Optimizer):
-    """Mixin before the optimizer's class ``base``, whose step it runs on local tensors."""
+    """Mixin for a class derived from an optimizer class ``base``: runs the step of ``base`` on local tensors."""
 
     base: type[torch.optim.Optimizer]
     _names: dict[int, str]
@@ -286,7 +286,7 @@ class _AdamCall:
 
     @staticmethod
     def can_be(group: dict[str, Any]) -> bool:
-        """Whether the fast path serves a group of shards: all are on a CPU, and the fused kernel is on."""
+        """Whether an `_AdamCall` can do the step of ``group``: all its shards are on a CPU, and ``fused`` is true."""
         return bool(group["fused"]) and all(x.device.type == "cpu" for x in group["params"])
 
     def gradients(self, group: dict[str, Any]) -> list[Tensor] | None:

@@ -29,7 +29,7 @@ def call(
     axis: str = "", method: str = "", around: bool = False,
     later: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute attention, and the log-sum-exp of its scores.
+    """Return (output of attention, log-sum-exp of each query's scores).
 
     Args:
         query: [b, h, q, e].

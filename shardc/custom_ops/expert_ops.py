@@ -48,7 +48,7 @@ _noted: Noted | None = None
 
 @contextmanager
 def noting() -> Iterator[Noted]:
-    """Collect the routing of each layer of experts that runs in the block.
+    """Context manager that collects the number of rows for each expert, in each layer of experts that runs in it.
 
     Yields:
         A list, to which each layer appends (number of this rank's rows for each expert, int64 [e]; process group of the
@@ -96,14 +96,16 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def _arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
-    """Return the order that sorts received rows by expert; they arrive sorted by rank, then by expert.
+    """Return [order that sorts received rows by expert, its inverse, end of each expert's rows in that order].
+
+    Rows arrive sorted by rank, then by expert.
 
     Args:
         came: number of rows from each rank for each expert, int64 [ranks e].
         rows: number of rows in the buffer.
 
     Returns:
-        the order, the inverse order, and the end of each expert's rows, all int64.
+        the order and its inverse, int64 [rows], and the ends, int64 [e].
     """
     experts = came.numel() // ranks
     run = torch.searchsorted(came.cumsum(0), torch.arange(rows, device=came.device), right=True)
@@ -156,7 +158,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _live(take: Tensor, ends: Tensor, expected: int) -> tuple[Tensor, Tensor]:
-    """Return the rows to compute, int64 [n], and the mask of rows of this rank's experts, bool [n, 1].
+    """Return (the first n entries of ``take``, to compute; whether each has an expert of this rank, bool [n, 1]).
 
     If the buffer is more than twice the expected size, the host waits for the number of rows.
     """
@@ -167,7 +169,7 @@ def _live(take: Tensor, ends: Tensor, expected: int) -> tuple[Tensor, Tensor]:
 def _run(
     x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], expected: int, body: str
 ) -> list[Tensor]:
-    """Run this rank's experts on their rows, and add each result to the row of its token.
+    """Run this rank's experts on their rows; return [sums of results by token, *the body's saved values].
 
     Args:
         x: tokens [m, d].

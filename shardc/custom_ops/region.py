@@ -54,7 +54,7 @@ def on_ranks(which: Ranks) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """A function and its layouts, as passed to `local_map`.
+    """A function with the layouts of its arguments and results, as `local_map` returns it; callable on global tensors.
 
     Args:
         function: the function.

@@ -44,7 +44,7 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> PyTree:
     else:
         with torch.no_grad():
             results = border.held_back(half, runner.run(half, runner.local(half, feed)), feed)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # where torch refuses in-place changes of a view that was made under no_grad
             results = [x.detach() if isinstance(x, Tensor) and x._is_view() else x for x in results]
     for role, result in zip(program.outputs, results, strict=False):
         if role.kind == "buffer":

@@ -347,13 +347,13 @@ def follow(local: Tensor, x: DTensor, index: int) -> None:
 def _give_hooks(x: Any) -> GradHooks:
     """Replaces the gradient hooks of ``x``, which has an autograd node, by an empty `GradHooks`; returns it."""
     x._backward_hooks = hooks = GradHooks()
-    x.grad_fn._register_hook_dict(x)
+    x.grad_fn._register_hook_dict(x)  # the node then reads this dict, into which later hooks go too
     return hooks
 
 
 def counter_of(x: Tensor) -> Tensor:
     """Returns an empty tensor that shares the version counter of ``x``."""
-    counter = x.detach()
+    counter = x.detach()  # shares the counter; what follows replaces the memory only
     if isinstance(counter, DTensor):
         counter._local_tensor = counter._local_tensor.new_empty(0)
     else:

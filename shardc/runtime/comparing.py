@@ -67,7 +67,7 @@ class Comparisons:
     def arrive(
         self, store: dist.Store, number: int, key: str, announce: Callable[[dist.Store, Message], None]
     ) -> tuple[int, str] | None:
-        """Publishes this rank's hash ``key`` of event ``number``.
+        """Publishes this rank's hash ``key`` of event ``number``; returns (rank, hash) of the first rank if it differs.
 
         Args:
             announce: called with ``number`` if this rank is the first, and with ``["differs", number, rank, key]`` if
@@ -95,7 +95,7 @@ class Comparisons:
         return None
 
     def wait(self, store: dist.Store, number: int) -> tuple[int, str] | str | None:
-        """Waits until all ranks have arrived at event ``number``.
+        """Waits until all ranks have arrived at event ``number``, and returns how they differ; None if they do not.
 
         Returns:
             None if all do the same; (rank, hash) of one that does not; `BEFORE` if they differ at an earlier event.
@@ -150,7 +150,7 @@ class Comparisons:
         return {rank: store.get(f"{self.at(number)}said/{self.ranks[rank]}").decode() for rank in ranks}
 
     def hear_all(self, store: dist.Store, number: int) -> str:
-        """Counts in the store that this rank has read how ranks differ at event ``number``.
+        """Counts this rank among those that have read how ranks differ at event ``number``; returns a store key.
 
         Returns:
             The store key that the last rank to do so sets.
@@ -312,7 +312,7 @@ class StackSamples:
         return entry[1] if entry is not None and self._last[1] >= count else None
 
     def long(self, number: int, running: bool) -> bool:
-        """Takes a sample; returns whether a graph runs in event ``number`` since many. Each True doubles the limit.
+        """Takes a sample; returns whether a graph runs in event ``number`` for many samples. True doubles the limit.
 
         Args:
             running: whether a graph runs now.

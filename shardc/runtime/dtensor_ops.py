@@ -285,7 +285,7 @@ def _take_plain_tensors() -> None:
 
 
 def _rule(theirs: Callable[..., object]) -> Callable[..., object]:
-    """Wraps DTensor's sharding propagation: on our meshes, an op that DTensor may compute wrongly runs here.
+    """Wraps DTensor's sharding propagation by a function that computes ops which DTensor may get wrong, on our meshes.
 
     The wrapper returns the op's sharding, for DTensor to run it, or the op's result.
 
@@ -363,7 +363,7 @@ def _handler(theirs: Callable[..., PyTree] | None) -> Callable[..., PyTree]:
         if theirs is not None:
             return theirs(op, args, kwargs)
         table = DTensor._op_dispatcher._custom_op_handlers
-        mine = table.pop(op)
+        mine = table.pop(op)  # DTensor has no handler for it, and would call this one again
         try:
             return op(*args, **kwargs)
         finally:
@@ -440,6 +440,7 @@ def _trusts(op: OpOverload, specs: list[DTensorSpec], args: tuple[PyTree, ...]) 
     if all(x.is_replicate() for spec in specs for x in spec.placements):
         return True
     if any(isinstance(x, _StridedShard) for spec in specs for x in spec.placements):
+        # Replicated scalars fit any layout.
         laid = {spec.placements for spec in specs if not all(x.is_replicate() for x in spec.placements) or spec.ndim}
         shapes = {spec.shape for spec in specs if spec.ndim}
         return len(laid) == 1 and len(shapes) == 1 and (op in _STRIDED or _is_pointwise(op))

@@ -72,7 +72,7 @@ class Event:
 
     @cached_property
     def fresh(self) -> Event:
-        """Event of this call, if parameter values were replaced since the previous call."""
+        """This call's event with one more line: that parameter values were replaced since the previous call."""
         return Event((*self.lines, ("new values", "some since the last call")))
 
     @cached_property

@@ -120,7 +120,7 @@ _OTHER = "replicate"  # ``fully_shard`` of an outer module skips modules with th
 
 
 class Refuses(dict[object, object]):
-    """A module's table of composable APIs; raises when ``fully_shard`` or ``replicate`` looks itself up in it."""
+    """A module's dict of its composable APIs; raises when ``fully_shard`` or ``replicate`` looks itself up in it."""
 
     def __contains__(self, function: object) -> bool:
         raise wrapped(getattr(function, "__name__", "fully_shard"))

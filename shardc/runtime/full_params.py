@@ -20,7 +20,7 @@ from shardc.runtime.storage import cut, local_indices, parameter_spec, shard_ten
 
 
 def whole(tensor: DTensor, storage: Layout) -> Tensor:
-    """Returns the unsharded plain tensor of a parameter, gradient or optimizer state, in memory of its own.
+    """Returns the unsharded plain tensor of a parameter, gradient or optimizer state, without padding, in new memory.
 
     A collective: all ranks call it, for the same tensors in the same order.
 

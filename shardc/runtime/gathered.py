@@ -225,6 +225,7 @@ def check_equal(tensors: list[Tensor], device_mesh: DeviceMesh, op: OpOverload) 
     tensors = [x for x in tensors if x.numel() > 1]
     if not tensors:
         return
+    # Fingerprints have 64 bits without a sign, of which int64 holds 63.
     mine = torch.tensor([fingerprint(x) >> 1 for x in tensors], device=device_mesh.device_type)
     bounds = torch.stack([mine, ~mine])  # maximum, and complement of the minimum
     for dim in range(device_mesh.ndim):

@@ -190,7 +190,7 @@ class Sync:
             )
 
     def matching(self, glob: str) -> list[str]:
-        """Returns the names of the parameters that ``glob`` matches; InputError if there are none."""
+        """Returns the names of the parameters that ``glob`` matches; InputError if there are none, except for ``*``."""
         names = list(self.levels)
         matches = names if glob == "*" else fnmatch.filter(names, glob)
         if not matches and glob != "*":

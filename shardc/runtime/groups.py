@@ -42,7 +42,7 @@ Axes = tuple[str, ...]
 
 
 def _check_carries(mesh: Mesh, kind: str) -> None:
-    """Raises MeshError for gloo on accelerators, where some of its collectives raise and others end the process.
+    """Raises MeshError if gloo is the backend of accelerators: some of its collectives raise, others end the process.
 
     Args:
         kind: device type of the mesh.

@@ -92,7 +92,7 @@ def check_inputs(
 
 
 def check_kinds(names: Sequence[str], leaves: Sequence[object], values: bool) -> None:
-    """Raises InputError for a tensor of a class or layout that programs cannot take, or of no values if ``values``.
+    """Raises InputError for a tensor that programs cannot take: of an unsupported class or layout, or without values.
 
     Args:
         values: whether the call needs values, so that tensors on meta and fake tensors are refused.

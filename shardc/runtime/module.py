@@ -48,7 +48,7 @@ def copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
             memo[id(param)] = _copied_param(param, state, name)
-    memo[id(state)] = None
+    memo[id(state)] = None  # the copy gets a state of its own below
     module_copy: Any = copy.deepcopy(unsharded(module), memo)
     module_copy.__class__ = type(module)
     memo[id(module)] = module_copy
@@ -303,7 +303,7 @@ def _uneven(
     leaves: list[object],
     spec: pytree.TreeSpec,
 ) -> Executable:
-    """Returns the program for a call in which ranks pass different numbers of rows; it takes all rows as one input."""
+    """Returns the program for a call in which ranks pass different numbers of rows: that for the rows of all ranks."""
     assert state.spec.groups is not None
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     shapes = rows.totals(_global(rows.names, tensors, state.spec.global_shapes), state.spec.groups)

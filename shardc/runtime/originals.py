@@ -104,7 +104,7 @@ class _Originals:
         return module.get_parameter(name)
 
     def pairs(self, params: Iterable[Tensor]) -> list[tuple[_Pair, nn.Module]]:
-        """Returns (record, compiled module) for each compiled module whose original model has one of ``params``."""
+        """Returns (`_Pair`, compiled module) for each compiled module whose original model has one of ``params``."""
         pairs = {id(noted[0]): noted[0] for noted in map(self._pairs.get, params) if noted is not None}
         return [(pair, module) for pair in pairs.values() if (module := pair.module()) is not None]
 

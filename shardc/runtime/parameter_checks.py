@@ -255,7 +255,7 @@ class ParamStore:
         return self._snapshot
 
     def look(self) -> ModuleSnapshot:
-        """Returns the module's current snapshot: the last one, unless entries of the module were added or removed."""
+        """Returns a snapshot of the module: the last one while modules, parameters, buffers and hooks are the same."""
         if self._snapshot is None or not self._snapshot.holds():
             self._snapshot, self._checked = ModuleSnapshot(self.owner), None
         return self._snapshot

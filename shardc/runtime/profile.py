@@ -58,7 +58,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Profiled:
-    """Profile of one step.
+    """Profile of one step on this rank: its collectives, seconds of waits and peak memory.
 
     Args:
         collectives: in the order of their start.

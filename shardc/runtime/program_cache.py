@@ -182,11 +182,12 @@ class ProgramCache:
         """
         key = CacheKey(program.key.call, guards or program.guards, program.deferred)
         variants = {at.guards.values: at for at in self.programs if at.call == key.call}
+        # at[::2] is (call, deferred).
         equal = [at for at in self.programs if at[::2] == key[::2] and at.guards.equals(key.guards)]
         self.programs[equal[0] if equal else key] = program
         self._watch()
         count = len(variants) + 1
-        if key.guards.values not in variants and count >= _MANY and count & (count - 1) == 0:
+        if key.guards.values not in variants and count >= _MANY and count & (count - 1) == 0:  # a power of 2
             warnings.warn(ShardcWarning(_changing([*variants, key.guards.values])), stacklevel=2)
 
     def with_loss(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> bool:

@@ -202,6 +202,7 @@ class RankConsistency:
         if self.alone or epoch != self.epoch or self._broken or goes_on:
             return
         with self._lock:
+            # A failure within an event makes ranks raise that are in this event too, not only in a later one.
             number = self.number - (self._inside or self._waits is not None)
             self._begin_anew()
         with suppress(RuntimeError):  # the store is gone
@@ -232,7 +233,7 @@ class RankConsistency:
         self._different = self._failure = self._waits = None
 
     def _check(self, upcoming: int) -> None:
-        """Raises if the ranks differ, or if another rank failed before event ``upcoming``."""
+        """Raises MeshError if ranks were found to differ, or if another rank failed before event ``upcoming``."""
         if (failure := self._failure) is not None and upcoming > failure[0]:
             self._different = failure[1]
         if self._different is not None:
@@ -356,7 +357,7 @@ class RankConsistency:
     def _on_failure(
         self, store: dist.Store, rank: int, number: int, text: str, source: str | None, fix: str | None
     ) -> None:
-        """Handles an error of ``rank``, whose last event was ``number``: this rank raises if it is at a later event.
+        """Handles the message that ``rank`` failed after event ``number``: this rank raises if it is at a later event.
 
         Args:
             text, source, fix: of the error to raise.

@@ -34,7 +34,7 @@ _GRADIENTS = (_PROPERTIES.requires_grad.__set__, Tensor.requires_grad_, Tensor.d
 
 @dataclass
 class Shared:
-    """The tensor with which an output shares memory on one device.
+    """The tensor with which an output shares memory on one device, and not here.
 
     Args:
         index: index of the output.

@@ -482,7 +482,7 @@ def piece_of(func: object, view: Virtual) -> Piece:
 
 
 def unsupported(func: object, view: Virtual, how: str = "shard by shard") -> InitError:
-    """Returns the error that ``func`` cannot initialise ``view``; ``how`` is the end of that sentence."""
+    """Returns the InitError for ``func``, which cannot run on ``view`` in the way ``how`` ("shard by shard")."""
     return InitError(
         f"{func} cannot initialise {view.init_shard.name!r} ({list(view.init_shard.shape)}) {how}",
         source=_caller(),

@@ -81,7 +81,7 @@ def has_nan(x: object) -> bool:
 def check(
     half: Half, results: Sequence[object], first: int, groups: Groups, unpadded: Callable[[str, Tensor], Tensor]
 ) -> None:
-    """Raises if a gradient of a backward is NaN on any rank; all ranks call it.
+    """Raises BackwardError if a gradient of a backward is NaN on any rank; all ranks call it.
 
     Args:
         half: the backward graph.
@@ -99,7 +99,7 @@ def check(
     ]
     if not groups.any(bool(bad)):
         return
-    place = -groups.most(-first)
+    place = -groups.most(-first)  # the least of all ranks
     nodes = list(half.gm.graph.nodes)
     if place == _NOWHERE:
         raise BackwardError("a gradient that came into the backward of a compiled module is NaN")

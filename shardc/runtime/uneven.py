@@ -61,7 +61,7 @@ class Rows:
         return len(set(self.counts)) == 1
 
     def blocks(self, at: int, groups: Groups) -> list[int]:
-        """Returns the row counts of the blocks of input ``at``, in order of concatenation.
+        """Returns how many rows of input ``at`` the ranks at each index along its row axes pass, in order of index.
 
         Raises InputError if ranks that should pass the same rows pass different numbers.
         """
@@ -122,7 +122,7 @@ def global_rows(
     rows: Rows | None,
     groups: Groups,
 ) -> list[Tensor]:
-    """Returns ``tensors`` with inputs that hold row indices into this rank's shard of another input made global.
+    """Returns ``tensors`` with indices of rows in this rank's shard of another input converted to global indices.
 
     Numbers outside the rank's rows become numbers outside the global rows, so that lookups refuse them. In a vector,
     the number of rows itself is allowed, as an end offset.
@@ -168,7 +168,7 @@ def global_rows(
 
 
 def refuse_own(names: Sequence[str], numbered: Mapping[int, int]) -> None:
-    """Raises InputError if there are inputs that number each rank's own rows, as there is no global input to cut.
+    """Raises InputError if an input numbers each rank's own rows, as such numbers cannot be cut from a global input.
 
     Args:
         names: names of the inputs.

@@ -78,7 +78,7 @@ class Base:
     split: frozenset[int]
 
     def holding(self, outputs: Sequence[Any]) -> Tensor:
-        """Returns a tensor that ``outputs`` can be views of: a copy, or their memory if they have these places."""
+        """Returns the base tensor for ``outputs``, of one dim: their own memory if it has their `places`, else new."""
         values = [outputs[at] for at in self.of]
         first, size = values[0], max(map(_end, self.places))
         start = first.storage_offset() - self.places[0][2]
@@ -283,7 +283,7 @@ def _applied(op: Callable[..., PyTree], args: Sequence[object], kwargs: Mapping[
 
 
 def _one_of(op: Op, index: int, x: Tensor) -> Tensor:
-    """Returns the result with ``index`` of an op with several results."""
+    """Returns result number ``index`` of ``op``, which has several, on ``x``."""
     return op(x)[index]
 
 

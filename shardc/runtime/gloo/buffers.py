@@ -147,7 +147,7 @@ class Buffers:
 
     @contextmanager
     def planned(self, plan: MemoryPlan) -> Iterator[Window]:
-        """Context manager: results of collectives get the arena offsets (slots) that ``plan`` assigns."""
+        """Context manager: results of collectives get the arena slots that ``plan`` assigns; yields their `Window`."""
         for region, arena in self.arenas.items():
             arena.reserve(plan.size(region))
         stack = _stack()

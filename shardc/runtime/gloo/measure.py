@@ -81,7 +81,7 @@ def in_messages(group: str, ranks: int) -> dict[str, Call]:
 
 
 class Sent(NamedTuple):
-    """Costs of collectives in direct messages, means over kinds; see `shardc.cost.model.Messages`.
+    """Measured times of collectives by direct messages, as means over the kinds in `in_messages`.
 
     Args:
         latency: seconds until the first byte.
