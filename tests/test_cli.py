@@ -46,6 +46,10 @@ def with_targets():
     return model, (x, torch.empty(16, 8, device="meta"))
 
 
+def either(targets=False):
+    return with_targets() if targets else example()
+
+
 def loss(output, target):
     return (output - target).square().mean()
 
@@ -102,6 +106,12 @@ def test_dump_shows_origins(small: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert dump(capsys, "small_target.py:example", "--origins") == lowered().text("collectives", origins=True)
 
 
+def test_targets_are_asked_for_where_there_is_a_loss(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = lowered("with_targets", "loss").text("collectives")
+    assert dump(capsys, "small_target.py:either", "--loss", "loss") == expected
+    assert dump(capsys, "small_target.py:either") == lowered().text("collectives")
+
+
 def test_dump_puts_the_loss_into_the_graph(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = dump(capsys, "small_target.py:with_targets", "--loss", "loss")
     assert printed == lowered("with_targets", "loss").text("collectives")
@@ -147,7 +157,7 @@ BAD = {
     "a name that is no function": (["small_target.py:number"], "small_target.py: number is a int, not a function"),
     "a function that fails": (
         ["small_target.py:fails"],
-        "small_target.py:fails() fails: {folder}/small_target.py:35: ZeroDivisionError: division by zero",
+        "small_target.py:fails() fails: {folder}/small_target.py:39: ZeroDivisionError: division by zero",
     ),
     "a function that returns no pair": (
         ["small_target.py:alone"],
@@ -164,6 +174,11 @@ BAD = {
     "a loss that is not there": (
         ["small_target.py:example", "--loss", "los"],
         "small_target.py has no loss 'los'; did you mean 'loss'?",
+    ),
+    "a loss without its arguments": (
+        ["small_target.py:example", "--loss", "loss"],
+        "--loss loss: small_target.py:example returns no target for it; return (model, (..., target)), after forward's "
+        "arguments, if the function is called with targets=True",
     ),
     "a stage that is not there": (
         ["small_target.py:example", "--stage", "colectives"],

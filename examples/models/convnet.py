@@ -78,17 +78,17 @@ def batch(config: ConvNetConfig, *, size: int = 8, device: str = "cpu") -> tuple
     return images, torch.randint(config.classes, (size,), device=device)
 
 
-def build(config: ConvNetConfig, device: str) -> tuple[ConvNet, tuple[Tensor, ...]]:
-    """The model and the arguments of one call, on ``device``."""
+def build(config: ConvNetConfig, device: str, targets: bool = False) -> tuple[ConvNet, tuple[Tensor, ...]]:
+    """The model and the arguments of one call, on ``device``; with those of ``loss``, if it is to have ``targets``."""
     with torch.device(device):
-        return ConvNet(config), batch(config, device=device)[:1]
+        return ConvNet(config), batch(config, device=device)[: 2 if targets else 1]
 
 
-def example() -> tuple[ConvNet, tuple[Tensor, ...]]:
+def example(targets: bool = False) -> tuple[ConvNet, tuple[Tensor, ...]]:
     """A small model on meta and the arguments of one call."""
-    return build(ConvNetConfig(), "meta")
+    return build(ConvNetConfig(), "meta", targets)
 
 
-def tiny() -> tuple[ConvNet, tuple[Tensor, ...]]:
+def tiny(targets: bool = False) -> tuple[ConvNet, tuple[Tensor, ...]]:
     """What ``example`` returns, with real values on the CPU."""
-    return build(ConvNetConfig(), "cpu")
+    return build(ConvNetConfig(), "cpu", targets)

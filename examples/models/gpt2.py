@@ -117,17 +117,17 @@ def batch(config: GPT2Config, *, size: int = 8, length: int = 16, device: str = 
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-def build(config: GPT2Config, device: str) -> tuple[GPT2, tuple[Tensor, ...]]:
-    """The model and the arguments of one call, on ``device``."""
+def build(config: GPT2Config, device: str, targets: bool = False) -> tuple[GPT2, tuple[Tensor, ...]]:
+    """The model and the arguments of one call, on ``device``; with those of ``loss``, if it is to have ``targets``."""
     with torch.device(device):
-        return GPT2(config), batch(config, device=device)[:1]
+        return GPT2(config), batch(config, device=device)[: 2 if targets else 1]
 
 
-def example() -> tuple[GPT2, tuple[Tensor, ...]]:
+def example(targets: bool = False) -> tuple[GPT2, tuple[Tensor, ...]]:
     """A small model on meta and the arguments of one call."""
-    return build(GPT2Config(), "meta")
+    return build(GPT2Config(), "meta", targets)
 
 
-def tiny() -> tuple[GPT2, tuple[Tensor, ...]]:
+def tiny(targets: bool = False) -> tuple[GPT2, tuple[Tensor, ...]]:
     """What ``example`` returns, with real values on the CPU."""
-    return build(GPT2Config(), "cpu")
+    return build(GPT2Config(), "cpu", targets)

@@ -145,29 +145,31 @@ def batch(config: LlamaConfig, *, size: int = 8, length: int = 16, device: str =
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-def build(config: LlamaConfig, device: str, *, size: int = 8, length: int = 16) -> tuple[Llama, tuple[Tensor, ...]]:
-    """The model and the arguments of one call, on ``device``."""
+def build(
+    config: LlamaConfig, device: str, *, size: int = 8, length: int = 16, targets: bool = False
+) -> tuple[Llama, tuple[Tensor, ...]]:
+    """The model and the arguments of one call, on ``device``; with those of ``loss``, if it is to have ``targets``."""
     with torch.device(device):
-        return Llama(config), batch(config, size=size, length=length, device=device)[:1]
+        return Llama(config), batch(config, size=size, length=length, device=device)[: 2 if targets else 1]
 
 
-def example() -> tuple[Llama, tuple[Tensor, ...]]:
+def example(targets: bool = False) -> tuple[Llama, tuple[Tensor, ...]]:
     """A small model on meta and the arguments of one call."""
-    return build(LlamaConfig(), "meta")
+    return build(LlamaConfig(), "meta", targets=targets)
 
 
-def tiny() -> tuple[Llama, tuple[Tensor, ...]]:
+def tiny(targets: bool = False) -> tuple[Llama, tuple[Tensor, ...]]:
     """What ``example`` returns, with real values on the CPU."""
-    return build(LlamaConfig(), "cpu")
+    return build(LlamaConfig(), "cpu", targets=targets)
 
 
-def llama3_8b(layers: int = 32) -> tuple[Llama, tuple[Tensor, ...]]:
+def llama3_8b(layers: int = 32, targets: bool = False) -> tuple[Llama, tuple[Tensor, ...]]:
     """Llama 3 8B (or its first ``layers`` layers) on meta, with 8 sequences of 8,192 tokens."""
     config = LlamaConfig(128256, 4096, layers, heads=32, kv_heads=8, hidden=14336, rope_theta=500000.0)
-    return build(config, "meta", size=8, length=8192)
+    return build(config, "meta", size=8, length=8192, targets=targets)
 
 
-def llama3_405b(layers: int = 126, size: int = 128) -> tuple[Llama, tuple[Tensor, ...]]:
+def llama3_405b(layers: int = 126, size: int = 128, targets: bool = False) -> tuple[Llama, tuple[Tensor, ...]]:
     """Llama 3 405B (or its first ``layers`` layers) on meta, with ``size`` sequences of 8,192 tokens."""
     config = LlamaConfig(128256, 16384, layers, heads=128, kv_heads=8, hidden=53248, rope_theta=500000.0)
-    return build(config, "meta", size=size, length=8192)
+    return build(config, "meta", size=size, length=8192, targets=targets)

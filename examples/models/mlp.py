@@ -60,17 +60,17 @@ def batch(config: MLPConfig, *, size: int = 16, device: str = "cpu") -> tuple[Te
     return torch.randn(size, config.features, device=device), torch.randn(size, config.outputs, device=device)
 
 
-def build(config: MLPConfig, device: str) -> tuple[MLP, tuple[Tensor, ...]]:
-    """The model and the arguments of one call, on ``device``."""
+def build(config: MLPConfig, device: str, targets: bool = False) -> tuple[MLP, tuple[Tensor, ...]]:
+    """The model and the arguments of one call, on ``device``; with those of ``loss``, if it is to have ``targets``."""
     with torch.device(device):
-        return MLP(config), batch(config, device=device)[:1]
+        return MLP(config), batch(config, device=device)[: 2 if targets else 1]
 
 
-def example() -> tuple[MLP, tuple[Tensor, ...]]:
+def example(targets: bool = False) -> tuple[MLP, tuple[Tensor, ...]]:
     """A small model on meta and the arguments of one call."""
-    return build(MLPConfig(), "meta")
+    return build(MLPConfig(), "meta", targets)
 
 
-def tiny() -> tuple[MLP, tuple[Tensor, ...]]:
+def tiny(targets: bool = False) -> tuple[MLP, tuple[Tensor, ...]]:
     """What ``example`` returns, with real values on the CPU."""
-    return build(MLPConfig(), "cpu")
+    return build(MLPConfig(), "cpu", targets)

@@ -124,17 +124,17 @@ def batch(config: ViTConfig, *, size: int = 8, device: str = "cpu") -> tuple[Ten
     return images, torch.randint(config.classes, (size,), device=device)
 
 
-def build(config: ViTConfig, device: str) -> tuple[ViT, tuple[Tensor, ...]]:
-    """The model and the arguments of one call, on ``device``."""
+def build(config: ViTConfig, device: str, targets: bool = False) -> tuple[ViT, tuple[Tensor, ...]]:
+    """The model and the arguments of one call, on ``device``; with those of ``loss``, if it is to have ``targets``."""
     with torch.device(device):
-        return ViT(config), batch(config, device=device)[:1]
+        return ViT(config), batch(config, device=device)[: 2 if targets else 1]
 
 
-def example() -> tuple[ViT, tuple[Tensor, ...]]:
+def example(targets: bool = False) -> tuple[ViT, tuple[Tensor, ...]]:
     """A small model on meta and the arguments of one call."""
-    return build(ViTConfig(), "meta")
+    return build(ViTConfig(), "meta", targets)
 
 
-def tiny() -> tuple[ViT, tuple[Tensor, ...]]:
+def tiny(targets: bool = False) -> tuple[ViT, tuple[Tensor, ...]]:
     """What ``example`` returns, with real values on the CPU."""
-    return build(ViTConfig(), "cpu")
+    return build(ViTConfig(), "cpu", targets)

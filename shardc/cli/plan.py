@@ -41,9 +41,8 @@ def run(options: argparse.Namespace) -> None:
     mesh = None if options.mesh is None else target.mesh_of(options.mesh)
     described = Auto(options.memory, options.hardware, options.ranks).described(None)
     described.check(mesh or Mesh(ranks=options.ranks))  # before the model is captured, which may take a while
-    model = target.load(options.target)
+    model, loss = target.load_with_loss(options.target, options.loss)
     base_plan = shardc.Plan() if options.plan is None else target.plan_of(options.plan, model, "--plan")
-    loss = None if options.loss is None else model.named(options.loss, "loss")
     with tqdm(desc="plans", unit="", leave=False, disable=None) as bar:
 
         def show(trial: Trial) -> None:

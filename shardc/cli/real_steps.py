@@ -171,8 +171,7 @@ def compare(work: Work, plans: Sequence[tuple[str, shardc.Mesh]], described: Har
 def _training(work: Work, plan: str, mesh: shardc.Mesh, described: Hardware) -> _Training:
     """Return the model compiled under ``plan`` on this rank, with its predicted schedule."""
     torch.manual_seed(0)  # the same model on every rank
-    loaded = target.load(work.target)
-    loss = None if work.loss is None else loaded.named(work.loss, "loss")
+    loaded, loss = target.load_with_loss(work.target, work.loss)
     names, sizes = zip(*mesh.shape, strict=True)
     device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     torch.manual_seed(0)
@@ -301,7 +300,7 @@ def _check(options: argparse.Namespace) -> Plans:
     """
     if options.nproc < 1 or options.steps < 1:
         raise InputError("--nproc and --steps are 1 or more")
-    loaded = target.load(options.target)
+    loaded, _ = target.load_with_loss(options.target, options.loss)
     plans = []
     for text in options.plans:
         plan = target.plan_of(text, loaded, "--plan")
@@ -315,8 +314,6 @@ def _check(options: argparse.Namespace) -> Plans:
             raise InputError(f"the mesh {mesh} has {mesh.ranks} ranks, and --nproc is {options.nproc}")
         check_axes(plan.on(mesh), mesh)
         plans.append((text, mesh))
-    if options.loss is not None:
-        loaded.named(options.loss, "loss")
     return plans
 
 

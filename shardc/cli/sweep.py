@@ -53,10 +53,9 @@ def run(options: argparse.Namespace) -> None:
     described = hardware.find(options.hardware)
     counts, sizes = _ranks(options.ranks), _sizes(options.set)
     described.check(Mesh(ranks=max(counts)))
-    loaded = target.load(options.target)
+    loaded, loss = target.load_with_loss(options.target, options.loss)
     default = Mesh(dp=1)  # meshes are made from the plans' axes, so fsdp() without an axis needs one
     plans = [(text, target.plan_of(text, loaded, "--plans").on(default)) for text in options.plans]
-    loss = None if options.loss is None else loaded.named(options.loss, "loss")
     for text, plan in plans:
         if not plan.axes:
             raise InputError(f"--plans {text}: the plan has no axis")

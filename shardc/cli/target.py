@@ -9,7 +9,8 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from inspect import isfunction
+from functools import partial
+from inspect import isfunction, signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -18,11 +19,13 @@ from torch import nn
 
 import shardc
 from shardc._compat import PyTree
+from shardc.capture.trace import target_names
 from shardc.cost import hardware
 from shardc.cost.hardware import Hardware
 from shardc.errors import InputError, MeshError, PlanError
 from shardc.ir.mesh import Mesh
 from shardc.plan import Plan, parse_plan
+from shardc.runtime.inputs import takes_loss
 from shardc.validate import near
 
 T = TypeVar("T")
@@ -68,7 +71,11 @@ class Target:
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select the model and the loss."""
     parser.add_argument("target", metavar="TARGET", help="path.py:function or module:function -> (model, example_args)")
-    parser.add_argument("--loss", metavar="NAME", help="a function of the target's file: loss(output, *last arguments)")
+    parser.add_argument(
+        "--loss",
+        metavar="NAME",
+        help="a function of the target's file: loss(output, *last arguments); the target is called with targets=True",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,9 +144,9 @@ def resolve(options: argparse.Namespace) -> tuple[Target, Mesh, Plan, Callable[.
         InputError, MeshError, PlanError: an argument is wrong.
     """
     mesh = mesh_of(options.mesh)
-    target = load(options.target)
+    target, loss = load_with_loss(options.target, options.loss)
     plan = plan_of(options.plan, target, "--plan").on(mesh)
-    return target, mesh, plan, None if options.loss is None else target.named(options.loss, "loss")
+    return target, mesh, plan, loss
 
 
 def plan_of(text: str, target: Target, argument: str) -> Plan:
@@ -171,9 +178,33 @@ def mesh_of(text: str, argument: str = "--mesh") -> Mesh:
     return Mesh(axes)
 
 
-def load(text: str) -> Target:
+def load_with_loss(text: str, loss_name: str | None) -> tuple[Target, Callable[..., PyTree] | None]:
+    """Return the `Target` and its loss, a function of the target's file; None without a name.
+
+    Raises:
+        InputError: as for `load`; or there is no such loss, or the target returns no arguments for it.
+    """
+    if loss_name is None:
+        return load(text), None
+    target = load(text, with_targets=True)
+    loss: Callable[..., PyTree] = target.named(loss_name, "loss")
+    names, model = target_names(loss), target.model
+    if isinstance(model, nn.Module) and names and not takes_loss(model, target.args, {}, len(names)):
+        several = ", ".join(names)
+        raise InputError(
+            f"--loss {loss_name}: {text} returns no {several} for it",
+            fix=f"return (model, (..., {several})), after forward's arguments, if the function is called with "
+            "targets=True",
+        )
+    return target, loss
+
+
+def load(text: str, with_targets: bool = False) -> Target:
     """Return the `Target` of ``path.py:function`` or ``module:function``, with the model and arguments that this
     function returns.
+
+    Args:
+        with_targets: pass ``targets=True``, if the function has such a parameter: it returns the loss's targets too.
 
     Raises:
         InputError: the file, module or function does not exist or fails, or it does not return (model, arguments).
@@ -185,7 +216,8 @@ def load(text: str) -> Target:
     function = _attribute(module, name, where, "function")
     if not callable(function):
         raise InputError(f"{where}: {name} is a {type(function).__name__}, not a function")
-    returned = _run(f"{where}:{name}()", function)
+    targets = {"targets": True} if with_targets and "targets" in signature(function).parameters else {}
+    returned = _run(f"{where}:{name}()", partial(function, **targets))
     if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[0]):
         raise InputError(f"{where}: {name}() does not return a pair", fix="return (model, example_args)")
     model, args = returned

@@ -32,6 +32,14 @@ def test_example_is_tiny_on_meta(models: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("models", MODELS, ids=lambda m: m.__name__.rpartition(".")[2])
+def test_targets_are_those_of_the_loss(models: ModuleType) -> None:
+    """As the command line asks for them."""
+    model, (x, targets) = models.tiny(targets=True)
+    assert models.loss(model(x), targets).dim() == 0
+    assert [t.shape for t in models.example(targets=True)[1]] == [x.shape, targets.shape]
+
+
+@pytest.mark.parametrize("models", MODELS, ids=lambda m: m.__name__.rpartition(".")[2])
 def test_model_learns_one_batch(models: ModuleType) -> None:
     model, _ = models.tiny()
     inputs, targets = models.batch(config_of(models))
