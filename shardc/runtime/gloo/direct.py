@@ -106,9 +106,9 @@ def exchange(
     return Mail(messages, packing, came, packs)
 
 
-def _bytes(row: Tensor) -> Tensor:
-    """Views a contiguous ``row`` as bytes; a single element may have any stride."""
-    return row.as_strided((row.numel(),), (1,)).view(torch.uint8)
+def _bytes(x: Tensor) -> Tensor:
+    """Views contiguous rows as bytes; a single element may have any stride."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def _of(packs: dict[int, Tensor], peer: int) -> tuple[Tensor, ...]:
@@ -290,11 +290,6 @@ def _share_message(parts: Sequence[Tensor]) -> bool:
     return len(parts) > 1 and sum(x.numel() * x.element_size() for x in parts) <= LARGEST
 
 
-def _as_bytes(x: Tensor) -> Tensor:
-    """Views contiguous rows as bytes; a single element may have any stride."""
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
-
-
 def _send(inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, group_name: str) -> list[Tensor]:
     """Implements ``send_rows_coalesced`` on CPU ranks by direct messages.
 
@@ -323,7 +318,7 @@ def _send(inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, grou
         if not goes[peer][0].numel():
             continue
         if _share_message(goes[peer]):
-            keep.append(torch.cat([_as_bytes(x) for x in goes[peer]]))
+            keep.append(torch.cat([_bytes(x) for x in goes[peer]]))
             messages.append(group.send([keep[-1]], peer, _TAG))
         else:
             messages += [group.send([x], peer, _TAG) for x in goes[peer]]
