@@ -81,7 +81,7 @@ class Joint:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the stages."""
+        """Names of the stages of `stages`: ``capture`` and the passes before the cut."""
         return ("capture", *self.pipeline.until(CUT).names)
 
     @cached_property

@@ -290,7 +290,7 @@ class _AdamCall:
         return bool(group["fused"]) and all(x.device.type == "cpu" for x in group["params"])
 
     def gradients(self, group: dict[str, Any]) -> list[Tensor] | None:
-        """Returns the local gradients, in the order of the kernel's parameters; None if the call cannot be repeated.
+        """Returns the local gradients for a repeat of Adam's last fused call, in its order; None if there is none.
 
         Args:
             group: the parameter group as it is now: its options, or which parameters have gradients, may have changed.

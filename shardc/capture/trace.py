@@ -113,7 +113,7 @@ class CaptureOnce:
 
 
 def _metadata(x: Tensor) -> tuple[object, ...]:
-    """Return the metadata of ``x`` that a capture depends on."""
+    """Return the shape, stride, dtype and ``requires_grad`` of ``x``, on which a capture depends."""
     return x.shape, x.stride(), x.dtype, x.requires_grad
 
 

@@ -212,7 +212,7 @@ def _compared(training: _Training, timed: tuple[float, ...]) -> Comparison:
 
 
 def _pair(predicted: Collective, ran: Ran) -> Pair:
-    """Return a collective as predicted and as it ran."""
+    """Return the `Pair` (predicted and measured bytes and seconds) of a collective."""
     counted = ran.sent
     if counted is None and ran.payload is not None:
         elements, size = ran.payload

@@ -72,7 +72,7 @@ class Explainer:
                 self.params_of.setdefault(record.name.rpartition(".")[0], []).append(record.name)
 
     def cause(self, at: int) -> Cause:
-        """Return the cause of the collective at position ``at``."""
+        """Return why the op at step position ``at`` communicates: tensors, source line and plan entry (`Cause`)."""
         op, origin = self.step.ops[at], self.origins[at]
         if move_kind(op.node) is not None:
             return _recorded(op.node, self._host_param(at))

@@ -189,7 +189,7 @@ def resolve_params(
 
 
 def check_axes(plan: Plan, mesh: Mesh) -> None:
-    """Check a plan against the mesh alone.
+    """Raise PlanError for what is wrong on ``mesh`` with any model: unknown, repeated or overlapping axes, sizes.
 
     Raises:
         PlanError: an axis is not on ``mesh``, or is given to TP and to the batch; axes of the batch share ranks; levels

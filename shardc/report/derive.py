@@ -93,7 +93,7 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
     points = [(batch * (1 + i), sequence * (1 + j)) for i, j in powers]
 
     def sample(mesh: Mesh, at: tuple[int, int]) -> _Sample:
-        """Return the sample of the program on ``mesh`` at ``at`` (batch, sequence)."""
+        """Compile for ``mesh`` and sizes ``at`` (batch, sequence); return collectives, sizes, FLOPs and schedule."""
         if mesh == program.mesh and at == (batch, sequence):
             return _sample(program, hardware)
         numbers = {"batch": at[0], "sequence": at[1]}

@@ -80,7 +80,7 @@ def curve(schedule: Prediction) -> list[tuple[float, tuple[int, ...]]]:
     now = 0.0
 
     def close() -> None:
-        """Append the samples of the current time."""
+        """Append the largest and the last sample (time, bytes by owner) of the current time to the samples shown."""
         most = max(moment, key=sum)
         out.extend((now, sizes) for sizes in dict.fromkeys((most, moment[-1])))
 

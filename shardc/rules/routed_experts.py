@@ -103,7 +103,7 @@ class _Rows:
 
 
 def _keys(local: Local, sent: tuple[str, ...], index: Emitted) -> tuple[Emitted, Emitted, int, int]:
-    """Return the sort key of each choice: by destination rank, then by expert there; unreachable ones are last.
+    """Return (sort key of each choice, mask of the reachable ones or None, number of ranks, experts per rank).
 
     Returns:
         the keys, flat; the mask of reachable choices (None: all); the number of destination ranks; experts per rank.

@@ -1,4 +1,4 @@
-"""Gathering DTensors, writing unsharded tensors back to shards, views through a gather, checkpoints of strided shards.
+"""Gathers DTensors and writes gathered tensors back to their shards; checkpoints of shards of several boxes.
 
 ``weight[0]`` of a parameter sharded along dim 0 is not a view of a rank's shard. DTensor returns a gathered copy and
 loses writes to it. A `GatheredView` reads the current values and writes through to the shards.

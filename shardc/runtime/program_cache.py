@@ -27,6 +27,7 @@ from shardc.runtime.sharding_spec import ShardingSpec
 from shardc.runtime.signature import Signature, TorchGlobalState
 from shardc.runtime.step import Runner
 
+_MANY_SIZES = 4  # programs of calls that differ in sizes of tensors
 _MANY = 8  # programs of one call that differ in what was read; as Dynamo's limit
 
 
@@ -189,6 +190,18 @@ class ProgramCache:
         count = len(variants) + 1
         if key.guards.values not in variants and count >= _MANY and count & (count - 1) == 0:  # a power of 2
             warnings.warn(ShardcWarning(_changing([*variants, key.guards.values])), stacklevel=2)
+        if not equal:
+            self._warn_of_sizes(key.call)
+
+    def _warn_of_sizes(self, call: Signature) -> None:
+        """Warns if ``call`` is that of the fourth program, or of the eighth and so on, of calls with other sizes."""
+        calls: list[Signature] = []
+        for at in self.programs:
+            if at.call not in calls and at.call.is_but_for_sizes(call):
+                calls.append(at.call)
+        count = len(calls)
+        if count >= _MANY_SIZES and count & (count - 1) == 0 and calls[-1] == call:
+            warnings.warn(ShardcWarning(_of_sizes(calls)), stacklevel=3)
 
     def with_loss(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> bool:
         """Whether a call passes the loss's arguments, behind the model's: the model takes the others alone.
@@ -319,6 +332,27 @@ def _changing(variants: list[Values]) -> str:
         f"the module was compiled {len(variants)} times for calls that differ only in what its code reads, last "
         f"because {' and '.join(shown)}; make a value that changes from step to step an input or a buffer (a "
         "tensor), or do not read it in forward"
+    )
+
+
+def _of_sizes(calls: Sequence[Signature]) -> str:
+    """Returns the text of the warning for many programs of ``calls`` that differ in sizes only, with the fix."""
+    sizes = {
+        (name, dim): tuple(dict(call.tensors)[name].shape[dim] for call in calls)
+        for name, like in calls[0].tensors
+        for dim in range(len(like.shape))
+    }
+    differ = {at: row for at, row in sizes.items() if len(set(row)) > 1}
+    # Dims that always have the same size share a name.
+    names = {row: f"n{number}" for number, row in enumerate(dict.fromkeys(differ.values()))}
+    dynamic: dict[str, dict[int, str]] = {}
+    for (name, dim), row in differ.items():
+        dynamic.setdefault(name, {})[dim] = names[row]
+    (name, dim), row = next(iter(differ.items()))
+    return (
+        f"the module was compiled {len(calls)} times for calls that differ only in sizes (dim {dim} of {name!r} was "
+        f"{', '.join(map(str, row[-4:]))}); for one program of all sizes write shardc.compile(..., dynamic={dynamic}), "
+        "or pad the inputs to a few sizes"
     )
 
 

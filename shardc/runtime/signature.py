@@ -141,6 +141,17 @@ class Signature:
         )
         return replace(self, leaves=leaves)
 
+    def is_but_for_sizes(self, other: Signature) -> bool:
+        """Whether ``other`` differs from this signature in sizes of tensors at most."""
+        pairs = zip(self.leaves, other.leaves, strict=False)
+        same = all(
+            replace(x, shape=y.shape) == y and len(x.shape) == len(y.shape)
+            if isinstance(x, Like) and isinstance(y, Like)
+            else x == y
+            for x, y in pairs
+        )
+        return same and replace(self, leaves=other.leaves) == other
+
     @property
     def tensors(self) -> list[tuple[str, Like]]:
         return [(name, x) for name, x in zip(self.names, self.leaves, strict=True) if isinstance(x, Like)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -270,3 +270,36 @@ def test_sizes_that_one_program_cannot_serve() -> None:
     assert program.conditions == ()
     with pytest.raises(CaptureError, match="there is no one program"):
         _lower(model, {"x": {0: "b"}}, torch.ones(4, 3), options=shardc.Options(strict=True))
+
+
+class Scored(nn.Module):
+    """A layer over ``[batch, length, width]``, with weights of ``[batch, length]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * weights.unsqueeze(-1)).sum()
+
+
+def lowered_for(lengths: Sequence[int], **more: Any) -> list[str]:
+    """What is warned of while a module is lowered for inputs of these lengths."""
+    module = shardc.compile(Scored(), shardc.Mesh(dp=2), shardc.fsdp("dp"), backend="eager", **more)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in lengths:
+            module.lower(torch.empty(4, length, 4), torch.empty(4, length))
+    return [str(record.message) for record in caught if issubclass(record.category, shardc.ShardcWarning)]
+
+
+def test_the_fourth_program_for_other_sizes_says_how_there_is_one() -> None:
+    lengths = [8, 16, 24, 32]
+    assert lowered_for(lengths[:3]) == [] and lowered_for([8] * 5) == []
+    (warning,) = lowered_for([*lengths, 40])
+    assert warning == (
+        "the module was compiled 4 times for calls that differ only in sizes (dim 1 of 'x' was 8, 16, 24, 32); for one "
+        "program of all sizes write shardc.compile(..., dynamic={'x': {1: 'n0'}, 'weights': {1: 'n0'}}), or pad the "
+        "inputs to a few sizes"
+    )
+    assert lowered_for(lengths, dynamic={"x": {1: "n0"}, "weights": {1: "n0"}}) == []
