@@ -174,6 +174,8 @@ class Auto:
         meshes = self.meshes(mesh, described, axes)
         described.check(meshes[0])
         chosen = replace(options or Options(), verify=False, hooks=(), dump=None)
+        if chosen.bucket_size is None and not described.is_host:
+            chosen = replace(chosen, bucket_size=described)  # as the program that runs on it has
         memory = described.memory if self.memory is None else float(self.memory)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardcWarning)
