@@ -145,11 +145,11 @@ def test_a_form_under_which_alike_blocks_differ_is_scheduled() -> None:
 
 def test_it_is_what_compile_compiles(found: Found, tmp_path: Path) -> None:
     """The plan by a search, the same from a file, and a second search: one program, as it was predicted."""
-    asked = shardc.auto(memory="1GB", inputs=LARGE)
-    searched = shardc.compile(build(512), found.mesh, asked)
+    asked, options = shardc.auto(memory="1GB", inputs=LARGE), shardc.Options(bucket_size=H100)  # as on GPUs
+    searched = shardc.compile(build(512), found.mesh, asked, options=options)
     assert searched.shardc.cache.build.plan == searched.shardc.found.plan == found.plan
     found.plan.save(tmp_path / "plan.json")
-    loaded = shardc.compile(build(512), found.mesh, shardc.Plan.load(tmp_path / "plan.json"))
+    loaded = shardc.compile(build(512), found.mesh, shardc.Plan.load(tmp_path / "plan.json"), options=options)
     assert loaded.shardc.found is None
     one, other = searched.lower(LARGE), loaded.lower(LARGE)
     assert [one.text(stage) for stage in one.stages] == [other.text(stage) for stage in other.stages]
