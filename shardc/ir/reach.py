@@ -437,7 +437,7 @@ _code = attrgetter("__code__")
 
 @dataclass(frozen=True)
 class Reach:
-    """What a capture of a model and a loss can reach: the code and the plain values, as text and as objects.
+    """Code and plain values that a capture of a model and a loss can reach, as text and as objects.
 
     Args:
         code: name -> text of the function, or other object than a plain value, that it is bound to.

@@ -441,9 +441,7 @@ class _Unfolding:
         return self.names.block_of(role.name) if role.kind == "grad" else None
 
     def _one_output(self, role: Role, node: Argument, shift: int) -> tuple[Role, Argument]:
-        """Returns (role, node) of an output of the graph of all blocks: the counterpart of
-        ``node``, its role renamed.
-        """
+        """Returns (renamed role, counterpart of ``node``): an output of the graph of all blocks."""
         copied = shift and self.names.block_of(role.name) == self.names.last
         if copied and isinstance(node, fx.Node) and node not in self.places:
             raise NotPeriodic(f"{ir.info(node).name}, which computes {role.name}, stands outside its block")
@@ -592,9 +590,7 @@ def _with_number(name: str, at: int, value: int) -> str:
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:
-    """Returns a copy of a node's meta with the index of the operand whose memory its value shares (-1: none); copies
-    have the same fake values.
-    """
+    """Returns a copy of a node's meta, with the index of the operand whose memory its value shares (-1: none)."""
     meta = dict(node.meta)
     if node.op == "call_function":
         owner = aliased(node)
