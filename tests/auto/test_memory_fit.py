@@ -64,7 +64,8 @@ def find(
 ) -> Found:
     with torch.device("meta"):
         model, x = Net(layers, width).double(), torch.empty(batch, width, dtype=torch.float64)
-    return shardc.find_plan(model, MESH, x, loss=loss, memory=int(memory), plan=hand, hardware=device)
+    options = shardc.Options(bucket_size=8 << 20)  # as `peak` has; in smaller ones parameters on the host cost less
+    return shardc.find_plan(model, MESH, x, loss=loss, memory=int(memory), plan=hand, hardware=device, options=options)
 
 
 def peak(layers: int, width: int, batch: int, plan: shardc.Plan, mesh: Mesh = MESH) -> int:
