@@ -58,7 +58,8 @@ class Region:
 
     Args:
         function: the function.
-        inputs, outputs: the layout of each argument and of each result, as `shardc.plan.layout_spec` parses them.
+        inputs: the layout of each argument, as `shardc.plan.layout_spec` parses it.
+        outputs: the layout of each result, likewise.
         many: whether the function returns a tuple.
         source: ``file:line`` of the call of `local_map`.
         number: index of the region, by which an op of a graph refers to it.
