@@ -28,11 +28,6 @@ def _matches(glob: str, name: str) -> bool:
     return len(parts) == len(globs) and all(map(fnmatchcase, parts, globs))
 
 
-def is_inside(name: str, module: str) -> bool:
-    """Return whether ``name`` is the dotted path ``module``, or the path of something inside that module."""
-    return name == module or name.startswith(f"{module}.")
-
-
 def by_part(path: str) -> str:
     """Return ``path`` as a glob in which each star matches one part of a name, without dots."""
     return f"./{path}" if any(char in path for char in "*?[") else path

@@ -14,9 +14,10 @@ from shardc.errors import LayoutError, PlanError, ShardcWarning
 from shardc.ir import ops
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.module_paths import is_in
 from shardc.ir.text import leaf_paths
 from shardc.plan.layout_spec import Form, PerRank, Uneven, freeze, to_layout
-from shardc.plan.match import is_inside, shorten
+from shardc.plan.match import shorten
 from shardc.plan.placed import grown_layout
 from shardc.plan.value import Plan
 
@@ -244,7 +245,7 @@ def resolve_regions(plan: Plan, module_names: Iterable[str]) -> list[str]:
     regions = {name for entry in plan.entries for name in entry.regions(names)}
     out: list[str] = []
     for name in names:  # submodules come after their module
-        if name in regions and not any(is_inside(name, outer) for outer in out):
+        if name in regions and not any(is_in(name, outer) for outer in out):
             out.append(name)
     return out
 

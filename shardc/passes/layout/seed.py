@@ -15,8 +15,8 @@ from shardc.ir import ops
 from shardc.ir.graph import Value
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.module_paths import is_in
 from shardc.ir.rewriter import GraphRewriter
-from shardc.plan.match import is_inside
 from shardc.plan.ports import InputPlan
 from shardc.plan.resolve import ParamPlan
 
@@ -82,7 +82,7 @@ class Seed:
         first = 1 + max((origin.region for origin in origins.values()), default=0)
         for node, origin in origins.items():
             for at, module in enumerate(self.regions):
-                if is_inside(origin.module, module) and origin.phase == "forward" and not origin.region:
+                if is_in(origin.module, module) and origin.phase == "forward" and not origin.region:
                     ir.set_info(node, replace(ir.info(node), origin=replace(origin, region=first + at)))
 
     def _param(self, rewriter: GraphRewriter, node: fx.Node, before: fx.Node | None) -> None:

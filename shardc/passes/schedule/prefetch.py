@@ -17,9 +17,9 @@ from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT, move_kind, waits_of
 from shardc.ir.comm_volume import collective_kind
 from shardc.ir.graph import Value, output_node
+from shardc.ir.module_paths import is_in
 from shardc.passes.op_calls import is_start, result_bytes
 from shardc.plan.entries import Prefetch
-from shardc.plan.match import is_inside
 
 # Below this an op costs no more than its launch, and keeping its result longer costs no memory worth counting.
 SMALL = 1 << 16  # bytes
@@ -109,13 +109,13 @@ def ask(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.Node, fl
     wanted: Wanted = []
     made_of = parameters(graph) if entries else {}
     for entry in entries:
-        first = next((n for n in graph.nodes if n not in made_of and is_inside(ir.info(n).origin.module, entry.module)
+        first = next((n for n in graph.nodes if n not in made_of and is_in(ir.info(n).origin.module, entry.module)
                       and n.op == "call_function" and not is_start(n) and not _waits(n)), None)  # fmt: skip
         if first is None:
             continue
         flying = 0
         for gather in (n for n in made_of if collective_kind(n) == "all_gather"):
-            theirs = any(is_inside(name, module) for name in made_of[gather] for module in entry.modules)
+            theirs = any(is_in(name, module) for name in made_of[gather] for module in entry.modules)
             if theirs and min(priority[u] for w in waits_of(gather) for u in w.users) > priority[first]:
                 flying += result_bytes(gather)
                 wanted.append((entry, gather, first))

@@ -9,10 +9,11 @@ from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal
 
 from shardc.errors import PlanError
+from shardc.ir.module_paths import is_in
 from shardc.plan.constructor_calls import Call
 from shardc.plan.entries.entry import Entry
 from shardc.plan.layout_spec import Form, PerRank, freeze, per_rank, quote, show, spec_axes
-from shardc.plan.match import flatten, is_inside, matching, must_match, near_names, shorten, split_target
+from shardc.plan.match import flatten, matching, must_match, near_names, shorten, split_target
 from shardc.plan.placed import Placed
 from shardc.validate import Bytes, Range, check_fields, checked
 
@@ -109,7 +110,7 @@ class Port(Spec):
         """
         path, (argument, dot, rest) = self.path, name.partition(".")
         spelled = (name, f"{arguments.index(argument)}{dot}{rest}")
-        return not path or any(is_inside(s, path) or fnmatchcase(s, path) for s in spelled)
+        return not path or any(is_in(s, path) or fnmatchcase(s, path) for s in spelled)
 
     def __str__(self) -> str:
         at = f"[{self.path if self.path.isdigit() else quote(self.path)}]" if self.path else ""
