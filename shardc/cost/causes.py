@@ -14,6 +14,7 @@ from shardc.ir import comm_volume
 from shardc.ir import graph as ir
 from shardc.ir.comm import about, axes_of, move_kind
 from shardc.ir.executable import Executable
+from shardc.ir.op_traits import CAST
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 _MAX_OPS = 64  # ops to search upstream of a collective for the parameter whose split caused it
@@ -50,15 +51,21 @@ class Explainer:
     Args:
         step: the ops of the step.
         compute: parameter -> the plan entries that decide its compute layout.
+        entries: all plan entries; where no other entry is found, those that mention the collective's axes are used.
     """
 
-    def __init__(self, step: Sequence, compute: Mapping[str, str]) -> None:
-        self.step, self.compute = step, compute
+    def __init__(self, step: Sequence, compute: Mapping[str, str], entries: Iterable[str] = ()) -> None:
+        self.step, self.compute, self.entries = step, compute, tuple(entries)
         self.users: list[list[int]] = [[] for _ in step.ops]
         self.origins = [ir.info(op.node).origin for op in step.ops]
         self.passes_on = [
-            bool(origin.reason) or op.kind in (MOVE, WAIT) for origin, op in zip(self.origins, step.ops, strict=True)
+            bool(origin.reason) or op.kind in (MOVE, WAIT) or op.node.target is CAST
+            for origin, op in zip(self.origins, step.ops, strict=True)
         ]
+        self.gradients: dict[int, list[str]] = {}  # position -> the parameters whose gradients leave the step there
+        for role, at in step.outputs:
+            if role.kind == "grad":
+                self.gradients.setdefault(at, []).append(role.name)
         self.params: dict[str, fx.Node] = {}
         self.params_of: dict[str, list[str]] = {}  # module -> its parameters
         self.position: dict[str, int] = {}
@@ -73,6 +80,13 @@ class Explainer:
 
     def cause(self, at: int) -> Cause:
         """Return why the op at step position ``at`` communicates: tensors, source line and plan entry (`Cause`)."""
+        cause, node = self._cause(at), self.step.ops[at].node
+        if cause.entry or move_kind(node) is not None:
+            return cause
+        return replace(cause, entry=" | ".join(about(axes_of(node), self.entries)))
+
+    def _cause(self, at: int) -> Cause:
+        """Return the `Cause` of the op at ``at``, without the entries that only mention its axes."""
         op, origin = self.step.ops[at], self.origins[at]
         if move_kind(op.node) is not None:
             return _recorded(op.node, self._host_param(at))
@@ -112,7 +126,7 @@ class Explainer:
     def _needed(self, at: int) -> list[str]:
         """Return the names of the parameters whose gradients need the result of the collective, or an item of it."""
         reached = self._reached(at, lambda node: (user for user in self.users[node] if self.passes_on[user]))
-        names = (self.origins[node].consumer for node in reached)
+        names = (name for node in reached for name in (self.origins[node].consumer, *self.gradients.get(node, ())))
         return list(dict.fromkeys(name for name in names if name in self.params))
 
     def _reached(self, at: int, neighbours: Callable[[int], Iterable[int]]) -> Iterator[int]:
@@ -168,7 +182,9 @@ def cause_of(program: Executable, node: fx.Node, entries: Iterable[str]) -> Caus
     step = of_halves(halves, program.levels)
     at = next((at for at, op in enumerate(step.ops) if op.node is node), None)
     # None: the node is in a separate reduction graph.
-    cause = _recorded(node, ir.info(node).name) if at is None else Explainer(step, program.causes).cause(at)
+    if at is not None:
+        return Explainer(step, program.causes, entries).cause(at)
+    cause = _recorded(node, ir.info(node).name)
     return replace(cause, entry=cause.entry or " | ".join(about(axes_of(node), entries)))
 
 

@@ -80,7 +80,8 @@ class InspectedProgram(Program):
         useful = sum(flops * (1 if folded is None else folded.times(name)) for name, flops in shown.joint.flops)
         described = find(hardware) if isinstance(hardware, str) else hardware
         return build(
-            step, shown.mesh, described, symbols=partial(shown.costs, described), order=order, causes=shown.causes,
+            step, shown.mesh, described, symbols=partial(shown.costs, described), order=order,
+            causes=shown.causes, entries=tuple(map(str, shown.plan.entries)),
             useful_flops=useful / shown.mesh.ranks, optimizer_copies=optimizer_copies, skew=skew,
             notes=(*(() if folded is None else folded.notes), *room_of_rows(op.node for op in step.ops)),
             model=shown.source.model, plan=str(shown.plan),

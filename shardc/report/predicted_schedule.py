@@ -83,6 +83,7 @@ def build(
     *,
     order: str = "graph",
     causes: Mapping[str, str] | None = None,
+    entries: tuple[str, ...] = (),
     useful_flops: float | None = None,
     optimizer_copies: float = 2.0,
     skew: float = 1.0,
@@ -98,6 +99,7 @@ def build(
         mesh, hardware: the target of the prediction.
         order: "graph" (as the graph is ordered) or "earliest" (as early as dependences allow).
         causes: parameter -> the plan entries of its compute layout.
+        entries: all plan entries, for collectives of which only the axes tell the entry.
         useful_flops: operations of the model's dense ops per rank, without redundant ones; by default all of a rank.
         optimizer_copies: size of the optimizer's state as a multiple of the parameters (AdamW: 2).
         skew: rows of the most loaded expert rank, as a multiple of the mean.
@@ -128,7 +130,7 @@ def build(
     for run in runs:
         by_dtype[run.kernel.dtype] = by_dtype.get(run.kernel.dtype, 0) + run.kernel.flops
     return Schedule(
-        mesh, hardware, order, _rows(step, moved, prices, times, runs, causes or {}), runs,
+        mesh, hardware, order, _rows(step, moved, prices, times, runs, Explainer(step, causes or {}, entries)), runs,
         memory_of(step, outputs, work, optimizer_copies), times.clock, times.seconds,
         float(sum(by_dtype.values())) if useful_flops is None else useful_flops,
         max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.float32), step, notes,
@@ -207,7 +209,7 @@ def _rows(
     prices: Mapping[int, Price],
     times: Timeline,
     runs: tuple[Run, ...],
-    causes: Mapping[str, str],
+    explain: Explainer,
 ) -> tuple[Collective, ...]:
     """Return the collectives and host copies of a step with their predicted times and causes.
 
@@ -216,9 +218,8 @@ def _rows(
         prices: position of a start -> its price.
         times: the simulated times.
         runs: the kernels in order.
-        causes: parameter -> the plan entries of its compute layout.
+        explain: finds the causes.
     """
-    explain = Explainer(step, causes)
     starts = [run.start for run in runs]
     return tuple(
         Collective(

@@ -276,6 +276,25 @@ def test_fits(composed: shardc.Program) -> None:
 # --- where a collective comes from
 
 
+@pytest.mark.parametrize("stage", ["localize", "schedule"])
+@pytest.mark.parametrize(
+    "plan", [shardc.ddp("dp"), shardc.fsdp("dp"), shardc.fsdp("dp") | llama.llama_tp("tp")], ids=["ddp", "fsdp", "tp"]
+)
+def test_reductions_of_a_precision_plan_keep_their_cause(plan: shardc.Plan, stage: str) -> None:
+    """Under a precision plan, as without one, a reduction names the parameters and the entry that ask for it."""
+    axes = {"dp": 2} if "tp(" not in str(plan) else {"dp": 2, "tp": 2}
+    low = plan | shardc.precision(param=torch.bfloat16, reduce=torch.float32)
+    schedules = [llama_program(each, 1, **axes).schedule(stage=stage) for each in (plan, low)]
+    plain, reduced = ([c for c in s.collectives if "reduce" in c.kind] for s in schedules)
+    assert all(c.cause.entry for c in reduced)
+    params = {name for name, _ in llama.Llama(llama.LlamaConfig(layers=1)).named_parameters()}
+    of_gradients = [
+        Counter(name for c in rows if c.axis == "dp" for name in c.cause.tensors if name in params)
+        for rows in (plain, reduced)
+    ]
+    assert of_gradients[0] == of_gradients[1] == Counter(params)
+
+
 def test_causes_name_parameter_module_source_and_entry(composed: shardc.Program) -> None:
     rows = composed.schedule(stage="localize").collectives
     gather = next(c for c in rows if c.kind == "all_gather" and c.cause.tensor == "layers.1.mlp.up.weight")

@@ -73,7 +73,8 @@ class Precision:
             at = rewriter.before(output, like=computed, suffix="cast", cause=REDUCED_IN)
             node = at.typed(replace(ir.value(node), dtype=reduce), _CAST, node, dtype=reduce)
         if ir.layout(node) != layout:
-            at = rewriter.before(output, like=computed, suffix="reduced")
+            # As `Reshard` records it, so that reports find the plan entry that stores the parameter.
+            at = rewriter.before(output, like=computed, suffix="reduced", cause="", consumer=name)
             node = at.typed(replace(ir.value(node), layout=layout), ops.reshard, node)
         if reduce == stored or name in self.deferred.names:
             return node
