@@ -8,7 +8,7 @@ r"""Train a language model: one file to copy. CUDA and NCCL where there are GPUs
     torchrun --nproc-per-node 8 examples/train.py --hf Qwen/Qwen3-0.6B --bf16
 
 It runs again from the last checkpoint of ``--checkpoint``, on any number of ranks. The text is the source of Python's
-standard library; put yours in `batch`.
+standard library; put your data loader in place of `batches`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import math
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -81,11 +82,13 @@ def text(limit: int = 2_000_000) -> Tensor:
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)[:limit]), dtype=torch.uint8)
 
 
-def batch(data: Tensor, step: int, rows: int, length: int, device: str) -> tuple[Tensor, Tensor]:
-    """The global batch of a step, the same on every rank; `shard_inputs` gives each rank its part."""
-    starts = torch.randint(len(data) - length, (rows, 1), generator=torch.Generator().manual_seed(step))
-    windows = data[starts + torch.arange(length + 1)].long().to(device)
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+def batches(first: int, steps: int, rows: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The global batch of each step, the same on every rank."""
+    data = text()
+    for step in range(first, steps):
+        starts = torch.randint(len(data) - length, (rows, 1), generator=torch.Generator().manual_seed(step))
+        windows = data[starts + torch.arange(length + 1)].long()
+        yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 class Checkpoints:
@@ -175,7 +178,7 @@ def main() -> None:
         lambda step: min((step + 1) / args.warmup, 0.5 + 0.5 * math.cos(math.pi * min(step / args.steps, 1.0))),
     )
     checkpoints = Checkpoints(args.checkpoint, module, optimizer, scheduler)
-    first, data = checkpoints.resume(), text()
+    first = checkpoints.resume()
     count = sum(p.numel() for p in module.parameters())
     say(f"{count:,} parameters on {dist.get_world_size()} ranks of {device}, {plan}, from step {first}")
 
@@ -184,9 +187,9 @@ def main() -> None:
     if trace:
         trace.start()
     began, since = time.perf_counter(), first
-    for step in range(first, args.steps):
-        inputs = module.shardc.shard_inputs(*batch(data, step, args.rows, args.length, device))
-        loss = module(*inputs)
+    loader = batches(first, args.steps, args.rows, args.length)
+    for step, batch in enumerate(shardc.batches(loader, module), first):  # each rank's part, on its device
+        loss = module(*batch)
         loss.backward()
         norm = module.shardc.clip_grad_norm_(args.clip)
         optimizer.step()

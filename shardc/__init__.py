@@ -5,6 +5,7 @@ from shardc.ir.gc_control import outgrown as _outgrown
 with _outgrown():  # garbage collections would take a quarter of the time of these imports
     from shardc import optim
     from shardc.api import compile, shard
+    from shardc.batches import batches, data_parts
     from shardc.custom_ops import region as local
     from shardc.custom_ops.expert_markers import experts
     from shardc.custom_ops.region import local_map
@@ -37,9 +38,11 @@ __all__ = [
     "ShardcWarning",
     "Simulation",
     "auto",
+    "batches",
     "compile",
     "ddp",
     "cp",
+    "data_parts",
     "ep",
     "expert_tokens",
     "experts",

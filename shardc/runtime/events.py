@@ -34,7 +34,8 @@ _FIXES = {
     "event": "call the same modules, methods and backward equally often and in the same order on every rank; what "
     "forward reads (attributes, globals) has to be the same on every rank",
     "input": "pass the same arguments on every rank, and equally many rows (drop_last=True, or a sampler that pads); "
-    "with shardc.Options(uneven=True) ranks may pass different numbers of rows",
+    "with shardc.Options(uneven=True) ranks may pass different numbers of rows, and shardc.batches(loader, module, "
+    "pad=...) pads other dims to the longest of the ranks",
     "gradients": "enter the same of torch.no_grad() and torch.inference_mode() on every rank",
     "left unreduced": "enter no_sync(), and call set_requires_grad_sync, on every rank or on none",
     "grads": "freeze the same parameters on every rank",

@@ -160,6 +160,27 @@ def targets_last(
     return (*args, *last), {name: x for name, x in kwargs.items() if name not in targets}
 
 
+def in_call(
+    model: nn.Module, batch: PyTree, targets: Sequence[str] | None
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+    """Returns the ``(args, kwargs)`` of ``module(**batch)`` for a dict, and of ``module(batch)`` for other batches.
+
+    A dict is one argument if ``forward`` (with the loss's ``targets``) does not take its keys as keywords.
+    """
+    if isinstance(batch, dict) and batch and all(isinstance(key, str) for key in batch):
+        args, kwargs = targets_last(model, (), batch, targets or ())
+        if takes(model, args, kwargs, targets):
+            return (), batch
+    return (batch,), {}
+
+
+def takes(model: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], targets: Sequence[str] | None) -> bool:
+    """Whether ``model.forward`` takes these arguments, or takes them without the loss's ``targets`` at the end."""
+    model_args = len(args) - len(targets or ())
+    without = targets is not None and model_args >= 0 and _refuses(model, args[:model_args], kwargs) is None
+    return without or _refuses(model, args, kwargs) is None
+
+
 def no_targets(model: nn.Module, targets: Sequence[str]) -> InputError:
     """Returns the error for a call in training mode without the loss's ``targets``."""
     several = ", ".join(targets)

@@ -15,14 +15,14 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from shardc._compat import PyTree
+from shardc.runtime.containers import closed, opened
 from shardc.runtime.full_params import first_state_dict, full_state_dict, summon_full_params
 from shardc.runtime.gloo.buffers import MemoryUse
 from shardc.runtime.gradients import clip_grad_norm_
 from shardc.runtime.initialize import initialise, reset_parameters
-from shardc.runtime.inputs import check_kinds, shard_input, targets_last
+from shardc.runtime.inputs import check_kinds, in_call, targets_last
 from shardc.runtime.program_cache import CacheKey
 from shardc.runtime.state import State
-from shardc.runtime.uneven import refuse_own
 from shardc.validate import Range, typed
 
 P = ParamSpec("P")
@@ -154,26 +154,29 @@ class Namespace(State):
         return program
 
     def shard_inputs(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """Cuts global inputs (a tensor, or trees of them) into this rank's shards.
+        """Cuts global inputs into this rank's shards: tensors, or batches of any structure.
+
+        A batch may be nested of lists, tuples, dicts, dataclasses and mappings such as a ``BatchEncoding``. It comes
+        back in the same structure and classes. A dict whose keys are keywords of the model's ``forward`` (or the loss's
+        targets) is cut as ``module(**batch)`` takes it.
 
         Returns:
             The shard for one argument, else a tuple; with keywords ``(args, kwargs)``. Targets of the loss that are
             given by name come last in the tuple.
 
         Raises:
-            InputError: an input of another global shape had shards of the same shape, or an input is marked
-                `shardc.per_rank`.
+            InputError: an input of another global shape had shards of the same shape, an input is marked
+                `shardc.per_rank`, or an object of an unknown class holds tensors.
         """
-        args, kwargs = targets_last(self.params.view, args, kwargs, self.spec.targets or ())
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        named = zip(self.cache.input_names(args, kwargs), leaves, strict=True)
-        shapes = [(name, tuple(x.shape)) for name, x in named if isinstance(x, Tensor)]
-        refuse_own([name for name, _ in shapes], self.cache.build.numbered([name for name, _ in shapes]))
-        layouts = iter(self.cache.build.input_layouts(shapes))
-        cut = [shard_input(x, next(layouts), self.spec.rank) if isinstance(x, Tensor) else x for x in leaves]
-        for (name, shape), x in zip(shapes, (x for x in cut if isinstance(x, Tensor)), strict=True):
-            self.cache.note_cut(name, tuple(x.shape), shape)
-        out_args, out_kwargs = pytree.tree_unflatten(cut, spec)
+        model, targets = self.params.view, self.spec.targets
+        if len(args) == 1 and not kwargs:
+            in_order, by_name = in_call(model, opened(args[0]), targets)
+            cut_args, cut_kwargs = self.map_inputs(in_order, by_name, self.cut_global)
+            return closed(args[0], cut_kwargs or cut_args[0])
+        plain_args, plain_kwargs = opened((args, kwargs))
+        cut = self.map_inputs(plain_args, plain_kwargs, self.cut_global)
+        out_args, out_kwargs = closed((args, kwargs), cut)
+        out_args, out_kwargs = targets_last(model, out_args, out_kwargs, targets or ())
         if out_kwargs:
             return out_args, out_kwargs
         return out_args[0] if len(out_args) == 1 else out_args

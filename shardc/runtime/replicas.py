@@ -123,6 +123,7 @@ def compare_inputs(
     tensors: Sequence[Tensor],
     rows: Sequence[tuple[str, ...]],
     groups: Groups,
+    fix: str | None = None,
 ) -> None:
     """Compares fingerprints of a call's inputs between ranks that must pass the same values, through the store.
 
@@ -131,6 +132,7 @@ def compare_inputs(
         inputs: (name, layout) of each input of the program.
         tensors: the inputs as this rank passes them.
         rows: per input, the axes over which numbers of rows differ; empty if none do.
+        fix: what to do if values differ; by default advice on the sampler and the plan.
 
     Raises:
         MeshError: on every rank, if values differ; names the input, the axes and the ranks.
@@ -149,7 +151,10 @@ def compare_inputs(
     texts = consistency.exchange(event, json.dumps(mine), set(first.values()))
     theirs = {rank: json.loads(text) for rank, text in texts.items()}
     wrong = [key for key, value in mine.items() if theirs[first[key]][key] != value]
-    lines = _differing(wrong, shared[wrong[0]], first[wrong[0]], groups) if wrong else [("values of inputs", SAME)]
+    lines = [("values of inputs", SAME)]
+    if wrong:
+        lines = _differing(wrong, shared[wrong[0]], first[wrong[0]], groups)
+        lines = lines if fix is None else [lines[0], ("fix", fix)]
     consistency.enter(Event((("event", f"comparison of the values of inputs of {name}"), *lines)), ask=True)
 
 

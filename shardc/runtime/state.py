@@ -7,16 +7,18 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from shardc._compat import PyTree
+from shardc._compat import PyTree, pytree
 from shardc.ir.executable import Executable
 from shardc.ir.mesh import Mesh
 from shardc.runtime.gradients import Sync
+from shardc.runtime.inputs import shard_input, targets_last
 from shardc.runtime.parameter_checks import ParamStore
 from shardc.runtime.program_cache import Build, CacheKey, ProgramCache
 from shardc.runtime.replicas import Sources, Turns
 from shardc.runtime.sharding_spec import ShardingSpec
+from shardc.runtime.uneven import refuse_own
 
 
 class State:
@@ -81,6 +83,36 @@ class State:
         """Raises LayoutError if a parameter no longer fits the module, or has no values and the module ``runs``."""
         self.cache.look()
         self.params.check(runs)
+
+    def map_inputs(
+        self,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        fn: Callable[[list[tuple[str, Tensor]]], list[Tensor]],
+    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+        """Returns the arguments of a call with each tensor replaced, in the same structure.
+
+        Args:
+            fn: maps (name, tensor) of all tensors, in the order of the program's inputs, to the new tensors.
+        """
+        moved = targets_last(self.params.view, args, kwargs, self.spec.targets or ())
+        leaves, structure = pytree.tree_flatten(moved)
+        named = zip(self.cache.input_names(*moved), leaves, strict=True)
+        new = iter(fn([(name, x) for name, x in named if isinstance(x, Tensor)]))
+        values = [next(new) if isinstance(x, Tensor) else x for x in leaves]
+        new_args, new_kwargs = pytree.tree_unflatten(values, structure)
+        new_kwargs |= zip(self.spec.targets or (), new_args[len(args) :], strict=False)
+        return new_args[: len(args)], {name: new_kwargs[name] for name in kwargs}
+
+    def cut_global(self, named: list[tuple[str, Tensor]]) -> list[Tensor]:
+        """Returns this rank's shards of global inputs, given as (name, tensor); see `Namespace.shard_inputs`."""
+        shapes = [(name, tuple(x.shape)) for name, x in named]
+        refuse_own([name for name, _ in shapes], self.cache.build.numbered([name for name, _ in shapes]))
+        layouts = self.cache.build.input_layouts(shapes)
+        shards = [shard_input(x, layout, self.spec.rank) for (_, x), layout in zip(named, layouts, strict=True)]
+        for (name, shape), x in zip(shapes, shards, strict=True):
+            self.cache.note_cut(name, tuple(x.shape), shape)
+        return shards
 
     def tells(self) -> AbstractContextManager[None]:
         """Returns a context manager that sends an error raised inside it to the other ranks, which raise it too."""

@@ -52,7 +52,7 @@ class Rows:
     ) -> Rows:
         """Exchanges the row counts of ``tensors`` between all ranks; a collective."""
         mine = torch.tensor([x.shape[0] if over else 0 for x, over in zip(tensors, axes, strict=True)], device=device)
-        table = torch.stack(_gather(mine, groups, groups.mesh.axes)).tolist()
+        table = torch.stack(gather(mine, groups, groups.mesh.axes)).tolist()
         return cls(tuple(names), tuple(axes), tuple(map(tuple, table)))
 
     @property
@@ -97,7 +97,7 @@ class Rows:
         sent = torch.zeros(max(counts) * width, dtype=torch.uint8, device=x.device)
         sent[: x.shape[0] * width] = bytes_of(x)
         ordered = sorted(axes, key=groups.mesh.order)
-        came = _gather(sent, groups, tuple(ordered))
+        came = gather(sent, groups, tuple(ordered))
         members = [groups.everyone().index(rank) for rank in groups.ranks(axes)]
         by_block = {flat_index(groups.mesh, axes, rank): part for rank, part in zip(members, came, strict=True)}
         whole = torch.cat([by_block[block][: count * width] for block, count in enumerate(counts)])
@@ -105,12 +105,12 @@ class Rows:
         return whole.view(x.dtype).view(-1, *x.shape[1:])[index[0] : index[-1] + 1].contiguous()
 
 
-def _gather(x: Tensor, groups: Groups, axes: Axes) -> list[Tensor]:
+def gather(x: Tensor, groups: Groups, axes: Axes, what: str = "exchange of rows") -> list[Tensor]:
     """All-gathers ``x`` along ``axes``; returns a tensor per rank of the group, in group order."""
     rename = groups.add([axes])
     group = c10d._resolve_process_group(rename[GROUP_PREFIX + ",".join(axes)])  # type: ignore[arg-type]
     out = [torch.empty_like(x) for _ in range(group.size())]
-    with groups.consistency.reduces("exchange of rows"):
+    with groups.consistency.reduces(what):
         dist.all_gather(out, x, group=group)
     return out
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
 import pytest
 import torch
+import transformers
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+import shardc
 from shardc.errors import InputError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -84,3 +92,92 @@ def check_dtensors() -> None:
 @pytest.mark.slow
 def test_dtensors() -> None:
     run_ranks(2, check_dtensors)
+
+
+# --- batches of any structure
+
+
+class Lookup(nn.Module):
+    def forward(self, ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        return ids
+
+
+class TakesOne(nn.Module):
+    def forward(self, batch: Any) -> Tensor:
+        return batch
+
+
+@dataclass(frozen=True)
+class Record:
+    ids: Tensor
+    labels: Tensor
+
+
+Pair = namedtuple("Pair", "ids labels")  # noqa: PYI024
+IDS = torch.arange(12).view(4, 3)
+HALF = IDS[:2]
+
+
+@pytest.mark.parametrize("model", [Lookup, TakesOne])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"ids": IDS, "labels": IDS}, {"ids": HALF, "labels": HALF}),
+        (OrderedDict(labels=IDS, ids=IDS), OrderedDict(labels=HALF, ids=HALF)),
+        (Record(IDS, IDS), Record(HALF, HALF)),
+        (Pair(IDS, IDS), Pair(HALF, HALF)),
+        ([IDS, {"a": (IDS, 3, None)}], [HALF, {"a": (HALF, 3, None)}]),
+        ({"rest": [Record(IDS, IDS)]}, {"rest": [Record(HALF, HALF)]}),
+        (
+            transformers.BatchEncoding({"ids": IDS, "mask": IDS}),
+            transformers.BatchEncoding({"ids": HALF, "mask": HALF}),
+        ),
+        (MappingProxyType({"ids": IDS}), MappingProxyType({"ids": HALF})),
+        (IDS, HALF),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_a_batch_keeps_its_structure(model: type[nn.Module], given: Any, expected: Any) -> None:
+    module = shardc.compile(model(), shardc.Mesh(dp=2), shardc.ddp("dp"))
+    same(module.shard_inputs(given), expected)
+
+
+def same(x: Any, y: Any) -> None:
+    """Both have one structure, the same classes and values."""
+    assert type(x) is type(y)
+    if isinstance(x, Tensor):
+        assert torch.equal(x, y)
+    elif isinstance(x, list | tuple):
+        for left, right in zip(x, y, strict=True):
+            same(left, right)
+    elif isinstance(x, Record):
+        same((x.ids, x.labels), (y.ids, y.labels))
+    elif hasattr(x, "items"):
+        same(list(x.items()), list(y.items()))
+    else:
+        assert x == y
+
+
+def test_a_dict_is_cut_as_keywords() -> None:
+    """A plan that speaks of an input by name finds it in a batch; the batch itself is not changed."""
+    plan = shardc.Plan(inputs={"ids": (None, "dp"), "labels": ("dp", None)})
+    module = shardc.compile(Lookup(), shardc.Mesh(dp=3), plan)
+    labels = torch.zeros(6, 2)
+    batch = {"labels": labels, "ids": IDS}
+    same(module.shard_inputs(batch), {"labels": labels[:2], "ids": IDS[:, :1]})
+    assert batch["ids"] is IDS
+    same(module.shard_inputs(**batch), ((), {"labels": labels[:2], "ids": IDS[:, :1]}))
+
+
+def test_an_object_that_holds_tensors_is_not_passed_uncut() -> None:
+    class Box:
+        def __init__(self) -> None:
+            self.ids = IDS
+
+    module = shardc.compile(TakesOne(), shardc.Mesh(dp=2), shardc.ddp("dp"))
+    with pytest.raises(InputError) as caught:
+        module.shard_inputs([Box()])
+    assert caught.value.what == (
+        "a batch has a Box with tensors in its attribute 'ids'; torch's pytrees do not know the class, so they cannot "
+        "be cut"
+    )
