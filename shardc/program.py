@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
 
 import torch
@@ -193,6 +194,15 @@ class Program(Executable):
         few = ("capture", *self.pipeline.until(passes.Propagate.name).names)
         graph = self.graph(stage) if stage in few else self.whole(stage)
         return dump(LazyGraphModule(self.joint.captured.graph, graph), self.mesh, origins=origins)
+
+    def __str__(self) -> str:
+        """Returns `text` of stage "collectives"."""
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        """Returns the program for a notebook: mesh and plan, and `text`, which unfolds."""
+        title = escape(f"{self.source.model or 'Program'} on mesh {self.mesh}, {self.plan}")
+        return f"<details><summary>{title}</summary><pre>{escape(self.text())}</pre></details>"
 
     def module(self, stage: str) -> fx.GraphModule:
         """Returns the graph after ``stage``, with its constants."""

@@ -210,7 +210,7 @@ def test_says_what_is_folded() -> None:
     made = program(stack(7), shardc.ddp("dp"), True, dp=2)
     note = "layers.0 to layers.6: 7 blocks alike, analysed on 4"
     schedule = made.schedule()
-    assert schedule.table().splitlines()[1] == note
+    assert note in schedule.table().partition("\n\n")[0].splitlines()
     assert json.loads(schedule.to_json())["notes"] == [note]
     assert "notes" not in json.loads(program(stack(4), shardc.ddp("dp"), True, dp=2).schedule().to_json())
     shown = explain(made, "layers.4.up.weight").text().splitlines()

@@ -1,4 +1,4 @@
-"""A schedule as text tables, as JSON data and as a Chrome trace; and the comparison of two saved schedules (for CI)."""
+"""A schedule as JSON data and as a Chrome trace, and the comparison of two saved schedules (for CI)."""
 
 from __future__ import annotations
 
@@ -13,49 +13,12 @@ from typing import Any
 
 from tabulate import tabulate
 
-from shardc.cost.compute import layers_of
 from shardc.cost.step_sequence import MOVE, WAIT, Sequence
 from shardc.errors import InputError
-from shardc.report.prediction import OWNERS, Collective, Prediction, Total, grouped
+from shardc.report.prediction import OWNERS, Prediction
 
-HEAD = ("kind", "axis", "ranks", "dtype", "count", "B/rank", "ms", "exposed", "phase", "tensor", "hidden by", "cause")
+LARGEST = 10  # tensors at the peak that are written
 TOTALS = ("axis", "kind", "phase", "entry")
-
-
-def table(schedule: Prediction, rows: int | None) -> str:
-    """Return the schedule as text: collectives, totals, memory at the peak, then the step time and whether it fits.
-
-    Args:
-        rows: largest number of rows of the first table; None for no limit.
-    """
-    groups = grouped(schedule.transfers, _group_key)
-    shown = sorted(groups.values(), key=lambda of: (-sum(c.exposed for c in of), -sum(c.wire for c in of)))
-    body = [_row(of) for of in (shown if rows is None else shown[:rows])]
-    parts = [
-        "\n".join([f"mesh {schedule.mesh} on {schedule.hardware.name}, {schedule.order} order", *schedule.notes]),
-        plain(body, HEAD),
-    ]
-    if rows is not None and len(shown) > rows:
-        parts[-1] += f"\n... and {len(shown) - rows} more rows"
-    for by in TOTALS:
-        parts.append(_totals(by, schedule.totals(by)))
-    owners = [(owner, gigabytes(size)) for owner, size in schedule.memory.by_owner().items() if size]
-    parts.append(plain([*owners, ("total", gigabytes(schedule.memory.peak.total))], ("at the peak", "GB")))
-    if schedule.memory.host:
-        parts.append(plain([(owner, gigabytes(size)) for owner, size in schedule.memory.host], ("on the host", "GB")))
-    parts.append(summary(schedule))
-    return "\n\n".join(parts) + "\n"
-
-
-def summary(schedule: Prediction) -> str:
-    """Return step time and memory as two lines of text."""
-    fits = "fits" if schedule.fits() else "does not fit"
-    return (
-        f"step {milliseconds(schedule.seconds)} ms = compute {milliseconds(schedule.compute_seconds)} + exposed "
-        f"{milliseconds(schedule.exposed)}; {schedule.wire} B/rank on the wire; MFU at most {schedule.mfu:.1%}\n"
-        f"memory peak {gigabytes(schedule.memory.peak.total)} GB at {schedule.memory.peak_op}: {fits} in "
-        f"{schedule.hardware.memory / 1e9:g} GB"
-    )
 
 
 def write(path: str | Path, text: str) -> None:
@@ -74,34 +37,9 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:.3f}" if size >= 1e6 else f"{size / 1e9:.6f}"
 
 
-def _group_key(c: Collective) -> tuple[object, ...]:
-    """Return the key by which collectives share a row: equal ones of repeated layers have equal keys."""
-    return c.kind, c.axis, c.dtype, c.wire, c.phase, layers_of(c.cause.tensor), c.cause.entry
-
-
-def _row(of: list[Collective]) -> tuple[str, ...]:
-    """Return the table's row, strings in the order of `HEAD`, for the collectives ``of``, which have equal keys."""
-    c = of[0]
-    cause = c.cause.entry or layers_of(c.cause.reason)
-    return (
-        c.kind, c.axis, str(c.ranks), c.dtype, str(len(of)), str(sum(x.wire for x in of)),
-        milliseconds(sum(x.seconds for x in of)), milliseconds(sum(x.exposed for x in of)), c.phase,
-        layers_of(c.cause.tensor) if len(of) > 1 else c.cause.tensor, layers_of(c.hidden_by) or "-", shorten(cause, 48),
-    )  # fmt: skip
-
-
 def shorten(text: str, width: int) -> str:
     """Return ``text`` cut to ``width`` characters, ending in dots if it is longer."""
     return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def _totals(by: str, totals: dict[str, Total]) -> str:
-    """Return the table of ``totals``, whose keys are values of ``by`` (an axis, a kind, ...)."""
-    body = [
-        (shorten(key, 60) or "-", str(t.count), str(t.wire), milliseconds(t.seconds), milliseconds(t.exposed))
-        for key, t in totals.items()
-    ]
-    return plain(body, (by, "count", "B/rank", "ms", "exposed"))
 
 
 def plain(rows: Seq[Seq[str]], head: Seq[str]) -> str:
@@ -117,6 +55,8 @@ def record(schedule: Prediction) -> dict[str, object]:
         "order": schedule.order,
         **({"notes": list(schedule.notes)} if schedule.notes else {}),
         "seconds": schedule.seconds,
+        "optimizer_seconds": schedule.optimizer_seconds,
+        **({"tokens": schedule.tokens} if schedule.tokens else {}),
         "compute_seconds": schedule.compute_seconds,
         "exposed": schedule.exposed,
         "wire": schedule.wire,
@@ -128,6 +68,7 @@ def record(schedule: Prediction) -> dict[str, object]:
             "peak_op": schedule.memory.peak_op,
             "by_owner": schedule.memory.by_owner(),
             "capacity": schedule.hardware.memory,
+            "held": [vars(x) for x in sorted(schedule.memory.held, key=lambda x: -x.bytes)[:LARGEST]],
             **({"host": dict(schedule.memory.host)} if schedule.memory.host else {}),
         },
         "totals": {

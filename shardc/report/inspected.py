@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from typing import Any
+
+import torch
+from torch import fx
 
 from shardc.cost.hardware import Hardware, find
 from shardc.cost.step_sequence import of_halves, of_joint
@@ -83,6 +87,7 @@ class InspectedProgram(Program):
             step, shown.mesh, described, symbols=partial(shown.costs, described), order=order,
             causes=shown.causes, entries=tuple(map(str, shown.plan.entries)),
             useful_flops=useful / shown.mesh.ranks, optimizer_copies=optimizer_copies, skew=skew,
+            tokens=_tokens(shown.joint.captured.graph.graph),
             notes=(*(() if folded is None else folded.notes), *room_of_rows(op.node for op in step.ops)),
             model=shown.source.model, plan=str(shown.plan),
         )  # fmt: skip
@@ -112,3 +117,12 @@ class InspectedProgram(Program):
 
 class InspectedSizedProgram(SizedProgram, InspectedProgram):
     """`InspectedProgram` for dynamic sizes, at some sizes; reports are on a program compiled for these sizes alone."""
+
+
+def _tokens(captured: fx.Graph) -> int:
+    """Return the number of tokens of the global batch: the elements of the first input, if it holds integers in two
+    dims or more; else 0.
+    """
+    first = next((ir.value(x) for x in ir.placeholders(captured, "input")), None)
+    integers = first is not None and not first.dtype.is_floating_point and first.dtype is not torch.bool
+    return prod(first.shape) if first is not None and integers and len(first.shape) > 1 else 0

@@ -25,7 +25,7 @@ from shardc.ir.arena import Packing, rows_of
 from shardc.ir.comm import SEND_ROWS, is_ring, move_kind
 from shardc.ir.gc_control import uncollected
 from shardc.ir.mesh import Mesh, split_part
-from shardc.report import export, page
+from shardc.report import export, page, schedule_text
 from shardc.report.prediction import HOST, ORDERS, Collective, Prediction, Run, Span, Timeline, memory_of, simulate
 
 if TYPE_CHECKING:
@@ -50,9 +50,16 @@ class Schedule(Prediction):
             raise PlanError("this schedule belongs to no program", fix="take it from Program.schedule()")
         return self.symbols()
 
+    def __repr__(self) -> str:
+        return schedule_text.line(self)
+
     def table(self, rows: int | None = 40) -> str:
-        """Return text tables: the first ``rows`` groups of collectives by exposed time; totals, memory, step."""
-        return export.table(self, rows)
+        """Return step time, tokens/s, MFU and memory, then tables, as text of at most 120 columns.
+
+        Args:
+            rows: largest number of rows of the table of collectives, by exposed time; None for no limit.
+        """
+        return schedule_text.table(self, rows)
 
     def to_json(self) -> str:
         """Return all numbers as JSON text; it is byte-identical for the same program."""
@@ -87,6 +94,7 @@ def build(
     useful_flops: float | None = None,
     optimizer_copies: float = 2.0,
     skew: float = 1.0,
+    tokens: int = 0,
     notes: tuple[str, ...] = (),
     symbols: Callable[[], Costs] | None = None,
     model: str = "",
@@ -103,6 +111,7 @@ def build(
         useful_flops: operations of the model's dense ops per rank, without redundant ones; by default all of a rank.
         optimizer_copies: size of the optimizer's state as a multiple of the parameters (AdamW: 2).
         skew: rows of the most loaded expert rank, as a multiple of the mean.
+        tokens: tokens of the global batch.
         notes: remarks for people.
         symbols: returns the cost formulas of the program.
         model, plan: model and plan as text, for titles.
@@ -133,7 +142,7 @@ def build(
         mesh, hardware, order, _rows(step, moved, prices, times, runs, Explainer(step, causes or {}, entries)), runs,
         memory_of(step, outputs, work, optimizer_copies), times.clock, times.seconds,
         float(sum(by_dtype.values())) if useful_flops is None else useful_flops,
-        max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.float32), step, notes,
+        max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.float32), step, tokens, notes,
         symbols, model, plan,
     )  # fmt: skip
 

@@ -22,10 +22,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
-from typing import TYPE_CHECKING, TypeVar
+from itertools import islice
+from operator import attrgetter, getitem
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import fx
 
 from shardc.cost.causes import Cause
 from shardc.cost.compute import Buffer, Kernel, is_inner
@@ -60,6 +62,24 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Held:
+    """Memory that is held at the peak.
+
+    Args:
+        owner: one of ``OWNERS``.
+        bytes: its size.
+        name: name of the value in the graph's text; of the parameter for the optimizer's state.
+        module, source: module and source line of the op that allocates it, or of its first use; "" if unknown.
+    """
+
+    owner: str
+    bytes: int
+    name: str
+    module: str
+    source: str
+
+
+@dataclass(frozen=True)
 class Memory:
     """The memory of one rank over a step, in bytes.
 
@@ -68,12 +88,14 @@ class Memory:
         peak: the largest sample.
         peak_op: name of the op at the peak.
         host: (owner, bytes) kept in host memory instead, for the whole step.
+        held: the tensors at the peak, in the order in which they are allocated.
     """
 
     samples: tuple[Sample, ...]
     peak: Sample
     peak_op: str
     host: tuple[tuple[str, int], ...] = ()
+    held: tuple[Held, ...] = ()
 
     def by_owner(self) -> dict[str, int]:
         """Return owner -> bytes at the peak."""
@@ -99,9 +121,11 @@ def memory_of(
     grads = {id(b) for role, at in step.outputs if role.kind == "grad" for b in outputs[at] if b is not None}
     kernel_of = {at: kernel.ops for kernel in kernels.values() for at in kernel.ops}
     changes: dict[int, dict[str, int]] = {}
+    holds: list[tuple[str, int, int, int, int, int]] = []
 
-    def hold(owner: str, size: int, start: int, end: int) -> None:
-        """Count ``size`` bytes for ``owner`` from op ``start`` to op ``end``."""
+    def hold(owner: str, size: int, start: int, end: int, by: int, number: int = 0) -> None:
+        """Count ``size`` bytes for ``owner`` from op ``start`` to op ``end``: result ``number`` of op ``by``."""
+        holds.append((owner, size, start, end, by, number))
         for at, change in ((start, size), (end + 1, -size)):
             change_by_owner = changes.setdefault(at, {})
             change_by_owner[owner] = change_by_owner.get(owner, 0) + change
@@ -114,7 +138,7 @@ def memory_of(
 
     whole_step = len(step.ops)
     if step.arena:
-        hold("communication", step.arena, 0, whole_step)
+        hold("communication", step.arena, 0, whole_step, -1)
     for at, op in enumerate(step.ops):
         placed = step.placed.get(at, ())
         for number, buffer in enumerate(outputs[at]):
@@ -129,10 +153,10 @@ def memory_of(
             if op.kind == INPUT:
                 role = ir.info(op.node).role
                 if role is not None and role.kind == "param":
-                    hold("parameters", buffer.size, 0, whole_step)
-                    hold("optimizer", int(buffer.size * optimizer_copies), 0, whole_step)
+                    hold("parameters", buffer.size, 0, whole_step, at)
+                    hold("optimizer", int(buffer.size * optimizer_copies), 0, whole_step, at)
                 else:
-                    hold("inputs", buffer.size, 0, whole_step)
+                    hold("inputs", buffer.size, 0, whole_step, at)
                 continue
             mine = kernel_of.get(at, (at,))
             if at in kernel_of and is_inner(buffer, set(mine), step_outputs):
@@ -143,10 +167,49 @@ def memory_of(
                 buffer.size,
                 mine[0],
                 end,
+                at,
+                number,
             )
     samples = _samples(changes, whole_step)
     peak = max(samples, key=lambda sample: (sample.total, -sample.at))
-    return Memory(samples, peak, ir.info(step.ops[min(peak.at, whole_step - 1)].node).name, tuple(sorted(host.items())))
+    held = tuple(
+        _held(step, owner, size, by, number) for owner, size, start, end, by, number in holds if start <= peak.at <= end
+    )
+    peak_op = ir.info(step.ops[min(peak.at, whole_step - 1)].node).name
+    return Memory(samples, peak, peak_op, tuple(sorted(host.items())), held)
+
+
+def _held(step: Sequence, owner: str, size: int, at: int, number: int) -> Held:
+    """Return the `Held` of ``size`` bytes for ``owner``: result ``number`` of the op at ``at``; -1 is the arena."""
+    if at < 0:
+        return Held(owner, size, "arena of collectives' results", "", "")
+    node = step.ops[at].node
+    items = (user for user in node.users if user.target is getitem and user.args[1] == number)
+    node = next(items, node)
+    record = ir.info(node)
+    param = record.role is not None and record.role.kind == "param"
+    module = record.name.rpartition(".")[0] if param else record.origin.module
+    return Held(owner, size, record.name, module, record.origin.source or _first_use(node))
+
+
+_NEAR = 64  # most nodes behind a value that are searched for a source line
+
+
+def _first_use(node: fx.Node) -> str:
+    """Return the source line of the first op behind ``node`` that has one; "" if there is none nearby.
+
+    Behind a bucket of collectives, only the result for the value that went in is followed.
+    """
+    work: list[tuple[fx.Node, fx.Node | None]] = [(node, None)]  # each with the operand that led to it
+    for current, operand in islice(work, _NEAR):  # grows
+        if current is not node and (source := ir.info(current).origin.source):
+            return source
+        operands: Any = current.args[0] if current.args else None
+        place = operands.index(operand) if isinstance(operands, list) and operand in operands else None
+        for user in current.users:
+            if user.op != "output" and (place is None or user.target is not getitem or user.args[1] == place):
+                work.append((user, current))
+    return ""
 
 
 def _owner(gathered: bool, grad: bool, communicated: bool, buffer: Buffer, turn: int) -> str:
@@ -392,6 +455,7 @@ class Prediction:
         useful_flops: operations of the model's dense ops divided by the number of ranks, without replicated work.
         dtype: dtype of most dense operations.
         step: the ops of the step.
+        tokens: tokens of the global batch; 0 if the inputs have none.
         notes: remarks for people, such as approximations.
         symbols: returns the cost formulas of the program.
         model, plan: model and plan as text, for titles.
@@ -408,6 +472,7 @@ class Prediction:
     useful_flops: float
     dtype: torch.dtype
     step: Sequence = field(repr=False, compare=False)
+    tokens: int = 0
     notes: tuple[str, ...] = ()
     symbols: Callable[[], Costs] | None = field(default=None, repr=False, compare=False)
     model: str = ""
@@ -453,6 +518,26 @@ class Prediction:
     def flops(self) -> int:
         """Return the operations of a rank's dense ops, replicated work included."""
         return sum(run.kernel.flops for run in self.runs)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return the tokens per second of all ranks together; 0 if the inputs have no tokens."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """Return the seconds of the optimizer, which are no part of ``seconds``.
+
+        One kernel reads parameters, gradients and state, and writes parameters and state (a fused AdamW).
+        """
+        owners = self.memory.by_owner()
+        return self.hardware.copy_seconds(3 * owners["parameters"] + 2 * owners["optimizer"])
+
+    def phase_of(self, run: Run) -> str:
+        """Return "forward", "backward", or "recompute" for a kernel of backward that repeats ops of forward."""
+        nodes = (self.step.ops[at].node for at in run.kernel.ops)
+        repeats = run.kernel.phase == "backward" and all(ir.info(node).origin.phase == "forward" for node in nodes)
+        return "recompute" if repeats else run.kernel.phase
 
     @property
     def mfu(self) -> float:

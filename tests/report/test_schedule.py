@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from shardc.ir.comm_volume import KINDS, wire_elements
 from shardc.ir.mesh import Mesh
 from shardc.report.predicted_schedule import Schedule
 from shardc.report.prediction import OWNERS
+from shardc.report.units import duration, size
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
+from tests import golden
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 16
@@ -271,6 +274,61 @@ def test_fits(composed: shardc.Program) -> None:
     schedule = composed.schedule()
     peak = schedule.memory.peak.total / 1e9
     assert (schedule.fits(), schedule.fits(peak), schedule.fits(peak * 0.999)) == (True, True, False)
+
+
+# --- as text
+
+
+def test_table(composed: shardc.Program) -> None:
+    text = composed.schedule().table()
+    golden.check(text, "report/schedule")
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_answer_comes_first() -> None:
+    schedule = llama_program(shardc.fsdp("dp"), dp=2).schedule(replace(hardware.H100, memory=1e5))
+    head, *answer = schedule.table().partition("\n\n")[0].splitlines()
+    assert head == "Llama, mesh dp=2 on h100, graph order"
+    assert [line.split("  ")[0] for line in answer] == ["step", "tokens/s", "MFU", "memory"]
+    assert f"{schedule.tokens_per_second:,.0f}, " in answer[1] and "128 tokens a step on 2 ranks" in answer[1]
+    assert "does not fit: " in answer[-1] and answer[-1].endswith(" too much")
+    assert stack_program(shardc.fsdp("dp"), dp=2).schedule().tokens == 0
+
+
+def test_recomputed_kernels_are_apart() -> None:
+    """Checkpointed blocks run their products twice: all but the outermost is recompute, and no operation is lost."""
+    config = llama.LlamaConfig(layers=2, checkpoint=True)
+    with torch.device("meta"):
+        model, args = llama.Llama(config), llama.batch(config)
+    program = shardc.compile(model, Mesh(dp=2), shardc.fsdp("dp"), loss=llama.loss).lower(*args)
+    schedule = program.schedule()
+    flops = Counter[str]()
+    for run in schedule.runs:
+        flops[schedule.phase_of(run)] += run.kernel.flops
+    assert sum(flops.values()) == schedule.flops
+    assert flops["backward"] >= 2 * flops["forward"] > 2 * flops["recompute"] > flops["forward"]
+
+
+def test_the_tensors_at_the_peak_are_all_of_the_peak(composed: shardc.Program) -> None:
+    memory = composed.schedule().memory
+    by_owner = Counter[str]()
+    for each in memory.held:
+        by_owner[each.owner] += each.bytes
+    assert dict(by_owner) == {owner: size for owner, size in memory.by_owner().items() if size}
+    weights = {x.name: x for x in memory.held if x.owner == "parameters"}
+    assert weights["layers.1.mlp.up.weight"].module == "layers.1.mlp.up"
+    lines = {Path(x.source.rpartition(":")[0]).name for x in memory.held if x.owner in ("parameters", "activations")}
+    assert lines == {"llama.py"}
+
+
+def test_programs_and_schedules_print_as_text(composed: shardc.Program) -> None:
+    assert str(composed) == composed.text()
+    html = composed._repr_html_()
+    assert html.startswith("<details><summary>Llama on mesh dp=2 tp=2, fsdp(&quot;dp&quot;")
+    assert html.count("\n") == composed.text().count("\n")
+    schedule = composed.schedule()
+    peak, step = size(schedule.memory.peak.total), duration(schedule.seconds)
+    assert repr(schedule) == f"<Schedule dp=2 tp=2 on h100: {step} a step, {peak}, fits>"
 
 
 # --- where a collective comes from

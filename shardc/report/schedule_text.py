@@ -1,0 +1,218 @@
+"""A schedule as text: the answer first (step, tokens/s, MFU, memory), then tables of at most 120 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from shardc.cost.compute import layers_of
+from shardc.ir import graph as ir
+from shardc.report.export import shorten
+from shardc.report.prediction import HOST, Collective, Held, Prediction, Run, Total, grouped
+from shardc.report.units import duration, operations, percent, size
+
+WIDTH = 120  # columns of a table
+LARGEST = 10  # rows of the table of tensors at the peak
+_LEAST = 12  # characters that a column keeps where a table is too wide
+PHASES = ("forward", "backward", "recompute")
+
+
+def line(schedule: Prediction) -> str:
+    """Return the schedule as one line: mesh, hardware, step time, memory, and whether it fits."""
+    fits = "fits" if schedule.fits() else "does not fit"
+    peak = size(schedule.memory.peak.total)
+    return (
+        f"<Schedule {schedule.mesh} on {schedule.hardware.name}: {duration(schedule.seconds)} a step, {peak}, {fits}>"
+    )
+
+
+def table(schedule: Prediction, rows: int | None) -> str:
+    """Return the answer, then tables: phases, kernels, collectives, plan entries, axes and kinds, memory at the peak.
+
+    Args:
+        rows: largest number of rows of the table of collectives; None for no limit.
+    """
+    title = f"{f'{schedule.model}, ' if schedule.model else ''}mesh {schedule.mesh} on {schedule.hardware.name}"
+    parts = [
+        "\n".join([f"{title}, {schedule.order} order", *answer(schedule), *schedule.notes]),
+        _phases(schedule),
+        _kernels(schedule),
+        *_transfers(schedule, rows),
+        *(_totals(by, schedule.totals(by)) for by in ("axis", "kind")),
+        _owners(schedule),
+        _tensors(schedule),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def answer(schedule: Prediction) -> list[str]:
+    """Return the lines that are read first: step time, tokens/s and MFU where they are known, memory."""
+    ranks, hardware = schedule.mesh.ranks, schedule.hardware
+    step = f"{duration(schedule.seconds)} = compute {duration(schedule.compute_seconds)}"
+    out = [("step", f"{step} + exposed communication {duration(schedule.exposed)}")]
+    if schedule.tokens:
+        rate = schedule.tokens_per_second
+        of = f"{schedule.tokens:,} tokens a step on {ranks} rank{'s' * (ranks > 1)}"
+        out.append(("tokens/s", f"{rate:,.0f}, {rate / ranks:,.0f} a rank; {of}"))
+    peak = hardware.peak(schedule.dtype)
+    if schedule.useful_flops and peak:
+        dtype = ir.DTYPE_NAMES.get(schedule.dtype, str(schedule.dtype))
+        out.append(("MFU", f"at most {percent(schedule.mfu)} of {operations(peak)}FLOP/s in {dtype}"))
+    used, room = schedule.memory.peak.total, hardware.memory - schedule.memory.peak.total
+    fits = f"fits, {size(room)} free" if schedule.fits() else f"does not fit: {size(-room)} too much"
+    out.append(("memory", f"{size(used)} of {size(hardware.memory)} at the peak, in {schedule.memory.peak_op}: {fits}"))
+    return [f"{name:<8}  {text}" for name, text in out]
+
+
+def _phases(schedule: Prediction) -> str:
+    """Return the table of phases: kernels and collectives of forward, backward and recompute; the optimizer."""
+    runs, transfers = grouped(schedule.runs, schedule.phase_of), grouped(schedule.transfers, lambda c: c.phase)
+    body = []
+    for phase in PHASES:
+        kernels, moved = runs.get(phase, []), transfers.get(phase, [])
+        if kernels or moved:
+            seconds = duration(sum(run.seconds for run in kernels))
+            sent, wire = size(sum(c.wire for c in moved)), duration(sum(c.seconds for c in moved))
+            exposed = duration(sum(c.exposed for c in moved))
+            body.append((phase, str(len(kernels)), seconds, str(len(moved)), sent, wire, exposed))
+    optimizer = "optimizer, not in the step", "1", duration(schedule.optimizer_seconds), "-", "-", "-", "-"
+    head = ("phase", "kernels", "compute", "collectives", "sent", "on the wire", "exposed")
+    return aligned([*body, optimizer], head, left=("phase",))
+
+
+def _kernels(schedule: Prediction) -> str:
+    """Return the table of kernels by kind, with the rates that the prediction assumes and their shares of the peaks."""
+
+    def kind(run: Run) -> str:
+        if run.kernel.attention:
+            return f"attention, {ir.DTYPE_NAMES.get(run.kernel.dtype, run.kernel.dtype)}"
+        return f"product, {ir.DTYPE_NAMES.get(run.kernel.dtype, run.kernel.dtype)}" if run.kernel.flops else "fused"
+
+    groups = grouped(schedule.runs, kind)
+    body = []
+    for name, of in sorted(groups.items(), key=lambda item: (-sum(run.seconds for run in item[1]), item[0])):
+        seconds = sum(run.seconds for run in of)
+        flops, moved = sum(run.kernel.flops for run in of), sum(run.kernel.bytes for run in of)
+        peak = flops / seconds / schedule.hardware.peak(of[0].kernel.dtype) if seconds else 0.0
+        streamed = moved / seconds / schedule.hardware.memory_bandwidth if seconds else 0.0
+        body.append((
+            name, str(len(of)), duration(seconds),
+            percent(seconds / schedule.compute_seconds) if schedule.compute_seconds else "-",
+            f"{operations(flops / seconds)}FLOP/s" if flops and seconds else "-", percent(peak) if flops else "-",
+            f"{size(moved / seconds)}/s" if seconds else "-", percent(streamed),
+        ))  # fmt: skip
+    head = ("kernels", "count", "time", "of compute", "computes", "of peak", "reads and writes", "of peak")
+    return aligned(body, head, left=("kernels",)) if body else ""
+
+
+def _group_key(c: Collective) -> tuple[object, ...]:
+    """Return the key by which collectives share a row: equal ones of repeated layers have equal keys."""
+    return c.kind, c.axis, c.dtype, c.wire, c.phase, layers_of(c.cause.tensor), _cause(c)
+
+
+def _cause(c: Collective) -> str:
+    """Return the plan entry that asks for a collective, or else the op that needs it."""
+    return c.cause.entry or layers_of(c.cause.reason) or "-"
+
+
+def _transfers(schedule: Prediction, rows: int | None) -> list[str]:
+    """Return the table of collectives and that of their causes, numbered alike; [] if nothing moves.
+
+    Args:
+        rows: largest number of rows of the table of collectives; None for no limit.
+    """
+    causes = {
+        cause: sum((c.exposed for c in of), 0.0) for cause, of in grouped(schedule.transfers, _cause).items()
+    }  # fmt: skip
+    number = {cause: str(at + 1) for at, cause in enumerate(sorted(causes, key=lambda cause: (-causes[cause], cause)))}
+    groups = grouped(schedule.transfers, _group_key).values()
+    ordered = sorted(groups, key=lambda of: (-sum(c.exposed for c in of), -sum(c.wire for c in of)))
+    body = []
+    for of in ordered if rows is None else ordered[:rows]:
+        c = of[0]
+        over = c.axis if c.axis == HOST else f"{c.axis} ({c.ranks})"
+        tensor = layers_of(c.cause.tensor) if len(of) > 1 else c.cause.tensor
+        numbers = (str(len(of)), size(sum(x.wire for x in of)), duration(sum(x.seconds for x in of)))
+        exposed = duration(sum(x.exposed for x in of))
+        body.append((c.kind, over, c.dtype, *numbers, exposed, c.phase, tensor, number[_cause(c)]))
+    if not body:
+        return []
+    head = ("collective", "over (ranks)", "dtype", "count", "sent", "time", "exposed", "phase", "tensor", "why")
+    text = aligned(body, head, left=("collective", "over (ranks)", "dtype", "phase", "tensor"), cut=("tensor",))
+    if len(ordered) > len(body):
+        text += f"\n... and {len(ordered) - len(body)} more rows; --rows 0 prints all"
+    entries = []
+    for cause in number:
+        of = [c for c in schedule.transfers if _cause(c) == cause]
+        sums = size(sum(c.wire for c in of)), duration(sum(c.seconds for c in of)), duration(causes[cause])
+        entries.append((number[cause], str(len(of)), *sums, cause))
+    asked = "plan entry, or the op that needs it"
+    return [text, aligned(entries, ("why", "count", "sent", "time", "exposed", asked), left=(asked,), cut=(asked,))]
+
+
+def _totals(by: str, totals: dict[str, Total]) -> str:
+    """Return the table of ``totals``, whose keys are values of ``by`` (an axis, a kind); "" if there are none."""
+    body = [
+        (key, str(t.count), size(t.wire), duration(t.seconds), duration(t.exposed)) for key, t in totals.items()
+    ]  # fmt: skip
+    return aligned(body, (by, "count", "sent", "time", "exposed"), left=(by,)) if body else ""
+
+
+def _owners(schedule: Prediction) -> str:
+    """Return the table of memory at the peak by owner, and of memory on the host, if there is any."""
+    peak = schedule.memory.peak.total
+    rows = [
+        (owner, size(nbytes), percent(nbytes / peak)) for owner, nbytes in schedule.memory.by_owner().items() if nbytes
+    ]
+    on_host = [(f"{owner}, on the host", size(nbytes), "-") for owner, nbytes in schedule.memory.host]
+    return aligned(
+        [*rows, ("total", size(peak), percent(1)), *on_host], ("at the peak", "memory", "share"), left=("at the peak",)
+    )
+
+
+def _tensors(schedule: Prediction) -> str:
+    """Return the table of the largest tensors at the peak; those that differ only in a repeated layer are one row."""
+    body = [
+        (size(sum(x.bytes for x in of)), str(len(of)), size(of[0].bytes), of[0].owner, *_place(of))
+        for of in largest(schedule.memory.held)
+    ]
+    head = ("at the peak", "count", "each", "owner", "tensor", "module", "source")
+    return aligned(body, head, left=("owner", "tensor", "module", "source"), cut=("tensor", "module", "source"))
+
+
+def largest(held: Seq[Held], count: int = LARGEST) -> list[list[Held]]:
+    """Return the ``count`` largest tensors of ``held``; those alike in repeated layers are one item, a list."""
+
+    def alike(x: Held) -> tuple[object, ...]:
+        return x.owner, x.bytes, layers_of(x.name), layers_of(x.module), x.source
+
+    groups = grouped(held, alike).values()
+    return sorted(groups, key=lambda of: (-sum(x.bytes for x in of), of[0].name))[:count]
+
+
+def _place(of: list[Held]) -> tuple[str, str, str]:
+    """Return (name, module, source line) of tensors alike; of the line's file, the folder and the name."""
+    first = of[0]
+    name, module = (layers_of(text) if len(of) > 1 else text for text in (first.name, first.module))
+    return name, module or "-", "/".join(first.source.split("/")[-2:]) or "-"
+
+
+def aligned(rows: Seq[Seq[str]], head: Seq[str], left: Seq[str], cut: Seq[str] = ()) -> str:
+    """Return ``rows`` as a text table without rules, of `WIDTH` columns at most.
+
+    Args:
+        rows: the cells of each row.
+        head: the names of the columns.
+        left: the columns that are aligned left; all others hold numbers, and are aligned right.
+        cut: the columns whose cells are shortened if the table is too wide, the first of them first.
+    """
+    cells = [list(head), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for at in map(head.index, cut):
+        excess = max(sum(widths) + 2 * (len(widths) - 1) - WIDTH, 0)
+        widths[at] = min(widths[at], max(widths[at] - excess, _LEAST, len(head[at])))
+    sides = ["<" if name in left else ">" for name in head]
+    lines = (
+        "  ".join(f"{shorten(cell, width):{side}{width}}" for cell, width, side in zip(row, widths, sides, strict=True))
+        for row in cells
+    )
+    return "\n".join(text.rstrip() for text in lines)
