@@ -1,8 +1,11 @@
 """shardc: a sharding compiler for PyTorch."""
 
+import os as _os
+
 from shardc.ir.gc_control import outgrown as _outgrown
 
 with _outgrown():  # garbage collections would take a quarter of the time of these imports
+    from shardc import logs as _logs
     from shardc import optim
     from shardc.api import compile, shard
     from shardc.batches import batches, data_parts
@@ -24,6 +27,8 @@ with _outgrown():  # garbage collections would take a quarter of the time of the
     from shardc.search.request import auto, find_plan
     from shardc.search.result import Found
     from shardc.train import train_step, value_and_grad
+
+_logs.configure(_os.environ.get("SHARDC_LOGS", ""))
 
 __version__ = "0.2.0"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 
 class ShardcError(Exception):
     """Base class of shardc's errors.
@@ -87,5 +89,15 @@ class PrecompiledError(ShardcError, RuntimeError):
     """A saved program is broken or for another torch, mesh, plan or model, or a program cannot be saved."""
 
 
+WARNINGS = logging.getLogger("shardc.warnings")
+
+
 class ShardcWarning(UserWarning):
-    """A plan's request that could not be met, or a cost that the user should know about."""
+    """A plan's request that could not be met, or a cost that the user should know about.
+
+    Each is logged too (`shardc.logs`), also where Python shows it only once.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        WARNINGS.info("%s", self)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator
 from typing import TypeVar
 
 import torch.distributed as dist
 from tqdm import tqdm
+
+from shardc.logs import STAGES, each
 
 # Seconds before the bar appears.
 PATIENCE = 3.0
@@ -14,6 +17,7 @@ T = TypeVar("T")
 
 
 def steps(items: Collection[T], what: str) -> Iterator[T]:
-    """Yields ``items``, with a progress bar on the first rank's terminal after 3 seconds."""
+    """Yields ``items``, with a progress bar on the first rank's terminal after 3 seconds; logs the seconds of each."""
     speaks = not dist.is_initialized() or dist.get_rank() == 0
-    yield from tqdm(items, f"shardc: {what}", leave=False, delay=PATIENCE, disable=None if speaks else True)
+    bar = tqdm(items, f"shardc: {what}", leave=False, delay=PATIENCE, disable=None if speaks else True)
+    yield from each(bar, what) if STAGES.isEnabledFor(logging.INFO) else bar

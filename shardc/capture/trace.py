@@ -52,6 +52,7 @@ from shardc.ir.inner import InnerTensors, first_places, unflatten
 from shardc.ir.kinds import as_plain
 from shardc.ir.returned import Memory, Returned, returned
 from shardc.ir.text import leaf_paths
+from shardc.logs import timed
 
 
 def as_module(function: Callable[..., PyTree]) -> nn.Module:
@@ -267,7 +268,10 @@ def capture(
             a parameter or an input, or replaces a buffer.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return trace(model, args, kwargs, device, loss, tags, dtypes, mode, lambda _, x: fake_like(x, device)).annotated()
+    with timed("capture"):
+        return trace(
+            model, args, kwargs, device, loss, tags, dtypes, mode, lambda _, x: fake_like(x, device)
+        ).annotated()
 
 
 def trace(

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from shardc.ir.emitted import joined, uses_of
 from shardc.ir.executable import Compiled, Half
 from shardc.ir.repeat import LEAST, Segment, cut, whole
+from shardc.lower.bucket_log import log_collectives
 from shardc.lower.collective_calls import called, only_calls
 from shardc.lower.compile_lock import in_turns
 from shardc.lower.inductor import give_values, lowered, lowered_at_any_sizes, settings
@@ -53,6 +54,7 @@ def lower(*halves: Half, backend: str, by: str = "auto") -> list[Compiled]:
         by: "whole" compiles each graph as one; "blocks" compiles repeated blocks once; "auto" does so from four equal
             blocks on.
     """
+    log_collectives(halves)
     if backend == "eager":
         return [Compiled(half, whole(half.gm), (_eager(half.gm),), half.plan) for half in halves]
     sized = {half: Code(*lowering) for half in halves if (lowering := lowered_at_any_sizes(half)) is not None}

@@ -15,6 +15,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx.node import _side_effectful_functions, map_aggregate
 from torch.utils.checkpoint import CheckpointPolicy
 
+from shardc.logs import timed
+
 c10d = torch.ops._c10d_functional
 
 
@@ -35,6 +37,7 @@ def min_cut(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule
             _without_random_state(),
             _dead_unread_waits(),
             _fusible_lookups(),
+            timed("min-cut"),
         ):
             halves = min_cut_rematerialization_partition(joint, (primals, tangents), num_fwd_outputs=forward_outputs)
     finally:

@@ -31,6 +31,7 @@ from shardc.errors import PrecompiledError, ShardcWarning
 from shardc.ir.executable import FORWARD, INFERENCE, Executable, Phase
 from shardc.ir.guards import tracing
 from shardc.ir.reach import Reach
+from shardc.logs import CACHE
 from shardc.passes.options import Options
 from shardc.precompiled.load import Precompiled
 from shardc.precompiled.program_key import ProgramKey
@@ -97,10 +98,12 @@ class Store:
         self, model: nn.Module, loss: Callable[..., PyTree] | None, fresh: Callable[[], Executable]
     ) -> Stored | None:
         """Return the stored program whose guards hold for ``model``, or None; repeats the warnings of its compile."""
+        unlike = 0
         for folder in sorted(self.folder.glob("*/")):
             try:
                 notes, record = json.loads((folder / MADE).read_text()), read_record(folder, evaluates=False)
                 if not record.guards.hold_in_file(model, loss):
+                    unlike += 1
                     continue
                 program = Stored(folder, record, fresh)
             except Exception:  # incomplete, such as of a full disk: as if it were missing
@@ -110,7 +113,9 @@ class Store:
                 (folder / MADE).touch()
             for text in notes["warnings"]:
                 warnings.warn(ShardcWarning(text), stacklevel=2)
+            CACHE.info("found in the store: %s", folder)
             return program
+        CACHE.info("not in the store: %d programs of this call there, for other values or code", unlike)
         return None
 
     @contextmanager

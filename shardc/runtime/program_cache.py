@@ -17,11 +17,13 @@ from shardc.errors import InputError, ShardcWarning
 from shardc.ir.executable import NOTHING, Deferred, Executable
 from shardc.ir.guards import Guards, Lookup, Values, parse, tracing
 from shardc.ir.layout import Layout
+from shardc.logs import CACHE
 from shardc.runtime.events import Event
 from shardc.runtime.gloo.buffers import Buffers
 from shardc.runtime.host import frozen
 from shardc.runtime.identity_guards import IdentityGuards, ModuleSnapshot
 from shardc.runtime.inputs import no_targets, takes_loss
+from shardc.runtime.miss_reason import Wanted, compiling
 from shardc.runtime.parameter_checks import ParamStore
 from shardc.runtime.sharding_spec import ShardingSpec
 from shardc.runtime.signature import Signature, TorchGlobalState
@@ -232,13 +234,16 @@ class ProgramCache:
                 if program is None:
                     program = self.find(call, deferred)
                 if program is None or looks and program.from_store:
-                    with frozen():
+                    with frozen(), compiling(self.programs, Wanted(call, deferred, self.params.view, self.build.loss)):
                         build, model = self.build, self.params.present()
                         if looks or deferred:
                             program = build(model, *example, deferred)
                         else:
                             program = build.stored(model, *example, evaluates)
                     self.add(program)
+                    CACHE.info("new program: %s", program.stored)
+                else:
+                    CACHE.info("hit: %s", ", ".join(call.names))
             if not (evaluates and program.guards.reads.grad_mode):
                 break
         return program

@@ -1,0 +1,108 @@
+"""Why a call finds no program in the cache of its module, as text for the log ``shardc.cache``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+
+from shardc.ir.executable import Deferred
+from shardc.ir.guards import Guards
+from shardc.logs import CACHE, timed
+from shardc.runtime.signature import Signature
+
+_SHOWN = 3  # differences in a message
+# Field of `Mode` -> what it holds for each module, parameter or tensor.
+_MODES = {
+    "training": "train or eval mode of {} modules",
+    "grads": "requires_grad of {} parameters",
+    "dtypes": "the dtype of {} tensors",
+}
+
+
+class Key(Protocol):
+    """The key of a program (`shardc.runtime.program_cache.CacheKey`)."""
+
+    @property
+    def call(self) -> Signature: ...
+
+    @property
+    def guards(self) -> Guards: ...
+
+    @property
+    def deferred(self) -> Deferred: ...
+
+
+class Wanted(NamedTuple):
+    """A call without a program: its signature, the gradients that it leaves unreduced, the model and its loss."""
+
+    call: Signature
+    deferred: Deferred
+    model: nn.Module
+    loss: object
+
+
+@contextmanager
+def compiling(programs: Collection[Key], wanted: Wanted) -> Iterator[None]:
+    """Log that a call has no program, and why, before the block compiles one; then the seconds of the block.
+
+    Args:
+        programs: the keys of the programs that there are, the latest last.
+        wanted: the call.
+    """
+    if CACHE.isEnabledFor(logging.INFO):
+        CACHE.info("miss: %s", reason(tuple(programs), wanted))
+    with timed("program"):
+        yield
+
+
+def reason(programs: Sequence[Key], wanted: Wanted) -> str:
+    """Return how a call differs from the nearest call that has a program, or what the model reads differently."""
+    if not programs:
+        return "the first call"
+    call, deferred = wanted.call, wanted.deferred
+    for key in reversed(programs):
+        if key.call == call and key.deferred == deferred:
+            values = key.guards.reads.values(wanted.model, wanted.loss)
+            was = dict(key.guards.values)
+            changed = [f"{name} is {value} and was {was.get(name)}" for name, value in values if was.get(name) != value]
+            return _listed(changed) if changed else "the graphs of each pass are needed, which a stored program lacks"
+    for key in reversed(programs):
+        if key.call == call:
+            return f"{len(deferred.names)} gradients stay unreduced and {len(key.deferred.names)} did (no_sync)"
+    nearest = min((differences(call, key.call) for key in reversed(programs)), key=len)
+    return _listed(nearest)
+
+
+def differences(call: Signature, other: Signature) -> list[str]:
+    """Return the differences of ``call`` from ``other``, a text for each."""
+    if call.spec != other.spec or call.names != other.names:
+        return [f"the arguments are {', '.join(call.names)} and were {', '.join(other.names)}"]
+    pairs = zip(call.names, call.leaves, other.leaves, strict=True)
+    out = [f"{name} is {_shown(x)} and was {_shown(y)}" for name, x, y in pairs if x != y]
+    for what, now, then in zip(call.surroundings._fields, call.surroundings, other.surroundings, strict=True):
+        if now != then:
+            out.append(f"{what} is {now} and was {then}")
+    for field, what in _MODES.items():
+        flags = zip_longest(getattr(call.mode, field), getattr(other.mode, field))
+        if changed := sum(now != then for now, then in flags):
+            out.append(f"{what.format(changed)} changed")
+    return out
+
+
+def _shown(leaf: Any) -> str:
+    """Return an argument's `Like` or `Constant` as text."""
+    if not hasattr(leaf, "shape"):
+        return repr(leaf.value)
+    grad = ", requires_grad" if leaf.requires_grad else ""
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}{grad}"
+
+
+def _listed(texts: list[str]) -> str:
+    """Return the first of ``texts`` joined, and the number of the others."""
+    more = f", and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return "; ".join(texts[:_SHOWN]) + more
