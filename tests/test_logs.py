@@ -67,8 +67,8 @@ def test_stages_buckets_and_warnings(caplog: pytest.LogCaptureFixture) -> None:
         assert set(names) >= {"capture", "min-cut", "program", f"passes, {passes[0]}", f"passes, {passes[-1]}"}
         log_collectives(halves)
         assert messages(caplog, "buckets") == [
-            "forward: 1 x all_gather over dp of 2 tensors, 0.000144 to 0.000144 MB a rank",
-            "backward: 1 x reduce_scatter over dp of 2 tensors, 0.000288 to 0.000288 MB a rank",
+            "forward: 1 x all_gather over dp of 2 tensors, 144 to 144 B a rank",
+            "backward: 1 x reduce_scatter over dp of 2 tensors, 288 to 288 B a rank",
         ]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.cli import target
+from shardc.cli.compile_options import options_of
 from shardc.cli.target import Command
 from shardc.cost import hardware
 from shardc.debug.bisect_passes import TOLERANCE, bisect
@@ -32,7 +33,8 @@ def _add_dump(parser: argparse.ArgumentParser) -> None:
 def _run_dump(options: argparse.Namespace) -> None:
     """Print the requested stage; with ``--out``, write all stages and print the paths."""
     loaded, mesh, plan, loss = target.resolve(options)
-    program = shardc.compile(loaded.model, mesh, plan, loss=loss).shardc.lower(*loaded.args)
+    compile_options = options_of(loaded, options.option)
+    program = shardc.compile(loaded.model, mesh, plan, loss=loss, options=compile_options).shardc.lower(*loaded.args)
     if options.stage is not None and options.stage not in program.stages:
         raise InputError(f"--stage {options.stage}: no such stage", fix=f"use one of {', '.join(program.stages)}")
     stages = target.stages_of(options.passes, program.stages)
@@ -60,7 +62,7 @@ def _run_explain(options: argparse.Namespace) -> None:
     described = hardware.find(options.hardware)
     loaded, mesh, plan, loss = target.resolve(options)
     program = shardc.compile(
-        loaded.model, mesh, plan, loss=loss, options=shardc.Options(fold=options.fold)
+        loaded.model, mesh, plan, loss=loss, options=options_of(loaded, options.option, fold=options.fold)
     ).shardc.lower(*loaded.args)
     print(explain(program, options.tensor, described).text(), end="")
 
@@ -91,7 +93,8 @@ def _run_bisect(options: argparse.Namespace) -> int:
     if any(x.is_meta for x in (*model.parameters(), *(x for x in args if isinstance(x, Tensor)))):
         raise InputError(f"{loaded.name} has no values", fix="use a target with real values on the CPU")
     # The compiler's verifier would raise at the first invalid stage; `bisect` verifies each stage itself.
-    module = shardc.compile(model, mesh, plan, loss=loss, backend="eager", options=shardc.Options(verify=False))
+    compile_options = options_of(loaded, options.option, verify=False)
+    module = shardc.compile(model, mesh, plan, loss=loss, backend="eager", options=compile_options)
     program = module.shardc.lower(*args)
     stages = target.stages_of(options.passes, program.stages)
     verdict = bisect(program, model, *args, loss=loss, stages=stages, tolerance=options.tolerance)

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 import shardc
 from shardc.cli import target
+from shardc.cli.compile_options import options_of
 from shardc.cli.target import Command
 from shardc.errors import InputError
 from shardc.ir.mesh import Mesh
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
         result = shardc.find_plan(
             model.model, mesh or options.ranks, *model.args, loss=loss, memory=options.memory, plan=base_plan,
             hardware=described, axes=options.axes,
-            options=shardc.Options(p2p_collectives=described.sends or None), report=show,
+            options=options_of(model, options.option, p2p_collectives=described.sends or None), report=show,
         )  # fmt: skip
     print(text(result, options))
     if options.json is not None:

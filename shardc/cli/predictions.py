@@ -6,6 +6,7 @@ import argparse
 
 import shardc
 from shardc.cli import target
+from shardc.cli.compile_options import options_of
 from shardc.cli.target import Command
 from shardc.cost import hardware
 from shardc.errors import MeshError
@@ -41,7 +42,7 @@ def predict(options: argparse.Namespace) -> tuple[InspectedProgram, Schedule]:
     described = hardware.find(options.hardware)
     loaded, mesh, plan, loss = target.resolve(options)
     described.check(mesh)  # before the model is captured, which may take a while
-    compile_options = target.compile_options(described, fold=options.fold)
+    compile_options = options_of(loaded, options.option, described, fold=options.fold)
     program = shardc.compile(loaded.model, mesh, plan, loss=loss, options=compile_options).shardc.lower(*loaded.args)
     return program, program.schedule(described, stage=options.stage, order=options.order)
 
@@ -124,11 +125,9 @@ def _run_cost(options: argparse.Namespace) -> None:
         raise MeshError(f"--against {options.against}: its axes are not {', '.join(mesh.axes)}")
     for candidate in filter(None, (mesh, other)):
         described.check(candidate)
-    costs = (
-        shardc.compile(loaded.model, mesh, plan, loss=loss, options=shardc.Options(fold=options.fold))
-        .shardc.lower(*loaded.args)
-        .costs(described)
-    )
+    compile_options = options_of(loaded, options.option, fold=options.fold)
+    module = shardc.compile(loaded.model, mesh, plan, loss=loss, options=compile_options)
+    costs = module.shardc.lower(*loaded.args).costs(described)
     values = costs.values()
     for axis in costs.axes:
         cost = costs.cost(axis)

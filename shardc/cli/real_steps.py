@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardc
 from shardc._compat import PyTree, pytree
 from shardc.cli import target
+from shardc.cli.compile_options import options_of
 from shardc.cli.target import Command
 from shardc.cost import hardware
 from shardc.cost.compute import layers_of
@@ -50,12 +51,14 @@ class Work:
         loss: name of a function in the target's file; None for no loss.
         backend: backend of `shardc.compile`.
         steps: number of timed steps per plan.
+        option: options of `shardc.compile`, as ``NAME=VALUE``.
     """
 
     target: str
     loss: str | None
     backend: str
     steps: int
+    option: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,10 @@ def _training(work: Work, plan: str, mesh: shardc.Mesh, described: Hardware) -> 
     device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     torch.manual_seed(0)
     parsed_plan = target.plan_of(plan, loaded, "--plan")
-    module = shardc.compile(loaded.model, device_mesh, parsed_plan, loss=loss, backend=work.backend)
+    compile_options = options_of(loaded, work.option)
+    module = shardc.compile(
+        loaded.model, device_mesh, parsed_plan, loss=loss, backend=work.backend, options=compile_options
+    )
     if isinstance(loaded.model, nn.Module) and any(p.is_meta for p in loaded.model.parameters()):
         module.to_empty(device="cpu")
         module.shardc.init_weights()
@@ -274,7 +280,7 @@ def run(options: argparse.Namespace) -> None:
     described = hardware.CPU if options.cost is None else calibrated(CostModel.load(options.cost))
     for _, mesh in plans:
         described.check(mesh)
-    work = Work(options.target, options.loss, options.backend, options.steps)
+    work = Work(options.target, options.loss, options.backend, options.steps, tuple(options.option))
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, (work, plans, described, folder, options.nproc), nprocs=options.nproc)
         records = json.loads((Path(folder) / "comparisons.json").read_text())

@@ -15,6 +15,7 @@ from tqdm import tqdm
 import shardc
 from shardc.capture import CaptureOnce
 from shardc.cli import target
+from shardc.cli.compile_options import options_of
 from shardc.cli.target import Command
 from shardc.cost import hardware
 from shardc.cost.hardware import Hardware
@@ -65,7 +66,9 @@ def run(options: argparse.Namespace) -> None:
     cases = [
         (mesh, text, plan) for n in counts for text, plan in plans for mesh in _meshes(plan.axes, n, sizes, described)
     ]
-    compile_options = target.compile_options(described, fold=not options.no_fold, verify=False, capture=CaptureOnce())
+    compile_options = options_of(
+        loaded, options.option, described, fold=not options.no_fold, verify=False, capture=CaptureOnce()
+    )
     rows = [
         _row(loaded, mesh, text, plan, loss, compile_options, described)
         for mesh, text, plan in tqdm(cases, desc="predicting", leave=False, disable=None)

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-import shardc
 from shardc._compat import PyTree
 from shardc.capture.trace import target_names
+from shardc.cli.compile_options import add_option
 from shardc.cost import hardware
-from shardc.cost.hardware import Hardware
 from shardc.errors import InputError, MeshError, PlanError
 from shardc.ir.mesh import Mesh
 from shardc.plan import Plan, parse_plan
@@ -69,13 +68,14 @@ class Target:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that select the model and the loss."""
+    """Add the arguments that select the model, the loss and the options."""
     parser.add_argument("target", metavar="TARGET", help="path.py:function or module:function -> (model, example_args)")
     parser.add_argument(
         "--loss",
         metavar="NAME",
         help="a function of the target's file: loss(output, *last arguments); the target is called with targets=True",
     )
+    add_option(parser)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,12 +91,6 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware", default="h100", help=f"one of {names}, or the .json that `calibrate` wrote (default: h100)"
     )
-
-
-def compile_options(described: Hardware, **more: Any) -> shardc.Options:
-    """Return the options under which a program runs on ``described`` by default, with the options ``more``."""
-    buckets = None if described.is_host else described
-    return shardc.Options(p2p_collectives=described.sends or None, bucket_size=buckets, **more)
 
 
 def add_fold(parser: argparse.ArgumentParser) -> None:

@@ -27,11 +27,6 @@ def log_collectives(halves: Iterable[Half]) -> None:
         for (kind, over), of in groups.items():
             tensors, sizes = sum(count for count, _ in of), [nbytes for _, nbytes in of]
             BUCKETS.info(
-                "%s: %d x %s over %s of %d tensors, %s to %s MB a rank",
-                half.kind, len(of), kind, over, tensors, _megabytes(min(sizes)), _megabytes(max(sizes)),
+                "%s: %d x %s over %s of %d tensors, %s to %s B a rank",
+                half.kind, len(of), kind, over, tensors, f"{min(sizes):,}", f"{max(sizes):,}",
             )  # fmt: skip
-
-
-def _megabytes(nbytes: int) -> str:
-    """Return bytes in units of 10^6 bytes, as text."""
-    return f"{nbytes / 1e6:.3g}"
