@@ -10,12 +10,13 @@ from shardc.cli.compile_options import options_of
 from shardc.cli.target import Command
 from shardc.cost import hardware
 from shardc.errors import MeshError
-from shardc.report.export import Limit, broken, compare, load, milliseconds, plain, write
+from shardc.report.export import Limit, broken, compare, load, plain, write
 from shardc.report.formulas import unrounded
 from shardc.report.inspected import InspectedProgram
 from shardc.report.lint_rules import SEVERITIES, merged
 from shardc.report.predicted_schedule import Schedule
 from shardc.report.prediction import ORDERS
+from shardc.report.units import duration, size
 
 # --- schedule
 
@@ -82,21 +83,30 @@ def _add_lint(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``lint``."""
     add_prediction(parser)
     parser.add_argument("--fail-on", choices=SEVERITIES, help="exit with 1 where a finding is at least this severe")
+    parser.add_argument(
+        "--no-tries", action="store_true", help="do not try other bucket sizes, options and orders of the mesh"
+    )
 
 
 def _run_lint(options: argparse.Namespace) -> int:
-    """Print the findings, the most costly first; return 1 if one is at least as severe as ``--fail-on``."""
+    """Print the findings, the most costly first, what to change, and the changes that were tried; return 1 if a
+    finding is at least as severe as ``--fail-on``.
+    """
     program, _ = predict(options)
     findings = program.lint(options.hardware, stage=options.stage)
     rows = [
-        (f.severity, f.rule, str(f.count), milliseconds(f.seconds), str(f.bytes), f.subject, f.source or "-", f.message)
+        (f.severity, f.rule, str(f.count), duration(f.seconds), size(f.bytes), f.subject, f.source or "-", f.message)
         for f in merged(findings)
     ]
-    head = ("severity", "rule", "count", "ms", "B/rank", "subject", "source", "what")
+    head = ("severity", "rule", "count", "time", "a rank", "subject", "source", "what")
     print(plain(rows, head) if rows else "nothing found")
-    changes = dict.fromkeys(f"{f.rule}: {f.change}" for f in findings)
+    changes = dict.fromkeys(f"{f.rule}: {f.change}" for f in merged(findings))
     if changes:
         print("\n" + "\n".join(changes))
+    if findings and options.stage == "schedule" and not options.no_tries:
+        tried = program.advise(options.hardware)
+        print("\ntried, by the prediction:")
+        print("\n".join(map(str, tried)) or "no other bucket size, option or order of the mesh saves half a percent")
     limit = -1 if options.fail_on is None else SEVERITIES.index(options.fail_on)
     return int(any(SEVERITIES.index(f.severity) <= limit for f in findings))
 

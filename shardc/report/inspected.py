@@ -18,6 +18,7 @@ from shardc.passes import Decompose
 from shardc.passes.lower.decompose import candidates
 from shardc.plan.match import near_names
 from shardc.program import Program
+from shardc.report.advice import Advice, advise
 from shardc.report.derive import Dims, derive
 from shardc.report.formulas import Costs
 from shardc.report.lint_rules import Finding, in_pieces, lint
@@ -113,6 +114,17 @@ class InspectedProgram(Program):
         findings = lint(shown.whole("collectives"), joint, scheduled)
         loops = candidates(shown.graph("hoist_grad_epilogue"), shown.pipeline[Decompose])
         return findings + [in_pieces(one.name, one.module, one.source, one.pieces, one.reason) for one in loops]
+
+    @typed()
+    def advise(self, hardware: str | Hardware = "h100") -> list[Advice]:
+        """Return changes that answer findings of `lint` and make the predicted step shorter, the best first.
+
+        Each was tried: `Advice.line` is what to paste, and `Advice.gain` the seconds that it saves by the prediction.
+        """
+        described = find(hardware) if isinstance(hardware, str) else hardware
+        now = self.schedule(described)
+        findings = lint(self.shown.whole("collectives"), self.schedule(described, stage="localize"), now)
+        return advise(self.shown, findings, now, lambda program: program.schedule(described))
 
 
 class InspectedSizedProgram(SizedProgram, InspectedProgram):

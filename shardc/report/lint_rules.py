@@ -13,7 +13,7 @@ may fuse a copy into the op that produces its value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -31,7 +31,8 @@ from shardc.ir import ops
 from shardc.ir.arena import Packing, rows_of
 from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER, WAIT, is_ring
 from shardc.ir.comm_volume import collective_kind, group_of
-from shardc.ir.mesh import Mesh
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh, split_part
 from shardc.ir.op_traits import COPIES
 from shardc.report.predicted_schedule import Schedule
 from shardc.report.prediction import HOST, Collective, Run, grouped
@@ -335,7 +336,7 @@ def small_messages(subject: Subject) -> Iterator[Finding]:
         yield subject.finding(
             "small-messages", (f"{kind}({axis})", "", ""), lost, wire,
             f"in {phase}, each takes longer to start than to send",
-            "raise Options(bucket_size=...), or lower the number of ranks on the axis", len(small),
+            "larger buckets, Plan(bucket_size=...), or fewer ranks on the axis", len(small),
         )  # fmt: skip
 
 
@@ -376,6 +377,7 @@ def axis_across_nodes(subject: Subject) -> Iterator[Finding]:
 
 def replicated_work(subject: Subject) -> Iterator[Finding]:
     """Yield findings about matrix products that several ranks compute redundantly."""
+    weights = {ir.info(x).name: ir.layout(x) for x in ir.placeholders(subject.graph, "param")}
     for node, op in dense(subject.graph, subject.schedule.mesh):
         times = prod(op.times.values())
         run = subject.runs.get(op.name) if times > 1 else None
@@ -383,8 +385,19 @@ def replicated_work(subject: Subject) -> Iterator[Finding]:
             yield subject.finding(
                 "replicated-work", (op.name, op.module, ir.info(node).origin.source), run.seconds * (1 - 1 / times),
                 0, f"done {times} times over {', '.join(op.times)}, alike on different ranks",
-                "split its weight (tp, colwise or rowwise) or its input over the idle axis",
+                _splits(weights, op.module, next(iter(op.times))),
             )  # fmt: skip
+
+
+def _splits(weights: Mapping[str, Layout], module: str, axis: str) -> str:
+    """Return the plan entry that would split the products of ``module`` over ``axis``; ``weights``: parameter -> its
+    storage layout.
+    """
+    weight = weights.get(f"{module}.weight")
+    if weight is None or axis in {split_part(part)[0] for part in weight.axes}:
+        return f"split its input over {axis}, or the weight that it multiplies by"
+    name = layers_of(module)
+    return f'shardc.tp("{axis}", colwise=["{name}"]), or rowwise, splits its weight; else split its input over {axis}'
 
 
 def whole_parameter(subject: Subject) -> Iterator[Finding]:
@@ -392,14 +405,31 @@ def whole_parameter(subject: Subject) -> Iterator[Finding]:
     for node in ir.placeholders(subject.graph, "param"):
         layout, value = ir.layout(node), ir.value(node)
         size = prod(value.shape) * value.itemsize
+        axis, ranks = _batch_axis(subject)
         if subject.schedule.mesh.ranks > 1 and not layout.axes and size >= LARGE_PARAMETER:
             record = ir.info(node)
             why = f" ({record.origin.cause})" if record.origin.cause else ""
             yield subject.finding(
                 "whole-parameter", (record.name, record.name.rpartition(".")[0], record.origin.source), 0.0, size,
                 f"every rank holds all {size} bytes of it{why}, and an optimizer's state besides",
-                "store it split: fsdp(axis), or an entry of its own",
+                f"{_stored(record.name, value.shape, axis, ranks)} stores {size - size // ranks} bytes less on a rank, "
+                "and so does each state of the optimizer",
             )  # fmt: skip
+
+
+def _stored(name: str, shape: tuple[int, ...], axis: str, ranks: int) -> str:
+    """Return the plan that stores parameter ``name`` split over ``axis``: at the first dim that divides, or dim 0."""
+    split = next((dim for dim, length in enumerate(shape) if length % ranks == 0), 0)
+    dims = [f'"{axis}"' if dim == split else "None" for dim in range(len(shape))]
+    return f'Plan(params={{"{layers_of(name)}": ({", ".join(dims)}{"," * (len(dims) == 1)})}})'
+
+
+def _batch_axis(subject: Subject) -> tuple[str, int]:
+    """Return (axis, ranks along it) of the axis that splits the first input; the mesh's first axis if none does."""
+    mesh = subject.schedule.mesh
+    split = (axis for x in ir.placeholders(subject.graph, "input") for axis in ir.layout(x).axes)
+    axis = split_part(next(split, mesh.axes[0]))[0]
+    return axis, mesh.size(axis)
 
 
 def low_precision_sum(subject: Subject) -> Iterator[Finding]:
@@ -410,7 +440,7 @@ def low_precision_sum(subject: Subject) -> Iterator[Finding]:
         yield subject.finding(
             "low-precision-sum", (axis, "", ""), 0.0, sum(c.wire for c in of),
             f"gradients summed in {of[0].dtype} over {of[0].ranks} ranks lose low bits",
-            "sum them in float32: precision(reduce=torch.float32)", len(of),
+            "shardc.precision(reduce=torch.float32) sums them in float32, at twice the bytes", len(of),
         )  # fmt: skip
 
 

@@ -45,6 +45,39 @@ def test_parameters_that_stay_whole() -> None:
     assert of_rule(found(shardc.fsdp("dp"), dp=2), "whole-parameter") == []
 
 
+def test_the_entry_for_a_whole_parameter_stores_what_it_says() -> None:
+    """The line of a finding, pasted behind the plan, compiles, and each rank holds as many bytes less."""
+    plan = shardc.ddp("dp")
+    change = next(f.change for f in found(plan, dp=2) if (f.rule, f.subject) == ("whole-parameter", "up.weight"))
+    line, _, said = change.partition(" stores ")
+    assert line == 'Plan(params={"up.weight": ("dp", None)})'
+    peaks = []
+    for each in (plan, plan | eval(line, {"Plan": shardc.Plan})):
+        with torch.device("meta"):
+            model, x = Pair(), torch.empty(512, WIDTH)
+        owners = shardc.compile(model, Mesh(dp=2), each).lower(x).schedule().memory.by_owner()
+        peaks.append(owners["parameters"])
+    assert peaks[0] - peaks[1] == int(said.split()[0])
+
+
+def test_advice_is_what_the_prediction_gains() -> None:
+    """The line of an advice, compiled, has the predicted step that it promises; where nothing helps, there is none."""
+    many = nn.Sequential(*(nn.Linear(1024, 1024, device="meta") for _ in range(24)))
+    x = torch.empty(4096, 1024, device="meta")
+    module = shardc.compile(many, Mesh(dp=64), shardc.fsdp("dp"), options=shardc.Options(bucket_size=0))
+    program = module.lower(x)
+    advices = program.advise()
+    assert advices == sorted(advices, key=lambda advice: -advice.gain) and advices
+    for advice in advices:
+        options = eval(advice.line, {"Options": lambda **changes: shardc.Options(**{"bucket_size": 0, **changes})})
+        again = shardc.compile(many, Mesh(dp=64), shardc.fsdp("dp"), options=options).lower(x).schedule()
+        assert again.seconds == pytest.approx(advice.seconds, rel=1e-12)
+        assert program.schedule().seconds - again.seconds == pytest.approx(advice.gain, rel=1e-9)
+        assert again.memory.peak.total == advice.memory
+    small = shardc.compile(Pair(), Mesh(dp=2), shardc.fsdp("dp")).lower(torch.empty(1 << 14, WIDTH, device="meta"))
+    assert small.advise() == []
+
+
 def test_work_that_ranks_repeat() -> None:
     """Nothing is split over tp: each product, forward and backward, is done twice."""
     names = {f.subject: f.message for f in found(shardc.fsdp("dp"), dp=2, tp=2) if f.rule == "replicated-work"}
@@ -113,4 +146,4 @@ def test_the_command_fails_on_what_is_severe(capsys: pytest.CaptureFixture[str])
     assert main([*arguments, "--fail-on", "low"]) == 1
     assert capsys.readouterr().out == shown
     head = shown.splitlines()[0].split()
-    assert head == ["severity", "rule", "count", "ms", "B/rank", "subject", "source", "what"]
+    assert head == ["severity", "rule", "count", "time", "a", "rank", "subject", "source", "what"]

@@ -1,0 +1,140 @@
+"""Changes of a plan, of options or of the mesh that were tried, with what each gains by the prediction.
+
+Each try predicts the step again. Those of bucket sizes and options start from the joint graph, so nothing is captured
+or planned anew. Another order of the mesh is compiled again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shardc import passes
+from shardc.errors import ShardcError
+from shardc.ir.mesh import Mesh
+from shardc.report.lint_rules import MEDIUM, Finding
+from shardc.report.prediction import Prediction
+from shardc.report.units import duration, percent, size
+
+if TYPE_CHECKING:
+    from shardc.program import Program
+
+SIZES = (8, 32, 64, 128, 256, 450, 900)  # MiB of a bucket that are tried
+BUCKETS = ("small-messages", "exposed-axis")  # rules whose findings larger or smaller buckets may answer
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change that makes the predicted step shorter.
+
+    Args:
+        rules: the rules whose findings it answers.
+        line: the line to paste.
+        gain: seconds by which a step is shorter.
+        exposed: seconds of communication that it hides; negative if more is exposed.
+        seconds: seconds of a step with it.
+        memory: bytes of a rank at the peak with it.
+        change: bytes by which the peak is higher.
+    """
+
+    rules: tuple[str, ...]
+    line: str
+    gain: float
+    exposed: float
+    seconds: float
+    memory: int
+    change: int
+
+    def __str__(self) -> str:
+        does = "hides" if self.exposed >= 0.9 * self.gain else "saves"
+        than = f", {size(abs(self.change))} {'more' if self.change > 0 else 'less'} than now" if self.change else ""
+        share = percent(self.gain / (self.seconds + self.gain))
+        return (
+            f"{self.line} {does} {duration(self.gain)}: a step takes {duration(self.seconds)}, {share} less; "
+            f"the peak is {size(self.memory)}{than}"
+        )
+
+
+@dataclass(frozen=True)
+class Try:
+    """A change to try: the rules that it answers, its line, and a function that compiles the program with it.
+
+    Args:
+        kind: of the tries of one kind, only the best is advised.
+    """
+
+    kind: str
+    rules: tuple[str, ...]
+    line: str
+    program: Callable[[], Any]
+
+
+def advise(
+    program: Program, findings: Iterable[Finding], now: Prediction, predict: Callable[[Any], Prediction]
+) -> list[Advice]:
+    """Return the changes that answer ``findings`` and shorten the step by half a percent or more, the best first.
+
+    A change that does not fit in the memory of the hardware is left out, unless the program does not fit either.
+
+    Args:
+        program: the program, for fixed sizes.
+        now: its predicted step.
+        predict: returns the predicted step of another program.
+    """
+    best: dict[str, Advice] = {}
+    for one in _tries(program, {finding.rule for finding in findings}, now):
+        try:
+            then = predict(one.program())
+        except ShardcError:  # the mesh or the plan does not allow it
+            continue
+        gain = now.seconds - then.seconds
+        if gain < MEDIUM * now.seconds or (now.fits() and not then.fits()):
+            continue
+        peak = then.memory.peak.total
+        advice = Advice(
+            one.rules, one.line, gain, now.exposed - then.exposed, then.seconds, peak, peak - now.memory.peak.total
+        )
+        if one.kind not in best or advice.gain > best[one.kind].gain:
+            best[one.kind] = advice
+    return sorted(best.values(), key=lambda advice: -advice.gain)
+
+
+def _tries(program: Program, rules: set[str], now: Prediction) -> Iterator[Try]:
+    """Yield the changes that answer findings of ``rules``."""
+    options = program.options
+
+    def changed(**changes: Any) -> Callable[[], Program]:
+        return lambda: with_options(program, **changes)
+
+    if answered := tuple(rule for rule in BUCKETS if rule in rules):
+        # An explicit option goes before a plan's setting.
+        where = "Options" if isinstance(options.bucket_size, int) else "Plan"
+        for mebibytes in SIZES:
+            line = f'{where}(bucket_size="{mebibytes} MiB")'
+            yield Try("buckets", answered, line, changed(bucket_size=mebibytes << 20))
+    if "exposed-axis" in rules:
+        if options.budget_bytes() >= 0 and any(level == 3 for level in program.levels.values()):
+            yield Try("budget", ("exposed-axis",), "Options(memory_budget=-1)", changed(memory_budget=-1))
+        if not options.overlap:
+            yield Try("overlap", ("exposed-axis",), "Options(overlap=True)", changed(overlap=True))
+    if "collective-run-again" in rules:
+        kept = changed(checkpoint_collectives="keep")
+        yield Try("checkpoint", ("collective-run-again",), 'Options(checkpoint_collectives="keep")', kept)
+    if "axis-across-nodes" in rules and program.rebuild is not None:
+        rebuild, shapes = program.rebuild, [layout.shape for _, layout in program.inputs]
+        for axis in program.mesh.axes[:-1]:
+            order = [*(other for other in program.mesh.axes if other != axis), axis]
+            mesh = Mesh({name: program.mesh.size(name) for name in order})
+            yield Try("mesh", ("axis-across-nodes",), repr(mesh), partial(rebuild, mesh, shapes))
+
+
+def with_options(program: Program, **changes: Any) -> Program:
+    """Return ``program`` under other options of the cut and of the passes after it; earlier passes do not run again."""
+    joint = program.joint
+    options = replace(program.options, verify=False, hooks=(), dump=None, **changes)
+    partition, device = joint.pipeline[passes.Partition], joint.pipeline[passes.Localize].device
+    cut = partition.split, partition.recompute, partition.save
+    pipeline = passes.pipeline(joint.bound, options, joint.captured.fake_mode, device, cut)
+    return type(program)(replace(joint, options=options, pipeline=pipeline), program.source, program.folded)
