@@ -155,7 +155,7 @@ class Batches:
     def _own(self, state: Namespace, named: Named) -> list[Tensor]:
         """Returns this rank's shards of inputs with its own rows: other dims are padded and cut."""
         if self._pad and state.spec.groups is not None:
-            named = _padded(state, named, self._pad)
+            named = padded(state, named, self._pad)
         names = [name for name, _ in named]
         ranks, per_rank, axes = state.mesh.ranks, _per_rank(state, names), _row_axes(state)
         # The number of parts does not depend on the number of rows, if that divides.
@@ -245,7 +245,7 @@ def _check_sampler(loader: Any, parts: tuple[int, int]) -> None:
             )
 
 
-def _padded(state: Namespace, named: Named, pad: Mapping[str, int | float]) -> Named:
+def padded(state: Namespace, named: Named, pad: Mapping[str, int | float]) -> Named:
     """Returns the inputs padded at the end of each dim, but the first, to the longest of all ranks; a collective.
 
     Raises:

@@ -55,7 +55,7 @@ ALLOWED = {
     "batches": {"errors", "ir", "plan", "runtime", "_compat"},
     "links": {"errors", "cost", "runtime"},
     "launch": {"errors", "ir"},
-    "integrations": {"errors", "plan", "runtime"},
+    "integrations": {"errors", "batches", "runtime", "_compat"},
     "dynamic": {"errors", "ir", "capture", "passes", "program", "_compat"},
     "debug": {
         "errors",

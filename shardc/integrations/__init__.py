@@ -15,4 +15,14 @@ def classes_for(model: object) -> tuple[type[ShardedModule], type[Namespace]]:
         from shardc.integrations.transformers import PretrainedNamespace, ShardedPretrained
 
         return ShardedPretrained, PretrainedNamespace
+    if _saves_as_library(model):
+        from shardc.integrations.saving import ShardedSaving
+
+        return ShardedSaving, Namespace
     return ShardedModule, Namespace
+
+
+def _saves_as_library(model: object) -> bool:
+    """Whether ``save_pretrained`` of a model is that of a library which writes the model's ``state_dict()``."""
+    owners = (cls.__module__ for cls in type(model).__mro__ if "save_pretrained" in vars(cls))
+    return next(owners, "").startswith(("peft.", "diffusers.", "huggingface_hub."))

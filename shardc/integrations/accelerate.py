@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.utils.data import DataLoader
 from transformers.trainer import SCHEDULER_NAME
 
+from shardc.batches import data_parts, padded
 from shardc.errors import InputError
-from shardc.plan.ports import batch_axes
+from shardc.integrations.trl import replace_fused_head
 from shardc.runtime.module import ShardedModule
-from shardc.runtime.shards import flat_index
 
 OPTIMIZER_FOLDER = "optimizer_0"  # a folder that Trainer looks for
 
@@ -44,13 +44,20 @@ class Accelerator(accelerate.Accelerator):
         """Sets the compiled module whose mesh decides how batches are split.
 
         Raises:
-            InputError: the module does not span all ranks, or mixed precision is float16.
+            InputError: the module does not span all ranks, its plan splits the sequence, or mixed precision is float16.
         """
         spec = module.shardc.spec
         if spec.groups is None or spec.mesh.ranks != self.num_processes:
             raise InputError(
                 f"the module was compiled for the mesh {spec.mesh}, and accelerate runs {self.num_processes} processes",
                 fix="compile it for a DeviceMesh of all ranks that torchrun started",
+            )
+        build: Any = module.shardc.cache.build
+        if sequence := [str(entry) for entry in build.plan.entries if entry.sequence is not None]:
+            raise InputError(
+                "the plan splits the sequence, and accelerate deals out whole sequences",
+                plan_entry=sequence[0],
+                fix="train with a loop over shardc.batches(loader, module)",
             )
         if self.mixed_precision not in ("no", "bf16"):
             raise InputError(
@@ -64,20 +71,15 @@ class Accelerator(accelerate.Accelerator):
         """(Number of parts that a batch is split into, index of this rank's part); ranks may have the same part."""
         if self._sharded is None:
             return self.num_processes, self.process_index
-        state = self._sharded.shardc
-        build: Any = state.cache.build
-        axes = batch_axes(build.plan, state.spec.mesh)
-        parts = 1
-        for axis in axes:
-            parts *= state.spec.mesh.size(axis)
-        return parts, flat_index(state.spec.mesh, axes, state.spec.rank)
+        return data_parts(self._sharded)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
         if not isinstance(model, ShardedModule):
             return super().prepare_model(model, device_placement, evaluation_mode)
-        self.hold(model)
+        if self._sharded is None:  # a reference model may follow
+            self.hold(model)
         if model not in self._models:
             self._models.append(model)
         return model
@@ -140,12 +142,34 @@ class Trainer(transformers.Trainer):
     times the number of parts of the batch: two on dp=2, tp=2. Checkpoints consist of the model's safetensors and the
     optimizer's state by ``torch.distributed.checkpoint``, so that training resumes on another mesh.
 
+    Attributes:
+        pad: name of a tensor of a batch -> the value to pad it with if its lengths differ between ranks, as collators
+            pad the rows that they see. ``input_ids`` are padded with the tokenizer's ``pad_token_id``, or 0.
+
     Raises:
         InputError: the model is not from `shardc.compile`, or an option of ``args`` is not supported.
     """
 
     model: Any
     lr_scheduler: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        names = ("attention_mask", "token_type_ids", "position_ids", "completion_mask")
+        token = getattr(self.processing_class, "pad_token_id", None)
+        self.pad: dict[str, int | float] = dict.fromkeys(names, 0) | {"input_ids": token or 0, "labels": -100}
+        for model in (self.model, getattr(self, "ref_model", None)):
+            replace_fused_head(model)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> Any:
+        """Pads a batch to the longest of all ranks, as all call the model with the same shapes."""
+        inputs = super()._prepare_inputs(inputs)
+        state = self.model.shardc
+        if isinstance(inputs, Mapping) and not state.spec.groups.consistency.alone:
+            named = [(name, x) for name, x in inputs.items() if isinstance(x, torch.Tensor)]
+            pad = {name: value for name, value in self.pad.items() if name in inputs}
+            inputs |= dict(padded(state, named, pad))
+        return inputs
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -177,7 +201,8 @@ class Trainer(transformers.Trainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         out = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        in_program = self.compute_loss_func is None and self.label_smoother is None
+        of_tokens = any(cls.__module__.startswith("trl.") for cls in type(self).__mro__)  # of this rank's, as with DDP
+        in_program = not of_tokens and self.compute_loss_func is None and self.label_smoother is None
         if not (in_program and self.model_accepts_loss_kwargs and num_items_in_batch is not None):
             return out
         # Trainer multiplies by the number of parts, for DDP's mean; here the loss is of all parts already.

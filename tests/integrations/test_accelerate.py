@@ -72,6 +72,9 @@ def loops(axis: str, rows: int) -> None:
     torch.testing.assert_close(torch.tensor(out), torch.tensor(plain()))
     with pytest.raises(InputError, match="float16|fp16"):
         Accelerator(cpu=True, mixed_precision="fp16").prepare(module)
+    module = shardc.compile(build(), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), shardc.cp("cp"))
+    with pytest.raises(InputError, match="splits the sequence"):
+        Accelerator(cpu=True).prepare(module)
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
 
