@@ -18,6 +18,7 @@ from shardc._compat import PyTree
 from shardc.build import Build
 from shardc.capture import as_module, input_names, register_caches, target_names
 from shardc.checks import check_arguments, check_in_place
+from shardc.cost.hardware import Hardware
 from shardc.dynamic import DynamicDims, check_dynamic
 from shardc.errors import CaptureError, PrecompiledError, ShardcWarning
 from shardc.integrations import classes_for
@@ -231,6 +232,8 @@ def _options_for(mesh: DeviceMesh | Mesh, options: Options) -> Options:
     if options.silent() != frozenset():
         text = f"skip_comm={options.skip_comm!r}: collectives are local copies, and values are WRONG; for timing alone"
         warnings.warn(ShardcWarning(text), stacklevel=6)
+    if isinstance(options.cost, Hardware):
+        options = replace(options, cost=options.cost.at(torch.get_float32_matmul_precision()))
     if options.p2p_collectives is None:
         return replace(options, p2p_collectives=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
     return options

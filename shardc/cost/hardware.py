@@ -63,6 +63,9 @@ class Hardware:
             is slower; 0 if other hardware sends.
         rings: measured all-reduces among more than two CPU ranks, which use gloo's ring (`shardc.ir.comm`); for other
             group sizes the latency per hop of the nearest size is used.
+        tf32: peak operations per second of a float32 product in TF32; None if there is no TF32.
+        precision: the setting of `torch.set_float32_matmul_precision` that float32 products are priced by. "highest" is
+            float32; under "high" and "medium" CUDA computes them in TF32. Attention is priced alike under each.
     """
 
     name: str
@@ -87,6 +90,8 @@ class Hardware:
     message: float = 0.0
     share: float = 0.0
     rings: tuple[Measured, ...] = ()
+    tf32: float | None = None
+    precision: str = "highest"
 
     def __hash__(self) -> int:
         return self._hash
@@ -104,9 +109,22 @@ class Hardware:
         """Return the values of all fields."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
-    def peak(self, dtype: torch.dtype) -> float:
-        """Return the peak operations per second of a matrix product in ``dtype``; of float32 for unlisted dtypes."""
+    def at(self, precision: str) -> Hardware:
+        """Return this hardware with float32 products under ``precision``, as `torch.get_float32_matmul_precision` names
+        it.
+
+        >>> H100.at("high").peak(torch.float32) / H100.peak(torch.float32) > 7
+        True
+        """
+        return self if self.tf32 is None or precision == self.precision else replace(self, precision=precision)
+
+    def peak(self, dtype: torch.dtype, attention: bool = False) -> float:
+        """Return the peak operations per second of a matrix product, or of ``attention``, in ``dtype``; of float32 for
+        unlisted dtypes.
+        """
         by_dtype = dict(self.flops)
+        if self.tf32 is not None and self.precision != "highest" and dtype is torch.float32 and not attention:
+            return self.tf32
         return by_dtype.get(dtype, by_dtype[torch.float32])
 
     def collective_seconds(self, kind: str, mesh: Mesh, axes: tuple[str, ...], wire_bytes: float) -> float:
@@ -128,8 +146,10 @@ class Hardware:
         return self.compute_seconds(0, nbytes)
 
     def linear(self, direct: bool) -> tuple[float, float]:
-        """Return (seconds before the first byte, bytes per second after it) of a collective between nodes, whatever
-        ``direct`` is.
+        """Return (seconds before the first byte, bytes per second after it) of a collective between nodes.
+
+        ``direct`` makes no difference: `price` knows one way for each kind of collective. On GPUs that is NCCL's, and
+        on hardware that ``calibrate`` measured, the messages between ranks (``call``, ``message``), as ranks run them.
         """
         return self.start + self.between.ring + self.start_seconds(1), self.between.bandwidth * self.wire
 
@@ -138,8 +158,8 @@ class Hardware:
     ) -> float:
         """Return the seconds of one kernel: the roofline (Williams, Waterman and Patterson, 2009) and a launch."""
         reached = self.attention if attention and self.attention is not None else self.matmul
-        work = max(flops / (self.peak(dtype) * reached), nbytes / (self.memory_bandwidth * self.streaming), self.kernel)
-        return self.launch + work
+        computing, streaming = self.peak(dtype, attention) * reached, self.memory_bandwidth * self.streaming
+        return self.launch + max(flops / computing, nbytes / streaming, self.kernel)
 
     @property
     def sends(self) -> bool:
@@ -283,9 +303,10 @@ A100 = Hardware(
     inside=Link("NVLink 3", 300e9, 0.6e-6, 0.6e-6), between=Link("InfiniBand HDR", 25e9, 2.7e-6, 5e-6),
     host=Link("PCIe 4.0 x16", 32e9, 2e-6, 2e-6),
     start=6.6e-6, kernel=2e-6, matmul=0.70, streaming=0.85, wire=0.8, gathers_by_tree=True, attention=0.65,
+    tf32=156 * _T,
     sources=(
-        "NVIDIA A100 80GB SXM data sheet (2021): 312 TFLOPS dense bf16, 2,039 GB/s, NVLink 600 and PCIe 64 GB/s both "
-        "ways",
+        "NVIDIA A100 80GB SXM data sheet (2021): 312 TFLOPS dense bf16, 156 TF32, 2,039 GB/s, NVLink 600 and PCIe 64 "
+        "GB/s both ways",
         "NVIDIA DGX A100 data sheet: eight 200 Gb/s ConnectX-6 cards for eight GPUs",
         "Meta, Introducing the AI Research SuperCluster (2022): 16,000 A100", _NCCL,
         "matmul: fitted to Llama 3 8B on 64 A100, 2,973 tokens/s a rank (torchtitan docs/performance.md); attention: "
@@ -294,7 +315,7 @@ A100 = Hardware(
 )  # fmt: skip
 
 H100 = replace(
-    A100, name="h100", largest=24576, attention=0.35,
+    A100, name="h100", largest=24576, attention=0.35, tf32=494.7 * _T,
     flops=((torch.float32, 67 * _T), (torch.float64, 67 * _T),
            (torch.bfloat16, 989.4 * _T), (torch.float16, 989.4 * _T),
            (torch.float8_e4m3fn, 1978.9 * _T), (torch.float8_e5m2, 1978.9 * _T)),
@@ -302,7 +323,8 @@ H100 = replace(
     inside=Link("NVLink 4", 450e9, 0.6e-6, 0.6e-6), between=Link("InfiniBand NDR / 400G RoCE", 50e9, 2.7e-6, 5e-6),
     host=Link("PCIe 5.0 x16", 64e9, 2e-6, 2e-6),
     sources=(
-        "NVIDIA H100 SXM data sheet (2023): 989.4 TFLOPS dense bf16, 3.35 TB/s, NVLink 900 and PCIe 128 GB/s both ways",
+        "NVIDIA H100 SXM data sheet (2023): 989.4 TFLOPS dense bf16, 494.7 TF32, 3.35 TB/s, NVLink 900 and PCIe 128 "
+        "GB/s both ways",
         "NVIDIA DGX H100 data sheet: eight 400 Gb/s ConnectX-7 cards for eight GPUs",
         "Meta, Building Meta's GenAI infrastructure (2024): two clusters of 24,576 H100", _NCCL,
         "attention: FlashAttention-2 has 35 % (FlashAttention-3, arXiv:2407.08608); matmul: the A100's, not fitted",
@@ -324,12 +346,13 @@ H200 = replace(
 )  # fmt: skip
 
 B200 = replace(
-    H100, name="b200",
+    H100, name="b200", tf32=1125 * _T,
     flops=((torch.float32, 80 * _T), (torch.float64, 40 * _T), (torch.bfloat16, 2250 * _T), (torch.float16, 2250 * _T),
            (torch.float8_e4m3fn, 4500 * _T), (torch.float8_e5m2, 4500 * _T)),
     memory=180e9, memory_bandwidth=8e12, inside=Link("NVLink 5", 900e9, 0.6e-6, 0.6e-6),
     sources=(
-        "NVIDIA Blackwell brief (2024), HGX B200: 2.25 PFLOPS dense bf16, 8 TB/s, NVLink 1.8 TB/s both ways",
+        "NVIDIA Blackwell brief (2024), HGX B200: 2.25 PFLOPS dense bf16, 1.125 TF32, 8 TB/s, NVLink 1.8 TB/s both "
+        "ways",
         "NVIDIA DGX B200 user guide: 1,440 GB for eight GPUs, eight ConnectX-7 cards", _NCCL,
     ),
 )  # fmt: skip

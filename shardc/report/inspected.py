@@ -83,7 +83,7 @@ class InspectedProgram(Program):
         else:
             step = of_halves(shown.step(), shown.levels)
         useful = sum(flops * (1 if folded is None else folded.times(name)) for name, flops in shown.joint.flops)
-        described = find(hardware) if isinstance(hardware, str) else hardware
+        described = self._priced(hardware)
         return build(
             step, shown.mesh, described, symbols=partial(shown.costs, described), order=order,
             causes=shown.causes, entries=tuple(map(str, shown.plan.entries)),
@@ -104,7 +104,13 @@ class InspectedProgram(Program):
         Raises:
             PlanError: the program has other collectives at other sizes, or a formula does not hold there.
         """
-        return derive(self, find(hardware) if isinstance(hardware, str) else hardware, dims)
+        return derive(self, self._priced(hardware), dims)
+
+    def _priced(self, hardware: str | Hardware) -> Hardware:
+        """Return the description, with float32 products at the precision that the program was compiled under."""
+        key = self.shown.source.key
+        precision = torch.get_float32_matmul_precision() if key is None else key.call.surroundings.matmul_precision
+        return (find(hardware) if isinstance(hardware, str) else hardware).at(precision)
 
     @typed()
     def lint(self, hardware: str | Hardware = "h100", *, stage: str = "schedule") -> list[Finding]:
@@ -121,7 +127,7 @@ class InspectedProgram(Program):
 
         Each was tried: `Advice.line` is what to paste, and `Advice.gain` the seconds that it saves by the prediction.
         """
-        described = find(hardware) if isinstance(hardware, str) else hardware
+        described = self._priced(hardware)
         now = self.schedule(described)
         findings = lint(self.shown.whole("collectives"), self.schedule(described, stage="localize"), now)
         return advise(self.shown, findings, now, lambda program: program.schedule(described))

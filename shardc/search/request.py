@@ -170,7 +170,7 @@ class Auto:
         arity = None if source.loss is None else loss_arity(source.loss)
         if not takes_loss(source.model, source.args, source.kwargs, arity):
             source = replace(source, loss=None)
-        described = self.described(mesh)
+        described = self.described(mesh).at(torch.get_float32_matmul_precision())
         meshes = self.meshes(mesh, described, axes)
         described.check(meshes[0])
         chosen = replace(options or Options(), verify=False, hooks=(), dump=None)

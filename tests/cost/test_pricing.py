@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections.abc import Iterator
 from itertools import combinations
 
 import pytest
 import torch
+from torch import nn
 
 import shardc
 from shardc.cost import hardware
@@ -109,3 +111,35 @@ def test_hardware_travels_without_its_hash() -> None:
     assert hash(H100) == hash(hardware.find("h100"))
     again = pickle.loads(pickle.dumps(H100))
     assert again == H100 and isinstance(again, Hardware) and "_hash" not in vars(again)
+
+
+@pytest.fixture
+def precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("name", sorted(hardware.KNOWN))
+def test_float32_products_are_priced_by_the_setting_of_torch(name: str) -> None:
+    described = hardware.find(name)
+    high = described.at("high")
+    flops = 1e12
+    for dtype, attention in ((torch.bfloat16, False), (torch.float64, False), (torch.float32, True)):
+        assert high.compute_seconds(flops, 1, dtype, attention) == described.compute_seconds(flops, 1, dtype, attention)
+    ratio = described.compute_seconds(flops, 1) / high.compute_seconds(flops, 1)
+    assert ratio == pytest.approx(1.0 if described.is_host else described.tf32 / dict(described.flops)[torch.float32])
+    assert high.at("highest") == described and described.at("medium").peak(torch.float32) == high.peak(torch.float32)
+
+
+def test_a_program_is_priced_at_the_precision_that_it_was_compiled_under(precision: None) -> None:
+    model, x = nn.Sequential(nn.Linear(4096, 4096)), torch.empty(4096, 4096, device="meta")
+    times = {}
+    for setting in ("highest", "high"):
+        torch.set_float32_matmul_precision(setting)
+        program = shardc.compile(model.to("meta"), shardc.Mesh(dp=2), shardc.fsdp("dp")).lower(x)
+        torch.set_float32_matmul_precision("highest")
+        schedule = program.schedule("h100")
+        times[setting] = sum(run.seconds for run in schedule.runs if run.kernel.flops)
+        assert schedule.hardware.precision == setting
+    assert times["highest"] / times["high"] == pytest.approx(494.7 / 67, rel=0.01)
