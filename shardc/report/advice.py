@@ -122,12 +122,17 @@ def _tries(program: Program, rules: set[str], now: Prediction) -> Iterator[Try]:
     if "collective-run-again" in rules:
         kept = changed(checkpoint_collectives="keep")
         yield Try("checkpoint", ("collective-run-again",), 'Options(checkpoint_collectives="keep")', kept)
-    if "axis-across-nodes" in rules and program.rebuild is not None:
+    if "axis-across-nodes" in rules and program.rebuild is not None and not _has_input_gradients(program):
         rebuild, shapes = program.rebuild, [layout.shape for _, layout in program.inputs]
         for axis in program.mesh.axes[:-1]:
             order = [*(other for other in program.mesh.axes if other != axis), axis]
             mesh = Mesh({name: program.mesh.size(name) for name in order})
             yield Try("mesh", ("axis-across-nodes",), repr(mesh), partial(rebuild, mesh, shapes))
+
+
+def _has_input_gradients(program: Program) -> bool:
+    """Return whether an input requires a gradient, which a program for another mesh would not compute."""
+    return program.key is None or any(getattr(leaf, "requires_grad", False) for leaf in program.key.call.leaves)
 
 
 def with_options(program: Program, **changes: Any) -> Program:

@@ -94,6 +94,17 @@ def test_a_busy_axis_across_nodes() -> None:
     assert [f for f in found(plan, rows=1 << 16, dp=8, tp=2) if f.rule == "axis-across-nodes"] == []
 
 
+def test_another_order_of_the_mesh_is_tried() -> None:
+    """The order that is advised, compiled, has the step that was promised."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Pair()), torch.empty(1 << 16, WIDTH)
+    plan = shardc.ddp("dp") | shardc.tp("tp", colwise=["1.up"], rowwise=["1.down"])
+    program = shardc.compile(model, Mesh(tp=2, dp=8), plan).lower(x)
+    (advice,) = [one for one in program.advise() if one.rules == ("axis-across-nodes",)]
+    assert advice.line == "Mesh(dp=8, tp=2)"
+    assert shardc.compile(model, Mesh(dp=8, tp=2), plan).lower(x).schedule().seconds == pytest.approx(advice.seconds)
+
+
 def test_an_axis_that_stands_in_the_way() -> None:
     exposed = [f for f in found(shardc.fsdp("dp"), rows=64, dp=8) if f.rule == "exposed-axis"]
     assert [(f.subject, f.severity) for f in exposed] == [("dp", "high")]
