@@ -82,8 +82,9 @@ def batches(
 
     >>> import shardc, torch
     >>> module = shardc.compile(torch.nn.Linear(4, 2), shardc.Mesh(dp=2), shardc.fsdp("dp"))
-    >>> [[x.shape for x in batch] for batch in shardc.batches([(torch.ones(8, 4),)], module)]
-    [[torch.Size([4, 4])]]
+    >>> for (x,) in shardc.batches([(torch.ones(8, 4),)], module):
+    ...     print(tuple(x.shape))
+    (4, 4)
     """
     own = _has_own_rows(loader) if own_rows is None else own_rows
     if isinstance(module, Simulation):

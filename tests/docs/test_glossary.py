@@ -10,8 +10,8 @@ import shardc
 TERMS = re.findall(r"^- \*\*(.+?)\*\*: ", (Path(__file__).parents[2] / "docs/glossary.md").read_text(), re.MULTILINE)
 # Public names that are verbs, or that the reference is the place for.
 OTHERS = {
-    "ShardcError", "ShardcWarning", "compile", "find_plan", "load", "local", "local_map", "measure_links", "optim",
-    "register_forward_method", "register_rule", "shard", "train_step", "value_and_grad",
+    "ShardcError", "ShardcWarning", "batches", "compile", "data_parts", "find_plan", "load", "local", "local_map",
+    "measure_links", "optim", "register_forward_method", "register_rule", "shard", "train_step", "value_and_grad",
 }  # fmt: skip
 
 
