@@ -18,7 +18,21 @@ with _outgrown():  # garbage collections would take a quarter of the time of the
     from shardc.launch import mesh
     from shardc.links import measure_links
     from shardc.passes.options import Options
-    from shardc.plan import Plan, cp, ddp, ep, fsdp, hsdp, hsdp_plan, offload, per_rank, precision, recompute, tp
+    from shardc.plan import (
+        Plan,
+        cp,
+        ddp,
+        ep,
+        fsdp,
+        hsdp,
+        hsdp_plan,
+        microbatches,
+        offload,
+        per_rank,
+        precision,
+        recompute,
+        tp,
+    )
     from shardc.precompiled import load
     from shardc.report.inspected import InspectedProgram as Program
     from shardc.rules import register_rule
@@ -60,6 +74,7 @@ __all__ = [
     "local_map",
     "measure_links",
     "mesh",
+    "microbatches",
     "offload",
     "optim",
     "per_rank",

@@ -108,8 +108,10 @@ class Build:
                 joint, Source(key, guards, rebuild, self._lower_again, type(template).__name__), folded
             )
 
+        mesh = self.mesh.timed(self.plan.setting("microbatches"))
+        params = self.params if mesh == self.mesh else {name: param.on(mesh) for name, param in self.params.items()}
         request = Request(
-            template, self.mesh, self.plan, self.params, args, kwargs, self.device, self.loss if with_loss else None,
+            template, mesh, self.plan, params, args, kwargs, self.device, self.loss if with_loss else None,
             self.options, deferred, keep_stages=not self.runs,
         )  # fmt: skip
         if captured is None and (self.runs if self.options.fold is None else self.options.fold):

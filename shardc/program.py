@@ -16,15 +16,28 @@ from shardc._compat import LazyGraphModule
 from shardc.cost.causes import Cause, cause_of
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
-from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, REDUCTION, Executable, Half, Phase
+from shardc.ir.executable import (
+    BACKWARD,
+    CLOSING,
+    FORWARD,
+    INFERENCE,
+    LAST_BACKWARD,
+    REDUCTION,
+    Executable,
+    Half,
+    Phase,
+    opening,
+)
 from shardc.ir.guards import Guards, Reads
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
 from shardc.joint import CUT, Joint, StageRecorder
 from shardc.passes.check import VerifyHalf
+from shardc.passes.lower.microbatch import Phases, closed, marked_terms
 from shardc.passes.schedule.reduce_accumulated import Sum, deferred_reduction
 from shardc.passes.unfold import Folded
+from shardc.plan.entries import Microbatches
 from shardc.precompiled import ProgramKey, save_program
 from shardc.precompiled.load import backward_for
 from shardc.validate import typed
@@ -66,14 +79,21 @@ class Program(Executable):
 
     conditions: tuple[str, ...] = ()
 
-    def __init__(self, joint: Joint, source: Source | None = None, folded: Folded | None = None) -> None:
+    def __init__(
+        self,
+        joint: Joint,
+        source: Source | None = None,
+        folded: Folded | None = None,
+        used: frozenset[int] | None = None,
+    ) -> None:
         self.joint, self.folded, self.source = joint, folded, source or Source()
         self.key, self.guards, self.rebuild = self.source.key, self.source.guards, self.source.rebuild
         self.lower_again = self.source.lower_again
         self.bound = joint.bound if folded is None else folded.bound
-        self.mesh, self.plan, self.options = self.bound.mesh, self.bound.plan, joint.options
+        self.mesh, self.plan, self.options = self.bound.mesh.devices, self.bound.plan, joint.options
         self.pipeline, captured = joint.pipeline, joint.captured
-        self.inputs = tuple((n, x.layout) for n, x in zip(captured.inputs, self.bound.inputs, strict=True))
+        inputs = tuple((n, x.layout) for n, x in zip(captured.inputs, self.bound.inputs, strict=True))
+        self.inputs = tuple((name, layout.devices) for name, layout in inputs)
         self.input_spec, self.output_spec = captured.input_spec, captured.output_spec
         self.returned = captured.returned
         self.constants = captured.constants
@@ -83,8 +103,17 @@ class Program(Executable):
         self.deferred = self.bound.deferred
         self._cut_halves: dict[Phase, fx.GraphModule | None] = {}  # forward and backward before further passes
         forward = [(role, x) for role, x in ir.outputs(joint.local.graph) if role.kind != "grad"]
-        self.outputs = tuple(role for role, _ in forward)
+        self.outputs = tuple(on_devices(role) for role, _ in forward)
         self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
+        if self.bound.mesh.time:
+            self.microbatches = self.bound.mesh.microbatches
+            split = {role.index: role.layout for role, _ in forward if role.kind == "output" and _is_timed(role.layout)}
+            self.in_time = {"inputs": {n: x for n, x in inputs if _is_timed(x)}, "outputs": split}
+            self.loss = _loss(joint.local.graph)
+            tangents = ir.placeholders(joint.local.graph, "tangent")
+            self.tangents = {ir.role(node).index: node.meta["val"].dtype for node in tangents if node.users}
+            self.used = used or frozenset(self.tangents if self.loss is None else [self.loss])
+            self.openings, self.reduce = len(self._phases.openings), self._phases.reduce
 
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> Half:
         """Return the graph that reduces accumulated gradients; ``sums`` are (parameter, layout of its accumulator,
@@ -126,6 +155,8 @@ class Program(Executable):
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
         """Return the local graph of a phase; None for a backward if nothing needs a gradient."""
+        if self.microbatches > 1:
+            return self._microbatched(phase)
         if phase == INFERENCE:
             local = passes.inference(self.joint.local)
             return self._scheduled(local if self.folded is None else self.folded.halves(local, None)[0])
@@ -146,6 +177,58 @@ class Program(Executable):
                 verify.verify_halves(first, second, self.mesh, local.graph)
         return (first, second) if self.folded is None else self.folded.halves(first, second)
 
+    @cached_property
+    def _phases(self) -> Phases:
+        """The joint graph of all blocks, for gradients of the outputs ``used``, cut into microbatches."""
+        gm = LazyGraphModule(self.localized, ir.copied(self.localized.graph))
+        gm = passes.PruneUnusedGrads(self.used)(gm)
+        cause = next(str(entry) for entry in self.plan.entries if isinstance(entry, Microbatches))
+        return passes.Microbatch(self.bound.mesh, frozenset(self.in_time["inputs"]), cause)(gm)
+
+    def _microbatched(self, phase: Phase) -> fx.GraphModule | None:
+        """Return the local graph of a phase of a step with microbatches."""
+        phases = self._phases
+        for at, loop in enumerate(phases.openings):
+            if phase in opening(at):
+                return self._finished(loop.each if phase == opening(at)[0] else loop.once)
+        if phase == INFERENCE:
+            return self._finished(passes.inference(phases.body))
+        if phase == CLOSING:
+            return self._finished(phases.closing_forward)
+        if phase not in self._cut_halves:
+            partition = replace(self.pipeline[passes.Partition], levels=lambda graph: self.levels)
+            first, second = partition(phases.body)
+            if self.options.verify:
+                with reporting(self.bound.mesh, {"before": phases.body, "forward": first, "backward": second}):
+                    verify.verify_halves(first, second, self.bound.mesh, phases.body.graph)
+            if second is None:
+                self._cut_halves = dict.fromkeys((FORWARD, BACKWARD, LAST_BACKWARD))
+            else:
+                second = marked_terms(second, phases.reduce)
+                last = passes.HoistGradEpilogue()(closed(second, phases.closing, phases.reduce))
+                self._cut_halves = {FORWARD: first, BACKWARD: second, LAST_BACKWARD: last}
+        half = self._cut_halves.pop(phase)
+        return None if half is None else self._finished(half)
+
+    def _finished(self, half: fx.GraphModule) -> fx.GraphModule:
+        """Return ``half`` after the passes behind the cut; layouts of its results are those on the mesh of devices."""
+        half = self._scheduled(LazyGraphModule(half, ir.copied(half.graph)))
+        output = ir.output_node(half.graph)
+        output.meta[ir.ROLES] = tuple(map(on_devices, output.meta[ir.ROLES]))
+        return half
+
+    @cached_property
+    def _using(self) -> dict[frozenset[int], Program]:
+        return {}
+
+    def using(self, used: frozenset[int]) -> Program:
+        """Return this program with microbatches, for gradients of the outputs ``used``."""
+        if used == self.used:
+            return self
+        if used not in self._using:
+            self._using[used] = type(self)(self.joint, self.source, self.folded, used)
+        return self._using[used]
+
     def _scheduled(self, half: fx.GraphModule) -> fx.GraphModule:
         """Runs the passes after the cut (bucketing, scheduling, ...) on a forward or backward graph."""
         return self.halves.run(half, *self._hooks)
@@ -153,7 +236,7 @@ class Program(Executable):
     @property
     def _hooks(self) -> tuple[passes.Hook, ...]:
         """Hooks that inspect a forward or backward graph before and after each pass."""
-        checks = (VerifyHalf(self.mesh, self.halves, self.causes),) if self.options.verify else ()
+        checks = (VerifyHalf(self.bound.mesh, self.halves, self.causes),) if self.options.verify else ()
         return (*checks, *self.options.hooks)
 
     def cause(self, collective: fx.Node) -> Cause:
@@ -230,3 +313,23 @@ class Program(Executable):
                 paths.append(folder / f"{at:02d}_{stage}.txt")
                 paths[-1].write_text(self.text(stage))
         return paths
+
+
+def on_devices(role: ir.Role) -> ir.Role:
+    """Return ``role`` with its layout on the mesh of devices, without the axis of time."""
+    return role if role.layout is None else replace(role, layout=role.layout.devices)
+
+
+def _is_timed(layout: Layout | None) -> bool:
+    """Return whether the axis of time splits a dim."""
+    return layout is not None and layout.mesh.time in layout.bound
+
+
+def _loss(joint: fx.Graph) -> int | None:
+    """Return the index of the first output of one element that has gradients and that all microbatches share."""
+    tangents = {ir.role(node).index: node for node in ir.placeholders(joint, "tangent")}
+    for role, x in ir.outputs(joint):
+        if role.kind == "output" and isinstance(x, fx.Node) and role.index in tangents and role.layout is not None:
+            if role.layout.numel == 1 and tangents[role.index].users and not _is_timed(role.layout):
+                return role.index
+    return None

@@ -370,6 +370,7 @@ def _subsets(items: list[int]) -> Iterator[tuple[int, ...]]:
 
 
 LOCAL = ("shard", "to_partial")  # kinds of step without communication
+NEVER = 1e6  # seconds of a step that would exchange values between microbatches, other than by adding them up
 
 
 @dataclass(frozen=True)
@@ -422,6 +423,10 @@ def steps(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> tuple[Step,
     """
     if src == dst:
         return ()
+    time, pending = src.mesh.time, dict(src.partial)
+    if time in pending and time not in dict(dst.partial):  # add up the microbatches first, then reduce once
+        summed = src.without_partial([time])
+        return (Step("all_reduce", (time,), pending[time], src, summed), *steps(summed, dst, itemsize, cost))
     places = common_places(src, dst)
     if src.numel == 0:
         return (Step("shard", (), None, src, dst),)
@@ -463,5 +468,7 @@ def step_seconds(
     """
     if kind in LOCAL:
         return cost.copy_seconds(2 * after * itemsize)
+    if mesh.time and any(mesh.overlap(axis, mesh.time) for axis in axes):
+        return 0.0 if kind == "all_reduce" and axes == (mesh.time,) else NEVER
     wire = comm_volume.wire_elements(kind, prod([mesh.size(axis) for axis in axes]), before) * itemsize
     return cost.collective_seconds(kind, mesh, axes, wire)

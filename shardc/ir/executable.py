@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter, getitem
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class Deferred:
             stored: layout of the parameter's storage.
             incoming: layout of the gradient before any reduction.
         """
+        incoming = incoming.without_partial(filter(None, [incoming.mesh.time]))
         if name in self.whole:
             return incoming
         return pending_beside(stored, incoming) if name in self.scattered else None
@@ -167,6 +169,14 @@ def _next_ops(graph: fx.Graph) -> dict[fx.Node, tuple[int, str]]:
 
 
 FORWARD, BACKWARD, INFERENCE, REDUCTION = "forward", "backward", "inference", "reduction"
+# With microbatches: the backward of the last one, which also closes the step, and what closes a call without gradients.
+LAST_BACKWARD, CLOSING = "last backward", "closing"
+
+
+def opening(at: int) -> tuple[str, str]:
+    """Return the phases of the loop number ``at`` before the forward: of each microbatch, and once behind the loop."""
+    return f"opening {at + 1}", f"opened {at + 1}"
+
 
 # The phase of a half; for the backward of a loss that uses some outputs only, the indices of these outputs.
 Phase = str | frozenset[int]
@@ -208,8 +218,8 @@ class Half:
 
     @property
     def kind(self) -> str:
-        """Return FORWARD, BACKWARD, INFERENCE or REDUCTION; BACKWARD for every backward, whatever outputs it is for."""
-        return self.phase if isinstance(self.phase, str) else BACKWARD
+        """Return the phase as text; BACKWARD for every backward, whatever outputs it is for."""
+        return self.phase if isinstance(self.phase, str) and self.phase != LAST_BACKWARD else BACKWARD
 
     @property
     def graph(self) -> fx.Graph:
@@ -305,6 +315,13 @@ class Executable(ABC):
         stored: path in the program cache; or "not stored: " and why.
         levels: parameter -> its level of gathering, as `shardc.plan` defines it.
         causes: parameter -> the plan entries that decide its compute layout.
+        microbatches: number of microbatches of a step; 1 if it is not split.
+        in_time: "inputs" or "outputs" -> name or index -> layout with the axis of time, of those that are split over
+            the microbatches.
+        reduce: name of a term of the microbatches -> the reduce op that joins two of them.
+        openings: number of loops over the microbatches before the forward.
+        loss: index of the output whose gradients a call with microbatches computes; None if there is no loss.
+        tangents: with microbatches, index of each output that has gradients -> dtype of its gradient.
     """
 
     mesh: Mesh
@@ -320,6 +337,12 @@ class Executable(ABC):
     stored = "not stored: only what a call of a module compiles is, for fixed sizes and with all gradients reduced"
     levels: Mapping[str, int]
     causes: Mapping[str, str]
+    microbatches = 1
+    in_time: Mapping[str, Mapping[Any, Layout]] = MappingProxyType({})
+    reduce: Mapping[str, str] = MappingProxyType({})
+    openings = 0
+    loss: int | None = None
+    tangents: Mapping[int, torch.dtype] = MappingProxyType({})
 
     @abstractmethod
     def make(self, phase: Phase) -> fx.GraphModule | None:
@@ -356,13 +379,19 @@ class Executable(ABC):
         assert half is not None, f"there is no {phase}: nothing needs a gradient"
         return half
 
+    def using(self, used: frozenset[int]) -> Executable:
+        """Return this program with microbatches, for gradients of the outputs with indices ``used``."""
+        raise NotImplementedError
+
     def step(self, training: bool = True) -> tuple[Half, ...]:
         """Return the graphs of one step: (forward, backward) if ``training`` and something needs a gradient, else
         (inference,).
         """
-        if training and self.trains:
-            return self.half(FORWARD), self.half(BACKWARD)
-        return (self.half(INFERENCE),)
+        phases = (FORWARD, BACKWARD) if training and self.trains else (INFERENCE,)
+        if self.microbatches > 1:
+            openings = [phase for at in range(self.openings) for phase in opening(at)]
+            phases = (*openings, *phases, CLOSING if phases == (INFERENCE,) else LAST_BACKWARD)
+        return tuple(map(self.half, phases))
 
     @property
     def trains(self) -> bool:

@@ -227,6 +227,17 @@ class Layout:
         """Return this layout with pending reductions ``op`` over ``axes`` added."""
         return self.replace(partial=[*self.partial, *((axis, op) for axis in axes)])
 
+    def on(self, mesh: Mesh) -> Layout:
+        """Return this layout on ``mesh``, which has all of its axes."""
+        return Layout(mesh, self.dims, self.partial)
+
+    @property
+    def devices(self) -> Layout:
+        """Return this layout on the mesh of devices: all microbatches, without the axis of time."""
+        if not (time := self.mesh.time):
+            return self
+        return self.unbind([time]).without_partial([time]).on(self.mesh.devices)
+
     def split(self, dim: int, axis: str) -> Layout | None:
         """Return the layout in which ``axis`` also splits ``dim``, at the first local digit whose size it divides; None
         if there is none.

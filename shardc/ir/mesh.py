@@ -4,6 +4,9 @@ A mesh here is abstract: it needs no devices and no process group. An axis can b
 ``name:PREFIXxSIZE``: of an axis ``tp`` of size 4, ``"tp:1x2"`` is the major part of size 2 and ``"tp:2x2"`` the minor
 one. PREFIX is the product of the sizes of the parts before it. A part may be used like an axis; only the planner and
 the propagation create them.
+
+An axis can also be one of time (`Mesh.timed`): its coordinates are the microbatches of a step, which each device runs
+one after the other. A reduction over it is an addition in time.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ from math import prod
 from shardc.errors import MeshError
 
 
+MICRO = "micro"  # name of the axis of time
+
+
 @dataclass(frozen=True, init=False)
 class Mesh:
     """An abstract mesh of named axes, major to minor: rank = row-major index of its coordinates.
@@ -24,9 +30,15 @@ class Mesh:
     >>> mesh = Mesh(dp=2, tp=4)
     >>> mesh.size("tp"), mesh.ranks, mesh.coordinate(5)
     (4, 8, {'dp': 1, 'tp': 1})
+    >>> mesh.timed(8), mesh.timed(8).devices
+    (Mesh(dp=2, tp=4, micro=8), Mesh(dp=2, tp=4))
+
+    Attributes:
+        time: the axis whose coordinates are microbatches, `MICRO`, which is the last; "" if there is none.
     """
 
     shape: tuple[tuple[str, int], ...]
+    time: str
 
     def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]] | None = None, **named: int) -> None:
         entries = axes.items() if isinstance(axes, Mapping) else () if axes is None else axes
@@ -42,17 +54,36 @@ class Mesh:
             if name in dict(pairs[:at]):
                 raise MeshError(f"mesh axis {name!r} is there twice", fix="give each axis a name of its own")
         object.__setattr__(self, "shape", pairs)
+        object.__setattr__(self, "time", "")
+
+    def timed(self, microbatches: int) -> Mesh:
+        """Return this mesh with the axis of time added, of size ``microbatches``; itself for one microbatch."""
+        if microbatches == 1:
+            return self
+        mesh = Mesh((*self.shape, (MICRO, microbatches)))
+        object.__setattr__(mesh, "time", MICRO)
+        return mesh
+
+    @property
+    def microbatches(self) -> int:
+        """Return the size of the axis of time; 1 if there is none."""
+        return self._sizes[self.time] if self.time else 1
+
+    @cached_property
+    def devices(self) -> Mesh:
+        """Return this mesh without its axis of time."""
+        return Mesh(self.shape[:-1]) if self.time else self
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
         # Without the cached hash: that of a string differs from process to process.
-        return Mesh, (self.shape,)
+        return _remade, (self.devices.shape, self.microbatches)
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self.shape)
+        return hash((self.shape, self.time))
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
@@ -164,6 +195,11 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.shape)})"
+
+
+def _remade(shape: tuple[tuple[str, int], ...], microbatches: int) -> Mesh:
+    """Return the mesh that was pickled."""
+    return Mesh(shape).timed(microbatches)
 
 
 @lru_cache(maxsize=1024)

@@ -33,6 +33,7 @@ from shardc.passes.lower.decompose import Decompose as Decompose
 from shardc.passes.lower.hoist_grad_epilogue import HoistGradEpilogue as HoistGradEpilogue
 from shardc.passes.lower.keep_part import KeepPart as KeepPart
 from shardc.passes.lower.localize import Localize as Localize
+from shardc.passes.lower.microbatch import Microbatch as Microbatch
 from shardc.passes.lower.offload import Offload as Offload
 from shardc.passes.lower.partition import Cut
 from shardc.passes.lower.partition import Partition as Partition

@@ -5,6 +5,7 @@ from shardc.plan.constructors import ddp as ddp
 from shardc.plan.constructors import ep as ep
 from shardc.plan.constructors import fsdp as fsdp
 from shardc.plan.constructors import hsdp as hsdp
+from shardc.plan.constructors import microbatches as microbatches
 from shardc.plan.constructors import offload as offload
 from shardc.plan.constructors import precision as precision
 from shardc.plan.constructors import recompute as recompute

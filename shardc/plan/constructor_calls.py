@@ -72,9 +72,11 @@ def to_call(run: Sequence[Called]) -> Call:
 
 
 def call_text(name: str, arguments: dict[str, Any]) -> str:
-    """Return the call as Python source that evaluates to the plan; ``axis`` and ``names`` are positional."""
+    """Return the call as Python source that evaluates to the plan; ``axis``, ``names`` and ``count`` are
+    positional.
+    """
     texts = {key: _argument_text(key, value) for key, value in arguments.items()}
-    return f"{name}({', '.join(x if key in ('axis', 'names') else f'{key}={x}' for key, x in texts.items())})"
+    return f"{name}({', '.join(x if key in ('axis', 'names', 'count') else f'{key}={x}' for key, x in texts.items())})"
 
 
 def _argument_text(key: str, value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from shardc.errors import PlanError
-from shardc.plan.entries import Cp, Ddp, Ep, Fsdp, Offload, Precision, Recompute, Tp
+from shardc.plan.entries import Cp, Ddp, Ep, Fsdp, Microbatches, Offload, Precision, Recompute, Tp
 from shardc.plan.entries.data_parallel import axis_names, by_glob, regathered
 from shardc.plan.layout_spec import quote
 from shardc.plan.value import CONSTRUCTORS, Plan
@@ -231,6 +231,26 @@ def recompute(names: str | Sequence[str]) -> Plan:
     return Plan.of(Recompute(glob) for glob in _globs(names, "recompute(...)"))
 
 
+def microbatches(count: int) -> Plan:
+    """Split the batch of each rank into microbatches, which run one after the other.
+
+    A step then needs the memory of one microbatch's activations. Results are those of the whole batch: a mean over
+    masked targets is that of all microbatches, not a mean of means. Gradients are added up in the dtype that they are
+    reduced in, and reduced once. ``loss.backward()`` hands out gradients that the call has computed.
+
+    Args:
+        count: number of microbatches, 1 or more. Dim 0 of the inputs is split over them below the batch axes.
+
+    Raises:
+        PlanError: the count is below 1. When the plan is used: the mesh has an axis called ``micro``, or the model
+            needs values of all microbatches in the middle of a step (batch normalisation).
+
+    >>> print(fsdp("dp") | microbatches(8))
+    fsdp("dp") | microbatches(8)
+    """
+    return Plan.of([Microbatches(count)])
+
+
 def _globs(names: object, entry: str) -> Iterable[str]:
     """Return a glob or a sequence of globs as a sequence; raise PlanError, which names ``entry``, for another type."""
     globs = checked(names, str | tuple[str, ...], "names", PlanError, plan_entry=entry)
@@ -238,5 +258,5 @@ def _globs(names: object, entry: str) -> Iterable[str]:
 
 
 CONSTRUCTORS |= {
-    function.__name__: function for function in (ddp, fsdp, hsdp, tp, cp, ep, precision, offload, recompute, Plan)
+    function.__name__: function for function in (ddp, fsdp, hsdp, tp, cp, ep, microbatches, precision, offload, recompute, Plan)
 }

@@ -116,6 +116,11 @@ class ParamPlan:
         """Return the FSDP level; 3 (backward gathers or copies it again) for an offloaded parameter without FSDP."""
         return self.level or (3 if self.host else 0)
 
+    def on(self, mesh: Mesh) -> ParamPlan:
+        """Return the same layouts on ``mesh``, which has all of their axes."""
+        split = None if self.split is None else self.split.on(mesh)
+        return replace(self, storage=self.storage.on(mesh), compute=self.compute.on(mesh), split=split)
+
 
 @dataclass(frozen=True)
 class Placed:

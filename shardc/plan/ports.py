@@ -42,9 +42,12 @@ class ActivationPin:
 
 
 def batch_axes(plan: Plan, mesh: Mesh | None = None) -> tuple[str, ...]:
-    """Return the axes that split dim 0 of the inputs, in mesh order; without ``mesh``, replicate before shard axes."""
+    """Return the axes that split dim 0 of the inputs, in mesh order; without ``mesh``, replicate before shard axes.
+
+    A mesh with an axis of time splits them over that, too.
+    """
     axes = list(dict.fromkeys(axis for entry in plan.entries for axis in entry.batch))
-    return tuple(axes if mesh is None else sorted(axes, key=mesh.order))
+    return tuple(axes) if mesh is None else (*sorted(axes, key=mesh.order), *filter(None, [mesh.time]))
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
             out.append(_input(mesh, tuple(shape), spec, name, wanted[1]))
         elif wanted is not None:
             out.append(_input(mesh, tuple(shape), wanted[0], name, wanted[1]))
-        elif shape and cause:
+        elif shape and (cause or mesh.time):
             out.append(_input(mesh, tuple(shape), _split(plan, mesh, shape), name, cause))
         else:
             out.append(InputPlan(Layout.whole(mesh, shape), ""))

@@ -5,11 +5,12 @@ from shardc.plan.entries.data_parallel import Ddp, Fsdp
 from shardc.plan.entries.entry import Entry, distinct
 from shardc.plan.entries.expert_parallel import WAYS, Ep
 from shardc.plan.entries.memory_saving import Offload, Recompute
+from shardc.plan.entries.microbatches import Microbatches
 from shardc.plan.entries.mixed_precision import Policies, Precision
 from shardc.plan.entries.raw import Activation, Param, Port, Prefetch, Setting
 from shardc.plan.entries.tensor_parallel import STYLES, Tp
 
 __all__ = [
-    "Activation", "Cp", "Ddp", "Entry", "Ep", "Fsdp", "Offload", "Param", "Policies", "Port", "Precision", "Prefetch",
+    "Activation", "Cp", "Ddp", "Entry", "Ep", "Fsdp", "Microbatches", "Offload", "Param", "Policies", "Port", "Precision", "Prefetch",
     "METHODS", "Recompute", "STYLES", "Setting", "Tp", "WAYS", "distinct",
 ]  # fmt: skip

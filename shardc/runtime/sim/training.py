@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from shardc._compat import PyTree
 from shardc.custom_ops.random import draw_key
 from shardc.errors import InputError
-from shardc.ir.executable import BACKWARD, FORWARD, Executable, Half
+from shardc.ir.executable import BACKWARD, FORWARD, Executable, Half, Port
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.runtime.border import counter_of, modified
 from shardc.runtime.inputs import check_kinds
-from shardc.runtime.shards import same
+from shardc.runtime.microbatches import Loops, Microstep
+from shardc.runtime.shards import flat_index, same
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
 from shardc.runtime.storage import cut, shard_tensor
 
@@ -52,7 +53,7 @@ class Simulation:
             name: [b.clone() for _ in range(self.mesh.ranks)] for name, b in module.named_buffers()
         }
         self.grads: dict[str, list[Tensor]] = {}
-        self._saved: tuple[Executable, dict[str, PerRank]] | None = None
+        self._saved: tuple[Executable, dict[str, PerRank] | Microstep] | None = None
         self._changes: list[tuple[int, Tensor, int]] = []  # versions of outputs that a backward reads
 
     def __call__(self, *args: PyTree, grad: bool = True, **kwargs: PyTree) -> PyTree:
@@ -65,10 +66,17 @@ class Simulation:
         check_kinds(self.state.cache.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=True)
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
             program: Executable = self.state.cache.program_for(args, kwargs)
-        half = program.step(training=grad)[0]
         leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         fed = {name: self.ranks.shard(x, layout) for (name, layout), x in zip(program.inputs, leaves, strict=True)}
-        results = self.ranks.run(half.gm, self._feed(half, fed))
+        if program.microbatches > 1:
+            step = self._microstep(program, fed, grad)
+            results = [step.output(role) for role in program.outputs]
+            self._saved = (program, step) if step.trains else None
+        else:
+            half = program.step(training=grad)[0]
+            results = self.ranks.run(half.gm, self._feed(half, fed))
+            saved = {r.name: x for r, x in zip(half.gives, results, strict=True) if r.kind == "saved" and x is not None}
+            self._saved = (program, saved) if half.phase == FORWARD else None
         count = len(program.outputs)
         out: list[object] = []
         for role, constant, result in zip(program.outputs, program.output_values, results[:count], strict=True):
@@ -83,10 +91,6 @@ class Simulation:
             out[at] = out[at] if output.same is None else out[output.same]
         read = [(at, out[at]) for at, output in enumerate(program.returned) if output.read_by]
         self._changes = [(at, counter_of(x), x._version) for at, x in read if isinstance(x, Tensor)]
-        saved = {
-            role.name: r for role, r in zip(half.gives, results, strict=True) if role.kind == "saved" and r is not None
-        }
-        self._saved = (program, saved) if half.phase == FORWARD else None
         return pytree.tree_unflatten(out, program.output_spec)
 
     def backward(self, *tangents: Tensor | None) -> None:
@@ -110,43 +114,69 @@ class Simulation:
                     f"parameter {name!r} has a hook, which a simulation does not run",
                     fix="remove it, or step the module on the ranks of a DeviceMesh",
                 )
-        program, values = self._saved
-        half = program.half(BACKWARD)
+        program, saved = self._saved
         layouts = {role.index: role.layout for role in program.outputs if role.kind == "output" and role.layout}
         gradients = iter(tangents)
-        ports = [port for port in half.takes if port.role.kind == "tangent"]
-        if tangents and len(tangents) < len(ports):
+        if isinstance(saved, Microstep):
+            dtypes = program.tangents
+        else:
+            takes = program.half(BACKWARD).takes
+            dtypes = {port.role.index: port.example.dtype for port in takes if port.role.kind == "tangent"}
+        if tangents and len(tangents) < len(dtypes):
             raise InputError(
-                f"{len(ports)} outputs have gradients, but {len(tangents)} were given",
+                f"{len(dtypes)} outputs have gradients, but {len(tangents)} were given",
                 fix="pass one for each, None for an output that the loss does not use",
             )
-        scalars = [port.role.index for port in ports if layouts[port.role.index].ndim == 0]
+        scalars = [index for index in dtypes if layouts[index].ndim == 0]
         if not tangents and len(scalars) > 1:
             raise InputError(
                 f"{len(scalars)} of the outputs are scalars, and any of them may be the loss",
                 fix="pass a gradient for each output that has one: torch.tensor(1.0) for the loss, None for the others",
             )
         shards: dict[int, PerRank | None] = {}
-        for port in ports:
-            layout = layouts[port.role.index]
+        for index, dtype in dtypes.items():
+            layout = layouts[index]
             is_used = not tangents and (layout.ndim == 0 or not scalars)
-            whole = next(gradients, torch.ones(layout.shape, dtype=port.example.dtype) if is_used else None)
-            shards[port.role.index] = None if whole is None else self.ranks.shard(whole, layout)
+            whole = next(gradients, torch.ones(layout.shape, dtype=dtype) if is_used else None)
+            shards[index] = None if whole is None else self.ranks.shard(whole, layout)
         used = frozenset(index for index, x in shards.items() if x is not None)
         for at, counter, version in self._changes:
             if counter._version != version and used.intersection(program.returned[at].read_by):
                 raise modified(at, counter, version)
-        if len(used) < len(shards):
-            half = program.half(used)
-        feed: list[Any] = [
-            shards[port.role.index] if port.role.kind == "tangent" else values[port.name] for port in half.takes
-        ]
-        results = self.ranks.run(half.gm, feed)
-        for role, result in zip(half.gives, results, strict=True):
-            if role.kind == "grad" and result is not None and role.name in self.params:
-                before = self.grads.get(role.name)
-                added = list(result) if before is None else [a + b for a, b in zip(before, result, strict=True)]
-                self.grads[role.name] = added
+        if isinstance(saved, Microstep):
+            grads = saved.grads({index: x for index, x in shards.items() if x is not None})
+        else:
+            half = program.half(used) if len(used) < len(shards) else program.half(BACKWARD)
+            feed: list[Any] = [
+                shards[port.role.index] if port.role.kind == "tangent" else saved[port.name] for port in half.takes
+            ]
+            results = self.ranks.run(half.gm, feed)
+            grads = {role.name: x for role, x in zip(half.gives, results, strict=True) if role.kind == "grad"}
+        for name, grad in grads.items():
+            if grad is not None and name in self.params:
+                before = self.grads.get(name)
+                self.grads[name] = list(grad) if before is None else [a + b for a, b in zip(before, grad, strict=True)]
+
+    def _microstep(self, program: Executable, inputs: dict[str, PerRank], grad: bool) -> Microstep:
+        """Runs a step in microbatches on shards of the inputs, by name."""
+        key, ranks = draw_key(), range(self.mesh.ranks)
+        timed = self.mesh.timed(program.microbatches)
+
+        def given(port: Port, at: int) -> PerRank:
+            role = port.role
+            if role.kind == "coordinate":
+                axes = tuple(role.name.split(","))
+                return PerRank(torch.tensor([flat_index(timed, axes, rank * program.microbatches + at)]) for rank in ranks)
+            stored = self.params if role.kind == "param" else self.buffers
+            return PerRank([key for _ in ranks] if role.kind == "key" else stored[role.name])
+
+        def over(function: Callable[..., Tensor], *values: PerRank) -> PerRank:
+            return PerRank(function(*tensors) for tensors in zip(*values, strict=True))
+
+        def loops(program: Executable) -> Loops:
+            return Loops(program, lambda half, feed: self.ranks.run(half.gm, feed), given, inputs, over)
+
+        return Microstep(program, loops, grad, lambda x: PerRank(x for _ in ranks))
 
     def param(self, name: str) -> Tensor:
         """Returns the unsharded parameter without padding; checks that replicas are equal."""

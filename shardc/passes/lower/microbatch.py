@@ -1,0 +1,386 @@
+"""Microbatch: cuts the joint graph of a step in time, for each microbatch and for once a step.
+
+The mesh has an axis of time (`Mesh.timed`), whose coordinates are the microbatches of a step. A reduction over it is an
+addition in time: what it takes is a *term* of each microbatch, and what it gives is known when all have run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import fx
+from torch.fx.node import Argument
+
+from shardc._compat import LazyGraphModule
+from shardc.errors import PlanError
+from shardc.ir import graph as ir
+from shardc.ir.comm import WAIT
+from shardc.ir.comm_volume import arguments_of, collective_kind, named_axes
+from shardc.ir.graph import Info, NameScope, Role
+from shardc.ir.mesh import Mesh
+from shardc.ir.rewriter import GraphRewriter, Inserter
+
+aten = torch.ops.aten
+
+# Kinds of role: a microbatch's term of a sum, the sum of all terms, a value that is the same in all microbatches.
+TERM, SUM, KNOWN = "term", "sum", "known"
+ADD: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": aten.add.Tensor,
+    "max": aten.maximum.default,
+    "min": aten.minimum.default,
+    "product": aten.mul.Tensor,
+}
+Results = Sequence[tuple[Role, Argument]]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Graphs of one loop over the microbatches: ``each`` gives terms, ``once`` takes their sums, behind the loop."""
+
+    each: fx.GraphModule
+    once: fx.GraphModule
+
+
+@dataclass(frozen=True)
+class Phases:
+    """A joint graph, cut in time.
+
+    Args:
+        openings: loops that run before ``body``: they give what is known before the first microbatch's forward.
+        body: joint graph of one microbatch. Its results are terms (role "term" in forward, "grad" in backward), and
+            the outputs and gradients that are a microbatch's own.
+        closing: graph that takes the sums of the body's terms, and gives the step's other outputs and gradients.
+        reduce: name of each term -> reduce op that joins the terms of two microbatches.
+    """
+
+    openings: tuple[Loop, ...]
+    body: fx.GraphModule
+    closing: fx.GraphModule
+    reduce: Mapping[str, str]
+
+    @property
+    def closing_forward(self) -> fx.GraphModule:
+        """Return the part of ``closing`` that a call without gradients runs."""
+        graph = self.closing.graph
+        results = [(role, x) for role, x in ir.outputs(graph) if role.kind != "grad"]
+        return LazyGraphModule(self.closing, _part(graph, results, {}))
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Cuts the local joint graph at the reductions over the axis of time.
+
+        %n = all_reduce(%count, "micro")       opening, each:  %count            once: %n
+        %l = div(%s, %n)                   ->  body:           %l = div(%s, %n)
+        %loss = all_reduce(%l, "micro")        closing:        %loss
+
+    Values that are the same in all microbatches and that depend on sums are computed once. Other such values (casts and
+    gathers of parameters) are computed in each part that reads them.
+
+    *Requires:* a local joint graph, in which only all-reduces communicate over the axis of time. *Ensures:* no graph
+    communicates over it.
+
+    Args:
+        mesh: the mesh, with its axis of time.
+        split: names of the inputs that are split over the microbatches.
+        cause: the plan entry.
+
+    Raises:
+        PlanError: a value of all microbatches is needed in the middle of a step more than once.
+    """
+
+    mesh: Mesh
+    split: frozenset[str]
+    cause: str
+    name = "microbatch"
+    requires = ("localize",)
+
+    def __call__(self, gm: fx.GraphModule) -> Phases:
+        graph = ir.copied(gm.graph)
+        self._check(graph)
+        self._normalize(graph)
+        cut = _Cut(graph, self)
+        sums = {cut.name(wait): cut.op(wait) for wait in cut.waits}
+        openings = []
+        known: dict[fx.Node, Role] = {}
+        for level in range(1, cut.levels + 1):
+            waits = [wait for wait in cut.opening if cut.level[wait] == level]
+            each = _part(graph, [(Role(TERM, cut.name(x), at), cut.term(x)) for at, x in enumerate(waits)], known)
+            frontier = cut.frontier(level)
+            results = [(Role(KNOWN, ir.info(x).name, at), x) for at, x in enumerate(frontier)]
+            once = _part(graph, results, {**known, **{x: Role(SUM, cut.name(x)) for x in waits}})
+            openings.append(Loop(LazyGraphModule(gm, each), LazyGraphModule(gm, once)))
+            known |= {x: role for role, x in results}
+        own, rest = self._results(graph, cut)
+        body = _part(graph, own, known)
+        closing = _part(graph, rest, {**known, **{x: Role(SUM, cut.name(x)) for x in cut.closing}})
+        return Phases(tuple(openings), LazyGraphModule(gm, body), LazyGraphModule(gm, closing), sums)
+
+    def _results(self, graph: fx.Graph, cut: _Cut) -> tuple[Results, Results]:
+        """Returns the results of the body, forward ones first, and those of the closing graph."""
+        first: list[tuple[Role, Argument]] = []
+        grads: list[tuple[Role, Argument]] = []
+        rest: list[tuple[Role, Argument]] = []
+        for wait in cut.closing:
+            back = cut.behind_tangent[wait]
+            role = Role("grad" if back else TERM, cut.name(wait), len(grads if back else first))
+            (grads if back else first).append((role, cut.term(wait)))
+        for role, x in ir.outputs(graph):
+            if not isinstance(x, fx.Node) or not cut.varies[x]:
+                rest.append((role, x))
+            elif role.kind == "buffer":
+                raise self._refused(x, f"buffer {role.name!r} would get another value in each microbatch")
+            else:
+                (grads if role.kind == "grad" else first).append((role, x))
+        return [*first, *grads], rest
+
+    def _check(self, graph: fx.Graph) -> None:
+        """Raises PlanError if something else than all-reduces communicates over the axis of time."""
+        for node in graph.nodes:
+            axes = _axes(node)
+            if any(self.mesh.overlap(axis, self.mesh.time) for axis in axes) and not _in_time(node, self.mesh):
+                kind = collective_kind(node)
+                raise self._refused(node, f"it would exchange values between microbatches ({kind} over {axes})")
+
+    def _normalize(self, graph: fx.Graph) -> None:
+        """Writes averages over time as sums, and reductions of what is the same in all microbatches without any."""
+        count, rewriter = self.mesh.microbatches, GraphRewriter(graph)
+        varies: dict[fx.Node, bool] = {}
+        erased: set[fx.Node] = set()
+        for node in list(graph.nodes):
+            if node in erased:
+                continue
+            varies[node] = self._varies(node, varies)
+            if not _in_time(node, self.mesh):
+                continue
+            op, (wait,) = arguments_of(node)["reduce_op"], node.users
+            source = node.all_input_nodes[0]
+            if op == "avg" and varies[source]:
+                node.args = (source, "sum", *node.args[2:])
+                users = list(wait.users)
+                mean = rewriter.after(wait, suffix="mean").call(aten.mul.Tensor, wait, 1 / count)
+                for user in users:
+                    user.replace_input_with(wait, mean)
+            elif not varies[source]:
+                at = rewriter.before(node, like=wait, suffix="times")
+                if op == "sum":
+                    source = at.call(aten.mul.Tensor, source, count)
+                elif op == "product":
+                    source = at.call(aten.pow.Tensor_Scalar, source, count)
+                wait.replace_all_uses_with(source)
+                graph.erase_node(wait)
+                graph.erase_node(node)
+                erased.add(wait)
+
+    def _varies(self, node: fx.Node, varies: Mapping[fx.Node, bool]) -> bool:
+        """Returns whether ``node`` has another value in each microbatch; ``varies`` says so of the nodes before it."""
+        if node.op == "placeholder":
+            role = ir.role(node)
+            named = role.name.split(",") if role.kind == "coordinate" else ()
+            return any(self.mesh.overlap(axis, self.mesh.time) for axis in named) or (
+                role.kind == "input" and role.name in self.split
+            )
+        if node.target is WAIT and _in_time(node.all_input_nodes[0], self.mesh):
+            return False
+        return any(varies.get(x, False) for x in node.all_input_nodes)
+
+    def _refused(self, node: fx.Node, why: str) -> PlanError:
+        """Returns the error for a model that does not run in microbatches, because of ``node``."""
+        record = ir.info(node)
+        where = f" of module {record.origin.module!r}" if record.origin.module else ""
+        return PlanError(
+            f"the step cannot run in microbatches: %{record.name}{where}: {why}",
+            plan_entry=self.cause,
+            source=record.origin.source or None,
+            fix="leave microbatches out and recompute activations instead (shardc.recompute), or use a module that "
+            "treats each sample by itself (GroupNorm or LayerNorm for BatchNorm)",
+        )
+
+
+class _Cut:
+    """Analysis of a joint graph: what varies over microbatches, and which sums are needed before others.
+
+    Attributes:
+        varies: node -> whether it has another value in each microbatch.
+        waits: results of the reductions over time.
+        opening, closing: those that something of a microbatch reads, and the others.
+        level: result of a reduction -> number of loops up to and including its own.
+        behind_tangent: node -> whether it depends on the gradient of an output.
+    """
+
+    def __init__(self, graph: fx.Graph, of: Microbatch) -> None:
+        self.graph = graph
+        self.varies: dict[fx.Node, bool] = {}
+        self.behind_tangent: dict[fx.Node, bool] = {}
+        reads_param: dict[fx.Node, bool] = {}
+        for node in graph.nodes:
+            kind = ir.role(node).kind if node.op == "placeholder" else ""
+            self.varies[node] = of._varies(node, self.varies)
+            self.behind_tangent[node] = kind == "tangent" or any(self.behind_tangent[x] for x in node.all_input_nodes)
+            reads_param[node] = kind == "param" or any(reads_param[x] for x in node.all_input_nodes)
+        self.waits = [node for node in graph.nodes if node.target is WAIT and _in_time(node.args[0], of.mesh)]
+        read: dict[fx.Node, bool] = {}  # whether something that varies reads it
+        for node in reversed(graph.nodes):
+            read[node] = any(user.op != "output" and (self.varies[user] or read[user]) for user in node.users)
+        self.opening = [wait for wait in self.waits if read[wait]]
+        self.closing = [wait for wait in self.waits if not read[wait]]
+        self._levels(of, reads_param)
+
+    def _levels(self, of: Microbatch, reads_param: Mapping[fx.Node, bool]) -> None:
+        """Sets the level of each node; raises PlanError if more than one loop before the body runs the model."""
+        opening = set(self.opening)
+        self.level: dict[fx.Node, int] = {}
+        for node in self.graph.nodes:
+            below = max((self.level[x] for x in node.all_input_nodes), default=0)
+            self.level[node] = below + (node in opening)
+        stops = {self.level[wait]: wait for wait in reversed(self.opening) if reads_param[wait]}
+        for wait in self.opening:
+            if self.behind_tangent[wait]:
+                raise of._refused(wait, "backward reads a sum over all microbatches that depends on gradients")
+        if len(stops) > 1:
+            raise of._refused(
+                stops[max(stops)], f"{len(stops)} sums over all microbatches are needed, one after the other"
+            )
+
+    @cached_property
+    def levels(self) -> int:
+        return max((self.level[wait] for wait in self.opening), default=0)
+
+    def frontier(self, level: int) -> list[fx.Node]:
+        """Returns the values, the same in all microbatches, that are known behind the loop ``level`` and read later."""
+        known = {
+            node: 0 < self.level[node] <= level
+            and not (self.varies[node] or self.behind_tangent[node] or self._later[node])
+            for node in self.graph.nodes
+        }
+        return [
+            node
+            for node in self.graph.nodes
+            if known[node] and self.level[node] == level and any(not known.get(user, False) for user in node.users)
+        ]
+
+    @cached_property
+    def _later(self) -> dict[fx.Node, bool]:
+        """Return node -> whether it depends on a sum that is known at the end of the step only."""
+        closing, later = set(self.closing), dict[fx.Node, bool]()
+        for node in self.graph.nodes:
+            later[node] = node in closing or any(later[x] for x in node.all_input_nodes)
+        return later
+
+    def name(self, wait: fx.Node) -> str:
+        """Returns the name of the sum that ``wait`` waits for."""
+        return ir.info(wait.all_input_nodes[0]).name
+
+    def term(self, wait: fx.Node) -> fx.Node:
+        """Returns what the reduction that ``wait`` waits for takes."""
+        return wait.all_input_nodes[0].all_input_nodes[0]
+
+    def op(self, wait: fx.Node) -> str:
+        """Returns the reduce op of the reduction that ``wait`` waits for."""
+        return str(arguments_of(wait.all_input_nodes[0])["reduce_op"])
+
+
+def closed(backward: fx.GraphModule, closing: fx.GraphModule, reduce: Mapping[str, str]) -> fx.GraphModule:
+    """Returns the backward of the last microbatch: it adds its terms to the sums of the others, then closes the step.
+
+        backward:  ... %g            ...  %g.sum = add(%g.sums, %g)
+        closing:   %d = rs(%g.sum)   ->   %d = reduce_scatter(%g.sum)
+
+    Args:
+        backward: the backward of any microbatch; its results of role "term" are terms.
+        closing: `Phases.closing`.
+        reduce: `Phases.reduce`.
+    """
+    graph = fx.Graph()
+    names = NameScope.of(backward.graph)
+    rewriter = GraphRewriter(graph)
+    env: dict[fx.Node, fx.Node] = {}
+    by_name: dict[str, fx.Node] = {}
+    terms = {role.name: x for role, x in ir.outputs(backward.graph) if role.kind == TERM and isinstance(x, fx.Node)}
+    for node in ir.placeholders(backward.graph):
+        env[node] = by_name[node.name] = graph.node_copy(node)
+    for node in ir.placeholders(closing.graph):
+        if node.name in by_name:
+            env[node] = by_name[node.name]
+        else:
+            env[node] = graph.node_copy(node)
+            ir.update(env[node], name=names.fresh(ir.info(node).name))
+    for node in backward.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            env[node] = graph.node_copy(node, env.__getitem__)
+    for node in ir.placeholders(closing.graph, SUM):
+        if (term := terms.get(ir.role(node).name)) is not None:
+            at = Inserter(rewriter, None, replace(ir.info(env[term]), name=ir.role(node).name), "sum")
+            env[node] = at.call(ADD[reduce[ir.role(node).name]], env[node], env[term])
+    for node in closing.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            env[node] = graph.node_copy(node, env.__getitem__)
+            ir.update(env[node], name=names.fresh(ir.info(node).name))
+    results = [(role, x) for role, x in ir.outputs(closing.graph)]
+    results += [(role, x) for role, x in ir.outputs(backward.graph) if role.kind != TERM]
+    output = graph.output(tuple(env[x] if isinstance(x, fx.Node) else x for _, x in results))
+    output.meta = dict(ir.output_node(backward.graph).meta)
+    output.meta[ir.ROLES] = tuple(role for role, _ in results)
+    constants = LazyGraphModule(backward, graph)
+    for node in closing.graph.find_nodes(op="get_attr"):
+        if not hasattr(constants, str(node.target)):
+            setattr(constants, str(node.target), getattr(closing, str(node.target)))
+    return constants
+
+
+def marked_terms(backward: fx.GraphModule, reduce: Iterable[str]) -> fx.GraphModule:
+    """Gives the results of a backward that are terms of the sums ``reduce`` the role "term"; returns ``backward``."""
+    output, names = ir.output_node(backward.graph), set(reduce)
+    roles = output.meta[ir.ROLES]
+    output.meta[ir.ROLES] = tuple(replace(role, kind=TERM) if role.name in names else role for role in roles)
+    return backward
+
+
+def _axes(node: fx.Node) -> tuple[str, ...]:
+    """Returns the mesh axes that a collective is over; () for other nodes."""
+    if node.op != "call_function" or collective_kind(node) is None:
+        return ()
+    return named_axes(str(arguments_of(node).get("group_name", ""))) or ()
+
+
+def _in_time(node: Argument, mesh: Mesh) -> bool:
+    """Returns whether ``node`` is an all-reduce over the axis of time."""
+    return isinstance(node, fx.Node) and _axes(node) == (mesh.time,) and collective_kind(node) == "all_reduce"
+
+
+def _part(graph: fx.Graph, results: Results, cuts: Mapping[fx.Node, Role]) -> fx.Graph:
+    """Returns the graph of ``results``, which takes the values ``cuts`` as arguments of these roles."""
+    needed: set[fx.Node] = set()
+    work = [x for _, x in results if isinstance(x, fx.Node)]
+    while work:
+        node = work.pop()
+        if node not in needed:
+            needed.add(node)
+            work.extend(() if node in cuts else node.all_input_nodes)
+    part, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and node in needed and node not in cuts]
+    tangents = [node for node in inputs if ir.role(node).kind == "tangent"]
+    for node in (*(x for x in inputs if x not in tangents), *(x for x in graph.nodes if x in needed and x in cuts)):
+        if node in cuts:
+            env[node] = part.placeholder(node.name if node.op == "placeholder" else f"primals_{node.name}")
+            env[node].meta = dict(node.meta)
+            ir.set_info(env[node], _given(ir.info(node), cuts[node]))
+        else:
+            env[node] = part.node_copy(node)
+    for node in tangents:
+        env[node] = part.node_copy(node)
+    for node in graph.nodes:
+        if node in needed and node not in env:
+            env[node] = part.node_copy(node, env.__getitem__)
+    output = part.output(tuple(env[x] if isinstance(x, fx.Node) else x for _, x in results))
+    output.meta = dict(ir.output_node(graph).meta)
+    output.meta[ir.ROLES] = tuple(role for role, _ in results)
+    return part
+
+
+def _given(record: Info, role: Role) -> Info:
+    """Returns the record of an argument of ``role`` in place of the value of ``record``."""
+    return replace(record, role=role, needs=None, kept=False, regathers="")

@@ -1,0 +1,276 @@
+"""A step in microbatches: the loops over them, and the autograd function of a call on ranks.
+
+A call runs forward and backward of each microbatch in turn, and keeps the gradients of the loss. The backward of the
+user's loss hands them out, times the gradient that it gets. If a backward also uses other outputs, all microbatches run
+again, with the gradients of these.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardc._compat import PyTree, pytree
+from shardc.errors import BackwardError, ShardcWarning
+from shardc.ir.executable import (
+    BACKWARD,
+    CLOSING,
+    FORWARD,
+    INFERENCE,
+    LAST_BACKWARD,
+    Deferred,
+    Executable,
+    Half,
+    Port,
+    opening,
+    outputs_text,
+)
+from shardc.ir.graph import Role
+from shardc.ir.layout import Layout
+from shardc.passes.lower.microbatch import ADD, KNOWN, SUM, TERM
+
+Run = Callable[[Half, list[Any]], Sequence[Any]]
+Map = Callable[..., Any]  # applies a function of tensors to values, such as one tensor per rank
+
+
+class Given(Protocol):
+    """Returns the value of a parameter, buffer, coordinate or key that a graph takes, for a microbatch."""
+
+    def __call__(self, port: Port, microbatch: int) -> Any: ...
+
+
+@dataclass
+class Results:
+    """Results of a step: outputs by (kind, index), and gradients by name."""
+
+    outputs: dict[tuple[str, Any], Any] = field(default_factory=dict)
+    grads: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Loops:
+    """Runs the graphs of a program with microbatches on given inputs.
+
+    Args:
+        program: the program.
+        run: runs a graph.
+        given: returns what a graph takes beside inputs and results of other graphs.
+        inputs: inputs of the call, of all microbatches, by name.
+        over: maps a function of tensors over values.
+    """
+
+    program: Executable
+    run: Run
+    given: Given
+    inputs: Mapping[str, Any]
+    over: Map
+
+    def __post_init__(self) -> None:
+        self.sums: dict[str, Any] = {}
+        self.known: dict[str, Any] = {}
+        self._added: set[str] = set()
+
+    def train(self, tangents: Mapping[int, Any]) -> Results:
+        """Runs forward and backward of each microbatch; ``tangents``: gradients of outputs by index, of all
+        microbatches.
+        """
+        count, parts = self.program.microbatches, Results()
+        self._open()
+        for at in range(count):
+            half = self.program.half(FORWARD)
+            saved = {role.name: x for role, x in self._results(half, at, {}, {}, parts) if role.kind == "saved"}
+            back = self.program.half(LAST_BACKWARD if at == count - 1 else BACKWARD)
+            own = {index: self._part("outputs", index, x, at) for index, x in tangents.items()}
+            self._results(back, at, saved, own, parts)
+        return self._joined(parts)
+
+    def infer(self) -> Results:
+        """Runs the forward of each microbatch, without gradients."""
+        parts = Results()
+        self._open()
+        for at in range(self.program.microbatches):
+            self._results(self.program.half(INFERENCE), at, {}, {}, parts)
+        self._results(self.program.half(CLOSING), 0, {}, {}, parts)
+        return self._joined(parts)
+
+    def _open(self) -> None:
+        """Runs the loops in front of the forward, which give the values that all microbatches share."""
+        for number in range(self.program.openings):
+            each, once = map(self.program.half, opening(number))
+            for at in range(self.program.microbatches):
+                self._results(each, at, {}, {}, Results())
+            self._results(once, 0, {}, {}, Results())
+
+    def _results(
+        self, half: Half, at: int, saved: dict[str, Any], tangents: Mapping[int, Any], parts: Results
+    ) -> list[tuple[Role, Any]]:
+        """Runs ``half`` for microbatch ``at``; adds terms to sums, collects outputs and gradients in ``parts``.
+
+        Returns:
+            All results, with their roles.
+        """
+        feed = [self._value(port, at, saved, tangents) for port in half.takes]
+        saved.clear()
+        results = list(zip(half.gives, self.run(half, feed), strict=True))
+        for role, x in results:
+            if role.kind == TERM:
+                self._add(role.name, x)
+            elif role.kind == KNOWN:
+                self.known[role.name] = x
+            elif role.kind in ("output", "buffer"):
+                self._collect(parts.outputs, (role.kind, role.index if role.kind == "output" else role.name), x)
+            elif role.kind == "grad":
+                self._collect(parts.grads, role.name, x)
+        return results
+
+    def _value(self, port: Port, at: int, saved: Mapping[str, Any], tangents: Mapping[int, Any]) -> Any:
+        """Returns the argument ``port`` of a graph of microbatch ``at``."""
+        role = port.role
+        if port.name in saved:
+            return saved[port.name]
+        if role.kind == "input":
+            return self._part("inputs", role.name, self.inputs.get(role.name, port.example), at)
+        if role.kind == "tangent":
+            return tangents[role.index]
+        if role.kind == SUM:
+            return self.sums.pop(role.name)
+        return self.known[role.name] if role.kind == KNOWN else self.given(port, at)
+
+    def _add(self, name: str, term: Any) -> None:
+        """Joins the term of a microbatch with those of the earlier ones; in place once the sum has its own memory."""
+        if name not in self.sums:
+            self.sums[name] = term
+        elif self.program.reduce[name] == "sum" and name in self._added:
+            self.over(Tensor.add_, self.sums[name], term)
+        else:
+            self.sums[name] = self.over(ADD[self.program.reduce[name]], self.sums[name], term)
+            self._added.add(name)
+
+    @staticmethod
+    def _collect(parts: dict[Any, Any], key: object, x: Any) -> None:
+        """Appends a microbatch's result to those of the earlier ones."""
+        parts.setdefault(key, []).append(x)
+
+    def _part(self, kind: str, key: object, x: Any, at: int) -> Any:
+        """Returns the part of an input or output's gradient ``x`` that is of microbatch ``at``."""
+        layout = self.program.in_time.get(kind, {}).get(key)
+        return x if layout is None or x is None else self.over(lambda whole: part_of(whole, layout, at), x)
+
+    def _joined(self, parts: Results) -> Results:
+        """Returns results in which those of the microbatches are joined."""
+        self.sums, self.known = {}, {}
+        joined = Results()
+        for key, values in parts.outputs.items():
+            layout = self.program.in_time["outputs"].get(key[1]) if key[0] == "output" else None
+            joined.outputs[key] = self._join(values, layout)
+        for name, values in parts.grads.items():
+            joined.grads[name] = self._join(values, self.program.in_time["inputs"].get(name))
+        return joined
+
+    def _join(self, values: list[Any], layout: Layout | None) -> Any:
+        """Returns the value of all microbatches, given that of each; the last if ``layout`` does not split it."""
+        if layout is None or values[0] is None:
+            return values[-1]
+        return self.over(lambda *parts: join_parts(parts, layout), *values)
+
+
+class Microstep:
+    """A call of a program with microbatches: its outputs, and the gradients of a backward that may follow.
+
+    Args:
+        program: the program.
+        loops: returns the `Loops` of a program on the inputs of the call.
+        grad: whether a backward may follow. The call computes the gradients of the program's loss then.
+        everywhere: returns the value that is a given tensor on every rank.
+    """
+
+    def __init__(
+        self,
+        program: Executable,
+        loops: Callable[[Executable], Loops],
+        grad: bool,
+        everywhere: Callable[[Tensor], Any] = lambda x: x,
+    ) -> None:
+        self.program, self.loops, self.trains = program, loops, grad and program.trains
+        self._grads: dict[str, Any] | None = None
+        if self.trains and program.loss is not None:
+            takes = program.half(BACKWARD).takes
+            (like,) = {port.role.index: port.example for port in takes if port.role.kind == "tangent"}.values()
+            one = everywhere(torch.ones(like.shape, dtype=like.dtype, device=like.device))
+            results = loops(program).train({program.loss: one})
+            self._grads = results.grads
+        else:
+            results = loops(program).infer()
+        self._outputs = results.outputs
+
+    def output(self, role: Role) -> Any:
+        """Returns the output, or new value of a buffer, of ``role``; None if it is no tensor."""
+        return self._outputs.get((role.kind, role.index if role.kind == "output" else role.name))
+
+    def grads(self, tangents: Mapping[int, Any], keeps: bool = True) -> dict[str, Any]:
+        """Returns the gradients by name, given those of the outputs by index.
+
+        Args:
+            keeps: whether another backward may follow; if not, gradients are scaled in place.
+        """
+        used, program = frozenset(tangents), self.program
+        if self._grads is None or used != {program.loss}:
+            if self._grads is not None:
+                _warn_of_outputs(used - {program.loss})
+            return self.loops(program.using(used)).train(tangents).grads
+        factor, over = tangents[next(iter(used))], self.loops(program).over
+
+        def scaled(grad: Tensor, by: Tensor) -> Tensor:
+            by = by.reshape(()).to(grad.device)
+            return torch.mul(grad, by) if keeps or by.dtype.is_complex else grad.mul_(by)
+
+        grads = {name: None if x is None else over(scaled, x, factor) for name, x in self._grads.items()}
+        self._grads = self._grads if keeps else None
+        return grads
+
+
+def _warn_of_outputs(indices: frozenset[int | None]) -> None:
+    """Warns that a backward uses outputs beside the loss, which costs a second run of the microbatches."""
+    warnings.warn(
+        ShardcWarning(
+            f"a backward uses {outputs_text(int(x) for x in indices if x is not None)} of a module with microbatches, "
+            "which ran again for it: a call computes the gradients of its loss only; return one loss that contains all "
+            "terms"
+        ),
+        stacklevel=3,
+    )
+
+
+def part_of(x: Tensor, layout: Layout, at: int) -> Tensor:
+    """Returns the part of ``x``, a shard of all microbatches, that is of microbatch ``at``.
+
+    Args:
+        layout: layout of one microbatch's shard, in which the axis of time splits a dim.
+    """
+    dim, above, below = _place(layout)
+    count = layout.mesh.microbatches
+    parts = x.unflatten(dim, (above, count, below)) if x.shape[dim] else x.unsqueeze(dim).unsqueeze(dim)
+    return parts.select(dim + 1, at).flatten(dim, dim + 1)
+
+
+def join_parts(parts: Sequence[Tensor], layout: Layout) -> Tensor:
+    """Returns the shard of all microbatches, given that of each; the inverse of `part_of`."""
+    dim, above, below = _place(layout)
+    return torch.stack([part.unflatten(dim, (above, below)) for part in parts], dim + 1).flatten(dim, dim + 2)
+
+
+def _place(layout: Layout) -> tuple[int, int, int]:
+    """Returns (dim that the axis of time splits, local elements above it, local elements below it)."""
+    time = layout.mesh.time
+    dim = layout.dim_of(time)
+    assert dim is not None, f"{layout} is not split over {time}"
+    digits = layout.dims[dim]
+    at = next(at for at, digit in enumerate(digits) if digit.axis == time)
+    above, below = ([d.radix for d in part if d.axis is None] for part in (digits[:at], digits[at + 1 :]))
+    return dim, prod(above), prod(below)
