@@ -161,6 +161,8 @@ class Build:
             store: Store | str = (
                 "the store is off, by Options(program_cache=False), SHARDC_STORE=0 or Inductor's settings"
             )
+        elif self.plan.setting("microbatches") > 1:
+            store = "programs with microbatches are not stored"
         elif any(isinstance(module, InnerTensors) for module in template.modules()):
             store = "the model has tensors of wrapper subclasses, whose code for ops may be where no start can look"
         else:

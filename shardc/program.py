@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
@@ -107,8 +108,9 @@ class Program(Executable):
         self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
         if self.bound.mesh.time:
             self.microbatches = self.bound.mesh.microbatches
-            split = {role.index: role.layout for role, _ in forward if role.kind == "output" and _is_timed(role.layout)}
-            self.in_time = {"inputs": {n: x for n, x in inputs if _is_timed(x)}, "outputs": split}
+            outputs = [(role.index, role.layout) for role, _ in forward if role.kind == "output" and role.layout]
+            ports: dict[str, list[tuple[Any, Layout]]] = {"inputs": list(inputs), "outputs": outputs}
+            self.in_time = {kind: {at: x for at, x in of if _is_timed(x)} for kind, of in ports.items()}
             self.loss = _loss(joint.local.graph)
             tangents = ir.placeholders(joint.local.graph, "tangent")
             self.tangents = {ir.role(node).index: node.meta["val"].dtype for node in tangents if node.users}

@@ -258,5 +258,6 @@ def _globs(names: object, entry: str) -> Iterable[str]:
 
 
 CONSTRUCTORS |= {
-    function.__name__: function for function in (ddp, fsdp, hsdp, tp, cp, ep, microbatches, precision, offload, recompute, Plan)
+    function.__name__: function
+    for function in (ddp, fsdp, hsdp, tp, cp, ep, microbatches, precision, offload, recompute, Plan)
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -16,11 +16,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardc._compat import PyTree
 from shardc.errors import BackwardError
-from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, Deferred, Half
+from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, LAST_BACKWARD, Deferred, Executable, Half
+from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.runtime.border import Changes, Listened
 from shardc.runtime.events import Event
 from shardc.runtime.gathered import gather
+from shardc.runtime.inputs import local_part
+from shardc.runtime.microbatches import Loops, Microstep
 from shardc.runtime.step import Runner
 from shardc.runtime.storage import grad_from_padded
 
@@ -33,9 +36,11 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> PyTree:
     """Runs the program's forward on local inputs and returns its outputs; in grad mode they have an autograd node."""
     watch_optimizers()
     program = runner.program
+    if program.microbatches > 1:
+        return _run_microbatches(runner, inputs)
     train = torch.is_grad_enabled() and program.trains
     half = runner.half(FORWARD if train else INFERENCE)
-    feed = runner.feed(half, inputs)
+    feed = runner.feed(half.takes, inputs)
     border = runner.border
     node: Node | None = None
     if train:
@@ -43,14 +48,24 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> PyTree:
         node = next((x.grad_fn for x in results if isinstance(x, Tensor) and x.grad_fn is not None), None)
     else:
         with torch.no_grad():
-            results = border.held_back(half, runner.run(half, runner.local(half, feed)), feed)
+            results = border.held_back(half, runner.run(half, runner.local(half.takes, feed)), feed)
         if torch.is_grad_enabled():  # where torch refuses in-place changes of a view that was made under no_grad
             results = [x.detach() if isinstance(x, Tensor) and x._is_view() else x for x in results]
-    for role, result in zip(program.outputs, results, strict=False):
+    _update_buffers(runner, results)
+    border.hand_out(half, results, feed, node)
+    return _tree(program, results)
+
+
+def _update_buffers(runner: Runner, results: Sequence[Any]) -> None:
+    """Writes the new values of buffers among ``results``."""
+    for role, result in zip(runner.program.outputs, results, strict=False):
         if role.kind == "buffer":
             with torch.no_grad():
                 runner.params.snapshot.buffers[role.name].copy_(result)
-    border.hand_out(half, results, feed, node)
+
+
+def _tree(program: Executable, results: Sequence[object]) -> PyTree:
+    """Returns the outputs of a call as the model returns them."""
     out: list[object] = []
     for role, constant, result in zip(program.outputs, program.output_values, results, strict=True):
         if role.kind == "output":
@@ -103,7 +118,7 @@ class Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: StepContext, runner: Runner, *feed: Any) -> tuple[object, ...]:
         half = runner.half(FORWARD)
-        results = runner.run(half, runner.local(half, feed))
+        results = runner.run(half, runner.local(half.takes, feed))
         border = runner.border
         outputs, saved = border.split_results(results, feed)
         ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in saved))
@@ -129,16 +144,9 @@ class Step(torch.autograd.Function):
         """Runs the backward graph, after a check for in-place changes; returns the gradients of forward's arguments."""
         runner = ctx.runner
         if torch.is_grad_enabled():
-            raise BackwardError(
-                "create_graph=True: the gradients of a compiled module cannot be differentiated again",
-                fix="leave create_graph out; where the model needs a gradient of a gradient, take the first one inside "
-                "of it, by torch.autograd.grad in forward",
-            )
+            raise twice_differentiated()
         if ctx.freed:
-            raise BackwardError(
-                "backward was already run for this step, and what it needs was freed",
-                fix="run the forward again, or pass retain_graph=True to all backwards of one forward but the last",
-            )
+            raise backward_again()
         # Beside parameters in a loss, an output gets its gradient as a DTensor.
         tangents = tuple(gather(x) if isinstance(x, DTensor) else x for x in tangents)
         by_index = runner.border.gradients(tangents)
@@ -157,7 +165,8 @@ class Step(torch.autograd.Function):
         results = runner.run(half, local)
         grads = {(role.kind, role.name): grad for role, grad in zip(half.gives, results, strict=True)}
         late = runner.late(half.gives, grads, ctx.unreduced)
-        return (None, *_argument_grads(runner, ctx.feed, tangents, grads, late))
+        takes = [port.role for port in runner.half(FORWARD).takes]
+        return (None, *_argument_grads(runner, takes, ctx.feed, tangents, grads, late))
 
 
 def _backward_inputs(ctx: StepContext, half: Half, gradients: Mapping[int, Any]) -> list[object]:
@@ -184,20 +193,21 @@ def _backward_inputs(ctx: StepContext, half: Half, gradients: Mapping[int, Any])
 
 def _argument_grads(
     runner: Runner,
+    takes: Sequence[Role],
     feed: Feed,
     tangents: Sequence[Tensor | None],
     grads: Mapping[GradKey, Tensor | None],
     late: dict[str, Tensor],
 ) -> Iterator[Tensor | None]:
-    """Yields the gradient (or None) of each of the forward graph's arguments ``feed``; no two share memory.
+    """Yields the gradient (or None) of each of the forward's arguments ``feed``; no two share memory.
 
     Args:
+        takes: roles of the arguments.
         tangents: gradients of the outputs.
         grads: results of the backward graph.
         late: gradients by parameter that include sums of earlier backwards; emptied of those in ``feed``, others are
             added to ``.grad``.
     """
-    takes = [port.role for port in runner.half(FORWARD).takes]
     # Memory that the caller may hold: tangents, inputs, and gradients yielded before.
     inputs = [x for x, role in zip(feed, takes, strict=True) if role.kind == "input"]
     occupied = {(x.data_ptr(), x.numel()) for x in (*tangents, *inputs) if isinstance(x, Tensor)}
@@ -212,6 +222,123 @@ def _argument_grads(
     for name, grad in late.items():
         param: Any = runner.params.snapshot.parameters[name]
         _accumulate(param, grad_from_padded(unaliased(grad, occupied), param))
+
+
+class MicrobatchContext(Protocol):
+    """Autograd's context (``ctx``) of `StepInMicrobatches`.
+
+    Attributes:
+        step: the call; None once its backward has run, without ``retain_graph``.
+        runner: runs the program.
+        takes, feed: roles and values of the call's parameters and inputs.
+        versions: version counters of ``feed`` at the call.
+        unreduced: the gradients that the backward leaves unreduced.
+        call: event of the module call.
+    """
+
+    step: Microstep | None
+    runner: Runner
+    takes: list[Role]
+    feed: Feed
+    versions: list[int]
+    unreduced: Deferred
+    call: Event | None
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+    def mark_non_differentiable(self, *outputs: Tensor) -> None: ...
+
+
+class StepInMicrobatches(torch.autograd.Function):
+    """Autograd function of a call with microbatches: its forward computes the gradients of the loss, too."""
+
+    @staticmethod
+    def forward(
+        ctx: MicrobatchContext, runner: Runner, step: Callable[[], Microstep], takes: list[Role], *feed: Any
+    ) -> tuple[object, ...]:
+        ctx.step, ctx.runner, ctx.takes, ctx.feed = step(), runner, takes, feed
+        ctx.versions, ctx.unreduced = [x._version for x in feed], runner.sync.unreduced()
+        ctx.call = runner.groups.consistency.call
+        outputs = _apart([ctx.step.output(role) for role in runner.program.outputs], feed)
+        roles = zip(outputs, runner.program.outputs, strict=True)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(
+                x
+                for x, role in roles
+                if isinstance(x, Tensor) and not (role.kind == "output" and role.index in runner.program.tangents)
+            )
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: MicrobatchContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        with ctx.runner.groups.consistency.tells():
+            return StepInMicrobatches._backward(ctx, *tangents)
+
+    @staticmethod
+    def _backward(ctx: MicrobatchContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of forward's arguments: those that the call has computed, scaled, or new ones."""
+        runner, program, step = ctx.runner, ctx.runner.program, ctx.step
+        if torch.is_grad_enabled():
+            raise twice_differentiated()
+        if step is None:
+            raise backward_again()
+        tangents = tuple(gather(x) if isinstance(x, DTensor) else x for x in tangents)
+        indices = [role.index if role.kind == "output" else None for role in program.outputs]
+        used = {at: x for at, x in zip(indices, tangents, strict=True) if at is not None and x is not None}
+        if not used:
+            return (None, None, None, *(None for _ in ctx.feed))
+        if ctx.call is not None:
+            runner.groups.consistency.enter(ctx.call.backward(frozenset(used)))
+        if not step.has_gradients(used):
+            for role, x, before in zip(ctx.takes, ctx.feed, ctx.versions, strict=True):
+                if x._version != before:
+                    raise changed(role, before, x._version)
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        grads: dict[GradKey, Tensor | None] = {
+            ("grad", name): x for name, x in step.grads({at: x.contiguous() for at, x in used.items()}, keeps).items()
+        }
+        ctx.step = step if keeps else None
+        late = runner.late(program.half(LAST_BACKWARD).gives, grads, ctx.unreduced)
+        return (None, None, None, *_argument_grads(runner, ctx.takes, ctx.feed, tangents, grads, late))
+
+
+def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
+    """Runs a call with microbatches on local inputs and returns its outputs."""
+    program = runner.program
+    grad = torch.is_grad_enabled() and program.trains
+    given = runner.given(inputs)
+    by_name = dict(zip((name for name, _ in program.inputs), inputs, strict=True))
+
+    def loops(program: Executable) -> Loops:
+        return Loops(program, runner.using(program).run, given, by_name, lambda function, *values: function(*values))
+
+    def step() -> Microstep:
+        return Microstep(program, loops, grad)
+
+    ports = {(port.role.kind, port.role.name): port for half in program.step(grad) for port in half.takes}
+    named = [port for key, port in ports.items() if key[0] in ("param", "input") and isinstance(port.example, Tensor)]
+    feed = runner.feed(named, inputs)
+    if grad:
+        results = list(StepInMicrobatches.apply(runner, step, [port.role for port in named], *feed))
+    else:
+        with torch.no_grad():
+            call = step()
+            results = _apart([call.output(role) for role in program.outputs], feed)
+    _update_buffers(runner, results)
+    return _tree(program, results)
+
+
+def _apart(outputs: list[Any], feed: Feed) -> list[Any]:
+    """Returns ``outputs``, with copies of those that share memory with a tensor of ``feed``, or an earlier output."""
+    occupied = {local_part(x).untyped_storage().data_ptr() for x in feed}
+    for at, x in enumerate(outputs):
+        if isinstance(x, Tensor):
+            storage = x.untyped_storage().data_ptr()
+            outputs[at] = x.clone() if storage in occupied or x._is_view() else x
+            occupied.add(storage)
+    return outputs
 
 
 def _accumulate(param: Tensor, grad: Tensor) -> None:
@@ -250,11 +377,33 @@ def _check_versions(runner: Runner, half: Half, feed: Feed, before: Sequence[int
     read = {at for _, at in runner.border.reads(half)}
     for (role, at), old, new in zip(runner.border.reads(runner.half(BACKWARD)), before, now, strict=True):
         if old != new and at in read:
-            raise BackwardError(
-                f"{_PLURAL.get(role.kind, role.kind)} {role.name!r} was modified in place between the forward and this "
-                f"backward, which needs its values of then: it is at version {new}; expected version {old}",
-                fix="run backward before the optimizer's step (or whatever changes it), or run the forward again",
-            )
+            raise changed(role, old, new)
+
+
+def changed(role: Role, old: int, new: int) -> BackwardError:
+    """Returns the error for a parameter, buffer or input that was changed in place between forward and backward."""
+    return BackwardError(
+        f"{_PLURAL.get(role.kind, role.kind)} {role.name!r} was modified in place between the forward and this "
+        f"backward, which needs its values of then: it is at version {new}; expected version {old}",
+        fix="run backward before the optimizer's step (or whatever changes it), or run the forward again",
+    )
+
+
+def twice_differentiated() -> BackwardError:
+    """Returns the error for ``create_graph=True``."""
+    return BackwardError(
+        "create_graph=True: the gradients of a compiled module cannot be differentiated again",
+        fix="leave create_graph out; where the model needs a gradient of a gradient, take the first one inside "
+        "of it, by torch.autograd.grad in forward",
+    )
+
+
+def backward_again() -> BackwardError:
+    """Returns the error for a second backward of one forward, without ``retain_graph``."""
+    return BackwardError(
+        "backward was already run for this step, and what it needs was freed",
+        fix="run the forward again, or pass retain_graph=True to all backwards of one forward but the last",
+    )
 
 
 def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layout]) -> None:

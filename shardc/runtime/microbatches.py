@@ -8,7 +8,7 @@ again, with the gradients of these.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -16,15 +16,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardc._compat import PyTree, pytree
-from shardc.errors import BackwardError, ShardcWarning
+from shardc.errors import ShardcWarning
 from shardc.ir.executable import (
     BACKWARD,
     CLOSING,
     FORWARD,
     INFERENCE,
     LAST_BACKWARD,
-    Deferred,
     Executable,
     Half,
     Port,
@@ -213,6 +211,10 @@ class Microstep:
         """Returns the output, or new value of a buffer, of ``role``; None if it is no tensor."""
         return self._outputs.get((role.kind, role.index if role.kind == "output" else role.name))
 
+    def has_gradients(self, used: Iterable[int]) -> bool:
+        """Returns whether the call has computed the gradients of the outputs with indices ``used``, and no others."""
+        return self._grads is not None and set(used) == {self.program.loss}
+
     def grads(self, tangents: Mapping[int, Any], keeps: bool = True) -> dict[str, Any]:
         """Returns the gradients by name, given those of the outputs by index.
 
@@ -220,7 +222,7 @@ class Microstep:
             keeps: whether another backward may follow; if not, gradients are scaled in place.
         """
         used, program = frozenset(tangents), self.program
-        if self._grads is None or used != {program.loss}:
+        if not self.has_gradients(used) or self._grads is None:
             if self._grads is not None:
                 _warn_of_outputs(used - {program.loss})
             return self.loops(program.using(used)).train(tangents).grads
@@ -256,7 +258,7 @@ def part_of(x: Tensor, layout: Layout, at: int) -> Tensor:
     dim, above, below = _place(layout)
     count = layout.mesh.microbatches
     parts = x.unflatten(dim, (above, count, below)) if x.shape[dim] else x.unsqueeze(dim).unsqueeze(dim)
-    return parts.select(dim + 1, at).flatten(dim, dim + 1)
+    return parts.select(dim + 1, at).flatten(dim, dim + 1).contiguous()
 
 
 def join_parts(parts: Sequence[Tensor], layout: Layout) -> Tensor:

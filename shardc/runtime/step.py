@@ -6,7 +6,7 @@ source line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,8 +41,10 @@ from shardc.runtime.gradients import Key
 from shardc.runtime.groups import Groups, named
 from shardc.runtime.host import frozen, keep_heap, settle
 from shardc.runtime.inputs import in_order
+from shardc.runtime.microbatches import Given
 from shardc.runtime.parameter_checks import ParamStore
 from shardc.runtime.sharding_spec import ShardingSpec
+from shardc.runtime.shards import flat_index
 from shardc.runtime.storage import cut, padded_local
 
 _NOWHERE = 1 << 30
@@ -147,7 +149,16 @@ class Runner:
         self.splits_outputs = any(spec.unit(program.outputs, layout) != 1 for layout in layouts)
         self.tokens = tokens
         self._compiled: dict[Half, Compiled] = {}
+        self._others: dict[int, Runner] = {}
         self._reductions: dict[tuple[tuple[str, Layout, torch.dtype], ...], Half] = {}
+
+    def using(self, program: Executable) -> Runner:
+        """Returns the runner of ``program``, this one's for gradients of other outputs."""
+        if program is self.program:
+            return self
+        if id(program) not in self._others:
+            self._others[id(program)] = Runner(program, self.spec, self.params, self.buffers, self.tokens)
+        return self._others[id(program)]
 
     def backward_of(self, used: frozenset[int]) -> Half:
         """Returns the backward graph for gradients of the outputs with indices ``used``, without ops for the others."""
@@ -255,12 +266,12 @@ class Runner:
         due = self.sync.take(self.program.deferred.names - deferred.names)
         return self.reduce(due) if due else {}
 
-    def feed(self, half: Half, inputs: list[Tensor]) -> list[Any]:
-        """Returns the arguments of a forward or inference graph, given the local ``inputs``; parameters as DTensors."""
+    def feed(self, takes: Iterable[Port], inputs: list[Tensor]) -> list[Any]:
+        """Returns the arguments ``takes`` of graphs, given the local ``inputs``; parameters as DTensors."""
         inputs_by_name = dict(zip((name for name, _ in self.program.inputs), inputs, strict=True))
         snapshot = self.params.snapshot
         feed: list[Any] = []
-        for port in half.takes:
+        for port in takes:
             if port.role.kind == "param":
                 feed.append(snapshot.parameters[port.role.name])
             elif port.role.kind == "buffer":
@@ -273,19 +284,39 @@ class Runner:
                 feed.append(inputs_by_name.get(port.role.name, port.example))
         return feed
 
-    def _coordinate(self, port: Port) -> Tensor:
-        """Returns this rank's index along the axes that ``port`` names."""
-        return self.groups.coordinate(tuple(port.role.name.split(",")))
+    def _coordinate(self, port: Port, microbatch: int = 0) -> Tensor:
+        """Returns this rank's index along the axes that ``port`` names, of which one may be that of microbatches."""
+        *axes, last = port.role.name.split(",")
+        if (time := self.groups.mesh.timed(self.program.microbatches).time) and last.partition(":")[0] == time:
+            mesh = self.groups.mesh.timed(self.program.microbatches)
+            index = flat_index(mesh, (*axes, last), self.groups.rank * self.program.microbatches + microbatch)
+            return torch.tensor([index], device=port.example.device)
+        return self.groups.coordinate((*axes, last))
 
-    def local(self, half: Half, feed: Sequence[Any]) -> list[object]:
-        """Converts the result of `feed` to the arguments of the graph: padded local tensors, contiguous buffers."""
+    def given(self, inputs: list[Tensor]) -> Given:
+        """Returns the arguments of the graphs of one call with microbatches."""
+        known: dict[tuple[str, str], Any] = {}
+
+        def given(port: Port, microbatch: int) -> Any:
+            role = port.role
+            if role.kind == "coordinate":
+                return self._coordinate(port, microbatch)
+            key = role.kind, role.name
+            if key not in known:
+                known[key] = self.local([port], self.feed([port], inputs))[0]
+            return known[key]
+
+        return given
+
+    def local(self, takes: Iterable[Port], feed: Sequence[Any]) -> list[object]:
+        """Converts the result of `feed` to the arguments of graphs: padded local tensors, contiguous buffers."""
         return [
             padded_local(x, self.spec.storages[port.role.name])
             if port.role.kind == "param"
             else in_order(x)
             if port.role.kind == "buffer"
             else x
-            for port, x in zip(half.takes, feed, strict=True)
+            for port, x in zip(takes, feed, strict=True)
         ]
 
 

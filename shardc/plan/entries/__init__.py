@@ -11,6 +11,6 @@ from shardc.plan.entries.raw import Activation, Param, Port, Prefetch, Setting
 from shardc.plan.entries.tensor_parallel import STYLES, Tp
 
 __all__ = [
-    "Activation", "Cp", "Ddp", "Entry", "Ep", "Fsdp", "Microbatches", "Offload", "Param", "Policies", "Port", "Precision", "Prefetch",
-    "METHODS", "Recompute", "STYLES", "Setting", "Tp", "WAYS", "distinct",
+    "Activation", "Cp", "Ddp", "Entry", "Ep", "Fsdp", "METHODS", "Microbatches", "Offload", "Param", "Policies", "Port",
+    "Precision", "Prefetch", "Recompute", "STYLES", "Setting", "Tp", "WAYS", "distinct",
 ]  # fmt: skip

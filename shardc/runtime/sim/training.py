@@ -81,7 +81,7 @@ class Simulation:
         out: list[object] = []
         for role, constant, result in zip(program.outputs, program.output_values, results[:count], strict=True):
             if role.kind == "buffer":
-                self.buffers[role.name] = list(result)  # type: ignore[arg-type]
+                self.buffers[role.name] = list(result)
             elif result is None:
                 out.append(constant)
             else:
@@ -162,11 +162,11 @@ class Simulation:
         key, ranks = draw_key(), range(self.mesh.ranks)
         timed = self.mesh.timed(program.microbatches)
 
-        def given(port: Port, at: int) -> PerRank:
+        def given(port: Port, microbatch: int) -> PerRank:
             role = port.role
             if role.kind == "coordinate":
-                axes = tuple(role.name.split(","))
-                return PerRank(torch.tensor([flat_index(timed, axes, rank * program.microbatches + at)]) for rank in ranks)
+                places = (rank * program.microbatches + microbatch for rank in ranks)
+                return PerRank(torch.tensor([flat_index(timed, tuple(role.name.split(",")), at)]) for at in places)
             stored = self.params if role.kind == "param" else self.buffers
             return PerRank([key for _ in ranks] if role.kind == "key" else stored[role.name])
 
