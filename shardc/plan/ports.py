@@ -44,7 +44,7 @@ class ActivationPin:
 def batch_axes(plan: Plan, mesh: Mesh | None = None) -> tuple[str, ...]:
     """Return the axes that split dim 0 of the inputs, in mesh order; without ``mesh``, replicate before shard axes.
 
-    A mesh with an axis of time splits them over that, too.
+    The axis of time, if ``mesh`` has one, is the last.
     """
     axes = list(dict.fromkeys(axis for entry in plan.entries for axis in entry.batch))
     return tuple(axes) if mesh is None else (*sorted(axes, key=mesh.order), *filter(None, [mesh.time]))
@@ -80,6 +80,8 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
     Warns:
         ShardcWarning: a dim does not divide; the text says what is done instead.
     """
+    if mesh.time:
+        return _in_time(plan, mesh, inputs, resolve_inputs(plan, mesh.devices, inputs))
     specs = _last_specs(plan, "inputs", [name for name, _ in inputs])
     cause = " | ".join(str(entry) for entry in plan.entries if entry.batch)
     for entry in plan.entries:
@@ -96,10 +98,39 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
             out.append(_input(mesh, tuple(shape), spec, name, wanted[1]))
         elif wanted is not None:
             out.append(_input(mesh, tuple(shape), wanted[0], name, wanted[1]))
-        elif shape and (cause or mesh.time):
+        elif shape and cause:
             out.append(_input(mesh, tuple(shape), _split(plan, mesh, shape), name, cause))
         else:
             out.append(InputPlan(Layout.whole(mesh, shape), ""))
+    return out
+
+
+def _in_time(
+    plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[int]]], whole: Sequence[InputPlan]
+) -> list[InputPlan]:
+    """Return ``whole``, the plans of the inputs on the devices, split further over the microbatches of ``mesh``.
+
+    The dim that the batch axes split is split, dim 0 by default. If it does not divide, it is padded on each rank.
+    """
+    specs = _last_specs(plan, "inputs", [name for name, _ in inputs])
+    batch, count = set(batch_axes(plan, mesh.devices)), mesh.microbatches
+    out = []
+    for found, wanted in zip(whole, specs, strict=True):
+        layout, padded = found.layout.on(mesh), found.padded and found.padded.on(mesh)
+        target = layout if padded is None else padded
+        dims = [dim for dim in range(layout.ndim) if batch.intersection(target.dim_axes(dim))]
+        dims = dims or ([0] if wanted is None and layout.ndim else [])
+        if not dims or layout.shape[dims[0]] == 1:
+            out.append(InputPlan(layout, found.cause, padded))
+            continue
+        digits = target.dims[dims[0]]
+        local = next(at for at in range(len(digits) + 1) if at == len(digits) or digits[at].axis is None)
+        size = digits[local].radix if local < len(digits) else 1
+        part = -(-size // count)
+        split = [*digits[:local], Digit(count, mesh.time), Digit(part), *digits[local + 1 :]]
+        timed = target.replace(dims=[*target.dims[: dims[0]], split, *target.dims[dims[0] + 1 :]])
+        even = padded is None and part * count == size
+        out.append(InputPlan(timed, found.cause) if even else InputPlan(layout, found.cause, timed))
     return out
 
 

@@ -140,7 +140,7 @@ class _Padder(PaddedValues):
             node = tensors[at]
             self.record = ir.info(node)
             shape = ir.value(node).shape
-            padding = _padding_of(layout, shape)
+            padding = _padding_of(layout, shape, ir.layout(node))
             grown = self.grown(self.plain[node], padding)
             record = replace(self.record, origin=replace(self.record.origin, cause=cause))
             value = replace(ir.value(grown), layout=layout)
@@ -337,12 +337,19 @@ class _Padder(PaddedValues):
         return result
 
 
-def _padding_of(layout: Layout, shape: Sequence[int]) -> Padding:
-    """Returns the padding that brings a value of ``shape`` to the sizes of ``layout``."""
-    return tuple(
-        (Run(size, true, layout.dim_axes(dim) if size != true else ()),)
-        for dim, (size, true) in enumerate(zip(layout.shape, shape, strict=True))
-    )
+def _padding_of(layout: Layout, shape: Sequence[int], have: Layout | None = None) -> Padding:
+    """Returns the padding that brings a value of ``shape`` to the sizes of ``layout``.
+
+    Args:
+        have: layout of the value. A dim that it splits is padded in each shard: 2 x 8 rows to 2 x 9.
+    """
+    padding: list[Runs] = []
+    for dim, (size, true) in enumerate(zip(layout.shape, shape, strict=True)):
+        kept = () if have is None or size == true else have.dim_axes(dim)
+        shards = prod(layout.mesh.size(axis) for axis in kept)
+        axes = tuple(axis for axis in layout.dim_axes(dim) if axis not in kept) if size != true else ()
+        padding.append(canonical_runs([Run(shards, shards), Run(size // shards, true // shards, axes)]))
+    return tuple(padding)
 
 
 def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], padded_factors: Mapping[str, Runs]) -> Padding:
