@@ -15,11 +15,14 @@ from torch import fx
 from shardc import passes, verify
 from shardc._compat import LazyGraphModule
 from shardc.cost.causes import Cause, cause_of
+from shardc.cost.step_sequence import ALIASED
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.executable import (
     BACKWARD,
     CLOSING,
+    FIRST_FORWARD,
+    FIRST_INFERENCE,
     FORWARD,
     INFERENCE,
     LAST_BACKWARD,
@@ -35,7 +38,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
 from shardc.joint import CUT, Joint, StageRecorder
 from shardc.passes.check import VerifyHalf
-from shardc.passes.lower.microbatch import Phases, closed, marked_terms
+from shardc.passes.lower.microbatch import Phases, closed, marked_terms, opened
 from shardc.passes.schedule.reduce_accumulated import Sum, deferred_reduction
 from shardc.passes.unfold import Folded
 from shardc.plan.entries import Microbatches
@@ -116,6 +119,7 @@ class Program(Executable):
             self.tangents = {ir.role(node).index: node.meta["val"].dtype for node in tangents if node.users}
             self.used = used or frozenset(self.tangents if self.loss is None else [self.loss])
             self.openings, self.reduce = len(self._phases.openings), self._phases.reduce
+            self.gathers_once = self._phases.gathers is not None
 
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> Half:
         """Return the graph that reduces accumulated gradients; ``sums`` are (parameter, layout of its accumulator,
@@ -183,18 +187,24 @@ class Program(Executable):
     def _phases(self) -> Phases:
         """The joint graph of all blocks, for gradients of the outputs ``used``, cut into microbatches."""
         gm = LazyGraphModule(self.localized, ir.copied(self.localized.graph))
+        for node in gm.graph.nodes:
+            node.meta.pop(ALIASED, None)  # of operands, which some graphs of the cut take as arguments
         gm = passes.PruneUnusedGrads(self.used)(gm)
         cause = next(str(entry) for entry in self.plan.entries if isinstance(entry, Microbatches))
-        return passes.Microbatch(self.bound.mesh, frozenset(self.in_time["inputs"]), cause)(gm)
+        kept = frozenset(name for name, level in self.levels.items() if level in (1, 2))
+        return passes.Microbatch(self.bound.mesh, frozenset(self.in_time["inputs"]), kept, cause)(gm)
 
     def _microbatched(self, phase: Phase) -> fx.GraphModule | None:
         """Return the local graph of a phase of a step with microbatches."""
         phases = self._phases
         for at, loop in enumerate(phases.openings):
             if phase in opening(at):
-                return self._finished(loop.each if phase == opening(at)[0] else loop.once)
-        if phase == INFERENCE:
-            return self._finished(passes.inference(phases.body))
+                half = loop.each if phase == opening(at)[0] else loop.once
+                return None if half is None else self._finished(half)
+        if phase in (INFERENCE, FIRST_INFERENCE):
+            half = passes.inference(phases.body)
+            half = half if phase == INFERENCE else opened(half, phases.gathers)
+            return None if half is None else self._finished(half)
         if phase == CLOSING:
             return self._finished(phases.closing_forward)
         if phase not in self._cut_halves:
@@ -204,13 +214,14 @@ class Program(Executable):
                 with reporting(self.bound.mesh, {"before": phases.body, "forward": first, "backward": second}):
                     verify.verify_halves(first, second, self.bound.mesh, phases.body.graph)
             if second is None:
-                self._cut_halves = dict.fromkeys((FORWARD, BACKWARD, LAST_BACKWARD))
+                self._cut_halves = dict.fromkeys((FIRST_FORWARD, FORWARD, BACKWARD, LAST_BACKWARD))
             else:
                 second = marked_terms(second, phases.reduce)
                 last = passes.HoistGradEpilogue()(closed(second, phases.closing, phases.reduce))
-                self._cut_halves = {FORWARD: first, BACKWARD: second, LAST_BACKWARD: last}
-        half = self._cut_halves.pop(phase)
-        return None if half is None else self._finished(half)
+                gathers = opened(first, phases.gathers)
+                self._cut_halves = {FIRST_FORWARD: gathers, FORWARD: first, BACKWARD: second, LAST_BACKWARD: last}
+        cut = self._cut_halves.pop(phase)
+        return None if cut is None else self._finished(cut)
 
     def _finished(self, half: fx.GraphModule) -> fx.GraphModule:
         """Return ``half`` after the passes behind the cut; layouts of its results are those on the mesh of devices."""

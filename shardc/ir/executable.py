@@ -169,8 +169,10 @@ def _next_ops(graph: fx.Graph) -> dict[fx.Node, tuple[int, str]]:
 
 
 FORWARD, BACKWARD, INFERENCE, REDUCTION = "forward", "backward", "inference", "reduction"
-# With microbatches: the backward of the last one, which also closes the step, and what closes a call without gradients.
-LAST_BACKWARD, CLOSING = "last backward", "closing"
+# With microbatches: the forward (or inference) of the first, if it also gathers parameters for all; the backward of the
+# last, which also closes the step; and what closes a call without gradients.
+FIRST_FORWARD, FIRST_INFERENCE, LAST_BACKWARD, CLOSING = "first forward", "first inference", "last backward", "closing"
+FIRST = {FORWARD: FIRST_FORWARD, INFERENCE: FIRST_INFERENCE}
 
 
 def opening(at: int) -> tuple[str, str]:
@@ -320,6 +322,7 @@ class Executable(ABC):
             the microbatches.
         reduce: name of a term of the microbatches -> the reduce op that joins two of them.
         openings: number of loops over the microbatches before the forward.
+        gathers_once: whether the first microbatch gathers parameters for all of them.
         loss: index of the output whose gradients a call with microbatches computes; None if there is no loss.
         tangents: with microbatches, index of each output that has gradients -> dtype of its gradient.
     """
@@ -341,6 +344,7 @@ class Executable(ABC):
     in_time: Mapping[str, Mapping[Any, Layout]] = MappingProxyType({})
     reduce: Mapping[str, str] = MappingProxyType({})
     openings = 0
+    gathers_once = False
     loss: int | None = None
     tangents: Mapping[int, torch.dtype] = MappingProxyType({})
 
@@ -390,8 +394,9 @@ class Executable(ABC):
         phases = (FORWARD, BACKWARD) if training and self.trains else (INFERENCE,)
         if self.microbatches > 1:
             openings = [phase for at in range(self.openings) for phase in opening(at)]
-            phases = (*openings, *phases, CLOSING if phases == (INFERENCE,) else LAST_BACKWARD)
-        return tuple(map(self.half, phases))
+            first = (FIRST[phases[0]],) if self.gathers_once else ()
+            phases = (*openings, *first, *phases, CLOSING if phases == (INFERENCE,) else LAST_BACKWARD)
+        return tuple(half for half in map(self.find, phases) if half is not None)
 
     @property
     def trains(self) -> bool:

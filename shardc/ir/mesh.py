@@ -19,7 +19,6 @@ from math import prod
 
 from shardc.errors import MeshError
 
-
 MICRO = "micro"  # name of the axis of time
 
 

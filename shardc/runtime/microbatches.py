@@ -20,6 +20,7 @@ from shardc.errors import ShardcWarning
 from shardc.ir.executable import (
     BACKWARD,
     CLOSING,
+    FIRST,
     FORWARD,
     INFERENCE,
     LAST_BACKWARD,
@@ -81,7 +82,7 @@ class Loops:
         count, parts = self.program.microbatches, Results()
         self._open()
         for at in range(count):
-            half = self.program.half(FORWARD)
+            half = self._forward(FORWARD, at)
             saved = {role.name: x for role, x in self._results(half, at, {}, {}, parts) if role.kind == "saved"}
             back = self.program.half(LAST_BACKWARD if at == count - 1 else BACKWARD)
             own = {index: self._part("outputs", index, x, at) for index, x in tangents.items()}
@@ -93,17 +94,23 @@ class Loops:
         parts = Results()
         self._open()
         for at in range(self.program.microbatches):
-            self._results(self.program.half(INFERENCE), at, {}, {}, parts)
+            self._results(self._forward(INFERENCE, at), at, {}, {}, parts)
         self._results(self.program.half(CLOSING), 0, {}, {}, parts)
         return self._joined(parts)
+
+    def _forward(self, phase: str, at: int) -> Half:
+        """Returns the forward or inference graph of microbatch ``at``."""
+        return self.program.half(FIRST[phase] if at == 0 and self.program.gathers_once else phase)
 
     def _open(self) -> None:
         """Runs the loops in front of the forward, which give the values that all microbatches share."""
         for number in range(self.program.openings):
-            each, once = map(self.program.half, opening(number))
-            for at in range(self.program.microbatches):
+            phase_of_each, once = opening(number)
+            each = self.program.find(phase_of_each)
+            for at in range(self.program.microbatches if each is not None else 0):
+                assert each is not None
                 self._results(each, at, {}, {}, Results())
-            self._results(once, 0, {}, {}, Results())
+            self._results(self.program.half(once), 0, {}, {}, Results())
 
     def _results(
         self, half: Half, at: int, saved: dict[str, Any], tangents: Mapping[int, Any], parts: Results

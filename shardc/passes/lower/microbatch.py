@@ -6,7 +6,7 @@ addition in time: what it takes is a *term* of each microbatch, and what it give
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,7 +21,9 @@ from shardc.ir.comm import WAIT
 from shardc.ir.comm_volume import arguments_of, collective_kind, named_axes
 from shardc.ir.graph import Info, NameScope, Role
 from shardc.ir.mesh import Mesh
+from shardc.ir.op_traits import communicates
 from shardc.ir.rewriter import GraphRewriter, Inserter
+from shardc.passes.lower.partition import moved_alone
 
 aten = torch.ops.aten
 
@@ -38,9 +40,12 @@ Results = Sequence[tuple[Role, Argument]]
 
 @dataclass(frozen=True)
 class Loop:
-    """Graphs of one loop over the microbatches: ``each`` gives terms, ``once`` takes their sums, behind the loop."""
+    """Graphs of one loop over the microbatches: ``each`` gives terms, ``once`` takes their sums, behind the loop.
 
-    each: fx.GraphModule
+    ``each`` is None if nothing depends on the microbatches.
+    """
+
+    each: fx.GraphModule | None
     once: fx.GraphModule
 
 
@@ -54,12 +59,15 @@ class Phases:
             the outputs and gradients that are a microbatch's own.
         closing: graph that takes the sums of the body's terms, and gives the step's other outputs and gradients.
         reduce: name of each term -> reduce op that joins the terms of two microbatches.
+        gathers: graph of the gathered parameters that all microbatches share, which the first forward computes; None if
+            there are none, or if ``openings`` compute them.
     """
 
     openings: tuple[Loop, ...]
     body: fx.GraphModule
     closing: fx.GraphModule
     reduce: Mapping[str, str]
+    gathers: fx.GraphModule | None = None
 
     @property
     def closing_forward(self) -> fx.GraphModule:
@@ -78,7 +86,7 @@ class Microbatch:
         %loss = all_reduce(%l, "micro")        closing:        %loss
 
     Values that are the same in all microbatches and that depend on sums are computed once. Other such values (casts and
-    gathers of parameters) are computed in each part that reads them.
+    gathers of parameters of level 3) are computed in each part that reads them.
 
     *Requires:* a local joint graph, in which only all-reduces communicate over the axis of time. *Ensures:* no graph
     communicates over it.
@@ -86,6 +94,7 @@ class Microbatch:
     Args:
         mesh: the mesh, with its axis of time.
         split: names of the inputs that are split over the microbatches.
+        kept: parameters that stay gathered for all microbatches.
         cause: the plan entry.
 
     Raises:
@@ -94,6 +103,7 @@ class Microbatch:
 
     mesh: Mesh
     split: frozenset[str]
+    kept: frozenset[str]
     cause: str
     name = "microbatch"
     requires = ("localize",)
@@ -104,8 +114,12 @@ class Microbatch:
         self._normalize(graph)
         cut = _Cut(graph, self)
         sums = {cut.name(wait): cut.op(wait) for wait in cut.waits}
-        openings = []
-        known: dict[fx.Node, Role] = {}
+        openings: list[Loop] = []
+        gathered = [(Role(KNOWN, ir.info(x).name, at), x) for at, x in enumerate(self._gathered(graph))]
+        known: dict[fx.Node, Role] = {x: role for role, x in gathered}
+        gathers = LazyGraphModule(gm, _part(graph, gathered, {})) if gathered else None
+        if cut.runs_model and gathers is not None:  # before the first forward
+            openings, gathers = [Loop(None, gathers)], None
         for level in range(1, cut.levels + 1):
             waits = [wait for wait in cut.opening if cut.level[wait] == level]
             each = _part(graph, [(Role(TERM, cut.name(x), at), cut.term(x)) for at, x in enumerate(waits)], known)
@@ -117,7 +131,13 @@ class Microbatch:
         own, rest = self._results(graph, cut)
         body = _part(graph, own, known)
         closing = _part(graph, rest, {**known, **{x: Role(SUM, cut.name(x)) for x in cut.closing}})
-        return Phases(tuple(openings), LazyGraphModule(gm, body), LazyGraphModule(gm, closing), sums)
+        return Phases(tuple(openings), LazyGraphModule(gm, body), LazyGraphModule(gm, closing), sums, gathers)
+
+    def _gathered(self, graph: fx.Graph) -> list[fx.Node]:
+        """Returns the gathered parameters that all microbatches share."""
+        chains = [moved_alone(node) for node in ir.placeholders(graph, "param") if ir.info(node).name in self.kept]
+        inside = {node for chain in chains if any(communicates(x.target) for x in chain) for node in chain}
+        return [node for node in graph.nodes if node in inside and any(user not in inside for user in node.users)]
 
     def _results(self, graph: fx.Graph, cut: _Cut) -> tuple[Results, Results]:
         """Returns the results of the body, forward ones first, and those of the closing graph."""
@@ -209,6 +229,7 @@ class _Cut:
         opening, closing: those that something of a microbatch reads, and the others.
         level: result of a reduction -> number of loops up to and including its own.
         behind_tangent: node -> whether it depends on the gradient of an output.
+        runs_model: whether a loop before the body reads parameters.
     """
 
     def __init__(self, graph: fx.Graph, of: Microbatch) -> None:
@@ -236,6 +257,7 @@ class _Cut:
         for node in self.graph.nodes:
             below = max((self.level[x] for x in node.all_input_nodes), default=0)
             self.level[node] = below + (node in opening)
+        self.runs_model = any(reads_param[wait] for wait in self.opening)
         stops = {self.level[wait]: wait for wait in reversed(self.opening) if reads_param[wait]}
         for wait in self.opening:
             if self.behind_tangent[wait]:
@@ -294,41 +316,73 @@ def closed(backward: fx.GraphModule, closing: fx.GraphModule, reduce: Mapping[st
         closing: `Phases.closing`.
         reduce: `Phases.reduce`.
     """
-    graph = fx.Graph()
-    names = NameScope.of(backward.graph)
-    rewriter = GraphRewriter(graph)
-    env: dict[fx.Node, fx.Node] = {}
-    by_name: dict[str, fx.Node] = {}
     terms = {role.name: x for role, x in ir.outputs(backward.graph) if role.kind == TERM and isinstance(x, fx.Node)}
-    for node in ir.placeholders(backward.graph):
-        env[node] = by_name[node.name] = graph.node_copy(node)
-    for node in ir.placeholders(closing.graph):
-        if node.name in by_name:
-            env[node] = by_name[node.name]
-        else:
-            env[node] = graph.node_copy(node)
-            ir.update(env[node], name=names.fresh(ir.info(node).name))
-    for node in backward.graph.nodes:
-        if node.op not in ("placeholder", "output"):
-            env[node] = graph.node_copy(node, env.__getitem__)
+    chain = _Chain(backward, closing)
     for node in ir.placeholders(closing.graph, SUM):
-        if (term := terms.get(ir.role(node).name)) is not None:
-            at = Inserter(rewriter, None, replace(ir.info(env[term]), name=ir.role(node).name), "sum")
-            env[node] = at.call(ADD[reduce[ir.role(node).name]], env[node], env[term])
-    for node in closing.graph.nodes:
-        if node.op not in ("placeholder", "output"):
-            env[node] = graph.node_copy(node, env.__getitem__)
-            ir.update(env[node], name=names.fresh(ir.info(node).name))
-    results = [(role, x) for role, x in ir.outputs(closing.graph)]
-    results += [(role, x) for role, x in ir.outputs(backward.graph) if role.kind != TERM]
-    output = graph.output(tuple(env[x] if isinstance(x, fx.Node) else x for _, x in results))
-    output.meta = dict(ir.output_node(backward.graph).meta)
-    output.meta[ir.ROLES] = tuple(role for role, _ in results)
-    constants = LazyGraphModule(backward, graph)
-    for node in closing.graph.find_nodes(op="get_attr"):
-        if not hasattr(constants, str(node.target)):
-            setattr(constants, str(node.target), getattr(closing, str(node.target)))
-    return constants
+        name = ir.role(node).name
+        if (term := terms.get(name)) is not None:
+            at = Inserter(chain.rewriter, None, replace(ir.info(chain.env[term]), name=name), "sum")
+            chain.env[node] = at.call(ADD[reduce[name]], chain.env[node], chain.env[term])
+    return chain.end([*ir.outputs(closing.graph), *(x for x in ir.outputs(backward.graph) if x[0].kind != TERM)])
+
+
+def opened(forward: fx.GraphModule, gathers: fx.GraphModule | None) -> fx.GraphModule | None:
+    """Returns the forward of the first microbatch, which also computes ``gathers``, for all; None without these."""
+    if gathers is None:
+        return None
+    gathered = {role.name: x for role, x in ir.outputs(gathers.graph) if isinstance(x, fx.Node)}
+    chain = _Chain(gathers, forward, gathered)
+    for node in ir.placeholders(forward.graph, KNOWN):
+        if (x := gathered.get(ir.role(node).name)) is not None:
+            chain.env[node] = chain.env[x]
+    return chain.end([*ir.outputs(forward.graph), *ir.outputs(gathers.graph)])
+
+
+class _Chain:
+    """Builder of a graph that runs two graphs, one after the other. An argument of both, by name, is one argument.
+
+    Args:
+        first, second: the graphs.
+        replaced: values known by name that ``second`` gets from ``first``.
+
+    Attributes:
+        env: node of either graph -> its node in the new one. Arguments of ``second`` may be changed before `end`.
+    """
+
+    def __init__(self, first: fx.GraphModule, second: fx.GraphModule, replaced: Container[str] = ()) -> None:
+        self.first, self.second, self.graph = first, second, fx.Graph()
+        self.rewriter, self.names = GraphRewriter(self.graph), NameScope.of(first.graph)
+        self.env: dict[fx.Node, fx.Node] = {}
+        arguments: dict[str, fx.Node] = {}
+        for node in (*ir.placeholders(first.graph), *ir.placeholders(second.graph)):
+            role = ir.role(node)
+            if role.kind == KNOWN and role.name in replaced:
+                continue
+            if node.name not in arguments:
+                arguments[node.name] = self._copied(node, node.graph is second.graph)
+            self.env[node] = arguments[node.name]
+        for node in first.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                self.env[node] = self._copied(node, False)
+
+    def _copied(self, node: fx.Node, renames: bool) -> fx.Node:
+        """Returns a copy of ``node``, of another name if it is of the second graph and its name is taken."""
+        copy = self.graph.node_copy(node, self.env.__getitem__)
+        return ir.update(copy, name=self.names.fresh(ir.info(node).name)) if renames else copy
+
+    def end(self, results: Results) -> fx.GraphModule:
+        """Returns the new graph, with ``results``, which are nodes of both graphs."""
+        for node in self.second.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                self.env[node] = self._copied(node, True)
+        output = self.graph.output(tuple(self.env[x] if isinstance(x, fx.Node) else x for _, x in results))
+        output.meta = dict(ir.output_node(self.second.graph).meta) | dict(ir.output_node(self.first.graph).meta)
+        output.meta[ir.ROLES] = tuple(role for role, _ in results)
+        gm = LazyGraphModule(self.first, self.graph)
+        for node in self.second.graph.find_nodes(op="get_attr"):
+            if not hasattr(gm, str(node.target)):
+                setattr(gm, str(node.target), getattr(self.second, str(node.target)))
+        return gm
 
 
 def marked_terms(backward: fx.GraphModule, reduce: Iterable[str]) -> fx.GraphModule:
@@ -366,7 +420,7 @@ def _part(graph: fx.Graph, results: Results, cuts: Mapping[fx.Node, Role]) -> fx
     for node in (*(x for x in inputs if x not in tangents), *(x for x in graph.nodes if x in needed and x in cuts)):
         if node in cuts:
             env[node] = part.placeholder(node.name if node.op == "placeholder" else f"primals_{node.name}")
-            env[node].meta = dict(node.meta)
+            env[node].meta["val"] = node.meta["val"]
             ir.set_info(env[node], _given(ir.info(node), cuts[node]))
         else:
             env[node] = part.node_copy(node)

@@ -85,7 +85,7 @@ class Partition:
 
     def _mark(self, param: fx.Node, level: int) -> None:
         """Marks the gathers of a parameter as saved (levels 1 and 2) or recomputed (level 3)."""
-        chain = _moved(param)
+        chain = moved_alone(param)
         if not any(communicates(node.target) for node in chain):
             return
         parts = {node for node in chain if ir.info(node).kept}
@@ -97,7 +97,7 @@ class Partition:
             (self.recompute if level == 3 and node not in parts else self.save)(node, _GATHERS)
 
 
-def _moved(param: fx.Node) -> list[fx.Node]:
+def moved_alone(param: fx.Node) -> list[fx.Node]:
     """Returns the nodes computed from ``param`` alone by gathers, views and casts."""
     chain, work = [], list(param.users)
     seen = {param}
@@ -115,10 +115,10 @@ def _moved(param: fx.Node) -> list[fx.Node]:
 
 def _reads(graph: fx.Graph) -> dict[str, Role]:
     """Returns name -> role of each parameter, buffer or input, by the names of its placeholder and of the nodes that
-    `_moved` finds.
+    `moved_alone` finds.
     """
     inputs = [node for node in ir.placeholders(graph) if ir.role(node).kind in ("param", "buffer", "input")]
-    return {moved.name: ir.role(node) for node in inputs for moved in (node, *_moved(node))}
+    return {moved.name: ir.role(node) for node in inputs for moved in (node, *moved_alone(node))}
 
 
 def inference(gm: fx.GraphModule) -> fx.GraphModule:
