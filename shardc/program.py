@@ -192,7 +192,8 @@ class Program(Executable):
         gm = passes.PruneUnusedGrads(self.used)(gm)
         cause = next(str(entry) for entry in self.plan.entries if isinstance(entry, Microbatches))
         kept = frozenset(name for name, level in self.levels.items() if level in (1, 2))
-        return passes.Microbatch(self.bound.mesh, frozenset(self.in_time["inputs"]), kept, cause)(gm)
+        split = frozenset((*self.in_time["inputs"], *self.in_time["outputs"]))
+        return passes.Microbatch(self.bound.mesh, split, kept, cause)(gm)
 
     def _microbatched(self, phase: Phase) -> fx.GraphModule | None:
         """Return the local graph of a phase of a step with microbatches."""

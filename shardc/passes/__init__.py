@@ -120,7 +120,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: FakeTensorMode, devic
                 plan.reduce if plan.own_losses else "mean", options.strict, plan.deferred,
             ), Exact() if options.layout_solver == "exact" else Greedy()),
             # It needs the layouts of tangents and keeps the layout of every value.
-            Objective(plan.batch_axes, plan.reduce, plan.grad_scale, plan.own_losses),
+            Objective(plan.loss_axes, plan.reduce, plan.grad_scale, plan.own_losses),
             # Before gradients are reduced, while their sums are pending.
             Precision(plan.storages, plan.reduced, plan.gradients, plan.deferred),
             # A use that needs another layout gets a reshard node;

@@ -61,6 +61,11 @@ class BoundPlan:
         return batch_axes(self.plan, self.mesh)
 
     @property
+    def loss_axes(self) -> tuple[str, ...]:
+        """Return the axes over whose ranks losses are averaged or summed: those that split the batch over devices."""
+        return batch_axes(self.plan, self.mesh.devices)
+
+    @property
     def reduce(self) -> str:
         """Return "mean" or "sum", which combines the ranks' losses if no loss is in the graph."""
         return str(self.plan.setting("reduce"))

@@ -206,7 +206,7 @@ class _Sweep:
             else:
                 layout = Layout.whole(self.mesh, ir.value(node).shape)
             wanted[node] = layout
-        summed = [a for a in self.problem.batch_axes if a in split]
+        summed = [a for a in self.problem.batch_axes if a in split and a != self.mesh.time]
         op = "avg" if self.problem.reduce == "mean" else "sum"
         for node in ir.placeholders(self.graph, "tangent"):
             base = layouts[ir.role(node).index]

@@ -23,7 +23,7 @@ from shardc.ir.graph import Info, NameScope, Role
 from shardc.ir.mesh import Mesh
 from shardc.ir.op_traits import communicates
 from shardc.ir.rewriter import GraphRewriter, Inserter
-from shardc.passes.lower.partition import moved_alone
+from shardc.passes.lower.partition import moved_alone, send_once
 
 aten = torch.ops.aten
 
@@ -93,7 +93,7 @@ class Microbatch:
 
     Args:
         mesh: the mesh, with its axis of time.
-        split: names of the inputs that are split over the microbatches.
+        split: names of the inputs, and indices of the outputs, that are split over the microbatches.
         kept: parameters that stay gathered for all microbatches.
         cause: the plan entry.
 
@@ -102,7 +102,7 @@ class Microbatch:
     """
 
     mesh: Mesh
-    split: frozenset[str]
+    split: frozenset[str | int]
     kept: frozenset[str]
     cause: str
     name = "microbatch"
@@ -201,7 +201,7 @@ class Microbatch:
             role = ir.role(node)
             named = role.name.split(",") if role.kind == "coordinate" else ()
             return any(self.mesh.overlap(axis, self.mesh.time) for axis in named) or (
-                role.kind == "input" and role.name in self.split
+                {"input": role.name, "tangent": role.index}.get(role.kind) in self.split
             )
         if node.target is WAIT and _in_time(node.all_input_nodes[0], self.mesh):
             return False
@@ -378,6 +378,7 @@ class _Chain:
         output = self.graph.output(tuple(self.env[x] if isinstance(x, fx.Node) else x for _, x in results))
         output.meta = dict(ir.output_node(self.second.graph).meta) | dict(ir.output_node(self.first.graph).meta)
         output.meta[ir.ROLES] = tuple(role for role, _ in results)
+        send_once(self.graph)
         gm = LazyGraphModule(self.first, self.graph)
         for node in self.second.graph.find_nodes(op="get_attr"):
             if not hasattr(gm, str(node.target)):

@@ -76,7 +76,7 @@ class Partition:
         reads = _reads(graph)
         forward, backward = self.split(gm, count)
         for half in (forward, backward):
-            _send_once(half.graph)
+            send_once(half.graph)
         _restore(forward, roles[:count])
         _restore(backward, roles[count:])
         read = [node.name for node in ir.placeholders(backward.graph) if node.users]
@@ -138,7 +138,7 @@ def inference(gm: fx.GraphModule) -> fx.GraphModule:
     return LazyGraphModule(gm, graph)
 
 
-def _send_once(graph: fx.Graph) -> None:
+def send_once(graph: fx.Graph) -> None:
     """Merges equal collectives, and the casts and views that read them.
 
     The partitioner merges equal ops (such as the gradients of two biases of one sum), but neither their waits nor the

@@ -381,9 +381,10 @@ class OpenLayoutProblem(LayoutProblem):
                 self.outside.wanted.pop(node, None)
         op = "avg" if self.problem.reduce == "mean" else "sum"
         split = [{a for found in by_index.values() for a in found[at].bound} for at in range(len(self.free.batch))]
+        ranks = self.mesh.devices.axes
         for node in ir.placeholders(self.graph, "tangent"):
             self.rows[node] = [
-                layout.with_partial([a for a in self.mesh.axes if a in split[at] and a not in layout.bound], op)
+                layout.with_partial([a for a in ranks if a in split[at] and a not in layout.bound], op)
                 for at, layout in enumerate(by_index[ir.role(node).index])
             ]
 
