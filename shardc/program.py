@@ -127,7 +127,8 @@ class Program(Executable):
         """
         plan, joint = self.bound, self.pipeline.until(CUT)
         summands, device = [Sum(*parts) for parts in sums], joint[passes.Localize].device
-        reduced = deferred_reduction(summands, plan.storages, plan.gradients, self.joint.captured.fake_mode, device)
+        storages = {name: storage.devices for name, storage in plan.storages.items()}
+        reduced = deferred_reduction(summands, storages, plan.gradients, self.joint.captured.fake_mode, device)
         spelled = passes.Pipeline((joint[passes.Collectives], *joint.behind(passes.Collectives.name)))
         reduced = spelled.replaced(replace(joint[passes.Offload], pending=frozenset())).run(reduced)
         return Half(REDUCTION, self._scheduled(reduced), self.mesh)

@@ -1,0 +1,144 @@
+"""Microbatches on gloo ranks, with Inductor: training, clipping, accumulation by hand, outputs used outside."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardc
+from shardc.errors import BackwardError
+from tests.microbatches.programs import CASES, Case
+from tests.microbatches.test_outputs import Features, Several
+from tests.ranks import run_ranks
+
+
+def trained(name: str, plan: shardc.Plan, backend: str = "inductor", within: float = 1e-9) -> None:
+    """Three steps of AdamW with clipping, beside one device; then an evaluation."""
+    torch.set_default_dtype(torch.float64)
+    case: Case = CASES[name]()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    module = shardc.compile(case.model, mesh, plan, loss=case.loss, backend=backend)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (module, case.model)]
+    for _ in range(3):
+        loss = module(*module.shard_inputs(*case.args))
+        loss.backward()
+        expected, grads = case.reference()
+        torch.testing.assert_close(loss.detach(), expected, rtol=within, atol=0)
+        largest = max(float(grad.norm()) for grad in grads.values())
+        for key, grad in grads.items():
+            error = float((module.get_parameter(key).grad.full_tensor() - grad).norm())
+            assert error < within * max(float(grad.norm()), 1e-6 * largest), f"{key}: {error}"
+            case.model.get_parameter(key).grad = grad
+        norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (module, case.model)]
+        torch.testing.assert_close(norms[0].full_tensor(), norms[1], rtol=within, atol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        loss = module(*module.shard_inputs(*case.args))
+        torch.testing.assert_close(loss, case.reference_loss(), rtol=1e-7, atol=0)
+
+
+LEVEL_3, LEVEL_2 = shardc.fsdp("dp"), shardc.fsdp("dp", level=2)
+
+
+def test_two_ranks() -> None:
+    run_ranks(
+        2,
+        partial(trained, "masked", LEVEL_3 | shardc.microbatches(4), "eager"),
+        partial(trained, "weight decay", LEVEL_3 | shardc.microbatches(8)),
+        partial(trained, "weight decay", LEVEL_2 | shardc.microbatches(3)),
+        accumulated,
+        used_outside,
+        changed_between,
+    )
+
+
+@pytest.mark.slow
+def test_two_ranks_with_inductor() -> None:
+    # Inductor computes rotary tables in float32.
+    run_ranks(
+        2,
+        partial(trained, "masked", LEVEL_3 | shardc.microbatches(4), within=1e-5),
+        partial(trained, "factor of all", LEVEL_2 | shardc.microbatches(2), within=1e-5),
+        partial(trained, "images", LEVEL_3 | shardc.microbatches(4)),
+    )
+
+
+@pytest.mark.slow
+def test_four_ranks() -> None:
+    run_ranks(
+        4,
+        partial(trained, "masked", LEVEL_3 | shardc.microbatches(2), within=1e-5),
+        partial(trained, "masked", LEVEL_2 | shardc.microbatches(3), "eager"),
+        partial(trained, "token weights", LEVEL_2 | shardc.microbatches(4), "eager"),
+    )
+
+
+def setup(plan: shardc.Plan) -> tuple[torch.nn.Module, torch.nn.Module, list[torch.Tensor]]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = Several().double()
+    for p in model.parameters():
+        dist.broadcast(p.data, 0)
+    batch = [torch.randn(16, 8, dtype=torch.float64), torch.randn(16, 4, dtype=torch.float64)]
+    for x in batch:
+        dist.broadcast(x, 0)
+    return model, shardc.compile(model, mesh, plan), batch
+
+
+def gradients_agree(module: torch.nn.Module, model: torch.nn.Module) -> None:
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(module.get_parameter(name).grad.full_tensor(), p.grad, rtol=1e-9, atol=1e-14)
+
+
+def accumulated() -> None:
+    """Microbatches inside of batches that are accumulated by hand, with gradients reduced once."""
+    model, module, batch = setup(shardc.fsdp("dp", level=1) | shardc.microbatches(2))
+    local = module.shard_inputs(*batch)
+    with module.no_sync():
+        (module(*local)["loss"] / 2).backward()
+    assert all(p.grad is None for p in module.parameters())
+    (module(*local)["loss"] / 2).backward()
+    model(*batch)["loss"].backward()
+    gradients_agree(module, model)
+    assert int(module.calls) == 2
+
+
+def used_outside() -> None:
+    model, module, batch = setup(shardc.fsdp("dp") | shardc.microbatches(2))
+    local = module.shard_inputs(*batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results = module(*local)
+        (results["loss"] + results["out"].sum()).backward()
+    expected = model(*batch)
+    (expected["loss"] + expected["out"].sum() / 2).backward()
+    gradients_agree(module, model)
+    module.zero_grad()
+    loss = module(*local)["loss"]
+    loss.backward(retain_graph=True)
+    loss.backward()
+    model.zero_grad()
+    (2 * model(*batch)["loss"]).backward()
+    gradients_agree(module, model)
+    with pytest.raises(BackwardError, match="already run"):
+        loss.backward()
+
+
+def changed_between() -> None:
+    """A backward that runs the microbatches again needs the parameters of the forward; that of the loss does not."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = Features().double()
+    module = shardc.compile(model, mesh, shardc.fsdp("dp") | shardc.microbatches(2), init_sync=True)
+    x = torch.randn(8, 8, dtype=torch.float64)
+    out = module(x)
+    with torch.no_grad():
+        module.first.weight.mul_(2)
+    with pytest.raises(BackwardError, match=r"parameter 'first.weight' was modified in place"):
+        out.sum().backward()
+    assert module.first.weight.grad is None
