@@ -64,6 +64,7 @@ SIZES = {
     "micro": Work(LlamaConfig(256, 64, 2, heads=4, kv_heads=2, hidden=128), length=32, batch=2),  # to see rows run
     "tiny": Work(LlamaConfig(2048, 256, 4, heads=8, kv_heads=4, hidden=768), length=128, batch=4),
     "small": Work(LlamaConfig(8192, 512, 8, heads=8, kv_heads=4, hidden=1536), length=256, batch=2),
+    "tiny16": Work(LlamaConfig(2048, 256, 4, heads=8, kv_heads=4, hidden=768), length=128, batch=16),
     # For a GPU: Llama 3.2 1B, and Llama 3 8B, with float32 parameters its first four layers.
     "1b": Work(LlamaConfig(128256, 2048, 16, 32, 8, 8192, 500000.0), length=2048, batch=2),
     "8b4": Work(LlamaConfig(128256, 4096, 4, 32, 8, 14336, 500000.0), length=2048, batch=2),

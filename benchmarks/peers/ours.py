@@ -19,7 +19,7 @@ from examples.models.llama import llama_tp, loss
 from shardc.ir.comm_volume import collective_kind
 
 
-def _build(work: Work, mesh: DeviceMesh, plan: Callable[[str], shardc.Plan], **said: Any) -> Step:
+def build(work: Work, mesh: DeviceMesh, plan: Callable[[str], shardc.Plan], **said: Any) -> Step:
     assert mesh.mesh_dim_names is not None
     (axis,) = mesh.mesh_dim_names
     if mesh.device_type == "cpu":
@@ -29,8 +29,12 @@ def _build(work: Work, mesh: DeviceMesh, plan: Callable[[str], shardc.Plan], **s
 
     def collectives() -> int:
         (program,) = module.shardc.programs.values()
-        halves = [half for half in (program.forward, program.backward) if half is not None]
-        return sum(collective_kind(node) is not None for half in halves for node in half.graph.nodes)
+        count, once = program.microbatches, {"opened", "first forward", "first inference", "last backward", "closing"}
+        return sum(
+            (1 if str(half.phase).partition(" 1")[0] in once else count)
+            * sum(collective_kind(node) is not None for node in half.graph.nodes)
+            for half in program.step()
+        )
 
     optimizer = shardc.optim.wrap(torch.optim.AdamW, module, lr=LEARNING_RATE, fused=True)
     return Counted(train_step(module, (), optimizer), collectives)
@@ -41,27 +45,27 @@ def _half(axis: str, level: int) -> shardc.Plan:
 
 
 ROWS = (
-    Row("shardc/ddp", OURS, "ddp", partial(_build, plan=shardc.ddp)),
-    Row("shardc/fsdp3", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=3))),
-    Row("shardc/fsdp3+8MiB", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=3), memory_budget=8 << 20)),
+    Row("shardc/ddp", OURS, "ddp", partial(build, plan=shardc.ddp)),
+    Row("shardc/fsdp3", OURS, "fsdp", partial(build, plan=partial(shardc.fsdp, level=3))),
+    Row("shardc/fsdp3+8MiB", OURS, "fsdp", partial(build, plan=partial(shardc.fsdp, level=3), memory_budget=8 << 20)),
     Row(
-        "shardc/fsdp3/whole", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=3), compile_regions="whole")
+        "shardc/fsdp3/whole", OURS, "fsdp", partial(build, plan=partial(shardc.fsdp, level=3), compile_regions="whole")
     ),
     Row(
         "shardc/fsdp3/blocks",
         OURS,
         "fsdp",
-        partial(_build, plan=partial(shardc.fsdp, level=3), compile_regions="blocks"),
+        partial(build, plan=partial(shardc.fsdp, level=3), compile_regions="blocks"),
     ),
-    Row("shardc/fsdp2", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=2))),
-    Row("shardc/fsdp3/bf16", OURS, "fsdp-bf16", partial(_build, plan=partial(_half, level=3))),
-    Row("shardc/fsdp2/bf16", OURS, "fsdp-bf16", partial(_build, plan=partial(_half, level=2))),
+    Row("shardc/fsdp2", OURS, "fsdp", partial(build, plan=partial(shardc.fsdp, level=2))),
+    Row("shardc/fsdp3/bf16", OURS, "fsdp-bf16", partial(build, plan=partial(_half, level=3))),
+    Row("shardc/fsdp2/bf16", OURS, "fsdp-bf16", partial(build, plan=partial(_half, level=2))),
     *(
         Row(
             f"shardc/{plan}{pieces}",
             OURS,
             "tp",
-            partial(_build, plan=partial(llama_tp, sequence=plan == "tp+sp"), **said),
+            partial(build, plan=partial(llama_tp, sequence=plan == "tp+sp"), **said),
             whole_batch=True,
         )
         for plan in ("tp", "tp+sp")

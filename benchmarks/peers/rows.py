@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from benchmarks.peers import alone, autoparallel, data_parallel, ours, sharded, simple_fsdp, tensor_parallel
+from benchmarks.peers import (
+    alone,
+    autoparallel,
+    data_parallel,
+    microbatches,
+    ours,
+    sharded,
+    simple_fsdp,
+    tensor_parallel,
+)
 from benchmarks.peers.row import ALONE, OURS, Row
 
 ROWS: tuple[Row, ...] = (
     *alone.ROWS, *data_parallel.ROWS, *sharded.ROWS, *simple_fsdp.ROWS, *tensor_parallel.ROWS, *autoparallel.ROWS,
-    *ours.ROWS,
+    *ours.ROWS, *microbatches.ROWS,
 )  # fmt: skip
 
 
