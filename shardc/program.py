@@ -7,45 +7,28 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx
 
-from shardc import passes, verify
+from shardc import passes
 from shardc._compat import LazyGraphModule
 from shardc.cost.causes import Cause, cause_of
-from shardc.cost.step_sequence import ALIASED
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
-from shardc.ir.executable import (
-    BACKWARD,
-    CLOSING,
-    FIRST_FORWARD,
-    FIRST_INFERENCE,
-    FORWARD,
-    INFERENCE,
-    LAST_BACKWARD,
-    REDUCTION,
-    Executable,
-    Half,
-    Phase,
-    opening,
-)
+from shardc.ir.executable import BACKWARD, FORWARD, REDUCTION, Executable, Half, Phase
 from shardc.ir.guards import Guards, Reads
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
 from shardc.joint import CUT, Joint, StageRecorder
 from shardc.passes.check import VerifyHalf
-from shardc.passes.lower.microbatch import Phases, closed, marked_terms, opened
 from shardc.passes.schedule.reduce_accumulated import Sum, deferred_reduction
 from shardc.passes.unfold import Folded
-from shardc.plan.entries import Microbatches
 from shardc.precompiled import ProgramKey, save_program
 from shardc.precompiled.load import backward_for
+from shardc.step_cut import MicrobatchCut, StepCut, on_devices
 from shardc.validate import typed
-from shardc.verify.subject import reporting
 
 Rebuild = Callable[[Mesh, Sequence[Sequence[int]]], "Program"]
 
@@ -88,7 +71,7 @@ class Program(Executable):
         joint: Joint,
         source: Source | None = None,
         folded: Folded | None = None,
-        used: frozenset[int] | None = None,
+        used: frozenset[int] = frozenset(),
     ) -> None:
         self.joint, self.folded, self.source = joint, folded, source or Source()
         self.key, self.guards, self.rebuild = self.source.key, self.source.guards, self.source.rebuild
@@ -105,21 +88,16 @@ class Program(Executable):
         self.levels: Mapping[str, int] = levels if folded is None else folded.levels(levels)
         self.causes: Mapping[str, str] = {name: p.compute_cause for name, p in self.bound.params.items()}
         self.deferred = self.bound.deferred
-        self._cut_halves: dict[Phase, fx.GraphModule | None] = {}  # forward and backward before further passes
         forward = [(role, x) for role, x in ir.outputs(joint.local.graph) if role.kind != "grad"]
         self.outputs = tuple(on_devices(role) for role, _ in forward)
         self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
+        self.cut: StepCut = StepCut(joint, folded, self.levels)
         if self.bound.mesh.time:
-            self.microbatches = self.bound.mesh.microbatches
-            outputs = [(role.index, role.layout) for role, _ in forward if role.kind == "output" and role.layout]
-            ports: dict[str, list[tuple[Any, Layout]]] = {"inputs": list(inputs), "outputs": outputs}
-            self.in_time = {kind: {at: x for at, x in of if _is_timed(x)} for kind, of in ports.items()}
-            self.loss = _loss(joint.local.graph)
-            tangents = ir.placeholders(joint.local.graph, "tangent")
-            self.tangents = {ir.role(node).index: node.meta["val"].dtype for node in tangents if node.users}
-            self.used = used or frozenset(self.tangents if self.loss is None else [self.loss])
-            self.openings, self.reduce = len(self._phases.openings), self._phases.reduce
-            self.gathers_once = self._phases.gathers is not None
+            self.cut = cut = MicrobatchCut(joint, folded, self.levels, used=used)
+            self.microbatches, self.in_time = self.bound.mesh.microbatches, cut.in_time
+            self.loss, self.tangents = cut.loss, cut.tangents
+            self.openings, self.reduce = len(cut.parts.openings), cut.parts.reduce
+            self.gathers_once = cut.parts.gathers is not None
 
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> Half:
         """Return the graph that reduces accumulated gradients; ``sums`` are (parameter, layout of its accumulator,
@@ -136,14 +114,12 @@ class Program(Executable):
     @property
     def stages(self) -> tuple[str, ...]:
         """Names of the stages, in order; those after the cut run on demand."""
-        differentiated = any(role.kind == "grad" for role, _ in ir.outputs(self.joint.local.graph))
-        halves = ("", ".backward")[: 1 + differentiated]
-        last = [f"{name}{half}" for name in (CUT, *self.halves.names) for half in halves]
+        last = [f"{name}{_suffix(phase)}" for name in (CUT, *self.halves.names) for phase in self.cut.phases]
         return (*self.joint.names, *last)
 
     def is_half(self, stage: str) -> bool:
-        """Return whether the graph after ``stage`` is a forward or backward graph, not the joint one."""
-        return stage.removesuffix(".backward") in (CUT, *self.halves.names)
+        """Return whether the graph after ``stage`` is one of the graphs that run, not the joint one."""
+        return stage.partition(".")[0] in (CUT, *self.halves.names)
 
     @property
     def shown(self) -> Program:
@@ -155,82 +131,19 @@ class Program(Executable):
         """Passes that run on the forward and the backward graph, after the cut."""
         return self.pipeline.behind(CUT)
 
-    @cached_property
+    @property
     def localized(self) -> fx.GraphModule:
         """The joint graph at local shapes, of all blocks."""
-        return self.joint.local if self.folded is None else self.folded.joint(self.joint.local)
+        return self.cut.localized
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
         """Return the local graph of a phase; None for a backward if nothing needs a gradient."""
-        if self.microbatches > 1:
-            return self._microbatched(phase)
-        if phase == INFERENCE:
-            local = passes.inference(self.joint.local)
-            return self._scheduled(local if self.folded is None else self.folded.halves(local, None)[0])
         if not isinstance(phase, str):
             return backward_for(phase, self.half(BACKWARD), *self._hooks)
-        if phase not in self._cut_halves:
-            first, second = self._cut()
-            self._cut_halves = {FORWARD: None if second is None else first, BACKWARD: second}
-        half = self._cut_halves.pop(phase)  # passes change it; a later request cuts again
+        if phase == FORWARD and BACKWARD not in self.cut.phases:
+            return None
+        half = self.cut.graph(phase)
         return None if half is None else self._scheduled(half)
-
-    def _cut(self) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-        """Cuts the joint graph of all blocks into (forward, backward); the backward is None without gradients."""
-        local = self.joint.local
-        first, second = self.pipeline[passes.Partition](local)
-        if self.options.verify:
-            with reporting(self.mesh, {"before": local, "forward": first, "backward": second}):
-                verify.verify_halves(first, second, self.mesh, local.graph)
-        return (first, second) if self.folded is None else self.folded.halves(first, second)
-
-    @cached_property
-    def _phases(self) -> Phases:
-        """The joint graph of all blocks, for gradients of the outputs ``used``, cut into microbatches."""
-        gm = LazyGraphModule(self.localized, ir.copied(self.localized.graph))
-        for node in gm.graph.nodes:
-            node.meta.pop(ALIASED, None)  # of operands, which some graphs of the cut take as arguments
-        gm = passes.PruneUnusedGrads(self.used)(gm)
-        cause = next(str(entry) for entry in self.plan.entries if isinstance(entry, Microbatches))
-        kept = frozenset(name for name, level in self.levels.items() if level in (1, 2))
-        split = frozenset((*self.in_time["inputs"], *self.in_time["outputs"]))
-        return passes.Microbatch(self.bound.mesh, split, kept, cause)(gm)
-
-    def _microbatched(self, phase: Phase) -> fx.GraphModule | None:
-        """Return the local graph of a phase of a step with microbatches."""
-        phases = self._phases
-        for at, loop in enumerate(phases.openings):
-            if phase in opening(at):
-                half = loop.each if phase == opening(at)[0] else loop.once
-                return None if half is None else self._finished(half)
-        if phase in (INFERENCE, FIRST_INFERENCE):
-            half = passes.inference(phases.body)
-            half = half if phase == INFERENCE else opened(half, phases.gathers)
-            return None if half is None else self._finished(half)
-        if phase == CLOSING:
-            return self._finished(phases.closing_forward)
-        if phase not in self._cut_halves:
-            partition = replace(self.pipeline[passes.Partition], levels=lambda graph: self.levels)
-            first, second = partition(phases.body)
-            if self.options.verify:
-                with reporting(self.bound.mesh, {"before": phases.body, "forward": first, "backward": second}):
-                    verify.verify_halves(first, second, self.bound.mesh, phases.body.graph)
-            if second is None:
-                self._cut_halves = dict.fromkeys((FIRST_FORWARD, FORWARD, BACKWARD, LAST_BACKWARD))
-            else:
-                second = marked_terms(second, phases.reduce)
-                last = passes.HoistGradEpilogue()(closed(second, phases.closing, phases.reduce))
-                gathers = opened(first, phases.gathers)
-                self._cut_halves = {FIRST_FORWARD: gathers, FORWARD: first, BACKWARD: second, LAST_BACKWARD: last}
-        cut = self._cut_halves.pop(phase)
-        return None if cut is None else self._finished(cut)
-
-    def _finished(self, half: fx.GraphModule) -> fx.GraphModule:
-        """Return ``half`` after the passes behind the cut; layouts of its results are those on the mesh of devices."""
-        half = self._scheduled(LazyGraphModule(half, ir.copied(half.graph)))
-        output = ir.output_node(half.graph)
-        output.meta[ir.ROLES] = tuple(map(on_devices, output.meta[ir.ROLES]))
-        return half
 
     @cached_property
     def _using(self) -> dict[frozenset[int], Program]:
@@ -238,7 +151,7 @@ class Program(Executable):
 
     def using(self, used: frozenset[int]) -> Program:
         """Return this program with microbatches, for gradients of the outputs ``used``."""
-        if used == self.used:
+        if isinstance(self.cut, MicrobatchCut) and used == self.cut.used:
             return self
         if used not in self._using:
             self._using[used] = type(self)(self.joint, self.source, self.folded, used)
@@ -272,10 +185,10 @@ class Program(Executable):
     def _last(self) -> dict[str, fx.Graph]:
         """Stage -> the graph after it, from the cut on, computed for inspection."""
         graphs: dict[str, fx.Graph] = {}
-        for half, suffix in zip(self._cut(), ("", ".backward"), strict=True):
-            if half is not None:
-                graphs[f"{CUT}{suffix}"] = half.graph
-                self.halves.run(LazyGraphModule(half, ir.copied(half.graph)), StageRecorder(graphs, suffix))
+        for phase in self.cut.phases:
+            if (half := self.cut.graph(phase)) is not None:
+                graphs[f"{CUT}{_suffix(phase)}"] = half.graph
+                self.halves.run(LazyGraphModule(half, ir.copied(half.graph)), StageRecorder(graphs, _suffix(phase)))
         return graphs
 
     def whole(self, stage: str) -> fx.Graph:
@@ -291,7 +204,8 @@ class Program(Executable):
         """
         few = ("capture", *self.pipeline.until(passes.Propagate.name).names)
         graph = self.graph(stage) if stage in few else self.whole(stage)
-        return dump(LazyGraphModule(self.joint.captured.graph, graph), self.mesh, origins=origins)
+        mesh = self.mesh if self.is_half(stage) else self.bound.mesh
+        return dump(LazyGraphModule(self.joint.captured.graph, graph), mesh, origins=origins)
 
     def __str__(self) -> str:
         """Returns `text` of stage "collectives"."""
@@ -330,21 +244,6 @@ class Program(Executable):
         return paths
 
 
-def on_devices(role: ir.Role) -> ir.Role:
-    """Return ``role`` with its layout on the mesh of devices, without the axis of time."""
-    return role if role.layout is None else replace(role, layout=role.layout.devices)
-
-
-def _is_timed(layout: Layout | None) -> bool:
-    """Return whether the axis of time splits a dim."""
-    return layout is not None and layout.mesh.time in layout.bound
-
-
-def _loss(joint: fx.Graph) -> int | None:
-    """Return the index of the first output of one element that has gradients and that all microbatches share."""
-    tangents = {ir.role(node).index: node for node in ir.placeholders(joint, "tangent")}
-    for role, x in ir.outputs(joint):
-        if role.kind == "output" and isinstance(x, fx.Node) and role.index in tangents and role.layout is not None:
-            if role.layout.numel == 1 and tangents[role.index].users and not _is_timed(role.layout):
-                return role.index
-    return None
+def _suffix(phase: str) -> str:
+    """Return the suffix of the names of stages of a phase: "" of the forward, ``.backward``, ``.last_backward``."""
+    return "" if phase == FORWARD else f".{phase.replace(' ', '_')}"

@@ -186,27 +186,44 @@ def of_joint(graph: fx.Graph, levels: Mapping[str, int], collectives: str = "aut
     return Sequence(tuple(builder.ops), builder.results(graph))
 
 
+# Kind of a result that a later graph takes -> kind of the argument.
+GIVEN = {"term": "sum", "known": "known"}
+
+
 @uncollected()
 def of_halves(halves: Iterable[Half], levels: Mapping[str, int]) -> Sequence:
     """Return the `Sequence` of ops of a step, from its forward and backward graphs, or from an inference graph.
 
+    A term of a sum over microbatches is counted as the sum from the first microbatch on.
+
     Args:
-        halves: the graphs in order; placeholders of the backward have the names of the values that the forward saves.
+        halves: the graphs in order, those of each microbatch repeated; placeholders of the backward have the names of
+            the values that the forward saves.
         levels: FSDP level of each gathered parameter.
     """
-    builder, plans = _Builder({}), {}
+    builder = _Builder({})
     outputs: tuple[tuple[Role, int], ...] = ()
-    for half, phase in zip(halves, (FORWARD, BACKWARD), strict=False):
-        saved = [node for node in ir.placeholders(half.graph) if node.name in builder.names]
-        builder.at = {node: builder.names[node.name] for node in saved}
+    plans: list[MemoryPlan] = []
+    placed: dict[int, tuple[int, ...]] = {}
+    between: dict[tuple[str, str], int] = {}  # of what one graph gives another, by kind and name: its position
+    for half in halves:
+        first = len(builder.ops)
+        builder.at = {}
+        for node in ir.placeholders(half.graph):
+            role = ir.role(node)
+            if (at := between.get((role.kind, role.name), builder.names.get(node.name))) is not None:
+                builder.at[node] = at
         builder.gathered = gathered_parameters(half.graph, levels)
         for node in half.graph.nodes:
             if node.op != "output" and node not in builder.at:
-                builder.add(node, phase)
+                builder.add(node, BACKWARD if half.kind == BACKWARD else FORWARD)
+        for role, x in ir.outputs(half.graph):
+            if role.kind in GIVEN and isinstance(x, fx.Node):
+                between.setdefault((GIVEN[role.kind], role.name), builder.at[x])
         outputs += builder.results(half.graph)
-        plans[phase] = half.plan
-    arena = max(plan.size(INSIDE) for plan in plans.values()) + max(plan.size(KEPT) for plan in plans.values())
-    placed = {at: _placed(op, plans[op.phase]) for at, op in enumerate(builder.ops) if op.kind == START}
+        plans.append(half.plan)
+        placed |= {first + at: _placed(op, half.plan) for at, op in enumerate(builder.ops[first:]) if op.kind == START}
+    arena = max(plan.size(INSIDE) for plan in plans) + max(plan.size(KEPT) for plan in plans)
     return Sequence(tuple(builder.ops), outputs, arena, placed)
 
 
@@ -258,7 +275,8 @@ class _Builder:
         """Return (role, position of the op) of each output of ``graph`` that leaves the step: all but values saved for
         backward.
         """
-        outputs = [(role, x) for role, x in ir.outputs(graph) if role.kind != "saved" and isinstance(x, fx.Node)]
+        inner = ("saved", *GIVEN)
+        outputs = [(role, x) for role, x in ir.outputs(graph) if role.kind not in inner and isinstance(x, fx.Node)]
         return tuple((role, self.at[x]) for role, x in outputs)
 
 

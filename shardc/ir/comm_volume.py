@@ -142,7 +142,7 @@ def _collectives(gm: fx.GraphModule, mesh: Mesh) -> Iterator[tuple[str, str, int
         if axes is None:
             raise VerifyError(f"%{info(node).name} communicates over {group!r}, no group of the mesh {mesh}")
         ranks = prod(mesh.size(axis) for axis in axes)
-        yield kind, ",".join(axes), wire_bytes(node, kind, ranks)
+        yield kind, ",".join(axes), 0 if mesh.time in axes else wire_bytes(node, kind, ranks)
 
 
 def wire_bytes(node: fx.Node, kind: str, ranks: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter, getitem
@@ -397,6 +397,25 @@ class Executable(ABC):
             first = (FIRST[phases[0]],) if self.gathers_once else ()
             phases = (*openings, *first, *phases, CLOSING if phases == (INFERENCE,) else LAST_BACKWARD)
         return tuple(half for half in map(self.find, phases) if half is not None)
+
+    def runs(self, training: bool = True) -> Iterator[tuple[Half, int]]:
+        """Yield the graphs of one step in the order in which they run, each with the number of its microbatch."""
+        trains = training and self.trains
+        if (count := self.microbatches) == 1:
+            yield from ((half, 0) for half in self.step(training))
+            return
+        for number in range(self.openings):
+            each, once = opening(number)
+            if (half := self.find(each)) is not None:
+                yield from ((half, at) for at in range(count))
+            yield self.half(once), 0
+        forward = FORWARD if trains else INFERENCE
+        for at in range(count):
+            yield self.half(FIRST[forward] if at == 0 and self.gathers_once else forward), at
+            if trains:
+                yield self.half(LAST_BACKWARD if at == count - 1 else BACKWARD), at
+        if not trains:
+            yield self.half(CLOSING), 0
 
     @property
     def trains(self) -> bool:

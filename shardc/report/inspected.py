@@ -78,10 +78,10 @@ class InspectedProgram(Program):
             raise PlanError(f"there is no schedule of stage {stage!r}", fix="use schedule or localize")
         shown: Any = self.shown
         folded = shown.folded
-        if stage == "localize":
+        if stage == "localize" and shown.microbatches == 1:
             step = of_joint(shown.localized.graph, shown.levels, shown.options.checkpoint_collectives)
         else:
-            step = of_halves(shown.step(), shown.levels)
+            step = of_halves((half for half, _ in shown.runs()), shown.levels)
         useful = sum(flops * (1 if folded is None else folded.times(name)) for name, flops in shown.joint.flops)
         described = self._priced(hardware)
         return build(

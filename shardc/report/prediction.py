@@ -116,7 +116,7 @@ def memory_of(
         kernels: position of the last op -> kernel.
         optimizer_copies: size of the optimizer's state as a multiple of the parameters (AdamW: 2).
     """
-    backward_start = next((at for at, op in enumerate(step.ops) if op.phase == "backward"), len(step.ops))
+    phases = [op.phase for op in step.ops]
     step_outputs = {id(b) for _, at in step.outputs for b in outputs[at] if b is not None}
     grads = {id(b) for role, at in step.outputs if role.kind == "grad" for b in outputs[at] if b is not None}
     kernel_of = {at: kernel.ops for kernel in kernels.values() for at in kernel.ops}
@@ -163,7 +163,7 @@ def memory_of(
                 continue
             end = whole_step if id(buffer) in step_outputs else kernel_of.get(buffer.last, (buffer.last,))[-1]
             hold(
-                _owner(op.gathered, id(buffer) in grads, op.kind == START, buffer, backward_start),
+                _owner(op.gathered, id(buffer) in grads, op.kind == START, buffer, phases),
                 buffer.size,
                 mine[0],
                 end,
@@ -212,20 +212,20 @@ def _first_use(node: fx.Node) -> str:
     return ""
 
 
-def _owner(gathered: bool, grad: bool, communicated: bool, buffer: Buffer, turn: int) -> str:
+def _owner(gathered: bool, grad: bool, communicated: bool, buffer: Buffer, phases: list[str]) -> str:
     """Return the owner, one of `OWNERS`, of a buffer that an op allocates.
 
     Args:
         gathered: its value is an unsharded parameter.
         grad: its value is a gradient that leaves the step.
         communicated: it is the result of a collective.
-        turn: position of the first backward op.
+        phases: phase of each op.
     """
     if gathered:
         return "gathered"
     if grad:
         return "gradients"
-    if buffer.allocated < turn <= buffer.last:
+    if phases[buffer.allocated] == "forward" and phases[buffer.last] == "backward":
         return "activations"
     return "communication" if communicated else "temporaries"
 

@@ -17,19 +17,7 @@ import torch
 from torch import Tensor
 
 from shardc.errors import ShardcWarning
-from shardc.ir.executable import (
-    BACKWARD,
-    CLOSING,
-    FIRST,
-    FORWARD,
-    INFERENCE,
-    LAST_BACKWARD,
-    Executable,
-    Half,
-    Port,
-    opening,
-    outputs_text,
-)
+from shardc.ir.executable import BACKWARD, Executable, Half, Port, outputs_text
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.passes.lower.microbatch import ADD, KNOWN, SUM, TERM
@@ -79,60 +67,36 @@ class Loops:
         """Runs forward and backward of each microbatch; ``tangents``: gradients of outputs by index, of all
         microbatches.
         """
-        count, parts = self.program.microbatches, Results()
-        self._open()
-        for at in range(count):
-            half = self._forward(FORWARD, at)
-            saved = {role.name: x for role, x in self._results(half, at, {}, {}, parts) if role.kind == "saved"}
-            back = self.program.half(LAST_BACKWARD if at == count - 1 else BACKWARD)
-            own = {index: self._part("outputs", index, x, at) for index, x in tangents.items()}
-            self._results(back, at, saved, own, parts)
-        return self._joined(parts)
+        return self._step(True, tangents)
 
     def infer(self) -> Results:
         """Runs the forward of each microbatch, without gradients."""
+        return self._step(False, {})
+
+    def _step(self, training: bool, tangents: Mapping[int, Any]) -> Results:
+        """Runs all graphs of a step, in order."""
+        saved: dict[str, Any] = {}
         parts = Results()
-        self._open()
-        for at in range(self.program.microbatches):
-            self._results(self._forward(INFERENCE, at), at, {}, {}, parts)
-        self._results(self.program.half(CLOSING), 0, {}, {}, parts)
+        for half, at in self.program.runs(training):
+            feed = [self._value(port, at, saved, tangents) for port in half.takes]
+            saved = {}  # a graph frees what it takes
+            for role, x in zip(half.gives, self.run(half, feed), strict=True):
+                if role.kind == "saved":
+                    saved[role.name] = x
+                else:
+                    self._keep(role, x, parts)
         return self._joined(parts)
 
-    def _forward(self, phase: str, at: int) -> Half:
-        """Returns the forward or inference graph of microbatch ``at``."""
-        return self.program.half(FIRST[phase] if at == 0 and self.program.gathers_once else phase)
-
-    def _open(self) -> None:
-        """Runs the loops in front of the forward, which give the values that all microbatches share."""
-        for number in range(self.program.openings):
-            phase_of_each, once = opening(number)
-            each = self.program.find(phase_of_each)
-            for at in range(self.program.microbatches if each is not None else 0):
-                assert each is not None
-                self._results(each, at, {}, {}, Results())
-            self._results(self.program.half(once), 0, {}, {}, Results())
-
-    def _results(
-        self, half: Half, at: int, saved: dict[str, Any], tangents: Mapping[int, Any], parts: Results
-    ) -> list[tuple[Role, Any]]:
-        """Runs ``half`` for microbatch ``at``; adds terms to sums, collects outputs and gradients in ``parts``.
-
-        Returns:
-            All results, with their roles.
-        """
-        feed = [self._value(port, at, saved, tangents) for port in half.takes]
-        saved.clear()
-        results = list(zip(half.gives, self.run(half, feed), strict=True))
-        for role, x in results:
-            if role.kind == TERM:
-                self._add(role.name, x)
-            elif role.kind == KNOWN:
-                self.known[role.name] = x
-            elif role.kind in ("output", "buffer"):
-                self._collect(parts.outputs, (role.kind, role.index if role.kind == "output" else role.name), x)
-            elif role.kind == "grad":
-                self._collect(parts.grads, role.name, x)
-        return results
+    def _keep(self, role: Role, x: Any, parts: Results) -> None:
+        """Adds a term to its sum, or appends an output or gradient to those of the earlier microbatches."""
+        if role.kind == TERM:
+            self._add(role.name, x)
+        elif role.kind == KNOWN:
+            self.known[role.name] = x
+        elif role.kind == "grad":
+            parts.grads.setdefault(role.name, []).append(x)
+        else:
+            parts.outputs.setdefault((role.kind, role.index if role.kind == "output" else role.name), []).append(x)
 
     def _value(self, port: Port, at: int, saved: Mapping[str, Any], tangents: Mapping[int, Any]) -> Any:
         """Returns the argument ``port`` of a graph of microbatch ``at``."""
@@ -142,7 +106,7 @@ class Loops:
         if role.kind == "input":
             return self._part("inputs", role.name, self.inputs.get(role.name, port.example), at)
         if role.kind == "tangent":
-            return tangents[role.index]
+            return self._part("outputs", role.index, tangents[role.index], at)
         if role.kind == SUM:
             return self.sums.pop(role.name)
         return self.known[role.name] if role.kind == KNOWN else self.given(port, at)
@@ -156,11 +120,6 @@ class Loops:
         else:
             self.sums[name] = self.over(ADD[self.program.reduce[name]], self.sums[name], term)
             self._added.add(name)
-
-    @staticmethod
-    def _collect(parts: dict[Any, Any], key: object, x: Any) -> None:
-        """Appends a microbatch's result to those of the earlier ones."""
-        parts.setdefault(key, []).append(x)
 
     def _part(self, kind: str, key: object, x: Any, at: int) -> Any:
         """Returns the part of an input or output's gradient ``x`` that is of microbatch ``at``."""

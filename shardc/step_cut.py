@@ -1,0 +1,204 @@
+"""`StepCut` and `MicrobatchCut`: cut the joint graph of a step into the graphs that run, each a `Phase` of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc import passes, verify
+from shardc._compat import LazyGraphModule
+from shardc.cost.step_sequence import ALIASED
+from shardc.ir import graph as ir
+from shardc.ir.executable import (
+    BACKWARD,
+    CLOSING,
+    FIRST_FORWARD,
+    FIRST_INFERENCE,
+    FORWARD,
+    INFERENCE,
+    LAST_BACKWARD,
+    Phase,
+    opening,
+)
+from shardc.ir.graph import Role
+from shardc.ir.layout import Layout
+from shardc.joint import Joint
+from shardc.passes.lower.microbatch import Phases, closed, marked_terms, opened
+from shardc.passes.unfold import Folded
+from shardc.plan.entries import Microbatches
+from shardc.plan.resolve import BoundPlan
+from shardc.verify.subject import reporting
+
+
+@dataclass
+class StepCut:
+    """Cuts a joint graph into forward and backward, or into the graph of an inference; graphs are of all blocks.
+
+    Args:
+        joint: the joint graph of the captured blocks.
+        folded: its relation to all blocks; None if all are captured.
+        levels: parameter -> its FSDP level.
+    """
+
+    joint: Joint
+    folded: Folded | None
+    levels: Mapping[str, int]
+    _graphs: dict[Phase, fx.GraphModule | None] = field(default_factory=dict, repr=False)
+
+    @property
+    def bound(self) -> BoundPlan:
+        """Return the plan, resolved for all blocks."""
+        return self.joint.bound if self.folded is None else self.folded.bound
+
+    @cached_property
+    def localized(self) -> fx.GraphModule:
+        """The joint graph at local shapes, of all blocks."""
+        return self.joint.local if self.folded is None else self.folded.joint(self.joint.local)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Return the phases of a training step, those first that every step has."""
+        differentiated = any(role.kind == "grad" for role, _ in ir.outputs(self.joint.local.graph))
+        return (FORWARD, BACKWARD) if differentiated else (FORWARD,)
+
+    def graph(self, phase: Phase) -> fx.GraphModule | None:
+        """Return the graph of a phase, which passes may change; None if the step has no such phase.
+
+        Without gradients, FORWARD is the graph of an inference.
+        """
+        if phase == INFERENCE:
+            local = passes.inference(self.joint.local)
+            return local if self.folded is None else self.folded.halves(local, None)[0]
+        if phase not in self._graphs:
+            self._graphs = self._cut()
+        return self._graphs.pop(phase)  # a later request cuts again
+
+    def _cut(self) -> dict[Phase, fx.GraphModule | None]:
+        """Cuts the joint graph into forward and backward."""
+        first, second = self._partitioned(self.joint.local)
+        if self.folded is not None:
+            first, second = self.folded.halves(first, second)
+        return {FORWARD: first, BACKWARD: second}
+
+    def _partitioned(self, joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+        """Cuts a joint graph into (forward, backward), and verifies that they compute the same."""
+        first, second = self._partition(joint)
+        mesh = self.bound.mesh
+        if self.joint.options.verify:
+            with reporting(mesh, {"before": joint, "forward": first, "backward": second}):
+                verify.verify_halves(first, second, mesh, joint.graph)
+        return first, second
+
+    @property
+    def _partition(self) -> passes.Partition:
+        return self.joint.pipeline[passes.Partition]
+
+
+@dataclass
+class MicrobatchCut(StepCut):
+    """Cuts a joint graph into the graphs of a step in microbatches.
+
+    Args:
+        used: indices of the outputs whose gradients are computed; empty: that of the loss, or all if there is none.
+    """
+
+    used: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        graph = self.joint.local.graph
+        tangents = {ir.role(node).index: node for node in ir.placeholders(graph, "tangent") if node.users}
+        self.tangents: dict[int, torch.dtype] = {index: node.meta["val"].dtype for index, node in tangents.items()}
+        self.loss = self._loss(graph)
+        self.used = self.used or frozenset(tangents if self.loss is None else [self.loss])
+
+    def _loss(self, graph: fx.Graph) -> int | None:
+        """Returns the index of the first output of one element that has gradients and is no microbatch's own."""
+        for role, x in ir.outputs(graph):
+            if role.kind == "output" and isinstance(x, fx.Node) and role.index in self.tangents:
+                if role.layout is not None and role.layout.numel == 1 and not _is_timed(role.layout):
+                    return role.index
+        return None
+
+    @cached_property
+    def in_time(self) -> Mapping[str, Mapping[Any, Layout]]:
+        """ "inputs" or "outputs" -> name or index -> layout, of those that are split over the microbatches."""
+        inputs = zip(self.joint.captured.inputs, (x.layout for x in self.bound.inputs), strict=True)
+        outputs = ((r.index, r.layout) for r, _ in ir.outputs(self.joint.local.graph) if r.kind == "output")
+        return {
+            "inputs": {name: layout for name, layout in inputs if _is_timed(layout)},
+            "outputs": {index: layout for index, layout in outputs if layout is not None and _is_timed(layout)},
+        }
+
+    @cached_property
+    def parts(self) -> Phases:
+        """The joint graph, cut in time."""
+        gm = LazyGraphModule(self.localized, ir.copied(self.localized.graph))
+        for node in gm.graph.nodes:
+            node.meta.pop(ALIASED, None)  # of operands, which some graphs of the cut take as arguments
+        gm = passes.PruneUnusedGrads(self.used)(gm)
+        cause = next(str(entry) for entry in self.bound.plan.entries if isinstance(entry, Microbatches))
+        kept = frozenset(name for name, level in self.levels.items() if level in (1, 2))
+        split = frozenset((*self.in_time["inputs"], *self.in_time["outputs"]))
+        return passes.Microbatch(self.bound.mesh, split, kept, cause)(gm)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        loops = enumerate(self.parts.openings)
+        openings = [name for at, loop in loops for name in opening(at)[loop.each is None :]]
+        first = [] if self.parts.gathers is None else [FIRST_FORWARD]
+        return (*super().phases, LAST_BACKWARD, *first, *openings)
+
+    def graph(self, phase: Phase) -> fx.GraphModule | None:
+        half = self._of_parts(phase)
+        if half is None and phase not in (FIRST_INFERENCE, *self._openings):
+            half = super().graph(phase)
+        if half is None:
+            return None
+        half = LazyGraphModule(half, ir.copied(half.graph))
+        output = ir.output_node(half.graph)
+        output.meta[ir.ROLES] = tuple(map(on_devices, output.meta[ir.ROLES]))
+        return half
+
+    @property
+    def _openings(self) -> tuple[str, ...]:
+        return tuple(name for at in range(len(self.parts.openings)) for name in opening(at))
+
+    def _of_parts(self, phase: Phase) -> fx.GraphModule | None:
+        """Returns the graph of a phase other than forward and backward; None if there is none."""
+        parts = self.parts
+        for at, loop in enumerate(parts.openings):
+            if phase in opening(at):
+                return loop.each if phase == opening(at)[0] else loop.once
+        if phase in (INFERENCE, FIRST_INFERENCE):
+            half = passes.inference(parts.body)
+            return half if phase == INFERENCE else opened(half, parts.gathers)
+        return parts.closing_forward if phase == CLOSING else None
+
+    def _cut(self) -> dict[Phase, fx.GraphModule | None]:
+        first, second = self._partitioned(self.parts.body)
+        if second is None:
+            return {FORWARD: first, BACKWARD: None, LAST_BACKWARD: None, FIRST_FORWARD: None}
+        second = marked_terms(second, self.parts.reduce)
+        last = passes.HoistGradEpilogue()(closed(second, self.parts.closing, self.parts.reduce))
+        start = opened(first, self.parts.gathers)
+        return {FIRST_FORWARD: start, FORWARD: first, BACKWARD: second, LAST_BACKWARD: last}
+
+    @property
+    def _partition(self) -> passes.Partition:
+        # The pass has levels for the captured blocks only.
+        return replace(super()._partition, levels=lambda graph: self.levels)
+
+
+def on_devices(role: Role) -> Role:
+    """Return ``role`` with its layout on the mesh of devices, without the axis of time."""
+    return role if role.layout is None else replace(role, layout=role.layout.devices)
+
+
+def _is_timed(layout: Layout) -> bool:
+    """Return whether the axis of time splits a dim."""
+    return layout.mesh.time in layout.bound
