@@ -71,7 +71,7 @@ class Program(Executable):
         joint: Joint,
         source: Source | None = None,
         folded: Folded | None = None,
-        used: frozenset[int] = frozenset(),
+        used: frozenset[int] | None = None,
     ) -> None:
         self.joint, self.folded, self.source = joint, folded, source or Source()
         self.key, self.guards, self.rebuild = self.source.key, self.source.guards, self.source.rebuild
@@ -93,11 +93,11 @@ class Program(Executable):
         self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
         self.cut: StepCut = StepCut(joint, folded, self.levels)
         if self.bound.mesh.time:
-            self.cut = cut = MicrobatchCut(joint, folded, self.levels, used=used)
+            self.cut = cut = MicrobatchCut(joint, folded, self.levels, wanted=used)
             self.microbatches, self.in_time = self.bound.mesh.microbatches, cut.in_time
             self.loss, self.tangents = cut.loss, cut.tangents
             self.openings, self.reduce = len(cut.parts.openings), cut.parts.reduce
-            self.gathers_once = cut.parts.gathers is not None
+            self.gathers_once, self.opens_backward = cut.parts.gathers is not None, cut.parts.backward
 
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> Half:
         """Return the graph that reduces accumulated gradients; ``sums`` are (parameter, layout of its accumulator,
@@ -143,7 +143,12 @@ class Program(Executable):
         if phase == FORWARD and BACKWARD not in self.cut.phases:
             return None
         half = self.cut.graph(phase)
-        return None if half is None else self._scheduled(half)
+        if half is None:
+            return None
+        half = self._scheduled(half)
+        output = ir.output_node(half.graph)
+        output.meta[ir.ROLES] = tuple(map(on_devices, output.meta[ir.ROLES]))
+        return half
 
     @cached_property
     def _using(self) -> dict[frozenset[int], Program]:

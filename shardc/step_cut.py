@@ -104,17 +104,18 @@ class MicrobatchCut(StepCut):
     """Cuts a joint graph into the graphs of a step in microbatches.
 
     Args:
-        used: indices of the outputs whose gradients are computed; empty: that of the loss, or all if there is none.
+        wanted: indices of the outputs whose gradients are computed; None: that of the loss, or all if there is none.
     """
 
-    used: frozenset[int] = frozenset()
+    wanted: frozenset[int] | None = None
 
     def __post_init__(self) -> None:
         graph = self.joint.local.graph
         tangents = {ir.role(node).index: node for node in ir.placeholders(graph, "tangent") if node.users}
         self.tangents: dict[int, torch.dtype] = {index: node.meta["val"].dtype for index, node in tangents.items()}
         self.loss = self._loss(graph)
-        self.used = self.used or frozenset(tangents if self.loss is None else [self.loss])
+        by_default = frozenset(tangents if self.loss is None else [self.loss])
+        self.used = by_default if self.wanted is None else self.wanted
 
     def _loss(self, graph: fx.Graph) -> int | None:
         """Returns the index of the first output of one element that has gradients and is no microbatch's own."""
@@ -159,10 +160,7 @@ class MicrobatchCut(StepCut):
             half = super().graph(phase)
         if half is None:
             return None
-        half = LazyGraphModule(half, ir.copied(half.graph))
-        output = ir.output_node(half.graph)
-        output.meta[ir.ROLES] = tuple(map(on_devices, output.meta[ir.ROLES]))
-        return half
+        return LazyGraphModule(half, ir.copied(half.graph))
 
     @property
     def _openings(self) -> tuple[str, ...]:

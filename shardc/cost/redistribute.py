@@ -469,6 +469,8 @@ def step_seconds(
     if kind in LOCAL:
         return cost.copy_seconds(2 * after * itemsize)
     if mesh.time and any(mesh.overlap(axis, mesh.time) for axis in axes):
-        return 0.0 if kind == "all_reduce" and axes == (mesh.time,) else NEVER
+        if kind == "all_reduce" and axes == (mesh.time,):
+            return 0.0
+        return NEVER if kind == "all_gather" and axes == (mesh.time,) else 2 * NEVER
     wire = comm_volume.wire_elements(kind, prod([mesh.size(axis) for axis in axes]), before) * itemsize
     return cost.collective_seconds(kind, mesh, axes, wire)

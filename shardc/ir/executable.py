@@ -322,6 +322,7 @@ class Executable(ABC):
             the microbatches.
         reduce: name of a term of the microbatches -> the reduce op that joins two of them.
         openings: number of loops over the microbatches before the forward.
+        opens_backward: whether these loops depend on gradients of outputs.
         gathers_once: whether the first microbatch gathers parameters for all of them.
         loss: index of the output whose gradients a call with microbatches computes; None if there is no loss.
         tangents: with microbatches, index of each output that has gradients -> dtype of its gradient.
@@ -344,6 +345,7 @@ class Executable(ABC):
     in_time: Mapping[str, Mapping[Any, Layout]] = MappingProxyType({})
     reduce: Mapping[str, str] = MappingProxyType({})
     openings = 0
+    opens_backward = False
     gathers_once = False
     loss: int | None = None
     tangents: Mapping[int, torch.dtype] = MappingProxyType({})

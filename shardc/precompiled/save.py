@@ -53,6 +53,10 @@ def save_program(
     Raises:
         PrecompiledError: a part of the program cannot be written to disk, or it leaves its gradients unreduced.
     """
+    if program.microbatches > 1:
+        raise PrecompiledError(
+            "a program with microbatches cannot be saved", fix="save one without, or compile it where it runs"
+        )
     if program.key is None or program.deferred:
         raise PrecompiledError(
             "the program leaves its gradients unreduced" if program.deferred else "the program is of no module",

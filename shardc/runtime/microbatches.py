@@ -20,7 +20,7 @@ from shardc.errors import ShardcWarning
 from shardc.ir.executable import BACKWARD, Executable, Half, Port, outputs_text
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
-from shardc.passes.lower.microbatch import ADD, KNOWN, SUM, TERM
+from shardc.passes.lower.microbatch import ADD, GATHER, KEPT, KNOWN, SUM, TERM
 
 Run = Callable[[Half, list[Any]], Sequence[Any]]
 Map = Callable[..., Any]  # applies a function of tensors to values, such as one tensor per rank
@@ -60,7 +60,7 @@ class Loops:
 
     def __post_init__(self) -> None:
         self.sums: dict[str, Any] = {}
-        self.known: dict[str, Any] = {}
+        self.known: dict[Any, Any] = {}  # by name, and by name and microbatch
         self._added: set[str] = set()
 
     def train(self, tangents: Mapping[int, Any]) -> Results:
@@ -84,15 +84,15 @@ class Loops:
                 if role.kind == "saved":
                     saved[role.name] = x
                 else:
-                    self._keep(role, x, parts)
+                    self._keep(role, x, at, parts)
         return self._joined(parts)
 
-    def _keep(self, role: Role, x: Any, parts: Results) -> None:
+    def _keep(self, role: Role, x: Any, at: int, parts: Results) -> None:
         """Adds a term to its sum, or appends an output or gradient to those of the earlier microbatches."""
         if role.kind == TERM:
             self._add(role.name, x)
-        elif role.kind == KNOWN:
-            self.known[role.name] = x
+        elif role.kind in (KNOWN, KEPT):
+            self.known[role.name if role.kind == KNOWN else (role.name, at)] = x
         elif role.kind == "grad":
             parts.grads.setdefault(role.name, []).append(x)
         else:
@@ -108,12 +108,18 @@ class Loops:
         if role.kind == "tangent":
             return self._part("outputs", role.index, tangents[role.index], at)
         if role.kind == SUM:
-            return self.sums.pop(role.name)
-        return self.known[role.name] if role.kind == KNOWN else self.given(port, at)
+            total = self.sums.pop(role.name)
+            is_gather = self.program.reduce[role.name] == GATHER
+            return self.over(lambda *terms: torch.cat(terms), *total) if is_gather else total
+        if role.kind in (KNOWN, KEPT):
+            return self.known[role.name if role.kind == KNOWN else (role.name, at)]
+        return self.given(port, at)
 
     def _add(self, name: str, term: Any) -> None:
         """Joins the term of a microbatch with those of the earlier ones; in place once the sum has its own memory."""
-        if name not in self.sums:
+        if self.program.reduce[name] == GATHER:
+            self.sums.setdefault(name, []).append(term)
+        elif name not in self.sums:
             self.sums[name] = term
         elif self.program.reduce[name] == "sum" and name in self._added:
             self.over(Tensor.add_, self.sums[name], term)
@@ -170,7 +176,7 @@ class Microstep:
             results = loops(program).train({program.loss: one})
             self._grads = results.grads
         else:
-            results = loops(program).infer()
+            results = loops(program.using(frozenset()) if program.opens_backward else program).infer()
         self._outputs = results.outputs
 
     def output(self, role: Role) -> Any:

@@ -160,4 +160,5 @@ CASES: dict[str, Callable[[], Case]] = {
     "weight decay": regularised,
     "tied": tied,
     "images": images,
+    "contrastive": contrastive,
 }

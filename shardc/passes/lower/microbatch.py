@@ -1,7 +1,8 @@
 """Microbatch: cuts the joint graph of a step in time, for each microbatch and for once a step.
 
 The mesh has an axis of time (`Mesh.timed`), whose coordinates are the microbatches of a step. A reduction over it is an
-addition in time: what it takes is a *term* of each microbatch, and what it gives is known when all have run.
+addition in time, and a gather a concatenation: what it takes is a *term* of each microbatch, and what it gives is known
+when all have run.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from shardc._compat import LazyGraphModule
+from shardc.cost.compute import flops_of
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT
@@ -27,8 +29,10 @@ from shardc.passes.lower.partition import moved_alone, send_once
 
 aten = torch.ops.aten
 
-# Kinds of role: a microbatch's term of a sum, the sum of all terms, a value that is the same in all microbatches.
-TERM, SUM, KNOWN = "term", "sum", "known"
+# Kinds of role: a microbatch's term of a sum, the sum of all terms, a value that is the same in all microbatches, a
+# microbatch's own value that a later loop reads.
+TERM, SUM, KNOWN, KEPT = "term", "sum", "known", "kept"
+GATHER = "gather"  # in place of a reduce op: terms are concatenated along dim 0
 ADD: dict[str, Callable[..., torch.Tensor]] = {
     "sum": aten.add.Tensor,
     "max": aten.maximum.default,
@@ -58,9 +62,10 @@ class Phases:
         body: joint graph of one microbatch. Its results are terms (role "term" in forward, "grad" in backward), and
             the outputs and gradients that are a microbatch's own.
         closing: graph that takes the sums of the body's terms, and gives the step's other outputs and gradients.
-        reduce: name of each term -> reduce op that joins the terms of two microbatches.
+        reduce: name of each term -> reduce op that joins the terms of two microbatches, or `GATHER`.
         gathers: graph of the gathered parameters that all microbatches share, which the first forward computes; None if
             there are none, or if ``openings`` compute them.
+        backward: whether ``openings`` depend on gradients of outputs.
     """
 
     openings: tuple[Loop, ...]
@@ -68,6 +73,7 @@ class Phases:
     closing: fx.GraphModule
     reduce: Mapping[str, str]
     gathers: fx.GraphModule | None = None
+    backward: bool = False
 
     @property
     def closing_forward(self) -> fx.GraphModule:
@@ -88,8 +94,8 @@ class Microbatch:
     Values that are the same in all microbatches and that depend on sums are computed once. Other such values (casts and
     gathers of parameters of level 3) are computed in each part that reads them.
 
-    *Requires:* a local joint graph, in which only all-reduces communicate over the axis of time. *Ensures:* no graph
-    communicates over it.
+    *Requires:* a local joint graph, in which only all-reduces and all-gathers communicate over the axis of time.
+    *Ensures:* no graph communicates over it.
 
     Args:
         mesh: the mesh, with its axis of time.
@@ -98,7 +104,8 @@ class Microbatch:
         cause: the plan entry.
 
     Raises:
-        PlanError: a value of all microbatches is needed in the middle of a step more than once.
+        PlanError: values of all microbatches are needed in the middle of a step so often that the loops which compute
+            them would do more work than one forward.
     """
 
     mesh: Mesh
@@ -120,18 +127,36 @@ class Microbatch:
         gathers = LazyGraphModule(gm, _part(graph, gathered, {})) if gathered else None
         if cut.runs_model and gathers is not None:  # before the first forward
             openings, gathers = [Loop(None, gathers)], None
+        kept = [(Role(KEPT, ir.info(x).name, at), x) for at, x in enumerate(cut.kept())]
         for level in range(1, cut.levels + 1):
             waits = [wait for wait in cut.opening if cut.level[wait] == level]
-            each = _part(graph, [(Role(TERM, cut.name(x), at), cut.term(x)) for at, x in enumerate(waits)], known)
-            frontier = cut.frontier(level)
-            results = [(Role(KNOWN, ir.info(x).name, at), x) for at, x in enumerate(frontier)]
-            once = _part(graph, results, {**known, **{x: Role(SUM, cut.name(x)) for x in waits}})
+            results = [(Role(TERM, cut.name(x), at), cut.term(x)) for at, x in enumerate(waits)]
+            earlier = {x: role for role, x in kept if level > 1}
+            each = _part(graph, [*results, *(kept if level == 1 else [])], {**known, **earlier})
+            given = [(Role(KNOWN, ir.info(x).name, at), x) for at, x in enumerate(cut.frontier(level))]
+            once = _part(graph, given, {**known, **{x: Role(SUM, cut.name(x)) for x in waits}})
             openings.append(Loop(LazyGraphModule(gm, each), LazyGraphModule(gm, once)))
-            known |= {x: role for role, x in results}
-        own, rest = self._results(graph, cut)
-        body = _part(graph, own, known)
+            known |= {x: role for role, x in given}
+        own_results, rest = self._results(graph, cut)
+        body = _part(graph, own_results, known)
+        self._check_work(openings, cut)
         closing = _part(graph, rest, {**known, **{x: Role(SUM, cut.name(x)) for x in cut.closing}})
-        return Phases(tuple(openings), LazyGraphModule(gm, body), LazyGraphModule(gm, closing), sums, gathers)
+        return Phases(
+            tuple(openings), LazyGraphModule(gm, body), LazyGraphModule(gm, closing), sums, gathers,
+            cut.reads_gradients,
+        )  # fmt: skip
+
+    def _check_work(self, openings: Sequence[Loop], cut: _Cut) -> None:
+        """Raises PlanError if the loops before the forward do more work than one forward."""
+        graphs = [loop.each.graph for loop in openings if loop.each is not None]
+        work, forward = sum(map(cut.layer_flops, graphs)), cut.layer_flops(cut.graph, forward=True)
+        if work > forward:
+            second = next(wait for wait in cut.opening if cut.level[wait] > 1)
+            raise self._refused(
+                second,
+                f"{cut.levels} values of all microbatches are needed, one after the other, before the step can go on; "
+                f"to compute them first would take as long as {work / forward:.1f} forwards",
+            )
 
     def _gathered(self, graph: fx.Graph) -> list[fx.Node]:
         """Returns the gathered parameters that all microbatches share."""
@@ -158,7 +183,7 @@ class Microbatch:
         return [*first, *grads], rest
 
     def _check(self, graph: fx.Graph) -> None:
-        """Raises PlanError if something else than all-reduces communicates over the axis of time."""
+        """Raises PlanError if something else than all-reduces and all-gathers communicates over the axis of time."""
         for node in graph.nodes:
             axes = _axes(node)
             if any(self.mesh.overlap(axis, self.mesh.time) for axis in axes) and not _in_time(node, self.mesh):
@@ -176,7 +201,7 @@ class Microbatch:
             varies[node] = self._varies(node, varies)
             if not _in_time(node, self.mesh):
                 continue
-            op, (wait,) = arguments_of(node)["reduce_op"], node.users
+            op, (wait,) = arguments_of(node).get("reduce_op"), node.users
             source = node.all_input_nodes[0]
             if op == "avg" and varies[source]:
                 node.args = (source, "sum", *node.args[2:])
@@ -184,7 +209,7 @@ class Microbatch:
                 mean = rewriter.after(wait, suffix="mean").call(aten.mul.Tensor, wait, 1 / count)
                 for user in users:
                     user.replace_input_with(wait, mean)
-            elif not varies[source]:
+            elif not varies[source] and op is not None:
                 at = rewriter.before(node, like=wait, suffix="times")
                 if op == "sum":
                     source = at.call(aten.mul.Tensor, source, count)
@@ -215,8 +240,8 @@ class Microbatch:
             f"the step cannot run in microbatches: %{record.name}{where}: {why}",
             plan_entry=self.cause,
             source=record.origin.source or None,
-            fix="leave microbatches out and recompute activations instead (shardc.recompute), or use a module that "
-            "treats each sample by itself (GroupNorm or LayerNorm for BatchNorm)",
+            fix="leave microbatches out and recompute activations instead (shardc.recompute), or use modules that "
+            "treat each sample by itself (GroupNorm or LayerNorm for BatchNorm)",
         )
 
 
@@ -225,8 +250,9 @@ class _Cut:
 
     Attributes:
         varies: node -> whether it has another value in each microbatch.
-        waits: results of the reductions over time.
+        waits: results of the reductions and gathers over time.
         opening, closing: those that something of a microbatch reads, and the others.
+        runs_model, reads_gradients: whether a loop before the body reads parameters, or gradients of outputs.
         level: result of a reduction -> number of loops up to and including its own.
         behind_tangent: node -> whether it depends on the gradient of an output.
         runs_model: whether a loop before the body reads parameters.
@@ -251,31 +277,52 @@ class _Cut:
         self._levels(of, reads_param)
 
     def _levels(self, of: Microbatch, reads_param: Mapping[fx.Node, bool]) -> None:
-        """Sets the level of each node; raises PlanError if more than one loop before the body runs the model."""
+        """Sets the level of each node."""
         opening = set(self.opening)
         self.level: dict[fx.Node, int] = {}
         for node in self.graph.nodes:
             below = max((self.level[x] for x in node.all_input_nodes), default=0)
             self.level[node] = below + (node in opening)
         self.runs_model = any(reads_param[wait] for wait in self.opening)
-        stops = {self.level[wait]: wait for wait in reversed(self.opening) if reads_param[wait]}
-        for wait in self.opening:
-            if self.behind_tangent[wait]:
-                raise of._refused(wait, "backward reads a sum over all microbatches that depends on gradients")
-        if len(stops) > 1:
-            raise of._refused(
-                stops[max(stops)], f"{len(stops)} sums over all microbatches are needed, one after the other"
-            )
+        self.reads_gradients = any(self.behind_tangent[wait] for wait in self.opening)
+        for wait in self.closing:
+            if self.op(wait) == GATHER and self.behind_tangent[wait]:
+                raise of._refused(wait, "a gradient is gathered over all microbatches")
 
     @cached_property
     def levels(self) -> int:
         return max((self.level[wait] for wait in self.opening), default=0)
 
+    def kept(self) -> list[fx.Node]:
+        """Returns the values of a microbatch that the first loop keeps, so that later ones run no layers again."""
+        later = {self.term(wait) for wait in self.opening if self.level[wait] > 1}
+        needed: set[fx.Node] = set()
+        work = list(later)
+        while work:
+            node = work.pop()
+            if node not in needed and self.varies[node]:
+                needed.add(node)
+                work.extend(node.all_input_nodes)
+        leads: dict[fx.Node, bool] = {}  # whether it is a layer, or leads to one
+        for node in reversed(self.graph.nodes):
+            is_layer = node.op == "call_function" and ir.info(node).name in self._layers
+            leads[node] = is_layer or any(user in needed and leads[user] for user in node.users)
+        return [
+            node
+            for node in self.graph.nodes
+            if node in needed
+            and leads[node]
+            and node.op == "call_function"
+            and self.level[node] == 0
+            and (node in later or any(user in needed and not leads[user] for user in node.users))
+        ]
+
     def frontier(self, level: int) -> list[fx.Node]:
         """Returns the values, the same in all microbatches, that are known behind the loop ``level`` and read later."""
         known = {
             node: 0 < self.level[node] <= level
-            and not (self.varies[node] or self.behind_tangent[node] or self._later[node])
+            and not (self.varies[node] or self._later[node])
+            and (self.reads_gradients or not self.behind_tangent[node])
             for node in self.graph.nodes
         }
         return [
@@ -292,6 +339,27 @@ class _Cut:
             later[node] = node in closing or any(later[x] for x in node.all_input_nodes)
         return later
 
+    @cached_property
+    def _layers(self) -> frozenset[str]:
+        """Return the names of products of a parameter, gathered or not, with something else."""
+        alone: dict[fx.Node, bool] = {}
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                alone[node] = ir.role(node).kind in ("param", "coordinate")
+            else:
+                alone[node] = bool(node.all_input_nodes) and all(alone[x] for x in node.all_input_nodes)
+        return frozenset(
+            ir.info(node).name
+            for node in self.graph.nodes
+            if node.op == "call_function" and any(alone[x] for x in node.all_input_nodes) and flops_of(node)
+        )
+
+    def layer_flops(self, graph: fx.Graph, forward: bool = False) -> int:
+        """Returns the operations of the layers in ``graph``, a part of the joint graph, or of those of its forward."""
+        calls = (node for node in graph.nodes if node.op == "call_function")
+        layers = (node for node in calls if ir.info(node).name in self._layers)
+        return sum(flops_of(node) for node in layers if not (forward and self.behind_tangent[node]))
+
     def name(self, wait: fx.Node) -> str:
         """Returns the name of the sum that ``wait`` waits for."""
         return ir.info(wait.all_input_nodes[0]).name
@@ -301,8 +369,8 @@ class _Cut:
         return wait.all_input_nodes[0].all_input_nodes[0]
 
     def op(self, wait: fx.Node) -> str:
-        """Returns the reduce op of the reduction that ``wait`` waits for."""
-        return str(arguments_of(wait.all_input_nodes[0])["reduce_op"])
+        """Returns the reduce op of the reduction that ``wait`` waits for; `GATHER` for a gather."""
+        return str(arguments_of(wait.all_input_nodes[0]).get("reduce_op", GATHER))
 
 
 def closed(backward: fx.GraphModule, closing: fx.GraphModule, reduce: Mapping[str, str]) -> fx.GraphModule:
@@ -402,8 +470,9 @@ def _axes(node: fx.Node) -> tuple[str, ...]:
 
 
 def _in_time(node: Argument, mesh: Mesh) -> bool:
-    """Returns whether ``node`` is an all-reduce over the axis of time."""
-    return isinstance(node, fx.Node) and _axes(node) == (mesh.time,) and collective_kind(node) == "all_reduce"
+    """Returns whether ``node`` is an all-reduce or an all-gather over the axis of time."""
+    in_time = isinstance(node, fx.Node) and _axes(node) == (mesh.time,)
+    return isinstance(node, fx.Node) and in_time and collective_kind(node) in ("all_reduce", "all_gather")
 
 
 def _part(graph: fx.Graph, results: Results, cuts: Mapping[fx.Node, Role]) -> fx.Graph:
@@ -416,17 +485,19 @@ def _part(graph: fx.Graph, results: Results, cuts: Mapping[fx.Node, Role]) -> fx
             needed.add(node)
             work.extend(() if node in cuts else node.all_input_nodes)
     part, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    inputs = [node for node in graph.nodes if node.op == "placeholder" and node in needed and node not in cuts]
-    tangents = [node for node in inputs if ir.role(node).kind == "tangent"]
-    for node in (*(x for x in inputs if x not in tangents), *(x for x in graph.nodes if x in needed and x in cuts)):
+    behind: dict[fx.Node, bool] = {}  # whether it depends on the gradient of an output: the partitioner goes by names
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and ir.role(node).kind == "tangent"
+        behind[node] = is_tangent or any(behind[x] for x in node.all_input_nodes)
+    inputs = [node for node in graph.nodes if node in needed and (node.op == "placeholder" or node in cuts)]
+    for node in sorted(inputs, key=lambda node: (behind[node], node in cuts)):
         if node in cuts:
-            env[node] = part.placeholder(node.name if node.op == "placeholder" else f"primals_{node.name}")
+            prefix = "tangents" if behind[node] else "primals"
+            env[node] = part.placeholder(node.name if node.op == "placeholder" else f"{prefix}_{node.name}")
             env[node].meta["val"] = node.meta["val"]
             ir.set_info(env[node], _given(ir.info(node), cuts[node]))
         else:
             env[node] = part.node_copy(node)
-    for node in tangents:
-        env[node] = part.node_copy(node)
     for node in graph.nodes:
         if node in needed and node not in env:
             env[node] = part.node_copy(node, env.__getitem__)
