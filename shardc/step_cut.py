@@ -182,7 +182,9 @@ class MicrobatchCut(StepCut):
         if second is None:
             return {FORWARD: first, BACKWARD: None, LAST_BACKWARD: None, FIRST_FORWARD: None}
         second = marked_terms(second, self.parts.reduce)
-        last = passes.HoistGradEpilogue()(closed(second, self.parts.closing, self.parts.reduce))
+        last = closed(second, self.parts.closing, self.parts.reduce)
+        if self.bound.plan.setting("reduce_in") == "step":  # else the sums of shards, which end the step, cut buckets
+            last = passes.HoistGradEpilogue()(last)
         start = opened(first, self.parts.gathers)
         return {FIRST_FORWARD: start, FORWARD: first, BACKWARD: second, LAST_BACKWARD: last}
 

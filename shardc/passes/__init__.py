@@ -128,7 +128,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: FakeTensorMode, devic
             # reshards are merged while each is still one change of layout.
             Simplify(cost),
             # Each reshard becomes collectives and slices.
-            Collectives(cost),
+            Collectives(cost, plan.plan.setting("reduce_in") == "microbatch"),
             # It needs the gathers of parameters, which are nodes from here on.
             KeepPart({name: p.regather_axes for name, p in plan.params.items()}),
             # Global shapes become local ones.

@@ -9,7 +9,7 @@ import torch
 
 from shardc.errors import PlanError
 from shardc.plan.entries import Cp, Ddp, Ep, Fsdp, Microbatches, Offload, Precision, Recompute, Tp
-from shardc.plan.entries.data_parallel import axis_names, by_glob, regathered
+from shardc.plan.entries.data_parallel import axis_names, by_glob, gathered_in, regathered
 from shardc.plan.layout_spec import quote
 from shardc.plan.value import CONSTRUCTORS, Plan
 from shardc.validate import checked, renamed
@@ -39,6 +39,7 @@ def fsdp(
     levels: Mapping[str, int] | None = None,
     thresholds: Mapping[str, int | str] | None = None,
     reshard_after_forward: bool | int | Mapping[str, bool | int] | None = None,
+    gather: str | None = None,
 ) -> Plan:
     """Fully sharded data parallel: the batch, and the parameters in storage, are split over ``axis``.
 
@@ -57,6 +58,7 @@ def fsdp(
         reshard_after_forward: as in FSDP2: True is level 3, False level 2. A number of ranks: level 3, but from forward
             to backward parameters stay split over that many neighbouring ranks only, which backward gathers them over;
             -1: all ranks that store them. Or parameter glob -> one of these; the last match wins.
+        gather: with `microbatches`: "step" is level 2, which gathers once for all of them, "microbatch" is level 3.
 
     Raises:
         PlanError: a shard size is neither positive nor -1. When the plan is used: a shard size (or number of ranks to
@@ -64,7 +66,7 @@ def fsdp(
             matches no parameter.
     """
     entry = "fsdp(...)" if axis is None else f"fsdp({axis!r}, ...)"
-    level, tables = regathered(reshard_after_forward, level, levels, entry)
+    level, tables = regathered(reshard_after_forward, gathered_in(gather, level, entry), levels, entry)
     by_parameter = {"overrides": overrides, "thresholds": thresholds} | tables
     axes = () if axis is None else axis_names(axis, f"fsdp({axis!r})")
     if not axes and axis is not None:
@@ -80,13 +82,14 @@ def hsdp(
     levels: Mapping[str, int] | None = None,
     thresholds: Mapping[str, int | str] | None = None,
     reshard_after_forward: bool | int | Mapping[str, bool | int] | None = None,
+    gather: str | None = None,
 ) -> Plan:
     """Hybrid sharded data parallel: storage split over ``shard``, replicated over ``replicate``; batch over both.
 
-    ``level``, ``threshold``, ``levels``, ``thresholds`` and ``reshard_after_forward`` are those of `fsdp`.
+    The other arguments are those of `fsdp`.
     """
     entry = f"hsdp(shard={shard!r}, replicate={replicate!r})"
-    level, tables = regathered(reshard_after_forward, level, levels, entry)
+    level, tables = regathered(reshard_after_forward, gathered_in(gather, level, entry), levels, entry)
     by_parameter = {"thresholds": thresholds} | tables
     axes = axis_names(shard, entry), axis_names(replicate, entry)
     return Plan.of([Fsdp(*axes, level, cast(int, threshold), **by_glob(by_parameter, entry))])
@@ -231,15 +234,17 @@ def recompute(names: str | Sequence[str]) -> Plan:
     return Plan.of(Recompute(glob) for glob in _globs(names, "recompute(...)"))
 
 
-def microbatches(count: int) -> Plan:
+def microbatches(count: int, reduce: str = "step") -> Plan:
     """Split the batch of each rank into microbatches, which run one after the other.
 
     A step then needs the memory of one microbatch's activations. Results are those of the whole batch: a mean over
     masked targets is that of all microbatches, not a mean of means. Gradients are added up in the dtype that they are
-    reduced in, and reduced once. ``loss.backward()`` hands out gradients that the call has computed.
+    reduced in. ``loss.backward()`` hands out gradients that the call has computed.
 
     Args:
         count: number of microbatches, 1 or more. Dim 0 of the inputs is split over them below the batch axes.
+        reduce: "step": whole gradients are added up on each rank, and reduced once. "microbatch": gradients of
+            parameters whose storage is split are reduced for each microbatch, and each rank adds up its shards.
 
     Raises:
         PlanError: the count is below 1. When the plan is used: the mesh has an axis called ``micro``, or the model
@@ -248,7 +253,7 @@ def microbatches(count: int) -> Plan:
     >>> print(fsdp("dp") | microbatches(8))
     fsdp("dp") | microbatches(8)
     """
-    return Plan.of([Microbatches(count)])
+    return Plan.of([Microbatches(count, reduce)])  # type: ignore[arg-type]
 
 
 def _globs(names: object, entry: str) -> Iterable[str]:

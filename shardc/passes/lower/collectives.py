@@ -246,9 +246,11 @@ class Collectives:
 
     Args:
         cost: the cost model, which decides between sequences of steps.
+        each: reduce for each microbatch what is split then, and add up shards; else add up first.
     """
 
     cost: Pricing = CostModel()
+    each: bool = False
     name = "collectives"
     requires = ("reshard",)
 
@@ -265,12 +267,20 @@ class Collectives:
         last = reshard.args[0]
         assert isinstance(last, fx.Node)
         record = replace(info(reshard), name=info(last).name)
-        plan = steps(layout(last), layout(reshard), value(reshard).itemsize, self.cost)
+        plan = self._steps(layout(last), layout(reshard), value(reshard).itemsize)
         for step in plan:
             suffix = "full" if step.kind == "all_gather" and step is plan[-1] else SUFFIX[step.kind]
             target, result = ops.MARKERS[step.kind], replace(value(reshard), layout=step.dst)
             last = Inserter(rewriter, reshard, record, suffix).typed(result, target, last, **_options(step))
         rewriter.replace(reshard, last)
+
+    def _steps(self, src: Layout, dst: Layout, itemsize: int) -> tuple[Step, ...]:
+        """Returns the cheapest steps from ``src`` to ``dst``."""
+        time, pending = src.mesh.time, dict(src.partial)
+        if not (self.each and time in pending and set(dst.bound) - set(src.bound)):
+            return steps(src, dst, itemsize, self.cost)
+        shards = dst.with_partial([time], pending[time])
+        return (*steps(src, shards, itemsize, self.cost), Step("all_reduce", (time,), pending[time], shards, dst))
 
 
 def _options(step: Step) -> dict[str, Argument]:

@@ -239,6 +239,20 @@ def by_glob(tables: Mapping[str, object], entry: str) -> dict[str, Any]:
     }
 
 
+def gathered_in(gather: object, level: int, entry: str) -> int:
+    """Return the FSDP level of the arguments ``gather`` ("step", "microbatch" or None) and ``level``."""
+    if gather is None:
+        return level
+    wanted = {"step": 2, "microbatch": 3}.get(checked(gather, str, "gather", PlanError, plan_entry=entry))
+    if wanted is None:
+        raise PlanError(f"gather is {gather!r}", plan_entry=entry, fix='write gather="step" or gather="microbatch"')
+    if level != 3:
+        raise PlanError(
+            f"gather={gather!r} is level {wanted}, and level is {level}", plan_entry=entry, fix="leave level out"
+        )
+    return wanted
+
+
 def regathered(reshard: object, level: int, levels: object, entry: str) -> tuple[int, dict[str, Any]]:
     """Return (default FSDP level, tables by argument name) for the arguments ``reshard_after_forward`` and ``levels``.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from shardc.errors import PlanError
 from shardc.ir.mesh import MICRO, Mesh
@@ -15,9 +15,13 @@ from shardc.validate import Range, check_fields
 
 @dataclass(frozen=True)
 class Microbatches(Entry):
-    """Splits dim 0 of the inputs of each rank into ``count`` microbatches: an axis of time (`Mesh.timed`)."""
+    """Splits dim 0 of the inputs of each rank into ``count`` microbatches: an axis of time (`Mesh.timed`).
+
+    The fields are those of `shardc.microbatches`.
+    """
 
     count: Annotated[int, Range(1)]
+    reduce: Literal["step", "microbatch"] = "step"
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "", plan_entry=str(self))
@@ -28,7 +32,7 @@ class Microbatches(Entry):
 
     @property
     def settings(self) -> dict[str, object]:
-        return {"microbatches": self.count}
+        return {"microbatches": self.count, "reduce_in": self.reduce}
 
     def check(self, mesh: Mesh, batch: Mapping[str, Entry]) -> None:
         if MICRO in mesh and not mesh.time:
@@ -40,8 +44,9 @@ class Microbatches(Entry):
 
     @property
     def call(self) -> Call:
-        return "microbatches", {"count": self.count}
+        return "microbatches", super().call[1]
 
     @property
     def row(self) -> tuple[str, str, str]:
-        return "microbatches", "inputs", f"dim 0 in {self.count}, one after the other"
+        reduced = ", gradients reduced for each" if self.reduce == "microbatch" else ""
+        return "microbatches", "inputs", f"dim 0 in {self.count}, one after the other{reduced}"
