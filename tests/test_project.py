@@ -31,6 +31,7 @@ ENTRY = {
     "joint",
     "precompiled",
     "program",
+    "step_cut",
 }  # what ties the stages together may import any of them
 ALLOWED = {
     "errors": set(),
@@ -83,6 +84,7 @@ FLOORS = (
     {"batches"},
     {"integrations", "launch", "links", "optim", "passes", "train"},
     {"joint", "precompiled"},
+    {"step_cut"},
     {"program"},
     {"dynamic", "fold"},
     {"build", "report"},

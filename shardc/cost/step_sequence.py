@@ -28,7 +28,7 @@ from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, MemoryPlan
 from shardc.ir.comm import move_kind
 from shardc.ir.comm_volume import arguments_of, collective_kind, group_of, wire_elements
-from shardc.ir.executable import BACKWARD, FORWARD, Half
+from shardc.ir.executable import BACKWARD, FORWARD, KEPT, KNOWN, SUM, TERM, Half
 from shardc.ir.gc_control import uncollected
 from shardc.ir.graph import Role
 from shardc.ir.mesh import Mesh
@@ -187,7 +187,7 @@ def of_joint(graph: fx.Graph, levels: Mapping[str, int], collectives: str = "aut
 
 
 # Kind of a result that a later graph takes -> kind of the argument.
-GIVEN = {"term": "sum", "known": "known"}
+GIVEN = {TERM: SUM, KNOWN: KNOWN, KEPT: KEPT}
 
 
 @uncollected()

@@ -17,10 +17,21 @@ import torch
 from torch import Tensor
 
 from shardc.errors import ShardcWarning
-from shardc.ir.executable import BACKWARD, Executable, Half, Port, outputs_text
+from shardc.ir.executable import (
+    BACKWARD,
+    GATHER,
+    JOIN,
+    KEPT,
+    KNOWN,
+    SUM,
+    TERM,
+    Executable,
+    Half,
+    Port,
+    outputs_text,
+)
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
-from shardc.passes.lower.microbatch import ADD, GATHER, KEPT, KNOWN, SUM, TERM
 
 Run = Callable[[Half, list[Any]], Sequence[Any]]
 Map = Callable[..., Any]  # applies a function of tensors to values, such as one tensor per rank
@@ -124,7 +135,7 @@ class Loops:
         elif self.program.reduce[name] == "sum" and name in self._added:
             self.over(Tensor.add_, self.sums[name], term)
         else:
-            self.sums[name] = self.over(ADD[self.program.reduce[name]], self.sums[name], term)
+            self.sums[name] = self.over(JOIN[self.program.reduce[name]], self.sums[name], term)
             self._added.add(name)
 
     def _part(self, kind: str, key: object, x: Any, at: int) -> Any:

@@ -7,7 +7,7 @@ when all have run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,6 +21,7 @@ from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT
 from shardc.ir.comm_volume import arguments_of, collective_kind, named_axes
+from shardc.ir.executable import GATHER, JOIN, KEPT, KNOWN, SUM, TERM
 from shardc.ir.graph import Info, NameScope, Role
 from shardc.ir.mesh import Mesh
 from shardc.ir.op_traits import communicates
@@ -29,16 +30,6 @@ from shardc.passes.lower.partition import moved_alone, send_once
 
 aten = torch.ops.aten
 
-# Kinds of role: a microbatch's term of a sum, the sum of all terms, a value that is the same in all microbatches, a
-# microbatch's own value that a later loop reads.
-TERM, SUM, KNOWN, KEPT = "term", "sum", "known", "kept"
-GATHER = "gather"  # in place of a reduce op: terms are concatenated along dim 0
-ADD: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": aten.add.Tensor,
-    "max": aten.maximum.default,
-    "min": aten.minimum.default,
-    "product": aten.mul.Tensor,
-}
 Results = Sequence[tuple[Role, Argument]]
 
 
@@ -390,7 +381,7 @@ def closed(backward: fx.GraphModule, closing: fx.GraphModule, reduce: Mapping[st
         name = ir.role(node).name
         if (term := terms.get(name)) is not None:
             at = Inserter(chain.rewriter, None, replace(ir.info(chain.env[term]), name=name), "sum")
-            chain.env[node] = at.call(ADD[reduce[name]], chain.env[node], chain.env[term])
+            chain.env[node] = at.call(JOIN[reduce[name]], chain.env[node], chain.env[term])
     return chain.end([*ir.outputs(closing.graph), *(x for x in ir.outputs(backward.graph) if x[0].kind != TERM)])
 
 
