@@ -23,12 +23,12 @@ from torch import Tensor, fx
 
 from shardc.cost.model import Pricing
 from shardc.custom_ops.attention_ops import CALL
-from shardc.ir import comm, comm_volume
+from shardc.ir import comm, comm_volume, executable
 from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, MemoryPlan
 from shardc.ir.comm import move_kind
 from shardc.ir.comm_volume import arguments_of, collective_kind, group_of, wire_elements
-from shardc.ir.executable import BACKWARD, FORWARD, KEPT, KNOWN, SUM, TERM, Half
+from shardc.ir.executable import BACKWARD, FORWARD, KNOWN, SUM, TERM, Half
 from shardc.ir.gc_control import uncollected
 from shardc.ir.graph import Role
 from shardc.ir.mesh import Mesh
@@ -187,7 +187,7 @@ def of_joint(graph: fx.Graph, levels: Mapping[str, int], collectives: str = "aut
 
 
 # Kind of a result that a later graph takes -> kind of the argument.
-GIVEN = {TERM: SUM, KNOWN: KNOWN, KEPT: KEPT}
+GIVEN = {TERM: SUM, KNOWN: KNOWN, executable.KEPT: executable.KEPT}
 
 
 @uncollected()
