@@ -52,6 +52,14 @@ def data_parts(module: nn.Module) -> tuple[int, int]:
     return _count(state, axes), flat_index(state.mesh, axes, state.spec.rank)
 
 
+def part_of_rank(module: nn.Module) -> dict[int, int]:
+    """Maps each rank of the process group to the index of its part of the rows, as `data_parts` gives this rank's."""
+    state = _state(module)
+    axes, groups = _row_axes(state), state.spec.groups
+    ranks = range(state.mesh.ranks) if groups is None else groups.everyone()
+    return {rank: flat_index(state.mesh, axes, at) for at, rank in enumerate(ranks)}
+
+
 @typed()
 def batches(
     loader: Iterable[Any],
@@ -126,13 +134,15 @@ class Batches:
             return
         for batch in self.loader:
             with state.tells():
-                part = self._part(state, batch)
+                part = self.part(batch)
             yield part
         if state.spec.groups is not None:  # a rank that has more calls the module, which raises on all ranks
             state.spec.groups.consistency.enter(Event((("event", f"the end of the batches of {state.name}"),)))
 
-    def _part(self, state: Namespace, batch: Any) -> Any:
-        """Returns this rank's part of ``batch``, in the same structure."""
+    def part(self, batch: Any) -> Any:
+        """Returns this rank's part of ``batch``, in the same structure; `__iter__` yields it. All ranks call it."""
+        if (state := self._state) is None:
+            return batch
         plain = opened(batch)
         args, kwargs = in_call(state.params.view, plain, state.spec.targets)
         # A list of tensors is several arguments, unless forward takes a list.

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.utils.data import DataLoader
 from transformers.trainer import SCHEDULER_NAME
 
-from shardc.batches import data_parts, padded
+from shardc.batches import batches, data_parts, padded, part_of_rank
 from shardc.errors import InputError
 from shardc.integrations.trl import replace_fused_head
 from shardc.runtime.module import ShardedModule
@@ -32,6 +32,7 @@ class Accelerator(accelerate.Accelerator):
     """
 
     _sharded: ShardedModule | None = None
+    _cuts_sequences = False  # whether the caller cuts batches where the plan splits the sequence
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Like ``Accelerator.prepare``, but takes a compiled module too: pass it with, or before, the data loaders."""
@@ -52,12 +53,11 @@ class Accelerator(accelerate.Accelerator):
                 f"the module was compiled for the mesh {spec.mesh}, and accelerate runs {self.num_processes} processes",
                 fix="compile it for a DeviceMesh of all ranks that torchrun started",
             )
-        build: Any = module.shardc.cache.build
-        if sequence := [str(entry) for entry in build.plan.entries if entry.sequence is not None]:
+        if (sequence := _sequence_entries(module)) and not self._cuts_sequences:
             raise InputError(
                 "the plan splits the sequence, and accelerate deals out whole sequences",
                 plan_entry=sequence[0],
-                fix="train with a loop over shardc.batches(loader, module)",
+                fix="use Trainer of shardc.integrations.accelerate, or a loop over shardc.batches(loader, module)",
             )
         if self.mixed_precision not in ("no", "bf16"):
             raise InputError(
@@ -118,15 +118,28 @@ class Accelerator(accelerate.Accelerator):
         return mine.shardc.clip_grad_norm_(float(max_norm), float(norm_type))
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
-        """Gathers the rows of all ranks, without the padding of the last batch; InputError if ranks share rows."""
+        """Gathers the rows of all ranks, without the padding of the last batch.
+
+        If ranks share rows, each row counts once, and a vector with a value for each row is gathered (such as the
+        losses that ``Trainer`` repeats).
+
+        Raises:
+            InputError: ranks share rows, and ``input_data`` is no vector.
+        """
         parts, _ = self.shares
-        if parts != self.num_processes:
+        if parts == self.num_processes or self._sharded is None:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        if not isinstance(input_data, torch.Tensor) or input_data.dim() != 1:
             raise InputError(
                 f"{self.num_processes} ranks hold {parts} different parts of a batch, and gather_for_metrics would "
                 "count rows several times",
                 fix="evaluate with prediction_loss_only=True, or on a mesh whose axes all split the batch",
             )
-        return super().gather_for_metrics(input_data, use_gather_object)
+        by_rank: Any = self.gather(input_data)
+        first = {part: rank for rank, part in reversed(part_of_rank(self._sharded).items())}
+        rows = torch.cat([by_rank.view(self.num_processes, -1)[first[part]] for part in range(parts)])
+        ends = self.gradient_state.end_of_dataloader and self.gradient_state.remainder > 0
+        return rows[: self.gradient_state.remainder] if ends else rows
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Returns the full state dict of a compiled module, on the CPU. All ranks call it."""
@@ -158,6 +171,7 @@ class Trainer(transformers.Trainer):
         names = ("attention_mask", "token_type_ids", "position_ids", "completion_mask")
         token = getattr(self.processing_class, "pad_token_id", None)
         self.pad: dict[str, int | float] = dict.fromkeys(names, 0) | {"input_ids": token or 0, "labels": -100}
+        self._parts = batches([], self.model, own_rows=True)
         for model in (self.model, getattr(self, "ref_model", None)):
             replace_fused_head(model)
 
@@ -186,6 +200,7 @@ class Trainer(transformers.Trainer):
                 fix="leave average_tokens_across_devices at True",
             )
         self.accelerator.__class__ = Accelerator
+        self.accelerator._cuts_sequences = not _of_trl(self)
         self.accelerator.hold(self.model)
 
     def get_tp_size(self) -> int:
@@ -200,9 +215,10 @@ class Trainer(transformers.Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        if _sequence_entries(self.model):  # cut here: Trainer counts tokens of whole sequences before
+            inputs = self._parts.part(inputs)
         out = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        of_tokens = any(cls.__module__.startswith("trl.") for cls in type(self).__mro__)  # of this rank's, as with DDP
-        in_program = not of_tokens and self.compute_loss_func is None and self.label_smoother is None
+        in_program = not _of_trl(self) and self.compute_loss_func is None and self.label_smoother is None
         if not (in_program and self.model_accepts_loss_kwargs and num_items_in_batch is not None):
             return out
         # Trainer multiplies by the number of parts, for DDP's mean; here the loss is of all parts already.
@@ -239,3 +255,14 @@ class Trainer(transformers.Trainer):
     def _own_optimizer(self) -> Any:
         """Return the torch optimizer that accelerate wrapped."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
+
+
+def _sequence_entries(module: ShardedModule) -> list[str]:
+    """Returns the plan's entries that split the sequence, as text."""
+    build: Any = module.shardc.cache.build
+    return [str(entry) for entry in build.plan.entries if entry.sequence is not None]
+
+
+def _of_trl(trainer: object) -> bool:
+    """Whether a Trainer is one of TRL's, which computes losses and metrics of whole sequences itself."""
+    return any(cls.__module__.startswith("trl.") for cls in type(trainer).__mro__)

@@ -98,6 +98,7 @@ PLANS = {
     "ddp": (("dp",), (2,), lambda model: shardc.ddp("dp")),
     "tp": (("tp",), (2,), lambda model: shardc.Plan.from_hf(model, axis="tp")),
     "fsdp+tp": (("dp", "tp"), (2, 2), lambda model: shardc.fsdp("dp") | shardc.Plan.from_hf(model, axis="tp")),
+    "cp": (("cp",), (2,), lambda model: shardc.cp("cp")),
     "tp, then hsdp": (
         ("tp", "rep", "dp"),
         (2, 1, 2),
@@ -120,7 +121,7 @@ def launched(
     ranks = dist.get_world_size()
     os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": str(ranks)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # unused
-    parts = ranks // (2 if "tp" in PLANS[plan][0] else 1)
+    parts = ranks // (2 if {"tp", "cp"} & {*PLANS[plan][0]} else 1)
     return Trainer(module, arguments(folder, parts, **more), **given(module))
 
 
@@ -160,6 +161,11 @@ def test_two_ranks_log_what_one_process_logs() -> None:
 
 def test_one_rank_logs_what_one_process_logs() -> None:
     run_ranks(1, partial(logs_the_same, "llama", "fsdp", ACCUMULATED, one_process("llama", ACCUMULATED)))
+
+
+def test_ranks_that_split_the_sequence_log_what_one_process_logs() -> None:
+    more = {"eval_strategy": "steps", "eval_steps": 2, "prediction_loss_only": True, **ACCUMULATED}
+    run_ranks(2, partial(logs_the_same, "llama", "cp", more, one_process("llama", more)))
 
 
 @pytest.mark.long
