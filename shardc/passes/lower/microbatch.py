@@ -24,7 +24,7 @@ from shardc.ir.comm_volume import arguments_of, collective_kind, named_axes
 from shardc.ir.executable import GATHER, JOIN, KEPT, KNOWN, SUM, TERM
 from shardc.ir.graph import Info, NameScope, Role
 from shardc.ir.mesh import Mesh
-from shardc.ir.op_traits import communicates
+from shardc.ir.op_traits import CAST, communicates
 from shardc.ir.rewriter import GraphRewriter, Inserter
 from shardc.passes.lower.partition import moved_alone, send_once
 
@@ -109,6 +109,7 @@ class Microbatch:
     def __call__(self, gm: fx.GraphModule) -> Phases:
         graph = ir.copied(gm.graph)
         self._check(graph)
+        self._sum_first(graph)
         self._normalize(graph)
         cut = _Cut(graph, self)
         sums = {cut.name(wait): cut.op(wait) for wait in cut.waits}
@@ -180,6 +181,30 @@ class Microbatch:
             if any(self.mesh.overlap(axis, self.mesh.time) for axis in axes) and not _in_time(node, self.mesh):
                 kind = collective_kind(node)
                 raise self._refused(node, f"it would exchange values between microbatches ({kind} over {axes})")
+
+    def _sum_first(self, graph: fx.Graph) -> None:
+        """Moves reductions over time in front of those over devices that they follow, which then run once.
+
+        %a = all_reduce(%x, "dp")              %s = all_reduce(%x, "micro")
+        %c = _to_copy(%a)                 ->   %a = all_reduce(%s, "dp")
+        %s = all_reduce(%c, "micro")           %c = _to_copy(%a)
+        """
+        rewriter = GraphRewriter(graph)
+        for last in [node for node in graph.nodes if _in_time(node, self.mesh)]:
+            op, node = arguments_of(last).get("reduce_op"), last.all_input_nodes[0]
+            while node.target is CAST and len(node.users) == 1:
+                node = node.all_input_nodes[0]
+            devices = node.all_input_nodes[0] if node.target is WAIT and len(node.users) == 1 else None
+            if devices is None or collective_kind(devices) != "all_reduce" or arguments_of(devices)["reduce_op"] != op:
+                continue
+            (wait,) = last.users
+            source = devices.all_input_nodes[0]
+            at = rewriter.before(devices, like=last, suffix="first")
+            summed = at.call(WAIT, at.call(last.target, source, *last.args[1:]))
+            devices.replace_input_with(source, summed)
+            wait.replace_all_uses_with(last.all_input_nodes[0])
+            graph.erase_node(wait)
+            graph.erase_node(last)
 
     def _normalize(self, graph: fx.Graph) -> None:
         """Writes averages over time as sums, and reductions of what is the same in all microbatches without any."""
