@@ -145,7 +145,10 @@ class MicrobatchCut(StepCut):
         cause = next(str(entry) for entry in self.bound.plan.entries if isinstance(entry, Microbatches))
         kept = frozenset(name for name, level in self.levels.items() if level in (1, 2))
         split = frozenset((*self.in_time["inputs"], *self.in_time["outputs"]))
-        return passes.Microbatch(self.bound.mesh, split, kept, cause)(gm)
+        parts = passes.Microbatch(self.bound.mesh, split, kept, cause)(gm)
+        if self.joint.options.verify:
+            verify.verify_phases(parts, self.bound.mesh, split)
+        return parts
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -186,6 +189,8 @@ class MicrobatchCut(StepCut):
         if self.bound.plan.setting("reduce_in") == "step":  # else the sums of shards, which end the step, cut buckets
             last = passes.HoistGradEpilogue()(last)
         start = opened(first, self.parts.gathers)
+        if self.joint.options.verify:
+            verify.verify_ends(self.parts, first, second, start, last, self.bound.mesh)
         return {FIRST_FORWARD: start, FORWARD: first, BACKWARD: second, LAST_BACKWARD: last}
 
     @property

@@ -6,7 +6,8 @@ failure. Sharding rules come from the caller: ``agrees`` returns why an op's ope
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from torch import fx
 
@@ -14,7 +15,7 @@ from shardc.errors import VerifyError
 from shardc.ir import comm, grammar, ops, text
 from shardc.ir.graph import KEY, Info, info, output_node
 from shardc.ir.mesh import Mesh
-from shardc.verify import halves, layouts, local_graph, structure
+from shardc.verify import halves, layouts, local_graph, microbatches, structure
 from shardc.verify.subject import Agrees, Check, Subject, no_rules
 
 GRAPH = (structure.records, structure.order, structure.types, structure.results)
@@ -98,6 +99,83 @@ def verify_halves(
             raise broken(Subject(backward, mesh, no_rules), "partition", node, reason)
         if joint is not None and (lost := halves.cut(joint, forward.graph, backward.graph)) is not None:
             raise broken(Subject(backward, mesh, no_rules), "partition", output_node(backward.graph), lost)
+
+
+class Cut(Protocol):
+    """A joint graph that is cut into microbatches, as `shardc.passes.lower.microbatch.Phases`."""
+
+    @property
+    def openings(self) -> Sequence[Loop]: ...
+
+    @property
+    def joint(self) -> fx.GraphModule: ...
+
+    @property
+    def body(self) -> fx.GraphModule: ...
+
+    @property
+    def closing(self) -> fx.GraphModule: ...
+
+    @property
+    def reduce(self) -> Mapping[str, str]: ...
+
+    @property
+    def gathers(self) -> fx.GraphModule | None: ...
+
+
+class Loop(Protocol):
+    """A loop over microbatches, as `shardc.passes.lower.microbatch.Loop`."""
+
+    @property
+    def each(self) -> fx.GraphModule | None: ...
+
+    @property
+    def once(self) -> fx.GraphModule: ...
+
+
+def verify_phases(cut: Cut, mesh: Mesh, split: Iterable[str | int]) -> None:
+    """Check that graphs which a joint graph is cut into give what it gave; raises VerifyError, as `verify` does.
+
+    Args:
+        cut: the graphs.
+        mesh: the mesh, with its axis of time.
+        split: names of inputs, and indices of outputs, that each microbatch has its own part of.
+    """
+    each = [(f"opening {at}", x.each.graph) for at, x in enumerate(cut.openings, 1) if x.each is not None]
+    each.append(("body", cut.body.graph))
+    once = [(f"opened {at}", x.once.graph) for at, x in enumerate(cut.openings, 1)]
+    once += [] if cut.gathers is None else [("gathers", cut.gathers.graph)]
+    once.append(("closing", cut.closing.graph))
+    if (fault := microbatches.in_time(cut.joint.graph, each, once, mesh, split)) is not None:
+        graph, reason = fault
+        subject = Subject(cut.joint, mesh, no_rules)
+        raise broken(subject, "microbatch", output_node(cut.joint.graph), f"{graph}: {reason}")
+
+
+def verify_ends(
+    cut: Cut,
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    first: fx.GraphModule | None,
+    last: fx.GraphModule,
+    mesh: Mesh,
+) -> None:
+    """Check the forward of the first microbatch and the backward of the last; raises VerifyError, as `verify` does.
+
+    Args:
+        cut: the graphs that the step is cut into.
+        forward, backward: forward and backward of any microbatch.
+        first: the first forward, which also gathers parameters; None if it does not.
+        last: the last backward, which also closes the step.
+        mesh: the mesh.
+    """
+    lost = microbatches.closes(backward.graph, cut.closing.graph, last.graph, cut.reduce)
+    if lost is not None:
+        raise broken(Subject(last, mesh, no_rules), "microbatch", output_node(last.graph), lost)
+    if first is not None and cut.gathers is not None:
+        lost = microbatches.opens(forward.graph, cut.gathers.graph, first.graph)
+        if lost is not None:
+            raise broken(Subject(first, mesh, no_rules), "microbatch", output_node(first.graph), lost)
 
 
 def broken(subject: Subject, stage: str, node: fx.Node, reason: str) -> VerifyError:

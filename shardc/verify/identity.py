@@ -69,7 +69,10 @@ def same(before: Computed, now: Computed) -> str | None:
 
 
 def fingerprints(
-    graph: fx.Graph, saved: Mapping[str, Fingerprint] | None = None, replaced: Mapping[str, Collective] | None = None
+    graph: fx.Graph,
+    saved: Mapping[str, Fingerprint] | None = None,
+    replaced: Mapping[str, Collective] | None = None,
+    given: Mapping[tuple[str, str], Fingerprint] | None = None,
 ) -> dict[fx.Node, Fingerprint]:
     """Return node -> fingerprint, without the output node; a list for a coalesced collective.
 
@@ -79,13 +82,15 @@ def fingerprints(
     Args:
         saved: as in `computed`.
         replaced: result name -> collective that other ops may implement; such a result keeps its fingerprint.
+        given: (kind, name) of an argument -> its fingerprint.
     """
     out: dict[fx.Node, Fingerprint] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             role = info(node).role or Role("", info(node).name)
-            fingerprint = digest("placeholder", role.kind, role.name, role.index)
-            out[node] = (saved or {}).get(role.name, fingerprint) if role.kind == "saved" else fingerprint
+            own: Fingerprint = digest("placeholder", role.kind, role.name, role.index)
+            of_saved = (saved or {}).get(role.name, own) if role.kind == "saved" else own
+            out[node] = (given or {}).get((role.kind, role.name), of_saved)
         elif node.op == "get_attr":
             out[node] = digest("constant", node.target)
         elif node.op == "call_function":

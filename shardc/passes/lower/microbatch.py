@@ -24,7 +24,7 @@ from shardc.ir.comm_volume import arguments_of, collective_kind, named_axes
 from shardc.ir.executable import GATHER, JOIN, KEPT, KNOWN, SUM, TERM
 from shardc.ir.graph import Info, NameScope, Role
 from shardc.ir.mesh import Mesh
-from shardc.ir.op_traits import CAST, communicates
+from shardc.ir.op_traits import CAST, communicates, is_view
 from shardc.ir.rewriter import GraphRewriter, Inserter
 from shardc.passes.lower.partition import moved_alone, send_once
 
@@ -54,6 +54,7 @@ class Phases:
             the outputs and gradients that are a microbatch's own.
         closing: graph that takes the sums of the body's terms, and gives the step's other outputs and gradients.
         reduce: name of each term -> reduce op that joins the terms of two microbatches, or `GATHER`.
+        joint: the joint graph that is cut.
         gathers: graph of the gathered parameters that all microbatches share, which the first forward computes; None if
             there are none, or if ``openings`` compute them.
         backward: whether ``openings`` depend on gradients of outputs.
@@ -63,6 +64,7 @@ class Phases:
     body: fx.GraphModule
     closing: fx.GraphModule
     reduce: Mapping[str, str]
+    joint: fx.GraphModule
     gathers: fx.GraphModule | None = None
     backward: bool = False
 
@@ -134,7 +136,8 @@ class Microbatch:
         self._check_work(openings, cut)
         closing = _part(graph, rest, {**known, **{x: Role(SUM, cut.name(x)) for x in cut.closing}})
         return Phases(
-            tuple(openings), LazyGraphModule(gm, body), LazyGraphModule(gm, closing), sums, gathers,
+            tuple(openings), LazyGraphModule(gm, body), LazyGraphModule(gm, closing), sums,
+            LazyGraphModule(gm, graph), gathers,
             cut.reads_gradients,
         )  # fmt: skip
 
@@ -153,7 +156,11 @@ class Microbatch:
     def _gathered(self, graph: fx.Graph) -> list[fx.Node]:
         """Returns the gathered parameters that all microbatches share."""
         chains = [moved_alone(node) for node in ir.placeholders(graph, "param") if ir.info(node).name in self.kept]
-        inside = {node for chain in chains if any(communicates(x.target) for x in chain) for node in chain}
+        moved = {node for chain in chains if any(communicates(x.target) for x in chain) for node in chain}
+        inside: set[fx.Node] = set()  # without the views of what is gathered, which cost nothing
+        for node in reversed(graph.nodes):
+            if node in moved and (not is_view(node.target) or inside.intersection(node.users)):
+                inside.add(node)
         return [node for node in graph.nodes if node in inside and any(user not in inside for user in node.users)]
 
     def _results(self, graph: fx.Graph, cut: _Cut) -> tuple[Results, Results]:
