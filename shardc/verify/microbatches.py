@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import fx
 
 from shardc.ir import grammar
 from shardc.ir import graph as ir
 from shardc.ir.comm_volume import arguments_of, collective_kind, named_axes
-from shardc.ir.executable import JOIN, KEPT, KNOWN, SUM, TERM
+from shardc.ir.executable import GATHER, JOIN, KEPT, KNOWN, SUM, TERM
 from shardc.ir.graph import Role, info, placeholders
 from shardc.ir.mesh import Mesh
 from shardc.verify.identity import digest, fingerprints, of_outputs, same
 from shardc.verify.local_graph import Fingerprint
 
+_CAT = torch.ops.aten.cat.default
 Graphs = Sequence[tuple[str, fx.Graph]]
 
 
@@ -79,8 +81,12 @@ def closes(backward: fx.Graph, closing: fx.Graph, last: fx.Graph, reduce: Mappin
     for node in placeholders(closing, SUM):
         role = ir.role(node)
         of_others = digest("placeholder", role.kind, role.name, role.index)
-        mine = [prints[x] for of, x in ir.outputs(backward) if of.kind == TERM and of.name == role.name]
-        sums[SUM, role.name] = digest(JOIN[reduce[role.name]], [of_others, mine[0]], []) if mine else of_others
+        mine: list[object] = [prints[x] for of, x in ir.outputs(backward) if of.kind == TERM and of.name == role.name]
+        joins = reduce[role.name] != GATHER
+        added: tuple[object, ...] = (
+            (JOIN[reduce[role.name]], [of_others, *mine], []) if joins else (_CAT, [[of_others, *mine]], [])
+        )
+        sums[SUM, role.name] = digest(*added) if mine else of_others
     own = {key: value for key, value in of_outputs(backward, prints).items() if key[0] != TERM}
     expected = of_outputs(closing, fingerprints(closing, given=sums)) | own
     return same(expected, of_outputs(last, fingerprints(last)))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import shardc
 from shardc.errors import BackwardError
@@ -56,6 +57,8 @@ def test_two_ranks() -> None:
         accumulated,
         used_outside,
         changed_between,
+        uneven_rows,
+        inputs_and_outputs,
     )
 
 
@@ -142,3 +145,45 @@ def changed_between() -> None:
     with pytest.raises(BackwardError, match=r"parameter 'first.weight' was modified in place"):
         out.sum().backward()
     assert module.first.weight.grad is None
+
+
+def agrees(module: torch.nn.Module, model: torch.nn.Module, loss: torch.Tensor, expected: torch.Tensor) -> None:
+    """Runs both backwards and compares losses and gradients, which are cleared then."""
+    loss.backward()
+    expected.backward()
+    whole = loss.full_tensor() if isinstance(loss, DTensor) else loss
+    torch.testing.assert_close(whole.detach(), expected.detach(), rtol=1e-12, atol=0)
+    gradients_agree(module, model)
+    module.zero_grad()
+    model.zero_grad()
+
+
+def both(plan: shardc.Plan, **how: object) -> tuple[torch.nn.Module, torch.nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = Features().double()
+    module = shardc.compile(model, mesh, plan | shardc.microbatches(3), backend="eager", **how)
+    return model, module, torch.randn(8, 8, dtype=torch.float64)
+
+
+def uneven_rows() -> None:
+    """Ranks pass 3 and 5 rows, which three microbatches do not divide."""
+    how = {"loss": torch.nn.functional.mse_loss, "options": shardc.Options(uneven=True)}
+    model, module, x = both(shardc.fsdp("dp"), **how)
+    target = torch.randn(8, 4, dtype=torch.float64)
+    for cut in (3, 4):
+        rows = slice(0, cut) if dist.get_rank() == 0 else slice(cut, 8)
+        agrees(module, model, module(x[rows], target[rows]), torch.nn.functional.mse_loss(model(x), target))
+
+
+def inputs_and_outputs() -> None:
+    """DTensors as inputs and outputs, and an input that requires a gradient: parts are padded, and joined again."""
+    model, module, x = both(shardc.fsdp("dp") | shardc.Plan(dtensor_outputs=True))
+    mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    for given in (x[mine], distribute_tensor(x, module.shardc.mesh, [Replicate()])):
+        out = module(given)
+        agrees(module, model, (out * out).sum(), model(x).square().sum())
+    wanted, local = x.clone().requires_grad_(), x[mine].clone().requires_grad_()
+    out = module(local)
+    agrees(module, model, (out * out).sum(), model(wanted).square().sum())
+    torch.testing.assert_close(local.grad, wanted.grad[mine], rtol=1e-12, atol=0)

@@ -297,9 +297,9 @@ class _Cut:
             read[node] = any(user.op != "output" and (self.varies[user] or read[user]) for user in node.users)
         self.opening = [wait for wait in self.waits if read[wait]]
         self.closing = [wait for wait in self.waits if not read[wait]]
-        self._levels(of, reads_param)
+        self._levels(reads_param)
 
-    def _levels(self, of: Microbatch, reads_param: Mapping[fx.Node, bool]) -> None:
+    def _levels(self, reads_param: Mapping[fx.Node, bool]) -> None:
         """Sets the level of each node."""
         opening = set(self.opening)
         self.level: dict[fx.Node, int] = {}
@@ -308,9 +308,6 @@ class _Cut:
             self.level[node] = below + (node in opening)
         self.runs_model = any(reads_param[wait] for wait in self.opening)
         self.reads_gradients = any(self.behind_tangent[wait] for wait in self.opening)
-        for wait in self.closing:
-            if self.op(wait) == GATHER and self.behind_tangent[wait]:
-                raise of._refused(wait, "a gradient is gathered over all microbatches")
 
     @cached_property
     def levels(self) -> int:
@@ -413,8 +410,20 @@ def closed(backward: fx.GraphModule, closing: fx.GraphModule, reduce: Mapping[st
         name = ir.role(node).name
         if (term := terms.get(name)) is not None:
             at = Inserter(chain.rewriter, None, replace(ir.info(chain.env[term]), name=name), "sum")
-            chain.env[node] = at.call(JOIN[reduce[name]], chain.env[node], chain.env[term])
+            others, own = chain.env[node], chain.env[term]
+            if reduce[name] == GATHER:
+                _shorten(others, own)
+                chain.env[node] = at.call(aten.cat.default, [others, own])
+            else:
+                chain.env[node] = at.call(JOIN[reduce[name]], others, own)
     return chain.end([*ir.outputs(closing.graph), *(x for x in ir.outputs(backward.graph) if x[0].kind != TERM)])
+
+
+def _shorten(others: fx.Node, own: fx.Node) -> None:
+    """Makes an argument that has the rows of all microbatches one without those of the last, ``own``."""
+    val, rows = others.meta["val"], own.meta["val"].shape[0]
+    others.meta["val"] = val.new_empty((val.shape[0] - rows, *val.shape[1:]))
+    ir.update(others, value=ir.value_of(others.meta["val"]))
 
 
 def opened(forward: fx.GraphModule, gathers: fx.GraphModule | None) -> fx.GraphModule | None:
