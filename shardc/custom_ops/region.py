@@ -240,7 +240,7 @@ def all_to_all(x: Tensor, axis: str, split: int, join: int) -> Tensor:
     n = size(axis)
     if n == 1:
         return x
-    pieces = _apply(_exchange, _exchange, torch.cat([*x.movedim(split, 0).chunk(n)]), axis).chunk(n)
+    pieces = _apply(_all_to_all, _all_to_all, torch.cat([*x.movedim(split, 0).chunk(n)]), axis).chunk(n)
     return torch.cat([piece.movedim(0, split) for piece in pieces], join)
 
 
@@ -269,7 +269,7 @@ def _scatter(x: Tensor, n: int, group: str) -> Tensor:
     return _wait(_ops.reduce_scatter_tensor.default(x, "sum", n, group))
 
 
-def _exchange(x: Tensor, n: int, group: str) -> Tensor:
+def _all_to_all(x: Tensor, n: int, group: str) -> Tensor:
     sizes = [x.shape[0] // n] * n
     return _wait(_ops.all_to_all_single.default(x, sizes, sizes, group))
 

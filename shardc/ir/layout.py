@@ -433,12 +433,12 @@ def is_padded(runs: Runs) -> bool:
     return any(run.padded for run in runs)
 
 
-def places(runs: Runs) -> int:
+def padded_size(runs: Runs) -> int:
     """Return the size of a dim with its padding: the product of the sizes of its ``runs``."""
     return prod(run.size for run in runs)
 
 
-def elements(runs: Runs) -> int:
+def true_size(runs: Runs) -> int:
     """Return the size of a dim without its padding: the product of the true sizes of its ``runs``."""
     return prod(run.true for run in runs)
 

@@ -157,7 +157,7 @@ def _val(node: fx.Node) -> object:
     return node.meta["val"]
 
 
-def places(graph: fx.Graph) -> dict[fx.Node, float]:
+def positions(graph: fx.Graph) -> dict[fx.Node, float]:
     """Return node -> its position in the graph, as a float, so that a priority for `reorder` can lie between two."""
     return {node: float(at) for at, node in enumerate(graph.nodes)}
 

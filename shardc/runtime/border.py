@@ -26,6 +26,7 @@ from shardc.ir import graph as ir
 from shardc.ir.executable import BACKWARD, FORWARD, Executable, Half, outputs_text
 from shardc.ir.graph import Role
 from shardc.ir.returned import Returned
+from shardc.runtime.inputs import local_part
 from shardc.runtime.read_only import ReadOnly, Shared
 from shardc.runtime.storage import GradHooks, parameter_spec
 from shardc.runtime.views import Views, memory_of, of_constant, views_of
@@ -296,7 +297,7 @@ class Border:
         """Returns the tensor whose memory output ``at`` has both here and on one device; None if there is none."""
         output = self._behind[half][at]
         if shared.feed_index is not None and output.of is not None:
-            return _local(feed[shared.feed_index])
+            return local_part(feed[shared.feed_index])
         if shared.first is not None and self._behind[half][shared.first].first == output.first:
             x: Tensor = outputs[shared.first]
             return x
@@ -359,11 +360,6 @@ def counter_of(x: Tensor) -> Tensor:
     else:
         counter.data = x.new_empty(0)
     return counter
-
-
-def _local(x: Tensor) -> Tensor:
-    """Returns the local tensor of a DTensor; other tensors as they are."""
-    return x._local_tensor if isinstance(x, DTensor) else x
 
 
 def as_dtensors(outputs: Sequence[object], roles: Sequence[Role], device_mesh: DeviceMesh) -> list[object]:

@@ -193,12 +193,12 @@ def scatter_into(x: DTensor, whole: Tensor) -> None:
             f"an op in place would make a DTensor of shape {list(x.shape)} one of shape {list(whole.shape)}",
             fix="keep its shape; for a new value of another shape, change the model and compile it again",
         )
-    part = local_part(x, whole)
+    part = shard_of(x, whole)
     if part is not x._local_tensor:
         x._local_tensor.copy_(part)
 
 
-def local_part(x: DTensor, whole: Tensor) -> Tensor:
+def shard_of(x: DTensor, whole: Tensor) -> Tensor:
     """Returns this rank's shard of the unsharded ``whole`` in the layout of ``x``, which has the same shape."""
     part = whole
     for dim, index in enumerate(box_indices(x)):
@@ -211,7 +211,7 @@ def scattered_like(x: DTensor, whole: Tensor) -> DTensor:
     """Shards ``whole`` as a DTensor in the layout of ``x``, which has no pending sums."""
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     spec = _compat.dtensor_spec(x.device_mesh, x.placements, meta)
-    return DTensor(local_part(x, whole), spec, requires_grad=False)
+    return DTensor(shard_of(x, whole), spec, requires_grad=False)
 
 
 def check_equal(tensors: list[Tensor], device_mesh: DeviceMesh, op: OpOverload) -> None:

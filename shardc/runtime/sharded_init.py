@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
@@ -31,10 +31,18 @@ from shardc.ir.op_traits import draws
 from shardc.runtime.storage import cut, local_indices, padded_local, shard_tensor, take
 
 aten = torch.ops.aten
+W = TypeVar("W", bound=torch.Tensor)
 CPU = torch.device("cpu")
 Read = Callable[[tuple[Sequence[int], ...]], torch.Tensor]
 # Ops that return the same elements in the same order.
 _SAME = {aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh.default}
+
+
+def _wrapper(cls: type[W], meta: torch.Tensor) -> W:
+    """Returns a CPU tensor of class ``cls`` without memory, with the metadata of ``meta``."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=CPU
+    )
 
 
 class Lazy(torch.Tensor):
@@ -52,9 +60,7 @@ class Lazy(torch.Tensor):
 
     @staticmethod
     def __new__(cls, meta: torch.Tensor, read: Read) -> Lazy:
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=CPU
-        )
+        tensor = _wrapper(cls, meta)
         tensor.meta, tensor.read = meta, read
         return tensor
 
@@ -330,9 +336,7 @@ class Virtual(torch.Tensor):
 
     @staticmethod
     def __new__(cls, meta: torch.Tensor, shard: InitShard) -> Virtual:
-        view = torch.Tensor._make_wrapper_subclass(
-            cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=CPU
-        )
+        view = _wrapper(cls, meta)
         view.meta, view.init_shard = meta, shard
         return view
 

@@ -25,7 +25,7 @@ AGREED = (*PLACED, layouts.moves, layouts.agreement, layouts.results)
 STEPS = (*AGREED, structure.legal(*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.pad, ops.unpad))
 LOCAL = (
     *GRAPH, structure.legal(collectives=True),
-    local_graph.types, local_graph.places, local_graph.groups, local_graph.waits,
+    local_graph.types, local_graph.host_memory, local_graph.groups, local_graph.waits,
 )  # fmt: skip
 HALF = (*LOCAL, halves.read, halves.once, halves.slots)  # forward and backward graphs, from partition on
 

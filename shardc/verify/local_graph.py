@@ -104,7 +104,7 @@ def types(subject: Subject) -> Broken:
             yield subject.nodes[-1], f"{role.kind} {role.name} is {value}, and is wanted as {list(wanted)}"
 
 
-def places(subject: Subject) -> Broken:
+def host_memory(subject: Subject) -> Broken:
     """Check that only moves between host and device access host memory.
 
     - ``to_device`` reads from the host, ``to_host`` writes to it; a wait changes nothing.

@@ -141,7 +141,7 @@ def a_fault_is_of_its_own_block(**options: Any) -> None:
     module(x).backward()
     (program,) = module.shardc.programs.values()
     starts = [node for node in program.forward.graph.nodes if collective_kind(node) is not None]
-    made, wait, count = direct._Exchange.__init__, direct._Exchange.wait, [0]
+    made, wait, count = direct._MessageWork.__init__, direct._MessageWork.wait, [0]
     broken = len(starts) // 2
 
     def counted(self: Any, *args: Any) -> None:
@@ -154,7 +154,7 @@ def a_fault_is_of_its_own_block(**options: Any) -> None:
             raise RuntimeError("the cable is out")
         return done
 
-    direct._Exchange.__init__, direct._Exchange.wait = counted, fails  # type: ignore[method-assign]
+    direct._MessageWork.__init__, direct._MessageWork.wait = counted, fails  # type: ignore[method-assign]
     try:
         module(x)
     except CollectiveError as error:
@@ -163,7 +163,7 @@ def a_fault_is_of_its_own_block(**options: Any) -> None:
     else:
         raise AssertionError("nothing failed")
     finally:
-        direct._Exchange.__init__, direct._Exchange.wait = made, wait  # type: ignore[method-assign]
+        direct._MessageWork.__init__, direct._MessageWork.wait = made, wait  # type: ignore[method-assign]
 
 
 def each_graph_is_compiled_by_one_rank() -> None:

@@ -30,10 +30,10 @@ from shardc.ir.layout import (
     Runs,
     axes_of,
     canonical_runs,
-    elements,
     is_padded,
-    places,
+    padded_size,
     share_out,
+    true_size,
     unpadded,
 )
 from shardc.ir.mesh import Mesh
@@ -185,10 +185,10 @@ class _Padder(PaddedValues):
         assert isinstance(source, fx.Node)
         shape = ir.value(node).shape
         have = self.padded[source].padding if source in self.padded else unpadded(shape)
-        layout = self.options.grow(node.kwargs["name"], shape, [places(runs) for runs in have])
+        layout = self.options.grow(node.kwargs["name"], shape, [padded_size(runs) for runs in have])
         if layout is not None and all(len(runs) == 1 for runs in have):
             have = tuple(
-                runs if size == places(runs) else (Run(size, elements(runs), layout.dim_axes(dim)),)
+                runs if size == padded_size(runs) else (Run(size, true_size(runs), layout.dim_axes(dim)),)
                 for dim, (runs, size) in enumerate(zip(have, layout.shape, strict=True))
             )
         if not any(map(is_padded, have)):
@@ -328,12 +328,13 @@ class _Padder(PaddedValues):
         assert rule is not None
         args, kwargs = with_operands(node, operands)
         layouts = [
-            tuple(Layout.whole(self.mesh, [places(runs) for runs in one]) for one in side) for side in (grown, results)
+            tuple(Layout.whole(self.mesh, [padded_size(runs) for runs in one]) for one in side)
+            for side in (grown, results)
         ]
         spell = Local.same if rule.opaque else rule.localize
         result = spell(Local(self, call, spec, layouts[0], layouts[1], tuple(args), dict(kwargs)))
         if isinstance(result, fx.Node) and result.op == "call_function":
-            ir.update(result, name=self.record.name, true_sizes=tuple(elements(runs) for one in grown for runs in one))
+            ir.update(result, name=self.record.name, true_sizes=tuple(true_size(runs) for one in grown for runs in one))
         return result
 
 

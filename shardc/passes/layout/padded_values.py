@@ -16,7 +16,7 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.comm_volume import arguments_of
 from shardc.ir.graph import Info, NameScope
-from shardc.ir.layout import Padding, Run, Runs, is_padded, places
+from shardc.ir.layout import Padding, Run, Runs, is_padded, padded_size
 from shardc.ir.rewriter import GraphRewriter
 from shardc.rules import strides_of
 from shardc.rules.rule import ANY, CONTIGUOUS, TRACED, Call
@@ -180,7 +180,7 @@ class PaddedValues(Calls):
             return x
         shape = list(self.shape(x))
         if len(runs) > 1:
-            sizes = [run.size if shape[dim] == places(runs) else run.true for run in runs]
+            sizes = [run.size if shape[dim] == padded_size(runs) else run.true for run in runs]
             x = self.call(aten.view.default, x, [*shape[:dim], *sizes, *shape[dim + 1 :]])
         for at, run in enumerate(runs):
             if run.padded:

@@ -10,7 +10,7 @@ from torch import fx
 from shardc.cost.compute import is_dense
 from shardc.ir import graph as ir
 from shardc.ir.op_traits import draws
-from shardc.ir.rewriter import places, reorder
+from shardc.ir.rewriter import positions, reorder
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class HoistGradEpilogue:
     requires = ("localize",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        graph, priority = gm.graph, places(gm.graph)
+        graph, priority = gm.graph, positions(gm.graph)
         dense = [priority[node] for node in graph.nodes if is_dense(node)]
         for node in _last_ops(graph):
             operands = [priority[x] for x in node.all_input_nodes if _is_backward(x)]

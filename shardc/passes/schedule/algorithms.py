@@ -151,14 +151,18 @@ class Native(Algorithm):
         return at.rest(c10d.wait_tensor.default, collective)
 
 
-class ExchangedScatter(Algorithm):
-    """Reduce-scatter as an all-to-all of chunks that each rank then reduces by itself."""
-
-    kind = "reduce_scatter"
+class _Exchanged(Algorithm):
+    """A collective as an all-to-all; gives its predicted seconds."""
 
     def seconds(self, group: Group, x: Value) -> float:
         """Returns the predicted seconds of the all-to-all."""
         return group.exchanged(self.kind, x)
+
+
+class ExchangedScatter(_Exchanged):
+    """Reduce-scatter as an all-to-all of chunks that each rank then reduces by itself."""
+
+    kind = "reduce_scatter"
 
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
         """Inserts the all-to-all and the local reduction; returns the reduced chunk."""
@@ -169,14 +173,10 @@ class ExchangedScatter(Algorithm):
         return at.reduced(at.rest(aten.reshape.default, pieces, [ranks, sizes[0], *shape[1:]]))
 
 
-class ExchangedGather(Algorithm):
+class ExchangedGather(_Exchanged):
     """All-gather as an all-to-all that sends one copy of the shard to each rank."""
 
     kind = "all_gather"
-
-    def seconds(self, group: Group, x: Value) -> float:
-        """Returns the predicted seconds of the all-to-all."""
-        return group.exchanged(self.kind, x)
 
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
         """Inserts the copies and the all-to-all; returns its wait."""

@@ -18,7 +18,7 @@ from shardc.ir import graph as ir
 from shardc.ir.comm import ALL_REDUCE, GATHER, REDUCE_SCATTER
 from shardc.ir.comm_volume import arguments_of, collective_kind, group_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.rewriter import GraphRewriter, places, reorder
+from shardc.ir.rewriter import GraphRewriter, positions, reorder
 from shardc.passes.op_calls import is_start, leaving
 from shardc.passes.schedule.prefetch import prefetchable, sink_to_first_use
 
@@ -123,7 +123,7 @@ class Bucket:
     requires = ("partition",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        priority = places(gm.graph)
+        priority = positions(gm.graph)
         rewriter = GraphRewriter(gm.graph)
         free = prefetchable(gm.graph)
         for bucket in self._buckets(gm.graph, priority, free):

@@ -9,7 +9,7 @@ from itertools import accumulate
 from torch import fx
 
 from shardc.ir.comm import move_kind, waits_of
-from shardc.ir.rewriter import places, reorder
+from shardc.ir.rewriter import positions, reorder
 from shardc.passes.op_calls import is_start, leaving, result_bytes
 from shardc.passes.schedule.prefetch import ask, check, prefetchable, sink_to_first_use
 from shardc.plan.entries import Prefetch
@@ -52,7 +52,7 @@ class Schedule:
     requires = ("partition",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        priority = places(gm.graph)
+        priority = positions(gm.graph)
         starts = [n for n in gm.graph.nodes if is_start(n)]
         if self.blocking:
             priority |= {wait: priority[node] + 0.1 for node in starts for wait in waits_of(node)}

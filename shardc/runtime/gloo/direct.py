@@ -130,7 +130,7 @@ def prepare(graph: fx.Graph) -> None:
         let_compute_first()
 
 
-class _Exchange(dist.Work):
+class _MessageWork(dist.Work):
     """Work handle for messages in flight.
 
     Args:
@@ -174,7 +174,7 @@ def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: S
             came = mail.unpacked(peer, flat)
             torch._foreach_copy_([parts[at][peer] for at in came], list(came.values()))
 
-    return _started(gathered, _Exchange(mail.messages, [*inputs, *mail.packs], unpack))
+    return _started(gathered, _MessageWork(mail.messages, [*inputs, *mail.packs], unpack))
 
 
 def _reduce_scatter(
@@ -205,7 +205,7 @@ def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Se
         if reduce_op == "avg":
             flat.div_(group.size())
 
-    return _started(reduced, _Exchange([group.allreduce([lent], options)], [flat], finish))
+    return _started(reduced, _MessageWork([group.allreduce([lent], options)], [flat], finish))
 
 
 def _reduced(
@@ -245,7 +245,7 @@ def _reduced(
             if op == "avg":
                 total.div_(ranks)
 
-    return _started(results, _Exchange(mail.messages, [*terms, *mail.packs], finish))
+    return _started(results, _MessageWork(mail.messages, [*terms, *mail.packs], finish))
 
 
 def _group(name: str) -> tuple[dist.ProcessGroup, int, list[int]]:
@@ -255,7 +255,7 @@ def _group(name: str) -> tuple[dist.ProcessGroup, int, list[int]]:
     return group, rank, [peer for peer in range(group.size()) if peer != rank]
 
 
-def _started(results: list[Tensor], work: _Exchange) -> list[Tensor]:
+def _started(results: list[Tensor], work: _MessageWork) -> list[Tensor]:
     """Makes ``wait_tensor`` of each of ``results`` wait for ``work``; returns ``results``."""
     for storage in {x.untyped_storage().data_ptr(): x for x in results}.values():
         _register_work(storage, work)
@@ -290,7 +290,9 @@ def _share_message(parts: Sequence[Tensor]) -> bool:
     return len(parts) > 1 and sum(x.numel() * x.element_size() for x in parts) <= LARGEST
 
 
-def _send(inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, group_name: str) -> list[Tensor]:
+def _send_by_messages(
+    inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, group_name: str
+) -> list[Tensor]:
     """Implements ``send_rows_coalesced`` on CPU ranks by direct messages.
 
     Args:
@@ -331,7 +333,7 @@ def _send(inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, grou
             for place, part in zip(places, parts, strict=True):
                 _bytes_into(place, part)
 
-    return _started(received, _Exchange(messages, keep, finish))
+    return _started(received, _MessageWork(messages, keep, finish))
 
 
 def _bytes_into(place: Tensor, part: Tensor) -> None:
@@ -339,8 +341,10 @@ def _bytes_into(place: Tensor, part: Tensor) -> None:
     place.copy_(part.clone().view(place.dtype).view(place.shape))
 
 
-def _exchange(inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, group_name: str) -> list[Tensor]:
-    """Implements ``send_rows_coalesced`` by one all-to-all per tensor; arguments as `_send`."""
+def _send_by_all_to_all(
+    inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, group_name: str
+) -> list[Tensor]:
+    """Implements ``send_rows_coalesced`` by one all-to-all per tensor; arguments as `_send_by_messages`."""
     group, _, _ = _group(group_name)
     goes, comes = sends.tolist(), receives.tolist()
     received = [x.new_empty((rows, *x.shape[1:])) for x in inputs]
@@ -348,9 +352,9 @@ def _exchange(inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, 
         dist.all_to_all_single(to[: sum(comes)], x[: sum(goes)].contiguous(), comes, goes, group, async_op=True)
         for to, x in zip(received, inputs, strict=True)
     ]
-    return _started(received, _Exchange(works, inputs, lambda: None))
+    return _started(received, _MessageWork(works, inputs, lambda: None))
 
 
-_KERNELS: dict[str, Callable[..., list[Tensor]]] = {"CPU": _send, "CUDA": _exchange}
+_KERNELS: dict[str, Callable[..., list[Tensor]]] = {"CPU": _send_by_messages, "CUDA": _send_by_all_to_all}
 for _key, _kernel in _KERNELS.items():
     _library.impl("send_rows_coalesced", _kernel, _key)
