@@ -194,7 +194,7 @@ def _compile(
         plan = Plan.of(entries) | plan
     plan = plan.on(abstract)
     check_axes(plan, abstract)
-    check_dynamic(dynamic or {}, module)
+    check_dynamic(dynamic or {}, module, plan.setting("microbatches"))
     build = Build(
         plan, abstract, _sizes(module), device, loss, options, groups if backend == "inductor" else None,
         DynamicDims(dynamic or {}), runs=groups is not None,

@@ -197,7 +197,7 @@ class Build:
         deferred: Deferred,
         holds: Callable[[Guards], bool],
     ) -> Program | None:
-        """Returns the program for inputs with dynamic sizes; None if no size is dynamic.
+        """Returns the program for inputs with dynamic sizes; None if no size is dynamic, or with microbatches.
 
         Args:
             template: returns the template; called if there is no program yet.
@@ -207,7 +207,7 @@ class Build:
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         inputs = list(zip(call.names, leaves, strict=True))
         dims, sizes = self.dynamic.of(inputs)
-        if not sizes:
+        if not sizes or self.plan.setting("microbatches") > 1:
             return None
 
         def at(wanted: Mapping[str, int]) -> tuple[PyTree, PyTree]:

@@ -183,7 +183,9 @@ class MicrobatchCut(StepCut):
     def _cut(self) -> dict[Phase, fx.GraphModule | None]:
         first, second = self._partitioned(self.parts.body)
         if second is None:
-            return {FORWARD: first, BACKWARD: None, LAST_BACKWARD: None, FIRST_FORWARD: None}
+            # No gradient varies over the microbatches: the batch is too small to be split.
+            last, start = self.parts.closing, opened(first, self.parts.gathers)
+            return {FIRST_FORWARD: start, FORWARD: first, BACKWARD: None, LAST_BACKWARD: last}
         second = marked_terms(second, self.parts.reduce)
         last = closed(second, self.parts.closing, self.parts.reduce)
         if self.bound.plan.setting("reduce_in") == "step":  # else the sums of shards, which end the step, cut buckets

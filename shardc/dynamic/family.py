@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from shardc import _compat
 from shardc.capture import Captured, SymbolicCapture
 from shardc.dynamic.generalize import Differs, Fit, conditions, generalize, points
-from shardc.errors import CaptureError, InputError, LayoutError, ShardcWarning
+from shardc.errors import CaptureError, InputError, LayoutError, PlanError, ShardcWarning
 from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, Phase
 from shardc.ir.guards import Guards
 from shardc.ir.layout import Layout
@@ -73,11 +73,19 @@ class DynamicDims:
         return dims, sizes
 
 
-def check_dynamic(dynamic: object, model: nn.Module) -> None:
-    """Raises InputError if ``dynamic`` is not a dict of dicts, or names an input that ``model`` does not take."""
+def check_dynamic(dynamic: object, model: nn.Module, microbatches: int = 1) -> None:
+    """Raises InputError if ``dynamic`` is not a dict of dicts, or names an input that ``model`` does not take; PlanError
+    if the plan has microbatches.
+    """
     fix = 'write dynamic={"tokens": {0: "b", 1: "t"}}: input -> dim -> a name for its size'
     if not isinstance(dynamic, Mapping) or not all(isinstance(dims, Mapping) for dims in dynamic.values()):
         raise InputError(f"dynamic={dynamic!r} is not a dict of dicts", fix=fix)
+    if dynamic and microbatches > 1:
+        raise PlanError(
+            "one program for all sizes has no microbatches",
+            plan_entry=f"microbatches({microbatches})",
+            fix="leave dynamic out: each size then gets a program of its own",
+        )
     parameters = inspect.signature(model.forward).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return

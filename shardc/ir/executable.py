@@ -235,6 +235,11 @@ class Half:
         return self.phase if isinstance(self.phase, str) and self.phase != LAST_BACKWARD else BACKWARD
 
     @property
+    def is_forward(self) -> bool:
+        """Return whether it runs the model, on the batch or on a microbatch, and is no loop before the forward."""
+        return self.phase in (FORWARD, FIRST_FORWARD, INFERENCE, FIRST_INFERENCE)
+
+    @property
     def graph(self) -> fx.Graph:
         return self.gm.graph
 
@@ -425,8 +430,8 @@ class Executable(ABC):
         forward = FORWARD if trains else INFERENCE
         for at in range(count):
             yield self.half(FIRST[forward] if at == 0 and self.gathers_once else forward), at
-            if trains:
-                yield self.half(LAST_BACKWARD if at == count - 1 else BACKWARD), at
+            if trains and (half := self.find(LAST_BACKWARD if at == count - 1 else BACKWARD)) is not None:
+                yield half, at
         if not trains:
             yield self.half(CLOSING), 0
 

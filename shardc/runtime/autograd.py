@@ -312,7 +312,14 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
     by_name = dict(zip((name for name, _ in program.inputs), inputs, strict=True))
 
     def loops(program: Executable) -> Loops:
-        return Loops(program, runner.using(program).run, given, by_name, lambda function, *values: function(*values))
+        running, forwards = runner.using(program), 0
+
+        def run(half: Half, feed: list[Any]) -> Sequence[Any]:
+            nonlocal forwards
+            forwards += half.is_forward
+            return running.run(half, feed, adds_tokens=forwards > 1)
+
+        return Loops(program, run, given, by_name, lambda function, *values: function(*values))
 
     def step() -> Microstep:
         return Microstep(program, loops, grad)

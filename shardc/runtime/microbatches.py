@@ -18,11 +18,11 @@ from torch import Tensor
 
 from shardc.errors import ShardcWarning
 from shardc.ir.executable import (
-    BACKWARD,
     GATHER,
     JOIN,
     KEPT,
     KNOWN,
+    LAST_BACKWARD,
     SUM,
     TERM,
     Executable,
@@ -181,7 +181,7 @@ class Microstep:
         self.program, self.loops, self.trains = program, loops, grad and program.trains
         self._grads: dict[str, Any] | None = None
         if self.trains and program.loss is not None:
-            takes = program.half(BACKWARD).takes
+            takes = program.half(LAST_BACKWARD).takes
             (like,) = {port.role.index: port.example for port in takes if port.role.kind == "tangent"}.values()
             one = everywhere(torch.ones(like.shape, dtype=like.dtype, device=like.device))
             results = loops(program).train({program.loss: one})

@@ -169,8 +169,12 @@ class Runner:
         with self.groups.consistency.compiles():
             return self.half(used)
 
-    def run(self, half: Half, inputs: list[object]) -> Sequence[Any]:
-        """Runs a forward or backward graph; empties ``inputs``. A failed collective raises CollectiveError."""
+    def run(self, half: Half, inputs: list[object], adds_tokens: bool = False) -> Sequence[Any]:
+        """Runs a forward or backward graph; empties ``inputs``. A failed collective raises CollectiveError.
+
+        Args:
+            adds_tokens: whether a forward adds to ``tokens``, in place of the counts of an earlier forward.
+        """
         compiled, consistency = self.compiled(half), self.groups.consistency
         running: Segment | None = None
         noted: Noted = []
@@ -192,9 +196,8 @@ class Runner:
             settle()
             if watches:
                 check(half, results, first, self.groups, self._without_pad)
-            if noted and half.phase != BACKWARD:
-                self.tokens.clear()
-                self.tokens.update(zip(experts_in(half.graph), noted, strict=False))
+            if noted and half.is_forward:
+                self._note(dict(zip(experts_in(half.graph), noted, strict=False)), adds_tokens)
             return results
         except InputError as error:
             where = experts_in(half.graph)[len(noted) - 1] if noted else half.name
@@ -204,6 +207,13 @@ class Runner:
             if failed is None:
                 raise
             raise consistency.behind() or failed from error
+
+    def _note(self, noted: dict[str, tuple[Tensor, str]], adds: bool) -> None:
+        """Fills ``tokens`` with the counts of a forward, plus the counts that are there if ``adds``."""
+        before = dict(self.tokens) if adds else {}
+        self.tokens.clear()
+        for name, (counts, over) in noted.items():
+            self.tokens[name] = (counts + before[name][0] if name in before else counts), over
 
     def _without_pad(self, name: str, grad: Tensor) -> Tensor:
         """Returns the gradient of the parameter ``name`` without the padding of its storage; others as they are."""

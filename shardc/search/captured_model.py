@@ -161,7 +161,7 @@ class CapturedModel:
         Raises:
             NotPeriodic: repeated blocks differ under the plan, other than the first and the last.
         """
-        request = self.source.request(mesh, plan, options)
+        request = self.source.request(mesh.timed(plan.setting("microbatches")), plan, options)
         graph = LazyGraphModule(self.captured.graph, ir.copied(self.captured.graph.graph))
         few, captured = few_of(request, self.repeats), replace(self.captured, graph=graph)
         with shortened(self.source.model, self.repeats), warnings.catch_warnings():

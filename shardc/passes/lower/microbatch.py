@@ -214,9 +214,13 @@ class Microbatch:
             graph.erase_node(last)
 
     def _normalize(self, graph: fx.Graph) -> None:
-        """Writes averages over time as sums, and reductions of what is the same in all microbatches without any."""
+        """Writes averages over time as sums, and reductions of what is the same in all microbatches without any.
+
+        Sums that do not depend on gradients of outputs are computed in float32 or wider.
+        """
         count, rewriter = self.mesh.microbatches, GraphRewriter(graph)
         varies: dict[fx.Node, bool] = {}
+        behind_tangent = _behind_tangent(graph)
         erased: set[fx.Node] = set()
         for node in list(graph.nodes):
             if node in erased:
@@ -232,6 +236,8 @@ class Microbatch:
                 mean = rewriter.after(wait, suffix="mean").call(aten.mul.Tensor, wait, 1 / count)
                 for user in users:
                     user.replace_input_with(wait, mean)
+            if op in ("sum", "avg") and varies[source] and not behind_tangent[node]:
+                self._widen(node, wait, rewriter)
             elif not varies[source] and op is not None:
                 at = rewriter.before(node, like=wait, suffix="times")
                 if op == "sum":
@@ -242,6 +248,21 @@ class Microbatch:
                 graph.erase_node(wait)
                 graph.erase_node(node)
                 erased.add(wait)
+
+    def _widen(self, node: fx.Node, wait: fx.Node, rewriter: GraphRewriter) -> None:
+        """Casts the operand of a sum to float32 if it is narrower, and the sum back: terms are many, and much alike."""
+        source, users = node.all_input_nodes[0], list(wait.users)
+        dtype = source.meta["val"].dtype
+        if dtype not in (torch.bfloat16, torch.float16):
+            return
+        wide = rewriter.before(node, like=wait, suffix="wide").call(CAST, source, dtype=torch.float32)
+        node.replace_input_with(source, wide)
+        for x in (node, wait):
+            x.meta["val"] = wide.meta["val"]
+            ir.update(x, value=ir.value(wide))
+        narrow = rewriter.after(wait, suffix="narrow").call(CAST, wait, dtype=dtype)
+        for user in users:
+            user.replace_input_with(wait, narrow)
 
     def _varies(self, node: fx.Node, varies: Mapping[fx.Node, bool]) -> bool:
         """Returns whether ``node`` has another value in each microbatch; ``varies`` says so of the nodes before it."""
@@ -284,12 +305,11 @@ class _Cut:
     def __init__(self, graph: fx.Graph, of: Microbatch) -> None:
         self.graph = graph
         self.varies: dict[fx.Node, bool] = {}
-        self.behind_tangent: dict[fx.Node, bool] = {}
+        self.behind_tangent = _behind_tangent(graph)
         reads_param: dict[fx.Node, bool] = {}
         for node in graph.nodes:
             kind = ir.role(node).kind if node.op == "placeholder" else ""
             self.varies[node] = of._varies(node, self.varies)
-            self.behind_tangent[node] = kind == "tangent" or any(self.behind_tangent[x] for x in node.all_input_nodes)
             reads_param[node] = kind == "param" or any(reads_param[x] for x in node.all_input_nodes)
         self.waits = [node for node in graph.nodes if node.target is WAIT and _in_time(node.args[0], of.mesh)]
         read: dict[fx.Node, bool] = {}  # whether something that varies reads it
@@ -492,6 +512,15 @@ def marked_terms(backward: fx.GraphModule, reduce: Iterable[str]) -> fx.GraphMod
     roles = output.meta[ir.ROLES]
     output.meta[ir.ROLES] = tuple(replace(role, kind=TERM) if role.name in names else role for role in roles)
     return backward
+
+
+def _behind_tangent(graph: fx.Graph) -> dict[fx.Node, bool]:
+    """Returns node -> whether it depends on the gradient of an output."""
+    behind: dict[fx.Node, bool] = {}
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and ir.role(node).kind == "tangent"
+        behind[node] = is_tangent or any(behind[x] for x in node.all_input_nodes)
+    return behind
 
 
 def _axes(node: fx.Node) -> tuple[str, ...]:
