@@ -5,6 +5,7 @@ r"""Train a language model: one file to copy. CUDA and NCCL where there are GPUs
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \
         --rdzv-endpoint FIRST_HOST:29500 examples/train.py --bf16         # on each of two nodes
     torchrun --nproc-per-node 8 examples/train.py --tp 4 --bf16           # FSDP over 2 times tensor parallelism over 4
+    torchrun --nproc-per-node 8 examples/train.py --rows 64 --microbatches 4 # the activations of 16 rows
     torchrun --nproc-per-node 8 examples/train.py --hf Qwen/Qwen3-0.6B --bf16
 
 It runs again from the last checkpoint of ``--checkpoint``, on any number of ranks. The text is the source of Python's
@@ -143,6 +144,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--tp", type=int, default=1, help="ranks of tensor parallelism; the others are FSDP's")
+    parser.add_argument("--microbatches", type=int, default=1, help="parts of each rank's batch, one after the other")
     parser.add_argument("--bf16", action="store_true", help="compute and gather in bfloat16, reduce in float32")
     parser.add_argument("--hf", help="a Hugging Face model to go on from: its name, or a folder")
     parser.add_argument("--checkpoint", type=Path, help="a folder to save to, and to go on from")
@@ -159,7 +161,7 @@ def main() -> None:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.hf))
         else:
             model = Decoder(args.dim, args.layers, args.length)
-    plan = shardc.fsdp("dp")
+    plan = shardc.fsdp("dp") | shardc.microbatches(args.microbatches)
     if args.tp > 1:
         plan |= shardc.Plan.from_hf(model) if args.hf else TP
     if args.bf16:

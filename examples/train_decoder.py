@@ -27,6 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plan", choices=PLANS, default="fsdp")
     parser.add_argument("--mesh", help="axis sizes, such as dp=2,tp=2 (default: what suits the plan)")
+    parser.add_argument("--microbatches", type=int, default=1, help="parts of each rank's batch, one after the other")
     parser.add_argument("--nproc", type=int, default=2, help="ranks to start where torchrun has not started any")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--steps", type=int, help="300, or 60 with --check")
@@ -47,7 +48,7 @@ def main() -> None:
 
     with torch.device("meta"):
         model = Llama(config)
-    plan = PLANS[args.plan]() | shardc.Plan(outputs="...")  # every rank gets the whole logits when it samples
+    plan = PLANS[args.plan]() | shardc.microbatches(args.microbatches) | shardc.Plan(outputs="...")  # whole, to sample
     module = shardc.compile(model, mesh, plan, loss=loss, backend=args.backend)
     torch.manual_seed(0)
     module.init_weights(None)
@@ -56,8 +57,7 @@ def main() -> None:
 
     run = Checkpoints(args.checkpoint, module, optimizer, kill_at=args.kill_at)
     losses, times = run.resume(), [time.perf_counter()]
-    bar = tqdm(range(len(losses), args.steps), desc="train", disable=dist.get_rank() != 0)
-    for step in bar:
+    for step in (bar := tqdm(range(len(losses), args.steps), desc="train", disable=dist.get_rank() != 0)):
         value = module(*module.shard_inputs(*batches(step)))
         value.backward()
         optimizer.step()

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shardc._compat import PyTree, pytree
 from shardc.errors import BackwardError, InputError
@@ -14,23 +15,68 @@ from shardc.runtime.module import ShardedModule
 from shardc.validate import Range, typed
 
 
+class TrainStep:
+    """A training step of a module, from `train_step`: a call takes the module's arguments and returns the loss.
+
+    Attributes:
+        norm: global norm of the gradients of the last update, before they were clipped: a scalar on the module's
+            device, the same on every rank. None without ``max_norm``, and before the first update.
+    """
+
+    def __init__(
+        self,
+        module: ShardedModule,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None,
+        scheduler: LRScheduler | None,
+    ) -> None:
+        self.norm: Tensor | None = None
+        self._module, self._optimizer, self._max_norm, self._scheduler = module, optimizer, max_norm, scheduler
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> Tensor:
+        """Runs one training step and returns the detached loss."""
+        with self._module.shardc.tells():
+            return self._step(*args, **kwargs)
+
+    def _step(self, *args: PyTree, **kwargs: PyTree) -> Tensor:
+        with torch.enable_grad():
+            loss = self._module(*args, **kwargs)
+        _check_loss(loss, "the module")
+        loss.backward()
+        if not self._module.shardc.params.sync.unreduced():
+            if self._max_norm is not None:
+                self.norm = self._module.shardc.clip_grad_norm_(self._max_norm)
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+            if self._scheduler is not None:
+                self._scheduler.step()
+        return loss.detach()
+
+
 @typed()
 def train_step(
-    module: nn.Module, optimizer: torch.optim.Optimizer, *, max_norm: Annotated[float, Range(0)] | None = None
-) -> Callable[..., Tensor]:
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    max_norm: Annotated[float, Range(0)] | None = None,
+    scheduler: LRScheduler | None = None,
+) -> TrainStep:
     """Returns a function that takes the arguments of ``module``, runs one training step and returns the detached loss.
 
-    It runs forward and backward, clips, updates, and frees the gradients. With `shardc.optim.wrap` the update is one
-    fused call on this rank's shards. Under ``module.no_sync()`` (or ``set_requires_grad_sync(False)``) a call only
-    accumulates gradients for the next step.
+    It runs forward and backward, clips, updates, frees the gradients, and sets the next learning rate. With
+    `shardc.optim.wrap` the update is one fused call on this rank's shards. Under ``module.no_sync()`` (or
+    ``set_requires_grad_sync(False)``) a call only accumulates gradients for the next step.
 
     Args:
         module: from `shardc.compile`, with a ``loss``, or of a model that returns its loss.
         optimizer: of the module's parameters: torch's own, or from `shardc.optim.wrap`.
-        max_norm: global norm to clip the gradients to before the update.
+        max_norm: global norm to clip the gradients to before the update; the function's ``norm`` is then that of the
+            last update. ``math.inf`` clips nothing.
+        scheduler: sets the learning rates of ``optimizer``; it steps after each update.
 
     Raises:
-        InputError: ``module`` or ``optimizer`` is something else; when the function runs, the loss is no scalar.
+        InputError: ``module``, ``optimizer`` or ``scheduler`` is something else, or the scheduler is of another
+            optimizer or needs a metric; when the function runs, the loss is no scalar.
     """
     sharded = _sharded(module)
     mine = {id(param) for param in module.parameters()}
@@ -41,24 +87,14 @@ def train_step(
                     f"the optimizer has a parameter of shape {list(param.shape)} that is none of the module's",
                     fix="make the optimizer of the compiled module's parameters: module.parameters()",
                 )
-
-    def step(*args: PyTree, **kwargs: PyTree) -> Tensor:
-        with sharded.shardc.tells():
-            return unshared_step(*args, **kwargs)
-
-    def unshared_step(*args: PyTree, **kwargs: PyTree) -> Tensor:
-        with torch.enable_grad():
-            loss = module(*args, **kwargs)
-        _check_loss(loss, "the module")
-        loss.backward()
-        if not sharded.shardc.params.sync.unreduced():
-            if max_norm is not None:
-                sharded.shardc.clip_grad_norm_(max_norm)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise InputError(
+            "ReduceLROnPlateau steps on a metric, which a training step does not have",
+            fix="leave scheduler out, and call scheduler.step(metric) in the loop",
+        )
+    if scheduler is not None and scheduler.optimizer is not optimizer:
+        raise InputError("the scheduler is of another optimizer", fix="make the scheduler of the optimizer passed here")
+    return TrainStep(sharded, optimizer, max_norm, scheduler)
 
 
 @typed()

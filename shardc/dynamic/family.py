@@ -74,8 +74,8 @@ class DynamicDims:
 
 
 def check_dynamic(dynamic: object, model: nn.Module, microbatches: int = 1) -> None:
-    """Raises InputError if ``dynamic`` is not a dict of dicts, or names an input that ``model`` does not take; PlanError
-    if the plan has microbatches.
+    """Raises InputError if ``dynamic`` is not a dict of dicts, or names an input that ``model`` does not take;
+    PlanError if the plan has microbatches.
     """
     fix = 'write dynamic={"tokens": {0: "b", 1: "t"}}: input -> dim -> a name for its size'
     if not isinstance(dynamic, Mapping) or not all(isinstance(dims, Mapping) for dims in dynamic.values()):

@@ -15,6 +15,7 @@ from shardc.custom_ops import expert_ops
 from shardc.custom_ops.expert_functions import body_of
 from shardc.ir.comm import SEND_ROWS, WAIT
 from shardc.ir.layout import strides
+from shardc.ir.mesh import split_part
 from shardc.rules.notation import WHOLE, Loops
 from shardc.rules.positions import coordinate
 from shardc.rules.rule import CONTIGUOUS, Call, Emitted, Local, Rule, table
@@ -148,7 +149,8 @@ def _rows(local: Local) -> _Rows:
     x, index, weight = (local.operand(name) for name in ("x", "index", "weight"))
     sent = _sent(local)
     mesh = local.operands[0].mesh
-    split = sorted(local.operand_layout("index").dim_axes(0), key=mesh.order)
+    on_ranks = (axis for axis in local.operand_layout("index").dim_axes(0) if split_part(axis)[0] != mesh.time)
+    split = sorted(on_ranks, key=mesh.order)
     over = local.builder.group(tuple(split))[1] if split else ""
     first = local.call.position("params") or 0
     dims = sum(len(operand.shape) for operand in local.call.operands[:first])

@@ -54,6 +54,12 @@ def test_tensor_parallelism_in_bfloat16_profiled(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_microbatches() -> None:
+    whole, parts = (last_loss(train(2, *SMALL, "--microbatches", count)) for count in ("1", "2"))
+    assert parts == pytest.approx(whole, abs=2e-3)
+
+
+@pytest.mark.slow
 def test_a_hugging_face_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}

@@ -49,6 +49,12 @@ def test_two_axes_on_four_ranks_equal_one_device(plan: str, mesh: str) -> None:
 
 
 @pytest.mark.slow
+def test_microbatches_equal_one_device() -> None:
+    output = train("--plan", "fsdp", "--microbatches", "4", "--nproc", "2", *EXACT)
+    assert_equals_one_device(output, steps=5, tolerance=1e-9)
+
+
+@pytest.mark.slow
 def test_inductor_equals_one_device_and_samples() -> None:
     output = train("--plan", "fsdp", "--nproc", "2", "--steps", "5", "--check")
     assert_equals_one_device(output, steps=5, tolerance=1e-4)
