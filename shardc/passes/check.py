@@ -25,7 +25,7 @@ from shardc.passes.schedule.prefetch import prefetchable
 from shardc.passes.schedule.schedule import Schedule
 from shardc.rules import spec_of
 from shardc.rules.spec import Spec, from_results, infer
-from shardc.verify import HALF, MOVING, SPECS, broken, check_all, halves, verify
+from shardc.verify import HALF, INVARIANTS, MOVING, SPECS, broken, check_all, halves, verify
 from shardc.verify.identity import Program, changed, fingerprints, of_outputs, program, reimplemented, same
 from shardc.verify.local_graph import Collective, collectives
 from shardc.verify.subject import Broken, Check, State, Subject, no_rules, reporting
@@ -155,8 +155,8 @@ def _check(subject: Subject, stage: str, checks: Iterable[Check], of_user: bool)
         except VerifyError as error:
             if not of_user:
                 raise
-            text = (invariant.__doc__ or "").partition(" that ")[2].partition("\n")[0].partition(";")[0].rstrip(".")
-            fix = f"mend the pass {stage!r}: what runs after it requires that {text or 'its ops are legal'}"
+            requirement = _INVARIANTS.get(invariant, "its ops are legal")
+            fix = f"mend the pass {stage!r}: what runs after it requires that {requirement}"
             raise VerifyError(
                 error.what, plan_entry=error.plan_entry, source=error.source, program=error.program, fix=fix
             ) from None
@@ -190,7 +190,7 @@ def _disagreement(spec: Spec, operands: tuple[Layout, ...], results: tuple[Layou
     if len(operands) != len(spec.operands):
         return f"the rule has {len(spec.operands)} operands, the op has {len(operands)}"
     if not operands:
-        strategy = from_results(spec, results[0].mesh, 0, results[0])
+        strategy = from_results(spec, results[0])
         return None if strategy is not None and strategy.results == results else f"the op cannot make {_shown(results)}"
     inferred = infer(spec, operands, results)
     if isinstance(inferred, str):
@@ -234,6 +234,9 @@ def check_waits(subject: Subject) -> Broken:
                 wait,
                 f"it is waited for in front of {grammar.name_text(ir.info(blocking).name)}, which does not need it",
             )
+
+
+_INVARIANTS = {**INVARIANTS, check_waits: "no op computes between a wait and its first use"}
 
 
 def _computes(node: fx.Node) -> bool:

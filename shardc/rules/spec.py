@@ -281,14 +281,14 @@ def results_of(
     return tuple(out)
 
 
-def from_results(spec: Spec, mesh: Mesh, index: int, layout: Layout) -> Strategy | None:
-    """Return the strategy that computes result ``index`` at ``layout`` and leaves no result partial; None if there is
-    none.
+def from_results(spec: Spec, layout: Layout) -> Strategy | None:
+    """Return the strategy that computes the first result at ``layout`` and leaves no result partial; None if there
+    is none.
     """
-    assignment = project(spec, spec.results[index], layout.without_partial())
+    mesh, assignment = layout.mesh, project(spec, spec.results[0], layout.without_partial())
     operands = tuple(Layout(mesh, place(spec, dims, assignment)) for dims in spec.operands)
     results = results_of(spec, mesh, assignment)
-    if results[index] != layout or any(r.partial for r in results):
+    if results[0] != layout or any(r.partial for r in results):
         return None
     if spec.routed is not None and not meets_requirements(spec, assignment, mesh.axes):
         return None

@@ -49,6 +49,27 @@ SPECS: dict[str, tuple[Check, ...]] = {
     "decompose": LOCAL,
     "partition": LOCAL,
 }
+# What each check requires of a graph, for errors; without an entry, that its ops are legal.
+INVARIANTS: dict[Check, str] = {
+    structure.records: "every node has a record (`Info`)",
+    structure.order: "placeholders come first, operands before their users, and the output last",
+    structure.types: "records agree with the fake values that capture or a pass left on nodes",
+    structure.results: "each ``getitem`` has the type of the result that it selects, and that this result exists",
+    layouts.pins: "placeholders have a usable layout",
+    layouts.present: "every tensor has a layout",
+    layouts.shapes: "layouts are on the mesh of the graph and have the global shapes of their values",
+    layouts.decisions: "the layouts that an op needs of its operands give those of its results",
+    layouts.agreement: "the layouts of an op's operands give those of its results",
+    layouts.moves: "data-movement ops keep the value and change only what their kind allows",
+    layouts.results: "outputs have the layout that the caller expects",
+    local_graph.types: "shapes are local",
+    local_graph.host_memory: "only moves between host and device access host memory",
+    local_graph.groups: "every collective is over a process group of the mesh",
+    local_graph.waits: "every collective, and every move between host and device, is waited for",
+    halves.read: "every result of a collective has a path of uses to an output",
+    halves.once: "no two collectives have the same kind, operand, group and reduction",
+    halves.slots: "results that are live at the same time share no memory of the arena",
+}
 # Passes that only move data: they change no computed value.
 MOVING = ("seed", "propagate", "reshard", "simplify", "collectives", "keep_part")
 
@@ -80,11 +101,6 @@ def check_all(subject: Subject, stage: str, checks: Iterable[Check]) -> None:
             raise broken(subject, stage, node, reason)
 
 
-def verify_half(gm: fx.GraphModule, mesh: Mesh, stage: str) -> None:
-    """Check a forward, backward or inference graph after ``stage``; raises VerifyError as `verify` does."""
-    check(gm, mesh, stage, HALF)
-
-
 def verify_halves(
     forward: fx.GraphModule, backward: fx.GraphModule | None, mesh: Mesh, joint: fx.Graph | None = None
 ) -> None:
@@ -92,9 +108,9 @@ def verify_halves(
 
     Backward may not repeat a collective whose result forward saves. Raises VerifyError, as `verify` does.
     """
-    verify_half(forward, mesh, "partition")
+    check(forward, mesh, "partition", HALF)
     if backward is not None:
-        verify_half(backward, mesh, "partition")
+        check(backward, mesh, "partition", HALF)
         for node, reason in halves.rerun(forward, backward):
             raise broken(Subject(backward, mesh, no_rules), "partition", node, reason)
         if joint is not None and (lost := halves.cut(joint, forward.graph, backward.graph)) is not None:

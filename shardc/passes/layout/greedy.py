@@ -137,7 +137,7 @@ class _Sweep:
         if layout in self.demanded.get(node, ()):
             return
         self.demanded[node] = self.demanded.get(node, frozenset()) | {layout}
-        if (spec := move_of(node)) is not None and (back := from_results(spec, self.mesh, 0, layout)) is not None:
+        if (spec := move_of(node)) is not None and (back := from_results(spec, layout)) is not None:
             self._demand(node.args[0], back.operands[0])
 
     def _reachable(self, node: fx.Node) -> frozenset[Layout]:
@@ -246,7 +246,7 @@ class _Sweep:
             spec, work = spec_of(call), Work.of(call)
             if target is None or spec is None:
                 continue
-            sliced = from_results(spec, self.mesh, 0, target)
+            sliced = from_results(spec, target)
             if sliced is None:
                 continue
             operands, itemsize = operands_of(node), ir.value(node).itemsize
@@ -366,6 +366,6 @@ def _grad_targets(graph: fx.Graph, mesh: Mesh, compute: Mapping[str, Layout]) ->
             if spec is None or not (any(positions <= s for s in spec.linear) or carries(spec, "sum", positions)):
                 continue
             target = out[user]
-            back = None if target is None else from_results(spec, mesh, 0, target)
+            back = None if target is None else from_results(spec, target)
             out[node] = None if back is None else back.operands[min(positions)]
     return out

@@ -110,7 +110,7 @@ def _root(node: fx.Node) -> tuple[fx.Node, Layout, list[fx.Node]]:
     source, layout = node.args[0], ir.layout(node)
     moves: list[fx.Node] = []
     while (spec := move_of(source)) is not None:
-        back = from_results(spec, layout.mesh, 0, layout)
+        back = from_results(spec, layout)
         if back is None:
             break
         moves.insert(0, source)
@@ -124,7 +124,7 @@ def _wanted_through(node: fx.Node, moves: list[fx.Node], move: fx.Node) -> Layou
     for later in reversed(moves[moves.index(move) + 1 :]):
         spec = move_of(later)
         assert spec is not None
-        back = from_results(spec, layout.mesh, 0, layout)
+        back = from_results(spec, layout)
         assert back is not None
         layout = back.operands[0]
     return layout
