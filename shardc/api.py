@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardc._compat import PyTree
 from shardc.build import Build
 from shardc.capture import as_module, input_names, register_caches, target_names
-from shardc.checks import check_arguments, check_in_place
+from shardc.checks import Arguments
 from shardc.cost.hardware import Hardware
 from shardc.dynamic import DynamicDims, check_dynamic
-from shardc.errors import CaptureError, PrecompiledError, ShardcWarning
+from shardc.errors import CaptureError, ShardcWarning
 from shardc.integrations import classes_for
 from shardc.ir.clone import clone_tree, replace_tensors, subclass
 from shardc.ir.executable import Compiled, replicated
@@ -123,7 +122,7 @@ def compile(
     >>> print(module.lower(torch.empty(4, 8)).text("collectives").splitlines()[0])
     mesh dp=2
     """
-    return _compile(model, mesh, plan, loss, backend, options, precompiled, dynamic, init_sync, in_place=False)
+    return _compile(Arguments(model, mesh, plan, loss, backend, options, precompiled, dynamic, init_sync))
 
 
 @_shares_errors
@@ -150,35 +149,18 @@ def shard(
     Raises:
         InputError: ``model`` is a function, or has gradients or wrapper subclass tensors; others as for `compile`.
     """
-    return cast(M, _compile(model, mesh, plan, loss, backend, options, precompiled, dynamic, init_sync, in_place=True))
+    arguments = Arguments(model, mesh, plan, loss, backend, options, precompiled, dynamic, init_sync)
+    return cast(M, _compile(arguments, in_place=True))
 
 
-def _compile(
-    model: nn.Module | Callable[..., PyTree],
-    mesh: DeviceMesh | Mesh,
-    plan: Plan | Auto | None,
-    loss: Callable[..., PyTree] | None,
-    backend: str,
-    options: Options | None,
-    precompiled: str | Path | Precompiled | Sequence[str | Path | Precompiled],
-    dynamic: Mapping[str, Mapping[int, str]] | None,
-    init_sync: bool,
-    in_place: bool,
-) -> Any:
+def _compile(arguments: Arguments, in_place: bool = False) -> Any:
     """Implements `compile` and, with ``in_place``, `shard`."""
-    plan = fsdp() if plan is None else plan
-    check_arguments(model, plan, backend, options, loss, precompiled, init_sync)
-    if in_place:
-        check_in_place(model)
-    options = _options_for(mesh, options or Options())
+    arguments.check(in_place)
+    model, mesh, loss, dynamic = arguments.model, arguments.mesh, arguments.loss, arguments.dynamic or {}
+    options = _options_for(mesh, arguments.options or Options())
     register_caches()
     original = model if isinstance(model, nn.Module) else as_module(model)
     module = flattened(original)
-    if module is not original and precompiled not in ((), []):
-        raise PrecompiledError(
-            f"{type(original).__name__} has tensors of wrapper subclasses, whose ops may be code that no key names",
-            fix="compile without precompiled=",
-        )
     abstract, device = Mesh.of(mesh), _device(module, mesh)
     groups = Groups.of(mesh) if isinstance(mesh, DeviceMesh) else None
     entries = dtensor_entries(module, mesh)
@@ -186,7 +168,7 @@ def _compile(
     drop_style_hooks(template)
 
     # The plan: given, or found by a search; then its layouts of each parameter and input.
-    search_result = None
+    plan, search_result = fsdp() if arguments.plan is None else arguments.plan, None
     if isinstance(plan, Auto):
         search_result = search_once(Plan.of(entries) | plan, template, mesh, loss, device, options, groups)
         plan = search_result.plan
@@ -194,25 +176,27 @@ def _compile(
         plan = Plan.of(entries) | plan
     plan = plan.on(abstract)
     check_axes(plan, abstract)
-    check_dynamic(dynamic or {}, module, plan.setting("microbatches"))
+    check_dynamic(dynamic, module, plan.setting("microbatches"))
+    compiles = groups is not None and arguments.backend == "inductor"
     build = Build(
-        plan, abstract, _sizes(module), device, loss, options, groups if backend == "inductor" else None,
-        DynamicDims(dynamic or {}), runs=groups is not None,
+        plan, abstract, _sizes(module), device, loss, options, groups if compiles else None, DynamicDims(dynamic),
+        runs=groups is not None,
         warns=search_result is None,  # a search knows of repeated work, and warns of an axis that it leaves unused
         kinds=(InspectedProgram, InspectedSizedProgram),
     )  # fmt: skip
     check_kept(entries, build.params)
     resolve_activations(plan, [name for name, _ in module.named_modules()])
-    if groups is not None and backend == "inductor" and device.type == "cpu":
+    if compiles and device.type == "cpu":
         begin_check()
-    spec = _spec(build, mesh, groups, template, partial(lower, backend=backend, by=options.compile_regions))
-    for program in (saved := _loaded(precompiled)):
+    spec = _spec(build, mesh, groups, template, partial(lower, backend=arguments.backend, by=options.compile_regions))
+    for program in (saved := _loaded(arguments.precompiled)):
         program.check(abstract, plan, template, loss, device)
 
     # The module: the model's class and code, with its parameters in storage layout.
     sources: Sources = {}
     before = dict(original.named_parameters())
-    sharded = (replace_tensors if in_place else clone_tree)(module, partial(_to_storage, spec, sources, init_sync))
+    copy = replace_tensors if in_place else clone_tree
+    sharded = copy(module, partial(_to_storage, spec, sources, arguments.init_sync))
     drop_style_hooks(sharded)
     for name, param in sharded.named_parameters():
         if (grad_dtype := plan.precision.of_param(name).grads) is not None:

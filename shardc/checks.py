@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from shardc._compat import pytree
-from shardc.errors import InputError
+from shardc.errors import InputError, PrecompiledError
 from shardc.ir.code import calling_line
 from shardc.ir.inner import flattened
 from shardc.ir.kinds import why_refused
+from shardc.ir.mesh import Mesh
 from shardc.lower import BACKENDS
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
@@ -27,10 +30,48 @@ from shardc.search.request import Auto
 from shardc.validate import checked
 
 
-def check_arguments(
-    model: object, plan: object, backend: object, options: object, loss: object, precompiled: object, init_sync: object
-) -> None:
-    """Raises InputError if an argument of `compile` is of the wrong kind."""
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of `shardc.compile` and `shardc.shard`."""
+
+    model: nn.Module | Callable[..., Any]
+    mesh: DeviceMesh | Mesh
+    plan: Plan | Auto | None
+    loss: Callable[..., Any] | None
+    backend: str
+    options: Options | None
+    precompiled: str | Path | Precompiled | Sequence[str | Path | Precompiled]
+    dynamic: Mapping[str, Mapping[int, str]] | None
+    init_sync: bool
+
+    def check(self, in_place: bool) -> None:
+        """Raises InputError if an argument is of the wrong kind, or the model cannot be sharded ``in_place``.
+
+        Raises PrecompiledError if saved programs are given and the model has tensors of wrapper subclasses.
+        """
+        _check_model(self.model, self.loss)
+        if not isinstance(self.plan, Plan | Auto | None):
+            fix = 'pass shardc.fsdp("dp"), shardc.Plan(...), or several with |'
+            raise InputError(f"{self.plan!r} is not a plan", fix=fix)
+        checked(self.backend, Literal[BACKENDS], "backend")
+        checked(self.options, Options | None, "options", fix="pass shardc.Options(...)")
+        checked(self.loss, Callable[..., Any] | None, "loss", fix="pass a function of the output and the targets")
+        checked(self.init_sync, bool, "init_sync")
+        kinds = str | Path | Precompiled | tuple[str | Path | Precompiled, ...]
+        fix = "pass the folder of a saved program, or what shardc.load returned"
+        checked(self.precompiled, kinds, "precompiled", fix=fix)
+        if in_place:
+            _check_in_place(self.model)
+        if self.precompiled not in ((), []) and isinstance(self.model, nn.Module) and _has_inner_tensors(self.model):
+            name = type(self.model).__name__
+            raise PrecompiledError(
+                f"{name} has tensors of wrapper subclasses, whose ops may be code that no key names",
+                fix="compile without precompiled=",
+            )
+
+
+def _check_model(model: object, loss: object) -> None:
+    """Raises InputError if ``model`` is not a model that can be compiled, or either is a class."""
     if not callable(model):
         raise InputError(f"{model!r} is not a model", fix="pass an nn.Module or a function of tensors")
     for what, value in (("model", model), ("loss", loss)):
@@ -51,28 +92,25 @@ def check_arguments(
     if isinstance(model, nn.Module):
         _check_wrappers(model)
         _check_tensors(model)
-    if not isinstance(plan, Plan | Auto):
-        raise InputError(f"{plan!r} is not a plan", fix='pass shardc.fsdp("dp"), shardc.Plan(...), or several with |')
-    checked(backend, Literal[BACKENDS], "backend")
-    checked(options, Options | None, "options", fix="pass shardc.Options(...)")
-    checked(loss, Callable[..., Any] | None, "loss", fix="pass a function of the output and the targets")
-    kinds = str | Path | Precompiled | tuple[str | Path | Precompiled, ...]
-    checked(init_sync, bool, "init_sync")
-    checked(precompiled, kinds, "precompiled", fix="pass the folder of a saved program, or what shardc.load returned")
 
 
-def check_in_place(model: object) -> None:
+def _check_in_place(model: object) -> None:
     """Raises InputError if ``model`` cannot be sharded in place."""
     instead = "use module = shardc.compile(...)"
     if not isinstance(model, nn.Module):
         raise InputError(f"{model!r} is a function, which has nothing to shard", fix=instead)
-    if flattened(model) is not model:
+    if _has_inner_tensors(model):
         raise InputError(f"{type(model).__name__} has tensors of wrapper subclasses, which stay in it", fix=instead)
     for name, param in model.named_parameters():
         if param.grad is not None:
             raise InputError(
                 f"parameter {name!r} has a gradient, which its shards would not have", fix="call model.zero_grad()"
             )
+
+
+def _has_inner_tensors(model: nn.Module) -> bool:
+    """Return whether ``model`` has tensors of wrapper subclasses, which are compiled as their inner tensors."""
+    return flattened(model) is not model
 
 
 def _has_own(model: nn.Module, name: str) -> bool:
