@@ -82,10 +82,9 @@ def closes(backward: fx.Graph, closing: fx.Graph, last: fx.Graph, reduce: Mappin
         role = ir.role(node)
         of_others = digest("placeholder", role.kind, role.name, role.index)
         mine: list[object] = [prints[x] for of, x in ir.outputs(backward) if of.kind == TERM and of.name == role.name]
-        joins = reduce[role.name] != GATHER
-        added: tuple[object, ...] = (
-            (JOIN[reduce[role.name]], [of_others, *mine], []) if joins else (_CAT, [[of_others, *mine]], [])
-        )
+        is_gather = reduce[role.name] == GATHER
+        terms: list[object] = [of_others, *mine]
+        added = (_CAT, [terms], []) if is_gather else (JOIN[reduce[role.name]], terms, [])
         sums[SUM, role.name] = digest(*added) if mine else of_others
     own = {key: value for key, value in of_outputs(backward, prints).items() if key[0] != TERM}
     expected = of_outputs(closing, fingerprints(closing, given=sums)) | own

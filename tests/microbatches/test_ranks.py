@@ -180,7 +180,7 @@ def inputs_and_outputs() -> None:
     """DTensors as inputs and outputs, and an input that requires a gradient: parts are padded, and joined again."""
     model, module, x = both(shardc.fsdp("dp") | shardc.Plan(dtensor_outputs=True))
     mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
-    for given in (x[mine], distribute_tensor(x, module.shardc.mesh, [Replicate()])):
+    for given in (x[mine], distribute_tensor(x, module.shardc.spec.device_mesh, [Replicate()])):
         out = module(given)
         agrees(module, model, (out * out).sum(), model(x).square().sum())
     wanted, local = x.clone().requires_grad_(), x[mine].clone().requires_grad_()
