@@ -370,7 +370,9 @@ def _subsets(items: list[int]) -> Iterator[tuple[int, ...]]:
 
 
 LOCAL = ("shard", "to_partial")  # kinds of step without communication
-NEVER = 1e6  # seconds of a step that would exchange values between microbatches, other than by adding them up
+# Seconds of steps over the axis of time, which must not be chosen for speed: a slice, which an op needs only beside a
+# value of one microbatch; and a step that exchanges values between microbatches other than by adding them up.
+IN_TIME, NEVER = 1e3, 1e6
 
 
 @dataclass(frozen=True)
@@ -466,9 +468,10 @@ def step_seconds(
         itemsize: bytes per element.
         cost: the cost model.
     """
+    in_time = bool(mesh.time) and any(mesh.overlap(axis, mesh.time) for axis in axes)
     if kind in LOCAL:
-        return cost.copy_seconds(2 * after * itemsize)
-    if mesh.time and any(mesh.overlap(axis, mesh.time) for axis in axes):
+        return cost.copy_seconds(2 * after * itemsize) + IN_TIME * in_time
+    if in_time:
         if kind == "all_reduce" and axes == (mesh.time,):
             return 0.0
         return NEVER if kind == "all_gather" and axes == (mesh.time,) else 2 * NEVER

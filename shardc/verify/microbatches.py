@@ -84,7 +84,7 @@ def closes(backward: fx.Graph, closing: fx.Graph, last: fx.Graph, reduce: Mappin
         mine: list[object] = [prints[x] for of, x in ir.outputs(backward) if of.kind == TERM and of.name == role.name]
         is_gather = reduce[role.name] == GATHER
         terms: list[object] = [of_others, *mine]
-        added = (_CAT, [terms], []) if is_gather else (JOIN[reduce[role.name]], terms, [])
+        added: tuple[object, ...] = (_CAT, [terms], []) if is_gather else (JOIN[reduce[role.name]], terms, [])
         sums[SUM, role.name] = digest(*added) if mine else of_others
     own = {key: value for key, value in of_outputs(backward, prints).items() if key[0] != TERM}
     expected = of_outputs(closing, fingerprints(closing, given=sums)) | own

@@ -121,6 +121,25 @@ class Clip(nn.Module):
         return (F.cross_entropy(logits, target) + F.cross_entropy(logits.t(), target)) / 2
 
 
+class Orthogonal(nn.Module):
+    """A loss with products of a weight with itself, which no microbatch should compute a part of."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, width), nn.Linear(width, 32)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        weight = self.first.weight
+        product = weight @ weight.t()
+        away = (product @ product - torch.eye(len(weight), device=weight.device)).square().sum()
+        return F.mse_loss(self.second(torch.relu(self.first(x))), target) + 0.01 * away
+
+
+def orthogonal() -> Case:
+    torch.manual_seed(0)
+    return Case(Orthogonal(), (torch.randn(ROWS, 32), torch.randn(ROWS, 32)))
+
+
 def regularised() -> Case:
     torch.manual_seed(0)
     return Case(Regularised(), (torch.randn(ROWS, 8), torch.randn(ROWS, 4)))
@@ -158,6 +177,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "factor of all": lambda: decoder(perplexity),
     "normalised by the model": lambda: decoder(normalised),
     "weight decay": regularised,
+    "orthogonal": orthogonal,
     "tied": tied,
     "images": images,
     "contrastive": contrastive,

@@ -19,9 +19,12 @@ def _float64() -> None:
     torch.set_default_dtype(torch.float32)
 
 
-def agrees(case: Case, mesh: shardc.Mesh, plan: shardc.Plan, steps: int = 1, within: float = 1e-9) -> None:
+def agrees(
+    case: Case, mesh: shardc.Mesh, plan: shardc.Plan, steps: int = 1, within: float = 1e-9, **options: object
+) -> None:
     """Trains ``case`` on the simulated ranks of ``mesh`` and on one device, and compares losses and gradients."""
-    module = shardc.compile(case.model, mesh, plan, loss=case.loss, backend="eager")
+    options = shardc.Options(**options)
+    module = shardc.compile(case.model, mesh, plan, loss=case.loss, backend="eager", options=options)
     sim = shardc.Simulation(module)
     step = sim.optimizers(lambda params: torch.optim.AdamW(params, lr=1e-2))
     reference = torch.optim.AdamW(case.model.parameters(), lr=1e-2)
@@ -80,6 +83,12 @@ PLANS = {
 def test_plans(name: str) -> None:
     mesh, plan = PLANS[name]
     agrees(CASES["masked"](), mesh, plan | shardc.microbatches(4))
+
+
+@pytest.mark.parametrize("name", ["orthogonal", "masked"])
+def test_the_exact_solver(name: str) -> None:
+    """It uses the axis of time for the batch alone."""
+    agrees(CASES[name](), DP, shardc.fsdp("dp") | shardc.microbatches(4), layout_solver="exact")
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])

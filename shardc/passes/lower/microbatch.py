@@ -146,9 +146,9 @@ class Microbatch:
         graphs = [loop.each.graph for loop in openings if loop.each is not None]
         work, forward = sum(map(cut.layer_flops, graphs)), cut.layer_flops(cut.graph, forward=True)
         if work > forward:
-            second = next(wait for wait in cut.opening if cut.level[wait] > 1)
+            first = next((wait for wait in cut.opening if cut.level[wait] > 1), cut.opening[0])
             raise self._refused(
-                second,
+                first,
                 f"{cut.levels} values of all microbatches are needed, one after the other, before the step can go on; "
                 f"to compute them first would take as long as {work / forward:.1f} forwards",
             )
@@ -299,7 +299,6 @@ class _Cut:
         runs_model, reads_gradients: whether a loop before the body reads parameters, or gradients of outputs.
         level: result of a reduction -> number of loops up to and including its own.
         behind_tangent: node -> whether it depends on the gradient of an output.
-        runs_model: whether a loop before the body reads parameters.
     """
 
     def __init__(self, graph: fx.Graph, of: Microbatch) -> None:
