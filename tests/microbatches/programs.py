@@ -84,7 +84,7 @@ def masked(target: Tensor) -> Tensor:
 
 def decoder(loss: Callable[..., Tensor], *, masks: bool = False, rows: int = ROWS, **config: Any) -> Case:
     torch.manual_seed(0)
-    model, _ = llama.build(llama.LlamaConfig(**config), "cpu")
+    model, _ = llama.build(llama.LlamaConfig(**{"layers": 1} | config), "cpu")
     tokens, target = llama.batch(llama.LlamaConfig(), size=rows)
     extra = (torch.rand(rows, tokens.shape[1]),) if loss is token_weights else ()
     return Case(model, (tokens, masked(target) if masks else target, *extra), loss)

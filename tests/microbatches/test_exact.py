@@ -85,6 +85,16 @@ def test_plans(name: str) -> None:
     agrees(CASES["masked"](), mesh, plan | shardc.microbatches(4))
 
 
+@pytest.mark.parametrize("level", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_alike_blocks_are_folded(level: int) -> None:
+    case = decoder(llama.loss, masks=True, layers=7, dim=32, hidden=32)
+    plan = shardc.fsdp("dp", level=level) | shardc.microbatches(2)
+    agrees(case, DP, plan, fold=True)
+    options = shardc.Options(fold=True)
+    program = shardc.compile(case.model, DP, plan, loss=case.loss, options=options).lower(*case.args)
+    assert program.folded is not None
+
+
 @pytest.mark.parametrize("name", ["orthogonal", "masked"])
 def test_the_exact_solver(name: str) -> None:
     """It uses the axis of time for the batch alone."""
