@@ -18,7 +18,7 @@ from shardc.cost.compute import wasted
 from shardc.dynamic import Differs, DynamicDims, Families, Family, SizedProgram
 from shardc.errors import CaptureError, ShardcWarning
 from shardc.fold import build_folded
-from shardc.ir.executable import INFERENCE, NOTHING, Deferred, Executable
+from shardc.ir.executable import NOTHING, Deferred, Executable
 from shardc.ir.guards import Guards
 from shardc.ir.inner import InnerTensors
 from shardc.ir.layout import Layout
@@ -161,8 +161,6 @@ class Build:
             store: Store | str = (
                 "the store is off, by Options(program_cache=False), SHARDC_STORE=0 or Inductor's settings"
             )
-        elif self.plan.setting("microbatches") > 1:
-            store = "programs with microbatches are not stored"
         elif any(isinstance(module, InnerTensors) for module in template.modules()):
             store = "the model has tensors of wrapper subclasses, whose code for ops may be where no start can look"
         else:
@@ -292,7 +290,7 @@ class Build:
         if self.groups is None:
             return None
         saved, groups = load(folder), self.groups
-        halves = dict.fromkeys((*saved.step(), saved.half(INFERENCE)))
+        halves = saved.own_halves()
         named = {name for half in halves for name in named_groups(half.gm, self.mesh)}
         if not named <= groups.rename.keys():
             return None  # creating groups is a collective

@@ -27,7 +27,7 @@ from shardc.passes.schedule.reduce_accumulated import Sum, deferred_reduction
 from shardc.passes.unfold import Folded
 from shardc.precompiled import ProgramKey, save_program
 from shardc.precompiled.load import backward_for
-from shardc.step_cut import MicrobatchCut, StepCut, on_devices
+from shardc.step_cut import MicrobatchCut, StepCut, of_half, on_devices
 from shardc.validate import typed
 
 Rebuild = Callable[[Mesh, Sequence[Sequence[int]]], "Program"]
@@ -147,7 +147,7 @@ class Program(Executable):
             return None
         half = self._scheduled(half)
         output = ir.output_node(half.graph)
-        output.meta[ir.ROLES] = tuple(map(on_devices, output.meta[ir.ROLES]))
+        output.meta[ir.ROLES] = tuple(map(of_half, output.meta[ir.ROLES]))
         return half
 
     @cached_property

@@ -154,8 +154,10 @@ class MicrobatchCut(StepCut):
     def phases(self) -> tuple[str, ...]:
         loops = enumerate(self.parts.openings)
         openings = [name for at, loop in loops for name in opening(at)[loop.each is None :]]
-        first = [] if self.parts.gathers is None else [FIRST_FORWARD]
-        return (*super().phases, LAST_BACKWARD, *first, *openings)
+        phases = super().phases
+        if BACKWARD in phases:
+            phases = (*phases, LAST_BACKWARD, *([] if self.parts.gathers is None else [FIRST_FORWARD]))
+        return (*phases, *openings)
 
     def graph(self, phase: Phase) -> fx.GraphModule | None:
         half = self._of_parts(phase)
@@ -204,6 +206,11 @@ class MicrobatchCut(StepCut):
 def on_devices(role: Role) -> Role:
     """Return ``role`` with its layout on the mesh of devices, without the axis of time."""
     return role if role.layout is None else replace(role, layout=role.layout.devices)
+
+
+def of_half(role: Role) -> Role:
+    """Return ``role`` as the result of a local graph: `on_devices`, without a layout if it is of one microbatch."""
+    return replace(role, layout=None) if role.layout is not None and _is_timed(role.layout) else on_devices(role)
 
 
 def _is_timed(layout: Layout) -> bool:

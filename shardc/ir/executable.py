@@ -191,6 +191,18 @@ def opening(at: int) -> tuple[str, str]:
     return f"opening {at + 1}", f"opened {at + 1}"
 
 
+def phases(forward: str, openings: int, gathers_once: bool) -> tuple[str, ...]:
+    """Return the phases of a step with microbatches, in order.
+
+    Args:
+        forward: FORWARD of a training step, INFERENCE of one without gradients.
+        openings, gathers_once: as of an `Executable`.
+    """
+    before = [phase for at in range(openings) for phase in opening(at)]
+    first = [FIRST[forward]] if gathers_once else []
+    return *before, *first, forward, *((BACKWARD, LAST_BACKWARD) if forward == FORWARD else (CLOSING,))
+
+
 # The phase of a half; for the backward of a loss that uses some outputs only, the indices of these outputs.
 Phase = str | frozenset[int]
 
@@ -401,6 +413,11 @@ class Executable(ABC):
         assert half is not None, f"there is no {phase}: nothing needs a gradient"
         return half
 
+    @property
+    def differentiates(self) -> frozenset[int]:
+        """Return the outputs whose gradients the graphs of a program with microbatches compute: the loss, or all."""
+        return frozenset(self.tangents if self.loss is None else [self.loss])
+
     def using(self, used: frozenset[int]) -> Executable:
         """Return this program with microbatches, for gradients of the outputs with indices ``used``."""
         raise NotImplementedError
@@ -409,16 +426,31 @@ class Executable(ABC):
         """Return the graphs of one step: (forward, backward) if ``training`` and something needs a gradient, else
         (inference,).
         """
-        phases = (FORWARD, BACKWARD) if training and self.trains else (INFERENCE,)
-        if self.microbatches > 1:
-            openings = [phase for at in range(self.openings) for phase in opening(at)]
-            first = (FIRST[phases[0]],) if self.gathers_once else ()
-            phases = (*openings, *first, *phases, CLOSING if phases == (INFERENCE,) else LAST_BACKWARD)
-        return tuple(half for half in map(self.find, phases) if half is not None)
+        trains = training and self.trains
+        if self.opens_backward and not trains:
+            return self.using(frozenset()).step(training)
+        if self.microbatches == 1:
+            names: tuple[str, ...] = (FORWARD, BACKWARD) if trains else (INFERENCE,)
+        else:
+            names = phases(FORWARD if trains else INFERENCE, self.openings, self.gathers_once)
+        return tuple(half for half in map(self.find, names) if half is not None)
+
+    def own_halves(self, evaluates: bool = True) -> tuple[Half, ...]:
+        """Return the graphs of a training step, if something needs a gradient, then those of an inference.
+
+        Args:
+            evaluates: with those of an inference beside a training step. `opens_backward` needs another program
+                (`using`) for these.
+        """
+        inference = self.step(training=False) if evaluates and not self.opens_backward else ()
+        return tuple(dict.fromkeys((*self.step(), *inference)))
 
     def runs(self, training: bool = True) -> Iterator[tuple[Half, int]]:
         """Yield the graphs of one step in the order in which they run, each with the number of its microbatch."""
         trains = training and self.trains
+        if self.opens_backward and not trains:
+            yield from self.using(frozenset()).runs(training)
+            return
         if (count := self.microbatches) == 1:
             yield from ((half, 0) for half in self.step(training))
             return

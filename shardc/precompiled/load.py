@@ -17,7 +17,19 @@ from shardc.custom_ops.expert_functions import Body, register
 from shardc.errors import PrecompiledError
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN
-from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, NOTHING, Deferred, Executable, Half, Phase
+from shardc.ir.executable import (
+    BACKWARD,
+    CLOSING,
+    FORWARD,
+    INFERENCE,
+    LAST_BACKWARD,
+    NOTHING,
+    Deferred,
+    Executable,
+    Half,
+    Phase,
+    outputs_text,
+)
 from shardc.ir.graph import Role, Value
 from shardc.ir.guards import Guards
 from shardc.ir.layout import Layout
@@ -41,8 +53,10 @@ from shardc.precompiled.record import (
     read,
     read_record,
     spec_from_json,
+    text_file,
 )
 from shardc.precompiled.save import with_mesh_groups
+from shardc.precompiled.timed import Timed, check_steps
 from shardc.validate import checked
 from shardc.verify import check, verify
 
@@ -67,7 +81,6 @@ def backward_for(used: frozenset[int], backward: Half, *hooks: Hook) -> fx.Graph
 
 
 _MOST_RANKS = 1 << 20
-_ORDER = (BACKWARD, FORWARD, INFERENCE)  # forward names saved values by the placeholders of backward
 
 
 class Precompiled(Executable):
@@ -87,9 +100,12 @@ class Precompiled(Executable):
         self.folder, self.cached = folder, trust and ARTIFACTS in record.files
         self.key, self.guards = record.key, record.guards
         self.mesh, self.plan = record.key.mesh, record.key.plan
-        if self.mesh.ranks > _MOST_RANKS:
-            raise PrecompiledError(f"the mesh {self.mesh} has {self.mesh.ranks} ranks")
-        self.inputs = tuple((name, Layout.parse(text, self.mesh)) for name, text in record.inputs)
+        self.microbatches = int(self.plan.setting("microbatches"))
+        timed = self.mesh.timed(self.microbatches)
+        if timed.ranks > _MOST_RANKS:
+            raise PrecompiledError(f"the mesh {timed} has {timed.ranks} ranks")
+        inputs = {name: Layout.parse(text, timed) for name, text in record.inputs}
+        self.inputs = tuple((name, layout.devices) for name, layout in inputs.items())
         self.levels: Mapping[str, int] = record.levels
         self.causes: Mapping[str, str] = record.causes
         self.output_spec = spec_from_json(record.output_spec, "the outputs")
@@ -98,12 +114,15 @@ class Precompiled(Executable):
                 raise PrecompiledError(f"what the record has as the experts {name!r} is something else")
         self._halves: dict[Phase, fx.GraphModule] = {}
         names: dict[str, str] = {}  # name of a backward placeholder in the record -> its name in the parsed graph
-        for half in sorted(record.halves, key=_ORDER.index):
+        # The backward is first: a forward names saved values by its placeholders.
+        for half in sorted(record.halves, key=lambda half: half != BACKWARD):
             self._halves[half], now = self._half(half, record, names)
             names = now if half == BACKWARD else names
-        first = self._halves.get(FORWARD, self._halves.get(INFERENCE))
-        assert first is not None, "the record has one of them"
-        outputs = [(role, x) for role, x in ir.outputs(first.graph) if role.kind != "saved"]
+            if half == LAST_BACKWARD and any(now.get(name, same) != same for name, same in names.items()):
+                raise PrecompiledError("the last backward takes other values than the backward")
+        if record.timed is not None:
+            self._set_timed(record.timed, inputs)
+        outputs = self._outputs()
         self.outputs: tuple[Role, ...] = tuple(role for role, _ in outputs)
         self.output_values: tuple[object, ...] = tuple(None if isinstance(x, fx.Node) else x for _, x in outputs)
         results = sum(role.kind == "output" for role in self.outputs)
@@ -117,12 +136,59 @@ class Precompiled(Executable):
         expected = [name for name, _ in self.key.call.tensors]
         if [name for name, _ in self.inputs] != expected:
             raise PrecompiledError(f"the graphs take {[name for name, _ in self.inputs]}, and the call {expected}")
+        if record.timed is not None:
+            check_steps(self, INFERENCE in self._halves)
+
+    def _set_timed(self, timed: Timed, inputs: Mapping[str, Layout]) -> None:
+        """Sets the attributes of a program with microbatches; ``inputs``: layouts with the axis of time."""
+        mesh = self.mesh.timed(self.microbatches)
+        outputs = {index: Layout.parse(text, mesh) for index, text in timed.outputs}
+        self.in_time = {
+            "inputs": {name: layout for name, layout in inputs.items() if mesh.time in layout.bound},
+            "outputs": outputs,
+        }
+        if not all(mesh.time in layout.bound for layout in outputs.values()):
+            raise PrecompiledError("an output of microbatches is not split over them")
+        self.reduce, self.openings, self.gathers_once = timed.reduce, timed.openings, timed.gathers_once
+        self.opens_backward, self.loss, self.tangents = timed.opens_backward, timed.loss, dict(timed.tangents)
+
+    def _outputs(self) -> list[tuple[Role, fx.node.Argument]]:
+        """Return (role, value) of each output of the model, and of each updated buffer."""
+        trains = FORWARD in self._halves
+        first = self._halves[FORWARD if trains else INFERENCE].graph
+        if self.microbatches == 1:
+            return [(role, x) for role, x in ir.outputs(first) if role.kind != "saved"]
+        last = self._halves[LAST_BACKWARD if trains else CLOSING].graph
+        split = dict(self.in_time["outputs"])
+        outputs: list[tuple[Role, fx.node.Argument]] = []
+        for role, x in (*ir.outputs(first), *ir.outputs(last)):
+            if role.kind == "output" and role.layout is None and isinstance(x, fx.Node):  # of one microbatch
+                layout, part = split.pop(role.index, None), ir.value(x)
+                if layout is None or layout.local_shape != part.shape:
+                    raise PrecompiledError(f"the layout {layout} is not that of output {role.index}, {part}")
+                role = replace(role, layout=layout.devices)
+            if role.kind in ("output", "buffer"):
+                outputs.append((role, x))
+        if split:
+            raise PrecompiledError(f"the graphs have no parts of outputs {sorted(split)}")
+        return sorted(outputs, key=lambda of: (of[0].kind != "output", of[0].index))
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
         """Return the saved graph of a phase, or the backward derived for some outputs; None if there is none."""
         if not isinstance(phase, str):
             return backward_for(phase, self.half(BACKWARD))
         return self._halves.get(phase)
+
+    def using(self, used: frozenset[int]) -> Executable:
+        if used == self.differentiates:
+            return self
+        if used:
+            which, fix = f"gradients of {outputs_text(used)}", "return one loss that contains all terms, or compile"
+        else:
+            which, fix = "a call without gradients, which takes loops of its own", "for such calls compile"
+        raise PrecompiledError(
+            f"the program in {self.folder} has no graphs for {which}", fix=f"{fix} the module without precompiled="
+        )
 
     def _half(self, half: str, record: Record, saved: Mapping[str, str]) -> tuple[fx.GraphModule, dict[str, str]]:
         """Return (the saved graph named ``half``, placeholder name in the record -> its name in the graph).
@@ -131,7 +197,7 @@ class Precompiled(Executable):
             saved: the same map of the backward, which gives the names of values that a forward saves.
         """
         fields = record.halves[half]
-        gm = parse(read(self.folder, record, f"{half}.txt").decode())
+        gm = parse(read(self.folder, record, text_file(half)).decode())
         values = fakes([vars(value) for _, value in fields.placeholders])
         for node, (_, value), fake in zip(ir.placeholders(gm.graph), fields.placeholders, values, strict=True):
             parsed = ir.info(node).value

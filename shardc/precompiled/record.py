@@ -46,6 +46,7 @@ from shardc.ir.op_traits import NAMESPACE, OWN_NAMESPACE
 from shardc.ir.returned import Returned
 from shardc.plan.value import Plan
 from shardc.precompiled.program_key import ProgramKey
+from shardc.precompiled.timed import Timed, complete
 from shardc.rules import is_registered
 from shardc.runtime.signature import Constant, Signature
 from shardc.validate import Range, checked
@@ -234,9 +235,8 @@ def _is_pair(item: object) -> bool:
     return isinstance(item, list) and len(item) == 2 and type(item[0]) in _PLAIN
 
 
-VERSION = 10
+VERSION = 11
 RECORD, ARTIFACTS = "program.json", "inductor.bin"
-HALVES = ("forward", "backward", "inference")
 LARGEST_TEXT = 1 << 30  # bytes of a file that is parsed
 _COPY = "copy the files themselves into the folder"
 AGAIN = "compile and save the program again"
@@ -278,7 +278,7 @@ class LargeConstant:
 
 @dataclass(frozen=True)
 class Half:
-    """The data of a forward, backward or inference graph that its text does not contain.
+    """The data of a graph that its text does not contain.
 
     Args:
         placeholders: (name in the graph, type or value).
@@ -297,11 +297,13 @@ class Record:
     """A saved program without its graphs.
 
     Args:
-        inputs: (name, layout as text) of each tensor input.
+        inputs: (name, layout as text) of each tensor input; with the axis of time where microbatches split it.
         levels, causes: parameter -> its FSDP level, and the plan entry that set its compute layout.
         output_spec: the JSON of `spec_to_json`.
         experts: name -> JSON of an expert function that the graphs call.
+        halves: name of each graph -> its `Half`.
         files: name of each other file -> its sha256.
+        timed: what it says of microbatches; None without.
     """
 
     shardc_program: int
@@ -316,6 +318,7 @@ class Record:
     experts: Mapping[str, Any]
     halves: Mapping[str, Half]
     files: Mapping[str, str]
+    timed: Timed | None
 
 
 def read_record(folder: Path, evaluates: bool = True) -> Record:
@@ -355,10 +358,11 @@ def read_record(folder: Path, evaluates: bool = True) -> Record:
         )
     if record.guards.reads.scopes:
         raise PrecompiledError(f"{path} has globals of code")
-    halves = set(record.halves)
-    if halves not in ({"inference"}, set(HALVES), set(HALVES) if evaluates else {"forward", "backward"}):
-        raise PrecompiledError(f"{path} has the halves {sorted(halves)}", fix=AGAIN)
-    needed = {f"{half}.txt" for half in halves}
+    if (record.key.plan.setting("microbatches") > 1) != (record.timed is not None):
+        raise PrecompiledError(f"{path} says other things of microbatches than its plan", fix=AGAIN)
+    if not complete(record.halves, record.timed, evaluates):
+        raise PrecompiledError(f"{path} has the halves {sorted(record.halves)}", fix=AGAIN)
+    needed = {text_file(half) for half in record.halves}
     needed |= {constants(half) for half, fields in record.halves.items() if fields.constants}
     if set(record.files) - {ARTIFACTS} != needed:
         raise PrecompiledError(f"{path} lists {sorted(record.files)}; it is of {sorted(needed)}", fix=AGAIN)
@@ -414,9 +418,14 @@ def to_json(value: object) -> object:
     return list(map(to_json, value)) if isinstance(value, tuple | list) else value
 
 
+def text_file(half: str) -> str:
+    """Return the name of the file with the text of the graph named ``half``."""
+    return f"{half.replace(' ', '_')}.txt"
+
+
 def constants(half: str) -> str:
     """Return the name of the file with the large constants of the graph named ``half``."""
-    return f"{half}.constants.bin"
+    return f"{half.replace(' ', '_')}.constants.bin"
 
 
 def read(folder: Path, record: Record, name: str) -> bytes:

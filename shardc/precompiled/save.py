@@ -19,7 +19,7 @@ from shardc.errors import PrecompiledError, VerifyError
 from shardc.ir import grammar
 from shardc.ir import graph as ir
 from shardc.ir.comm_volume import GROUP_PREFIX
-from shardc.ir.executable import INFERENCE, Executable
+from shardc.ir.executable import Executable
 from shardc.ir.text import dump
 from shardc.precompiled.record import (
     ARTIFACTS,
@@ -34,8 +34,10 @@ from shardc.precompiled.record import (
     allowed,
     constants,
     spec_to_json,
+    text_file,
     to_json,
 )
+from shardc.precompiled.timed import Timed
 from shardc.verify import check
 
 
@@ -53,10 +55,6 @@ def save_program(
     Raises:
         PrecompiledError: a part of the program cannot be written to disk, or it leaves its gradients unreduced.
     """
-    if program.microbatches > 1:
-        raise PrecompiledError(
-            "a program with microbatches cannot be saved", fix="save one without, or compile it where it runs"
-        )
     if program.key is None or program.deferred:
         raise PrecompiledError(
             "the program leaves its gradients unreduced" if program.deferred else "the program is of no module",
@@ -77,7 +75,7 @@ def save_program(
         paths[-1].write_bytes(data)
         files[name] = hashlib.sha256(data).hexdigest()
 
-    for local_half in dict.fromkeys((*program.step(), *([program.half(INFERENCE)] if evaluates else ()))):
+    for local_half in program.own_halves(evaluates):
         half, gm = (
             local_half.name,
             with_mesh_groups(local_half.gm) if _has_runtime_groups(local_half.graph) else local_half.gm,
@@ -86,7 +84,7 @@ def save_program(
             check(gm, program.mesh, half, (allowed,))
         except VerifyError as error:  # an error now, not when it is loaded
             raise PrecompiledError(f"the program cannot be saved: {error.what}", program=error.program) from None
-        write(f"{half}.txt", dump(gm, program.mesh, origins=True).encode())
+        write(text_file(half), dump(gm, program.mesh, origins=True).encode())
         experts |= {name: body_of(name).to_json() for name in bodies_in(gm.graph)}
         entries, data = _large_constants(gm)
         if data:
@@ -97,10 +95,12 @@ def save_program(
             tuple((name, role.kind, role.name) for name, role in _reads(gm).items()),
             local_half.plan,
         )
+    in_time = program.in_time.get("inputs", {})
     record = Record(
         VERSION, torch.__version__, program.key, program.guards,
-        tuple((name, str(layout)) for name, layout in program.inputs), program.levels, program.causes,
-        spec_to_json(program.output_spec, "the outputs"), program.returned, experts, halves, files,
+        tuple((name, str(in_time.get(name, layout))) for name, layout in program.inputs), program.levels,
+        program.causes, spec_to_json(program.output_spec, "the outputs"), program.returned, experts, halves, files,
+        Timed.of(program),
     )  # fmt: skip
     _write_record(folder, record)
     artifacts = lower_again(folder) if lower_again is not None else None

@@ -15,9 +15,9 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from shardc._compat import PyTree
 from shardc.cost.hardware import Hardware
 from shardc.cost.model import CostModel
 from shardc.errors import PrecompiledError, ShardcWarning
-from shardc.ir.executable import FORWARD, INFERENCE, Executable, Phase
+from shardc.ir.executable import CLOSING, FIRST_INFERENCE, FORWARD, INFERENCE, Executable, Phase
 from shardc.ir.guards import tracing
 from shardc.ir.reach import Reach
 from shardc.logs import CACHE
@@ -44,6 +44,7 @@ PATIENCE = 120.0  # seconds; a process that waits longer for another one compile
 _POLL = 0.05  # seconds
 KEPT = 256  # programs on disk, of all calls and models
 PACKAGE = Path(__file__).parents[1]
+_EVALUATION = (FIRST_INFERENCE, INFERENCE, CLOSING)
 
 
 class Stored(Precompiled):
@@ -60,10 +61,32 @@ class Stored(Precompiled):
         self.fresh, self.stored = fresh, f"found in {folder}"
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
-        if phase != INFERENCE or phase in self._halves or FORWARD not in self._halves:
+        if phase not in _EVALUATION or phase in self._halves or FORWARD not in self._halves:
             return super().make(phase)
-        with tracing(grad=True):  # as if no program was stored
-            return self.fresh().make(phase)
+        return self._again.make(phase)
+
+    def using(self, used: frozenset[int]) -> Executable:
+        return self if used == self.differentiates else self._again.using(used)
+
+    @cached_property
+    def _again(self) -> Executable:
+        """Return the program, compiled as if none was stored.
+
+        Raises:
+            PrecompiledError: the backward that needs it comes after a change that would make another program.
+        """
+        before = self.key.call.surroundings
+        with tracing(grad=True), ExitStack() as modes:
+            for kind, dtype in before.autocast:  # a backward runs outside of it
+                modes.enter_context(torch.autocast(kind, dtype=dtype))
+            program = self.fresh()
+        if program.key.call.surroundings != before or dict(program.guards.values) != dict(self.guards.values):
+            raise PrecompiledError(
+                "a stored program lacks the graphs of this backward, and they cannot be made now: since the call, "
+                "settings of torch have changed, or values or code that the model reads",
+                fix="run the backward before the change, or set Options(program_cache=False)",
+            )
+        return program
 
 
 @dataclass(frozen=True)

@@ -295,6 +295,8 @@ class StepInMicrobatches(torch.autograd.Function):
             for role, x, before in zip(ctx.takes, ctx.feed, ctx.versions, strict=True):
                 if x._version != before:
                     raise changed(role, before, x._version)
+            with runner.groups.consistency.compiles():  # a program from the store is captured for it
+                program.using(frozenset(used))
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         grads: dict[GradKey, Tensor | None] = {
             ("grad", name): x for name, x in step.grads({at: x.contiguous() for at, x in used.items()}, keeps).items()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import shardc
-from shardc.errors import PlanError, PrecompiledError
+from shardc.errors import PlanError
 from tests.microbatches.programs import batch_norm
 
 PLAN = shardc.fsdp("dp") | shardc.microbatches(2)
@@ -61,9 +59,3 @@ def test_an_axis_of_that_name() -> None:
 def test_an_ordinary_axis_may_be_called_micro() -> None:
     sim = shardc.Simulation(shardc.compile(nn.Linear(4, 4), shardc.Mesh(micro=2), shardc.ddp("micro"), backend="eager"))
     assert sim(torch.randn(4, 4)).shape == (4, 4)
-
-
-def test_saving(tmp_path: Path) -> None:
-    module = shardc.compile(nn.Linear(4, 4), shardc.Mesh(dp=2), PLAN)
-    with pytest.raises(PrecompiledError, match="microbatches"):
-        module.lower(torch.randn(8, 4)).save(tmp_path)
