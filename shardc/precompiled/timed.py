@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
+from torch import Tensor
 
 from shardc.errors import PrecompiledError
 from shardc.ir.executable import (
@@ -95,6 +96,7 @@ def check_steps(program: Executable, evaluates: bool) -> None:
 def _check_step(step: tuple[Half, ...], program: Executable) -> None:
     """Raises PrecompiledError if a graph of ``step`` takes what no earlier one gives."""
     given: set[tuple[str, str | int]] = {("tangent", index) for index in program.differentiates}
+    parts = {name: program.in_time["inputs"].get(name, layout).local_shape for name, layout in program.inputs}
     once = {step[-1].phase, *(opening(at)[1] for at in range(program.openings))}
     reads_gradients = False
     for half in step:
@@ -107,6 +109,8 @@ def _check_step(step: tuple[Half, ...], program: Executable) -> None:
                 key = TERM, role.name
             if role.kind in ("saved", "tangent", SUM, KNOWN, KEPT) and key not in given:
                 raise PrecompiledError(f"{half.name} takes %{port.name}, which no graph before it gives")
+            if role.kind == "input" and isinstance(port.example, Tensor) and port.example.shape != parts[role.name]:
+                raise PrecompiledError(f"{half.name} takes {list(port.example.shape)} of input {role.name!r}")
             reads_gradients |= role.kind == "tangent" and half.phase not in (BACKWARD, LAST_BACKWARD)
         for role in half.gives:
             if role.kind == TERM and role.name not in program.reduce:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
@@ -310,6 +312,30 @@ def test_loops_that_read_gradients(tmp_path: Path) -> None:
     torch.testing.assert_close(sims[1](*case.args, grad=False), losses[1])
 
 
+def with_artifacts(folder: Path, saves: bool) -> None:
+    """Compiled code is saved with a program that has run, and nothing is compiled where it is loaded."""
+    with fresh_cache():
+        counters.clear()
+        program = () if saves else shardc.load(folder, trust=True)
+        module = compiled(on_mesh(), plan(2), backend="inductor", precompiled=program)
+        module(*module.shard_inputs(*rows())).backward()
+        with torch.no_grad():
+            module(*module.shard_inputs(*rows()))
+        if saves and dist.get_rank() == 0:
+            module.lower(*rows()).save(folder)
+            assert (folder / "inductor.bin").exists()
+        if not saves:
+            assert list(module.shardc.programs.values()) == [program]
+            assert not counters["inductor"]["fxgraph_cache_miss"] and not counters["stats"]
+            assert counters["inductor"]["fxgraph_cache_hit"] >= 6
+
+
+@pytest.mark.slow
+def test_compiled_code_is_saved_too(tmp_path: Path) -> None:
+    run_ranks(2, partial(with_artifacts, tmp_path, True))
+    run_ranks(2, partial(with_artifacts, tmp_path, False))
+
+
 def frozen() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     model = layers()
     return model.requires_grad_(False), rows()
@@ -355,22 +381,22 @@ def without(half: str) -> Change:
     return change
 
 
-def plans_for(count: int) -> Change:
+def counts(count: int) -> Change:
     def change(record: dict[str, Any], folder: Path) -> None:
-        (entry,) = (x for x in record["key"]["plan"]["entries"] if "count" in str(x))
-        for key, value in list(entry.items()):
-            if key == "count" or isinstance(value, dict) and "count" in value:
-                entry[key] = count if key == "count" else {**value, "count": count}
+        (entry,) = (call["microbatches"] for call in record["key"]["plan"]["calls"] if "microbatches" in call)
+        entry["count"] = count
 
     return change
 
 
-def renamed(half: str, old: str, new: str) -> Change:
+def renamed(half: str, kind: str) -> Change:
+    """Another name of all arguments of this kind."""
+
     def change(record: dict[str, Any], folder: Path) -> None:
         path = folder / f"{half}.txt"
-        text = path.read_text()
-        assert old in text
-        path.write_text(text.replace(old, new))
+        text, count = re.subn(rf"(?m)^(  {kind}(?: #\d+)?) (?:[\w.]+ )?(%|=)", r"\1 nothing \2", path.read_text())
+        assert count
+        path.write_text(text)
 
     return change
 
@@ -379,34 +405,44 @@ def dropped(record: dict[str, Any], folder: Path) -> None:
     record["timed"] = None
 
 
-FORGED: dict[str, Change] = {
-    "nothing of time": dropped,
-    "no last backward": without("last backward"),
-    "no opening": without("opened 1"),
-    "one opening more": setting(openings=2),
-    "many openings": setting(openings=10**9),
-    "gathers in each": setting(gathers_once=False),
-    "a reduce op that is none": setting(reduce={"x": "import os"}),
-    "terms of no sum": setting(reduce={}),
-    "a loss that is no output": setting(loss=5),
-    "no such dtype": setting(tangents=[[0, "object"]]),
-    "no gradients": setting(tangents=[]),
-    "an output that is none": setting(outputs=[[7, "[16@(dp,micro)]"]]),
-    "another layout": setting(outputs=[[0, "[16@(dp,micro)]"]]),
-    "gradients in an opening": setting(opens_backward=True),
-    "a sum that no graph gives": renamed("last_backward", "  sum ", "  sum #1 nothing "),
-    "a value that nobody knows": renamed("backward", "  known ", "  known nothing "),
-    "a half of another folder": lambda record, folder: record["halves"].update(
-        {"../opening 1": record["halves"].pop("opening 1")}
+FORGED: dict[str, tuple[str, Change]] = {
+    "nothing of time": ("than its plan", dropped),
+    "no microbatches in the plan": ("than its plan", counts(1)),
+    "fewer microbatches": ("forward takes|opening 1 takes", counts(2)),
+    "more microbatches than elements": ("takes|cannot be read", counts(64)),
+    "endless": ("cannot be read|has .* ranks", counts(10**9)),
+    "no last backward": ("has the halves", without("last backward")),
+    "no opening": ("has the halves", without("opened 1")),
+    "one opening more": ("has the halves", setting(openings=2)),
+    "many openings": ("not an integer from 0 to 100", setting(openings=10**9)),
+    "gathers in each": ("has the halves", setting(gathers_once=False)),
+    "gradients in an opening": ("has the halves", setting(opens_backward=True)),
+    "a reduce op that is none": ("not 'sum' or", setting(reduce={"x": "import os"})),
+    "terms of no sum": ("which is no sum", setting(reduce={})),
+    "a loss that is no output": ("the loss is output 5", setting(loss=5)),
+    "no such dtype": ("not a dtype", setting(tangents=[[0, "object"]])),
+    "no gradients": ("outputs \\[\\] have gradients", setting(tangents=[])),
+    "an output that is none": ("no parts of outputs \\[7\\]", setting(outputs=[[7, "[16@(dp,micro)]"]])),
+    "another layout": ("no parts of outputs \\[0\\]", setting(outputs=[[0, "[16@(dp,micro)]"]])),
+    "a sum that no graph gives": ("last backward takes", renamed("last_backward", "sum")),
+    "a value that nobody knows": ("backward takes", renamed("backward", "known")),
+    "a value that forward does not save": ("backward takes|cannot be read", renamed("forward", "saved")),
+    "a half of another folder": (
+        "has the halves",
+        lambda record, folder: record["halves"].update({"../opening 1": record["halves"].pop("opening 1")}),
     ),
-    "a call in an opening": with_line('%bad: f32[4] = from_file("/etc/passwd", False, 4)', "opening_1"),
+    "a call in an opening": (
+        "may not call",
+        with_line('%bad: f32[4] = from_file("/etc/passwd", False, 4)', "opening_1"),
+    ),
 }
 
 
 @pytest.mark.parametrize("what", FORGED)
 def test_forged_records_are_refused(what: str, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(PrecompiledError):
-        shardc.load(forged(folder, tmp_path / "forged", FORGED[what]))
+    reason, change = FORGED[what]
+    with pytest.raises(PrecompiledError, match=reason):
+        shardc.load(forged(folder, tmp_path / "forged", change))
 
 
 def test_as_it_was_saved_it_is_loaded(folder: Path, tmp_path: Path) -> None:
