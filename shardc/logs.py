@@ -66,7 +66,7 @@ def timed(what: str) -> Iterator[None]:
     STAGES.info("%s: %.3f s", what, perf_counter() - start)
 
 
-def each(items: Collection[T], what: str) -> Iterator[T]:
+def timed_each(items: Collection[T], what: str) -> Iterator[T]:
     """Yield ``items``, and log to ``shardc.stages`` the seconds that the caller's loop takes for each.
 
     Args:

@@ -12,7 +12,7 @@ import pytest
 
 import shardc
 from shardc.__main__ import main
-from shardc.cli.compile_options import given, options_of
+from shardc.cli.compile_options import options_of, parsed
 from shardc.cost import hardware
 from shardc.cost.model import CostModel
 from shardc.errors import InputError
@@ -81,7 +81,7 @@ def test_what_is_given_goes_before_what_a_command_has_by_default() -> None:
 ])  # fmt: skip
 def test_mistakes_name_the_option(text: str, message: str) -> None:
     with pytest.raises(InputError) as raised:
-        given([text], File())
+        parsed([text], File())
     assert str(raised.value) == message
 
 

@@ -34,7 +34,7 @@ def add_option(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def given(texts: Sequence[str], target: Target) -> dict[str, Any]:
+def parsed(texts: Sequence[str], target: Target) -> dict[str, Any]:
     """Return name -> value of the options in ``texts``, each ``NAME=VALUE``.
 
     Values are Python literals, or text. ``cost`` and ``bucket_size`` may name a hardware, or the file that
@@ -61,12 +61,12 @@ def options_of(target: Target, texts: Sequence[str], described: Hardware | None 
         described: the hardware of a prediction: a program gets the options that it has by default there.
 
     Raises:
-        InputError: as `given`; a value of another type, or out of range.
+        InputError: as `parsed`; a value of another type, or out of range.
     """
     if described is not None:
         buckets = None if described.is_host else described
         defaults = {"p2p_collectives": described.sends or None, "bucket_size": buckets, **defaults}
-    return shardc.Options(**{**defaults, **given(texts, target)})
+    return shardc.Options(**{**defaults, **parsed(texts, target)})
 
 
 def _value(name: str, text: str, target: Target) -> Any:

@@ -68,32 +68,32 @@ class ShardcStrategy(DDPStrategy):
         for path, module in self._compiled():
             inner = {name: rest.pop(name) for name in list(rest) if name.startswith(f"{path}.")}
             module.load_state_dict({name[len(path) + 1 :]: x for name, x in inner.items()}, strict=strict)
-        own = self.lightning_module.state_dict()
-        self.lightning_module.load_state_dict({**own, **rest}, strict=strict)
+        current = self.lightning_module.state_dict()
+        self.lightning_module.load_state_dict({**current, **rest}, strict=strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Tensor]:
         """Returns an optimizer's state with whole tensors, by the parameters' names. All ranks call it."""
         assert self.lightning_module is not None
-        return get_optimizer_state_dict(self.lightning_module, self._own(optimizer), options=_WHOLE)  # type: ignore[return-value]
+        return get_optimizer_state_dict(self.lightning_module, self._unwrapped(optimizer), options=_WHOLE)  # type: ignore[return-value]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the optimizers' states from a checkpoint, each rank its shards."""
         assert self.lightning_module is not None
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            set_optimizer_state_dict(self.lightning_module, self._own(optimizer), state, options=_WHOLE)
+            set_optimizer_state_dict(self.lightning_module, self._unwrapped(optimizer), state, options=_WHOLE)
 
     def _compiled(self) -> Iterator[tuple[str, ShardedModule]]:
         """Yields (path, module) of the compiled modules in the LightningModule; InputError if there are none."""
         assert self.lightning_module is not None
         modules: list[tuple[str, nn.Module]] = list(self.lightning_module.named_modules())
-        found = [(path, module) for path, module in modules if isinstance(module, ShardedModule)]
-        if not found:
+        compiled = [(path, module) for path, module in modules if isinstance(module, ShardedModule)]
+        if not compiled:
             raise InputError(
                 f"{type(self.lightning_module).__name__} has no module from shardc.compile",
                 fix="in configure_model, write self.model = shardc.compile(self.model, shardc.mesh(), plan)",
             )
-        yield from found
+        yield from compiled
 
-    def _own(self, optimizer: Any) -> Any:
+    def _unwrapped(self, optimizer: Any) -> Any:
         """Returns the torch optimizer that Lightning wrapped."""
         return getattr(optimizer, "_optimizer", optimizer)

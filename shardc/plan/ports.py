@@ -115,13 +115,13 @@ def _in_time(
     specs = _last_specs(plan, "inputs", [name for name, _ in inputs])
     batch, count = set(batch_axes(plan, mesh.devices)), mesh.microbatches
     out = []
-    for found, wanted in zip(whole, specs, strict=True):
-        layout, padded = found.layout.on(mesh), found.padded and found.padded.on(mesh)
+    for on_devices, wanted in zip(whole, specs, strict=True):
+        layout, padded = on_devices.layout.on(mesh), on_devices.padded and on_devices.padded.on(mesh)
         target = layout if padded is None else padded
         dims = [dim for dim in range(layout.ndim) if batch.intersection(target.dim_axes(dim))]
         dims = dims or ([0] if wanted is None and layout.ndim else [])
         if not dims or layout.shape[dims[0]] == 1:
-            out.append(InputPlan(layout, found.cause, padded))
+            out.append(InputPlan(layout, on_devices.cause, padded))
             continue
         digits = target.dims[dims[0]]
         local = next(at for at in range(len(digits) + 1) if at == len(digits) or digits[at].axis is None)
@@ -130,7 +130,7 @@ def _in_time(
         split = [*digits[:local], Digit(count, mesh.time), Digit(part), *digits[local + 1 :]]
         timed = target.replace(dims=[*target.dims[: dims[0]], split, *target.dims[dims[0] + 1 :]])
         even = padded is None and part * count == size
-        out.append(InputPlan(timed, found.cause) if even else InputPlan(layout, found.cause, timed))
+        out.append(InputPlan(timed, on_devices.cause) if even else InputPlan(layout, on_devices.cause, timed))
     return out
 
 

@@ -84,20 +84,19 @@ def advise(
         predict: returns the predicted step of another program.
     """
     best: dict[str, Advice] = {}
-    for one in _tries(program, {finding.rule for finding in findings}, now):
+    for change in _tries(program, {finding.rule for finding in findings}, now):
         try:
-            then = predict(one.program())
+            then = predict(change.program())
         except ShardcError:  # the mesh or the plan does not allow it
             continue
         gain = now.seconds - then.seconds
         if gain < MEDIUM * now.seconds or (now.fits() and not then.fits()):
             continue
         peak = then.memory.peak.total
-        advice = Advice(
-            one.rules, one.line, gain, now.exposed - then.exposed, then.seconds, peak, peak - now.memory.peak.total
-        )
-        if one.kind not in best or advice.gain > best[one.kind].gain:
-            best[one.kind] = advice
+        rules, extra = change.rules, peak - now.memory.peak.total
+        advice = Advice(rules, change.line, gain, now.exposed - then.exposed, then.seconds, peak, extra)
+        if change.kind not in best or advice.gain > best[change.kind].gain:
+            best[change.kind] = advice
     return sorted(best.values(), key=lambda advice: -advice.gain)
 
 
@@ -120,8 +119,8 @@ def _tries(program: Program, rules: set[str], now: Prediction) -> Iterator[Try]:
         if not options.overlap:
             yield Try("overlap", ("exposed-axis",), "Options(overlap=True)", changed(overlap=True))
     if "collective-run-again" in rules:
-        kept = changed(checkpoint_collectives="keep")
-        yield Try("checkpoint", ("collective-run-again",), 'Options(checkpoint_collectives="keep")', kept)
+        line = 'Options(checkpoint_collectives="keep")'
+        yield Try("checkpoint", ("collective-run-again",), line, changed(checkpoint_collectives="keep"))
     if "axis-across-nodes" in rules and program.rebuild is not None and not _has_input_gradients(program):
         rebuild, shapes = program.rebuild, [layout.shape for _, layout in program.inputs]
         for axis in program.mesh.axes[:-1]:

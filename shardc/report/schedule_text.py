@@ -145,8 +145,8 @@ def _transfers(schedule: Prediction, rows: int | None) -> list[str]:
         of = [c for c in schedule.transfers if _cause(c) == cause]
         sums = size(sum(c.wire for c in of)), duration(sum(c.seconds for c in of)), duration(causes[cause])
         entries.append((number[cause], str(len(of)), *sums, cause))
-    asked = "plan entry, or the op that needs it"
-    return [text, aligned(entries, ("why", "count", "sent", "time", "exposed", asked), left=(asked,), cut=(asked,))]
+    last = "plan entry, or the op that needs it"
+    return [text, aligned(entries, ("why", "count", "sent", "time", "exposed", last), left=(last,), cut=(last,))]
 
 
 def _totals(by: str, totals: dict[str, Total]) -> str:
@@ -179,13 +179,13 @@ def _tensors(schedule: Prediction) -> str:
     return aligned(body, head, left=("owner", "tensor", "module", "source"), cut=("tensor", "module", "source"))
 
 
-def largest(held: Seq[Held], count: int = LARGEST) -> list[list[Held]]:
-    """Return the ``count`` largest tensors of ``held``; those alike in repeated layers are one item, a list."""
+def largest(tensors: Seq[Held], count: int = LARGEST) -> list[list[Held]]:
+    """Return the ``count`` largest of ``tensors``; those that differ only in a repeated layer are one item, a list."""
 
-    def alike(x: Held) -> tuple[object, ...]:
+    def key(x: Held) -> tuple[object, ...]:
         return x.owner, x.bytes, layers_of(x.name), layers_of(x.module), x.source
 
-    groups = grouped(held, alike).values()
+    groups = grouped(tensors, key).values()
     return sorted(groups, key=lambda of: (-sum(x.bytes for x in of), of[0].name))[:count]
 
 

@@ -256,7 +256,7 @@ def install(device_mesh: DeviceMesh) -> None:
     dispatcher, table = DTensor._op_dispatcher, DTensor._op_dispatcher._custom_op_handlers
     if not meshes:
         theirs = dispatcher._propagate_op_sharding_dispatch_slow_path
-        dispatcher._propagate_op_sharding_dispatch_slow_path = _rule(theirs)  # type: ignore[method-assign]
+        dispatcher._propagate_op_sharding_dispatch_slow_path = _propagation(theirs)  # type: ignore[method-assign]
         _take_plain_tensors()
         for op in _HANDLED:
             table[op] = _handler(table.get(op))
@@ -267,7 +267,7 @@ def install(device_mesh: DeviceMesh) -> None:
 
 
 def _take_plain_tensors() -> None:
-    """Makes DTensor accept ops that mix plain tensors and DTensors, on our meshes, so that they reach `_rule`."""
+    """Makes DTensor accept ops that mix plain tensors and DTensors, on our meshes, so that they reach `_computed`."""
     dispatcher: Any = DTensor._op_dispatcher
     theirs = dispatcher._try_replicate_spec_for_scalar_tensor
 
@@ -284,43 +284,21 @@ def _take_plain_tensors() -> None:
     dispatcher._allow_implicit_replication = True
 
 
-def _rule(theirs: Callable[..., object]) -> Callable[..., object]:
-    """Wraps DTensor's sharding propagation by a function that computes ops which DTensor may get wrong, on our meshes.
+def _propagation(theirs: Callable[..., object]) -> Callable[..., object]:
+    """Returns a replacement of ``theirs``, DTensor's sharding propagation, that is right for every op on our meshes.
 
-    The wrapper returns the op's sharding, for DTensor to run it, or the op's result.
-
-    Args:
-        theirs: DTensor's own propagation.
+    It returns the op's sharding, by which DTensor then runs it, or the op's result, if `_computed` gives one.
     """
 
-    def rule(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], info: Any, try_cache: bool) -> object:
+    def propagate(
+        op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], info: Any, try_cache: bool
+    ) -> object:
         mesh = info.compute_mesh
-        specs = [x for x in (*info.flat_args_schema, *info.schema.kwargs_schema.values()) if isinstance(x, DTensorSpec)]
         if mesh not in meshes or _is_traced(args):
             return theirs(op, args, kwargs, info, try_cache)
-        leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        tensors = [x for x in leaves if isinstance(x, DTensor)]
-        if len(tensors) < len(leaves):
-            writes = list(written(op, args, kwargs))
-            if any(x.numel() != 1 or _is_in(x, writes) for x in leaves if not isinstance(x, DTensor)):
-                return _beside_plain(op, args, kwargs, mesh, writes)
-        if any([ReplicatedSpec.mark(x._spec) for x in tensors]):
-            return op(*args, **kwargs)
-        if any(x.is_partial() for spec in specs for x in spec.placements):
-            if op is aten.add.Tensor and isinstance(args[1], int) and args[1] == 0:  # the start of Python's `sum`
-                return args[0].clone()
-            if not (op in _PENDING and _one_sum(specs, op, args, kwargs)):
-                for x in tensors:
-                    settle(x)
-                return op(*args, **kwargs)
-        if op is aten.equal.default:
-            return bool(torch.eq(*args).all()) if args[0].shape == args[1].shape else False
-        if op in _MEANS:
-            return _mean(*args, **kwargs)
-        if op in _NORMS and any(x.dtype == torch.float16 for x in tensors):
-            return _fine_norm(op, args, kwargs)
-        if not _trusts(op, specs, args):
-            return on_unsharded(op, args, kwargs, mesh)
+        specs = [x for x in (*info.flat_args_schema, *info.schema.kwargs_schema.values()) if isinstance(x, DTensorSpec)]
+        if (result := _computed(op, args, kwargs, specs, mesh)) is not NotImplemented:
+            return result
         try:
             sharding = theirs(op, args, kwargs, info, try_cache)
         except (NotImplementedError, RuntimeError):
@@ -331,7 +309,39 @@ def _rule(theirs: Callable[..., object]) -> Callable[..., object]:
             ReplicatedSpec.mark(spec)
         return sharding
 
-    return rule
+    return propagate
+
+
+def _computed(
+    op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], specs: list[DTensorSpec], mesh: DeviceMesh
+) -> object:
+    """Returns the result of an op that DTensor may get wrong; NotImplemented if DTensor gets it right.
+
+    Args:
+        specs: layouts of the DTensors among the arguments.
+    """
+    leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors = [x for x in leaves if isinstance(x, DTensor)]
+    if len(tensors) < len(leaves):
+        writes = list(written(op, args, kwargs))
+        if any(x.numel() != 1 or _is_in(x, writes) for x in leaves if not isinstance(x, DTensor)):
+            return _beside_plain(op, args, kwargs, mesh, writes)
+    if any([ReplicatedSpec.mark(x._spec) for x in tensors]):
+        return op(*args, **kwargs)
+    if any(x.is_partial() for spec in specs for x in spec.placements):
+        if op is aten.add.Tensor and isinstance(args[1], int) and args[1] == 0:  # the start of Python's `sum`
+            return args[0].clone()
+        if not (op in _PENDING and _one_sum(specs, op, args, kwargs)):
+            for x in tensors:
+                settle(x)
+            return op(*args, **kwargs)
+    if op is aten.equal.default:
+        return bool(torch.eq(*args).all()) if args[0].shape == args[1].shape else False
+    if op in _MEANS:
+        return _mean(*args, **kwargs)
+    if op in _NORMS and any(x.dtype == torch.float16 for x in tensors):
+        return _fine_norm(op, args, kwargs)
+    return NotImplemented if _trusts(op, specs, args) else on_unsharded(op, args, kwargs, mesh)
 
 
 def _beside_plain(

@@ -88,8 +88,8 @@ def fingerprints(
     for node in graph.nodes:
         if node.op == "placeholder":
             role = info(node).role or Role("", info(node).name)
-            own: Fingerprint = digest("placeholder", role.kind, role.name, role.index)
-            of_saved = (saved or {}).get(role.name, own) if role.kind == "saved" else own
+            fresh: Fingerprint = digest("placeholder", role.kind, role.name, role.index)
+            of_saved = (saved or {}).get(role.name, fresh) if role.kind == "saved" else fresh
             out[node] = (given or {}).get((role.kind, role.name), of_saved)
         elif node.op == "get_attr":
             out[node] = digest("constant", node.target)

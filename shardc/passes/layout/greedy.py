@@ -66,7 +66,7 @@ class _Sweep:
                 if not has_tangents:
                     self.wanted |= self._forward_outputs()
                 for leaf in last:
-                    self._visit(leaf)
+                    self._choose(leaf)
                 self.wanted |= self._grad_outputs()
             elif node.op == "placeholder":
                 if ir.role(node).kind == "param":
@@ -79,14 +79,14 @@ class _Sweep:
                 if node in self.grad_target:
                     last.append(node)
                 else:
-                    self._visit(node)
+                    self._choose(node)
         self._sweep_back()
         return self.wanted
 
     # --- forward sweep
 
-    def _visit(self, node: fx.Node) -> None:
-        """Decides the layouts of one op or marker."""
+    def _choose(self, node: fx.Node) -> None:
+        """Chooses the layouts of a node: those of its operand or the plan for a marker, the cheapest for an op."""
         if node.target is getitem:
             take(node)
         elif node.target is ops.tag:
@@ -100,10 +100,10 @@ class _Sweep:
         elif node.target in local_regions.OPS:
             self._decide(node, local_regions.strategy_of(node, self.mesh))
         else:
-            self._op(node)
+            self._choose_strategy(node)
 
-    def _op(self, node: fx.Node) -> None:
-        """Decides the cheapest strategy of an op; an op without a rule is computed whole."""
+    def _choose_strategy(self, node: fx.Node) -> None:
+        """Chooses the cheapest strategy of an op; an op without a rule is computed whole."""
         call = call_of(node)
         operands = operands_of(node)
         spec = _fitting(node, call)

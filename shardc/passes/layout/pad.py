@@ -346,9 +346,9 @@ def _padding_of(layout: Layout, shape: Sequence[int], have: Layout | None = None
     """
     padding: list[Runs] = []
     for dim, (size, true) in enumerate(zip(layout.shape, shape, strict=True)):
-        kept = () if have is None or size == true else have.dim_axes(dim)
-        shards = prod(layout.mesh.size(axis) for axis in kept)
-        axes = tuple(axis for axis in layout.dim_axes(dim) if axis not in kept) if size != true else ()
+        split = () if have is None or size == true else have.dim_axes(dim)
+        shards = prod(layout.mesh.size(axis) for axis in split)
+        axes = tuple(axis for axis in layout.dim_axes(dim) if axis not in split) if size != true else ()
         padding.append(canonical_runs([Run(shards, shards), Run(size // shards, true // shards, axes)]))
     return tuple(padding)
 

@@ -162,7 +162,7 @@ class Simulation:
         key, ranks = draw_key(), range(self.mesh.ranks)
         timed = self.mesh.timed(program.microbatches)
 
-        def given(port: Port, microbatch: int) -> PerRank:
+        def argument(port: Port, microbatch: int) -> PerRank:
             role = port.role
             if role.kind == "coordinate":
                 places = (rank * program.microbatches + microbatch for rank in ranks)
@@ -174,7 +174,7 @@ class Simulation:
             return PerRank(function(*tensors) for tensors in zip(*values, strict=True))
 
         def loops(program: Executable) -> Loops:
-            return Loops(program, lambda half, feed: self.ranks.run(half.gm, feed), given, inputs, over)
+            return Loops(program, lambda half, feed: self.ranks.run(half.gm, feed), argument, inputs, over)
 
         return Microstep(program, loops, grad, lambda x: PerRank(x for _ in ranks))
 
