@@ -143,12 +143,14 @@ class Sequence:
         outputs: (role, position) of each output that is a tensor of the graph.
         arena: bytes allocated once for results of collectives.
         placed: position of a collective -> indices of its results that are in the arena.
+        given: (role, position) of each value of a microbatch that it adds to a sum, or that later graphs take.
     """
 
     ops: tuple[Op, ...]
     outputs: tuple[tuple[Role, int], ...]
     arena: int = 0
     placed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    given: tuple[tuple[Role, int], ...] = ()
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -205,6 +207,7 @@ def of_halves(halves: Iterable[Half], levels: Mapping[str, int]) -> Sequence:
     outputs: tuple[tuple[Role, int], ...] = ()
     plans: list[MemoryPlan] = []
     placed: dict[int, tuple[int, ...]] = {}
+    given: list[tuple[Role, int]] = []
     between: dict[tuple[str, str], int] = {}  # of what one graph gives another, by kind and name: its position
     for half in halves:
         first = len(builder.ops)
@@ -219,12 +222,13 @@ def of_halves(halves: Iterable[Half], levels: Mapping[str, int]) -> Sequence:
                 builder.add(node, BACKWARD if half.kind == BACKWARD else FORWARD)
         for role, x in ir.outputs(half.graph):
             if role.kind in GIVEN and isinstance(x, fx.Node):
+                given.append((role, builder.at[x]))
                 between.setdefault((GIVEN[role.kind], role.name), builder.at[x])
         outputs += builder.results(half.graph)
         plans.append(half.plan)
         placed |= {first + at: _placed(op, half.plan) for at, op in enumerate(builder.ops[first:]) if op.kind == START}
     arena = max(plan.size(INSIDE) for plan in plans) + max(plan.size(KEPT) for plan in plans)
-    return Sequence(tuple(builder.ops), outputs, arena, placed)
+    return Sequence(tuple(builder.ops), outputs, arena, placed, tuple(given))
 
 
 def _placed(start: Op, plan: MemoryPlan) -> tuple[int, ...]:

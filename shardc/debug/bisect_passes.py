@@ -103,7 +103,13 @@ def bisect(
     """
     feed, wanted = _one_device(model, args, loss, program)
     seen = _Stages(program, feed, wanted, tolerance)
-    for stage in stages if stages is not None else program.stages:
+    cut = [stage for stage in program.stages if program.microbatches > 1 and program.is_half(stage)]
+    for stage in stages if stages is not None else [name for name in program.stages if name not in cut]:
+        if stage in cut:
+            raise InputError(
+                f"stage {stage} of a plan with microbatches is cut in time, and cannot be compared with one device",
+                fix="leave microbatches out of the plan, or check the stages before the cut, up to decompose",
+            )
         verdict = seen.look(stage)
         if verdict is not None:
             return verdict
@@ -156,7 +162,8 @@ class _Stages:
     def __init__(
         self, program: Program, feed: Mapping[Key, Tensor], wanted: Mapping[Key, Tensor], tolerance: float
     ) -> None:
-        self.program, self.mesh, self.tolerance = program, program.mesh, tolerance
+        # Before the cut in time, the axis of microbatches is a mesh axis as others are.
+        self.program, self.mesh, self.tolerance = program, program.bound.mesh, tolerance
         self.feed, self.wanted = dict(feed), wanted
         if program.folded is not None:
             raise InputError("a folded program has no graph of all blocks to run", fix="lower it without fold")

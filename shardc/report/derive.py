@@ -39,6 +39,7 @@ class Recompilable(Protocol):
 
     mesh: Mesh
     inputs: tuple[tuple[str, Layout], ...]
+    microbatches: int
 
     def graph(self, stage: str) -> fx.Graph: ...
 
@@ -84,6 +85,12 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
     """
     if program.rebuild is None:
         raise PlanError("no formula: a loaded program cannot be compiled again", fix="compile the model")
+    if program.microbatches > 1:
+        raise PlanError(
+            "no formula: a step in microbatches gathers and reduces more often than formulas count",
+            plan_entry=f"microbatches({program.microbatches})",
+            fix="leave microbatches out of the plan, or take program.schedule() for numbers",
+        )
     symbols_of = _named(program, dims)
     base = {symbol: _size(program, symbols_of, symbol) for symbol in (BATCH, SEQUENCE)}
     has = {symbol: size is not None for symbol, size in base.items()}

@@ -14,6 +14,7 @@ from shardc.cost.step_sequence import of_halves, of_joint
 from shardc.dynamic import SizedProgram
 from shardc.errors import InputError, PlanError
 from shardc.ir import graph as ir
+from shardc.ir.executable import Executable, Half
 from shardc.passes import Decompose
 from shardc.passes.lower.decompose import candidates
 from shardc.plan.match import near_names
@@ -48,7 +49,7 @@ class InspectedProgram(Program):
             close = near_names(wanted, list(layouts))
             fix = f"did you mean {' or '.join(map(repr, close))}?" if close else f"names are in program.text({stage!r})"
             raise InputError(f"there is no tensor {wanted!r} with a layout after {stage!r}", fix=fix)
-        return Tiles(wanted, layouts[wanted])
+        return Tiles(wanted, layouts[wanted].devices)
 
     @typed()
     def schedule(
@@ -81,7 +82,8 @@ class InspectedProgram(Program):
         if stage == "localize" and shown.microbatches == 1:
             step = of_joint(shown.localized.graph, shown.levels, shown.options.checkpoint_collectives)
         else:
-            step = of_halves((half for half, _ in shown.runs()), shown.levels)
+            halves = _step_of(shown)
+            step = of_halves(map(_Uncut(shown), halves) if stage == "localize" else halves, shown.levels)
         useful = sum(flops * (1 if folded is None else folded.times(name)) for name, flops in shown.joint.flops)
         described = self._priced(hardware)
         return build(
@@ -89,7 +91,10 @@ class InspectedProgram(Program):
             causes=shown.causes, entries=tuple(map(str, shown.plan.entries)),
             useful_flops=useful / shown.mesh.ranks, optimizer_copies=optimizer_copies, skew=skew,
             tokens=_tokens(shown.joint.captured.graph.graph),
-            notes=(*(() if folded is None else folded.notes), *room_of_rows(op.node for op in step.ops)),
+            notes=(
+                *(() if folded is None else folded.notes), *_of_microbatches(shown),
+                *room_of_rows(op.node for op in step.ops),
+            ),
             model=shown.source.model, plan=str(shown.plan),
         )  # fmt: skip
 
@@ -135,6 +140,42 @@ class InspectedProgram(Program):
 
 class InspectedSizedProgram(SizedProgram, InspectedProgram):
     """`InspectedProgram` for dynamic sizes, at some sizes; reports are on a program compiled for these sizes alone."""
+
+
+def _step_of(program: Executable) -> list[Half]:
+    """Return the graphs that a training step runs, in order, those of each microbatch repeated."""
+    # With microbatches and without a loss, the call runs forward alone, and the backward runs all again.
+    again = program.microbatches > 1 and program.trains and program.loss is None
+    return [half for training in ((False, True) if again else (True,)) for half, _ in program.runs(training)]
+
+
+def _of_microbatches(program: Executable) -> tuple[str, ...]:
+    """Return (a note on the number of microbatches,), or () if there are none."""
+    if program.microbatches == 1:
+        return ()
+    if program.trains and program.loss is None:
+        again = "; the model returns no loss, so forward runs in the call, and again in the backward"
+    else:
+        again = ""
+    return (
+        f"{program.microbatches} microbatches, one after the other: times, kernels and collectives are those of all, "
+        f"activations those of one{again}",
+    )
+
+
+class _Uncut:
+    """Maps a graph of a step with microbatches to the same before bucketing and scheduling."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._halves: dict[Half, Half] = {}
+
+    def __call__(self, half: Half) -> Half:
+        if half not in self._halves:
+            gm = self.program.cut.graph(half.phase)
+            assert gm is not None
+            self._halves[half] = Half(half.phase, gm, half.mesh)
+        return self._halves[half]
 
 
 def _tokens(captured: fx.Graph) -> int:

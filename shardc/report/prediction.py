@@ -34,6 +34,7 @@ from shardc.cost.compute import Buffer, Kernel, is_inner
 from shardc.cost.hardware import Hardware
 from shardc.cost.step_sequence import INPUT, START, WAIT, Sequence
 from shardc.ir import graph as ir
+from shardc.ir.executable import TERM
 from shardc.ir.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -118,7 +119,9 @@ def memory_of(
     """
     phases = [op.phase for op in step.ops]
     step_outputs = {id(b) for _, at in step.outputs for b in outputs[at] if b is not None}
-    grads = {id(b) for role, at in step.outputs if role.kind == "grad" for b in outputs[at] if b is not None}
+    summed = [(role, at) for role, at in step.given if role.kind == TERM and phases[at] == "backward"]
+    leaving = [(role, at) for role, at in step.outputs if role.kind == "grad"]
+    grads = {id(b) for _, at in (*leaving, *summed) for b in outputs[at] if b is not None}
     kernel_of = {at: kernel.ops for kernel in kernels.values() for at in kernel.ops}
     changes: dict[int, dict[str, int]] = {}
     holds: list[tuple[str, int, int, int, int, int]] = []
