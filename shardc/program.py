@@ -140,7 +140,7 @@ class Program(Executable):
         """Return the local graph of a phase; None for a backward if nothing needs a gradient."""
         if not isinstance(phase, str):
             return backward_for(phase, self.half(BACKWARD), *self._hooks)
-        if phase == FORWARD and BACKWARD not in self.cut.phases:
+        if phase == FORWARD and not self.cut.trains:
             return None
         half = self.cut.graph(phase)
         if half is None:

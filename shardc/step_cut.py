@@ -61,10 +61,14 @@ class StepCut:
         return self.joint.local if self.folded is None else self.folded.joint(self.joint.local)
 
     @property
+    def trains(self) -> bool:
+        """Return whether something needs a gradient."""
+        return has_gradients(self.joint.local.graph)
+
+    @property
     def phases(self) -> tuple[str, ...]:
         """Return the phases of a training step, those first that every step has."""
-        differentiated = any(role.kind == "grad" for role, _ in ir.outputs(self.joint.local.graph))
-        return (FORWARD, BACKWARD) if differentiated else (FORWARD,)
+        return (FORWARD, BACKWARD) if self.trains else (FORWARD,)
 
     def graph(self, phase: Phase) -> fx.GraphModule | None:
         """Return the graph of a phase, which passes may change; None if the step has no such phase.
@@ -154,10 +158,11 @@ class MicrobatchCut(StepCut):
     def phases(self) -> tuple[str, ...]:
         loops = enumerate(self.parts.openings)
         openings = [name for at, loop in loops for name in opening(at)[loop.each is None :]]
-        phases = super().phases
-        if BACKWARD in phases:
-            phases = (*phases, LAST_BACKWARD, *([] if self.parts.gathers is None else [FIRST_FORWARD]))
-        return (*phases, *openings)
+        if not self.trains:
+            return (FORWARD, *openings)
+        backward = [BACKWARD] if has_gradients(self.parts.body.graph) else []
+        first = [] if self.parts.gathers is None else [FIRST_FORWARD]
+        return (FORWARD, *backward, LAST_BACKWARD, *first, *openings)
 
     def graph(self, phase: Phase) -> fx.GraphModule | None:
         half = self._of_parts(phase)
@@ -201,6 +206,11 @@ class MicrobatchCut(StepCut):
     def _partition(self) -> passes.Partition:
         # The pass has levels for the captured blocks only.
         return replace(super()._partition, levels=lambda graph: self.levels)
+
+
+def has_gradients(graph: fx.Graph) -> bool:
+    """Return whether a joint graph computes gradients."""
+    return any(role.kind == "grad" for role, _ in ir.outputs(graph))
 
 
 def on_devices(role: Role) -> Role:

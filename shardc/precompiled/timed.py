@@ -65,16 +65,17 @@ def complete(names: Collection[str], timed: Timed | None, evaluates: bool) -> bo
     Args:
         evaluates: a training step needs those of an inference beside it, unless `Timed.opens_backward`.
     """
+    halves = set(names)
     if timed is None:
         training, inference = {FORWARD, BACKWARD}, {INFERENCE}
-        optional = set[str]()
     else:
         training, inference = (set(phases(kind, timed.openings, timed.gathers_once)) for kind in (FORWARD, INFERENCE))
-        optional = {opening(at)[0] for at in range(timed.openings)}
+        halves |= {opening(at)[0] for at in range(timed.openings)}  # not there if nothing depends on microbatches
+        if LAST_BACKWARD in halves:  # which is all of it if the batch is too small to be split
+            halves.add(BACKWARD)
         if timed.opens_backward:
-            return {*names, *optional} == training
-    alone = [] if evaluates else [training]
-    return {*names, *optional} in (inference, training | inference, *alone)
+            return halves == training
+    return halves in (inference, training | inference) or halves == training and not evaluates
 
 
 def check_steps(program: Executable, evaluates: bool) -> None:
@@ -121,6 +122,8 @@ def _check_step(step: tuple[Half, ...], program: Executable) -> None:
     if reads_gradients != program.opens_backward:
         raise PrecompiledError("what the record says of gradients before the forward is not so")
     if program.loss is not None and step[-1].phase == LAST_BACKWARD:
-        taken = [port.role.index for port in program.half(BACKWARD).takes if port.role.kind == "tangent"]
+        taken = [port.role.index for port in step[-1].takes if port.role.kind == "tangent"]
         if taken != [program.loss]:
-            raise PrecompiledError(f"the backward takes gradients of outputs {taken}, and the loss is {program.loss}")
+            raise PrecompiledError(
+                f"the last backward takes gradients of outputs {taken}, and the loss is {program.loss}"
+            )

@@ -312,6 +312,17 @@ def test_loops_that_read_gradients(tmp_path: Path) -> None:
     torch.testing.assert_close(sims[1](*case.args, grad=False), losses[1])
 
 
+def test_a_batch_too_small_to_be_split(tmp_path: Path) -> None:
+    """No graph runs for each microbatch but the forward."""
+    batch = tuple(x[:1] for x in rows())
+    fresh = compiled(DP, plan(2))
+    program = fresh.lower(*batch)
+    assert program.backward is None
+    program.save(tmp_path)
+    found, expected = (results(each, batch) for each in (compiled(DP, plan(2), precompiled=tmp_path), fresh))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def with_artifacts(folder: Path, saves: bool) -> None:
     """Compiled code is saved with a program that has run, and nothing is compiled where it is loaded."""
     with fresh_cache():
@@ -411,6 +422,7 @@ FORGED: dict[str, tuple[str, Change]] = {
     "fewer microbatches": ("forward takes|opening 1 takes", counts(2)),
     "more microbatches than elements": ("takes|cannot be read", counts(64)),
     "endless": ("cannot be read|has .* ranks", counts(10**9)),
+    "no backward": ("cannot be read", without("backward")),
     "no last backward": ("has the halves", without("last backward")),
     "no opening": ("has the halves", without("opened 1")),
     "one opening more": ("has the halves", setting(openings=2)),
