@@ -22,7 +22,6 @@ from shardc.ir.executable import (
     JOIN,
     KEPT,
     KNOWN,
-    LAST_BACKWARD,
     SUM,
     TERM,
     Executable,
@@ -181,8 +180,8 @@ class Microstep:
         self.program, self.loops, self.trains = program, loops, grad and program.trains
         self._grads: dict[str, Any] | None = None
         if self.trains and program.loss is not None:
-            takes = program.half(LAST_BACKWARD).takes
-            (like,) = {port.role.index: port.example for port in takes if port.role.kind == "tangent"}.values()
+            ports = (port for half in program.step() for port in half.takes)  # also of loops before the forward
+            like = next(port.example for port in ports if port.role.kind == "tangent")
             one = everywhere(torch.ones(like.shape, dtype=like.dtype, device=like.device))
             results = loops(program).train({program.loss: one})
             self._grads = results.grads

@@ -79,7 +79,7 @@ def same_gradients(module: nn.Module, model: nn.Module, factor: float = 1.0) -> 
 # --- on simulated ranks
 
 
-def simulated(model: nn.Module, plan: shardc.Plan = PLAN, loss: Callable[..., Tensor] = cross_entropy) -> Any:
+def simulated(model: nn.Module, plan: shardc.Plan = PLAN, loss: Callable[..., Tensor] | None = cross_entropy) -> Any:
     return shardc.Simulation(shardc.compile(model, shardc.Mesh(dp=2), plan, loss=loss, backend="eager"))
 
 
@@ -90,6 +90,33 @@ def test_fewer_rows_than_ranks_times_microbatches(rows: int) -> None:
     loss = sim(x[-rows:], target[-rows:])
     sim.backward()
     expected = one_device(model, [x[-rows:], target[-rows:]])
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(sim.grad(name), p.grad, rtol=1e-9, atol=1e-13)
+
+
+class AcrossRows(nn.Module):
+    """Rows that read others: gradients too are those of other microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        y = self.linear(x)
+        return ((y.cumsum(0) - target) ** 2).mean() + (y.flip(0) * target).mean() + y.std()
+
+
+@pytest.mark.parametrize("rows", [16, 13])
+def test_rows_that_read_others(rows: int) -> None:
+    torch.manual_seed(0)
+    model = AcrossRows().double()
+    batch = torch.randn(2, rows, 8, dtype=torch.float64)
+    sim = simulated(model, loss=None)
+    loss = sim(*batch)
+    sim.backward()
+    expected = model(*batch)
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
     for name, p in model.named_parameters():
@@ -142,6 +169,20 @@ def test_a_search_predicts_microbatches() -> None:
 
 
 # --- on two ranks
+
+
+def one_row() -> None:
+    """A batch that is smaller than the number of ranks: nothing is left for the microbatches but the first."""
+    for _ in range(2):
+        module, model, batch = compiled()
+        few = [x[-1:] for x in batch]
+        loss, expected = module(*module.shard_inputs(*few)), one_device(model, few)
+        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-9, atol=0)
+        loss.backward()
+        expected.backward()
+        same_gradients(module, model)
+        with torch.no_grad():
+            torch.testing.assert_close(module(*module.shard_inputs(*few)), expected.detach(), rtol=1e-9, atol=0)
 
 
 def frozen(name: str | tuple[str, ...]) -> None:
@@ -354,6 +395,7 @@ def test_trainer_logs_what_one_process_logs() -> None:
 def test_on_two_ranks() -> None:
     run_ranks(
         2,
+        one_row,
         partial(frozen, "tokens"),
         partial(frozen, "middle"),
         partial(frozen, ("tokens", "middle")),
