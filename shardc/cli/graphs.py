@@ -32,9 +32,7 @@ def _add_dump(parser: argparse.ArgumentParser) -> None:
 
 def _run_dump(options: argparse.Namespace) -> None:
     """Print the requested stage; with ``--out``, write all stages and print the paths."""
-    loaded, mesh, plan, loss = target.resolve(options)
-    compile_options = options_of(loaded, options.option)
-    program = shardc.compile(loaded.model, mesh, plan, loss=loss, options=compile_options).shardc.lower(*loaded.args)
+    program = target.lowered(options)
     if options.stage is not None and options.stage not in program.stages:
         raise InputError(f"--stage {options.stage}: no such stage", fix=f"use one of {', '.join(program.stages)}")
     stages = target.stages_of(options.passes, program.stages)
@@ -60,10 +58,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
 def _run_explain(options: argparse.Namespace) -> None:
     """Print a tensor's layouts and the reasons for them, the alternative strategies, the uses and the collectives."""
     described = hardware.find(options.hardware)
-    loaded, mesh, plan, loss = target.resolve(options)
-    program = shardc.compile(
-        loaded.model, mesh, plan, loss=loss, options=options_of(loaded, options.option, fold=options.fold)
-    ).shardc.lower(*loaded.args)
+    program = target.lowered(options, fold=options.fold)
     print(explain(program, options.tensor, described).text(), end="")
 
 

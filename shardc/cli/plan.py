@@ -72,7 +72,7 @@ def text(result: Found, options: argparse.Namespace) -> str:
         result.plan.describe() if result.plan else "no entries: every rank holds and computes everything",
         "",
     ]
-    solved = result.solution.tried
+    solved = result.solution
     if result.variables:
         lines.append(
             f"problem: {result.variables} variables, stated in {solved.build:.1f} s and solved in {solved.solve:.1f} s;"

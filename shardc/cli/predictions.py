@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-import shardc
 from shardc.cli import target
-from shardc.cli.compile_options import options_of
 from shardc.cli.target import Command
 from shardc.cost import hardware
 from shardc.errors import MeshError
@@ -41,10 +39,7 @@ def add_prediction(parser: argparse.ArgumentParser) -> None:
 def predict(options: argparse.Namespace) -> tuple[InspectedProgram, Schedule]:
     """Return (program, schedule) for the arguments of `add_prediction`."""
     described = hardware.find(options.hardware)
-    loaded, mesh, plan, loss = target.resolve(options)
-    described.check(mesh)  # before the model is captured, which may take a while
-    compile_options = options_of(loaded, options.option, described, fold=options.fold)
-    program = shardc.compile(loaded.model, mesh, plan, loss=loss, options=compile_options).shardc.lower(*loaded.args)
+    program = target.lowered(options, described, fold=options.fold)
     return program, program.schedule(described, stage=options.stage, order=options.order)
 
 
@@ -129,15 +124,13 @@ def _run_cost(options: argparse.Namespace) -> None:
         PlanError: the program has no formula.
     """
     described = hardware.find(options.hardware)
-    loaded, mesh, plan, loss = target.resolve(options)
+    mesh = target.mesh_of(options.mesh)
     other = None if options.against is None else target.mesh_of(options.against)
     if other is not None and other.axes != mesh.axes:
         raise MeshError(f"--against {options.against}: its axes are not {', '.join(mesh.axes)}")
     for candidate in filter(None, (mesh, other)):
         described.check(candidate)
-    compile_options = options_of(loaded, options.option, fold=options.fold)
-    module = shardc.compile(loaded.model, mesh, plan, loss=loss, options=compile_options)
-    costs = module.shardc.lower(*loaded.args).costs(described)
+    costs = target.lowered(options, fold=options.fold).costs(described)
     values = costs.values()
     for axis in costs.axes:
         cost = costs.cost(axis)

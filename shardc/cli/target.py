@@ -17,10 +17,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
+import shardc
 from shardc._compat import PyTree
 from shardc.capture.trace import target_names
-from shardc.cli.compile_options import add_option
+from shardc.cli.compile_options import add_option, options_of
 from shardc.cost import hardware
+from shardc.cost.hardware import Hardware
 from shardc.errors import InputError, MeshError, PlanError
 from shardc.ir.mesh import Mesh
 from shardc.plan import Plan, parse_plan
@@ -141,6 +143,16 @@ def resolve(options: argparse.Namespace) -> tuple[Target, Mesh, Plan, Callable[.
     target, loss = load_with_loss(options.target, options.loss)
     plan = plan_of(options.plan, target, "--plan").on(mesh)
     return target, mesh, plan, loss
+
+
+def lowered(options: argparse.Namespace, described: Hardware | None = None, **defaults: Any) -> Any:
+    """Return the program for the arguments of `add_arguments`; ``described`` and ``defaults`` as for `options_of`."""
+    target, mesh, plan, loss = resolve(options)
+    if described is not None:
+        described.check(mesh)  # before the model is captured, which may take a while
+    compile_options = options_of(target, options.option, described, **defaults)
+    module = shardc.compile(target.model, mesh, plan, loss=loss, options=compile_options)
+    return module.shardc.lower(*target.args)
 
 
 def plan_of(text: str, target: Target, argument: str) -> Plan:

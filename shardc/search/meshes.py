@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf, prod
@@ -13,11 +13,10 @@ from shardc.ir.mesh import Mesh
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
 from shardc.search.captured_model import CapturedModel
-from shardc.search.plan_search import MARGIN, Candidate, Search
-from shardc.search.result import Found, ScheduledPlan, Trial
+from shardc.search.plan_search import MARGIN, Search
+from shardc.search.result import Found, Report, Trial
 
 NAMES = ("rep", "dp", "tp")  # axis names, from across nodes to within a node
-Report = Callable[[Trial], None]
 
 
 def meshes_of(ranks: int, node: int, axes: int = 2, required: Collection[str] = ()) -> list[Mesh]:
@@ -64,17 +63,15 @@ def _inner(count: int, room: int) -> Iterator[tuple[int, ...]]:
 
 @dataclass
 class MeshSearch(Search):
-    """The search on one of several meshes; it reports each plan that it schedules.
+    """The search on one of several meshes.
 
     If the user gave entries, their plan is scheduled as it is in place of the ready-made ones.
 
     Args:
         most: seconds of the best schedule on any mesh so far; slower solutions are not scheduled.
-        report: called with each plan that is scheduled.
     """
 
     most: float = inf
-    report: Report | None = None
 
     def _forms(self) -> Iterator[tuple[str, Plan]]:
         """Yield (name, plan): the user's plan, or the ready-made ones if there is none."""
@@ -83,24 +80,6 @@ class MeshSearch(Search):
     def limit(self) -> float:
         """Return the seconds of the fastest plan that fits on this mesh or, so far, on any other."""
         return min(self.most, super().limit())
-
-    def _schedule(
-        self,
-        plan: Plan,
-        origin: str,
-        candidate: Candidate | ScheduledPlan | None = None,
-        captured_model: CapturedModel | None = None,
-    ) -> ScheduledPlan | None:
-        """Predict the schedule of a plan as `Search` does, and report it if it is new."""
-        before = len(self.tried)
-        tried = super()._schedule(plan, origin, candidate, captured_model)
-        if self.report is not None and len(self.tried) > before:
-            self.report(self.trials()[-1])
-        return tried
-
-    def trials(self) -> list[Trial]:
-        """Return a `Trial` for each plan that was scheduled on this mesh."""
-        return [Trial(self.mesh, tried, self.memory) for tried in self.tried.values()]
 
 
 @dataclass(frozen=True)
@@ -136,7 +115,7 @@ class SearchOverMeshes:
         for mesh in meshes:
             with self._noted(errors):
                 search = MeshSearch(
-                    self.captured_model, mesh, self.hand, self.hardware, self.memory, self.options, report=self.report
+                    self.captured_model, mesh, self.hand, self.hardware, self.memory, self.options, self.report
                 )
                 search.forms()
                 searches[mesh] = search
@@ -150,7 +129,7 @@ class SearchOverMeshes:
                 break
             with self._noted(errors):
                 search.run()
-        trials = [trial for search in searches.values() for trial in search.trials()]
+        trials = [trial for search in searches.values() for trial in search.tried.values()]
         if (best := self.best(trials)) is not None:
             return Found(best.plan, best.mesh, tuple(trials), self.hand)
         if not trials:

@@ -30,7 +30,7 @@ from shardc.report.predicted_schedule import Schedule
 from shardc.search.captured_model import CapturedModel, PlannedGraph
 from shardc.search.memory_fit import LEAST, Fit, PriceSearch, kept_whole
 from shardc.search.plan_writer import Pinner, Writer, borders
-from shardc.search.result import ScheduledPlan
+from shardc.search.result import Report, Trial
 from shardc.solver import Infeasible, solve
 
 COPIES = 4.0  # copies of a parameter in memory: itself, its gradient and two of AdamW's
@@ -99,6 +99,7 @@ class Search:
         hardware: the hardware of the prediction.
         memory: memory of a rank in bytes.
         options: the options to compile with.
+        report: called with each plan when it is scheduled.
         tried: text of a plan -> the scheduled plan.
         prices: axes that split storage only -> price of a byte at which a solution was last expected to fit.
         beyond: the same axes -> predicted peak of the last plan that did not fit, minus the bytes of its solution.
@@ -110,7 +111,8 @@ class Search:
     hardware: Hardware
     memory: float
     options: Options
-    tried: dict[str, ScheduledPlan] = field(default_factory=dict)
+    report: Report | None = None
+    tried: dict[str, Trial] = field(default_factory=dict)
     prices: dict[tuple[str, ...], float] = field(default_factory=dict)
     beyond: dict[tuple[str, ...], float] = field(default_factory=dict)
 
@@ -137,7 +139,7 @@ class Search:
         except Infeasible:
             return inf
 
-    def run(self) -> ScheduledPlan:
+    def run(self) -> Trial:
         """Run the search; return the fastest plan that fits.
 
         Raises:
@@ -164,7 +166,7 @@ class Search:
             )
         return best
 
-    def _try(self, candidate: Candidate) -> ScheduledPlan | None:
+    def _try(self, candidate: Candidate) -> Trial | None:
         """Predict the schedule of a solution's plan, with pins of activations; None if the plan cannot be compiled."""
         with suppress(ShardcError):
             return self._schedule(self.pinner.pinned(candidate.plan, candidate.borders), "found", candidate)
@@ -178,7 +180,7 @@ class Search:
         globs = [glob for glob, _ in self.writer.by_glob(dict.fromkeys(self.param_plans, ""))]
         for start in (tried[0], min(tried, key=lambda t: t.memory)) if tried else ():
 
-            def cost(plan: Plan, periodic: bool, start: ScheduledPlan = start) -> ScheduledPlan | None:
+            def cost(plan: Plan, periodic: bool, start: Trial = start) -> Trial | None:
                 captured_model = self.captured_model
                 if not periodic and captured_model.repeats:
                     captured_model = CapturedModel.of(captured_model.source, plan, self.mesh)
@@ -192,9 +194,9 @@ class Search:
         best = self.best()
         return inf if best is None else best.seconds
 
-    def best(self) -> ScheduledPlan | None:
+    def best(self) -> Trial | None:
         """Return the fastest plan that fits; None if there is none yet."""
-        fitting = [t for t in self.tried.values() if self._fits(t)]
+        fitting = [t for t in self.tried.values() if t.fits]
         return min(fitting, key=lambda t: (round(t.seconds, 9), str(t.plan)), default=None)
 
     # --- solutions
@@ -210,7 +212,7 @@ class Search:
             candidate = best if best.bytes <= self._room(over) else self._fastest(over, weights, by_price[over])
             while candidate is not None:
                 tried = self._try(candidate)
-                if tried is None or self._fits(tried):
+                if tried is None or tried.fits:
                     break
                 self.beyond[over] = tried.memory - candidate.bytes
                 smaller = self._fastest(over, weights, by_price[over])
@@ -237,10 +239,6 @@ class Search:
     def _room(self, over: tuple[str, ...]) -> float:
         """Return the bytes that a solution may have for its plan to fit, given the peaks of plans that did not fit."""
         return self.memory - self.beyond.get(over, min(self.beyond.values(), default=0.0))
-
-    def _fits(self, tried: ScheduledPlan) -> bool:
-        """Return whether the predicted memory of a plan at its peak is within the limit."""
-        return tried.memory <= self.memory
 
     def _overs(self) -> Iterator[tuple[str, ...]]:
         """Yield sets of axes over which FSDP may split storage, of the axes that the user's entries do not mention."""
@@ -338,9 +336,9 @@ class Search:
         self,
         plan: Plan,
         origin: str,
-        candidate: Candidate | ScheduledPlan | None = None,
+        candidate: Candidate | Trial | None = None,
         captured_model: CapturedModel | None = None,
-    ) -> ScheduledPlan | None:
+    ) -> Trial | None:
         """Predict the schedule of a plan, unless that was done before, and record it; None if it cannot be compiled.
 
         Args:
@@ -354,13 +352,16 @@ class Search:
             schedule = self.schedule(plan, captured_model or self.captured_model, by_hand=origin != "found")
             if schedule is None:
                 return None
-            tried = ScheduledPlan(plan, schedule, origin)
+            tried = Trial(plan, self.mesh, schedule, self.memory, origin)
         if candidate is not None and not tried.variables:
             tried = replace(
                 tried, over=candidate.over, value=candidate.value, bound=candidate.bound,
                 variables=candidate.variables, build=candidate.build, solve=candidate.solve,
             )  # fmt: skip
+        is_new = str(plan) not in self.tried
         self.tried[str(plan)] = tried
+        if is_new and self.report is not None:
+            self.report(tried)
         return tried
 
     def schedule(self, plan: Plan, captured_model: CapturedModel, by_hand: bool = True) -> Schedule | None:

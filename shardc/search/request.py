@@ -25,8 +25,8 @@ from shardc.runtime.events import Event
 from shardc.runtime.groups import Groups
 from shardc.runtime.inputs import takes_loss
 from shardc.search.captured_model import CapturedModel, ModelCall
-from shardc.search.meshes import Report, SearchOverMeshes, meshes_of
-from shardc.search.result import Found
+from shardc.search.meshes import SearchOverMeshes, meshes_of
+from shardc.search.result import Found, Report
 from shardc.validate import Bytes, Range, check_fields, checked
 
 

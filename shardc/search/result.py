@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shardc.errors import InputError
@@ -17,12 +18,14 @@ WIDTH = 60  # characters of a plan in a table
 
 
 @dataclass(frozen=True)
-class ScheduledPlan:
-    """A plan with its predicted schedule, and the solution of the layout problem that it was written from.
+class Trial:
+    """A plan whose schedule on a mesh was predicted, and the solution of the layout problem that it was written from.
 
     Args:
         plan: the plan.
+        mesh: the mesh.
         schedule: its predicted schedule.
+        limit: memory of a rank in bytes.
         origin: "found" for a solution, else the name of the ready-made plan that it is or was derived from.
         over: the axes over which storage only is split.
         value: cost of its solution in seconds; 0 if it is not a solution.
@@ -32,7 +35,9 @@ class ScheduledPlan:
     """
 
     plan: Plan
+    mesh: Mesh
     schedule: Schedule
+    limit: float
     origin: str = "found"
     over: tuple[str, ...] = ()
     value: float = 0.0
@@ -56,41 +61,6 @@ class ScheduledPlan:
         """Return the predicted bytes of a rank at the peak."""
         return self.schedule.memory.peak.total
 
-
-@dataclass(frozen=True)
-class Trial:
-    """A plan whose schedule on a mesh was predicted, with the limit of memory.
-
-    Args:
-        mesh: the mesh.
-        tried: the scheduled plan.
-        limit: memory of a rank in bytes.
-    """
-
-    mesh: Mesh
-    tried: ScheduledPlan
-    limit: float
-
-    @property
-    def plan(self) -> Plan:
-        """Return the plan."""
-        return self.tried.plan
-
-    @property
-    def schedule(self) -> Schedule:
-        """Return the predicted schedule."""
-        return self.tried.schedule
-
-    @property
-    def seconds(self) -> float:
-        """Return the predicted seconds of a step."""
-        return self.schedule.seconds
-
-    @property
-    def memory(self) -> int:
-        """Return the predicted bytes of a rank at the peak."""
-        return self.schedule.memory.peak.total
-
     @property
     def fits(self) -> bool:
         """Return whether the peak is within the limit."""
@@ -99,12 +69,12 @@ class Trial:
     @property
     def found(self) -> bool:
         """Return whether the plan is from a solution; otherwise it is ready-made, or the user's own."""
-        return self.tried.origin == "found"
+        return self.origin == "found"
 
     @property
     def is_solution(self) -> bool:
         """Return whether the plan is a solution of the layout problem; a ready-made plan can be one, too."""
-        return self.tried.variables > 0
+        return self.variables > 0
 
     def __str__(self) -> str:
         schedule, too_large = self.schedule, "" if self.fits else " (does not fit)"
@@ -115,9 +85,9 @@ class Trial:
 
     def row(self) -> tuple[str, ...]:
         """Return the cells of the trial's row in a table with head `HEAD`."""
-        schedule, tried = self.schedule, self.tried
+        schedule = self.schedule
         problem = (
-            (milliseconds(tried.value), f"{tried.gap:.1g}", f"{tried.build:.1f}", f"{tried.solve:.1f}")
+            (milliseconds(self.value), f"{self.gap:.1g}", f"{self.build:.1f}", f"{self.solve:.1f}")
             if self.is_solution
             else ("", "", "", "")
         )
@@ -125,6 +95,9 @@ class Trial:
             str(self.mesh), shorten(str(self.plan), WIDTH), milliseconds(schedule.seconds),
             milliseconds(schedule.exposed), gigabytes(self.memory), "yes" if self.fits else "no", *problem,
         )  # fmt: skip
+
+
+Report = Callable[[Trial], None]
 
 
 @dataclass(frozen=True)
@@ -174,24 +147,24 @@ class Found:
     @property
     def value(self) -> float:
         """Return the cost of the `solution` in seconds: a sum without overlap."""
-        return self.solution.tried.value
+        return self.solution.value
 
     @property
     def bound(self) -> float:
         """Return the proven lower bound of the cost of every solution of the layout problem, in seconds."""
-        return self.solution.tried.bound
+        return self.solution.bound
 
     @property
     def gap(self) -> float:
         """Return the gap between `value` and `bound`, relative to the value: the most that a better solution could
         save.
         """
-        return self.solution.tried.gap
+        return self.solution.gap
 
     @property
     def variables(self) -> int:
         """Return the number of variables of the layout problem."""
-        return self.solution.tried.variables
+        return self.solution.variables
 
     @property
     def form(self) -> Trial | None:
