@@ -73,7 +73,7 @@ def recorded_states() -> Iterator[set[Read]]:
             note(name, args, kwargs)
         elif self.value is _INTERPRETERS and not is_versioned(tx.f_code):
             raise Unsupported("a state, whether it runs under a transform of torch.func,")
-        elif self.can_constant_fold_through() and not _is_pure(self.value):
+        elif self.can_constant_fold_through() and self.value not in _PURE_FUNCTIONS:
             raise Unsupported(f"a state, {getattr(self.value, '__name__', self.value)}")
         return call(self, tx, args, kwargs)
 
@@ -117,18 +117,13 @@ def _of_torch(path: str) -> object:
     return x
 
 
-# By function, not by name: a user's function may have the same name.
+# Depend on their arguments, machine and process only. By function: a user's function may have the same name.
 _PURE_FUNCTIONS = {*filter(callable, vars(math).values()), *filter(callable, map(_of_torch, _PURE))}
 
 
 def _is_number_of_numpy(function: object) -> bool:
     """Return whether a NumPy function maps numbers to a number, such as ``np.prod(x.shape)`` and ``np.sqrt(4)``."""
     return np is not None and (isinstance(function, np.ufunc) or function in (np.prod, np.sum, np.min, np.max, np.mean))
-
-
-def _is_pure(function: object) -> bool:
-    """Return whether a function that Dynamo evaluates depends on its arguments, machine and process only."""
-    return function in _PURE_FUNCTIONS
 
 
 def value_numbers(gm: fx.GraphModule, numbers: dict[Hashable, int], with_gradients: bool = True) -> list[object]:

@@ -84,7 +84,8 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 def _flatten(cache: object) -> tuple[list[PyTree], Context]:
     """Return (values of the attributes that may hold tensors, [their names, name -> JSON form of the others])."""
-    attributes = {name: value for name, value in vars(cache).items() if _may_hold(value)}
+    kinds = (Tensor, dict, list, tuple)
+    attributes = {name: value for name, value in vars(cache).items() if isinstance(value, kinds) or is_cache(value)}
     others = {name: _to_json(value) for name, value in vars(cache).items() if name not in attributes}
     return list(attributes.values()), [list(attributes), others]
 
@@ -107,13 +108,6 @@ def _unflatten(kind: type[T], values: Iterable[PyTree], context: Context) -> T:
 def is_cache(value: object) -> bool:
     """Return whether ``value`` is a registered cache, or a layer of one."""
     return type(value) in _registered.values()
-
-
-def _may_hold(value: object) -> bool:
-    """Return whether ``value``, an attribute of a cache, may hold tensors: a tensor, dict, list, tuple, or a registered
-    cache.
-    """
-    return isinstance(value, (Tensor, dict, list, tuple)) or is_cache(value)
 
 
 def _to_json(value: object) -> object:

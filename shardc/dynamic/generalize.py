@@ -105,7 +105,7 @@ def points(example: Mapping[str, int], modulus: int, above: bool = True) -> list
     for name, size in example.items():
         whole = size // modulus
         for point in out:
-            near = _primes(max(whole, 3)) if above else _below(whole)
+            near = filter(_is_prime, count(max(whole, 3))) if above else _below(whole)
             quotient = next((k for k in near if k not in quotients and k * modulus + size % modulus > 1), None)
             if quotient is None:
                 raise LayoutError(f"there are too few sizes {name} below {size}")
@@ -117,10 +117,6 @@ def points(example: Mapping[str, int], modulus: int, above: bool = True) -> list
 def _below(whole: int) -> list[int]:
     """Return the numbers below ``whole``: primes first, each group descending."""
     return sorted(range(whole), key=lambda k: (not _is_prime(k), -k))
-
-
-def _primes(start: int) -> Iterator[int]:
-    return (k for k in count(start) if _is_prime(k))
 
 
 def _is_prime(k: int) -> bool:

@@ -77,11 +77,11 @@ def replicated(storages: Mapping[str, Layout], batch: Sequence[str]) -> dict[str
     """Return those of ``storages`` (parameter -> layout) whose gradients are summed over axes of ``batch`` that do not
     split the parameter.
     """
-    out = {}
-    for name, stored in storages.items():
-        if pending_beside(stored, Layout.whole(stored.mesh, stored.shape).with_partial(batch)).partial:
-            out[name] = stored
-    return out
+    return {
+        name: stored
+        for name, stored in storages.items()
+        if pending_beside(stored, Layout.whole(stored.mesh, stored.shape).with_partial(batch)).partial
+    }
 
 
 def pending_beside(stored: Layout, incoming: Layout) -> Layout:

@@ -101,13 +101,7 @@ def _overridden(cls: type) -> list[str]:
     for base in cls.__mro__:
         if base in _PLAIN or any(is_in(base.__module__, module) for module in ("shardc", *_UNWRAPPED)):
             break
-        members = vars(base)
-        names += [
-            name for name in members if name not in _HARMLESS and hasattr(Tensor, name) and not _is_off(members[name])
-        ]
+        off = torch._C._disabled_torch_function_impl  # disables overriding
+        members = ((name, member) for name, member in vars(base).items() if member is not off)
+        names += [name for name, _ in members if name not in _HARMLESS and hasattr(Tensor, name)]
     return names
-
-
-def _is_off(member: object) -> bool:
-    """Return whether ``member`` disables torch-function overriding for the class."""
-    return member is torch._C._disabled_torch_function_impl

@@ -167,8 +167,9 @@ class _Parser:
     def _constant(self, reader: Reader, name: str, value: NodeValue, phase: str) -> None:
         start = reader.at
         target = reader.word() or ""
-        # It becomes source code, in fx: nothing but a name of its own may stand there.
-        if not grammar.ATTRIBUTE.fullmatch(target) or any(map(iskeyword, target.split("."))) or _is_taken(target):
+        # It becomes source code, in fx: nothing but a name that hides no attribute of `fx.GraphModule` may stand there.
+        first, *rest = target.split(".")
+        if not grammar.ATTRIBUTE.fullmatch(target) or any(map(iskeyword, (first, *rest))) or first in _attributes():
             reader.at = start
             reader.fail("the name of the constant")
         content = self._argument(reader) if reader.take(",") else None
@@ -343,11 +344,6 @@ def _identifier(name: str) -> str:
     """Return ``name`` as a valid FX node name."""
     text = re.sub(r"\W", "_", name, flags=re.ASCII)
     return f"_{text}" if not text or text[0].isdigit() else text
-
-
-def _is_taken(name: str) -> bool:
-    """Return whether a constant named ``name`` would hide an attribute of `fx.GraphModule`."""
-    return name.partition(".")[0] in _attributes()
 
 
 @cache

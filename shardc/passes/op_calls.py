@@ -47,9 +47,8 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     arguments, out = arguments_of(node), []
     for argument in schema.arguments:
         item = arguments.get(argument.name)
-        for x in item if isinstance(item, (list, tuple)) else (item,):
-            if isinstance(x, fx.Node) and ir.is_tensor(x):
-                out.append(x)
+        items = item if isinstance(item, (list, tuple)) else (item,)
+        out += [x for x in items if isinstance(x, fx.Node) and ir.is_tensor(x)]
     return out
 
 

@@ -84,7 +84,7 @@ def advise(
         predict: returns the predicted step of another program.
     """
     best: dict[str, Advice] = {}
-    for change in _tries(program, {finding.rule for finding in findings}, now):
+    for change in _tries(program, {finding.rule for finding in findings}):
         try:
             then = predict(change.program())
         except ShardcError:  # the mesh or the plan does not allow it
@@ -100,7 +100,7 @@ def advise(
     return sorted(best.values(), key=lambda advice: -advice.gain)
 
 
-def _tries(program: Program, rules: set[str], now: Prediction) -> Iterator[Try]:
+def _tries(program: Program, rules: set[str]) -> Iterator[Try]:
     """Yield the changes that answer findings of ``rules``."""
     options = program.options
 

@@ -326,7 +326,8 @@ def small_messages(subject: Subject) -> Iterator[Finding]:
     groups: dict[tuple[str, str, str], list[tuple[Collective, float]]] = {}
     schedule = subject.step
     for row in schedule.collectives:
-        idle = price(schedule.hardware, row.kind, _route(subject, row), 0).seconds
+        at = route(subject.schedule.mesh, tuple(row.axis.split(",")), schedule.hardware.node)
+        idle = price(schedule.hardware, row.kind, at, 0).seconds
         if row.ranks > 1 and idle > row.seconds - idle:
             groups.setdefault((row.kind, row.axis, row.phase), []).append((row, idle))
     for (kind, axis, phase), small in groups.items():
@@ -442,11 +443,6 @@ def low_precision_sum(subject: Subject) -> Iterator[Finding]:
             f"gradients summed in {of[0].dtype} over {of[0].ranks} ranks lose low bits",
             "shardc.precision(reduce=torch.float32) sums them in float32, at twice the bytes", len(of),
         )  # fmt: skip
-
-
-def _route(subject: Subject, row: Collective) -> Route:
-    """Return the placement of a collective's group on nodes."""
-    return route(subject.schedule.mesh, tuple(row.axis.split(",")), subject.schedule.hardware.node)
 
 
 RULES: tuple[Callable[[Subject], Iterator[Finding]], ...] = (

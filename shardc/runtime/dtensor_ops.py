@@ -331,7 +331,7 @@ def _computed(
     if any(x.is_partial() for spec in specs for x in spec.placements):
         if op is aten.add.Tensor and isinstance(args[1], int) and args[1] == 0:  # the start of Python's `sum`
             return args[0].clone()
-        if not (op in _PENDING and _one_sum(specs, op, args, kwargs)):
+        if not (op in _PENDING and _one_sum(specs, op, kwargs)):
             for x in tensors:
                 settle(x)
             return op(*args, **kwargs)
@@ -421,7 +421,7 @@ def _is_traced(args: PyTree) -> bool:
     return any(x.is_meta or isinstance(x, FakeTensor) for x in local) or torch.compiler.is_compiling()
 
 
-def _one_sum(specs: list[DTensorSpec], op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> bool:
+def _one_sum(specs: list[DTensorSpec], op: OpOverload, kwargs: dict[str, PyTree]) -> bool:
     """Whether all operands have the same placements, and ``op`` (one of `_PENDING`) commutes with the pending sums."""
     if op is aten.stack.default:
         return all(spec.placements == specs[0].placements for spec in specs)

@@ -276,7 +276,7 @@ def _program(
         names = [name for name, x in named if isinstance(x, Tensor)]
         rows = Rows.exchanged(names, tensors, entry.row_axes, state.spec.groups, state.spec.device)
         if not rows.even:
-            return _uneven(state, rows, args, kwargs, leaves, spec), rows, compares
+            return _uneven(state, rows, leaves, spec), rows, compares
     if entry.program is None:
         with state.spec.groups.consistency.compiles():
             program = _find_program(state, state.cache.signature(args, kwargs), args, kwargs, leaves, spec)
@@ -295,14 +295,7 @@ def _row_axes(state: State, call: Signature, leaves: list[Any]) -> tuple[tuple[s
     return row_axes(tensors, state.cache.build.input_layouts(shapes))
 
 
-def _uneven(
-    state: State,
-    rows: Rows,
-    args: Sequence[PyTree],
-    kwargs: dict[str, PyTree],
-    leaves: list[object],
-    spec: pytree.TreeSpec,
-) -> Executable:
+def _uneven(state: State, rows: Rows, leaves: list[object], spec: pytree.TreeSpec) -> Executable:
     """Returns the program for a call in which ranks pass different numbers of rows: that for the rows of all ranks."""
     assert state.spec.groups is not None
     tensors = [x for x in leaves if isinstance(x, Tensor)]

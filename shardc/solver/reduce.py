@@ -41,16 +41,11 @@ def reduce(graph: Graph, changed: Iterable[int] | None = None) -> None:
     todo = set(graph.unary if changed is None else changed)
     while todo:
         todo |= set(drop_unsupported(graph, todo))
-        around = _with_neighbours(graph, todo)
+        around = {j for i in todo if i in graph.unary for j in (i, *graph.near[i])}  # and their neighbours
         todo = set(drop_separable(graph, around))
         todo |= set(merge_small_degrees(graph, around | todo))
         todo |= set(drop_dominated(graph, (around | todo) & graph.unary.keys()))
         todo &= graph.unary.keys()
-
-
-def _with_neighbours(graph: Graph, variables: Iterable[int]) -> set[int]:
-    """Return those of ``variables`` that are still in ``graph``, and their neighbours."""
-    return {j for i in variables if i in graph.unary for j in (i, *graph.near[i])}
 
 
 def drop_unsupported(graph: Graph, changed: Iterable[int]) -> list[int]:

@@ -21,7 +21,6 @@ from shardc.errors import LayoutError, RuleError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
-from shardc.ir.mesh import Mesh
 from shardc.ir.op_traits import RESHAPES
 from shardc.passes import local_regions
 from shardc.passes.layout.propagate import Problem, decide, padded, pin, take
@@ -55,7 +54,7 @@ class _Sweep:
         self.demanded: dict[fx.Node, frozenset[Layout]] = {}
         self.pinned: set[fx.Node] = set()
         self.wanted: dict[fx.Node, Layout] = {}
-        self.grad_target = _grad_targets(graph, problem.mesh, problem.compute_layouts)
+        self.grad_target = _grad_targets(graph, problem.compute_layouts)
 
     def run(self) -> dict[fx.Node, Layout]:
         """Writes layouts and needs on all nodes; returns output -> the layout in which the caller gets it."""
@@ -335,7 +334,7 @@ def _fitting(node: fx.Node, call: Call) -> Spec | None:
         raise RuleError(error.what, source=source, fix=error.fix) from error
 
 
-def _grad_targets(graph: fx.Graph, mesh: Mesh, compute: Mapping[str, Layout]) -> dict[fx.Node, Layout | None]:
+def _grad_targets(graph: fx.Graph, compute: Mapping[str, Layout]) -> dict[fx.Node, Layout | None]:
     """Returns node -> the layout needed of it, for each node that leads, through linear ops, only to one parameter's
     gradient.
 

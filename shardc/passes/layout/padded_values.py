@@ -154,7 +154,7 @@ class PaddedValues(Calls):
             padded = self.padded[x]
             node = padded.node
             for dim, runs in enumerate(padded.padding):
-                node = self._map_runs(node, dim, runs, lambda part, at, run: self._slice(part, at, run))
+                node = self._map_runs(node, dim, runs, self._slice)
             self.plain[x] = node
         return self.plain[x]
 

@@ -80,7 +80,7 @@ class Decompose:
             return gm
         starts = [node for node in gm.graph.nodes if _is_of_activations(node)]
         tried = [self._tried(gm.graph, starts, n) for n in (PIECES if self.pieces == "auto" else (int(self.pieces),))]
-        saved, chosen, reasons = max(tried, key=lambda option: option[0]) if tried else (0.0, None, {})
+        _, chosen, reasons = max(tried, key=lambda option: option[0]) if tried else (0.0, None, {})
         for node in starts if self.report is not None else ():
             assert self.report is not None
             record = ir.info(node)

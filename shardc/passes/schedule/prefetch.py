@@ -38,9 +38,7 @@ def prefetchable(graph: fx.Graph) -> frozenset[fx.Node]:
     for node in graph.nodes:
         if node.op == "placeholder":
             early.add(node)
-        elif node.op != "call_function" or not early.issuperset(node.all_input_nodes):
-            continue
-        elif move_kind(node) == "to_host":
+        elif node.op != "call_function" or not early.issuperset(node.all_input_nodes) or move_kind(node) == "to_host":
             continue
         elif is_start(node):
             ops = _ops_before(node, free)

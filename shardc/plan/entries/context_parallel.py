@@ -49,8 +49,7 @@ class Cp(BatchEntry):
 
     @property
     def call(self) -> Call:
-        name, options = super().call
-        return "cp", options
+        return "cp", super().call[1]
 
     @property
     def row(self) -> tuple[str, str, str]:

@@ -63,7 +63,7 @@ def traffic_of(graph: fx.Graph) -> dict[fx.Node, Traffic]:
                         readers.setdefault(roots[x], set()).add(-1)
             roots[node] = node
             continue
-        if _moves_nothing(node):
+        if node.target in ops.MARKERS.values() or aliases(node.target):  # it allocates no memory
             roots[node] = roots[node.all_input_nodes[0]] if node.all_input_nodes else node
             continue
         roots[node] = node
@@ -100,11 +100,6 @@ def _traffic_per_op(
                 seen.add((run, root))
                 reads.append(at)
         yield node, Traffic(tuple(reads), bool(readers.get(node, set()) - {run}), is_dense(node))
-
-
-def _moves_nothing(node: fx.Node) -> bool:
-    """Returns whether a node allocates no memory: a view, a marker, a getitem."""
-    return node.target in ops.MARKERS.values() or aliases(node.target)
 
 
 Table = np.ndarray
