@@ -247,6 +247,50 @@ def scaled_clipped_scheduled() -> None:
         torch.testing.assert_close(grad.full_tensor(), right, rtol=1e-9, atol=1e-13)
 
 
+def steps_in_backward() -> None:
+    """Hooks that step an optimizer of each parameter as soon as its gradient is there."""
+    module, model, batch = compiled(backend="eager")
+
+    def stepped(parameter: nn.Parameter) -> None:
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+        def step(_: Tensor) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+
+    for parameter in module.parameters():
+        stepped(parameter)
+    reference = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss, expected = module(*module.shard_inputs(*batch)), one_device(model, batch)
+        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-9, atol=0)
+        loss.backward()
+        expected.backward()
+        reference.step()
+        reference.zero_grad()
+
+
+def between_plain_layers() -> None:
+    """A layer of each rank in front of the module, and the loss outside of it."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    pairs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        pairs.append([nn.Linear(8, 8).double(), nn.Sequential(nn.Linear(8, 8), nn.Tanh()).double()])
+    (mine, inner), (front, model) = pairs
+    module = shardc.compile(inner, mesh, PLAN, backend="eager")
+    x, target = torch.randn(2, 16, 8, dtype=torch.float64)
+    local = [whole.chunk(2)[dist.get_rank()] for whole in (x, target)]
+    F.mse_loss(module(mine(local[0])), local[1]).backward()
+    F.mse_loss(model(front(x)), target).backward()
+    same_gradients(module, model)
+    assert mine.weight.grad is not None
+    dist.all_reduce(mine.weight.grad)
+    torch.testing.assert_close(mine.weight.grad / 2, front.weight.grad, rtol=1e-9, atol=1e-13)
+
+
 def scaler_steps() -> None:
     """`GradScaler.unscale_` and `step`, which look for infinities in DTensors."""
     module, model, batch = compiled()
@@ -402,6 +446,8 @@ def test_on_two_ranks() -> None:
         input_gradient,
         scaled_clipped_scheduled,
         scaler_steps,
+        steps_in_backward,
+        between_plain_layers,
         accumulated,
         evaluated,
         values_and_gradients,
