@@ -184,6 +184,11 @@ def typed(error: type[ShardcError] = InputError) -> Callable[[Function], Functio
     return decorate
 
 
+def did_you_mean(similar: list[str], otherwise: str) -> str:
+    """Returns the fix for a wrong name: its ``similar`` names, or ``otherwise`` if there are none."""
+    return f"did you mean {' or '.join(map(repr, similar))}?" if similar else otherwise
+
+
 def near(word: object, choices: Iterable[object], otherwise: str = "") -> str:
     """Returns the fix for a ``word`` that is not in ``choices``: the closest match, or else ``otherwise``.
 
@@ -191,8 +196,8 @@ def near(word: object, choices: Iterable[object], otherwise: str = "") -> str:
     "did you mean 'inductor'?"
     """
     names = list(map(str, choices))
-    matches = get_close_matches(str(word), names, n=1)
-    return f"did you mean {matches[0]!r}?" if matches else otherwise or f"use one of {', '.join(map(repr, names))}"
+    otherwise = otherwise or f"use one of {', '.join(map(repr, names))}"
+    return did_you_mean(get_close_matches(str(word), names, n=1), otherwise)
 
 
 @lru_cache(maxsize=256)
@@ -222,7 +227,7 @@ class _Reader:
         if origin is Literal:
             if not any(type(value) is type(one) and value == one for one in get_args(kind)):
                 close = get_close_matches(str(value), [one for one in get_args(kind) if isinstance(one, str)], n=1)
-                raise _Mismatch(path, value, expected(kind), f"did you mean {close[0]!r}?" if close else None)
+                raise _Mismatch(path, value, expected(kind), did_you_mean(close, "") or None)
             return value
         if origin is tuple:
             return self.items(value, get_args(kind), kind, path)

@@ -20,6 +20,7 @@ from shardc.report.inspected import InspectedProgram as Program
 from shardc.report.prediction import Collective
 from shardc.rules import find_rule, spec_of
 from shardc.rules.spec import Strategy
+from shardc.validate import did_you_mean
 
 _MOVES = (*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.pad, ops.unpad)
 
@@ -148,8 +149,7 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
     by_name = {ir.info(node).name: node for node in graph.nodes if node.op != "output"}
     node = by_name.get(tensor.removeprefix("%"))
     if node is None or not ir.is_tensor(node):
-        near = get_close_matches(tensor, by_name, n=3)
-        fix = f"did you mean {' or '.join(map(repr, near))}?" if near else "dump the stage collectives to see its names"
+        fix = did_you_mean(get_close_matches(tensor, by_name), "dump the stage collectives to see its names")
         raise InputError(f"the program has no tensor {tensor!r}", fix=fix)
     rows = program.schedule(hardware, stage="localize").by_node
     record = ir.info(node)

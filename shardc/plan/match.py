@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 
 from shardc.errors import PlanError
 from shardc.plan.layout_spec import is_one
+from shardc.validate import did_you_mean
 
 
 def matching(glob: str, names: Iterable[str]) -> list[str]:
@@ -47,12 +48,8 @@ def must_match(glob: str, names: Iterable[str], kind: str, entry: str) -> list[s
     matches = matching(glob, names)
     if matches:
         return matches
-    near = near_names(glob, names)
-    raise PlanError(
-        f"{glob!r} matches no {kind}",
-        plan_entry=entry,
-        fix=f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {shorten(names)}",
-    )
+    fix = did_you_mean(near_names(glob, names), f"there are {shorten(names)}")
+    raise PlanError(f"{glob!r} matches no {kind}", plan_entry=entry, fix=fix)
 
 
 def near_names(glob: str, names: list[str]) -> list[str]:

@@ -26,7 +26,7 @@ from shardc.errors import PlanError
 from shardc.plan.constructor_calls import SPECS, Call
 from shardc.plan.entries.mixed_precision import DTYPE_FIELDS
 from shardc.plan.layout_spec import Form, OnAxes, PerRank, is_placements, per_rank, show_placement
-from shardc.validate import DTYPES
+from shardc.validate import DTYPES, did_you_mean
 
 VERSION = 1
 K = TypeVar("K")
@@ -99,8 +99,7 @@ def _check_keys(table: Iterable[str], allowed: tuple[str, ...], path: str, what:
     """Raise PlanError if a key of ``table``, which is ``what`` in the file, is not ``allowed``."""
     for key in table:
         if key not in allowed:
-            near = get_close_matches(key, allowed)
-            fix = f"did you mean {' or '.join(map(repr, near))}?" if near else f"use one of {list(allowed)}"
+            fix = did_you_mean(get_close_matches(key, allowed), f"use one of {list(allowed)}")
             raise PlanError(f"unknown key {key!r} in {what}", source=path, fix=fix)
 
 

@@ -25,7 +25,7 @@ from shardc.report.formulas import Costs
 from shardc.report.lint_rules import Finding, in_pieces, lint
 from shardc.report.predicted_schedule import Schedule, build, room_of_rows
 from shardc.report.tiles import Tiles
-from shardc.validate import typed
+from shardc.validate import did_you_mean, typed
 
 
 class InspectedProgram(Program):
@@ -46,8 +46,7 @@ class InspectedProgram(Program):
         layouts = {ir.info(node).name: ir.layout(node) for node in nodes if ir.value(node).layout is not None}
         wanted = name.removeprefix("%")
         if wanted not in layouts:
-            close = near_names(wanted, list(layouts))
-            fix = f"did you mean {' or '.join(map(repr, close))}?" if close else f"names are in program.text({stage!r})"
+            fix = did_you_mean(near_names(wanted, list(layouts)), f"names are in program.text({stage!r})")
             raise InputError(f"there is no tensor {wanted!r} with a layout after {stage!r}", fix=fix)
         return Tiles(wanted, layouts[wanted].devices)
 

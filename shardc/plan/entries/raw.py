@@ -15,7 +15,7 @@ from shardc.plan.entries.entry import Entry
 from shardc.plan.layout_spec import Form, PerRank, freeze, per_rank, quote, show, spec_axes
 from shardc.plan.match import flatten, matching, must_match, near_names, shorten, split_target
 from shardc.plan.placed import Placed
-from shardc.validate import Bytes, Range, check_fields, checked
+from shardc.validate import Bytes, Range, check_fields, checked, did_you_mean
 
 
 class Raw(Entry):
@@ -95,12 +95,8 @@ class Port(Spec):
         arguments = list(dict.fromkeys(name.partition(".")[0] for name in names))
         specs = {at: self.spec for at, name in enumerate(names) if self._is_about(name, arguments)}
         if not specs:
-            near = near_names(self.path, list(names))
-            raise PlanError(
-                f"there is no {kind.removesuffix('s')} {self.path!r}",
-                plan_entry=str(self),
-                fix=f"did you mean {near[0]!r}?" if near else f"the {kind} are {shorten(list(names))}",
-            )
+            fix = did_you_mean(near_names(self.path, list(names))[:1], f"the {kind} are {shorten(list(names))}")
+            raise PlanError(f"there is no {kind.removesuffix('s')} {self.path!r}", plan_entry=str(self), fix=fix)
         return specs
 
     def _is_about(self, name: str, arguments: list[str]) -> bool:
@@ -167,8 +163,7 @@ class Prefetch(Raw):
         """Return no pins; raise PlanError if one of the modules does not exist."""
         for name in (self.module, *self.modules):
             if name not in modules:
-                near = near_names(name, list(modules))
-                fix = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {shorten(list(modules))}"
+                fix = did_you_mean(near_names(name, list(modules)), f"there are {shorten(list(modules))}")
                 raise PlanError(f"there is no module {name!r}", plan_entry=str(self), fix=fix)
         return {}
 
