@@ -190,8 +190,10 @@ def pair_row(name: str, axes: dict[str, int]) -> tuple[Any, ...]:
     )
     start = time.perf_counter()
     search.forms()
-    best = search.run()
+    search.run()
     took = time.perf_counter() - start
+    best = search.best()
+    assert best is not None, "no plan fits"
     forms = [each.schedule for each in search.tried.values() if each.origin != "found"]
     by_hand = [*forms, *filter(None, (search.schedule(plan, captured_model) for plan in hands(name, mesh)))]
     fitting = [s for s in by_hand if s.memory.peak.total <= LIMIT]

@@ -132,9 +132,15 @@ class SearchOverMeshes:
         trials = [trial for search in searches.values() for trial in search.tried.values()]
         if (best := self.best(trials)) is not None:
             return Found(best.plan, best.mesh, tuple(trials), self.hand)
-        if not trials:
-            raise self._nothing(errors, meshes)
-        raise self._too_large(trials, meshes)
+        if trials:
+            raise self._too_large(trials, meshes)
+        if errors:
+            raise errors[0]
+        raise PlanError(
+            f"there is no plan on {_listed(meshes)} with all given entries",
+            plan_entry=str(self.hand) if self.hand else None,
+            fix="leave out one of its entries",
+        )
 
     @staticmethod
     @contextmanager
@@ -150,17 +156,6 @@ class SearchOverMeshes:
         """Return the fastest trial that fits; None if none fits."""
         fitting = [trial for trial in trials if trial.fits]
         return min(fitting, key=_order, default=None)
-
-    def _nothing(self, errors: Sequence[ShardcError], meshes: Sequence[Mesh]) -> ShardcError:
-        """Return the error to raise if no plan was scheduled: the first relevant one of ``errors``, if there is one."""
-        relevant = [error for error in errors if "no plan on" not in error.what]
-        if relevant:
-            return relevant[0]
-        return PlanError(
-            f"there is no plan on {_listed(meshes)} with all given entries",
-            plan_entry=str(self.hand) if self.hand else None,
-            fix="leave out one of its entries",
-        )
 
     def _too_large(self, trials: Sequence[Trial], meshes: Sequence[Mesh]) -> PlanError:
         """Return the error to raise if no plan fits in memory."""
