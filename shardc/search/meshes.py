@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf, prod
+from math import prod
 
 from shardc.cost.hardware import Hardware
 from shardc.errors import PlanError, ShardcError
@@ -61,27 +61,6 @@ def _inner(count: int, room: int) -> Iterator[tuple[int, ...]]:
             yield (*before, 2**power)
 
 
-@dataclass
-class MeshSearch(Search):
-    """The search on one of several meshes.
-
-    If the user gave entries, their plan is scheduled as it is in place of the ready-made ones.
-
-    Args:
-        most: seconds of the best schedule on any mesh so far; slower solutions are not scheduled.
-    """
-
-    most: float = inf
-
-    def _forms(self) -> Iterator[tuple[str, Plan]]:
-        """Yield (name, plan): the user's plan, or the ready-made ones if there is none."""
-        yield from [("given", self.hand)] if self.hand else super()._forms()
-
-    def limit(self) -> float:
-        """Return the seconds of the fastest plan that fits on this mesh or, so far, on any other."""
-        return min(self.most, super().limit())
-
-
 @dataclass(frozen=True)
 class SearchOverMeshes:
     """A search over several meshes.
@@ -109,12 +88,12 @@ class SearchOverMeshes:
             PlanError: nothing fits on any mesh; the text has the memory of the smallest plan.
             ShardcError: the error of the first mesh, if the user's entries are valid on none.
         """
-        searches: dict[Mesh, MeshSearch] = {}
+        searches: dict[Mesh, Search] = {}
         least: dict[Mesh, float] = {}
         errors: list[ShardcError] = []
         for mesh in meshes:
             with self._noted(errors):
-                search = MeshSearch(
+                search = Search(
                     self.captured_model, mesh, self.hand, self.hardware, self.memory, self.options, self.report
                 )
                 search.forms()

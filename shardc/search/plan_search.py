@@ -100,6 +100,7 @@ class Search:
         memory: memory of a rank in bytes.
         options: the options to compile with.
         report: called with each plan when it is scheduled.
+        most: seconds of the best schedule on any other mesh so far; slower solutions are not scheduled.
         tried: text of a plan -> the scheduled plan.
         prices: axes that split storage only -> price of a byte at which a solution was last expected to fit.
         beyond: the same axes -> predicted peak of the last plan that did not fit, minus the bytes of its solution.
@@ -112,6 +113,7 @@ class Search:
     memory: float
     options: Options
     report: Report | None = None
+    most: float = inf
     tried: dict[str, Trial] = field(default_factory=dict)
     prices: dict[tuple[str, ...], float] = field(default_factory=dict)
     beyond: dict[tuple[str, ...], float] = field(default_factory=dict)
@@ -178,9 +180,9 @@ class Search:
             Fit(self.captured_model.source.model, globs, self.hand, self.memory, host, cost, self.limit).run(start.plan)
 
     def limit(self) -> float:
-        """Return the seconds of the fastest plan that fits; inf if there is none."""
+        """Return the seconds of the fastest plan that fits, here or on another mesh; inf if there is none."""
         best = self.best()
-        return inf if best is None else best.seconds
+        return self.most if best is None else min(self.most, best.seconds)
 
     def best(self) -> Trial | None:
         """Return the fastest plan that fits; None if there is none yet."""
@@ -300,8 +302,9 @@ class Search:
     # --- schedules
 
     def _forms(self) -> Iterator[tuple[str, Plan]]:
-        """Yield (name, plan) of the ready-made plans; none if the user gave entries."""
-        if self.hand.entries:
+        """Yield (name, plan) of the ready-made plans; the user's plan as it is, if there is one."""
+        if self.hand:
+            yield "given", self.hand
             return
         axes = [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]
         whole = Plan()
