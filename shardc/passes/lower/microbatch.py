@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 
 import torch
 from torch import fx
@@ -42,6 +43,11 @@ class Loop:
 
     each: fx.GraphModule | None
     once: fx.GraphModule
+
+    def takes(self, roles: Iterable[Role]) -> bool:
+        """Return whether one of the graphs takes a value of one of ``roles``."""
+        graphs = [gm.graph for gm in (self.each, self.once) if gm is not None]
+        return not set(roles).isdisjoint(ir.role(node) for graph in graphs for node in ir.placeholders(graph))
 
 
 @dataclass(frozen=True)
@@ -116,11 +122,9 @@ class Microbatch:
         cut = _Cut(graph, self)
         sums = {cut.name(wait): cut.op(wait) for wait in cut.waits}
         openings: list[Loop] = []
-        gathered = [(Role(KNOWN, ir.info(x).name, at), x) for at, x in enumerate(self._gathered(graph))]
+        gathered = [(Role(KNOWN, ir.info(x).name, at), x) for at, x in enumerate(self._gathered(cut))]
         known: dict[fx.Node, Role] = {x: role for role, x in gathered}
         gathers = LazyGraphModule(gm, _part(graph, gathered, {})) if gathered else None
-        if cut.runs_model and gathers is not None:  # before the first forward
-            openings, gathers = [Loop(None, gathers)], None
         kept = [(Role(KEPT, ir.info(x).name, at), x) for at, x in enumerate(cut.kept())]
         for level in range(1, cut.levels + 1):
             waits = [wait for wait in cut.opening if cut.level[wait] == level]
@@ -131,6 +135,8 @@ class Microbatch:
             once = _part(graph, given, {**known, **{x: Role(SUM, cut.name(x)) for x in waits}})
             openings.append(Loop(LazyGraphModule(gm, each), LazyGraphModule(gm, once)))
             known |= {x: role for role, x in given}
+        if gathers is not None and any(loop.takes(known[x] for _, x in gathered) for loop in openings):
+            openings, gathers = [Loop(None, gathers), *openings], None  # before the first forward
         own_results, rest = self._results(graph, cut)
         body = _part(graph, own_results, known)
         self._check_work(openings, cut)
@@ -153,10 +159,12 @@ class Microbatch:
                 f"to compute them first would take as long as {work / forward:.1f} forwards",
             )
 
-    def _gathered(self, graph: fx.Graph) -> list[fx.Node]:
+    def _gathered(self, cut: _Cut) -> list[fx.Node]:
         """Returns the gathered parameters that all microbatches share."""
+        graph = cut.graph
         chains = [moved_alone(node) for node in ir.placeholders(graph, "param") if ir.info(node).name in self.kept]
         moved = {node for chain in chains if any(communicates(x.target) for x in chain) for node in chain}
+        moved = {node for node in moved if not cut.varies[node]}
         inside: set[fx.Node] = set()  # without the views of what is gathered, which cost nothing
         for node in reversed(graph.nodes):
             if node in moved and (not is_view(node.target) or inside.intersection(node.users)):
@@ -296,7 +304,7 @@ class _Cut:
         varies: node -> whether it has another value in each microbatch.
         waits: results of the reductions and gathers over time.
         opening, closing: those that something of a microbatch reads, and the others.
-        runs_model, reads_gradients: whether a loop before the body reads parameters, or gradients of outputs.
+        reads_gradients: whether a loop before the body reads gradients of outputs.
         level: result of a reduction -> number of loops up to and including its own.
         behind_tangent: node -> whether it depends on the gradient of an output.
     """
@@ -305,27 +313,23 @@ class _Cut:
         self.graph = graph
         self.varies: dict[fx.Node, bool] = {}
         self.behind_tangent = _behind_tangent(graph)
-        reads_param: dict[fx.Node, bool] = {}
         for node in graph.nodes:
-            kind = ir.role(node).kind if node.op == "placeholder" else ""
             self.varies[node] = of._varies(node, self.varies)
-            reads_param[node] = kind == "param" or any(reads_param[x] for x in node.all_input_nodes)
         self.waits = [node for node in graph.nodes if node.target is WAIT and _in_time(node.args[0], of.mesh)]
         read: dict[fx.Node, bool] = {}  # whether something that varies reads it
         for node in reversed(graph.nodes):
             read[node] = any(user.op != "output" and (self.varies[user] or read[user]) for user in node.users)
         self.opening = [wait for wait in self.waits if read[wait]]
         self.closing = [wait for wait in self.waits if not read[wait]]
-        self._levels(reads_param)
+        self._levels()
 
-    def _levels(self, reads_param: Mapping[fx.Node, bool]) -> None:
+    def _levels(self) -> None:
         """Sets the level of each node."""
         opening = set(self.opening)
         self.level: dict[fx.Node, int] = {}
         for node in self.graph.nodes:
             below = max((self.level[x] for x in node.all_input_nodes), default=0)
             self.level[node] = below + (node in opening)
-        self.runs_model = any(reads_param[wait] for wait in self.opening)
         self.reads_gradients = any(self.behind_tangent[wait] for wait in self.opening)
 
     @cached_property
@@ -498,11 +502,12 @@ class _Chain:
         output.meta = dict(ir.output_node(self.second.graph).meta) | dict(ir.output_node(self.first.graph).meta)
         output.meta[ir.ROLES] = tuple(role for role, _ in results)
         send_once(self.graph)
-        gm = LazyGraphModule(self.first, self.graph)
-        for node in self.second.graph.find_nodes(op="get_attr"):
-            if not hasattr(gm, str(node.target)):
-                setattr(gm, str(node.target), getattr(self.second, str(node.target)))
-        return gm
+        constants = {
+            str(node.target): attrgetter(str(node.target))(gm)
+            for gm in (self.second, self.first)
+            for node in gm.graph.find_nodes(op="get_attr")
+        }
+        return LazyGraphModule(constants, self.graph)
 
 
 def marked_terms(backward: fx.GraphModule, reduce: Iterable[str]) -> fx.GraphModule:
