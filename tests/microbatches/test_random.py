@@ -10,7 +10,7 @@ import torch
 import shardc
 from tests.semantics.random_programs import program, verdict
 
-FAULTS = (17, 51, 166, 187, 316)  # seeds of faults that were mended
+FAULTS = (17, 51, 166, 175, 187, 316)  # seeds of faults that were mended
 
 
 def check(seeds: range | tuple[int, ...]) -> None:

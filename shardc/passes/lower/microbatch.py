@@ -119,6 +119,7 @@ class Microbatch:
         self._check(graph)
         self._sum_first(graph)
         self._normalize(graph)
+        send_once(graph)  # reductions that differed over time alone
         cut = _Cut(graph, self)
         sums = {cut.name(wait): cut.op(wait) for wait in cut.waits}
         openings: list[Loop] = []
