@@ -250,8 +250,8 @@ def microbatches(count: int, reduce: str = "step") -> Plan:
         PlanError: the count is below 1. When the plan is used: the mesh has an axis called ``micro``, or the model
             needs values of all microbatches in the middle of a step (batch normalisation).
 
-    >>> print(fsdp("dp") | microbatches(8))
-    fsdp("dp") | microbatches(8)
+    >>> print(ddp("dp") | microbatches(8))
+    ddp("dp") | microbatches(8)
     """
     return Plan.of([Microbatches(count, reduce)])  # type: ignore[arg-type]
 
