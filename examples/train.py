@@ -161,7 +161,9 @@ def main() -> None:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.hf))
         else:
             model = Decoder(args.dim, args.layers, args.length)
-    plan = shardc.fsdp("dp") | shardc.microbatches(args.microbatches)
+    plan = shardc.fsdp("dp")
+    if args.microbatches > 1:
+        plan |= shardc.microbatches(args.microbatches)
     if args.tp > 1:
         plan |= shardc.Plan.from_hf(model) if args.hf else TP
     if args.bf16:
