@@ -206,8 +206,7 @@ def _compile(arguments: Arguments, in_place: bool = False) -> Any:
     state = namespace(sharded, spec, build, _sync(build, spec), sources, search_result)
     if groups is not None:
         note_original(original, sharded, before)
-    for program in saved:
-        state.cache.add(program)
+    state.cache.add_saved(saved)
     return sharded
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def data_parts(module: nn.Module) -> tuple[int, int]:
     """
     state = _state(module)
     axes = _row_axes(state)
-    return _count(state, axes), flat_index(state.mesh, axes, state.spec.rank)
+    return prod(map(state.mesh.size, axes)), flat_index(state.mesh, axes, state.spec.rank)
 
 
 def part_of_rank(module: nn.Module) -> dict[int, int]:
@@ -188,7 +189,8 @@ class Batches:
             for dim in range(1, x.dim()):
                 part = take(part, dim, local_indices(layout, layout.shape, dim, state.spec.rank))
             if not state.spec.uneven:
-                state.cache.note_cut(name, tuple(part.shape), (x.shape[0] * _count(state, over), *x.shape[1:]))
+                rows = x.shape[0] * prod(map(state.mesh.size, over))
+                state.cache.note_cut(name, tuple(part.shape), (rows, *x.shape[1:]))
             out.append(part.contiguous())
         return out
 
@@ -198,14 +200,6 @@ def _state(module: nn.Module) -> Namespace:
     if not isinstance(module, ShardedModule):
         raise InputError(f"{type(module).__name__} is not from shardc.compile", fix="pass what shardc.compile returned")
     return module.shardc
-
-
-def _count(state: Namespace, axes: Sequence[str]) -> int:
-    """Returns the number of parts that ``axes`` split into."""
-    count = 1
-    for axis in axes:
-        count *= state.mesh.size(axis)
-    return count
 
 
 def _row_axes(state: Namespace) -> tuple[str, ...]:

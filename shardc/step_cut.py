@@ -27,8 +27,9 @@ from shardc.ir.executable import (
 )
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
+from shardc.ir.phases import Phases
 from shardc.joint import Joint
-from shardc.passes.lower.microbatch import Phases, closed, marked_terms, opened
+from shardc.passes.lower.microbatch import closed, closing_forward, marked_terms, opened
 from shardc.passes.unfold import Folded
 from shardc.plan.entries import Microbatches
 from shardc.plan.resolve import BoundPlan
@@ -147,9 +148,9 @@ class MicrobatchCut(StepCut):
             node.meta.pop(ALIASED, None)  # of operands, which some graphs of the cut take as arguments
         gm = passes.PruneUnusedGrads(self.used)(gm)
         cause = next(str(entry) for entry in self.bound.plan.entries if isinstance(entry, Microbatches))
-        kept = frozenset(name for name, level in self.levels.items() if level in (1, 2))
+        gathered_once = frozenset(name for name, level in self.levels.items() if level in (1, 2))
         split = frozenset((*self.in_time["inputs"], *self.in_time["outputs"]))
-        parts = passes.Microbatch(self.bound.mesh, split, kept, cause)(gm)
+        parts = passes.Microbatch(self.bound.mesh, split, gathered_once, cause)(gm)
         if self.joint.options.verify:
             verify.verify_phases(parts, self.bound.mesh, split)
         return parts
@@ -185,7 +186,7 @@ class MicrobatchCut(StepCut):
         if phase in (INFERENCE, FIRST_INFERENCE):
             half = passes.inference(parts.body)
             return half if phase == INFERENCE else opened(half, parts.gathers)
-        return parts.closing_forward if phase == CLOSING else None
+        return closing_forward(parts) if phase == CLOSING else None
 
     def _cut(self) -> dict[Phase, fx.GraphModule | None]:
         first, second = self._partitioned(self.parts.body)

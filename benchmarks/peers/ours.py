@@ -29,12 +29,7 @@ def build(work: Work, mesh: DeviceMesh, plan: Callable[[str], shardc.Plan], **sa
 
     def collectives() -> int:
         (program,) = module.shardc.programs.values()
-        count, once = program.microbatches, {"opened", "first forward", "first inference", "last backward", "closing"}
-        return sum(
-            (1 if str(half.phase).partition(" 1")[0] in once else count)
-            * sum(collective_kind(node) is not None for node in half.graph.nodes)
-            for half in program.step()
-        )
+        return sum(collective_kind(node) is not None for half, _ in program.runs() for node in half.graph.nodes)
 
     optimizer = shardc.optim.wrap(torch.optim.AdamW, module, lr=LEARNING_RATE, fused=True)
     return Counted(train_step(module, (), optimizer), collectives)

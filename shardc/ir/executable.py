@@ -420,7 +420,7 @@ class Executable(ABC):
 
     def using(self, used: frozenset[int]) -> Executable:
         """Return this program with microbatches, for gradients of the outputs with indices ``used``."""
-        raise NotImplementedError
+        raise AssertionError("a step without microbatches has a backward for each set of outputs")
 
     def step(self, training: bool = True) -> tuple[Half, ...]:
         """Return the graphs of one step: (forward, backward) if ``training`` and something needs a gradient, else

@@ -63,13 +63,13 @@ class Stored(Precompiled):
     def make(self, phase: Phase) -> fx.GraphModule | None:
         if phase not in _EVALUATION or phase in self._halves or FORWARD not in self._halves:
             return super().make(phase)
-        return self._again.make(phase)
+        return self._compiled.make(phase)
 
     def using(self, used: frozenset[int]) -> Executable:
-        return self if used == self.differentiates else self._again.using(used)
+        return self if used == self.differentiates else self._compiled.using(used)
 
     @cached_property
-    def _again(self) -> Executable:
+    def _compiled(self) -> Executable:
         """Return the program, compiled as if none was stored.
 
         Raises:
@@ -80,7 +80,10 @@ class Stored(Precompiled):
             for kind, dtype in before.autocast:  # a backward runs outside of it
                 modes.enter_context(torch.autocast(kind, dtype=dtype))
             program = self.fresh()
-        if program.key.call.surroundings != before or dict(program.guards.values) != dict(self.guards.values):
+        # A capture may read more or less than another, without another result: values of the same reads are compared.
+        now = dict(program.guards.values)
+        is_changed = any(now.get(name, value) != value for name, value in self.guards.values)
+        if program.key.call.surroundings != before or is_changed:
             raise PrecompiledError(
                 "a stored program lacks the graphs of this backward, and they cannot be made now: since the call, "
                 "settings of torch have changed, or values or code that the model reads",

@@ -144,21 +144,19 @@ class InspectedSizedProgram(SizedProgram, InspectedProgram):
 def _step_of(program: Executable) -> list[Half]:
     """Return the graphs that a training step runs, in order, those of each microbatch repeated."""
     # With microbatches and without a loss, the call runs forward alone, and the backward runs all again.
-    again = program.microbatches > 1 and program.trains and program.loss is None
-    return [half for training in ((False, True) if again else (True,)) for half, _ in program.runs(training)]
+    runs_twice = program.microbatches > 1 and program.trains and program.loss is None
+    return [half for training in ((False, True) if runs_twice else (True,)) for half, _ in program.runs(training)]
 
 
 def _of_microbatches(program: Executable) -> tuple[str, ...]:
     """Return (a note on the number of microbatches,), or () if there are none."""
     if program.microbatches == 1:
         return ()
-    if program.trains and program.loss is None:
-        again = "; the model returns no loss, so forward runs in the call, and again in the backward"
-    else:
-        again = ""
+    without_loss = "; the model returns no loss, so forward runs in the call, and again in the backward"
+    note = without_loss if program.trains and program.loss is None else ""
     return (
         f"{program.microbatches} microbatches, one after the other: times, kernels and collectives are those of all, "
-        f"activations those of one{again}",
+        f"activations those of one{note}",
     )
 
 

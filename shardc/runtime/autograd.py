@@ -19,11 +19,12 @@ from shardc.errors import BackwardError
 from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, LAST_BACKWARD, Deferred, Executable, Half
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
-from shardc.runtime.border import Changes, Listened
+from shardc.runtime.border import Changes, Listened, read_only
 from shardc.runtime.events import Event
 from shardc.runtime.gathered import gather
 from shardc.runtime.inputs import local_part
-from shardc.runtime.microbatches import Loops, Microstep
+from shardc.runtime.loops import Loops, Microstep
+from shardc.runtime.read_only import ReadOnly
 from shardc.runtime.step import Runner
 from shardc.runtime.storage import grad_from_padded
 
@@ -230,7 +231,7 @@ class MicrobatchContext(Protocol):
     Attributes:
         step: the call; None once its backward has run, without ``retain_graph``.
         runner: runs the program.
-        takes, feed: roles and values of the call's parameters and inputs.
+        takes, feed: roles and values of the call's parameters, inputs, and buffers that it does not change.
         versions: version counters of ``feed`` at the call.
         unreduced: the gradients that the backward leaves unreduced.
         call: event of the module call.
@@ -259,7 +260,7 @@ class StepInMicrobatches(torch.autograd.Function):
         ctx.step, ctx.runner, ctx.takes, ctx.feed = step(), runner, takes, feed
         ctx.versions, ctx.unreduced = [x._version for x in feed], runner.sync.unreduced()
         ctx.call = runner.groups.consistency.call
-        outputs = _apart([ctx.step.output(role) for role in runner.program.outputs], feed)
+        outputs = _separate(runner.program, ctx.step, takes, feed)
         roles = zip(outputs, runner.program.outputs, strict=True)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
@@ -310,7 +311,7 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
     """Runs a call with microbatches on local inputs and returns its outputs."""
     program = runner.program
     grad = torch.is_grad_enabled() and program.trains
-    given = runner.given(inputs)
+    argument = runner.arguments(inputs)
     by_name = dict(zip((name for name, _ in program.inputs), inputs, strict=True))
 
     def loops(program: Executable) -> Loops:
@@ -321,32 +322,47 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
             forwards += half.is_forward
             return running.run(half, feed, adds_tokens=forwards > 1)
 
-        return Loops(program, run, given, by_name, lambda function, *values: function(*values))
+        return Loops(program, run, argument, by_name, lambda function, *values: function(*values))
 
     def step() -> Microstep:
         return Microstep(program, loops, grad)
 
     ports = {(port.role.kind, port.role.name): port for half in program.step(grad) for port in half.takes}
-    named = [port for key, port in ports.items() if key[0] in ("param", "input") and isinstance(port.example, Tensor)]
+    changes = {("buffer", role.name) for role in program.outputs if role.kind == "buffer"}
+    read = [port for key, port in ports.items() if key[0] in ("param", "buffer", "input") and key not in changes]
+    named = [port for port in read if isinstance(port.example, Tensor)]
     feed = runner.feed(named, inputs)
     if grad:
         results = list(StepInMicrobatches.apply(runner, step, [port.role for port in named], *feed))
     else:
         with torch.no_grad():
-            call = step()
-            results = _apart([call.output(role) for role in program.outputs], feed)
+            results = _separate(program, step(), [port.role for port in named], feed)
     _update_buffers(runner, results)
+    for x in results:
+        if isinstance(x, ReadOnly):
+            x.shared.note()
     return _tree(program, results)
 
 
-def _apart(outputs: list[Any], feed: Feed) -> list[Any]:
-    """Returns ``outputs``, with copies of those that share memory with a tensor of ``feed``, or an earlier output."""
+def _separate(program: Executable, step: Microstep, takes: Sequence[Role], feed: Feed) -> list[Any]:
+    """Returns the outputs of a call with microbatches, none in the memory of a tensor of ``feed`` or of another output.
+
+    Those that share memory with another tensor on one device raise on writes, which would not reach that tensor here.
+    """
     occupied = {local_part(x).untyped_storage().data_ptr() for x in feed}
-    for at, x in enumerate(outputs):
+    sources = {role.name: x for role, x in zip(takes, feed, strict=True)}
+    outputs: list[Any] = []
+    for role in program.outputs:
+        x = step.output(role)
         if isinstance(x, Tensor):
             storage = x.untyped_storage().data_ptr()
-            outputs[at] = x.clone() if storage in occupied or x._is_view() else x
+            x = x.clone() if storage in occupied or x._is_view() else x
             occupied.add(storage)
+            output = program.returned[role.index] if role.kind == "output" else None
+            if output is not None and output.overlaps:
+                others = {at for at, other in enumerate(program.returned) if other.first == output.first}
+                x = read_only(x, output, role.index, others, sources.get(output.of or ""))
+        outputs.append(x)
     return outputs
 
 

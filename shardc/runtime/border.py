@@ -143,13 +143,8 @@ class Border:
             index = output.first if behind else self.program.outputs[at].index
             takes = {port.role.name: at for at, port in enumerate(half.takes)}
             others = {self.program.outputs[at].index for at, x in self._returned.items() if x.first == output.first}
-            if output.of is None:
-                shared = Shared(index, outputs_text(others - {index}))
-            elif output.of not in takes:
-                shared = Shared(index, repr(output.of), constant=True)
-            else:
-                shared = Shared(index, repr(output.of), weakref.ref(feed[takes[output.of]]), output.itself)
-            outputs[at] = ReadOnly.of(outputs[at].detach(), shared)
+            source = feed[takes[output.of]] if output.of in takes else None
+            outputs[at] = read_only(outputs[at], output, index, others, source)
         return outputs
 
     def reads(self, half: Half) -> list[tuple[Role, int]]:
@@ -318,6 +313,24 @@ class Border:
             return base.as_strided(out.shape, out.stride(), out.storage_offset())
         only_saved = shared.feed_index is None and shared.first is None and not shared.constant
         return out.detach() if only_saved and self._behind[half][at].read_by else out.clone()
+
+
+def read_only(x: Tensor, output: Returned, index: int, others: set[int], source: Tensor | None) -> ReadOnly:
+    """Returns an output that shares memory with another tensor on one device only, as one that raises on writes.
+
+    Args:
+        output: how it aliases on one device.
+        index: its index.
+        others: indices of the outputs in its memory there, its own among them.
+        source: the parameter, buffer or input that owns this memory; None if there is none, or it is a constant.
+    """
+    if output.of is None:
+        shared = Shared(index, outputs_text(others - {index}))
+    elif source is None:
+        shared = Shared(index, repr(output.of), constant=True)
+    else:
+        shared = Shared(index, repr(output.of), weakref.ref(source), output.itself)
+    return ReadOnly.of(x.detach(), shared)
 
 
 def modified(index: int, counter: Tensor, before: int) -> BackwardError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ from shardc.runtime.gloo.buffers import Buffers
 from shardc.runtime.host import frozen
 from shardc.runtime.identity_guards import IdentityGuards, ModuleSnapshot
 from shardc.runtime.inputs import no_targets, takes_loss
-from shardc.runtime.miss_reason import Wanted, compiling
+from shardc.runtime.miss_reason import Wanted, compiling, reason
 from shardc.runtime.parameter_checks import ParamStore
 from shardc.runtime.sharding_spec import ShardingSpec
 from shardc.runtime.signature import Signature, TorchGlobalState
@@ -138,6 +138,7 @@ class ProgramCache:
         # Called with an evicted program of dynamic sizes: its runner would keep it alive.
         self.build.families.forget = lambda program: self.runners.pop(id(program), None)
         self._snapshot: ModuleSnapshot | None = None
+        self._unused: list[CacheKey] = []  # of programs of precompiled=, until one fits a call
         self._holding: set[tuple[Guards, bool]] = set()  # guards that hold, and whether gradients are recorded
         self._identities: IdentityGuards | None = None
 
@@ -234,7 +235,9 @@ class ProgramCache:
                 if program is None:
                     program = self.find(call, deferred)
                 if program is None or looks and program.from_store:
-                    with frozen(), compiling(self.programs, Wanted(call, deferred, self.params.view, self.build.loss)):
+                    wanted = Wanted(call, deferred, self.params.view, self.build.loss)
+                    self._warn_of_unused(wanted)
+                    with frozen(), compiling(self.programs, wanted):
                         build, model = self.build, self.params.present()
                         if looks or deferred:
                             program = build(model, *example, deferred)
@@ -243,10 +246,24 @@ class ProgramCache:
                     self.add(program)
                     CACHE.info("new program: %s", program.stored)
                 else:
+                    self._unused = []
                     CACHE.info("hit: %s", ", ".join(call.names))
             if not (evaluates and program.guards.reads.grad_mode):
                 break
         return program
+
+    def add_saved(self, programs: Iterable[Executable]) -> None:
+        """Adds programs that were passed to `shardc.compile`; warns later if the first call that needs one fits none."""
+        for program in programs:
+            self.add(program)
+        self._unused = list(self.programs)
+
+    def _warn_of_unused(self, wanted: Wanted) -> None:
+        """Warns, once, of saved programs of which none has fitted a call."""
+        if self._unused:
+            text = f"no program of precompiled= fits this call, which compiles one: {reason(self._unused, wanted)}"
+            self._unused = []
+            warnings.warn(ShardcWarning(text), stacklevel=4)
 
     def _sized(
         self, call: Signature, args: Sequence[PyTree], kwargs: dict[str, PyTree], deferred: Deferred

@@ -41,7 +41,7 @@ from shardc.runtime.gradients import Key
 from shardc.runtime.groups import Groups, named
 from shardc.runtime.host import frozen, keep_heap, settle
 from shardc.runtime.inputs import in_order
-from shardc.runtime.microbatches import Given
+from shardc.runtime.loops import Argument
 from shardc.runtime.parameter_checks import ParamStore
 from shardc.runtime.sharding_spec import ShardingSpec
 from shardc.runtime.shards import flat_index
@@ -150,6 +150,8 @@ class Runner:
         self.tokens = tokens
         self._compiled: dict[Half, Compiled] = {}
         self._others: dict[int, Runner] = {}
+        self._timed = self.groups.mesh.timed(program.microbatches)
+        self._coordinates: dict[tuple[tuple[str, ...], int], Tensor] = {}
         self._reductions: dict[tuple[tuple[str, Layout, torch.dtype], ...], Half] = {}
 
     def using(self, program: Executable) -> Runner:
@@ -296,27 +298,35 @@ class Runner:
 
     def _coordinate(self, port: Port, microbatch: int = 0) -> Tensor:
         """Returns this rank's index along the axes that ``port`` names, of which one may be that of microbatches."""
-        *axes, last = port.role.name.split(",")
-        if (time := self.groups.mesh.timed(self.program.microbatches).time) and last.partition(":")[0] == time:
-            mesh = self.groups.mesh.timed(self.program.microbatches)
-            index = flat_index(mesh, (*axes, last), self.groups.rank * self.program.microbatches + microbatch)
-            return torch.tensor([index], device=port.example.device)
-        return self.groups.coordinate((*axes, last))
+        axes, time = tuple(port.role.name.split(",")), self._timed.time
+        if not time or not any(self._timed.overlap(axis, time) for axis in axes):
+            return self.groups.coordinate(axes)
+        key = axes, microbatch
+        if key not in self._coordinates:
+            index = flat_index(self._timed, axes, self.groups.rank * self._timed.microbatches + microbatch)
+            self._coordinates[key] = torch.tensor([index], device=port.example.device)
+        return self._coordinates[key]
 
-    def given(self, inputs: list[Tensor]) -> Given:
-        """Returns the arguments of the graphs of one call with microbatches."""
-        known: dict[tuple[str, str], Any] = {}
+    def arguments(self, inputs: list[Tensor]) -> Argument:
+        """Returns the arguments of the graphs of one call with microbatches, also of a later run of the same call.
 
-        def given(port: Port, microbatch: int) -> Any:
+        Buffers that the call changes are copied, since a later run reads their values of now.
+        """
+        changed = [role.name for role in self.program.outputs if role.kind == "buffer"]
+        values: dict[tuple[str, str], Any] = {
+            ("buffer", name): in_order(self.params.snapshot.buffers[name]).clone() for name in changed
+        }
+
+        def argument(port: Port, microbatch: int) -> Any:
             role = port.role
             if role.kind == "coordinate":
                 return self._coordinate(port, microbatch)
             key = role.kind, role.name
-            if key not in known:
-                known[key] = self.local([port], self.feed([port], inputs))[0]
-            return known[key]
+            if key not in values:
+                values[key] = self.local([port], self.feed([port], inputs))[0]
+            return values[key]
 
-        return given
+        return argument
 
     def local(self, takes: Iterable[Port], feed: Sequence[Any]) -> list[object]:
         """Converts the result of `feed` to the arguments of graphs: padded local tensors, contiguous buffers."""

@@ -6,8 +6,7 @@ failure. Sharding rules come from the caller: ``agrees`` returns why an op's ope
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable
 
 from torch import fx
 
@@ -15,7 +14,8 @@ from shardc.errors import VerifyError
 from shardc.ir import comm, grammar, ops, text
 from shardc.ir.graph import KEY, Info, info, output_node
 from shardc.ir.mesh import Mesh
-from shardc.verify import halves, layouts, local_graph, microbatches, structure
+from shardc.ir.phases import Phases
+from shardc.verify import cut_in_time, halves, layouts, local_graph, structure
 from shardc.verify.subject import Agrees, Check, Subject, no_rules
 
 GRAPH = (structure.records, structure.order, structure.types, structure.results)
@@ -117,39 +117,7 @@ def verify_halves(
             raise broken(Subject(backward, mesh, no_rules), "partition", output_node(backward.graph), lost)
 
 
-class Cut(Protocol):
-    """A joint graph that is cut into microbatches, as `shardc.passes.lower.microbatch.Phases`."""
-
-    @property
-    def openings(self) -> Sequence[Loop]: ...
-
-    @property
-    def joint(self) -> fx.GraphModule: ...
-
-    @property
-    def body(self) -> fx.GraphModule: ...
-
-    @property
-    def closing(self) -> fx.GraphModule: ...
-
-    @property
-    def reduce(self) -> Mapping[str, str]: ...
-
-    @property
-    def gathers(self) -> fx.GraphModule | None: ...
-
-
-class Loop(Protocol):
-    """A loop over microbatches, as `shardc.passes.lower.microbatch.Loop`."""
-
-    @property
-    def each(self) -> fx.GraphModule | None: ...
-
-    @property
-    def once(self) -> fx.GraphModule: ...
-
-
-def verify_phases(cut: Cut, mesh: Mesh, split: Iterable[str | int]) -> None:
+def verify_phases(cut: Phases, mesh: Mesh, split: Iterable[str | int]) -> None:
     """Check that graphs which a joint graph is cut into give what it gave; raises VerifyError, as `verify` does.
 
     Args:
@@ -162,14 +130,14 @@ def verify_phases(cut: Cut, mesh: Mesh, split: Iterable[str | int]) -> None:
     once = [(f"opened {at}", x.once.graph) for at, x in enumerate(cut.openings, 1)]
     once += [] if cut.gathers is None else [("gathers", cut.gathers.graph)]
     once.append(("closing", cut.closing.graph))
-    if (fault := microbatches.in_time(cut.joint.graph, each, once, mesh, split)) is not None:
+    if (fault := cut_in_time.in_time(cut.joint.graph, each, once, mesh, split)) is not None:
         graph, reason = fault
         subject = Subject(cut.joint, mesh, no_rules)
         raise broken(subject, "microbatch", output_node(cut.joint.graph), f"{graph}: {reason}")
 
 
 def verify_ends(
-    cut: Cut,
+    cut: Phases,
     forward: fx.GraphModule,
     backward: fx.GraphModule,
     first: fx.GraphModule | None,
@@ -185,11 +153,11 @@ def verify_ends(
         last: the last backward, which also closes the step.
         mesh: the mesh.
     """
-    lost = microbatches.closes(backward.graph, cut.closing.graph, last.graph, cut.reduce)
+    lost = cut_in_time.closes(backward.graph, cut.closing.graph, last.graph, cut.reduce)
     if lost is not None:
         raise broken(Subject(last, mesh, no_rules), "microbatch", output_node(last.graph), lost)
     if first is not None and cut.gathers is not None:
-        lost = microbatches.opens(forward.graph, cut.gathers.graph, first.graph)
+        lost = cut_in_time.opens(forward.graph, cut.gathers.graph, first.graph)
         if lost is not None:
             raise broken(Subject(first, mesh, no_rules), "microbatch", output_node(first.graph), lost)
 

@@ -72,7 +72,7 @@ def fingerprints(
     graph: fx.Graph,
     saved: Mapping[str, Fingerprint] | None = None,
     replaced: Mapping[str, Collective] | None = None,
-    given: Mapping[tuple[str, str], Fingerprint] | None = None,
+    arguments: Mapping[tuple[str, str], Fingerprint] | None = None,
 ) -> dict[fx.Node, Fingerprint]:
     """Return node -> fingerprint, without the output node; a list for a coalesced collective.
 
@@ -82,7 +82,7 @@ def fingerprints(
     Args:
         saved: as in `computed`.
         replaced: result name -> collective that other ops may implement; such a result keeps its fingerprint.
-        given: (kind, name) of an argument -> its fingerprint.
+        arguments: (kind, name) of an argument -> its fingerprint.
     """
     out: dict[fx.Node, Fingerprint] = {}
     for node in graph.nodes:
@@ -90,7 +90,7 @@ def fingerprints(
             role = info(node).role or Role("", info(node).name)
             fresh: Fingerprint = digest("placeholder", role.kind, role.name, role.index)
             of_saved = (saved or {}).get(role.name, fresh) if role.kind == "saved" else fresh
-            out[node] = (given or {}).get((role.kind, role.name), of_saved)
+            out[node] = (arguments or {}).get((role.kind, role.name), of_saved)
         elif node.op == "get_attr":
             out[node] = digest("constant", node.target)
         elif node.op == "call_function":

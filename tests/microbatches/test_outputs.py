@@ -116,3 +116,54 @@ def test_without_gradients_only_forward_runs() -> None:
     torch.testing.assert_close(results["loss"], model(*batch)["loss"].detach(), rtol=1e-12, atol=0)
     with pytest.raises(shardc.ShardcError, match="no forward"):
         sim.backward()
+
+
+class Alike(nn.Module):
+    """Parameters whose gradients are one tensor, or one number, before anybody scales them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.first, self.second = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+        self.summed = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) + self.first + self.second).square().mean() + self.summed.sum()
+
+
+def test_a_factor_scales_each_gradient_once() -> None:
+    torch.manual_seed(0)
+    model, x = Alike().double(), torch.randn(16, 8, dtype=torch.float64)
+    sim = shardc.Simulation(shardc.compile(model, DP, PLAN, backend="eager"))
+    sim(x)
+    sim.backward(torch.tensor(3.0, dtype=torch.float64))
+    (3 * model(x)).backward()
+    gradients_agree(model, sim)
+
+
+class Averages(nn.Module):
+    """Reads a buffer, and changes it for the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x) * self.scale.clone()
+        self.scale.mul_(2.0)
+        return out
+
+
+def test_a_second_run_reads_the_buffers_of_the_call() -> None:
+    torch.manual_seed(0)
+    model, x = Averages().double(), torch.randn(16, 8, dtype=torch.float64)
+    sim = shardc.Simulation(shardc.compile(model, DP, PLAN | shardc.Plan(reduce="sum"), backend="eager"))
+    for _ in range(2):
+        sim.grads.clear()
+        model.zero_grad()
+        out = sim(x)
+        sim.backward(2 * out)
+        model(x).square().sum().backward()
+        gradients_agree(model, sim)
+    torch.testing.assert_close(sim.buffer("scale"), model.scale)

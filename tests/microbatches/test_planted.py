@@ -13,7 +13,7 @@ import shardc
 from shardc import passes
 from shardc.errors import VerifyError
 from shardc.ir import graph as ir
-from shardc.passes.lower.microbatch import Phases
+from shardc.ir.phases import Phases
 from shardc.passes.lower.microbatch import closed as right_closed
 from shardc.step_cut import MicrobatchCut
 from tests.microbatches.programs import CASES

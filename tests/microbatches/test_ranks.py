@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import shardc
-from shardc.errors import BackwardError
+from shardc.errors import BackwardError, LayoutError
 from tests.microbatches.programs import CASES, Case
-from tests.microbatches.test_outputs import Features, Several
+from tests.microbatches.test_outputs import Alike, Averages, Features, Several
 from tests.ranks import run_ranks
 
 
@@ -59,6 +59,11 @@ def test_two_ranks() -> None:
         changed_between,
         uneven_rows,
         inputs_and_outputs,
+        partial(scaled, "eager"),
+        partial(scaled, "inductor"),
+        buffers_of_the_call,
+        buffer_changed_between,
+        shared_outputs,
     )
 
 
@@ -187,3 +192,83 @@ def inputs_and_outputs() -> None:
     out = module(local)
     agrees(module, model, (out * out).sum(), model(wanted).square().sum())
     torch.testing.assert_close(local.grad, wanted.grad[mine], rtol=1e-12, atol=0)
+
+
+def of_ranks(model: torch.nn.Module, plan: shardc.Plan, backend: str) -> tuple[torch.nn.Module, torch.Tensor, slice]:
+    """The compiled module, a batch, and this rank's rows of it."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    module = shardc.compile(model, mesh, plan | shardc.microbatches(4), backend=backend)
+    rows = slice(8 * dist.get_rank(), 8 * dist.get_rank() + 8)
+    return module, torch.randn(16, 8, dtype=torch.float64), rows
+
+
+def scaled(backend: str) -> None:
+    """A factor on the loss, with gradients that share memory: each is scaled once, and none of the user's tensors."""
+    model = Alike().double()
+    module, x, rows = of_ranks(model, shardc.ddp("dp"), backend)
+    mine = x[rows].clone()
+    agrees(module, model, 3 * module(mine), 3 * model(x))
+    assert torch.equal(mine, x[rows])
+
+
+def buffers_of_the_call() -> None:
+    """A backward that runs the microbatches again reads buffers as they were before the call changed them."""
+    model = Averages().double()
+    module, x, rows = of_ranks(model, shardc.fsdp("dp") | shardc.Plan(reduce="sum"), "eager")
+    for _ in range(2):
+        module(x[rows]).square().sum().backward()
+        model(x).square().sum().backward()
+        gradients_agree(module, model)
+        module.zero_grad()
+        model.zero_grad()
+    torch.testing.assert_close(module.scale, model.scale)
+
+
+class Scaled(torch.nn.Module):
+    """Reads a buffer that only its user changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def buffer_changed_between() -> None:
+    module, x, rows = of_ranks(Scaled().double(), shardc.fsdp("dp"), "eager")
+    out = module(x[rows])
+    module.scale.mul_(2.0)
+    with pytest.raises(BackwardError, match=r"buffer 'scale' was modified in place"):
+        out.sum().backward()
+
+
+class Views(torch.nn.Module):
+    """Returns a loss, a view of its input, and two results in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = self.linear(x)
+        return out.square().mean(), x[:, :2], out, out.view(-1)
+
+
+def shared_outputs() -> None:
+    """A write that reaches another tensor on one device raises, as it would not reach it here."""
+    model = Views().double()
+    module, x, rows = of_ranks(model, shardc.fsdp("dp"), "eager")
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            expected, results = model(x), module(x[rows])
+            torch.testing.assert_close(results[1] + 0, expected[1][rows])
+            torch.testing.assert_close((results[2] + 0).detach(), expected[2][rows].detach())
+            for at in (1, 3):
+                with torch.no_grad(), pytest.raises(LayoutError, match=f"output {at} of the module cannot be changed"):
+                    results[at].mul_(2)
+    results = module(x[rows])
+    (results[0] + 0).backward()
+    model(x)[0].backward()
+    gradients_agree(module, model)

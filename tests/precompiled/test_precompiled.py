@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,22 @@ def test_unreduced_gradients_are_not_saved(tmp_path: Path) -> None:
     module, _ = simulated()
     with module.no_sync(), pytest.raises(PrecompiledError, match="leaves its gradients unreduced"):
         module.lower(*batch()).save(tmp_path)
+
+
+def test_a_first_call_that_fits_no_saved_program_warns(folder: Path) -> None:
+    """Once, with the difference; not where one has fitted a call before."""
+    for fits in (False, True):
+        _, sim = simulated(folder)
+        if fits:
+            sim(*batch())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for times in (2, 3):
+                sim(*(torch.cat([x] * times) for x in batch()))
+        texts = [str(each.message) for each in caught if "precompiled=" in str(each.message)]
+        assert len(texts) == (0 if fits else 1)
+        if not fits:
+            assert re.search(r"no program of precompiled= fits this call.*: x is float64\[8, 5\] and was float64\[4, 5\]", texts[0])
 
 
 @pytest.mark.parametrize("around", ["an attribute", "autocast"])

@@ -26,60 +26,13 @@ from shardc.ir.executable import GATHER, JOIN, KEPT, KNOWN, SUM, TERM
 from shardc.ir.graph import Info, NameScope, Role
 from shardc.ir.mesh import Mesh
 from shardc.ir.op_traits import CAST, communicates, is_view
+from shardc.ir.phases import Loop, Phases
 from shardc.ir.rewriter import GraphRewriter, Inserter
 from shardc.passes.lower.partition import moved_alone, send_once
 
 aten = torch.ops.aten
 
-Results = Sequence[tuple[Role, Argument]]
-
-
-@dataclass(frozen=True)
-class Loop:
-    """Graphs of one loop over the microbatches: ``each`` gives terms, ``once`` takes their sums, behind the loop.
-
-    ``each`` is None if nothing depends on the microbatches.
-    """
-
-    each: fx.GraphModule | None
-    once: fx.GraphModule
-
-    def takes(self, roles: Iterable[Role]) -> bool:
-        """Return whether one of the graphs takes a value of one of ``roles``."""
-        graphs = [gm.graph for gm in (self.each, self.once) if gm is not None]
-        return not set(roles).isdisjoint(ir.role(node) for graph in graphs for node in ir.placeholders(graph))
-
-
-@dataclass(frozen=True)
-class Phases:
-    """A joint graph, cut in time.
-
-    Args:
-        openings: loops that run before ``body``: they give what is known before the first microbatch's forward.
-        body: joint graph of one microbatch. Its results are terms (role "term" in forward, "grad" in backward), and
-            the outputs and gradients that are a microbatch's own.
-        closing: graph that takes the sums of the body's terms, and gives the step's other outputs and gradients.
-        reduce: name of each term -> reduce op that joins the terms of two microbatches, or `GATHER`.
-        joint: the joint graph that is cut.
-        gathers: graph of the gathered parameters that all microbatches share, which the first forward computes; None if
-            there are none, or if ``openings`` compute them.
-        backward: whether ``openings`` depend on gradients of outputs.
-    """
-
-    openings: tuple[Loop, ...]
-    body: fx.GraphModule
-    closing: fx.GraphModule
-    reduce: Mapping[str, str]
-    joint: fx.GraphModule
-    gathers: fx.GraphModule | None = None
-    backward: bool = False
-
-    @property
-    def closing_forward(self) -> fx.GraphModule:
-        """Return the part of ``closing`` that a call without gradients runs."""
-        graph = self.closing.graph
-        results = [(role, x) for role, x in ir.outputs(graph) if role.kind != "grad"]
-        return LazyGraphModule(self.closing, _part(graph, results, {}))
+Outputs = Sequence[tuple[Role, Argument]]  # of a graph, with their roles
 
 
 @dataclass(frozen=True)
@@ -99,7 +52,7 @@ class Microbatch:
     Args:
         mesh: the mesh, with its axis of time.
         split: names of the inputs, and indices of the outputs, that are split over the microbatches.
-        kept: parameters that stay gathered for all microbatches.
+        gathered_once: parameters that stay gathered for all microbatches.
         cause: the plan entry.
 
     Raises:
@@ -109,7 +62,7 @@ class Microbatch:
 
     mesh: Mesh
     split: frozenset[str | int]
-    kept: frozenset[str]
+    gathered_once: frozenset[str]
     cause: str
     name = "microbatch"
     requires = ("localize",)
@@ -124,24 +77,24 @@ class Microbatch:
         sums = {cut.name(wait): cut.op(wait) for wait in cut.waits}
         openings: list[Loop] = []
         gathered = [(Role(KNOWN, ir.info(x).name, at), x) for at, x in enumerate(self._gathered(cut))]
-        known: dict[fx.Node, Role] = {x: role for role, x in gathered}
+        shared: dict[fx.Node, Role] = {x: role for role, x in gathered}
         gathers = LazyGraphModule(gm, _part(graph, gathered, {})) if gathered else None
-        kept = [(Role(KEPT, ir.info(x).name, at), x) for at, x in enumerate(cut.kept())]
+        carried = [(Role(KEPT, ir.info(x).name, at), x) for at, x in enumerate(cut.carried())]
         for level in range(1, cut.levels + 1):
             waits = [wait for wait in cut.opening if cut.level[wait] == level]
             results = [(Role(TERM, cut.name(x), at), cut.term(x)) for at, x in enumerate(waits)]
-            earlier = {x: role for role, x in kept if level > 1}
-            each = _part(graph, [*results, *(kept if level == 1 else [])], {**known, **earlier})
-            given = [(Role(KNOWN, ir.info(x).name, at), x) for at, x in enumerate(cut.frontier(level))]
-            once = _part(graph, given, {**known, **{x: Role(SUM, cut.name(x)) for x in waits}})
+            earlier = {x: role for role, x in carried if level > 1}
+            each = _part(graph, [*results, *(carried if level == 1 else [])], {**shared, **earlier})
+            results_once = [(Role(KNOWN, ir.info(x).name, at), x) for at, x in enumerate(cut.frontier(level))]
+            once = _part(graph, results_once, {**shared, **{x: Role(SUM, cut.name(x)) for x in waits}})
             openings.append(Loop(LazyGraphModule(gm, each), LazyGraphModule(gm, once)))
-            known |= {x: role for role, x in given}
-        if gathers is not None and any(loop.takes(known[x] for _, x in gathered) for loop in openings):
+            shared |= {x: role for role, x in results_once}
+        if gathers is not None and any(loop.takes(shared[x] for _, x in gathered) for loop in openings):
             openings, gathers = [Loop(None, gathers), *openings], None  # before the first forward
         own_results, rest = self._results(graph, cut)
-        body = _part(graph, own_results, known)
+        body = _part(graph, own_results, shared)
         self._check_work(openings, cut)
-        closing = _part(graph, rest, {**known, **{x: Role(SUM, cut.name(x)) for x in cut.closing}})
+        closing = _part(graph, rest, {**shared, **{x: Role(SUM, cut.name(x)) for x in cut.closing}})
         return Phases(
             tuple(openings), LazyGraphModule(gm, body), LazyGraphModule(gm, closing), sums,
             LazyGraphModule(gm, graph), gathers,
@@ -163,7 +116,9 @@ class Microbatch:
     def _gathered(self, cut: _Cut) -> list[fx.Node]:
         """Returns the gathered parameters that all microbatches share."""
         graph = cut.graph
-        chains = [moved_alone(node) for node in ir.placeholders(graph, "param") if ir.info(node).name in self.kept]
+        chains = [
+            moved_alone(node) for node in ir.placeholders(graph, "param") if ir.info(node).name in self.gathered_once
+        ]
         moved = {node for chain in chains if any(communicates(x.target) for x in chain) for node in chain}
         moved = {node for node in moved if not cut.varies[node]}
         inside: set[fx.Node] = set()  # without the views of what is gathered, which cost nothing
@@ -172,7 +127,7 @@ class Microbatch:
                 inside.add(node)
         return [node for node in graph.nodes if node in inside and any(user not in inside for user in node.users)]
 
-    def _results(self, graph: fx.Graph, cut: _Cut) -> tuple[Results, Results]:
+    def _results(self, graph: fx.Graph, cut: _Cut) -> tuple[Outputs, Outputs]:
         """Returns the results of the body, forward ones first, and those of the closing graph."""
         first: list[tuple[Role, Argument]] = []
         grads: list[tuple[Role, Argument]] = []
@@ -337,7 +292,7 @@ class _Cut:
     def levels(self) -> int:
         return max((self.level[wait] for wait in self.opening), default=0)
 
-    def kept(self) -> list[fx.Node]:
+    def carried(self) -> list[fx.Node]:
         """Returns the values of a microbatch that the first loop keeps, so that later ones run no layers again."""
         later = {self.term(wait) for wait in self.opening if self.level[wait] > 1}
         needed: set[fx.Node] = set()
@@ -363,7 +318,7 @@ class _Cut:
 
     def frontier(self, level: int) -> list[fx.Node]:
         """Returns the values, the same in all microbatches, that are known behind the loop ``level`` and read later."""
-        known = {
+        is_shared = {
             node: 0 < self.level[node] <= level
             and not (self.varies[node] or self._later[node])
             and (self.reads_gradients or not self.behind_tangent[node])
@@ -372,7 +327,9 @@ class _Cut:
         return [
             node
             for node in self.graph.nodes
-            if known[node] and self.level[node] == level and any(not known.get(user, False) for user in node.users)
+            if is_shared[node]
+            and self.level[node] == level
+            and any(not is_shared.get(user, False) for user in node.users)
         ]
 
     @cached_property
@@ -415,6 +372,14 @@ class _Cut:
     def op(self, wait: fx.Node) -> str:
         """Returns the reduce op of the reduction that ``wait`` waits for; `GATHER` for a gather."""
         return str(arguments_of(wait.all_input_nodes[0]).get("reduce_op", GATHER))
+
+
+def closing_forward(phases: Phases) -> fx.GraphModule:
+    """Returns the part of ``phases.closing`` that a call without gradients runs."""
+    graph = phases.closing.graph
+    return LazyGraphModule(
+        phases.closing, _part(graph, [(role, x) for role, x in ir.outputs(graph) if role.kind != "grad"], {})
+    )
 
 
 def closed(backward: fx.GraphModule, closing: fx.GraphModule, reduce: Mapping[str, str]) -> fx.GraphModule:
@@ -494,7 +459,7 @@ class _Chain:
         copy = self.graph.node_copy(node, self.env.__getitem__)
         return ir.update(copy, name=self.names.fresh(ir.info(node).name)) if renames else copy
 
-    def end(self, results: Results) -> fx.GraphModule:
+    def end(self, results: Outputs) -> fx.GraphModule:
         """Returns the new graph, with ``results``, which are nodes of both graphs."""
         for node in self.second.graph.nodes:
             if node.op not in ("placeholder", "output"):
@@ -541,7 +506,7 @@ def _in_time(node: Argument, mesh: Mesh) -> bool:
     return isinstance(node, fx.Node) and in_time and collective_kind(node) in ("all_reduce", "all_gather")
 
 
-def _part(graph: fx.Graph, results: Results, cuts: Mapping[fx.Node, Role]) -> fx.Graph:
+def _part(graph: fx.Graph, results: Outputs, cuts: Mapping[fx.Node, Role]) -> fx.Graph:
     """Returns the graph of ``results``, which takes the values ``cuts`` as arguments of these roles."""
     needed: set[fx.Node] = set()
     work = [x for _, x in results if isinstance(x, fx.Node)]
@@ -551,17 +516,14 @@ def _part(graph: fx.Graph, results: Results, cuts: Mapping[fx.Node, Role]) -> fx
             needed.add(node)
             work.extend(() if node in cuts else node.all_input_nodes)
     part, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    behind: dict[fx.Node, bool] = {}  # whether it depends on the gradient of an output: the partitioner goes by names
-    for node in graph.nodes:
-        is_tangent = node.op == "placeholder" and ir.role(node).kind == "tangent"
-        behind[node] = is_tangent or any(behind[x] for x in node.all_input_nodes)
+    behind = _behind_tangent(graph)  # the partitioner goes by names
     inputs = [node for node in graph.nodes if node in needed and (node.op == "placeholder" or node in cuts)]
     for node in sorted(inputs, key=lambda node: (behind[node], node in cuts)):
         if node in cuts:
             prefix = "tangents" if behind[node] else "primals"
             env[node] = part.placeholder(node.name if node.op == "placeholder" else f"{prefix}_{node.name}")
             env[node].meta["val"] = node.meta["val"]
-            ir.set_info(env[node], _given(ir.info(node), cuts[node]))
+            ir.set_info(env[node], _as_argument(ir.info(node), cuts[node]))
         else:
             env[node] = part.node_copy(node)
     for node in graph.nodes:
@@ -573,6 +535,6 @@ def _part(graph: fx.Graph, results: Results, cuts: Mapping[fx.Node, Role]) -> fx
     return part
 
 
-def _given(record: Info, role: Role) -> Info:
+def _as_argument(record: Info, role: Role) -> Info:
     """Returns the record of an argument of ``role`` in place of the value of ``record``."""
     return replace(record, role=role, needs=None, kept=False, regathers="")

@@ -17,7 +17,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.runtime.border import counter_of, modified
 from shardc.runtime.inputs import check_kinds
-from shardc.runtime.microbatches import Loops, Microstep
+from shardc.runtime.loops import Loops, Microstep
 from shardc.runtime.shards import flat_index, same
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
 from shardc.runtime.storage import cut, shard_tensor
@@ -159,7 +159,7 @@ class Simulation:
 
     def _microstep(self, program: Executable, inputs: dict[str, PerRank], grad: bool) -> Microstep:
         """Runs a step in microbatches on shards of the inputs, by name."""
-        key, ranks = draw_key(), range(self.mesh.ranks)
+        key, ranks, buffers = draw_key(), range(self.mesh.ranks), dict(self.buffers)
         timed = self.mesh.timed(program.microbatches)
 
         def argument(port: Port, microbatch: int) -> PerRank:
@@ -167,7 +167,7 @@ class Simulation:
             if role.kind == "coordinate":
                 places = (rank * program.microbatches + microbatch for rank in ranks)
                 return PerRank(torch.tensor([flat_index(timed, tuple(role.name.split(",")), at)]) for at in places)
-            stored = self.params if role.kind == "param" else self.buffers
+            stored = self.params if role.kind == "param" else buffers
             return PerRank([key for _ in ranks] if role.kind == "key" else stored[role.name])
 
         def over(function: Callable[..., Tensor], *values: PerRank) -> PerRank:

@@ -43,11 +43,11 @@ def in_time(
         if node.op == "call_function" and collective_kind(node) is not None:
             if mesh.time in (named_axes(str(arguments_of(node)["group_name"])) or ()):
                 terms[info(node).name] = prints[node.all_input_nodes[0]]
-    given = {(SUM, name): by_name[name] for name in terms}
-    given |= {(kind, name): value for kind in (KNOWN, KEPT) for name, value in by_name.items()}
+    arguments = {(SUM, name): by_name[name] for name in terms}
+    arguments |= {(kind, name): value for kind in (KNOWN, KEPT) for name, value in by_name.items()}
     missing = set(results)
     for name, graph in (*each, *once):
-        now = fingerprints(graph, given=given)
+        now = fingerprints(graph, arguments=arguments)
         for role, x in ir.outputs(graph):
             if not isinstance(x, fx.Node):
                 continue
@@ -87,7 +87,7 @@ def closes(backward: fx.Graph, closing: fx.Graph, last: fx.Graph, reduce: Mappin
         added: tuple[object, ...] = (_CAT, [terms], []) if is_gather else (JOIN[reduce[role.name]], terms, [])
         sums[SUM, role.name] = digest(*added) if mine else of_others
     own = {key: value for key, value in of_outputs(backward, prints).items() if key[0] != TERM}
-    expected = of_outputs(closing, fingerprints(closing, given=sums)) | own
+    expected = of_outputs(closing, fingerprints(closing, arguments=sums)) | own
     return same(expected, of_outputs(last, fingerprints(last)))
 
 
@@ -96,6 +96,6 @@ def opens(forward: fx.Graph, gathers: fx.Graph, first: fx.Graph) -> str | None:
     parameters that ``gathers`` gathers, or None.
     """
     gathered = of_outputs(gathers, fingerprints(gathers))
-    given = {(kind, name): value for (kind, name, _), value in gathered.items()}
-    expected = of_outputs(forward, fingerprints(forward, given=given)) | gathered
+    arguments = {(kind, name): value for (kind, name, _), value in gathered.items()}
+    expected = of_outputs(forward, fingerprints(forward, arguments=arguments)) | gathered
     return same(expected, of_outputs(first, fingerprints(first)))

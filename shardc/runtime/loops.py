@@ -1,4 +1,4 @@
-"""A step in microbatches: the loops over them, and the autograd function of a call on ranks.
+"""A step in microbatches: `Loops` runs its graphs in order, and `Microstep` is a call, with its gradients.
 
 A call runs forward and backward of each microbatch in turn, and keeps the gradients of the loss. The backward of the
 user's loss hands them out, times the gradient that it gets. If a backward also uses other outputs, all microbatches run
@@ -36,7 +36,7 @@ Run = Callable[[Half, list[Any]], Sequence[Any]]
 Map = Callable[..., Any]  # applies a function of tensors to values, such as one tensor per rank
 
 
-class Given(Protocol):
+class Argument(Protocol):
     """Returns the value of a parameter, buffer, coordinate or key that a graph takes, for a microbatch."""
 
     def __call__(self, port: Port, microbatch: int) -> Any: ...
@@ -57,20 +57,20 @@ class Loops:
     Args:
         program: the program.
         run: runs a graph.
-        given: returns what a graph takes beside inputs and results of other graphs.
+        argument: returns what a graph takes beside inputs and results of other graphs.
         inputs: inputs of the call, of all microbatches, by name.
         over: maps a function of tensors over values.
     """
 
     program: Executable
     run: Run
-    given: Given
+    argument: Argument
     inputs: Mapping[str, Any]
     over: Map
 
     def __post_init__(self) -> None:
         self.sums: dict[str, Any] = {}
-        self.known: dict[Any, Any] = {}  # by name, and by name and microbatch
+        self.shared: dict[Any, Any] = {}  # values that later graphs take: by name, and by name and microbatch
         self._added: set[str] = set()
 
     def train(self, tangents: Mapping[int, Any]) -> Results:
@@ -102,7 +102,7 @@ class Loops:
         if role.kind == TERM:
             self._add(role.name, x)
         elif role.kind in (KNOWN, KEPT):
-            self.known[role.name if role.kind == KNOWN else (role.name, at)] = x
+            self.shared[role.name if role.kind == KNOWN else (role.name, at)] = x
         elif role.kind == "grad":
             parts.grads.setdefault(role.name, []).append(x)
         else:
@@ -122,8 +122,8 @@ class Loops:
             is_gather = self.program.reduce[role.name] == GATHER
             return self.over(lambda *terms: torch.cat(terms), *total) if is_gather else total
         if role.kind in (KNOWN, KEPT):
-            return self.known[role.name if role.kind == KNOWN else (role.name, at)]
-        return self.given(port, at)
+            return self.shared[role.name if role.kind == KNOWN else (role.name, at)]
+        return self.argument(port, at)
 
     def _add(self, name: str, term: Any) -> None:
         """Joins the term of a microbatch with those of the earlier ones; in place once the sum has its own memory."""
@@ -144,7 +144,7 @@ class Loops:
 
     def _joined(self, parts: Results) -> Results:
         """Returns results in which those of the microbatches are joined."""
-        self.sums, self.known = {}, {}
+        self.sums, self.shared = {}, {}
         joined = Results()
         for key, values in parts.outputs.items():
             layout = self.program.in_time["outputs"].get(key[1]) if key[0] == "output" else None
@@ -182,8 +182,8 @@ class Microstep:
         if self.trains and program.loss is not None:
             ports = (port for half in program.step() for port in half.takes)  # also of loops before the forward
             like = next(port.example for port in ports if port.role.kind == "tangent")
-            one = everywhere(torch.ones(like.shape, dtype=like.dtype, device=like.device))
-            results = loops(program).train({program.loss: one})
+            tangent = everywhere(torch.ones(like.shape, dtype=like.dtype, device=like.device))
+            results = loops(program).train({program.loss: tangent})
             self._grads = results.grads
         else:
             results = loops(program.using(frozenset()) if program.opens_backward else program).infer()
@@ -201,21 +201,24 @@ class Microstep:
         """Returns the gradients by name, given those of the outputs by index.
 
         Args:
-            keeps: whether another backward may follow; if not, gradients are scaled in place.
+            keeps: whether another backward may follow; if not, each gradient is freed when it is scaled.
         """
         used, program = frozenset(tangents), self.program
         if not self.has_gradients(used) or self._grads is None:
             if self._grads is not None:
                 _warn_of_outputs(used - {program.loss})
             return self.loops(program.using(used)).train(tangents).grads
-        factor, over = tangents[next(iter(used))], self.loops(program).over
+        (factor,) = tangents.values()
+        over = self.loops(program).over
 
         def scaled(grad: Tensor, by: Tensor) -> Tensor:
-            by = by.reshape(()).to(grad.device)
-            return torch.mul(grad, by) if keeps or by.dtype.is_complex else grad.mul_(by)
+            # Not in place: gradients may share memory, with each other and with tensors of the user.
+            return grad * by.reshape(()).to(grad.device)
 
-        grads = {name: None if x is None else over(scaled, x, factor) for name, x in self._grads.items()}
-        self._grads = self._grads if keeps else None
+        grads = {}
+        for name in list(self._grads):
+            grad = self._grads[name] if keeps else self._grads.pop(name)
+            grads[name] = None if grad is None else over(scaled, grad, factor)
         return grads
 
 

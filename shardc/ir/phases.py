@@ -1,0 +1,52 @@
+"""`Phases`: a joint graph that is cut in time, into graphs that run for each microbatch and graphs that run once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from shardc.ir import graph as ir
+from shardc.ir.graph import Role
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Graphs of one loop over the microbatches: ``each`` gives terms, ``once`` takes their sums, behind the loop.
+
+    ``each`` is None if nothing depends on the microbatches.
+    """
+
+    each: fx.GraphModule | None
+    once: fx.GraphModule
+
+    def takes(self, roles: Iterable[Role]) -> bool:
+        """Return whether one of the graphs takes a value of one of ``roles``."""
+        graphs = [gm.graph for gm in (self.each, self.once) if gm is not None]
+        return not set(roles).isdisjoint(ir.role(node) for graph in graphs for node in ir.placeholders(graph))
+
+
+@dataclass(frozen=True)
+class Phases:
+    """A joint graph, cut in time.
+
+    Args:
+        openings: loops that run before ``body``: they give what is known before the first microbatch's forward.
+        body: joint graph of one microbatch. Its results are terms (role "term" in forward, "grad" in backward), and
+            the outputs and gradients that are a microbatch's own.
+        closing: graph that takes the sums of the body's terms, and gives the step's other outputs and gradients.
+        reduce: name of each term -> reduce op that joins the terms of two microbatches, or `GATHER`.
+        joint: the joint graph that is cut.
+        gathers: graph of the gathered parameters that all microbatches share, which the first forward computes; None if
+            there are none, or if ``openings`` compute them.
+        backward: whether ``openings`` depend on gradients of outputs.
+    """
+
+    openings: tuple[Loop, ...]
+    body: fx.GraphModule
+    closing: fx.GraphModule
+    reduce: Mapping[str, str]
+    joint: fx.GraphModule
+    gathers: fx.GraphModule | None = None
+    backward: bool = False
