@@ -253,7 +253,7 @@ class ProgramCache:
         return program
 
     def add_saved(self, programs: Iterable[Executable]) -> None:
-        """Adds programs that were passed to `shardc.compile`; warns later if the first call that needs one fits none."""
+        """Adds programs that were passed to `shardc.compile`. If the first call fits none, it warns."""
         for program in programs:
             self.add(program)
         self._unused = list(self.programs)

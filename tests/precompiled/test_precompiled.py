@@ -177,7 +177,8 @@ def test_a_first_call_that_fits_no_saved_program_warns(folder: Path) -> None:
         texts = [str(each.message) for each in caught if "precompiled=" in str(each.message)]
         assert len(texts) == (0 if fits else 1)
         if not fits:
-            assert re.search(r"no program of precompiled= fits this call.*: x is float64\[8, 5\] and was float64\[4, 5\]", texts[0])
+            assert "no program of precompiled= fits this call" in texts[0]
+            assert re.search(r"x is float64\[8, 5\] and was float64\[4, 5\]", texts[0])
 
 
 @pytest.mark.parametrize("around", ["an attribute", "autocast"])
