@@ -33,6 +33,7 @@ from shardc.plan.constructors import fsdp
 from shardc.plan.from_dtensor import check_kept, drop_style_hooks, dtensor_entries
 from shardc.plan.ports import batch_axes, resolve_activations, resolve_inputs
 from shardc.plan.resolve import Sizes, check_axes
+from shardc.plan.stages import PipelineStages
 from shardc.plan.value import Plan
 from shardc.precompiled import Precompiled, load
 from shardc.report.inspected import InspectedProgram, InspectedSizedProgram
@@ -177,12 +178,14 @@ def _compile(arguments: Arguments, in_place: bool = False) -> Any:
     plan = plan.on(abstract)
     check_axes(plan, abstract)
     check_dynamic(dynamic, module, plan.setting("microbatches"))
+    if (pp := PipelineStages.of(plan, abstract, template)) is not None:
+        abstract = abstract.of_stage(pp.entry.axis)
     compiles = groups is not None and arguments.backend == "inductor"
     build = Build(
         plan, abstract, _sizes(module), device, loss, options, groups if compiles else None, DynamicDims(dynamic),
         runs=groups is not None,
         warns=search_result is None,  # a search knows of repeated work, and warns of an axis that it leaves unused
-        kinds=(InspectedProgram, InspectedSizedProgram),
+        kinds=(InspectedProgram, InspectedSizedProgram), pp=pp,
     )  # fmt: skip
     check_kept(entries, build.params)
     resolve_activations(plan, [name for name, _ in module.named_modules()])

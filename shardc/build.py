@@ -33,6 +33,7 @@ from shardc.passes.unfold import Folded
 from shardc.plan.layout_spec import PerRank
 from shardc.plan.ports import numbered, resolve_activations, resolve_inputs
 from shardc.plan.resolve import Sizes, resolve_params
+from shardc.plan.stages import PipelineStages
 from shardc.plan.value import Plan
 from shardc.precompiled import ProgramKey, Store, load
 from shardc.precompiled.program_key import described
@@ -54,6 +55,7 @@ class Build:
         runs: whether programs run, rather than being for inspection only.
         warns: warn once if ranks repeat the same work.
         kinds: classes of programs for fixed and for dynamic sizes.
+        pp: the stages of the plan's pipeline; ``mesh`` is that of one stage then.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class Build:
         runs: bool = False,
         warns: bool = True,
         kinds: tuple[type[Program], type[SizedProgram]] = (Program, SizedProgram),
+        pp: PipelineStages | None = None,
     ) -> None:
+        self.pp = pp
         self.kinds, self.runs, self.warns = kinds, runs, warns
         self.groups, self.param_sizes = groups, param_sizes
         self.plan, self.mesh, self.params = plan, mesh, resolve_params(plan, mesh, *param_sizes)
@@ -112,7 +116,7 @@ class Build:
         params = self.params if mesh == self.mesh else {name: param.on(mesh) for name, param in self.params.items()}
         request = Request(
             template, mesh, self.plan, params, args, kwargs, self.device, self.loss if with_loss else None,
-            self.options, deferred, keep_stages=not self.runs,
+            self.options, deferred, keep_stages=not self.runs, pp=self.pp,
         )  # fmt: skip
         if captured is None and (self.runs if self.options.fold is None else self.options.fold):
             program = build_folded(request, make)

@@ -25,6 +25,7 @@ from shardc.plan import ports
 from shardc.plan.entries import Policies
 from shardc.plan.layout_spec import Form
 from shardc.plan.resolve import BoundPlan, ParamPlan
+from shardc.plan.stages import PipelineStages
 from shardc.plan.value import Plan
 
 CUT = passes.Partition.name
@@ -108,6 +109,7 @@ class Request:
         pins: layouts of activations by the plan; by default resolved against the model's modules.
         regions: modules whose activations are recomputed in backward; by default resolved too.
         traced_in: dtypes of the model's modules; by default those of the plan.
+        pp: the stages of the plan's pipeline; None without one.
     """
 
     model: nn.Module
@@ -124,6 +126,7 @@ class Request:
     pins: Sequence[ports.ActivationPin] | None = None
     regions: Sequence[str] | None = None
     traced_in: Dtypes | None = None
+    pp: PipelineStages | None = None
 
     @property
     def precision(self) -> Policies:
@@ -200,6 +203,7 @@ def bound_of(request: Request, captured: Captured, pins: Sequence[ports.Activati
         precision=request.precision,
         stored={name: p.dtype for name, p in request.model.named_parameters()},
         deferred=request.deferred,
+        pp=request.pp,
     )
 
 

@@ -31,7 +31,6 @@ from shardc.ir.phases import Phases
 from shardc.joint import Joint
 from shardc.passes.lower.microbatch import closed, closing_forward, marked_terms, opened
 from shardc.passes.unfold import Folded
-from shardc.plan.entries import Microbatches
 from shardc.plan.resolve import BoundPlan
 from shardc.verify.subject import reporting
 
@@ -147,7 +146,7 @@ class MicrobatchCut(StepCut):
         for node in gm.graph.nodes:
             node.meta.pop(ALIASED, None)  # of operands, which some graphs of the cut take as arguments
         gm = passes.PruneUnusedGrads(self.used)(gm)
-        cause = next(str(entry) for entry in self.bound.plan.entries if isinstance(entry, Microbatches))
+        cause = next(str(entry) for entry in reversed(self.bound.plan.entries) if "microbatches" in entry.settings)
         gathered_once = frozenset(name for name, level in self.levels.items() if level in (1, 2))
         split = frozenset((*self.in_time["inputs"], *self.in_time["outputs"]))
         parts = passes.Microbatch(self.bound.mesh, split, gathered_once, cause)(gm)

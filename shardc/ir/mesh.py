@@ -63,6 +63,10 @@ class Mesh:
         object.__setattr__(mesh, "time", MICRO)
         return mesh
 
+    def of_stage(self, axis: str) -> Mesh:
+        """Return the mesh of the ranks at one coordinate of ``axis``, which has size 1 in it."""
+        return Mesh((name, 1 if name == axis else size) for name, size in self.shape)
+
     @property
     def microbatches(self) -> int:
         """Return the size of the axis of time; 1 if there is none."""

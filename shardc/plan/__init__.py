@@ -7,6 +7,7 @@ from shardc.plan.constructors import fsdp as fsdp
 from shardc.plan.constructors import hsdp as hsdp
 from shardc.plan.constructors import microbatches as microbatches
 from shardc.plan.constructors import offload as offload
+from shardc.plan.constructors import pp as pp
 from shardc.plan.constructors import precision as precision
 from shardc.plan.constructors import recompute as recompute
 from shardc.plan.constructors import tp as tp

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from shardc.errors import PlanError
-from shardc.plan.entries import Cp, Ddp, Ep, Fsdp, Microbatches, Offload, Precision, Recompute, Tp
+from shardc.plan.entries import Cp, Ddp, Ep, Fsdp, Microbatches, Offload, Pp, Precision, Recompute, Tp
 from shardc.plan.entries.data_parallel import axis_names, by_glob, gathered_in, regathered
 from shardc.plan.layout_spec import quote
 from shardc.plan.value import CONSTRUCTORS, Plan
@@ -256,6 +256,39 @@ def microbatches(count: int, reduce: str = "step") -> Plan:
     return Plan.of([Microbatches(count, reduce)])  # type: ignore[arg-type]
 
 
+def pp(
+    axis: str = "pp",
+    schedule: str = "1f1b",
+    microbatches: int | None = None,
+    cut: str | Sequence[str] = "auto",
+    stages_per_rank: int | None = None,
+) -> Plan:
+    """Pipeline parallel: the model is cut into stages, each on the ranks of one coordinate of ``axis``.
+
+    The model stays as it is: the cut is of its graph. All ranks of a pipeline pass the same inputs. Results are those
+    of the whole batch, as with `microbatches`. A parameter lies on the ranks of its stage, split there as other entries
+    say; elsewhere its local tensor is empty.
+
+    Args:
+        axis: the mesh axis of the stages.
+        schedule: the order in which ranks run stages and microbatches: "gpipe" (all forwards, then all backwards),
+            "1f1b", or "interleaved" (several stages a rank).
+        microbatches: their number, 2 or more; None: that of a `microbatches` entry.
+        cut: globs of the modules that begin the second and later stages, in the order of the model's parameters.
+            "auto": between repeated blocks, so that the largest stage has the fewest elements of weights to multiply.
+        stages_per_rank: number of stages of each rank; None: 1, for "interleaved" 2.
+
+    Raises:
+        PlanError: there is no such schedule. When the plan is used: there are more stages than blocks, a glob matches
+            no module, or the batch is split over ``axis``.
+
+    >>> print(fsdp("dp") | pp("pp", microbatches=8))
+    fsdp("dp") | pp("pp", microbatches=8)
+    """
+    globs = cut if isinstance(cut, str) else tuple(cut)
+    return Plan.of([Pp(axis, schedule, microbatches, globs, stages_per_rank)])
+
+
 def _globs(names: object, entry: str) -> Iterable[str]:
     """Return a glob or a sequence of globs as a sequence; raise PlanError, which names ``entry``, for another type."""
     globs = checked(names, str | tuple[str, ...], "names", PlanError, plan_entry=entry)
@@ -264,5 +297,5 @@ def _globs(names: object, entry: str) -> Iterable[str]:
 
 CONSTRUCTORS |= {
     function.__name__: function
-    for function in (ddp, fsdp, hsdp, tp, cp, ep, microbatches, precision, offload, recompute, Plan)
+    for function in (ddp, fsdp, hsdp, tp, cp, ep, microbatches, pp, precision, offload, recompute, Plan)
 }

@@ -24,6 +24,7 @@ from shardc.plan.entries import Policies
 from shardc.plan.layout_spec import Form, check_axis, to_layout
 from shardc.plan.placed import ParamPlan, Placed, as_dtensor, grown_layout
 from shardc.plan.ports import ActivationPin, InputPlan, batch_axes
+from shardc.plan.stages import PipelineStages
 from shardc.plan.value import Plan
 
 
@@ -42,6 +43,7 @@ class BoundPlan:
         precision: the dtypes for compute and for reductions, by module.
         stored: parameter name -> dtype between steps.
         deferred: parameters whose gradients stay unreduced.
+        pp: the stages of the plan's pipeline; None without one.
     """
 
     plan: Plan
@@ -54,6 +56,7 @@ class BoundPlan:
     precision: Policies
     stored: Mapping[str, torch.dtype]
     deferred: Deferred = NOTHING
+    pp: PipelineStages | None = None
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

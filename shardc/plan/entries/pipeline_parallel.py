@@ -1,0 +1,85 @@
+"""`Pp`, of ``pp``: cuts the model into stages, which lie on different coordinates of a mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from shardc.errors import PlanError
+from shardc.ir.mesh import Mesh
+from shardc.plan.constructor_calls import Call
+from shardc.plan.entries.entry import Entry
+from shardc.validate import Range, check_fields, near
+
+# Name of a schedule -> stages of each rank, by default.
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
+
+
+@dataclass(frozen=True)
+class Pp(Entry):
+    """Cuts the model into stages over ``axis``, and runs them as ``schedule`` says.
+
+    The fields are those of `shardc.pp`.
+    """
+
+    axis: str
+    schedule: str = "1f1b"
+    microbatches: Annotated[int, Range(2)] | None = None
+    cut: str | tuple[str, ...] = "auto"
+    stages_per_rank: Annotated[int, Range(1)] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, PlanError, "", plan_entry=str(self))
+        if self.schedule not in SCHEDULES:
+            raise PlanError(
+                f"there is no schedule {self.schedule!r}", plan_entry=str(self), fix=near(self.schedule, SCHEDULES)
+            )
+        if isinstance(self.cut, str) and self.cut != "auto":
+            raise PlanError(
+                f"cut={self.cut!r} is neither a list of globs nor 'auto'",
+                plan_entry=str(self),
+                fix=f"write cut=[{self.cut!r}]",
+            )
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return ("pp",)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return (self.axis,)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        count = {} if self.microbatches is None else {"microbatches": self.microbatches}
+        return {"pp": self, **count}
+
+    def check(self, mesh: Mesh, batch: Mapping[str, Entry]) -> None:
+        if self.axis in batch:
+            raise PlanError(
+                f"{batch[self.axis]} splits the batch over {self.axis!r}, the axis of the stages",
+                plan_entry=str(self),
+                fix="give the stages an axis of their own",
+            )
+
+    @property
+    def per_rank(self) -> int:
+        """Return the number of stages of each rank."""
+        return self.stages_per_rank or SCHEDULES[self.schedule]
+
+    def count(self, mesh: Mesh) -> int:
+        """Return the number of stages on ``mesh``."""
+        return mesh.size(self.axis) * self.per_rank
+
+    @property
+    def call(self) -> Call:
+        name, arguments = "pp", super().call[1]
+        if isinstance(self.cut, tuple):
+            arguments = {**arguments, "cut": list(self.cut)}
+        return name, arguments
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        cut = "" if self.cut == "auto" else f", cut in front of {', '.join(self.cut)}"
+        return "pp", f"stages over {self.axis}", f"{self.schedule}{cut}"

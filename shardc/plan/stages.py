@@ -1,0 +1,184 @@
+"""`PipelineStages`: the stages of a pipeline, and which of them each parameter of a model belongs to.
+
+It is decided before the model is traced, since parameters are placed first: by the order of the model's modules, which
+is the order in which they run in most models. What it says decides where parameters lie. Ops of the graph follow the
+parameters that they read (`shardc.passes.lower.stages`), so another order costs transfers, and is not wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import accumulate, pairwise
+
+from torch import nn
+
+from shardc.errors import PlanError
+from shardc.ir.mesh import Mesh
+from shardc.plan.entries import Pp
+from shardc.plan.value import Plan
+from shardc.validate import near
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class PipelineStages:
+    """Stages of a pipeline.
+
+    Args:
+        entry: the plan entry.
+        ranks: size of its mesh axis.
+        first: parameter -> the first stage that uses it, which has it in its storage.
+    """
+
+    entry: Pp
+    ranks: int
+    first: Mapping[str, int]
+
+    @classmethod
+    def of(cls, plan: Plan, mesh: Mesh, model: nn.Module) -> PipelineStages | None:
+        """Return the stages of ``model`` on ``mesh``; None if ``plan`` has none.
+
+        Raises:
+            PlanError: the plan has one microbatch only; or as for `stages_of`.
+        """
+        entry: Pp | None = plan.setting("pp")
+        if entry is None:
+            return None
+        if plan.setting("microbatches") == 1:
+            raise PlanError(
+                "the stages of a pipeline run microbatches, and the plan does not say how many there are",
+                plan_entry=str(entry),
+                fix="write pp(..., microbatches=8)",
+            )
+        return cls(entry, mesh.size(entry.axis), stages_of(entry, entry.count(mesh), model))
+
+    @property
+    def count(self) -> int:
+        """Return the number of stages."""
+        return self.ranks * self.entry.per_rank
+
+    def rank(self, stage: int) -> int:
+        """Return the coordinate of ``stage`` along the axis."""
+        return stage % self.ranks
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """Return parameter -> the coordinate along the axis whose ranks store it."""
+        return {name: self.rank(stage) for name, stage in self.first.items()}
+
+
+def stages_of(entry: Pp, count: int, model: nn.Module) -> dict[str, int]:
+    """Return parameter -> the first stage that uses it.
+
+    Args:
+        entry: the plan entry.
+        count: number of stages.
+        model: the model; its tensors may be on ``meta``.
+
+    Raises:
+        PlanError: there are more stages than blocks, or the cuts are not as many as the stages need, match no module,
+            or are not in the order of the model's modules.
+    """
+    blocks = list(_blocks(model))
+    if entry.cut == "auto":
+        parts = [name for name, _ in blocks]
+        starts = _balanced(entry, count, [_work(modules) for _, modules in blocks])
+    else:
+        parts = [name for name, module in model.named_modules() if _direct(module)]
+        starts = _cuts(entry, count, parts, [name for name, _ in blocks])
+    ranges = pairwise([*starts, len(parts)])
+    stage = {parts[at]: k for k, (low, high) in enumerate(ranges) for at in range(low, high)}
+    out: dict[int, tuple[str, int]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        at = stage[next(module for module in _inside(name) if module in stage)]
+        first, lowest = out.get(id(param), (name, at))
+        out[id(param)] = first, min(lowest, at)
+    return dict(out.values())
+
+
+def _direct(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of ``module`` that are not of modules in it."""
+    return [param for param in module._parameters.values() if param is not None]
+
+
+def _inside(name: str) -> Iterator[str]:
+    """Yield the names of the modules that a parameter or module ``name`` is in, the innermost first, "" last."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _blocks(module: nn.Module, name: str = "") -> Iterator[tuple[str, list[nn.Module]]]:
+    """Yield, in order, (name, modules inside it) of each module that is never cut: an item of an outermost list, or a
+    module beside these. A module that contains lists stands for its direct parameters.
+    """
+    if _direct(module):
+        yield name, [module]
+    for key, child in module.named_children():
+        path = f"{name}.{key}" if name else key
+        items = [(f"{path}.{at}", item) for at, item in child.named_children()] if isinstance(child, _LISTS) else []
+        if not items and any(isinstance(inner, _LISTS) for inner in child.modules()):
+            yield from _blocks(child, path)
+            continue
+        for at, item in items or [(path, child)]:
+            if any(True for _ in item.parameters()):
+                yield at, list(item.modules())
+
+
+def _work(modules: Sequence[nn.Module]) -> int:
+    """Return the number of weights that each sample is multiplied with, which is the work of a stage."""
+    return sum(p.numel() for module in modules if not isinstance(module, nn.Embedding) for p in _direct(module))
+
+
+def _balanced(entry: Pp, count: int, work: Sequence[int]) -> list[int]:
+    """Return the first part of each of ``count`` stages, so that the most work of a stage is least."""
+    if len(work) < count:
+        raise PlanError(
+            f"{count} stages are asked for, and the model has {len(work)} blocks",
+            plan_entry=str(entry),
+            fix="use fewer stages, or name the modules that begin stages: cut=[...]",
+        )
+    before = [0, *accumulate(work)]
+    best: dict[tuple[int, int], tuple[int, list[int]]] = {
+        (0, 0): (0, [])
+    }  # (stages, parts) -> (most work of a stage, their first parts)
+    for stages in range(1, count + 1):
+        for end in range(stages, len(work) - (count - stages) + 1):
+            options = [
+                (max(best[stages - 1, start][0], before[end] - before[start]), start)
+                for start in range(stages - 1, end)
+                if (stages - 1, start) in best
+            ]
+            most, start = min(options)
+            best[stages, end] = most, [*best[stages - 1, start][1], start]
+    return best[count, len(work)][1]
+
+
+def _cuts(entry: Pp, count: int, parts: Sequence[str], blocks: Sequence[str]) -> list[int]:
+    """Return the first part of each stage, as the globs of ``entry`` say."""
+    if len(entry.cut) != count - 1:
+        raise PlanError(
+            f"{len(entry.cut)} cuts are named, and {count} stages need {count - 1}",
+            plan_entry=str(entry),
+            fix="name the first module of each stage but the first",
+        )
+    starts = [0]
+    for glob in entry.cut:
+        at = next(
+            (k for k, name in enumerate(parts) if any(fnmatchcase(x, glob) for x in (name, *_inside(name)) if x)), None
+        )
+        if at is None:
+            raise PlanError(
+                f"no module with parameters matches the cut {glob!r}", plan_entry=str(entry), fix=near(glob, blocks)
+            )
+        if at <= starts[-1]:
+            raise PlanError(
+                f"the cut {glob!r} begins at {parts[at] or 'the model'!r}, which is not behind the cut before it",
+                plan_entry=str(entry),
+                fix="name the modules in the order in which the model has them, none of them the first",
+            )
+        starts.append(at)
+    return starts
