@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest.mock import patch
 from weakref import WeakSet
@@ -244,3 +244,36 @@ def aten_overloads() -> list[OpOverload]:
         if op is not None:
             overloads.append(op)
     return overloads
+
+
+def pipeline_order(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> list[list[tuple[str, int, int]]]:
+    """Returns the order of each rank's computations in a pipeline schedule of torch; needs no process group.
+
+    Args:
+        name: the schedule's, as `torch.distributed.pipelining.schedules.get_schedule_class` takes it.
+
+    Returns:
+        For each rank, (kind, stage, microbatch) of each computation. The kind is F (forward), B (backward), I (backward
+        for the stage's input) or W (for its parameters). Two that torch overlaps are in the order of torch's pair.
+
+    Raises:
+        ValueError: the schedule does not have these numbers.
+    """
+    from torch.distributed.pipelining import schedules
+
+    kind = schedules.get_schedule_class(name)
+    stage = SimpleNamespace(
+        num_stages=ranks * stages_per_rank, group_size=ranks, group_rank=0, stage_index=0, is_last=False, submod=None
+    )
+    single = issubclass(kind, schedules.PipelineScheduleSingle)
+    order = kind(stage if single else [stage] * stages_per_rank, microbatches).pipeline_order
+    return [
+        [
+            (part.computation_type.value, part.stage_index, part.microbatch_index)
+            for action in order[rank]
+            if action is not None
+            for part in action.sub_actions or (action,)
+            if part.computation_type.value in ("F", "B", "I", "W")
+        ]
+        for rank in range(ranks)
+    ]

@@ -71,7 +71,7 @@ class RuleError(ShardcError, RuntimeError):
 
 
 class VerifyError(ShardcError, RuntimeError):
-    """A graph violates the spec of its stage: a bug in a pass, never the user's fault.
+    """A graph violates the spec of its stage, or a pipeline's ranks do not fit together: never the user's fault.
 
     During a compile, ``fix`` names a file with the program and the versions, for a bug report.
     """

@@ -1,0 +1,261 @@
+"""Pipeline schedules as data: for each pipeline rank, the list of what it computes, sends and receives in a step.
+
+A model is cut into stages 0 to n-1, and each rank has one stage or more. `schedule` builds the lists from the orders of
+``torch.distributed.pipelining``, `play` proves before anything runs that they fit together, and `clock` gives the times
+of a step.
+
+The lists are for these channels: one for each ordered pair of ranks, so two between neighbours, whose messages arrive
+in the order of the sends. A send waits for nothing. A receive waits for its message. Its place in the list is where the
+rank must have it; it may be posted earlier, in the order of the list.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from shardc._compat import pipeline_order
+from shardc.errors import PlanError
+from shardc.ir.actions import COMPUTATIONS as COMPUTATIONS
+from shardc.ir.actions import RECEIVES as RECEIVES
+from shardc.ir.actions import SENDS as SENDS
+from shardc.ir.actions import Action as Action
+from shardc.ir.actions import Kind as Kind
+from shardc.ir.actions import Schedule as Schedule
+from shardc.ir.actions import advance, reads
+from shardc.ir.play import in_flight as in_flight
+from shardc.ir.play import play as play
+from shardc.validate import Range, near, typed
+
+
+@dataclass(frozen=True)
+class _Order:
+    """An order of computations: the name of torch's class, and what it asks for."""
+
+    torch: str | None  # None: `_one_forward_one_backward`
+    stages_per_rank: int | None  # None: any number, 2 by default
+    rounds: bool = False  # the number of rounds must divide the microbatches
+    fills: bool = False  # there must be as many microbatches as stages
+
+
+ORDERS = {
+    "gpipe": _Order("GPipe", 1),
+    "1f1b": _Order(None, 1),
+    "interleaved": _Order("Interleaved1F1B", None, rounds=True),
+    "zb": _Order("InterleavedZeroBubble", None, rounds=True),
+    "zbv": _Order("ZBVZeroBubble", 2),
+    "dualpipev": _Order("DualPipeV", 2, fills=True),
+}
+
+
+@typed(PlanError)
+def schedule(
+    name: str,
+    ranks: Annotated[int, Range(1)],
+    microbatches: Annotated[int, Range(1)],
+    stages_per_rank: Annotated[int, Range(1)] | None = None,
+    trains: bool = True,
+) -> Schedule:
+    """Return the lists of a named schedule. It needs no process group.
+
+    Args:
+        name: "gpipe", "1f1b", "interleaved" (1F1B with several stages per rank), "zb" (interleaved zero bubble),
+            "zbv" or "dualpipev".
+        ranks: pipeline ranks, 1 or more.
+        microbatches: of a step.
+        stages_per_rank: None for the schedule's: 1 for gpipe and 1f1b, else 2. Only interleaved and zb take others.
+        trains: False for a schedule of forwards alone; it has any number of microbatches.
+
+    Raises:
+        PlanError: an unknown name, or numbers that the schedule does not have.
+
+    >>> print(schedule("1f1b", 2, 2))
+    rank 0: F0.0 SF0.0 F0.1 SF0.1 RB0.0 B0.0 RB0.1 B0.1
+    rank 1: RF1.0 F1.0 B1.0 SB1.0 RF1.1 F1.1 B1.1 SB1.1
+    """
+    if name not in ORDERS:
+        raise PlanError(f"no pipeline schedule is called {name!r}", fix=near(name, ORDERS))
+    order = ORDERS[name]
+    per_rank = stages_per_rank or order.stages_per_rank or 2
+    if order.stages_per_rank not in (None, per_rank):
+        raise PlanError(
+            f"schedule {name!r} has {_count(order.stages_per_rank, 'stage')} per rank, not {per_rank}",
+            fix="leave out stages_per_rank, or use schedule='interleaved' or 'zb'",
+        )
+    stages = ranks * per_rank
+    if trains:
+        _check_microbatches(name, ranks, stages, microbatches)
+    # Forwards are in the order of a training step, of one that has at least so many microbatches.
+    enough = microbatches if trains else max(-(-microbatches // ranks) * ranks, stages)
+    if order.torch is None:
+        computed = [_one_forward_one_backward(ranks, enough, rank) for rank in range(ranks)]
+    else:
+        computed = [
+            [Action(Kind(kind), stage, microbatch) for kind, stage, microbatch in actions]
+            for actions in pipeline_order(order.torch, ranks, enough, per_rank)
+        ]
+    if not trains:
+        computed = [[x for x in row if x.kind == Kind.FORWARD and x.microbatch < microbatches] for row in computed]
+    places = {action.stage: rank for rank, actions in enumerate(computed) for action in actions}
+    rank_of = tuple(places[stage] for stage in range(stages))
+    return Schedule(name, ranks, stages, microbatches, rank_of, _with_transfers(computed, rank_of), trains)
+
+
+def _check_microbatches(name: str, ranks: int, stages: int, microbatches: int) -> None:
+    """Raise `PlanError` if a schedule on ``ranks`` cannot train on this number of microbatches."""
+    if ORDERS[name].fills and microbatches < stages:
+        raise PlanError(
+            f"schedule {name!r} on {_count(ranks, 'rank')} needs at least {stages} microbatches, one for each stage, "
+            f"not {microbatches}",
+            fix=f"use {stages} microbatches or more, or schedule='zbv'",
+        )
+    rounds = max(1, microbatches // ranks)
+    if ORDERS[name].rounds and microbatches % rounds:
+        fewer = rounds * ranks
+        raise PlanError(
+            f"schedule {name!r} on {_count(ranks, 'rank')} runs {microbatches} microbatches in {rounds} rounds, "
+            "which must be of equal length",
+            fix=f"use {fewer} or {fewer + ranks} microbatches (any multiple of {ranks} will do)",
+        )
+
+
+def _count(number: int | None, noun: str) -> str:
+    """Return ``number`` and its noun, as text."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _one_forward_one_backward(ranks: int, microbatches: int, rank: int) -> list[Action]:
+    """Return the computations of a rank in 1F1B: forwards of as many microbatches as there are ranks behind it, then a
+    forward and a backward in turn, then the other backwards.
+
+    It is the order that torch's ``Schedule1F1B`` runs. The order that torch 2.13 says it runs has other microbatches on
+    the last rank, and interleaved 1F1B with one stage per rank keeps nearly twice as many microbatches.
+    """
+    ahead = min(ranks - 1 - rank, microbatches)
+    actions = [Action(Kind.FORWARD, rank, at) for at in range(ahead)]
+    for at in range(microbatches):
+        if at + ahead < microbatches:
+            actions.append(Action(Kind.FORWARD, rank, at + ahead))
+        actions.append(Action(Kind.BACKWARD, rank, at))
+    return actions
+
+
+def _with_transfers(computed: Sequence[Sequence[Action]], rank_of: Sequence[int]) -> tuple[tuple[Action, ...], ...]:
+    """Return lists of computations with sends and receives.
+
+    A send stands right behind what computes the message. A receive stands right before the first computation that needs
+    its message or a later one of the same peer, so it waits only where that computation would.
+    """
+    behind = [[(action, _send(action, rank_of)) for action in actions] for actions in computed]
+    sent: dict[tuple[int, int], deque[Action]] = {}
+    for rank, actions in enumerate(behind):
+        for _, send in actions:
+            if send is not None:
+                sent.setdefault((rank, rank_of[send.other_end.stage]), deque()).append(send)
+    lists = []
+    for rank, actions in enumerate(behind):
+        row: list[Action] = []
+        received = set()
+        for action, send in actions:
+            for needed in reads(action, rank_of):
+                if needed.kind in RECEIVES:
+                    messages = sent.get((rank_of[needed.other_end.stage], rank), deque())
+                    while needed not in received and messages:
+                        row.append(messages.popleft().other_end)
+                        received.add(row[-1])
+            row.append(action)
+            if send is not None:
+                row.append(send)
+        lists.append(tuple(row))
+    return tuple(lists)
+
+
+def _send(action: Action, rank_of: Sequence[int]) -> Action | None:
+    """Return the send of what a computation gives, None if no other rank needs it."""
+    forward = action.kind == Kind.FORWARD
+    stage = action.stage + 1 if forward else action.stage - 1
+    if action.kind == Kind.BACKWARD_WEIGHT or not 0 <= stage < len(rank_of) or rank_of[stage] == rank_of[action.stage]:
+        return None
+    return Action(Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD, action.stage, action.microbatch)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Times of a step, in seconds from its start.
+
+    Args:
+        schedule: the one that is timed.
+        spans: for each rank, (action, start, end) of each entry of its list. A computation is from start to end; a send
+            starts with its message and ends when that has arrived, while the rank goes on; a receive starts when the
+            rank gets to it and ends when the message is there.
+        seconds: of the step.
+        exposed: for each rank, the seconds in which it waits for a message that is on its way.
+    """
+
+    schedule: Schedule
+    spans: tuple[tuple[tuple[Action, float, float], ...], ...]
+    seconds: float
+    exposed: tuple[float, ...]
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """For each rank, the seconds in which it computes."""
+        return tuple(
+            sum(end - start for action, start, end in row if action.kind in COMPUTATIONS) for row in self.spans
+        )
+
+    @property
+    def bubble(self) -> float:
+        """Share of all ranks' time in which they compute nothing, from 0 to 1."""
+        return 1 - sum(self.busy) / (self.seconds * self.schedule.ranks) if self.seconds else 0.0
+
+
+def clock(schedule: Schedule, seconds: Callable[[Kind, int], float], transfer: Callable[[int, int], float]) -> Timeline:
+    """Return the times of a step whose lists `play` accepts.
+
+    A rank computes one thing at a time, and waits in receives alone. Messages from one rank to another take turns on
+    their link.
+
+    Args:
+        seconds: of a computation, by (kind, stage).
+        transfer: seconds of a message, by (stage that sends it, stage that receives it).
+
+    Raises:
+        VerifyError: as `play`, for lists that do not come to their ends.
+
+    >>> durations = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}
+    >>> step = clock(schedule("gpipe", 2, 3), lambda kind, stage: durations[kind], lambda *stages: 0.0)
+    >>> step.seconds, step.bubble
+    (12.0, 0.25)
+    """
+    spans: list[list[tuple[Action, float, float]]] = [[] for _ in range(schedule.ranks)]
+    now = [0.0] * schedule.ranks
+    exposed = [0.0] * schedule.ranks
+    messages: dict[Action, tuple[float, float]] = {}  # receive -> (start, end) of its message on the link
+    free: dict[tuple[int, int], float] = {}  # (source, destination) -> when their link is free
+
+    def runs(rank: int, at: int, action: Action) -> bool:
+        """Time ``action`` on ``rank``; False if it waits for a message that is not sent yet."""
+        start = end = now[rank]
+        if action.kind in SENDS:
+            receive = action.other_end
+            link = rank, schedule.rank_of[receive.stage]
+            start = max(start, free.get(link, 0.0))
+            end = free[link] = start + transfer(action.stage, receive.stage)
+            messages[receive] = start, end
+        elif action.kind in RECEIVES:
+            if action not in messages:
+                return False
+            sent, arrived = messages[action]
+            end = now[rank] = max(start, arrived)
+            exposed[rank] += end - max(start, sent) if end > start else 0.0
+        else:
+            end = now[rank] = start + seconds(action.kind, action.stage)
+        spans[rank].append((action, start, end))
+        return True
+
+    if not advance(schedule, runs):
+        play(schedule)
+    return Timeline(schedule, tuple(map(tuple, spans)), max(now), tuple(exposed))
