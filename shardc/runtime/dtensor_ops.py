@@ -30,13 +30,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpInfo, OutputSharding
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from shardc import _compat
 from shardc._compat import PyTree
 from shardc.errors import LayoutError, ShardcWarning
 from shardc.ir.op_traits import draws
+from shardc.runtime import owned_ops
 from shardc.runtime.gathered import (
     ReplicatedSpec,
     broadcast,
@@ -50,6 +51,7 @@ from shardc.runtime.gathered import (
     view_of,
     written,
 )
+from shardc.runtime.owned import has_owner, redistribute
 
 _PICKLED_PART = "shardc_part"  # key in the state of a pickled DTensor
 _pickle = DTensor.__reduce_ex__
@@ -182,6 +184,15 @@ def _set_data(self: DTensor, value: Tensor) -> None:
         self.detach().copy_(value)
 
 
+def _redistribute(
+    self: DTensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
+) -> DTensor:
+    """Redistributes as DTensor does, and right if a tensor lies on one coordinate of a mesh dim (`owned.Owned`)."""
+    if placements is None or not _is_ours(self) or not has_owner((*self.placements, *placements)):
+        return _torch_redistribute(self, device_mesh, placements, **options)
+    return redistribute(_torch_redistribute, self, device_mesh, tuple(placements), **options)
+
+
 def _memory(name: str, fix: str) -> Callable[..., object]:
     """Returns a replacement of the method ``name`` that raises LayoutError on meshes of compiled modules.
 
@@ -199,7 +210,7 @@ def _memory(name: str, fix: str) -> Callable[..., object]:
 
 
 _PART = "use this rank's part, p.to_local(), or a copy of all of it, p.full_tensor()"
-_torch_deepcopy = DTensor.__deepcopy__
+_torch_deepcopy, _torch_redistribute = DTensor.__deepcopy__, DTensor.redistribute
 _torch_data: Any = Tensor.data
 METHODS: dict[str, object] = {
     "tolist": _tolist,
@@ -207,6 +218,7 @@ METHODS: dict[str, object] = {
     "__format__": _format,
     "__str__": _str,
     "__deepcopy__": _deepcopy,
+    "redistribute": _redistribute,
     "data": property(_torch_data.__get__, _set_data),
     "data_ptr": _memory("data_ptr", f"{_PART}; to tell parameters apart, use id(p)"),
     **{name: _memory(name, _PART) for name in ("storage", "share_memory_", "__dlpack__")},
@@ -294,9 +306,12 @@ def _propagation(theirs: Callable[..., object]) -> Callable[..., object]:
         op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], info: Any, try_cache: bool
     ) -> object:
         mesh = info.compute_mesh
+        specs = [x for x in (*info.flat_args_schema, *info.schema.kwargs_schema.values()) if isinstance(x, DTensorSpec)]
+        if mesh in meshes and any(has_owner(spec.placements) for spec in specs):
+            if (result := owned_ops.computed(op, args, kwargs, mesh)) is not NotImplemented:
+                return result
         if mesh not in meshes or _is_traced(args):
             return theirs(op, args, kwargs, info, try_cache)
-        specs = [x for x in (*info.flat_args_schema, *info.schema.kwargs_schema.values()) if isinstance(x, DTensorSpec)]
         if (result := _computed(op, args, kwargs, specs, mesh)) is not NotImplemented:
             return result
         try:
@@ -449,6 +464,8 @@ def _trusts(op: OpOverload, specs: list[DTensorSpec], args: tuple[PyTree, ...]) 
         return False  # seeds may differ; `out=` would take the result's layout
     if all(x.is_replicate() for spec in specs for x in spec.placements):
         return True
+    if any(has_owner(spec.placements) for spec in specs):
+        return False
     if any(isinstance(x, _StridedShard) for spec in specs for x in spec.placements):
         # Replicated scalars fit any layout.
         laid = {spec.placements for spec in specs if not all(x.is_replicate() for x in spec.placements) or spec.ndim}

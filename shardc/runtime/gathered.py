@@ -27,6 +27,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedS
 from shardc import _compat
 from shardc._compat import PyTree
 from shardc.errors import LayoutError
+from shardc.runtime.owned import Owned
 from shardc.runtime.shards import fingerprint
 
 if TYPE_CHECKING:
@@ -105,7 +106,9 @@ def box_indices(tensor: DTensor) -> list[torch.Tensor]:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "only ranks of the mesh save and load"
     for mesh_dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard | _StridedShard):
+        if isinstance(placement, Owned):
+            indices[0] = indices[0] if coordinate[mesh_dim] == placement.owner else indices[0][:0]
+        elif isinstance(placement, Shard | _StridedShard):
             # The indices are a 1-d tensor, so the split is along dim 0.
             factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
             along = _StridedShard(0, split_factor=factor)

@@ -1,0 +1,145 @@
+"""Ops on DTensors of which some lie on one coordinate of a mesh axis (`Owned`): elementwise ones, copies, norms.
+
+DTensor takes `Owned` for a split of dim 0 and gives results an ordinary one, so these ops run on local tensors here:
+optimizers and clipping. Others gather (`dtensor_ops.on_unsharded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from shardc import _compat
+from shardc._compat import PyTree
+from shardc.ir.op_traits import draws
+from shardc.runtime.gathered import ReplicatedSpec, replicated, written
+
+aten = torch.ops.aten
+pytree = _compat.pytree
+
+# Each element of the results depends on those at its place, or on none, besides pointwise ops.
+_ELEMENTWISE = {
+    aten.clone.default, aten._to_copy.default, aten.fill_.Scalar, aten.zero_.default, aten.zeros_like.default,
+    aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.detach.default, aten.alias.default,
+    aten.lift_fresh.default,
+}  # fmt: skip
+_LISTS = ("aten::_foreach_", "aten::_fused_")  # ops that treat the tensors at one place of their lists together
+_REDUCTIONS = ("aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum")
+
+
+def computed(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], mesh: DeviceMesh) -> PyTree:
+    """Returns the result of ``op`` on DTensors on ``mesh``, computed on local tensors; NotImplemented if it gathers."""
+    if op in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar):
+        return _norms(op, mesh, *args, **kwargs)
+    if draws(op) or "out" in op._schema.overload_name or not _is_elementwise(op):
+        return NotImplemented
+    like = _operands(op, args, kwargs)
+    return NotImplemented if like is None else _local(op, args, kwargs, like)
+
+
+def _is_elementwise(op: OpOverload) -> bool:
+    if op in _ELEMENTWISE or torch.Tag.pointwise in op.tags:
+        return True
+    return op._schema.name.startswith(_LISTS) and not op._schema.name.startswith(_REDUCTIONS)
+
+
+def _operands(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[Tensor] | None:
+    """Returns the operand whose layout each result has; None if operands that are treated together differ in layout.
+
+    Replicated tensors of one element fit any layout, unless the op writes to them.
+    """
+    values = [*args, *kwargs.values()]
+    lists = [x for x in values if isinstance(x, list | tuple) and any(isinstance(y, Tensor) for y in x)]
+    alone = [x for x in values if isinstance(x, Tensor)]
+    if op._schema.name.startswith(_LISTS):
+        columns, beside = [list(column) for column in zip(*lists, strict=True)], alone
+    else:
+        columns, beside = [alone], [x for each in lists for x in each]
+    writes, like = {id(x) for x in written(op, args, kwargs)}, []
+    for column in columns:
+        first = min(column, key=lambda x: (_is_scalar(x), not isinstance(x, DTensor)))
+        for x in column:
+            fits = isinstance(x, DTensor) and (x.placements, x.shape) == (first.placements, first.shape)
+            if not fits and (id(x) in writes or not _is_scalar(x)):
+                return None
+        like.append(first)
+    return like if all(map(_is_scalar, beside)) else None
+
+
+def _is_scalar(x: object) -> bool:
+    """Whether ``x`` is a tensor of one element which all ranks have."""
+    if not isinstance(x, Tensor) or x.numel() != 1:
+        return False
+    return not isinstance(x, DTensor) or all(placement.is_replicate() for placement in x.placements)
+
+
+def _local(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], like: Sequence[Tensor]) -> PyTree:
+    """Runs ``op`` on local tensors; its results are laid out as ``like``, and those it writes are the operands."""
+    operands = {id(x._local_tensor): x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DTensor)}
+    result = op(*pytree.tree_map_only(DTensor, _part, args), **pytree.tree_map_only(DTensor, _part, kwargs))
+
+    def wrapped(x: Tensor, first: Tensor) -> Tensor:
+        if id(x) in operands or not isinstance(first, DTensor):
+            return operands.get(id(x), x)
+        meta = TensorMeta(first.shape, first.stride(), x.dtype)
+        spec = _compat.dtensor_spec(first.device_mesh, first.placements, meta)
+        ReplicatedSpec.mark(spec)
+        return DTensor(x, spec, requires_grad=False)
+
+    if isinstance(result, Tensor):
+        out = wrapped(result, like[0])
+        return return_and_correct_aliasing(op, args, kwargs, out) if op.is_view else out
+    if isinstance(result, list | tuple) and len(result) == len(like):
+        return [wrapped(x, first) for x, first in zip(result, like, strict=True)]
+    return result
+
+
+def _part(x: DTensor) -> Tensor:
+    return x._local_tensor
+
+
+def _norms(
+    op: OpOverload,
+    mesh: DeviceMesh,
+    x: Any,
+    order: float = 2,
+    dim: object = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> PyTree:
+    """Computes norms of positive order of all elements, by one all-reduce for each mesh dim; NotImplemented for others.
+
+    Of replicas, those at coordinate 0 count.
+    """
+    tensors: list[Any] = [x] if isinstance(x, Tensor) else list(x)
+    if dim is not None or keepdim or not order > 0 or not all(isinstance(each, DTensor) for each in tensors):
+        return NotImplemented
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    largest, terms = order == float("inf"), []
+    for each in tensors:
+        local = each._local_tensor
+        counts = all(not at or not p.is_replicate() for at, p in zip(coordinate, each.placements, strict=True))
+        wide = dtype or torch.promote_types(local.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(local, order, dtype=wide) if local.numel() and counts else torch.zeros(())
+        terms.append(norm.to(mesh.device_type, torch.float64))
+    total = torch.stack(terms) if largest else torch.stack(terms).pow(order)
+    for mesh_dim in range(mesh.ndim):
+        if mesh.size(mesh_dim) > 1:
+            dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, mesh.get_group(mesh_dim))
+    total = total if largest else total.pow(1.0 / order)
+    norms = [
+        replicated(norm.to(each.device, dtype or each.dtype.to_real()), mesh)
+        for norm, each in zip(total.unbind(), tensors, strict=True)
+    ]
+    return norms[0] if isinstance(x, Tensor) else norms
