@@ -385,7 +385,6 @@ def refuse_sparse(graph: fx.Graph) -> None:
 _IN_PLACE_OF = {
     "cond": "compute both branches and choose with torch.where, or branch on a constant that the caller passes",
     "flex_attention": "use torch.nn.functional.scaled_dot_product_attention, with attn_mask for the mask or the bias",
-    "auto_functionalized": "register an op that returns its result instead, with shardc.register_rule for its rule",
     "triton_kernel_wrapper": "wrap the kernel in a torch.library.custom_op that returns its result, with "
     "shardc.register_rule for its rule",
 }
@@ -395,7 +394,7 @@ _COLLECTIVES = ("c10d_functional", "_c10d_functional")  # namespaces of collecti
 
 
 def refuse_higher_order(graph: fx.Graph) -> None:
-    """Raises CaptureError for a higher-order op, an op that writes to its arguments, or a collective."""
+    """Raises CaptureError for a higher-order op or a collective."""
     for node in graph.nodes:
         if getattr(node.target, "namespace", "") in _COLLECTIVES:
             raise CaptureError(
@@ -407,11 +406,9 @@ def refuse_higher_order(graph: fx.Graph) -> None:
             )
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             name = node.target.name()
-            written = node.args[0] if name.startswith("auto_functionalized") else None
-            what = f"{written}, which writes to an argument," if written is not None else f"the higher-order op {name}"
             instead = next((fix for start, fix in _IN_PLACE_OF.items() if name.startswith(start)), None)
             raise CaptureError(
-                f"{what} has no sharding rule",
+                f"the higher-order op {name} has no sharding rule",
                 source=line_of(node) or calling_line(),
                 fix=instead
                 or "write it with ops of torch, such as a Python loop over tensors that are traced one by one",

@@ -14,6 +14,7 @@ from shardc import _compat
 from shardc._compat import PyTree
 from shardc.cost.causes import Cause, cause_of
 from shardc.custom_ops.expert_functions import Body, register
+from shardc.custom_ops.functional_ops import define_in
 from shardc.errors import PrecompiledError
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN
@@ -197,7 +198,9 @@ class Precompiled(Executable):
             saved: the same map of the backward, which gives the names of values that a forward saves.
         """
         fields = record.halves[half]
-        gm = parse(read(self.folder, record, text_file(half)).decode())
+        text = read(self.folder, record, text_file(half)).decode()
+        define_in(text)
+        gm = parse(text)
         values = fakes([vars(value) for _, value in fields.placeholders])
         for node, (_, value), fake in zip(ir.placeholders(gm.graph), fields.placeholders, values, strict=True):
             parsed = ir.info(node).value

@@ -27,6 +27,7 @@ from torch import fx, nn
 from shardc._compat import PyTree
 from shardc.cost.hardware import Hardware
 from shardc.cost.model import CostModel
+from shardc.custom_ops.functional_ops import written_op
 from shardc.errors import PrecompiledError, ShardcWarning
 from shardc.ir.executable import CLOSING, FIRST_INFERENCE, FORWARD, INFERENCE, Executable, Phase
 from shardc.ir.guards import tracing
@@ -217,7 +218,9 @@ class Store:
 def _unknown_dependency(program: Executable, reached: Reach, ops: Iterable[object]) -> str | None:
     """Return, as text, a dependency of ``program`` that later starts cannot compare; None if there is none."""
     foreign = [
-        op for op in ops if not is_own(op) and (getattr(op, "_name", "") not in reached.ops or is_written_out(op))
+        op
+        for op in ops
+        if not is_own(op) and (getattr(written_op(op) or op, "_name", "") not in reached.ops or is_written_out(op))
     ]
     if foreign:
         return f"it calls {foreign[0]}, an op of the user's or with a rule of the user's, whose code is not known"

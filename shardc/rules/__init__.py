@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardc.custom_ops.flops import flops, is_dense
+from shardc.custom_ops.functional_ops import written_op
 from shardc.errors import RuleError
 from shardc.ir.graph import Value
 from shardc.rules import (
@@ -49,14 +50,18 @@ _ANY_STRIDES = ("_c10d_functional", "c10d_functional", "shardc")
 
 def find_rule(target: object) -> Rule | None:
     """Return the rule of an op overload, or None. Tried in this order: a rule for the overload, a rule for all
-    overloads of the op, torch's own table (`fallback_rule`).
+    overloads of the op, torch's own table (`fallback_rule`). The rule of a functional form is that of its op.
     """
-    overload = str(target)
-    packet = overload.rpartition(".")[0]
-    for name in (overload, packet):
+    for name in _names(target):
         if (match := _registered.get(name) or RULES.get(name)) is not None:
             return match
     return fallback_rule(target)
+
+
+def _names(target: object) -> tuple[str, str]:
+    """Return the names by which the rule of an op overload is looked up: of the overload, of all overloads."""
+    overload = str(written_op(target) or target)
+    return overload, overload.rpartition(".")[0]
 
 
 def strides_of(target: object) -> str:
@@ -73,8 +78,7 @@ def strides_of(target: object) -> str:
 
 def is_registered(target: object) -> bool:
     """Return whether the user gave this op overload a rule by `register_rule`."""
-    overload = str(target)
-    return overload in _registered or overload.rpartition(".")[0] in _registered
+    return any(name in _registered for name in _names(target))
 
 
 def is_written_out(target: object) -> bool:

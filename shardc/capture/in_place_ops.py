@@ -1,0 +1,89 @@
+"""Custom ops that write to their arguments, as AOTAutograd functionalizes them: a call of the functional form.
+
+torch's own form is a higher-order op on the memory that the arguments are views of. Here a view that is written is
+written back by the view's own inverse, so that a graph has the functional op (`shardc.custom_ops.functional_ops`) and
+plain ops (``slice_scatter``, ``view``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch._higher_order_ops import auto_functionalize
+from torch._subclasses.functional_tensor import FunctionalTensorMode, PythonFunctionalizeAPI
+from torch.fx import traceback
+
+from shardc.capture.capture_errors import frames, user_frame
+from shardc.custom_ops.functional_ops import functional, written_names
+from shardc.errors import CaptureError
+from shardc.ir.code import calling_line
+
+
+def functionalized(mode: FunctionalTensorMode, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls the functional form of ``op`` and writes its results back to the arguments; returns the results of ``op``.
+
+    Raises:
+        CaptureError: two written arguments share elements.
+    """
+    if not isinstance(op, torch._ops.OpOverload):
+        return _of_torch(mode, op, args, kwargs)
+    names = [argument.name for argument in op._schema.arguments]
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    written = [x for name in written_names(op) for x in pytree.tree_leaves(named.get(name)) if isinstance(x, Tensor)]
+    for first, second in combinations(written, 2):
+        if _overlap(first, second):
+            raise CaptureError(
+                f"{op} writes to two arguments that share memory",
+                source=user_frame(frames("".join(traceback.format_stack()))) or calling_line(),
+                fix="pass a copy of one of them (x.clone())",
+            )
+    ctx: Any = PythonFunctionalizeAPI(mode=mode)
+    with ctx.redispatch_to_next():
+        outs = functional(op)(*ctx.unwrap_tensors(args), **ctx.unwrap_tensors(kwargs))
+    results = list(outs) if isinstance(outs, (list, tuple)) else [outs]
+    for argument, value in zip(written, results[len(results) - len(written) :], strict=True):
+        ctx.replace(argument, value)
+        ctx.commit_update(argument)
+        ctx.sync(argument)
+    new = iter(results)
+    returned = [
+        ctx.wrap_tensors(next(new)) if result.alias_info is None else _argument(op, result.alias_info, named)
+        for result in op._schema.returns
+    ]
+    return None if not returned else returned[0] if len(returned) == 1 else tuple(returned)
+
+
+def _argument(op: Any, alias: Any, named: Mapping[str, Any]) -> Any:
+    """Return the argument that a result with the ``alias`` info is."""
+    sets = {argument.name: argument.alias_info for argument in op._schema.arguments if argument.alias_info is not None}
+    return named[next(name for name, info in sets.items() if info.before_set & alias.before_set)]
+
+
+def _overlap(x: Any, y: Any) -> bool:
+    """Return whether two functional tensors share elements; True too where that cannot be told from their strides."""
+    if x.elem.untyped_storage()._cdata != y.elem.untyped_storage()._cdata or not x.numel() or not y.numel():
+        return False
+    ends = [sum((n - 1) * s for n, s in zip(a.shape, a.stride(), strict=True)) + a.storage_offset() for a in (x, y)]
+    if x.storage_offset() > ends[1] or y.storage_offset() > ends[0]:
+        return False
+    if x.stride() != y.stride():
+        return True
+    at, starts = (x.storage_offset(), y.storage_offset()), []
+    for dim in sorted(range(x.dim()), key=lambda dim: -x.stride(dim)):
+        below = max(x.stride(dim), 1)
+        starts.append((dim, at[0] // below, at[1] // below))
+        at = at[0] % below, at[1] % below
+    return all(i < j + y.shape[dim] and j < i + x.shape[dim] for dim, i, j in starts) and at[0] == at[1]
+
+
+_of_torch = auto_functionalize.do_auto_functionalize_v2
+# (owner, attribute name, replacement)
+OTHER_FORMS: tuple[tuple[object, str, object], ...] = (
+    (auto_functionalize, "do_auto_functionalize_v2", functionalized),
+    (auto_functionalize, "do_auto_functionalize", functionalized),
+)

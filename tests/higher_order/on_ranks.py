@@ -1,0 +1,52 @@
+"""Training steps on real ranks beside one device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardc
+from tests.models.alike import relative
+
+
+def loss_of(out: Any) -> Tensor:
+    return sum((x.square().mean() for x in (out if isinstance(out, tuple) else (out,))), torch.zeros(()))
+
+
+def equal_one_device(
+    models: Iterable[Callable[[], nn.Module]], inputs: tuple[Any, ...], backends: Iterable[str], found: bool
+) -> None:
+    """Compares loss and gradients of a step on two ranks under FSDP with those of one device.
+
+    Args:
+        models: each makes a model, in float64.
+        inputs: global inputs of all models.
+        found: whether programs must come from the store.
+    """
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    for model_of in models:
+        for backend in backends:
+            torch.manual_seed(3)
+            model = model_of().double()
+            module = shardc.compile(
+                copy.deepcopy(model), mesh, shardc.fsdp("dp"), loss=loss_of, backend=backend,
+                options=shardc.Options(program_cache=True),
+            )  # fmt: skip
+            shards = module.shard_inputs(*inputs)
+            shards = shards if len(inputs) > 1 else (shards,)
+            reference, value = loss_of(model(*inputs)), module(*shards)
+            reference.backward()
+            value.backward()
+            name = f"{getattr(model_of, '__name__', model_of)} by {backend}"
+            assert relative(value.detach(), reference.detach()) < 1e-9, name
+            for key, param in module.named_parameters():
+                grad = model.get_parameter(key).grad
+                assert (param.grad is None) == (grad is None), f"{name}: {key}"
+                if grad is not None:
+                    assert relative(param.grad.full_tensor(), grad) < 1e-9, f"{name}: {key}"
+            assert not found or all(program.from_store for program in module.shardc.programs.values()), name
