@@ -4,6 +4,9 @@ A graph names a group by its axes in mesh order, ``"shardc:dp"`` or ``"shardc:dp
 rank registers its own process group under that name, so all ranks run the same graph. Names of a second mesh of the
 process have a tag, ``"shardc.1:dp"``; `Groups.rename` maps graph names to registered names before lowering.
 
+If an axis of the device mesh has a pipeline's stages, programs run on the mesh of one stage (`Mesh.of_stage`). Its
+`Groups` lie inside this rank's stage. What all ranks agree on goes through the groups of the whole mesh.
+
 `named` names a failed collective (a peer is gone), its plan entry and source line. Nothing is recorded for it during a
 step: the traceback shows the failing node, or the line of Inductor's code, whose collectives are in graph order
 (`shardc.ir.emitted.check_order`).
@@ -58,23 +61,35 @@ def _check_carries(mesh: Mesh, kind: str) -> None:
 class Groups:
     """This rank's process groups of one DeviceMesh, shared by all its programs; get one with `Groups.of`.
 
+    Args:
+        tag: number of the mesh among those of the process.
+        whole: the groups of the whole device mesh; None makes these.
+        stages: axis of the device mesh whose coordinates are stages, with ``whole``.
+
     Attributes:
-        mesh: the abstract mesh.
+        mesh: the abstract mesh, on which ``stages`` has size 1.
         rank: row-major index of this process on the mesh, not its global rank.
         prefix: prefix of the registered names, unique per mesh of the process.
-        consistency: checks that all ranks run the same events.
+        consistency: checks that all ranks of the device mesh run the same events.
         rename: group name in a graph -> registered name.
     """
 
-    def __init__(self, device_mesh: DeviceMesh, tag: int = 0) -> None:
+    def __init__(self, device_mesh: DeviceMesh, tag: int = 0, whole: Groups | None = None, stages: str = "") -> None:
         self.mesh = Mesh.of(device_mesh)
         self.rename: dict[str, str] = {}
+        self.stages, self._whole = stages, whole
+        self._inside: dict[str, Groups] = {}
         self._device_mesh = device_mesh
         self._views: dict[Mesh, DeviceMesh] = {}
         self._coordinates: dict[tuple[Axes, torch.device], torch.Tensor] = {}
         self.prefix = GROUP_PREFIX if tag == 0 else GROUP_PREFIX.replace(":", f".{tag}:")
         # Mesh rank -> global rank: a DeviceMesh may cover any ranks in any order.
         self._global: list[int] = device_mesh.mesh.flatten().tolist()
+        if whole is not None:
+            self.mesh, self._global = self.mesh.of_stage(stages), self.of_stage(self.stage)
+            self.rank = self._global.index(dist.get_rank())
+            self.consistency: RankConsistency = whole.consistency
+            return
         if max(self._global) >= dist.get_world_size():
             raise MeshError(
                 f"mesh {self.mesh} has {self.mesh.ranks} ranks, the world has {dist.get_world_size()}",
@@ -90,8 +105,12 @@ class Groups:
         self.consistency = RankConsistency(self.prefix, dist.get_rank(), self._global, self._interrupt)
 
     @classmethod
-    def of(cls, device_mesh: DeviceMesh) -> Groups:
+    def of(cls, device_mesh: DeviceMesh, stages: str = "") -> Groups:
         """Returns the groups of ``device_mesh``. All ranks must first use their meshes in the same order.
+
+        Args:
+            stages: axis of ``device_mesh`` whose coordinates are a pipeline's stages. The groups are those inside this
+                rank's stage then.
 
         Raises:
             MeshError: there is no process group, the mesh has no names or exceeds the world, or this rank is not on it.
@@ -102,12 +121,39 @@ class Groups:
         key = (device_mesh.mesh_dim_names, tuple(device_mesh.shape), tuple(device_mesh.mesh.flatten().tolist()))
         if key not in groups_by_mesh:
             groups_by_mesh[key] = cls(device_mesh, tag=len(groups_by_mesh))
-        return groups_by_mesh[key]
+        whole = groups_by_mesh[key]
+        if not stages:
+            return whole
+        if stages not in whole._inside:
+            whole._inside[stages] = cls(device_mesh, len(groups_by_mesh), whole, stages)
+            of_stages = (*key, stages)
+            groups_by_mesh[of_stages] = whole._inside[stages]
+        return whole._inside[stages]
+
+    @property
+    def whole(self) -> Groups:
+        """The groups of the whole device mesh: these themselves without stages."""
+        return self if self._whole is None else self._whole
+
+    @property
+    def stage(self) -> int:
+        """This rank's coordinate along the axis of stages; 0 without."""
+        return self.whole.mesh.index(self.stages, self.whole.rank) if self.stages else 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first rank of the device mesh."""
+        return self.whole.rank == 0
+
+    def along_stages(self) -> dist.ProcessGroup:
+        """Returns this rank's process group along the axis of stages, in their order."""
+        return c10d._resolve_process_group(self.whole.add([(self.stages,)])[GROUP_PREFIX + self.stages])  # type: ignore[arg-type]
 
     def add(self, axes_sets: Iterable[Axes]) -> dict[str, str]:
         """Creates the process groups along each of ``axes_sets`` that do not exist yet; returns `rename`.
 
-        All ranks of the mesh must call this with the same axes sets; groups are created in the same order on all.
+        All ranks of the mesh must call this with the same axes sets; groups are created in the same order on all. With
+        stages, the ranks of each stage must.
         """
         ordered = {self._ordered(axes) for axes in axes_sets}
         for axes in sorted(ordered, key=lambda axes: [self._place(axis) for axis in axes]):
@@ -121,8 +167,10 @@ class Groups:
     def view(self, layouts: Iterable[Layout]) -> DeviceMesh:
         """Returns a DeviceMesh in which each axis that ``layouts`` split into parts is replaced by one dim per part.
 
-        All ranks of the mesh must call this with the same layouts.
+        With stages it is a view of the whole device mesh. All ranks of that must call this with the same layouts.
         """
+        if self.whole is not self:
+            return self.whole.view(layouts)
         parts = parts_of(self.mesh, layouts)
         view = view_of(self.mesh, parts)
         if view == self.mesh:
@@ -137,31 +185,39 @@ class Groups:
 
     def _interrupt(self) -> None:
         """Makes collectives in which this rank waits raise; the groups cannot be used afterwards."""
-        interrupt({c10d._resolve_process_group(name) for name in self.rename.values()})  # type: ignore[arg-type]
+        names = [name for groups in (self, *self._inside.values()) for name in groups.rename.values()]
+        interrupt({c10d._resolve_process_group(name) for name in names})  # type: ignore[arg-type]
 
     def everyone(self) -> list[int]:
-        """Returns the global ranks of the mesh, in mesh order."""
+        """Returns the global ranks of the mesh, in mesh order; with stages, those of this rank's."""
         return list(self._global)
+
+    def of_stage(self, stage: int) -> list[int]:
+        """Returns the global ranks of ``stage``, in mesh order; without stages all of them."""
+        whole = self.whole
+        if not self.stages:
+            return list(self._global)
+        return [rank for at, rank in enumerate(whole._global) if whole.mesh.index(self.stages, at) == stage]
 
     def ranks(self, axes: Axes) -> list[int]:
         """Returns the global ranks of this rank's group along ``axes``, in group order (first mesh axis slowest)."""
         return next(group for group in self._groups(self._ordered(axes)) if dist.get_rank() in group)
 
     def of_first(self, x: torch.Tensor) -> torch.Tensor:
-        """Broadcasts ``x`` from the mesh's first rank, in place, and returns it."""
-        for axis, group in self._along_each_axis():
+        """Broadcasts ``x`` from the device mesh's first rank, in place, and returns it."""
+        for axis, group in self.whole._along_each_axis():
             with self.consistency.waits():
-                dist.broadcast(x, self.ranks((axis,))[0], group)
+                dist.broadcast(x, self.whole.ranks((axis,))[0], group)
         return x
 
     def any(self, flag: bool) -> bool:
-        """Returns whether ``flag`` is true on some rank of the mesh; a collective."""
+        """Returns whether ``flag`` is true on some rank of the device mesh; a collective."""
         return self.most(int(flag)) > 0
 
     def most(self, number: int) -> int:
-        """Returns the largest ``number`` of all ranks of the mesh; a collective."""
+        """Returns the largest ``number`` of all ranks of the device mesh; a collective."""
         largest = torch.tensor([number], dtype=torch.int32, device=self._device_mesh.device_type)
-        for _, group in self._along_each_axis():
+        for _, group in self.whole._along_each_axis():
             with self.consistency.waits():
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         return int(largest.item())
@@ -196,7 +252,15 @@ class Groups:
         return [[self._global[rank] for rank in group] for group in groups_of(self.mesh, axes)]
 
     def _make(self, axes: Axes) -> dist.ProcessGroup:
-        """Creates this rank's group along ``axes``. All ranks create the same groups in the same order."""
+        """Creates this rank's group along ``axes``. All ranks create the same groups in the same order.
+
+        With stages, those of a stage do: the programs of stages may differ in their groups.
+        """
+        if self.stages:
+            inside = tuple(axis for axis in axes if axis != self.stages)
+            if len(inside) == 1 and inside[0] in self.mesh.axes:
+                return self._device_mesh.get_group(inside[0])
+            return _compat.new_group(self.ranks(inside), members_only=True)
         groups = self._groups(axes)
         everyone = list(range(dist.get_world_size()))
         if groups == [everyone]:
