@@ -191,13 +191,11 @@ class Timeline:
             starts with its message and ends when that has arrived, while the rank goes on; a receive starts when the
             rank gets to it and ends when the message is there.
         seconds: of the step.
-        exposed: for each rank, the seconds in which it waits for a message that is on its way.
     """
 
     schedule: Schedule
     spans: tuple[tuple[tuple[Action, float, float], ...], ...]
     seconds: float
-    exposed: tuple[float, ...]
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -210,6 +208,24 @@ class Timeline:
     def bubble(self) -> float:
         """Share of all ranks' time in which they compute nothing, from 0 to 1."""
         return 1 - sum(self.busy) / (self.seconds * self.schedule.ranks) if self.seconds else 0.0
+
+    @property
+    def waits(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """For each rank, (start, end) of each time in which it waits for a message that is on its way."""
+        sent = {action.other_end: start for row in self.spans for action, start, _ in row if action.kind in SENDS}
+        return tuple(
+            tuple(
+                (max(start, sent[action]), end)
+                for action, start, end in row
+                if action.kind in RECEIVES and max(start, sent[action]) < end
+            )
+            for row in self.spans
+        )
+
+    @property
+    def exposed(self) -> tuple[float, ...]:
+        """For each rank, the seconds of `waits`."""
+        return tuple(sum(end - start for start, end in row) for row in self.waits)
 
 
 def clock(schedule: Schedule, seconds: Callable[[Kind, int], float], transfer: Callable[[int, int], float]) -> Timeline:
@@ -232,8 +248,7 @@ def clock(schedule: Schedule, seconds: Callable[[Kind, int], float], transfer: C
     """
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in range(schedule.ranks)]
     now = [0.0] * schedule.ranks
-    exposed = [0.0] * schedule.ranks
-    messages: dict[Action, tuple[float, float]] = {}  # receive -> (start, end) of its message on the link
+    arrivals: dict[Action, float] = {}  # by receive
     free: dict[tuple[int, int], float] = {}  # (source, destination) -> when their link is free
 
     def runs(rank: int, at: int, action: Action) -> bool:
@@ -244,13 +259,11 @@ def clock(schedule: Schedule, seconds: Callable[[Kind, int], float], transfer: C
             link = rank, schedule.rank_of[receive.stage]
             start = max(start, free.get(link, 0.0))
             end = free[link] = start + transfer(action.stage, receive.stage)
-            messages[receive] = start, end
+            arrivals[receive] = end
         elif action.kind in RECEIVES:
-            if action not in messages:
+            if action not in arrivals:
                 return False
-            sent, arrived = messages[action]
-            end = now[rank] = max(start, arrived)
-            exposed[rank] += end - max(start, sent) if end > start else 0.0
+            end = now[rank] = max(start, arrivals[action])
         else:
             end = now[rank] = start + seconds(action.kind, action.stage)
         spans[rank].append((action, start, end))
@@ -258,4 +271,4 @@ def clock(schedule: Schedule, seconds: Callable[[Kind, int], float], transfer: C
 
     if not advance(schedule, runs):
         play(schedule)
-    return Timeline(schedule, tuple(map(tuple, spans)), max(now), tuple(exposed))
+    return Timeline(schedule, tuple(map(tuple, spans)), max(now))

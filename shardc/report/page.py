@@ -210,7 +210,7 @@ def draw(schedule: Prediction) -> Figure:
     time.set_yticks(range(len(lanes)), lanes)
     time.set_ylim(len(lanes) - 0.5, -0.5)
     shown = dict.fromkeys(c.kind for c in schedule.transfers)
-    _legend(time, {"compute": KINDS["compute"], **{kind: KINDS[kind] for kind in shown}, "exposed": EXPOSED})
+    legend(time, {"compute": KINDS["compute"], **{kind: KINDS[kind] for kind in shown}, "exposed": EXPOSED})
 
     points = curve(schedule)
     size, shown_size = size_unit(schedule.memory.peak.total)
@@ -225,7 +225,7 @@ def draw(schedule: Prediction) -> Figure:
     memory.set_ylabel(f"{shown_size} a rank")
     memory.set_xlabel(name)
     memory.set_xlim(0, schedule.seconds * unit or 1)
-    _legend(memory, {OWNERS[n]: OWNER_COLOURS[OWNERS[n]] for n in reversed(used)})
+    legend(memory, {OWNERS[n]: OWNER_COLOURS[OWNERS[n]] for n in reversed(used)})
     return drawn
 
 
@@ -250,7 +250,7 @@ def _title(schedule: Prediction) -> str:
     )
 
 
-def _legend(axes: Axes, colours: dict[str, str]) -> None:
+def legend(axes: Axes, colours: dict[str, str]) -> None:
     """Add a legend name -> colour beside matplotlib's ``axes``."""
     from matplotlib.patches import Patch
 

@@ -6,7 +6,8 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from math import cos, sin
+from functools import partial
+from math import cos, isclose, sin
 
 import pytest
 
@@ -104,8 +105,9 @@ def runs(lists: Schedule) -> bool:
         losses, grads = run(lists)
     except (KeyError, RuntimeError):
         return False
-    expected = one_device(lists.stages, lists.microbatches)
-    return losses == pytest.approx(expected[0], rel=1e-9) and grads == pytest.approx(expected[1], rel=1e-9)
+    expected_losses, expected_grads = one_device(lists.stages, lists.microbatches)
+    expected = [*expected_losses, *(grad * lists.trains for grad in expected_grads)]
+    return all(map(partial(isclose, rel_tol=1e-9), [*losses, *grads], expected))
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -119,6 +121,7 @@ def test_plays_and_runs(name: str) -> None:
         ]
         assert all(1 <= count <= microbatches for counts in most for count in counts.values())
         assert runs(lists), (name, ranks, microbatches, per_rank)
+    assert runs(schedule(name, 2, 3, trains=False))
 
 
 def swapped(lists: Schedule, rank: int, first: Action, second: Action) -> Schedule:
@@ -263,7 +266,7 @@ def test_what_is_accepted_runs_and_what_is_refused_does_not() -> None:
         ("zb", 4, 4, 1), ("zbv", 2, 4, 2), ("dualpipev", 2, 5, 2),
     ):  # fmt: skip
         lists = lists_of(name, ranks, microbatches, per_rank)
-        for _ in range(150):
+        for _ in range(100):
             changed = mutated(lists, chance)
             try:
                 play(changed)
@@ -273,7 +276,7 @@ def test_what_is_accepted_runs_and_what_is_refused_does_not() -> None:
             else:
                 accepted += 1
                 assert runs(changed), str(changed)
-    assert accepted > 150 and refused > 500, (accepted, refused)
+    assert accepted > 100 and refused > 500, (accepted, refused)
 
 
 def test_a_clock_of_lists_that_do_not_fit() -> None:

@@ -1,0 +1,148 @@
+"""The timeline of a pipeline step as text (`text`) and as a matplotlib figure (`draw`): a row for each rank."""
+
+from __future__ import annotations
+
+from textwrap import fill
+from typing import TYPE_CHECKING
+
+from shardc.ir.schedules import COMPUTATIONS, Action, Kind, Timeline
+from shardc.report.page import EXPOSED, figure, legend, time_unit
+from shardc.report.units import duration, percent
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward for inputs",
+    Kind.BACKWARD_WEIGHT: "backward for weights",
+}
+_COLOURS = {
+    Kind.FORWARD: "#74a9d8",
+    Kind.BACKWARD: "#f2a65a",
+    Kind.BACKWARD_INPUT: "#7fc08a",
+    Kind.BACKWARD_WEIGHT: "#c9a0dc",
+}
+_WAITS, _MOVES = ".", "~"
+
+
+def text(timeline: Timeline, width: int = 120) -> str:
+    """Return a timeline as text: a row for each rank, a letter where a computation starts, then its microbatch.
+
+    Args:
+        width: columns of the rows, 20 or more; what is shorter than a column is left out.
+    """
+    schedule = timeline.schedule
+    labels = [f"rank {rank}" for rank in range(schedule.ranks)]
+    margin = max(map(len, labels)) + 2
+    columns = max(width - margin, 1)
+    rows = [_row(timeline, rank, columns) for rank in range(schedule.ranks)]
+    end = duration(timeline.seconds)
+    axis = f"0{end:>{columns - 1}}"
+    drawn = "".join(rows)
+    kinds = dict.fromkeys(action.kind for row in timeline.spans for action, _, _ in row)
+    key = [f"{kind.value} {name}" for kind, name in _NAMES.items() if kind in kinds]
+    if schedule.stages > schedule.ranks:
+        key.append("small letters: not the rank's first stage")
+    key.append("digits: microbatch")
+    key += [f"{sign} {name}" for sign, name in ((_WAITS, "waits"), (_MOVES, "waits for a transfer")) if sign in drawn]
+    return "\n".join(
+        [
+            *_answer(timeline),
+            "",
+            *(f"{label:<{margin}}{row}".rstrip() for label, row in zip(labels, rows, strict=True)),
+            f"{'':{margin}}{axis}",
+            "",
+            fill("; ".join(key), max(width, 40)),
+            "",
+        ]
+    )
+
+
+def _answer(timeline: Timeline) -> list[str]:
+    """Return the lines that are read first: the step, its bubble, exposed transfers."""
+    schedule = timeline.schedule
+    sizes = ", ".join(
+        f"{number} {noun}{'' if number == 1 else 's'}"
+        for number, noun in ((schedule.ranks, "rank"), (schedule.stages, "stage"))
+    )
+    exposed = sum(timeline.exposed) / schedule.ranks
+    count = schedule.microbatches
+    out = {
+        "step": f"{duration(timeline.seconds)}: schedule {schedule.name}, {sizes}, "
+        f"{count} microbatch{'' if count == 1 else 'es'}",
+        "bubble": f"{percent(timeline.bubble)} of the ranks' time",
+        "exposed": f"transfers of {duration(exposed)} per rank, "
+        f"{percent(exposed / timeline.seconds if timeline.seconds else 0)} of the step",
+    }
+    return [f"{name:<8}  {line}" for name, line in out.items()]
+
+
+def _row(timeline: Timeline, rank: int, columns: int) -> str:
+    """Return the step of a rank in ``columns`` characters."""
+    row = [_WAITS] * columns
+    scale = columns / timeline.seconds if timeline.seconds else 0.0
+    for action, start, end in timeline.spans[rank]:
+        first, last = round(start * scale), round(end * scale)
+        if action.kind in COMPUTATIONS:
+            label = action.kind.value if _is_first(timeline, action) else action.kind.value.lower()
+            label = f"{label}{action.microbatch}"
+            shown = label if len(label) <= last - first else label[:1]
+            row[first:last] = f"{shown:-<{last - first}}"[: last - first]
+    for start, end in timeline.waits[rank]:
+        first, last = round(start * scale), round(end * scale)
+        row[first:last] = _MOVES * (last - first)
+    return "".join(row)
+
+
+def _is_first(timeline: Timeline, action: Action) -> bool:
+    """Return whether an action's stage is the first of its rank."""
+    rank_of = timeline.schedule.rank_of
+    return rank_of.index(rank_of[action.stage]) == action.stage
+
+
+def draw(timeline: Timeline) -> Figure:
+    """Return a matplotlib figure of a timeline: bars for computations, with the microbatch where it fits, white for
+    bubbles. Bars of a rank's later stages are paler; a line below the bars is a wait for a transfer.
+    """
+    schedule = timeline.schedule
+    unit, name = time_unit(timeline.seconds)
+    width, height = 12.0, 1.6 + 0.4 * schedule.ranks
+    drawn = figure(width, height)
+    from matplotlib.colors import to_rgb
+
+    axes = drawn.subplots()
+    drawn.suptitle("\n".join(_answer(timeline)), fontsize=9, x=0.01, ha="left", family="monospace")
+    per_rank = schedule.stages // schedule.ranks
+    points = (width - 2.5) * 72 / (timeline.seconds or 1)  # of a second, about
+    label_points = 5 * len(str(schedule.microbatches - 1))
+    for rank, row in enumerate(timeline.spans):
+        local = [stage for stage, owner in enumerate(schedule.rank_of) if owner == rank]
+        for kind, colour in _COLOURS.items():
+            for chunk, stage in enumerate(local):
+                bars = [(a, b) for action, a, b in row if (action.kind, action.stage) == (kind, stage)]
+                pale = 0.6 * chunk / per_rank
+                shade = tuple(part + (1 - part) * pale for part in to_rgb(colour))
+                spans = [(start * unit, (end - start) * unit) for start, end in bars]
+                if spans:
+                    axes.broken_barh(spans, (rank - 0.38, 0.76), facecolor=shade, edgecolor="white", linewidth=0.4)
+        for action, start, end in row:
+            if action.kind in COMPUTATIONS and (end - start) * points > label_points:
+                middle = (start + end) / 2 * unit
+                axes.text(middle, rank, str(action.microbatch), ha="center", va="center", fontsize=7)
+        exposed = [(start * unit, (end - start) * unit) for start, end in timeline.waits[rank]]
+        if exposed:
+            axes.broken_barh(exposed, (rank + 0.26, 0.12), color=EXPOSED, linewidth=0.3, snap=False)
+    axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)])
+    axes.set_ylim(schedule.ranks - 0.5, -0.5)
+    axes.set_xlim(0, timeline.seconds * unit or 1)
+    axes.set_xlabel(name)
+    kinds = {action.kind for row in timeline.spans for action, _, _ in row}
+    shown = {_NAMES[kind]: colour for kind, colour in _COLOURS.items() if kind in kinds}
+    if per_rank > 1:
+        shown["paler: not the rank's first stage"] = "#d9d9d9"
+    if any(timeline.waits):
+        shown["waits for a transfer"] = EXPOSED
+    legend(axes, shown)
+    return drawn
