@@ -180,6 +180,7 @@ def _compile(arguments: Arguments, in_place: bool = False) -> Any:
     check_dynamic(dynamic, module, plan.setting("microbatches"))
     if (pp := PipelineStages.of(plan, abstract, template)) is not None:
         abstract = abstract.of_stage(pp.entry.axis)
+        groups = Groups.of(mesh, stages=pp.entry.axis) if isinstance(mesh, DeviceMesh) else None
     compiles = groups is not None and arguments.backend == "inductor"
     build = Build(
         plan, abstract, _sizes(module), device, loss, options, groups if compiles else None, DynamicDims(dynamic),
@@ -251,6 +252,8 @@ def _spec(
         unit=partial(unit_of, axes, plan.setting("reduce"), not plan.setting("dtensor_outputs")),
         dtensor_outputs=plan.setting("dtensor_outputs"),
         uneven=build.options.uneven,
+        stages="" if build.pp is None else build.pp.entry.axis,
+        owners={} if build.pp is None else build.pp.owners,
     )
 
 
@@ -336,7 +339,7 @@ def _to_storage(spec: ShardingSpec, sources: Sources, init_sync: bool, name: str
         x = nn.Parameter(value, x.requires_grad) if isinstance(x, nn.Parameter) else value
     if not isinstance(x, nn.Parameter):
         return _empty_like(x, x.device) if x.device.type == "meta" else x.detach().to(spec.device, copy=True)
-    storage = spec.storages[name]
+    storage = spec.stored[name]
     if x.device.type == "meta":
         padded = torch.empty(storage.local_shape, dtype=x.dtype, device="meta")
     else:

@@ -57,8 +57,9 @@ def part_of_rank(module: nn.Module) -> dict[int, int]:
     """Maps each rank of the process group to the index of its part of the rows, as `data_parts` gives this rank's."""
     state = _state(module)
     axes, groups = _row_axes(state), state.spec.groups
-    ranks = range(state.mesh.ranks) if groups is None else groups.everyone()
-    return {rank: flat_index(state.mesh, axes, at) for at, rank in enumerate(ranks)}
+    if groups is None:
+        return {rank: flat_index(state.mesh, axes, rank) for rank in range(state.mesh.ranks)}
+    return {rank: flat_index(groups.whole.mesh, axes, at) for at, rank in enumerate(groups.whole.everyone())}
 
 
 @typed()

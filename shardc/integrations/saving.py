@@ -44,10 +44,10 @@ class ShardedSaving(ShardedModule):
             values, gathered, whole = self.state_dict(keep_vars=True), {}, {}
             for name, value in _written(self, values).items():
                 if isinstance(value, DTensor) and id(value) not in gathered:
-                    storage = state.spec.storages[names[id(value)]]
+                    storage = state.spec.stored[names[id(value)]]
                     gathered[id(value)] = whole_on_first(value, storage, state.spec.groups)
                 whole[name] = gathered.get(id(value), value.detach().cpu() if isinstance(value, Tensor) else value)
-            if state.spec.rank == 0:
+            if state.spec.groups.first:
                 vars(self)["state_dict"] = lambda *args, **kwargs: whole
                 try:
                     out = save(save_directory, *args, **kwargs)

@@ -121,7 +121,7 @@ class ShardedPretrained(ShardedModule):
         with state.tells():
             state.check()
             state.spec.groups.consistency.enter(Event((("event", f"save_pretrained of {state.name}"),)), ask=True)
-            writes = state.spec.rank == 0
+            writes = state.spec.groups.first
             # Config, generation config and code of the model's own; without tensors it writes no others.
             cls.save_pretrained(state.params.view, save_directory, writes, {}, save_original_format=False)
             tensors = _unsharded_tensors(state, save_original_format)
@@ -218,7 +218,7 @@ def _unsharded_tensors(state: State, original_format: bool) -> dict[str, Lazy]:
             value = values[name]
             if isinstance(value, DTensor):
                 assert state.spec.groups is not None
-                last[name] = whole_on_first(value, state.spec.storages[names[id(value)]], state.spec.groups)
+                last[name] = whole_on_first(value, state.spec.stored[names[id(value)]], state.spec.groups)
             else:
                 last[name] = value.detach()
         return last[name]

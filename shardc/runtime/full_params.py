@@ -15,6 +15,7 @@ from shardc.errors import LayoutError
 from shardc.ir.inner import outer_tensors, rebuilt
 from shardc.ir.layout import Layout
 from shardc.runtime.groups import Groups
+from shardc.runtime.owned import OwnedLayout
 from shardc.runtime.shards import flat_index
 from shardc.runtime.storage import cut, local_indices, parameter_spec, shard_tensor, unpadded_shape
 
@@ -39,36 +40,39 @@ def whole(tensor: DTensor, storage: Layout) -> Tensor:
 
 
 def whole_on_first(tensor: DTensor, storage: Layout, groups: Groups) -> Tensor:
-    """Gathers a parameter, without padding, to the CPU of the mesh's first rank; other ranks get a ``meta`` tensor.
+    """Gathers a parameter, without padding, to the CPU of the first rank; other ranks get a ``meta`` tensor.
 
     A collective. The first rank receives one shard at a time, in place if it is a contiguous block of the result.
     """
     local, shape = tensor._local_tensor.detach().contiguous(), tuple(tensor.shape)
-    first = groups.rank == 0
+    first, receiver = groups.first, groups.whole.everyone()[0]
+    senders = groups.everyone()
+    if isinstance(storage, OwnedLayout):
+        senders, storage = groups.of_stage(storage.owner), storage.on(storage.mesh)
     out = torch.empty(shape, dtype=tensor.dtype, device="cpu" if first else "meta")
     parts = [flat_index(storage.mesh, storage.bound, rank) for rank in range(storage.mesh.ranks)]
-    for rank, part in enumerate(parts):
+    for rank, (part, sender) in enumerate(zip(parts, senders, strict=True)):
         if parts.index(part) < rank or 0 in unpadded_shape(storage, shape, rank):
             continue
-        if rank and rank == groups.rank:
-            dist.send(local, groups.everyone()[0])
+        if sender == dist.get_rank() and not first:
+            dist.send(local, receiver)
         if first:
-            _take_in(out, storage, rank, local, groups.everyone()[rank])
+            _take_in(out, storage, rank, local, None if sender == receiver else sender)
     return out
 
 
-def _take_in(out: Tensor, storage: Layout, rank: int, local: Tensor, sender: int) -> None:
+def _take_in(out: Tensor, storage: Layout, rank: int, local: Tensor, sender: int | None) -> None:
     """Writes the shard of mesh rank ``rank`` into the unsharded ``out`` on the first rank; another rank's is received.
 
     Args:
         local: this (the first) rank's shard.
-        sender: global rank of ``rank``.
+        sender: global rank of ``rank``; None for this one.
     """
     ranges = [local_indices(storage, out.shape, dim, rank) for dim in range(out.dim())]
     view = out[tuple(slice(each[0], each[-1] + 1) for each in ranges)]
     rows = view.is_contiguous() and local.device == out.device and tuple(map(len, ranges)) == tuple(view.shape)
-    piece = local if not rank else view if rows else local.new_empty([len(each) for each in ranges])
-    if rank:
+    piece = local if sender is None else view if rows else local.new_empty([len(each) for each in ranges])
+    if sender is not None:
         dist.recv(piece, sender)
     if tuple(view.shape) == tuple(piece.shape):
         view.copy_(piece)
@@ -117,14 +121,14 @@ def first_state_dict(
         if isinstance(value, DTensor) and id(value) in storage_of:
             if id(value) not in gathered:
                 full_param = whole_on_first(value, storage_of[id(value)], groups)
-                gathered[id(value)] = full_param if device is None or groups.rank else full_param.to(device)
+                gathered[id(value)] = full_param.to(device) if device is not None and groups.first else full_param
             out[name] = gathered[id(value)]
         elif isinstance(value, Tensor):
             full = value.full_tensor() if isinstance(value, DTensor) else value
-            out[name] = full.detach().clone().to(device or "cpu") if groups.rank == 0 else None
+            out[name] = full.detach().clone().to(device or "cpu") if groups.first else None
         else:
             out[name] = value
-    return rebuilt(module, out) if groups.rank == 0 else {}
+    return rebuilt(module, out) if groups.first else {}
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -22,6 +23,7 @@ from shardc.ir.comm import group_name
 from shardc.ir.executable import NOTHING, Deferred
 from shardc.ir.layout import Layout
 from shardc.runtime.groups import Groups
+from shardc.runtime.owned import OwnedLayout
 from shardc.validate import near
 
 _SMALL = (torch.float16, torch.bfloat16)
@@ -38,21 +40,22 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clips gradients like ``torch.nn.utils.clip_grad_norm_`` on one device, by one all-reduce of a scalar.
 
-    Of a gradient's replicas, one is counted: that on the rank whose coordinates on replicating axes are 0.
+    Of a gradient's replicas, one is counted: that on the rank, in the owner's stage, whose coordinates on replicating
+    axes are 0.
 
     Args:
-        storages: storage layout of each parameter.
+        storages: storage layout of each parameter, as this rank has it.
         device: device of the returned norm.
 
     Returns:
-        The norm before clipping: a plain scalar, the same on all ranks, in the gradients' widest dtype (at least
-        float32).
+        The norm before clipping, over all stages: a plain scalar, the same on all ranks, in the gradients' widest dtype
+        (at least float32).
 
     Raises:
         LayoutError: a gradient's layout is not its parameter's.
         RuntimeError: the norm is not finite, under ``error_if_nonfinite``; gradients are unchanged then.
     """
-    mesh = groups.mesh
+    mesh, whole = groups.mesh, groups.whole
     norms, grads, dtype = [torch.zeros((), dtype=torch.float64, device=device)], [], torch.float32
     for name, param in module.named_parameters():
         if param.grad is None:
@@ -60,14 +63,16 @@ def clip_grad_norm_(
         local = local_grad(name, param)
         grads.append(local)
         dtype = torch.promote_types(dtype, local.dtype.to_real())  # a norm of complex numbers is real
-        if local.numel() and groups.rank in mesh.group(storages[name].bound, 0):
+        storage = storages[name]
+        counts = groups.stage == storage.owner if isinstance(storage, OwnedLayout) else True
+        if counts and local.numel() and groups.rank in mesh.group(storage.bound, 0):
             wide = torch.float32 if local.dtype in _SMALL else local.dtype
             norms.append(torch.linalg.vector_norm(local, norm_type, dtype=wide).double().to(device))
     largest = norm_type == float("inf")
     stacked = torch.stack(norms)
     total = stacked.max() if largest else stacked.pow(norm_type).sum()
-    if mesh.ranks > 1:
-        name = groups.add([mesh.axes])[group_name(mesh.axes)]
+    if whole.mesh.ranks > 1:
+        name = whole.add([whole.mesh.axes])[group_name(whole.mesh.axes)]
         with groups.consistency.reduces("clip_grad_norm_()"):
             reduced = torch.ops._c10d_functional.all_reduce(total, "max" if largest else "sum", name)
             total = torch.ops._c10d_functional.wait_tensor(reduced)
@@ -93,6 +98,22 @@ def local_grad(name: str, param: nn.Parameter) -> Tensor:
             fix="leave the gradients that backward made, or assign DTensors with the parameter's placements",
         )
     return grad._local_tensor
+
+
+def from_owners(grads: Mapping[str, Tensor], groups: Groups) -> dict[str, Tensor]:
+    """Returns gradients of parameters without dims, which all stages store, as their owners have them; a collective.
+
+    Args:
+        grads: local gradient of each on the ranks of its owner's stage; zeros on others. The same names on all ranks.
+    """
+    out = dict(grads)
+    for dtype in dict.fromkeys(grad.dtype for grad in grads.values()):
+        names = [name for name, grad in grads.items() if grad.dtype == dtype]
+        values = torch.stack([grads[name] for name in names])
+        with groups.consistency.waits():
+            dist.all_reduce(values, group=groups.along_stages())
+        out |= zip(names, values.unbind(), strict=True)
+    return out
 
 
 Key = tuple[str, Layout]  # a parameter and the layout of its local sum

@@ -331,7 +331,7 @@ def initialise(state: State, run: Callable[[nn.Module], T], complete: bool = Fal
     if state.spec.device_mesh is None:
         raise MeshError(f"the module was compiled for the abstract mesh {state.spec.mesh} and holds no shards")
     state.check()
-    with shardwise(state.params.view, state.spec.storages, state.spec.rank) as slots:
+    with shardwise(state.params.view, state.spec.stored, state.spec.rank) as slots:
         result = run(state.params.view)
         check_slots(state.params.view, slots)
         written = [slot for slot in slots if complete or slot.shard.touched or slot.now is not slot.stand_in]
@@ -366,7 +366,7 @@ def _write(state: State, slot: Slot, value: torch.Tensor, fresh: dict[int, torch
         else:
             before.copy_(value)
     elif before.is_meta:
-        storage = state.spec.storages[slot.shard.name]
+        storage = state.spec.stored[slot.shard.name]
         refill(before, state.spec.homes[slot.shard.name].keep(value.to(before.dtype)), storage, state.spec.rank)
     else:
         local = before._local_tensor

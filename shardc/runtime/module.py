@@ -64,7 +64,7 @@ def copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
 def _copied_param(param: DTensor, state: State, name: str) -> nn.Parameter:
     """Returns a copy of the parameter ``name`` with its own padded buffer."""
     assert state.spec.param_mesh is not None
-    storage = state.spec.storages[name]
+    storage = state.spec.stored[name]
     padded = padded_local(param.detach(), storage)
     value = torch.empty_like(padded) if padded.is_meta else state.spec.homes[name].keep(padded.clone())
     shard = to_parameter(value, storage, param.shape, state.spec.param_mesh, state.spec.rank, param.requires_grad)
@@ -168,7 +168,7 @@ class ShardedModule(nn.Module):
             super()._apply(fn, recurse)
             if self.shardc.spec.groups is not None:
                 spec = self.shardc.spec
-                parameter_checks.renew(self, spec.storages, spec.rank, spec.homes)
+                parameter_checks.renew(self, spec.stored, spec.rank, spec.homes)
         return self
 
 

@@ -211,7 +211,7 @@ class Namespace(State):
         with self.tells(), ExitStack() as block:
             with self._waits():
                 owner, spec = self.params.owner, self.spec
-                block.enter_context(summon_full_params(owner, spec.storages, spec.rank, writeback, with_grads))
+                block.enter_context(summon_full_params(owner, spec.stored, spec.rank, writeback, with_grads))
             yield
 
     @shares_errors
@@ -231,8 +231,8 @@ class Namespace(State):
         self._meet("full_state_dict()")
         with self._waits():
             if not rank0_only or self.spec.groups is None:
-                return full_state_dict(self.params.owner, self.spec.storages, device)
-            return first_state_dict(self.params.owner, self.spec.storages, self.spec.groups, device)
+                return full_state_dict(self.params.owner, self.spec.stored, device)
+            return first_state_dict(self.params.owner, self.spec.stored, self.spec.groups, device)
 
     @shares_errors
     @typed()
@@ -252,5 +252,5 @@ class Namespace(State):
         if spec.groups is None:
             return nn.utils.clip_grad_norm_(self.params.owner.parameters(), max_norm, norm_type, error_if_nonfinite)
         return clip_grad_norm_(
-            self.params.owner, spec.storages, spec.groups, spec.device, max_norm, norm_type, error_if_nonfinite
+            self.params.owner, spec.stored, spec.groups, spec.device, max_norm, norm_type, error_if_nonfinite
         )

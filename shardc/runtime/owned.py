@@ -4,8 +4,8 @@ A pipeline's stages are an axis of the user's mesh. Each parameter has one owner
 store it. On the others its local tensor is empty. So every rank has a DTensor for every name, and optimizers, clipping
 and checkpoints work as on any mesh.
 
-A tensor without dims cannot be empty. A parameter of that kind is replicated over the axis, and the step gives all
-coordinates its gradient (`replicated_over_stages`), so they all make the same update.
+A tensor without dims cannot be empty. A parameter of that kind is replicated over the axis, and all coordinates get its
+gradient from the owner (`gradients.from_owners`), so they all make the same update.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardc import _compat
 from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
+from shardc.ir.placements import to_placements
 
 Placements = tuple[Placement, ...]
 
@@ -131,6 +133,18 @@ class OwnedLayout(Layout):
     def placement(self) -> Placement:
         """The DTensor placement on the axis of stages."""
         return Owned(self.owner) if self.ndim else Replicate()
+
+
+def stored_placements(storage: Layout, view: Mesh) -> Placements:
+    """Returns the placements of a tensor stored as ``storage`` on ``view``, a view of the device mesh.
+
+    Raises:
+        LayoutError: as `shardc.ir.placements.to_placements`.
+    """
+    if not isinstance(storage, OwnedLayout):
+        return to_placements(storage, view)
+    placements, at = to_placements(storage, view.of_stage(storage.stages)), view.axes.index(storage.stages)
+    return *placements[:at], storage.placement, *placements[at + 1 :]
 
 
 def has_owner(placements: Iterable[Placement]) -> bool:

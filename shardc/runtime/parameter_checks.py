@@ -23,11 +23,11 @@ from shardc.errors import LayoutError
 from shardc.ir.clone import clone_tree, unsharded
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.placements import to_placements
 from shardc.runtime import forward_calls
 from shardc.runtime.gradients import Sync
 from shardc.runtime.host import ParamLocation
 from shardc.runtime.identity_guards import ModuleSnapshot
+from shardc.runtime.owned import stored_placements
 from shardc.runtime.replicas import Sources, compare_values
 from shardc.runtime.sharding_spec import ShardingSpec
 from shardc.runtime.storage import cut, padded_local, refill, shard_tensor
@@ -57,7 +57,7 @@ def contracts(template: nn.Module, storages: Mapping[str, Layout], view: Mesh) -
     out = {}
     for name, param in template.named_parameters(remove_duplicate=False):
         owner = first.setdefault(id(param), name)
-        out[name] = ParamContract(owner, tuple(param.shape), to_placements(storages[owner], view))
+        out[name] = ParamContract(owner, tuple(param.shape), stored_placements(storages[owner], view))
     return out
 
 
@@ -245,7 +245,7 @@ class ParamStore:
         self.view: Any = unsharded(self.owner)
         self.sync.parameters = lambda: self.look().parameters
         if self.spec.device_mesh is not None:
-            load_hooks(self.owner, self.spec.storages, self.spec.rank, self.spec.homes)
+            load_hooks(self.owner, self.spec.stored, self.spec.rank, self.spec.homes)
             forward_calls.guard(self.owner)
 
     @property
@@ -278,7 +278,7 @@ class ParamStore:
     def contracts(self) -> dict[str, ParamContract]:
         """Maps each name of each parameter to its `ParamContract`."""
         assert self.spec.param_mesh is not None
-        return contracts(self.spec.template, self.spec.storages, Mesh.of(self.spec.param_mesh))
+        return contracts(self.spec.template, self.spec.stored, Mesh.of(self.spec.param_mesh))
 
     def check(self, runs: bool = False) -> None:
         """Raises LayoutError if a parameter no longer fits the module, or has no values and the module ``runs``."""
@@ -297,5 +297,5 @@ class ParamStore:
         if self.fresh and self.spec.groups is not None:
             tensors = [*self.snapshot.parameters.items(), *self.snapshot.buffers.items()]
             first = {id(x): (name, x) for name, x in reversed(tensors)}  # the first name of what is tied
-            compare_values(name, dict(reversed(first.values())), self.spec.storages, self.sources, self.spec.groups)
+            compare_values(name, dict(reversed(first.values())), self.spec.stored, self.sources, self.spec.groups)
             self.fresh = False

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardc.ir.layout import Layout
 from shardc.runtime.events import SAME, Event
 from shardc.runtime.groups import Groups
+from shardc.runtime.owned import OwnedLayout
 from shardc.runtime.shards import fingerprint, flat_index
 
 Sources = dict[str, tuple[int, int]]  # parameter -> fingerprints of the unsharded tensor and of the shard
@@ -52,14 +53,14 @@ def compare_values(
     Args:
         name: name of the module.
         tensors: parameters and buffers by name; buffers are replicated.
-        storages: storage layout of each parameter.
+        storages: storage layout of each parameter, as this rank has it.
         sources: parameters sharded from unsharded tensors: these must have been equal on all ranks, unless the shard
             has changed since.
 
     Raises:
         MeshError: on every rank, if replicas differ; names the tensor and the ranks.
     """
-    consistency = groups.consistency
+    consistency, groups = groups.consistency, groups.whole
     if consistency.alone:
         return
     mine: dict[str, list[int | None]] = {}
@@ -71,7 +72,7 @@ def compare_values(
         f"{key} of shape {list(x.shape)}, {x.dtype}{_stored(storages.get(key))}" for key, x in tensors.items()
     )
     event = Event((("event", f"first use of the values of {name}"), ("parameters and buffers", listed)))
-    first = {key: _first(storages[key].bound if key in storages else (), groups) for key in tensors}
+    first = {key: _first(_split(storages.get(key)), groups) for key in tensors}
     answers = consistency.exchange(event, json.dumps(mine), {0, *first.values()})
     theirs = {rank: json.loads(text) for rank, text in answers.items()}
     wrong = [
@@ -141,6 +142,7 @@ def compare_inputs(
         key: Passed.of(x, layout, over)
         for (key, layout), x, over in zip(inputs, tensors, rows or [()] * len(tensors), strict=True)
     }
+    groups = groups.whole  # all stages take the same inputs
     consistency, mesh = groups.consistency, groups.mesh
     shared = {key: x for key, x in passed.items() if prod(map(mesh.size, x.split)) < mesh.ranks}
     if consistency.alone or not shared:
@@ -188,7 +190,7 @@ def _differing(names: list[str], passed: Passed, first: int, groups: Groups) -> 
 
 def note_source(sources: Sources, name: str, storage: Layout, whole: Tensor, param: Tensor) -> None:
     """Records the fingerprints of the unsharded ``whole`` and of its shard ``param``, if ``storage`` shards it."""
-    if storage.bound:
+    if _split(storage):
         assert isinstance(param, DTensor)
         sources[name] = fingerprint(whole), fingerprint(param._local_tensor)
 
@@ -196,6 +198,13 @@ def note_source(sources: Sources, name: str, storage: Layout, whole: Tensor, par
 def _stored(storage: Layout | None) -> str:
     """Returns ``, stored as <layout>``, to follow a tensor's shape and dtype in text; "" without a layout."""
     return "" if storage is None else f", stored as {storage}"
+
+
+def _split(storage: Layout | None) -> tuple[str, ...]:
+    """Returns the axes along which ranks store different shards of a tensor; none for a buffer (None)."""
+    if storage is None:
+        return ()
+    return (storage.stages, *storage.bound) if isinstance(storage, OwnedLayout) and storage.ndim else storage.bound
 
 
 def _equal_or_unknown(left: int | None, right: int | None) -> bool:

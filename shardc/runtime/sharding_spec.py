@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.runtime.groups import Groups
 from shardc.runtime.host import ParamLocation
+from shardc.runtime.owned import OwnedLayout
 
 Lower = Callable[..., Sequence[Compiled]]  # local graphs (`Half`) -> their code
 
@@ -40,6 +42,9 @@ class ShardingSpec:
         unit: (roles of the outputs, layout of an input) -> factor that makes an input's gradient this rank's own.
         dtensor_outputs: whether outputs are DTensors.
         uneven: whether ranks may pass different numbers of rows.
+        stages: axis of the device mesh whose coordinates are a pipeline's stages; "" without. ``mesh`` is that of one
+            stage.
+        owners: coordinate along ``stages`` whose ranks store a parameter, of each parameter; empty without.
     """
 
     mesh: Mesh
@@ -57,10 +62,22 @@ class ShardingSpec:
     unit: Callable[[Sequence[Role], Layout], float]
     dtensor_outputs: bool
     uneven: bool
+    stages: str = ""
+    owners: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def stored(self) -> dict[str, Layout]:
+        """Storage layout of each parameter as this rank has it: without rows if another stage owns it."""
+        if self.groups is None or not self.stages:
+            return self.storages
+        return {
+            name: OwnedLayout(layout, self.stages, self.owners[name], self.owners[name] == self.groups.stage)
+            for name, layout in self.storages.items()
+        }
 
     @property
     def rank(self) -> int:
-        """Row-major index of this process on the mesh; 0 without a device mesh."""
+        """Row-major index of this process on the mesh (that of its stage); 0 without a device mesh."""
         return self.groups.rank if self.groups is not None else 0
 
     def tells(self) -> AbstractContextManager[None]:

@@ -24,8 +24,8 @@ from shardc import _compat
 from shardc.errors import LayoutError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.placements import to_placements
 from shardc.runtime import dtensor_ops, gathered
+from shardc.runtime.owned import OwnedLayout, stored_placements
 from shardc.runtime.shards import flat_index
 
 # Attribute of a DTensor's local tensor: the padded buffer that it views.
@@ -51,6 +51,8 @@ def local_indices(storage: Layout, shape: Sequence[int], dim: int, rank: int) ->
 
     They are a `range` if contiguous.
     """
+    if dim == 0 and isinstance(storage, OwnedLayout) and not storage.here:
+        return range(0)
     digits, size = storage.dims[dim], shape[dim]
     if all(digit.axis is not None for digit in digits[:-1]):
         # Axes, then at most one local digit: one block, at this rank's index along the axes.
@@ -144,9 +146,8 @@ def parameter_spec(storage: Layout, shape: Sequence[int], dtype: torch.dtype, de
     """
     _check_fits(storage, shape)
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return _compat.dtensor_spec(
-        device_mesh, to_placements(storage, Mesh.of(device_mesh)), TensorMeta(torch.Size(shape), stride, dtype)
-    )
+    placements = stored_placements(storage, Mesh.of(device_mesh))
+    return _compat.dtensor_spec(device_mesh, placements, TensorMeta(torch.Size(shape), stride, dtype))
 
 
 def padded_local(param: torch.Tensor, storage: Layout) -> torch.Tensor:
