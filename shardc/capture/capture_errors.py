@@ -195,6 +195,11 @@ REFUSALS = (
         "ask for it outside, and pass it as an argument or set an attribute of the model",
     ),
     (
+        "found at least two devices",
+        "computes with tensors on two devices: one of them is neither an input nor of the model, and lies elsewhere",
+        "register that tensor as a buffer of a module, or make it on the device of those that it is used with",
+    ),
+    (
         "maximum recursion depth exceeded",
         "calls itself without end",
         "let a method that shardc.register_forward_method makes a program call parts of the module, and not the module",
@@ -384,7 +389,6 @@ def refuse_sparse(graph: fx.Graph) -> None:
 
 _IN_PLACE_OF = {
     "cond": "compute both branches and choose with torch.where, or branch on a constant that the caller passes",
-    "flex_attention": "use torch.nn.functional.scaled_dot_product_attention, with attn_mask for the mask or the bias",
     "triton_kernel_wrapper": "wrap the kernel in a torch.library.custom_op that returns its result, with "
     "shardc.register_rule for its rule",
 }

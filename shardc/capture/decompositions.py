@@ -28,7 +28,7 @@ from shardc.capture.capture_errors import line_of
 from shardc.custom_ops.recurrent_ops import STEPS
 from shardc.errors import CaptureError
 from shardc.ir.comm_volume import arguments_of
-from shardc.ir.op_traits import aliases
+from shardc.ir.op_traits import CAST, aliases
 
 aten = torch.ops.aten
 
@@ -65,6 +65,14 @@ def without_strides(graph: fx.Graph, mode: FakeTensorMode) -> None:
                 replacement = now[node] = elements.read() if node.target in _READS else elements.written()
             node.replace_all_uses_with(replacement)
     graph.eliminate_dead_code()
+
+
+def numbers_as_tensors(graph: fx.Graph) -> None:
+    """Makes each cast of a number, as ``vmap`` leaves of ``x / 2``, an op that makes a tensor of the number."""
+    for node in graph.find_nodes(op="call_function", target=CAST):
+        if not isinstance(node.args[0], fx.Node):
+            val = node.meta["val"]
+            node.target, node.kwargs = aten.scalar_tensor.default, {"dtype": val.dtype, "device": val.device}
 
 
 class _Elements:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.base import VariableTracker
-from torch._guards import TracingContext
+from torch._guards import Source, TracingContext
 
 from shardc._compat import PyTree
 from shardc.capture.capture_errors import line_with, user_frame
@@ -124,6 +124,7 @@ def changes_recorded() -> Iterator[list[Change]]:
 
     def note(item: VariableTracker, name: str | None, value: VariableTracker) -> None:
         source = getattr(item, "source", None)
+        source = None if type(source) is Source else source  # of the stack of modes, which has no name
         text = source and (source.name if isinstance(source.name, str) else source.name())
         if not text or not (MODEL in text or text.startswith("G[")):
             return

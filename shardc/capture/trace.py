@@ -27,9 +27,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardc._compat import PyTree, dynamo_captures, traced_code
 from shardc.capture.annotate import OUTPUT, PREFIX, SAME, annotate
 from shardc.capture.capture_errors import capture_error, check_dtypes, check_result, refuse_higher_order, refuse_sparse
-from shardc.capture.decompositions import FROM_TORCH, OWN, eager_dropout, fake_like, without_strides
+from shardc.capture.decompositions import FROM_TORCH, OWN, eager_dropout, fake_like, numbers_as_tensors, without_strides
 from shardc.capture.dtypes import UNCHANGED, Dtypes, ModuleDtypes
 from shardc.capture.dynamo_reads import expressed, memories_of, reads_of, recorded
+from shardc.capture.flex import write_out
+from shardc.capture.lookups import lookups_by_place
 from shardc.capture.markers import Tag, mark, tagged
 from shardc.capture.queried_states import recorded_states, value_numbers
 from shardc.capture.raises import without_raising
@@ -235,6 +237,8 @@ class Traced(Captured):
         """Return the captured model; annotates ``graph`` in place."""
         refuse_sparse(self.graph.graph)
         without_strides(self.graph.graph, self.fake_mode)
+        numbers_as_tensors(self.graph.graph)
+        lookups_by_place(self.graph.graph, self.fake_mode)
         refuse_draws(self.graph.graph)
         annotate(self.graph, self.inputs, self.names, self.stored)
         refuse_higher_order(self.graph.graph)
@@ -321,6 +325,7 @@ def trace(
             with recorded() as traces, changes_recorded() as sets, recorded_states() as states:
                 traced = dynamo_graph_capture_for_export(root)(*fakes)
             memories, owners = memories_of(traced, root, places, fakes, inputs)
+            write_out(traced)
             # Backward runs outside of the autocast that forward runs in, as torch advises.
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
             with mode:  # AOTAutograd looks for a fake mode among the tensors, of which there may be none

@@ -239,7 +239,7 @@ def fakes(values: Sequence[Mapping[str, Any]]) -> list[object]:
     Args:
         values: ``shape``, ``stride``, ``dtype`` and ``device`` of each tensor, or ``constant``.
     """
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):  # constants of a graph are real
         return [
             value["constant"]
             if "constant" in value

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import flex_attention
 
 import shardc
 from shardc.errors import CaptureError
@@ -22,10 +21,6 @@ class Net(nn.Module):
         return self.function(x)
 
 
-def flex(x: Tensor) -> Tensor:
-    return flex_attention(x, x, x)
-
-
 def branches(x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x * 3, (x,))
 
@@ -33,7 +28,6 @@ def branches(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "what", "fix"),
     [
-        (flex, "the higher-order op flex_attention has no sharding rule", "scaled_dot_product_attention"),
         (branches, "the higher-order op cond has no sharding rule", "torch.where"),
     ],
 )

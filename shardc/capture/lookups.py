@@ -1,0 +1,201 @@
+"""Lookups at all places of a dim, in order, written as the dim itself.
+
+``x[b, i]`` with ``b = arange(x.shape[0])[:, None]`` reads entries of each row in the order of the rows. As a lookup it
+leaves a pending sum where rows are split; written as a dim it does not. Functions that `flex_attention` takes read
+in this way (``bias[head]``, ``document[batch, query]``), and their gradients add in this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo import _trace_wrapped_higher_order_op
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+aten = torch.ops.aten
+SCATTER = getattr(_trace_wrapped_higher_order_op, "zeros_and_scatter")._opoverload  # noqa: B009
+_ARANGE = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+_VIEWS = (
+    aten.view.default, aten.unsqueeze.default, aten.expand.default, aten.alias.default, aten.detach.default,
+    aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.squeeze.dim,
+)  # fmt: skip
+
+
+def lookups_by_place(graph: fx.Graph, mode: FakeTensorMode) -> None:
+    """Replaces lookups, and the scatters that are their gradients, whose indices are places in order."""
+    for node in graph.nodes:
+        if node.target in (aten.index.Tensor, SCATTER):
+            with mode, torch.no_grad(), graph.inserting_before(node):
+                lookup = _Lookup(graph, node)
+                new = lookup.read() if node.target is aten.index.Tensor else lookup.added()
+            if new is not None:
+                node.replace_all_uses_with(new)
+    graph.eliminate_dead_code()
+
+
+@dataclass(frozen=True)
+class _Index:
+    """An index of one dim, as it varies over the dims of the lookup's result.
+
+    Args:
+        node: the index tensor.
+        dims: dims of the result (of the indices alone) over which it may vary.
+        place: the dim of the result whose position it is; None if it is computed otherwise.
+    """
+
+    node: fx.Node
+    dims: frozenset[int]
+    place: int | None
+
+
+class _Lookup:
+    """The lookup (or scatter) ``node``: which dims of the table its indices read in order."""
+
+    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
+        self.graph, self.node = graph, node
+        scatters = node.target is SCATTER
+        self.table = tuple(map(int, node.args[0])) if scatters else tuple(node.args[0].meta["val"].shape)
+        nodes: Sequence[Any] = node.args[1]
+        self.plain = bool(nodes) and all(
+            isinstance(x, fx.Node) and not x.meta["val"].dtype == torch.bool for x in nodes
+        )
+        if not self.plain:
+            return
+        self.shape = torch.broadcast_shapes(*(x.meta["val"].shape for x in nodes))
+        self.indices = [self._index(x, size) for x, size in zip(nodes, self.table, strict=False)]
+        taken = [x.place for x in self.indices]
+        # A dim of the result that another index varies over, too, is no dim of the table.
+        self.by_place = [
+            x.place is not None
+            and taken.count(x.place) == 1
+            and not any(x.place in other.dims for other in self.indices if other is not x)
+            for x in self.indices
+        ]
+
+    def read(self) -> fx.Node | None:
+        """Inserts the ops of the lookup; returns the node of its result, None where no index is by place."""
+        if not self.plain or not any(self.by_place):
+            return None
+        kept, others, tail = self._parts()
+        x = self._call(aten.permute.default, self.node.args[0], [*kept, *others, *tail])
+        rest = self._rest()
+        if others:
+            x = self._call(aten.index.Tensor, x, [*[None] * len(kept), *self._squeezed(others, rest)])
+        return self._call(aten.expand.default, self._spread(x, kept, rest), self.node.meta["val"].shape)
+
+    def added(self) -> fx.Node:
+        """Inserts the ops of the scatter; returns the node of its result."""
+        values: Any = self.node.args[2]
+        if not self.plain or values.meta["val"].shape != (*self.shape, *self.table[len(self.indices) :]):
+            return self._scatter(self.table, self.node.args[1], values)
+        varies = frozenset().union(*(x.dims for x in self.indices))
+        fixed = [dim for dim in range(len(self.shape)) if dim not in varies]
+        kept, others, tail = self._parts()
+        places, rest = [self.indices[dim].place for dim in kept], self._rest()
+        if fixed:
+            values = self._call(aten.sum.dim_IntList, values, fixed, True)
+        dims = [*places, *(dim for dim in rest if dim not in fixed), *range(len(self.shape), values.meta["val"].ndim)]
+        values = self._call(aten.squeeze.dims, values, fixed) if fixed else values
+        left = [dim for dim in range(len(self.shape) + len(tail)) if dim not in fixed]
+        values = self._call(aten.permute.default, values, [left.index(dim) for dim in dims])
+        if others:
+            indices = self._squeezed(others, [dim for dim in rest if dim not in fixed])
+            sizes = [self.table[dim] for dim in (*kept, *others, *tail)]
+            values = self._scatter(sizes, [*[None] * len(kept), *indices], values)
+        order = [*kept, *others, *tail]
+        return self._call(aten.permute.default, values, [order.index(dim) for dim in range(len(order))])
+
+    def _parts(self) -> tuple[list[int], list[int], list[int]]:
+        """Return the table's dims: those read in order, those of other indices, those without an index."""
+        indexed = range(len(self.indices))
+        kept = sorted((dim for dim in indexed if self.by_place[dim]), key=lambda dim: self.indices[dim].place or 0)
+        others = [dim for dim in indexed if not self.by_place[dim]]
+        return kept, others, list(range(len(self.indices), len(self.table)))
+
+    def _rest(self) -> list[int]:
+        """Return the dims of the indices' result that are no places of a dim of the table."""
+        places = {x.place for x, by_place in zip(self.indices, self.by_place, strict=True) if by_place}
+        return [dim for dim in range(len(self.shape)) if dim not in places]
+
+    def _spread(self, x: fx.Node, kept: Sequence[int], rest: Sequence[int]) -> fx.Node:
+        """Return ``x``, of dims (places, then ``rest`` if there are other indices, then the tail), in the dims of the
+        lookup's result, of size 1 where it does not vary.
+        """
+        places: list[int] = [self.indices[dim].place or 0 for dim in kept]
+        have = [*places, *(rest if len(kept) < len(self.indices) else ())]
+        order = sorted(range(len(have)), key=have.__getitem__)
+        tail = range(len(have), x.meta["val"].ndim)
+        x = self._call(aten.permute.default, x, [*order, *tail])
+        for dim in range(len(self.shape)):
+            if dim not in have:
+                x = self._call(aten.unsqueeze.default, x, dim)
+        return x
+
+    def _squeezed(self, others: Sequence[int], rest: Sequence[int]) -> list[fx.Node]:
+        """Return the indices of the table's dims ``others``, over the dims ``rest`` of the result alone."""
+        out = []
+        for dim in others:
+            x = self.indices[dim].node
+            missing = len(self.shape) - x.meta["val"].ndim
+            for at in reversed(range(missing, len(self.shape))):
+                if at not in rest:
+                    x = self._call(aten.select.int, x, at - missing, 0)
+            for at in [at for at in rest if at < missing]:
+                x = self._call(aten.unsqueeze.default, x, rest.index(at))
+            out.append(x)
+        return out
+
+    def _scatter(self, sizes: Sequence[int], indices: Any, values: fx.Node) -> fx.Node:
+        like = values.meta["val"]
+        zeros = self._call(aten.full.default, list(sizes), 0, dtype=like.dtype, device=like.device)
+        return self._call(aten.index_put.default, zeros, list(indices), values, True)
+
+    def _index(self, node: fx.Node, size: int) -> _Index:
+        """Return the index tensor ``node`` of a dim of ``size``: how it varies, by the views that it is of its base."""
+        chain, base = [], node
+        while base.op == "call_function" and base.target in _VIEWS:
+            chain.append(base)
+            base = base.args[0]
+        try:  # a tensor of the base's shape without data: a view of it says by strides over what it varies
+            strided: Tensor | None = torch.empty(base.meta["val"].shape, device="meta")
+            for view in reversed(chain):
+                target: Callable[..., Tensor] = view.target
+                strided = target(strided, *view.args[1:], **view.kwargs) if view.target not in _COPYING else None
+        except (RuntimeError, TypeError):
+            strided = None
+        missing = len(self.shape) - node.meta["val"].ndim
+        sizes, strides = node.meta["val"].shape, strided.stride() if strided is not None else node.meta["val"].stride()
+        varies = [
+            dim for dim, n in enumerate(sizes) if n > 1 and (strides[dim] != 0 or strided is None)
+        ]  # fmt: skip
+        arange = base.target in _ARANGE and base.meta["val"].numel() == size and self._starts_at_zero(base)
+        place = varies[0] if arange and len(varies) == 1 and sizes[varies[0]] == size else None
+        if place is not None and (strided is None or strides[place] != 1):
+            place = None
+        return _Index(node, frozenset(missing + dim for dim in varies), None if place is None else missing + place)
+
+    @staticmethod
+    def _starts_at_zero(arange: fx.Node) -> bool:
+        start = 0 if arange.target is aten.arange.default else arange.args[0]
+        return start == 0 and (arange.target is not aten.arange.start_step or arange.args[2:3] in ((), (1,)))
+
+    def _call(self, target: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
+        if target is aten.permute.default and list(args[1]) == list(range(len(args[1]))):
+            return args[0]
+        if target is aten.expand.default and tuple(args[1]) == tuple(args[0].meta["val"].shape):
+            return args[0]
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta = dict(self.node.meta)
+        node.meta["val"] = target(*fx.map_arg(args, _val), **fx.map_arg(kwargs, _val))
+        return node
+
+
+_COPYING = (aten.reshape.default, aten._unsafe_view.default)
+
+
+def _val(node: fx.Node) -> object:
+    return node.meta["val"]
