@@ -177,6 +177,7 @@ FIRST = {FORWARD: FIRST_FORWARD, INFERENCE: FIRST_INFERENCE}
 # Kinds of role of what graphs of microbatches give each other: a microbatch's term of a sum, the sum of all terms, a
 # value that is the same in all microbatches, a microbatch's own value that a later loop reads.
 TERM, SUM, KNOWN, KEPT = "term", "sum", "known", "kept"
+TRANSFER = "transfer"  # a microbatch's value that one pipeline stage sends to another
 GATHER = "gather"  # in place of a reduce op: terms are concatenated along dim 0
 JOIN: dict[str, Callable[..., Tensor]] = {  # reduce op -> op that joins two terms
     "sum": torch.ops.aten.add.Tensor,

@@ -31,11 +31,13 @@ class PipelineStages:
         entry: the plan entry.
         ranks: size of its mesh axis.
         first: parameter -> the first stage that uses it, which has it in its storage.
+        modules: module -> the stage of all its parameters that no other module has; None if they are of several.
     """
 
     entry: Pp
     ranks: int
     first: Mapping[str, int]
+    modules: Mapping[str, int | None]
 
     @classmethod
     def of(cls, plan: Plan, mesh: Mesh, model: nn.Module) -> PipelineStages | None:
@@ -53,7 +55,14 @@ class PipelineStages:
                 plan_entry=str(entry),
                 fix="write pp(..., microbatches=8)",
             )
-        return cls(entry, mesh.size(entry.axis), stages_of(entry, entry.count(mesh), model))
+        first = stages_of(entry, entry.count(mesh), model)
+        return cls(entry, mesh.size(entry.axis), first, _of_modules(first, model))
+
+    def of_module(self, name: str) -> int | None:
+        """Return the stage of a module, or of the innermost one around it with parameters; None if several have it."""
+        while name and name not in self.modules:
+            name = name.rpartition(".")[0]
+        return self.modules.get(name)
 
     @property
     def count(self) -> int:
@@ -97,6 +106,23 @@ def stages_of(entry: Pp, count: int, model: nn.Module) -> dict[str, int]:
         first, lowest = out.get(id(param), (name, at))
         out[id(param)] = first, min(lowest, at)
     return dict(out.values())
+
+
+def _of_modules(first: Mapping[str, int], model: nn.Module) -> dict[str, int | None]:
+    """Return module with parameters -> the stage of those that no other module has; None if they are of several, or of
+    none.
+    """
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    stages: dict[str, set[int]] = {}
+    for several in names.values():
+        for name in several:
+            for module in _inside(name):
+                found = stages.setdefault(module, set())
+                if len(several) == 1:
+                    found.add(first[name])
+    return {module: next(iter(found)) if len(found) == 1 else None for module, found in stages.items()}
 
 
 def _direct(module: nn.Module) -> list[nn.Parameter]:

@@ -78,23 +78,23 @@ class Microbatch:
         openings: list[Loop] = []
         gathered = [(Role(KNOWN, ir.info(x).name, at), x) for at, x in enumerate(self._gathered(cut))]
         shared: dict[fx.Node, Role] = {x: role for role, x in gathered}
-        gathers = LazyGraphModule(gm, _part(graph, gathered, {})) if gathered else None
+        gathers = LazyGraphModule(gm, part(graph, gathered, {})) if gathered else None
         carried = [(Role(KEPT, ir.info(x).name, at), x) for at, x in enumerate(cut.carried())]
         for level in range(1, cut.levels + 1):
             waits = [wait for wait in cut.opening if cut.level[wait] == level]
             results = [(Role(TERM, cut.name(x), at), cut.term(x)) for at, x in enumerate(waits)]
             earlier = {x: role for role, x in carried if level > 1}
-            each = _part(graph, [*results, *(carried if level == 1 else [])], {**shared, **earlier})
+            each = part(graph, [*results, *(carried if level == 1 else [])], {**shared, **earlier})
             results_once = [(Role(KNOWN, ir.info(x).name, at), x) for at, x in enumerate(cut.frontier(level))]
-            once = _part(graph, results_once, {**shared, **{x: Role(SUM, cut.name(x)) for x in waits}})
+            once = part(graph, results_once, {**shared, **{x: Role(SUM, cut.name(x)) for x in waits}})
             openings.append(Loop(LazyGraphModule(gm, each), LazyGraphModule(gm, once)))
             shared |= {x: role for role, x in results_once}
         if gathers is not None and any(loop.takes(shared[x] for _, x in gathered) for loop in openings):
             openings, gathers = [Loop(None, gathers), *openings], None  # before the first forward
         own_results, rest = self._results(graph, cut)
-        body = _part(graph, own_results, shared)
+        body = part(graph, own_results, shared)
         self._check_work(openings, cut)
-        closing = _part(graph, rest, {**shared, **{x: Role(SUM, cut.name(x)) for x in cut.closing}})
+        closing = part(graph, rest, {**shared, **{x: Role(SUM, cut.name(x)) for x in cut.closing}})
         return Phases(
             tuple(openings), LazyGraphModule(gm, body), LazyGraphModule(gm, closing), sums,
             LazyGraphModule(gm, graph), gathers,
@@ -184,7 +184,7 @@ class Microbatch:
         """
         count, rewriter = self.mesh.microbatches, GraphRewriter(graph)
         varies: dict[fx.Node, bool] = {}
-        behind_tangent = _behind_tangent(graph)
+        behind = behind_tangent(graph)
         erased: set[fx.Node] = set()
         for node in list(graph.nodes):
             if node in erased:
@@ -200,7 +200,7 @@ class Microbatch:
                 mean = rewriter.after(wait, suffix="mean").call(aten.mul.Tensor, wait, 1 / count)
                 for user in users:
                     user.replace_input_with(wait, mean)
-            if op in ("sum", "avg") and varies[source] and not behind_tangent[node]:
+            if op in ("sum", "avg") and varies[source] and not behind[node]:
                 self._widen(node, wait, rewriter)
             elif not varies[source] and op is not None:
                 at = rewriter.before(node, like=wait, suffix="times")
@@ -268,7 +268,7 @@ class _Cut:
     def __init__(self, graph: fx.Graph, of: Microbatch) -> None:
         self.graph = graph
         self.varies: dict[fx.Node, bool] = {}
-        self.behind_tangent = _behind_tangent(graph)
+        self.behind_tangent = behind_tangent(graph)
         for node in graph.nodes:
             self.varies[node] = of._varies(node, self.varies)
         self.waits = [node for node in graph.nodes if node.target is WAIT and _in_time(node.args[0], of.mesh)]
@@ -378,7 +378,7 @@ def closing_forward(phases: Phases) -> fx.GraphModule:
     """Returns the part of ``phases.closing`` that a call without gradients runs."""
     graph = phases.closing.graph
     return LazyGraphModule(
-        phases.closing, _part(graph, [(role, x) for role, x in ir.outputs(graph) if role.kind != "grad"], {})
+        phases.closing, part(graph, [(role, x) for role, x in ir.outputs(graph) if role.kind != "grad"], {})
     )
 
 
@@ -484,7 +484,7 @@ def marked_terms(backward: fx.GraphModule, reduce: Iterable[str]) -> fx.GraphMod
     return backward
 
 
-def _behind_tangent(graph: fx.Graph) -> dict[fx.Node, bool]:
+def behind_tangent(graph: fx.Graph) -> dict[fx.Node, bool]:
     """Returns node -> whether it depends on the gradient of an output."""
     behind: dict[fx.Node, bool] = {}
     for node in graph.nodes:
@@ -506,8 +506,12 @@ def _in_time(node: Argument, mesh: Mesh) -> bool:
     return isinstance(node, fx.Node) and in_time and collective_kind(node) in ("all_reduce", "all_gather")
 
 
-def _part(graph: fx.Graph, results: Outputs, cuts: Mapping[fx.Node, Role]) -> fx.Graph:
-    """Returns the graph of ``results``, which takes the values ``cuts`` as arguments of these roles."""
+def part(graph: fx.Graph, results: Outputs, cuts: Mapping[fx.Node, Role], late: Container[fx.Node] = ()) -> fx.Graph:
+    """Returns the graph of ``results``, which takes the values ``cuts`` as arguments of these roles.
+
+    Args:
+        late: values of the forward among ``cuts`` that a backward takes, as it takes gradients of outputs.
+    """
     needed: set[fx.Node] = set()
     work = [x for _, x in results if isinstance(x, fx.Node)]
     while work:
@@ -516,11 +520,11 @@ def _part(graph: fx.Graph, results: Outputs, cuts: Mapping[fx.Node, Role]) -> fx
             needed.add(node)
             work.extend(() if node in cuts else node.all_input_nodes)
     part, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    behind = _behind_tangent(graph)  # the partitioner goes by names
+    behind = {node: is_behind or node in late for node, is_behind in behind_tangent(graph).items()}
     inputs = [node for node in graph.nodes if node in needed and (node.op == "placeholder" or node in cuts)]
     for node in sorted(inputs, key=lambda node: (behind[node], node in cuts)):
         if node in cuts:
-            prefix = "tangents" if behind[node] else "primals"
+            prefix = "tangents" if behind[node] else "primals"  # the partitioner goes by names
             env[node] = part.placeholder(node.name if node.op == "placeholder" else f"{prefix}_{node.name}")
             env[node].meta["val"] = node.meta["val"]
             ir.set_info(env[node], _as_argument(ir.info(node), cuts[node]))
