@@ -20,6 +20,7 @@ from shardc.ir.executable import BACKWARD, FORWARD, REDUCTION, Executable, Half,
 from shardc.ir.guards import Guards, Reads
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.stage_runs import StageRuns
 from shardc.ir.text import dump
 from shardc.joint import CUT, Joint, StageRecorder
 from shardc.passes.check import VerifyHalf
@@ -27,6 +28,7 @@ from shardc.passes.schedule.reduce_accumulated import Sum, deferred_reduction
 from shardc.passes.unfold import Folded
 from shardc.precompiled import ProgramKey, save_program
 from shardc.precompiled.load import backward_for
+from shardc.stage_cut import PipelineCut
 from shardc.step_cut import MicrobatchCut, StepCut, of_half, on_devices
 from shardc.validate import typed
 
@@ -93,7 +95,9 @@ class Program(Executable):
         self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
         self.cut: StepCut = StepCut(joint, folded, self.levels)
         if self.bound.mesh.time:
-            self.cut = cut = MicrobatchCut(joint, folded, self.levels, wanted=used)
+            kind = MicrobatchCut if self.bound.pp is None else PipelineCut
+            self.cut = cut = kind(joint, folded, self.levels, wanted=used)
+            self.stage_ranks = 0 if self.bound.pp is None else self.bound.pp.ranks
             self.microbatches, self.in_time = self.bound.mesh.microbatches, cut.in_time
             self.loss, self.tangents = cut.loss, cut.tangents
             self.openings, self.reduce = len(cut.parts.openings), cut.parts.reduce
@@ -138,7 +142,7 @@ class Program(Executable):
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
         """Return the local graph of a phase; None for a backward if nothing needs a gradient."""
-        if not isinstance(phase, str):
+        if isinstance(phase, frozenset):
             return backward_for(phase, self.half(BACKWARD), *self._hooks)
         if phase == FORWARD and not self.cut.trains:
             return None
@@ -149,6 +153,20 @@ class Program(Executable):
         output = ir.output_node(half.graph)
         output.meta[ir.ROLES] = tuple(map(of_half, output.meta[ir.ROLES]))
         return half
+
+    @property
+    def trains(self) -> bool:
+        return self.cut.trains
+
+    def stage_runs(self, training: bool) -> StageRuns:
+        assert isinstance(self.cut, PipelineCut)
+        if training not in self._stage_runs:
+            self._stage_runs[training] = self.cut.runs(training)
+        return self._stage_runs[training]
+
+    @cached_property
+    def _stage_runs(self) -> dict[bool, StageRuns]:
+        return {}
 
     @cached_property
     def _using(self) -> dict[frozenset[int], Program]:
@@ -249,6 +267,6 @@ class Program(Executable):
         return paths
 
 
-def _suffix(phase: str) -> str:
+def _suffix(phase: Phase) -> str:
     """Return the suffix of the names of stages of a phase: "" of the forward, ``.backward``, ``.last_backward``."""
-    return "" if phase == FORWARD else f".{phase.replace(' ', '_')}"
+    return "" if phase == FORWARD else f".{str(phase).replace(' ', '_')}"

@@ -66,7 +66,7 @@ class StepCut:
         return has_gradients(self.joint.local.graph)
 
     @property
-    def phases(self) -> tuple[str, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return the phases of a training step, those first that every step has."""
         return (FORWARD, BACKWARD) if self.trains else (FORWARD,)
 
@@ -142,6 +142,10 @@ class MicrobatchCut(StepCut):
     @cached_property
     def parts(self) -> Phases:
         """The joint graph, cut in time."""
+        return self._cut_in_time()
+
+    def _cut_in_time(self) -> Phases:
+        """Cuts the joint graph in time, and verifies the cut."""
         gm = LazyGraphModule(self.localized, ir.copied(self.localized.graph))
         for node in gm.graph.nodes:
             node.meta.pop(ALIASED, None)  # of operands, which some graphs of the cut take as arguments
@@ -155,7 +159,7 @@ class MicrobatchCut(StepCut):
         return parts
 
     @property
-    def phases(self) -> tuple[str, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         loops = enumerate(self.parts.openings)
         openings = [name for at, loop in loops for name in opening(at)[loop.each is None :]]
         if not self.trains:
@@ -185,7 +189,7 @@ class MicrobatchCut(StepCut):
         if phase in (INFERENCE, FIRST_INFERENCE):
             half = passes.inference(parts.body)
             return half if phase == INFERENCE else opened(half, parts.gathers)
-        return closing_forward(parts) if phase == CLOSING else None
+        return closing_forward(parts.closing) if phase == CLOSING else None
 
     def _cut(self) -> dict[Phase, fx.GraphModule | None]:
         first, second = self._partitioned(self.parts.body)

@@ -29,6 +29,8 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.repeat import Segment
 from shardc.ir.returned import Returned
+from shardc.ir.schedules import Kind
+from shardc.ir.stage_runs import Message, Run, StageRuns
 
 
 @dataclass(frozen=True)
@@ -204,8 +206,23 @@ def phases(forward: str, openings: int, gathers_once: bool) -> tuple[str, ...]:
     return *before, *first, forward, *((BACKWARD, LAST_BACKWARD) if forward == FORWARD else (CLOSING,))
 
 
+# Of the stages of a pipeline: gathers of parameters for all microbatches, and what follows the sums in a training step.
+GATHERS, GRADIENTS = "gathers", "gradients"
+
+
+@dataclass(frozen=True)
+class AtStage:
+    """A phase of one stage of a pipeline."""
+
+    phase: str
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.phase} of stage {self.stage}"
+
+
 # The phase of a half; for the backward of a loss that uses some outputs only, the indices of these outputs.
-Phase = str | frozenset[int]
+Phase = str | frozenset[int] | AtStage
 
 
 @dataclass(frozen=True)
@@ -240,17 +257,23 @@ class Half:
     @property
     def name(self) -> str:
         """Return the phase as text, such as "forward" or "backward of outputs 0, 2"."""
-        return self.phase if isinstance(self.phase, str) else f"{BACKWARD} of {outputs_text(self.phase)}"
+        return f"{BACKWARD} of {outputs_text(self.phase)}" if isinstance(self.phase, frozenset) else str(self.phase)
+
+    @property
+    def stage(self) -> int | None:
+        """Return the stage of a pipeline that it is of; None if it is of none, or of all."""
+        return self.phase.stage if isinstance(self.phase, AtStage) else None
 
     @property
     def kind(self) -> str:
-        """Return the phase as text; BACKWARD for every backward, whatever outputs it is for."""
-        return self.phase if isinstance(self.phase, str) and self.phase != LAST_BACKWARD else BACKWARD
+        """Return the phase as text, without stage; BACKWARD for every backward, whatever outputs it is for."""
+        phase = self.phase.phase if isinstance(self.phase, AtStage) else self.phase
+        return phase if isinstance(phase, str) and phase not in (LAST_BACKWARD, GRADIENTS) else BACKWARD
 
     @property
     def is_forward(self) -> bool:
         """Return whether it runs the model, on the batch or on a microbatch, and is no loop before the forward."""
-        return self.phase in (FORWARD, FIRST_FORWARD, INFERENCE, FIRST_INFERENCE)
+        return self.kind in (FORWARD, FIRST_FORWARD, INFERENCE, FIRST_INFERENCE)
 
     @property
     def graph(self) -> fx.Graph:
@@ -355,6 +378,7 @@ class Executable(ABC):
         gathers_once: whether the first microbatch gathers parameters for all of them.
         loss: index of the output whose gradients a call with microbatches computes; None if there is no loss.
         tangents: with microbatches, index of each output that has gradients -> dtype of its gradient.
+        stage_ranks: number of coordinates along the axis of the stages of a pipeline; 0 without one.
     """
 
     mesh: Mesh
@@ -378,6 +402,7 @@ class Executable(ABC):
     gathers_once = False
     loss: int | None = None
     tangents: Mapping[int, torch.dtype] = MappingProxyType({})
+    stage_ranks = 0
 
     @abstractmethod
     def make(self, phase: Phase) -> fx.GraphModule | None:
@@ -430,6 +455,9 @@ class Executable(ABC):
         trains = training and self.trains
         if self.opens_backward and not trains:
             return self.using(frozenset()).step(training)
+        if self.stage_ranks:
+            ranks = [self.actions(rank, training) for rank in range(self.stage_ranks)]
+            return tuple(dict.fromkeys(x.half for actions in ranks for x in actions if isinstance(x, Run)))
         if self.microbatches == 1:
             names: tuple[str, ...] = (FORWARD, BACKWARD) if trains else (INFERENCE,)
         else:
@@ -452,14 +480,14 @@ class Executable(ABC):
         if self.opens_backward and not trains:
             yield from self.using(frozenset()).runs(training)
             return
+        if self.stage_ranks:
+            for rank in range(self.stage_ranks):
+                yield from ((x.half, x.microbatch) for x in self.actions(rank, training) if isinstance(x, Run))
+            return
         if (count := self.microbatches) == 1:
             yield from ((half, 0) for half in self.step(training))
             return
-        for number in range(self.openings):
-            each, once = opening(number)
-            if (half := self.find(each)) is not None:
-                yield from ((half, at) for at in range(count))
-            yield self.half(once), 0
+        yield from self._openings()
         forward = FORWARD if trains else INFERENCE
         for at in range(count):
             yield self.half(FIRST[forward] if at == 0 and self.gathers_once else forward), at
@@ -467,6 +495,44 @@ class Executable(ABC):
                 yield half, at
         if not trains:
             yield self.half(CLOSING), 0
+
+    def _openings(self) -> Iterator[tuple[Half, int]]:
+        """Yield the graphs of the loops before the forward, each with the number of its microbatch."""
+        for number in range(self.openings):
+            each, once = opening(number)
+            if (half := self.find(each)) is not None:
+                yield from ((half, at) for at in range(self.microbatches))
+            yield self.half(once), 0
+
+    def stage_runs(self, training: bool) -> StageRuns:
+        """Return what crosses between the stages of a pipeline, and their order."""
+        raise AssertionError("the program has no stages")
+
+    def actions(self, rank: int, training: bool = True) -> list[Run | Message]:
+        """Return what a rank of a pipeline runs, sends and receives in one step, in order.
+
+        Args:
+            rank: its coordinate along the axis of the stages.
+        """
+        trains = training and self.trains
+        runs = self.stage_runs(trains)
+        stages = runs.stages(rank)
+        computed = {Kind.FORWARD: FORWARD if trains else INFERENCE, Kind.BACKWARD: BACKWARD}
+
+        def once(phase: str) -> list[Run]:
+            return [Run(half) for stage in stages if (half := self.find(AtStage(phase, stage))) is not None]
+
+        out: list[Run | Message] = [
+            *runs.before(rank),
+            *(Run(half, at) for half, at in self._openings()),
+            *once(GATHERS),
+        ]
+        for action in runs.scheduled(rank):
+            if isinstance(action, Message):
+                out.append(action)
+            elif (half := self.find(AtStage(computed[action[0]], action[1]))) is not None:
+                out.append(Run(half, action[2]))
+        return [*out, *runs.behind(rank), *once(GRADIENTS if trains else CLOSING), *runs.last(rank)]
 
     @property
     def trains(self) -> bool:

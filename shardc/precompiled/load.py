@@ -176,7 +176,7 @@ class Precompiled(Executable):
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
         """Return the saved graph of a phase, or the backward derived for some outputs; None if there is none."""
-        if not isinstance(phase, str):
+        if isinstance(phase, frozenset):
             return backward_for(phase, self.half(BACKWARD))
         return self._halves.get(phase)
 

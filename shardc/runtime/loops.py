@@ -119,11 +119,14 @@ class Loops:
             return self._part("outputs", role.index, tangents[role.index], at)
         if role.kind == SUM:
             total = self.sums.pop(role.name)
-            is_gather = self.program.reduce[role.name] == GATHER
-            return self.over(lambda *terms: torch.cat(terms), *total) if is_gather else total
+            return self.gathered(total) if self.program.reduce[role.name] == GATHER else total
         if role.kind in (KNOWN, KEPT):
             return self.shared[role.name if role.kind == KNOWN else (role.name, at)]
         return self.argument(port, at)
+
+    def gathered(self, terms: list[Any]) -> Any:
+        """Returns the terms of all microbatches in a row, along dim 0."""
+        return self.over(lambda *parts: torch.cat(parts), *terms)
 
     def _add(self, name: str, term: Any) -> None:
         """Joins the term of a microbatch with those of the earlier ones; in place once the sum has its own memory."""
@@ -160,6 +163,17 @@ class Loops:
         return self.over(lambda *parts: join_parts(parts, layout), *values)
 
 
+class Step(Protocol):
+    """Runs the graphs of a step: `Loops`, or all stages of a pipeline."""
+
+    @property
+    def over(self) -> Map: ...
+
+    def train(self, tangents: Mapping[int, Any]) -> Results: ...
+
+    def infer(self) -> Results: ...
+
+
 class Microstep:
     """A call of a program with microbatches: its outputs, and the gradients of a backward that may follow.
 
@@ -173,7 +187,7 @@ class Microstep:
     def __init__(
         self,
         program: Executable,
-        loops: Callable[[Executable], Loops],
+        loops: Callable[[Executable], Step],
         grad: bool,
         everywhere: Callable[[Tensor], Any] = lambda x: x,
     ) -> None:

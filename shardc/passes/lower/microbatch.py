@@ -374,12 +374,10 @@ class _Cut:
         return str(arguments_of(wait.all_input_nodes[0]).get("reduce_op", GATHER))
 
 
-def closing_forward(phases: Phases) -> fx.GraphModule:
-    """Returns the part of ``phases.closing`` that a call without gradients runs."""
-    graph = phases.closing.graph
-    return LazyGraphModule(
-        phases.closing, part(graph, [(role, x) for role, x in ir.outputs(graph) if role.kind != "grad"], {})
-    )
+def closing_forward(closing: fx.GraphModule) -> fx.GraphModule:
+    """Returns the part of the graph that closes a step which a call without gradients runs."""
+    results = [(role, x) for role, x in ir.outputs(closing.graph) if role.kind != "grad"]
+    return LazyGraphModule(closing, part(closing.graph, results, {}))
 
 
 def closed(backward: fx.GraphModule, closing: fx.GraphModule, reduce: Mapping[str, str]) -> fx.GraphModule:
@@ -476,11 +474,11 @@ class _Chain:
         return LazyGraphModule(constants, self.graph)
 
 
-def marked_terms(backward: fx.GraphModule, reduce: Iterable[str]) -> fx.GraphModule:
-    """Gives the results of a backward that are terms of the sums ``reduce`` the role "term"; returns ``backward``."""
-    output, names = ir.output_node(backward.graph), set(reduce)
+def marked_terms(backward: fx.GraphModule, names: Iterable[str], kind: str = TERM) -> fx.GraphModule:
+    """Gives the results ``names`` of a backward the role ``kind``, that of terms; returns ``backward``."""
+    output, chosen = ir.output_node(backward.graph), set(names)
     roles = output.meta[ir.ROLES]
-    output.meta[ir.ROLES] = tuple(replace(role, kind=TERM) if role.name in names else role for role in roles)
+    output.meta[ir.ROLES] = tuple(replace(role, kind=kind) if role.name in chosen else role for role in roles)
     return backward
 
 

@@ -10,6 +10,7 @@ from torch import fx
 from shardc._compat import LazyGraphModule
 from shardc.cost.step_sequence import is_coordinate, runs_again
 from shardc.ir import graph as ir
+from shardc.ir.executable import TRANSFER
 from shardc.ir.graph import Role
 from shardc.ir.op_traits import CAST, communicates, moves_data
 from shardc.ir.rewriter import GraphRewriter
@@ -131,7 +132,7 @@ def inference(gm: fx.GraphModule) -> fx.GraphModule:
         if node in needed and node.op != "output":
             needed.update(node.all_input_nodes)
     for node in gm.graph.nodes:
-        if node in needed or (node.op == "placeholder" and ir.role(node).kind != "tangent"):
+        if node in needed or (node.op == "placeholder" and ir.role(node).kind not in ("tangent", TRANSFER)):
             env[node] = graph.node_copy(node, lambda n: env[n])
     out = graph.output(tuple(env[x] if isinstance(x, fx.Node) else x for _, x in outputs))
     out.meta[ir.ROLES] = tuple(role for role, _ in outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,9 +18,11 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.runtime.border import counter_of, modified
 from shardc.runtime.inputs import check_kinds
-from shardc.runtime.loops import Loops, Microstep
+from shardc.runtime.loops import Loops, Microstep, Step
 from shardc.runtime.shards import flat_index, same
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
+from shardc.runtime.sim.pipeline import Pipeline
+from shardc.runtime.stage_loops import StageLoops
 from shardc.runtime.storage import cut, shard_tensor
 
 
@@ -173,8 +176,13 @@ class Simulation:
         def over(function: Callable[..., Tensor], *values: PerRank) -> PerRank:
             return PerRank(function(*tensors) for tensors in zip(*values, strict=True))
 
-        def loops(program: Executable) -> Loops:
-            return Loops(program, lambda half, feed: self.ranks.run(half.gm, feed), argument, inputs, over)
+        def run(half: Half, feed: list[Any]) -> Sequence[Any]:
+            return self.ranks.run(half.gm, feed)
+
+        def loops(program: Executable) -> Step:
+            if program.stage_ranks:
+                return Pipeline(program, partial(StageLoops, program, run, argument, inputs, over))
+            return Loops(program, run, argument, inputs, over)
 
         return Microstep(program, loops, grad, lambda x: PerRank(x for _ in ranks))
 

@@ -1,0 +1,141 @@
+"""Lists of what each rank of a pipeline runs, sends and receives in a step: `Run` and `Message`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardc.ir.schedules import Kind, Schedule
+
+if TYPE_CHECKING:
+    from shardc.ir.executable import Half
+
+# A value that runs and messages share: its kind ("transfer", "sum", "param", "output", ...), name or index, microbatch.
+Key = tuple[str, Any, int]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a graph for a microbatch."""
+
+    half: Half
+    microbatch: int = 0
+
+
+@dataclass(frozen=True)
+class Message:
+    """Values that one rank sends to another, in one message.
+
+    Args:
+        keys: what they are.
+        examples: fake tensors like them.
+        source, target: coordinates along the axis of the stages.
+    """
+
+    keys: tuple[Key, ...]
+    examples: tuple[Any, ...]
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Values of each microbatch that cross between a stage and the next, by name with a fake tensor like each."""
+
+    up: Mapping[str, Any]
+    down: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class StageRuns:
+    """What crosses between the stages of a step, or of a call without gradients, and the order in which ranks run them.
+
+    Args:
+        schedule: the order.
+        boundaries: behind each stage but the last.
+        copies: parameter -> (its stage, other stages that read it, a fake tensor like its shard). Sent once a step.
+        terms: term of a sum -> (its stage, stages that take the sum, a fake tensor like it).
+        results: (kind, name or index) -> (the stage that gives it, its number: 1, or that of the microbatches, a fake
+            tensor like each). All ranks get them.
+    """
+
+    schedule: Schedule
+    boundaries: tuple[Boundary, ...]
+    copies: Mapping[str, tuple[int, frozenset[int], Any]]
+    terms: Mapping[str, tuple[int, frozenset[int], Any]]
+    results: Mapping[tuple[str, Any], tuple[int, int, Any]]
+
+    def rank(self, stage: int) -> int:
+        """Return the coordinate of ``stage`` along the axis."""
+        return self.schedule.rank_of[stage]
+
+    def stages(self, rank: int) -> list[int]:
+        """Return the stages of a rank."""
+        return [stage for stage, at in enumerate(self.schedule.rank_of) if at == rank]
+
+    def scheduled(self, rank: int) -> Iterator[tuple[Kind, int, int] | Message]:
+        """Yield what a rank does for microbatches, in order: (kind, stage, microbatch) of a computation, or a message.
+
+        Boundaries that nothing crosses have no messages.
+        """
+        for action in self.schedule.lists[rank]:
+            kind, stage, at = action.kind, action.stage, action.microbatch
+            if kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD):
+                source = stage if kind == Kind.SEND_FORWARD else stage - 1
+                yield from self._message("transfer", self.boundaries[source].up, at, source, source + 1)
+            elif kind in (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD):
+                target = stage if kind == Kind.RECV_BACKWARD else stage - 1
+                yield from self._message("transfer", self.boundaries[target].down, at, target + 1, target)
+            else:
+                yield kind, stage, at
+
+    def before(self, rank: int) -> Iterator[Message]:
+        """Yield the messages of ``rank`` in front of a step: parameters that several stages read."""
+        return self._several(rank, "param", self.copies)
+
+    def behind(self, rank: int) -> Iterator[Message]:
+        """Yield the messages of ``rank`` behind the last microbatch: sums that other stages take."""
+        return self._several(rank, "sum", self.terms)
+
+    def last(self, rank: int) -> Iterator[Message]:
+        """Yield the messages of ``rank`` at the end of a step, which bring its results to all ranks."""
+        for (kind, name), (stage, count, example) in self.results.items():
+            values = [(kind, name, at) for at in range(count)]
+            for target in range(self.schedule.ranks):
+                if target != self.rank(stage) and rank in (target, self.rank(stage)):
+                    yield Message(tuple(values), (example,) * count, self.rank(stage), target)
+
+    def _several(
+        self, rank: int, kind: str, values: Mapping[str, tuple[int, frozenset[int], Any]]
+    ) -> Iterator[Message]:
+        """Yield the messages of ``rank`` that bring each of ``values`` to the ranks of the stages that take it."""
+        for name, (stage, takers, example) in values.items():
+            source = self.rank(stage)
+            for target in sorted({self.rank(taker) for taker in takers} - {source}):
+                if rank in (source, target):
+                    yield Message(((kind, name, 0),), (example,), source, target)
+
+    def _message(self, kind: str, values: Mapping[str, Any], at: int, source: int, target: int) -> Iterator[Message]:
+        """Yield the message with ``values`` of microbatch ``at`` from stage ``source`` to stage ``target``."""
+        if values:
+            keys = tuple((kind, name, at) for name in values)
+            yield Message(keys, tuple(values.values()), self.rank(source), self.rank(target))
+
+
+def last_uses(actions: Sequence[Run | Message], rank: int) -> list[frozenset[Key]]:
+    """Return, for each of the actions of a rank, the transferred values that no later one reads."""
+    seen: set[Key] = set()
+    out: list[frozenset[Key]] = []
+    for action in reversed(actions):
+        if isinstance(action, Run):
+            keys = {
+                ("transfer", port.role.name, action.microbatch)
+                for port in action.half.takes
+                if port.role.kind == "transfer"
+            }
+        else:
+            keys = {key for key in action.keys if action.source == rank and key[0] == "transfer"}
+        out.append(frozenset(keys - seen))
+        seen |= keys
+    return out[::-1]

@@ -1,0 +1,78 @@
+"""`Pipeline`: all ranks of a pipeline in one process, whose lists of actions are played against each other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardc.ir.executable import Executable
+from shardc.ir.stage_runs import Key, Message
+from shardc.runtime.loops import Results
+from shardc.runtime.stage_loops import StageLoops
+
+
+@dataclass
+class Wires:
+    """Messages on their way: (source, target) -> queue of (keys, values). ``moved`` counts sends and receives."""
+
+    queues: dict[tuple[int, int], deque[tuple[tuple[Key, ...], list[Any]]]] = field(default_factory=dict)
+    moved: int = 0
+
+    def send(self, message: Message, values: list[Any]) -> None:
+        self.queues.setdefault((message.source, message.target), deque()).append((message.keys, values))
+        self.moved += 1
+
+    def arrived(self, message: Message) -> bool:
+        return bool(self.queues.get((message.source, message.target)))
+
+    def receive(self, message: Message) -> Sequence[Any]:
+        keys, values = self.queues[message.source, message.target].popleft()
+        assert keys == message.keys, f"rank {message.target} expects {message.keys}, {message.source} sent {keys}"
+        self.moved += 1
+        return values
+
+    def finish(self) -> None: ...
+
+
+@dataclass
+class Pipeline:
+    """Runs the graphs of all stages of a program in turn.
+
+    Args:
+        program: the program.
+        loops: returns the `StageLoops` of a rank: ``loops(rank=0, link=link)``.
+    """
+
+    program: Executable
+    loops: Callable[..., StageLoops]
+
+    def __post_init__(self) -> None:
+        self.wires = Wires()
+        self.ranks = [self.loops(rank=rank, link=self.wires) for rank in range(self.program.stage_ranks)]
+        self.over = self.ranks[0].over
+
+    def train(self, tangents: Mapping[int, Any]) -> Results:
+        """Runs forward and backward of each microbatch; ``tangents``: gradients of outputs by index."""
+        return self._step(True, tangents)
+
+    def infer(self) -> Results:
+        """Runs the forward of each microbatch, without gradients."""
+        return self._step(False, {})
+
+    def _step(self, training: bool, tangents: Mapping[int, Any]) -> Results:
+        results = [Results() for _ in self.ranks]
+        running = {rank: loops.steps(training, tangents, results[rank]) for rank, loops in enumerate(self.ranks)}
+        while running:
+            before = self.wires.moved
+            ended = [rank for rank, steps in running.items() if next(steps, self) is self]
+            for rank in ended:
+                del running[rank]
+            progress = ended or self.wires.moved > before
+            assert progress, f"ranks {sorted(running)} of the pipeline wait for each other"
+        assert not any(self.wires.queues.values()), f"messages that no rank received: {self.wires.queues}"
+        first = results[0]
+        for other in results[1:]:
+            first.grads |= other.grads
+        return first

@@ -1,0 +1,141 @@
+"""`StageLoops`: runs the part of one rank of a pipeline in a step, and exchanges values with the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shardc.ir.executable import GATHER, SUM, TRANSFER, Port
+from shardc.ir.graph import Role
+from shardc.ir.stage_runs import Key, Message, Run, last_uses
+from shardc.runtime.loops import Loops, Results
+
+
+class Link(Protocol):
+    """Connection of a rank of a pipeline to the others."""
+
+    def send(self, message: Message, values: list[Any]) -> None:
+        """Sends values; does not wait until they are received."""
+
+    def arrived(self, message: Message) -> bool:
+        """Returns whether `receive` will not wait. False only where other ranks run in this thread."""
+
+    def receive(self, message: Message) -> Sequence[Any]:
+        """Waits for the values of a message, and returns them."""
+
+    def finish(self) -> None:
+        """Waits until all that was sent has left."""
+
+
+@dataclass
+class StageLoops(Loops):
+    """Runs the graphs of one rank of a pipeline on given inputs.
+
+    Args:
+        rank: its coordinate along the axis of the stages.
+        link: its connection to the others.
+    """
+
+    rank: int = 0
+    link: Link = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.copies: dict[str, Any] = {}  # parameters of other stages
+
+    def _step(self, training: bool, tangents: Mapping[int, Any]) -> Results:
+        results = Results()
+        for _ in self.steps(training, tangents, results):
+            raise AssertionError("a rank waits for others that run in its own thread")
+        return results
+
+    def steps(self, training: bool, tangents: Mapping[int, Any], results: Results) -> Iterator[None]:
+        """Runs a step, and fills ``results``; yields where a message has not arrived."""
+        actions = self.program.actions(self.rank, training)
+        self._takers = Counter(
+            port.role.name
+            for action in actions if isinstance(action, Run)
+            for port in action.half.takes if port.role.kind == SUM
+        )  # fmt: skip
+        saved: dict[tuple[int | None, int], dict[str, Any]] = {}
+        parts = Results()
+        for action, done in zip(actions, last_uses(actions, self.rank), strict=True):
+            if isinstance(action, Run):
+                half, at = action.half, action.microbatch
+                mine = saved.pop((half.stage, at), {})
+                feed = [self._value(port, at, mine, tangents) for port in half.takes]
+                mine.clear()
+                for key in done:
+                    self.shared.pop(key)
+                for role, x in zip(half.gives, self.run(half, feed), strict=True):
+                    if role.kind == "saved":
+                        saved.setdefault((half.stage, at), {})[role.name] = x
+                    else:
+                        self._keep(role, x, at, parts)
+            elif action.source == self.rank:
+                pairs = zip(action.keys, action.examples, strict=True)
+                self.link.send(action, [self._sent(key, example, parts) for key, example in pairs])
+                for key in done:
+                    self.shared.pop(key)
+            else:
+                while not self.link.arrived(action):
+                    yield
+                for key, x in zip(action.keys, self.link.receive(action), strict=True):
+                    self._received(key, x, parts)
+        self.link.finish()
+        joined = self._joined(parts)
+        results.outputs, results.grads = joined.outputs, joined.grads
+
+    def _sent(self, key: Key, example: Any, parts: Results) -> Any:
+        """Returns the value ``key``, which another rank gets; ``example``: a fake tensor like it."""
+        kind, name, at = key
+        if kind == TRANSFER:
+            return self.shared[key]
+        if kind == SUM:
+            return self._total(name)
+        if kind == "param":
+            return self.argument(Port(Role(kind, name), name, example), 0)
+        return parts.grads[name][at] if kind == "grad" else parts.outputs[kind, name][at]
+
+    def _received(self, key: Key, x: Any, parts: Results) -> None:
+        """Keeps the value ``key``, which another rank has sent."""
+        kind, name, _ = key
+        if kind == TRANSFER:
+            self.shared[key] = x
+        elif kind == SUM:
+            self.sums[name] = [x] if self.program.reduce[name] == GATHER else x
+        elif kind == "param":
+            self.copies[name] = x
+        elif kind == "grad":
+            parts.grads.setdefault(name, []).append(x)
+        else:
+            parts.outputs.setdefault((kind, name), []).append(x)
+
+    def _keep(self, role: Role, x: Any, at: int, parts: Results) -> None:
+        if role.kind == TRANSFER:
+            self.shared[TRANSFER, role.name, at] = x
+        else:
+            super()._keep(role, x, at, parts)
+
+    def _value(self, port: Port, at: int, saved: Mapping[str, Any], tangents: Mapping[int, Any]) -> Any:
+        role = port.role
+        if port.name in saved:
+            return saved[port.name]
+        if role.kind == TRANSFER:
+            return self.shared[TRANSFER, role.name, at]
+        if role.kind == "param" and role.name in self.copies:
+            return self.copies[role.name]
+        if role.kind == SUM:
+            total = self._total(role.name)
+            self._takers[role.name] -= 1
+            if not self._takers[role.name]:
+                del self.sums[role.name]
+            return total
+        return super()._value(port, at, saved, tangents)
+
+    def _total(self, name: str) -> Any:
+        """Returns the sum ``name``; of what is gathered, the terms of all microbatches in a row."""
+        total = self.sums[name]
+        return self.gathered(total) if self.program.reduce[name] == GATHER else total
