@@ -99,7 +99,7 @@ class PipelineCut(MicrobatchCut):
         for at, graphs in enumerate(zip(bodies, closings, staged.gathers, strict=True)):
             for node in (node for gm in graphs if gm is not None for node in ir.placeholders(gm.graph)):
                 name, kind, example = ir.role(node).name, ir.role(node).kind, node.meta["val"]
-                if kind == "param" and self.stages.first[name] != at:
+                if kind == "param" and self.stages.first[name] != at and example.dim():
                     takers = copies[name][1] if name in copies else frozenset[int]()
                     copies[name] = self.stages.first[name], takers | {at}, example
                 elif kind == SUM:
@@ -109,7 +109,7 @@ class PipelineCut(MicrobatchCut):
         for count, of_stages in ((self.bound.mesh.microbatches, bodies), (1, closings)):
             for at, gm in enumerate(of_stages):
                 for role, x in ir.outputs(gm.graph):
-                    if isinstance(x, fx.Node) and self._is_result(role):
+                    if isinstance(x, fx.Node) and self._is_result(role, x.meta["val"]):
                         results[role.kind, role.index if role.kind == "output" else role.name] = (
                             at,
                             count,
@@ -130,10 +130,13 @@ class PipelineCut(MicrobatchCut):
             for at, crossing in enumerate(self.staged.up)
         ]
 
-    def _is_result(self, role: Role) -> bool:
-        """Returns whether all ranks get a result: an output, or a gradient of an input."""
+    def _is_result(self, role: Role, val: Any) -> bool:
+        """Returns whether all ranks get a result: an output, or a gradient of an input or of a parameter without dims,
+        which all ranks have.
+        """
         crosses = {ir.info(x).name for boundary in self.staged.down for x in boundary}
-        is_grad = role.kind == "grad" and role.name not in (*self.parts.reduce, *self.stages.first, *crosses)
+        is_of_stage = role.name in (*self.parts.reduce, *crosses) or role.name in self.stages.first and val.dim()
+        is_grad = role.kind == "grad" and not is_of_stage
         return role.kind in ("output", "buffer") or is_grad
 
 

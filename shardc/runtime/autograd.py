@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardc._compat import PyTree
 from shardc.errors import BackwardError
-from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, LAST_BACKWARD, Deferred, Executable, Half
+from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, Deferred, Executable, Half
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.runtime.border import Changes, Listened, read_only
@@ -25,6 +25,8 @@ from shardc.runtime.gathered import gather
 from shardc.runtime.inputs import local_part
 from shardc.runtime.loops import Loops, Microstep
 from shardc.runtime.read_only import ReadOnly
+from shardc.runtime.stage_link import StageLink
+from shardc.runtime.stage_loops import StageLoops
 from shardc.runtime.step import Runner
 from shardc.runtime.storage import grad_from_padded
 
@@ -303,8 +305,14 @@ class StepInMicrobatches(torch.autograd.Function):
             ("grad", name): x for name, x in step.grads({at: x.contiguous() for at, x in used.items()}, keeps).items()
         }
         ctx.step = step if keeps else None
-        late = runner.late(program.half(LAST_BACKWARD).gives, grads, ctx.unreduced)
+        gives = [role for half in program.step() if half.kind == BACKWARD for role in half.gives]
+        late = runner.late(gives, grads, ctx.unreduced)
         return (None, None, None, *_argument_grads(runner, ctx.takes, ctx.feed, tangents, grads, late))
+
+
+def _without_rows(like: Tensor) -> Tensor:
+    """Returns the gradient of a parameter that ranks of another stage have; ``like``: a fake tensor like it there."""
+    return torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=like.device)
 
 
 def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
@@ -322,7 +330,16 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
             forwards += half.is_forward
             return running.run(half, feed, adds_tokens=forwards > 1)
 
-        return Loops(program, run, argument, by_name, lambda function, *values: function(*values))
+        def over(function: Callable[..., Any], *values: Any) -> Any:
+            return function(*values)
+
+        if program.stage_ranks:
+            running.prepare(grad)
+            link = StageLink(runner.groups, program, runner.spec.device)
+            return StageLoops(
+                program, run, argument, by_name, over, rank=runner.groups.stage, link=link, absent=_without_rows
+            )
+        return Loops(program, run, argument, by_name, over)
 
     def step() -> Microstep:
         return Microstep(program, loops, grad)

@@ -135,9 +135,14 @@ class RankConsistency:
         return self._comparisons.entries_at(store, self.number, ranks)
 
     @contextmanager
-    def runs(self, what: str) -> Iterator[None]:
-        """Context manager: registers the event ``what``; collectives in the block are interrupted if ranks differ."""
-        self.enter(self._runs.setdefault(what, Event((("event", what),))))
+    def runs(self, what: str = "") -> Iterator[None]:
+        """Context manager: registers the event ``what``; collectives in the block are interrupted if ranks differ.
+
+        Args:
+            what: "" registers no event: the block is a part of the latest.
+        """
+        if what:
+            self.enter(self._runs.setdefault(what, Event((("event", what),))))
         self.running = True
         try:
             self._check(self.number)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shardc.ir.executable import GATHER, SUM, TRANSFER, Port
+from torch import fx
+
+from shardc.ir import graph as ir
+from shardc.ir.executable import BACKWARD, GATHER, SUM, TRANSFER, Port
 from shardc.ir.graph import Role
 from shardc.ir.stage_runs import Key, Message, Run, last_uses
 from shardc.runtime.loops import Loops, Results
@@ -36,10 +39,13 @@ class StageLoops(Loops):
     Args:
         rank: its coordinate along the axis of the stages.
         link: its connection to the others.
+        absent: returns the gradient of a parameter of other ranks, given a fake tensor like it there; None leaves it
+            out.
     """
 
     rank: int = 0
     link: Link = field(kw_only=True)
+    absent: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,6 +93,16 @@ class StageLoops(Loops):
         self.link.finish()
         joined = self._joined(parts)
         results.outputs, results.grads = joined.outputs, joined.grads
+        if training and self.absent is not None:
+            results.grads |= self._absent(self.absent, joined.grads)
+
+    def _absent(self, like: Callable[[Any], Any], grads: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the gradients of parameters of other ranks."""
+        halves = [half for half in self.program.step() if half.kind == BACKWARD]
+        results = [(role, x) for half in halves for role, x in ir.outputs(half.graph) if role.kind == "grad"]
+        return {
+            role.name: like(x.meta["val"]) for role, x in results if isinstance(x, fx.Node) and role.name not in grads
+        }
 
     def _sent(self, key: Key, example: Any, parts: Results) -> Any:
         """Returns the value ``key``, which another rank gets; ``example``: a fake tensor like it."""

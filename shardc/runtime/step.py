@@ -34,7 +34,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.repeat import Segment
 from shardc.runtime.border import Border
-from shardc.runtime.events import program_event
+from shardc.runtime.events import Event, program_event
 from shardc.runtime.gloo.buffers import Buffers
 from shardc.runtime.gloo.direct import prepare
 from shardc.runtime.gradients import Key
@@ -153,6 +153,7 @@ class Runner:
         self._timed = self.groups.mesh.timed(program.microbatches)
         self._coordinates: dict[tuple[tuple[str, ...], int], Tensor] = {}
         self._reductions: dict[tuple[tuple[str, Layout, torch.dtype], ...], Half] = {}
+        self._step_event = Event((("event", "run of the stages"),))
 
     def using(self, program: Executable) -> Runner:
         """Returns the runner of ``program``, this one's for gradients of other outputs."""
@@ -186,7 +187,8 @@ class Runner:
             running, window.first = segment, segment.slot
 
         try:
-            does, watches = f"run of the {half.kind}", half.kind == "backward" and torch.is_anomaly_enabled()
+            does = "" if self.program.stage_ranks else f"run of the {half.kind}"  # else ranks run different graphs
+            watches = half.kind == "backward" and torch.is_anomaly_enabled()
             plan = half.plan if watches else compiled.plan
             with (
                 consistency.runs(does),
@@ -233,16 +235,31 @@ class Runner:
     def compiled(self, half: Half) -> Compiled:
         """Returns the lowered graph. At first use, ranks compare the graphs of a step, and lower them together."""
         if half not in self._compiled:
-            keep_heap()
-            together = self.program.step() if half in self.program.step() else (half,)
-            with self.groups.consistency.compiles(), frozen(), _compat.no_autocast():  # the graphs have their casts
-                graphs = {peer.name: peer.gm for peer in together}
-                self.groups.consistency.enter(program_event(certificate_of(together).text(), graphs, half.mesh))
-                for peer in together:
-                    use_groups(peer.gm, self.groups)
-                    prepare(peer.graph)
-                self._compiled.update(zip(together, self.spec.lower_half(*together), strict=True))
+            self._compile(self.program.step() if half in self.program.step() else (half,))
         return self._compiled[half]
+
+    def prepare(self, training: bool) -> None:
+        """Lowers the graphs of a step that this rank of a pipeline runs; ranks compare those of all stages."""
+        step = self.program.step(training)
+        if any(half not in self._compiled for half in step if self._runs_here(half)):
+            self._compile(step)
+        self.groups.consistency.enter(self._step_event)
+
+    def _runs_here(self, half: Half) -> bool:
+        """Returns whether this rank runs ``half``."""
+        return half.stage is None or self.program.stage_runs(True).rank(half.stage) == self.groups.stage
+
+    def _compile(self, together: Sequence[Half]) -> None:
+        """Compares graphs with the other ranks, and lowers those that this rank runs."""
+        keep_heap()
+        with self.groups.consistency.compiles(), frozen(), _compat.no_autocast():  # the graphs have their casts
+            graphs = {peer.name: peer.gm for peer in together}
+            self.groups.consistency.enter(program_event(certificate_of(together).text(), graphs, together[0].mesh))
+            mine = [peer for peer in together if self._runs_here(peer) and peer not in self._compiled]
+            for peer in mine:
+                use_groups(peer.gm, self.groups)
+                prepare(peer.graph)
+            self._compiled.update(zip(mine, self.spec.lower_half(*mine), strict=True))
 
     def reduce(self, sums: dict[Key, Tensor]) -> dict[str, Tensor]:
         """Reduces local sums of unreduced gradients, ``sums``; returns padded local gradients by parameter name."""
