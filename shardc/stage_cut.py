@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from shardc import passes
+from shardc import passes, verify
 from shardc._compat import LazyGraphModule
 from shardc.ir import graph as ir
 from shardc.ir.executable import (
@@ -19,18 +19,19 @@ from shardc.ir.executable import (
     GATHERS,
     GRADIENTS,
     INFERENCE,
+    INPUT_GRADIENTS,
     SUM,
     TRANSFER,
+    WEIGHT_GRADIENTS,
     AtStage,
     Phase,
     opening,
 )
 from shardc.ir.graph import Role
-from shardc.ir.phases import Phases
-from shardc.ir.schedules import schedule
+from shardc.ir.phases import Phases, Staged
+from shardc.ir.schedules import Kind, play
 from shardc.ir.stage_runs import Boundary, StageRuns
 from shardc.passes.lower.microbatch import closing_forward, marked_terms
-from shardc.passes.lower.stages import Staged
 from shardc.plan.stages import PipelineStages
 from shardc.step_cut import MicrobatchCut
 
@@ -48,7 +49,10 @@ class PipelineCut(MicrobatchCut):
     @cached_property
     def staged(self) -> Staged:
         """The step, cut in time and into stages."""
-        return passes.Stages(self.stages)(self._cut_in_time())
+        staged = passes.Stages(self.stages)(self._cut_in_time())
+        if self.joint.options.verify:
+            verify.verify_stages(staged, self.bound.mesh)
+        return staged
 
     @cached_property
     def parts(self) -> Phases:
@@ -58,8 +62,15 @@ class PipelineCut(MicrobatchCut):
     def phases(self) -> tuple[Phase, ...]:
         loops = enumerate(self.parts.openings)
         openings = [name for at, loop in loops for name in opening(at)[loop.each is None :]]
-        names = (GATHERS, FORWARD, BACKWARD, GRADIENTS) if self.trains else (GATHERS, FORWARD, CLOSING)
+        names = (GATHERS, FORWARD, *self._backwards, GRADIENTS) if self.trains else (GATHERS, FORWARD, CLOSING)
         return (*openings, *(AtStage(name, at) for at in range(self.stages.count) for name in names))
+
+    @property
+    def _backwards(self) -> tuple[str, ...]:
+        """The phases of a backward, of which the schedule has one or two."""
+        lists = self.stages.entry.lists(self.stages.ranks, self.bound.mesh.microbatches).lists
+        is_split = any(action.kind == Kind.BACKWARD_INPUT for actions in lists for action in actions)
+        return (INPUT_GRADIENTS, WEIGHT_GRADIENTS) if is_split else (BACKWARD,)
 
     def graph(self, phase: Phase) -> fx.GraphModule | None:
         half = self._at(phase) if isinstance(phase, AtStage) else self._of_parts(phase)
@@ -77,58 +88,64 @@ class PipelineCut(MicrobatchCut):
         if phase.phase == GRADIENTS:
             return staged.closings[at]
         first, second = self._partitioned(staged.bodies[at])
-        if second is not None:
-            sent = [ir.info(x).name for x in staged.down[at - 1]] if at else []
-            second = marked_terms(marked_terms(second, self.parts.reduce), sent, TRANSFER)
-        return first if phase.phase == FORWARD else second
+        if phase.phase == FORWARD or second is None:
+            return first if phase.phase == FORWARD else None
+        sent = [ir.info(x).name for x in staged.down[at - 1]] if at else []
+        second = marked_terms(marked_terms(second, self.parts.reduce), sent, TRANSFER)
+        return second if phase.phase == BACKWARD else self._of_two(second, phase.phase)
+
+    def _of_two(self, backward: fx.GraphModule, phase: str) -> fx.GraphModule | None:
+        """Returns one of the two parts of a backward, and verifies that they compute the same."""
+        inputs, weights = passes.SplitBackward()(backward)
+        if self.joint.options.verify:
+            verify.verify_two_backwards(backward, inputs, weights, self.bound.mesh)
+        return inputs if phase == INPUT_GRADIENTS else weights
 
     def runs(self, training: bool) -> StageRuns:
-        """Returns what crosses between the stages, and their order, in a step or in a call without gradients."""
-        staged, entry = self.staged, self.stages.entry
-        order = schedule(
-            entry.schedule, self.stages.ranks, self.bound.mesh.microbatches, entry.stages_per_rank, training
-        )
-        down = staged.down if training else ((),) * len(staged.down)
-        bodies = staged.bodies if training else [passes.inference(body) for body in staged.bodies]
-        closings = staged.closings if training else [closing_forward(closing) for closing in staged.closings]
-        boundaries = [
-            Boundary(_examples(up), _examples(back)) for up, back in zip(self._up(training), down, strict=True)
-        ]
-        copies: dict[str, tuple[int, frozenset[int], Any]] = {}
-        terms: dict[str, tuple[int, frozenset[int], Any]] = {}
+        """Returns what crosses between the stages, and their order, in a step or in a call without gradients.
+
+        Raises:
+            VerifyError: the lists of the ranks do not fit together.
+        """
+        staged, count = self.staged, self.bound.mesh.microbatches
+        order = self.stages.entry.lists(self.stages.ranks, count, training)
+        play(order)
+        bodies, closings = staged.bodies, staged.closings
+        if not training:
+            bodies = tuple(passes.inference(body) for body in bodies)
+            closings = tuple(closing_forward(closing) for closing in closings)
+        takers: dict[tuple[str, str], tuple[set[int], Any]] = {}  # argument -> stages that take it, a tensor like it
         for at, graphs in enumerate(zip(bodies, closings, staged.gathers, strict=True)):
             for node in (node for gm in graphs if gm is not None for node in ir.placeholders(gm.graph)):
-                name, kind, example = ir.role(node).name, ir.role(node).kind, node.meta["val"]
-                if kind == "param" and self.stages.first[name] != at and example.dim():
-                    takers = copies[name][1] if name in copies else frozenset[int]()
-                    copies[name] = self.stages.first[name], takers | {at}, example
-                elif kind == SUM:
-                    takers = terms[name][1] if name in terms else frozenset[int]()
-                    terms[name] = staged.terms[name], takers | {at}, example
+                key = ir.role(node).kind, ir.role(node).name
+                takers.setdefault(key, (set(), node.meta["val"]))[0].add(at)
+        first = self.stages.first
+        copies = {
+            name: (first[name], frozenset(stages - {first[name]}), like)
+            for (kind, name), (stages, like) in takers.items() if kind == "param" and like.dim()
+        }  # fmt: skip
+        terms = {
+            name: (staged.terms[name], frozenset(stages), like)
+            for (kind, name), (stages, like) in takers.items() if kind == SUM
+        }  # fmt: skip
         results: dict[tuple[str, Any], tuple[int, int, Any]] = {}
-        for count, of_stages in ((self.bound.mesh.microbatches, bodies), (1, closings)):
+        for number, of_stages in ((count, bodies), (1, closings)):
             for at, gm in enumerate(of_stages):
                 for role, x in ir.outputs(gm.graph):
                     if isinstance(x, fx.Node) and self._is_result(role, x.meta["val"]):
-                        results[role.kind, role.index if role.kind == "output" else role.name] = (
-                            at,
-                            count,
-                            x.meta["val"],
-                        )
-        return StageRuns(order, tuple(boundaries), copies, terms, results)
+                        name = role.index if role.kind == "output" else role.name
+                        results[role.kind, name] = at, number, x.meta["val"]
 
-    def _up(self, training: bool) -> list[tuple[fx.Node, ...]]:
-        """Returns the values that cross each boundary with the forward: in a step, or those that a forward reads."""
-        if training:
-            return list(self.staged.up)
-        read = [
-            {ir.role(node).name for node in ir.placeholders(passes.inference(body).graph, TRANSFER) if node.users}
-            for body in self.staged.bodies
-        ]
-        return [
-            tuple(x for x in crossing if any(ir.info(x).name in names for names in read[at + 1 :]))
-            for at, crossing in enumerate(self.staged.up)
-        ]
+        def crossing(nodes: Iterable[fx.Node], readers: Iterable[int], sends: bool) -> dict[str, Any]:
+            names = {name for (kind, name), (stages, _) in takers.items() if kind == TRANSFER and stages & set(readers)}
+            return {ir.info(x).name: x.meta["val"] for x in nodes if sends and ir.info(x).name in names}
+
+        stages = range(self.stages.count)
+        boundaries = tuple(
+            Boundary(crossing(up, stages[at + 1 :], True), crossing(down, stages[: at + 1], training))
+            for at, (up, down) in enumerate(zip(staged.up, staged.down, strict=True))
+        )
+        return StageRuns(order, boundaries, copies, terms, results)
 
     def _is_result(self, role: Role, val: Any) -> bool:
         """Returns whether all ranks get a result: an output, or a gradient of an input or of a parameter without dims,
@@ -138,8 +155,3 @@ class PipelineCut(MicrobatchCut):
         is_of_stage = role.name in (*self.parts.reduce, *crosses) or role.name in self.stages.first and val.dim()
         is_grad = role.kind == "grad" and not is_of_stage
         return role.kind in ("output", "buffer") or is_grad
-
-
-def _examples(nodes: Iterable[fx.Node]) -> dict[str, Any]:
-    """Return name -> fake tensor of each of ``nodes``."""
-    return {ir.info(node).name: node.meta["val"] for node in nodes}

@@ -208,6 +208,9 @@ def phases(forward: str, openings: int, gathers_once: bool) -> tuple[str, ...]:
 
 # Of the stages of a pipeline: gathers of parameters for all microbatches, and what follows the sums in a training step.
 GATHERS, GRADIENTS = "gathers", "gradients"
+# A backward in two: what leads to the gradients that earlier stages take, and the rest.
+INPUT_GRADIENTS, WEIGHT_GRADIENTS = "backward of inputs", "backward of weights"
+_BACKWARDS = (LAST_BACKWARD, GRADIENTS, INPUT_GRADIENTS, WEIGHT_GRADIENTS)
 
 
 @dataclass(frozen=True)
@@ -268,7 +271,7 @@ class Half:
     def kind(self) -> str:
         """Return the phase as text, without stage; BACKWARD for every backward, whatever outputs it is for."""
         phase = self.phase.phase if isinstance(self.phase, AtStage) else self.phase
-        return phase if isinstance(phase, str) and phase not in (LAST_BACKWARD, GRADIENTS) else BACKWARD
+        return phase if isinstance(phase, str) and phase not in _BACKWARDS else BACKWARD
 
     @property
     def is_forward(self) -> bool:
@@ -517,7 +520,10 @@ class Executable(ABC):
         trains = training and self.trains
         runs = self.stage_runs(trains)
         stages = runs.stages(rank)
-        computed = {Kind.FORWARD: FORWARD if trains else INFERENCE, Kind.BACKWARD: BACKWARD}
+        computed = {
+            Kind.FORWARD: FORWARD if trains else INFERENCE, Kind.BACKWARD: BACKWARD,
+            Kind.BACKWARD_INPUT: INPUT_GRADIENTS, Kind.BACKWARD_WEIGHT: WEIGHT_GRADIENTS,
+        }  # fmt: skip
 
         def once(phase: str) -> list[Run]:
             return [Run(half) for stage in stages if (half := self.find(AtStage(phase, stage))) is not None]

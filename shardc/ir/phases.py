@@ -50,3 +50,27 @@ class Phases:
     joint: fx.GraphModule
     gathers: fx.GraphModule | None = None
     backward: bool = False
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A step in microbatches, cut into stages.
+
+    Args:
+        parts: the step before the cut; terms of a gradient that several stages add to are apart in it.
+        bodies: joint graph of each stage, for one microbatch. Values that it sends to later stages have the role
+            "transfer", and to earlier ones "grad".
+        closings: graph of each stage that takes sums of terms, and gives outputs and gradients of its parameters.
+        gathers: graph of the gathered parameters that all microbatches share, of each stage; None if there are none.
+        up: for each stage but the last, the values that are sent to the next one with the forward.
+        down: for each stage but the last, those that the next one sends to it with the backward.
+        terms: name of each term -> its stage.
+    """
+
+    parts: Phases
+    bodies: tuple[fx.GraphModule, ...]
+    closings: tuple[fx.GraphModule, ...]
+    gathers: tuple[fx.GraphModule | None, ...]
+    up: tuple[tuple[fx.Node, ...], ...]
+    down: tuple[tuple[fx.Node, ...], ...]
+    terms: Mapping[str, int]

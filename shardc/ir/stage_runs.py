@@ -123,17 +123,20 @@ class StageRuns:
             yield Message(keys, tuple(values.values()), self.rank(source), self.rank(target))
 
 
+def saved_key(half: Half, name: str, microbatch: int) -> Key:
+    """Return the key of a value that one graph of a stage saves for another, by the name of the argument."""
+    return "saved", (half.stage, name), microbatch
+
+
 def last_uses(actions: Sequence[Run | Message], rank: int) -> list[frozenset[Key]]:
-    """Return, for each of the actions of a rank, the transferred values that no later one reads."""
+    """Return, for each of the actions of a rank, the saved and transferred values that no later one reads."""
     seen: set[Key] = set()
     out: list[frozenset[Key]] = []
     for action in reversed(actions):
         if isinstance(action, Run):
-            keys = {
-                ("transfer", port.role.name, action.microbatch)
-                for port in action.half.takes
-                if port.role.kind == "transfer"
-            }
+            half, at = action.half, action.microbatch
+            names = [port.role.name for port in half.takes if port.role.kind == "transfer"]
+            keys = {("transfer", name, at) for name in names} | {saved_key(half, x.name, at) for x in half.takes}
         else:
             keys = {key for key in action.keys if action.source == rank and key[0] == "transfer"}
         out.append(frozenset(keys - seen))

@@ -39,6 +39,7 @@ from shardc.passes.lower.partition import Cut
 from shardc.passes.lower.partition import Partition as Partition
 from shardc.passes.lower.partition import inference as inference
 from shardc.passes.lower.skip_regather import SkipRegather as SkipRegather
+from shardc.passes.lower.split_backward import SplitBackward as SplitBackward
 from shardc.passes.lower.stages import Stages as Stages
 from shardc.passes.options import Options as Options
 from shardc.passes.pipeline import Hook as Hook

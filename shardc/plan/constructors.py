@@ -272,11 +272,13 @@ def pp(
     Args:
         axis: the mesh axis of the stages.
         schedule: the order in which ranks run stages and microbatches: "gpipe" (all forwards, then all backwards),
-            "1f1b", or "interleaved" (several stages a rank).
+            "1f1b", "interleaved" (1F1B with several stages a rank), "zb" (that with backwards cut in two, so that
+            gradients of parameters fill gaps), "zbv" and "dualpipev" (two stages a rank, in a V).
         microbatches: their number, 2 or more; None: that of a `microbatches` entry.
         cut: globs of the modules that begin the second and later stages, in the order of the model's parameters.
             "auto": between repeated blocks, so that the largest stage has the fewest elements of weights to multiply.
-        stages_per_rank: number of stages of each rank; None: 1, for "interleaved" 2.
+        stages_per_rank: number of stages of each rank; None: 2, for "gpipe" and "1f1b" 1. Only "interleaved" and "zb"
+            have others.
 
     Raises:
         PlanError: there is no such schedule. When the plan is used: there are more stages than blocks, a glob matches

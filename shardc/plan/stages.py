@@ -30,12 +30,14 @@ class PipelineStages:
     Args:
         entry: the plan entry.
         ranks: size of its mesh axis.
+        rank_of: coordinate of each stage along it.
         first: parameter -> the first stage that uses it, which has it in its storage.
         modules: module -> the stage of all its parameters that no other module has; None if they are of several.
     """
 
     entry: Pp
     ranks: int
+    rank_of: tuple[int, ...]
     first: Mapping[str, int]
     modules: Mapping[str, int | None]
 
@@ -44,7 +46,8 @@ class PipelineStages:
         """Return the stages of ``model`` on ``mesh``; None if ``plan`` has none.
 
         Raises:
-            PlanError: the plan has one microbatch only; or as for `stages_of`.
+            PlanError: the plan has one microbatch only, the schedule does not have these numbers, or as for
+                `stages_of`.
         """
         entry: Pp | None = plan.setting("pp")
         if entry is None:
@@ -55,8 +58,10 @@ class PipelineStages:
                 plan_entry=str(entry),
                 fix="write pp(..., microbatches=8)",
             )
-        first = stages_of(entry, entry.count(mesh), model)
-        return cls(entry, mesh.size(entry.axis), first, _of_modules(first, model))
+        ranks = mesh.size(entry.axis)
+        lists = entry.lists(ranks, plan.setting("microbatches"))
+        first = stages_of(entry, lists.stages, model)
+        return cls(entry, ranks, lists.rank_of, first, _of_modules(first, model))
 
     def of_module(self, name: str) -> int | None:
         """Return the stage of a module, or of the innermost one around it with parameters; None if several have it."""
@@ -67,16 +72,12 @@ class PipelineStages:
     @property
     def count(self) -> int:
         """Return the number of stages."""
-        return self.ranks * self.entry.per_rank
-
-    def rank(self, stage: int) -> int:
-        """Return the coordinate of ``stage`` along the axis."""
-        return stage % self.ranks
+        return len(self.rank_of)
 
     @property
     def owners(self) -> dict[str, int]:
         """Return parameter -> the coordinate along the axis whose ranks store it."""
-        return {name: self.rank(stage) for name, stage in self.first.items()}
+        return {name: self.rank_of[stage] for name, stage in self.first.items()}
 
 
 def stages_of(entry: Pp, count: int, model: nn.Module) -> dict[str, int]:

@@ -12,7 +12,7 @@ from torch import fx
 from shardc.ir import graph as ir
 from shardc.ir.executable import BACKWARD, GATHER, SUM, TRANSFER, Port
 from shardc.ir.graph import Role
-from shardc.ir.stage_runs import Key, Message, Run, last_uses
+from shardc.ir.stage_runs import Key, Message, Run, last_uses, saved_key
 from shardc.runtime.loops import Loops, Results
 
 
@@ -65,19 +65,19 @@ class StageLoops(Loops):
             for action in actions if isinstance(action, Run)
             for port in action.half.takes if port.role.kind == SUM
         )  # fmt: skip
-        saved: dict[tuple[int | None, int], dict[str, Any]] = {}
         parts = Results()
         for action, done in zip(actions, last_uses(actions, self.rank), strict=True):
             if isinstance(action, Run):
                 half, at = action.half, action.microbatch
-                mine = saved.pop((half.stage, at), {})
-                feed = [self._value(port, at, mine, tangents) for port in half.takes]
-                mine.clear()
-                for key in done:
-                    self.shared.pop(key)
+                keys = {port.name: saved_key(half, port.name, at) for port in half.takes}
+                saved = {name: self.shared[key] for name, key in keys.items() if key in self.shared}
+                feed = [self._value(port, at, saved, tangents) for port in half.takes]
+                saved.clear()
+                for key in done:  # a graph frees what it takes
+                    self.shared.pop(key, None)
                 for role, x in zip(half.gives, self.run(half, feed), strict=True):
                     if role.kind == "saved":
-                        saved.setdefault((half.stage, at), {})[role.name] = x
+                        self.shared[saved_key(half, role.name, at)] = x
                     else:
                         self._keep(role, x, at, parts)
             elif action.source == self.rank:
@@ -100,9 +100,8 @@ class StageLoops(Loops):
         """Returns the gradients of parameters of other ranks."""
         halves = [half for half in self.program.step() if half.kind == BACKWARD]
         results = [(role, x) for half in halves for role, x in ir.outputs(half.graph) if role.kind == "grad"]
-        return {
-            role.name: like(x.meta["val"]) for role, x in results if isinstance(x, fx.Node) and role.name not in grads
-        }
+        others = [(role.name, x) for role, x in results if isinstance(x, fx.Node) and role.name not in grads]
+        return {name: like(x.meta["val"]) for name, x in others}
 
     def _sent(self, key: Key, example: Any, parts: Results) -> Any:
         """Returns the value ``key``, which another rank gets; ``example``: a fake tensor like it."""

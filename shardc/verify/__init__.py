@@ -14,8 +14,8 @@ from shardc.errors import VerifyError
 from shardc.ir import comm, grammar, ops, text
 from shardc.ir.graph import KEY, Info, info, output_node
 from shardc.ir.mesh import Mesh
-from shardc.ir.phases import Phases
-from shardc.verify import cut_in_time, halves, layouts, local_graph, structure
+from shardc.ir.phases import Phases, Staged
+from shardc.verify import cut_in_stages, cut_in_time, halves, layouts, local_graph, structure
 from shardc.verify.subject import Agrees, Check, Subject, no_rules
 
 GRAPH = (structure.records, structure.order, structure.types, structure.results)
@@ -160,6 +160,24 @@ def verify_ends(
         lost = cut_in_time.opens(forward.graph, cut.gathers.graph, first.graph)
         if lost is not None:
             raise broken(Subject(first, mesh, no_rules), "microbatch", output_node(first.graph), lost)
+
+
+def verify_stages(staged: Staged, mesh: Mesh) -> None:
+    """Check that the graphs of the stages of a pipeline give what the uncut ones gave; raises VerifyError."""
+    for whole, graphs in ((staged.parts.body, staged.bodies), (staged.parts.closing, staged.closings)):
+        parts = [(f"stage {at}", gm.graph) for at, gm in enumerate(graphs)]
+        if (fault := cut_in_stages.in_stages(whole.graph, parts)) is not None:
+            graph, reason = fault
+            raise broken(Subject(whole, mesh, no_rules), "stages", output_node(whole.graph), f"{graph}: {reason}")
+
+
+def verify_two_backwards(
+    backward: fx.GraphModule, inputs: fx.GraphModule | None, weights: fx.GraphModule | None, mesh: Mesh
+) -> None:
+    """Check the two graphs that the backward of a stage is cut into; raises VerifyError."""
+    graphs = [None if gm is None else gm.graph for gm in (inputs, weights)]
+    if (lost := cut_in_stages.in_two(backward.graph, *graphs)) is not None:
+        raise broken(Subject(backward, mesh, no_rules), "split_backward", output_node(backward.graph), lost)
 
 
 def broken(subject: Subject, stage: str, node: fx.Node, reason: str) -> VerifyError:

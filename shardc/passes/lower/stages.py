@@ -20,35 +20,11 @@ from shardc.ir import graph as ir
 from shardc.ir.executable import KNOWN, SUM, TRANSFER
 from shardc.ir.graph import Role
 from shardc.ir.op_traits import CAST, communicates, is_view, moves_data
-from shardc.ir.phases import Phases
+from shardc.ir.phases import Phases, Staged
 from shardc.ir.rewriter import GraphRewriter, Inserter
 from shardc.passes.lower.microbatch import Outputs, behind_tangent, part
 from shardc.passes.lower.partition import moved_alone
 from shardc.plan.stages import PipelineStages
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A step in microbatches, cut into stages.
-
-    Args:
-        parts: the step before the cut; terms of a gradient that several stages add to are apart in it.
-        bodies: joint graph of each stage, for one microbatch. Values that it sends to later stages have the role
-            "transfer", and to earlier ones "grad".
-        closings: graph of each stage that takes sums of terms, and gives outputs and gradients of its parameters.
-        gathers: graph of the gathered parameters that all microbatches share, of each stage; None if there are none.
-        up: for each stage but the last, the values that are sent to the next one with the forward.
-        down: for each stage but the last, those that the next one sends to it with the backward.
-        terms: name of each term -> its stage.
-    """
-
-    parts: Phases
-    bodies: tuple[fx.GraphModule, ...]
-    closings: tuple[fx.GraphModule, ...]
-    gathers: tuple[fx.GraphModule | None, ...]
-    up: tuple[tuple[fx.Node, ...], ...]
-    down: tuple[tuple[fx.Node, ...], ...]
-    terms: Mapping[str, int]
 
 
 @dataclass(frozen=True)

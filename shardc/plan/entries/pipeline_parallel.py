@@ -8,12 +8,10 @@ from typing import Annotated
 
 from shardc.errors import PlanError
 from shardc.ir.mesh import Mesh
+from shardc.ir.schedules import ORDERS, Schedule, schedule
 from shardc.plan.constructor_calls import Call
 from shardc.plan.entries.entry import Entry
 from shardc.validate import Range, check_fields, near
-
-# Name of a schedule -> stages of each rank, by default.
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 
 
 @dataclass(frozen=True)
@@ -31,9 +29,9 @@ class Pp(Entry):
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "", plan_entry=str(self))
-        if self.schedule not in SCHEDULES:
+        if self.schedule not in ORDERS:
             raise PlanError(
-                f"there is no schedule {self.schedule!r}", plan_entry=str(self), fix=near(self.schedule, SCHEDULES)
+                f"there is no schedule {self.schedule!r}", plan_entry=str(self), fix=near(self.schedule, ORDERS)
             )
         if isinstance(self.cut, str) and self.cut != "auto":
             raise PlanError(
@@ -63,14 +61,16 @@ class Pp(Entry):
                 fix="give the stages an axis of their own",
             )
 
-    @property
-    def per_rank(self) -> int:
-        """Return the number of stages of each rank."""
-        return self.stages_per_rank or SCHEDULES[self.schedule]
+    def lists(self, ranks: int, microbatches: int, trains: bool = True) -> Schedule:
+        """Return what each rank computes, sends and receives in a step, or in a call without gradients.
 
-    def count(self, mesh: Mesh) -> int:
-        """Return the number of stages on ``mesh``."""
-        return mesh.size(self.axis) * self.per_rank
+        Raises:
+            PlanError: the schedule does not have these numbers of stages and microbatches.
+        """
+        try:
+            return schedule(self.schedule, ranks, microbatches, self.stages_per_rank, trains)
+        except PlanError as error:
+            raise PlanError(error.what, plan_entry=str(self), fix=error.fix) from error
 
     @property
     def call(self) -> Call:

@@ -1,0 +1,63 @@
+"""SplitBackward: cuts the backward of a pipeline stage in two, so that earlier stages need not wait for all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from shardc._compat import LazyGraphModule
+from shardc.ir import graph as ir
+from shardc.ir.executable import TRANSFER
+from shardc.ir.graph import Role
+from shardc.passes.lower.microbatch import part
+
+
+@dataclass(frozen=True)
+class SplitBackward:
+    """Cuts a backward into what leads to the gradients that earlier stages take, and the rest.
+
+        %da = mm(%dy, %w)                          inputs:   %da = mm(%dy, %w); %dx = mul(%da, %a)
+        %dw = mm(%x, %da)                    ->              saves %da
+        %dx = mul(%da, %a)    (transfer)           weights:  %dw = mm(%x, %da)
+
+    *Requires:* the backward of a stage. *Ensures:* each op is in one of the graphs; the second takes what the first
+    saves. One of them is None if it has no results.
+    """
+
+    name = "split_backward"
+    requires = ("partition",)
+
+    def __call__(self, gm: fx.GraphModule) -> tuple[fx.GraphModule | None, fx.GraphModule | None]:
+        results = list(ir.outputs(gm.graph))
+        sent = [(role, x) for role, x in results if role.kind == TRANSFER]
+        rest = [(role, x) for role, x in results if role.kind != TRANSFER]
+        if not sent or not rest:
+            return (gm, None) if sent else (None, gm)
+        first = _behind(x for _, x in sent)
+        second = _behind(x for _, x in rest) - first
+        computed = {x for x in first if x.op == "call_function"}
+        read = {x for node in second for x in node.all_input_nodes} | {x for _, x in rest if isinstance(x, fx.Node)}
+        crossing = [x for x in gm.graph.nodes if x in computed and x in read]
+        weights = part(gm.graph, rest, {x: Role("saved", ir.info(x).name) for x in crossing})
+        arguments = {ir.info(node).name: node for node in ir.placeholders(weights)}
+        saved = []
+        for at, x in enumerate(crossing):
+            argument = arguments[ir.info(x).name]
+            ir.update(argument, role=Role("saved", argument.name))
+            saved.append((Role("saved", argument.name, at), x))
+        inputs = part(gm.graph, [*sent, *saved], {})
+        return LazyGraphModule(gm, inputs), LazyGraphModule(gm, weights)
+
+
+def _behind(results: Iterable[object]) -> set[fx.Node]:
+    """Returns the nodes that ``results`` are computed from, with these themselves."""
+    needed: set[fx.Node] = set()
+    work = [x for x in results if isinstance(x, fx.Node)]
+    while work:
+        node = work.pop()
+        if node not in needed:
+            needed.add(node)
+            work.extend(node.all_input_nodes)
+    return needed
