@@ -16,7 +16,7 @@ from shardc._compat import PyTree, pytree
 from shardc.capture import Captured, Dtypes, SymbolicCapture, Tag, capture_symbolic, input_names, loss_arity
 from shardc.cost.compute import wasted
 from shardc.dynamic import Differs, DynamicDims, Families, Family, SizedProgram
-from shardc.errors import CaptureError, ShardcWarning
+from shardc.errors import CaptureError, PlanError, ShardcWarning
 from shardc.fold import build_folded
 from shardc.ir.executable import NOTHING, Deferred, Executable
 from shardc.ir.guards import Guards
@@ -104,6 +104,12 @@ class Build:
             captured: the captured model, if there is one already.
         """
         key = self._key(template, args, kwargs, with_loss)
+        if self.pp is not None and deferred:
+            raise PlanError(
+                "a backward that leaves gradients unreduced (no_sync) does not run in the stages of a pipeline",
+                plan_entry=str(self.pp.entry),
+                fix="pass the whole batch in one call, and use more microbatches",
+            )
 
         def make(joint: Joint, folded: Folded | None) -> Program:
             guards = Guards.of(joint.captured.reads if folded is None else folded.reads, template, self.loss)
@@ -165,6 +171,8 @@ class Build:
             store: Store | str = (
                 "the store is off, by Options(program_cache=False), SHARDC_STORE=0 or Inductor's settings"
             )
+        elif self.pp is not None:
+            store = "the stages of a pipeline are compiled anew in each start"
         elif any(isinstance(module, InnerTensors) for module in template.modules()):
             store = "the model has tensors of wrapper subclasses, whose code for ops may be where no start can look"
         else:

@@ -48,7 +48,7 @@ class Accelerator(accelerate.Accelerator):
             InputError: the module does not span all ranks, its plan splits the sequence, or mixed precision is float16.
         """
         spec = module.shardc.spec
-        if spec.groups is None or spec.mesh.ranks != self.num_processes:
+        if spec.groups is None or spec.groups.whole.mesh.ranks != self.num_processes:
             raise InputError(
                 f"the module was compiled for the mesh {spec.mesh}, and accelerate runs {self.num_processes} processes",
                 fix="compile it for a DeviceMesh of all ranks that torchrun started",

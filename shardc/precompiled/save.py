@@ -55,6 +55,10 @@ def save_program(
     Raises:
         PrecompiledError: a part of the program cannot be written to disk, or it leaves its gradients unreduced.
     """
+    if program.stage_ranks:
+        raise PrecompiledError(
+            "a program with the stages of a pipeline is not saved", fix="compile it in each start, or leave pp out"
+        )
     if program.key is None or program.deferred:
         raise PrecompiledError(
             "the program leaves its gradients unreduced" if program.deferred else "the program is of no module",

@@ -239,7 +239,17 @@ class Runner:
         return self._compiled[half]
 
     def prepare(self, training: bool) -> None:
-        """Lowers the graphs of a step that this rank of a pipeline runs; ranks compare those of all stages."""
+        """Lowers the graphs of a step that this rank of a pipeline runs; ranks compare those of all stages.
+
+        Raises:
+            BackwardError: ``torch.autograd.detect_anomaly`` is on.
+        """
+        if torch.is_anomaly_enabled():
+            raise BackwardError(
+                "torch.autograd.detect_anomaly does not look into the stages of a pipeline",
+                plan_entry=str(self.program.key.plan.setting("pp")),
+                fix="leave pp out of the plan to find the op",
+            )
         step = self.program.step(training)
         if any(half not in self._compiled for half in step if self._runs_here(half)):
             self._compile(step)
