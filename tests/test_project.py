@@ -31,6 +31,7 @@ ENTRY = {
     "joint",
     "precompiled",
     "program",
+    "stage_cut",
     "step_cut",
 }  # what ties the stages together may import any of them
 ALLOWED = {
@@ -85,6 +86,7 @@ FLOORS = (
     {"integrations", "launch", "links", "optim", "passes", "train"},
     {"joint", "precompiled"},
     {"step_cut"},
+    {"stage_cut"},
     {"program"},
     {"dynamic", "fold"},
     {"build", "report"},

@@ -30,7 +30,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.repeat import Segment
 from shardc.ir.returned import Returned
 from shardc.ir.schedules import Kind
-from shardc.ir.stage_runs import Message, Run, StageRuns
+from shardc.ir.stage_runs import Message, StageRuns
 
 
 @dataclass(frozen=True)
@@ -353,6 +353,14 @@ class Compiled:
         """Return the constant tensors of the graph by name."""
         nodes = self.half.graph.find_nodes(op="get_attr")
         return {node.name: attrgetter(str(node.target))(self.half.gm) for node in nodes}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a graph for a microbatch."""
+
+    half: Half
+    microbatch: int = 0
 
 
 class Executable(ABC):

@@ -1,26 +1,15 @@
-"""Lists of what each rank of a pipeline runs, sends and receives in a step: `Run` and `Message`."""
+"""`StageRuns`: what crosses between the stages of a pipeline in a step, as messages between ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardc.ir.schedules import Kind, Schedule
 
-if TYPE_CHECKING:
-    from shardc.ir.executable import Half
-
 # A value that runs and messages share: its kind ("transfer", "sum", "param", "output", ...), name or index, microbatch.
 Key = tuple[str, Any, int]
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run of a graph for a microbatch."""
-
-    half: Half
-    microbatch: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,24 +110,3 @@ class StageRuns:
         if values:
             keys = tuple((kind, name, at) for name in values)
             yield Message(keys, tuple(values.values()), self.rank(source), self.rank(target))
-
-
-def saved_key(half: Half, name: str, microbatch: int) -> Key:
-    """Return the key of a value that one graph of a stage saves for another, by the name of the argument."""
-    return "saved", (half.stage, name), microbatch
-
-
-def last_uses(actions: Sequence[Run | Message], rank: int) -> list[frozenset[Key]]:
-    """Return, for each of the actions of a rank, the saved and transferred values that no later one reads."""
-    seen: set[Key] = set()
-    out: list[frozenset[Key]] = []
-    for action in reversed(actions):
-        if isinstance(action, Run):
-            half, at = action.half, action.microbatch
-            names = [port.role.name for port in half.takes if port.role.kind == "transfer"]
-            keys = {("transfer", name, at) for name in names} | {saved_key(half, x.name, at) for x in half.takes}
-        else:
-            keys = {key for key in action.keys if action.source == rank and key[0] == "transfer"}
-        out.append(frozenset(keys - seen))
-        seen |= keys
-    return out[::-1]

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from torch import fx
 
 from shardc.ir import graph as ir
-from shardc.ir.executable import BACKWARD, GATHER, SUM, TRANSFER, Port
+from shardc.ir.executable import BACKWARD, GATHER, SUM, TRANSFER, Half, Port, Run
 from shardc.ir.graph import Role
-from shardc.ir.stage_runs import Key, Message, Run, last_uses, saved_key
+from shardc.ir.stage_runs import Key, Message
 from shardc.runtime.loops import Loops, Results
 
 
@@ -154,3 +154,24 @@ class StageLoops(Loops):
         """Returns the sum ``name``; of what is gathered, the terms of all microbatches in a row."""
         total = self.sums[name]
         return self.gathered(total) if self.program.reduce[name] == GATHER else total
+
+
+def saved_key(half: Half, name: str, microbatch: int) -> Key:
+    """Return the key of a value that one graph of a stage saves for another, by the name of the argument."""
+    return "saved", (half.stage, name), microbatch
+
+
+def last_uses(actions: Sequence[Run | Message], rank: int) -> list[frozenset[Key]]:
+    """Return, for each of the actions of a rank, the saved and transferred values that no later one reads."""
+    seen: set[Key] = set()
+    out: list[frozenset[Key]] = []
+    for action in reversed(actions):
+        if isinstance(action, Run):
+            half, at = action.half, action.microbatch
+            names = [port.role.name for port in half.takes if port.role.kind == "transfer"]
+            keys = {("transfer", name, at) for name in names} | {saved_key(half, x.name, at) for x in half.takes}
+        else:
+            keys = {key for key in action.keys if action.source == rank and key[0] == "transfer"}
+        out.append(frozenset(keys - seen))
+        seen |= keys
+    return out[::-1]
