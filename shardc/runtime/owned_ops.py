@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from shardc import _compat
 from shardc._compat import PyTree
+from shardc.errors import LayoutError
 from shardc.ir.op_traits import draws
 from shardc.runtime.gathered import ReplicatedSpec, replicated, written
 
@@ -30,14 +32,26 @@ pytree = _compat.pytree
 _ELEMENTWISE = {
     aten.clone.default, aten._to_copy.default, aten.fill_.Scalar, aten.zero_.default, aten.zeros_like.default,
     aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.detach.default, aten.alias.default,
-    aten.lift_fresh.default,
+    aten.lift_fresh.default, aten.copy_.default,
 }  # fmt: skip
 _LISTS = ("aten::_foreach_", "aten::_fused_")  # ops that treat the tensors at one place of their lists together
 _REDUCTIONS = ("aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum")
 
 
 def computed(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], mesh: DeviceMesh) -> PyTree:
-    """Returns the result of ``op`` on DTensors on ``mesh``, computed on local tensors; NotImplemented if it gathers."""
+    """Returns the result of ``op`` on DTensors on ``mesh``, computed on local tensors; NotImplemented if it gathers.
+
+    Raises:
+        LayoutError: torch.compile traces the op. It would compile code for other local shapes.
+    """
+    local = [x._local_tensor for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
+    if torch.compiler.is_compiling() or any(isinstance(x, FakeTensor) for x in local):
+        raise LayoutError(
+            f"torch.compile traces {op} on a parameter that lies on one stage of a pipeline, whose local shape differs "
+            "between ranks in a way that it does not know",
+            fix="call what uses parameters, as optimizer.step(), outside of torch.compile; shardc.optim.wrap runs "
+            "optimizers by their fused kernels",
+        )
     if op in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar):
         return _norms(op, mesh, *args, **kwargs)
     if draws(op) or "out" in op._schema.overload_name or not _is_elementwise(op):

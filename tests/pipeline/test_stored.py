@@ -28,6 +28,7 @@ from shardc.runtime.gradients import from_owners
 from shardc.runtime.storage import grad_from_padded, shard_tensor
 from tests.ranks import device_mesh, run_ranks
 
+WIDE = 7
 TWO, FOUR, PLAIN = Mesh(pp=2, dp=1), Mesh(pp=2, dp=2), Mesh(dp=2)
 STAGES = shardc.fsdp("dp") | shardc.pp("pp", microbatches=2)
 
@@ -37,7 +38,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 7), nn.Linear(7, width)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, WIDE), nn.Linear(WIDE, width)
         self.scale = nn.Parameter(torch.ones(()))
         self.register_buffer("shift", torch.arange(float(width)))
 
@@ -144,6 +145,47 @@ def check_steps(mesh: Mesh) -> None:
             torch.testing.assert_close(module.clip_grad_norm_(1e9, order), expected, rtol=1e-12, atol=0)
         for param in module.parameters():
             assert ours.state[param]["exp_avg"].placements == param.placements
+
+
+def check_optimizers(mesh: Mesh) -> None:
+    """Torch's own optimizers on all parameters or on matrices, `shardc.optim.wrap`, an average of the weights."""
+    kinds: list[tuple[Callable[..., torch.optim.Optimizer], bool]] = [
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True), False),
+        (partial(torch.optim.Adagrad, lr=0.1, foreach=True), False),
+        (partial(torch.optim.RMSprop, lr=0.1, centered=True), False),
+        (partial(torch.optim.Adafactor, lr=0.1), False),
+        (partial(torch.optim.LBFGS, max_iter=1), False),
+        (partial(torch.optim.Muon, lr=0.1), True),
+    ]
+    for kind, matrices in kinds:
+        module, one = compiled(mesh), model()
+        averages = [torch.optim.swa_utils.AveragedModel(x) for x in (one, module)]
+        optimizers = [kind([p for p in x.parameters() if p.ndim == 2 or not matrices]) for x in (one, module)]
+        for step in range(2):
+            grads = gradients(step)
+            assign(module, grads)
+            for name, param in one.named_parameters():
+                param.grad = grads[name].clone()
+            for optimizer in optimizers:
+                optimizer.step(lambda: 0.0)
+            for average, current in zip(averages, (one, module), strict=True):
+                average.update_parameters(current)
+        check_equal(module, one, 1e-10)
+        check_equal(averages[1].module, averages[0].module, 1e-10)
+    module, one = compiled(mesh), model()
+    optimizer, plain = shardc.optim.wrap(torch.optim.AdamW, module, lr=0.1), torch.optim.AdamW(one.parameters(), lr=0.1)
+    for step in range(3):
+        grads = gradients(step)
+        assign(module, grads)
+        for name, param in one.named_parameters():
+            param.grad = grads[name].clone()
+        optimizer.step()
+        plain.step()
+    check_equal(module, one)
+    for param in module.parameters():
+        assert optimizer.state[param]["exp_avg"].placements == param.placements
+    with pytest.raises(Exception, match="torch.compile traces .* on a parameter that lies on one stage"):
+        torch.compile(lambda: torch.optim.SGD(module.parameters(), lr=0.1).step(), backend="eager")()
 
 
 def check_state_dicts(mesh: Mesh) -> None:
@@ -271,7 +313,7 @@ def check_checkpoints(mesh: Mesh, folder: Path) -> None:
 
 
 def checks(mesh: Mesh, folder: str) -> list[Callable[[], None]]:
-    of = [check_places, check_steps, check_state_dicts, check_init, check_synced]
+    of = [check_places, check_steps, check_optimizers, check_state_dicts, check_init, check_synced]
     return [*(partial(check, mesh) for check in of), partial(check_checkpoints, mesh, Path(folder))]
 
 
