@@ -43,9 +43,6 @@ class Owned(Shard):
 
     owner: int
 
-    def __new__(cls, owner: int) -> Owned:
-        return super().__new__(cls, 0)  # type: ignore[call-arg]
-
     def __init__(self, owner: int) -> None:
         super().__init__(0)
         object.__setattr__(self, "owner", owner)
