@@ -23,6 +23,7 @@ PLANS = {
     "tp+sp": lambda: llama_tp("tp", sequence=True),
     "fsdp+tp": lambda: shardc.fsdp("dp", level=3) | llama_tp("tp"),
     "fsdp+cp": lambda: shardc.fsdp(("dp", "cp"), level=3) | shardc.cp("cp"),
+    "fsdp+pp": lambda: shardc.fsdp("dp", level=3) | shardc.pp("pp"),
 }
 
 
@@ -31,7 +32,7 @@ def default_mesh(plan: str, ranks: int) -> str:
     few = 2 if ranks % 2 == 0 else 1
     if plan == "hsdp":
         return f"rep={few},dp={ranks // few}"
-    if plan in ("fsdp+tp", "fsdp+cp"):
+    if plan in ("fsdp+tp", "fsdp+cp", "fsdp+pp"):
         return f"dp={ranks // few},{plan[-2:]}={few}"
     return f"tp={ranks}" if plan.startswith("tp") else f"dp={ranks}"
 

@@ -17,6 +17,7 @@ from benchmarks.peers.row import OURS, Row
 from benchmarks.work import LEARNING_RATE, Counted, Step, Work, train_step
 from examples.models.llama import llama_tp, loss
 from shardc.ir.comm_volume import collective_kind
+from shardc.ir.stage_runs import Message
 
 
 def build(work: Work, mesh: DeviceMesh, plan: Callable[[str], shardc.Plan], **said: Any) -> Step:
@@ -29,6 +30,8 @@ def build(work: Work, mesh: DeviceMesh, plan: Callable[[str], shardc.Plan], **sa
 
     def collectives() -> int:
         (program,) = module.shardc.programs.values()
+        if program.stage_ranks:
+            return sum(isinstance(action, Message) for action in program.actions(0))
         return sum(collective_kind(node) is not None for half, _ in program.runs() for node in half.graph.nodes)
 
     optimizer = shardc.optim.wrap(torch.optim.AdamW, module, lr=LEARNING_RATE, fused=True)

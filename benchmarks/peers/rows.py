@@ -11,6 +11,7 @@ from benchmarks.peers import (
     data_parallel,
     microbatches,
     ours,
+    pipeline,
     sharded,
     simple_fsdp,
     tensor_parallel,
@@ -19,7 +20,7 @@ from benchmarks.peers.row import ALONE, OURS, Row
 
 ROWS: tuple[Row, ...] = (
     *alone.ROWS, *data_parallel.ROWS, *sharded.ROWS, *simple_fsdp.ROWS, *tensor_parallel.ROWS, *autoparallel.ROWS,
-    *ours.ROWS, *microbatches.ROWS,
+    *ours.ROWS, *microbatches.ROWS, *pipeline.ROWS,
 )  # fmt: skip
 
 
