@@ -55,6 +55,12 @@ def test_microbatches_equal_one_device() -> None:
 
 
 @pytest.mark.slow
+def test_pipeline_stages_equal_one_device() -> None:
+    output = train("--plan", "fsdp+pp", "--mesh", "dp=2,pp=2", "--microbatches", "4", "--nproc", "4", *EXACT)
+    assert_equals_one_device(output, steps=5, tolerance=1e-9)
+
+
+@pytest.mark.slow
 def test_inductor_equals_one_device_and_samples() -> None:
     output = train("--plan", "fsdp", "--nproc", "2", "--steps", "5", "--check")
     assert_equals_one_device(output, steps=5, tolerance=1e-4)
