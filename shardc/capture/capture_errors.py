@@ -115,9 +115,9 @@ REFUSALS = (
         "take torch.autograd.grad(loss, params) there, or return the loss and call backward() on that",
     ),
     (
-        r"ignore_fresh_unbacked_symbols|while_loop",
-        "loops until a tensor says so, and a program looks at no values",
-        "write a loop of Python over a fixed number of steps, with torch.where for those that shall change nothing",
+        r"ignore_fresh_unbacked_symbols|all carried_inputs must be tensors",
+        "carries a number through a while_loop, which would be a size that depends on values",
+        "carry it as a tensor: torch.zeros((), dtype=torch.int64)",
     ),
     (
         r"shape_env must not be None|nested_tensor",
@@ -193,6 +193,12 @@ REFUSALS = (
         r"\ba state, ",
         "asks for a state of torch or of the process, which a program would keep as a constant",
         "ask for it outside, and pass it as an argument or set an attribute of the model",
+    ),
+    (
+        "might be aliasing the input or the output",
+        "has a scan, or another op with a function, whose function returns a view of its arguments or keeps one for "
+        "backward, which torch.compile refuses too",
+        "return clones (x.clone()), and compute carries by ops that make new tensors",
     ),
     (
         "found at least two devices",
@@ -388,19 +394,18 @@ def refuse_sparse(graph: fx.Graph) -> None:
 
 
 _IN_PLACE_OF = {
-    "cond": "compute both branches and choose with torch.where, or branch on a constant that the caller passes",
     "triton_kernel_wrapper": "wrap the kernel in a torch.library.custom_op that returns its result, with "
     "shardc.register_rule for its rule",
 }
 
 
-_COLLECTIVES = ("c10d_functional", "_c10d_functional")  # namespaces of collectives
+COLLECTIVES = ("c10d_functional", "_c10d_functional")  # namespaces of collectives
 
 
 def refuse_higher_order(graph: fx.Graph) -> None:
     """Raises CaptureError for a higher-order op or a collective."""
     for node in graph.nodes:
-        if getattr(node.target, "namespace", "") in _COLLECTIVES:
+        if getattr(node.target, "namespace", "") in COLLECTIVES:
             raise CaptureError(
                 f"forward calls the collective {node.target}, and a model is written for one device: a program has its "
                 "own collectives",

@@ -32,7 +32,7 @@ from torch.nn import _reduction as _Reduction
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardc._compat import PyTree
-from shardc.capture import decompositions, flex, in_place_ops, markers, raises, side_effects
+from shardc.capture import decompositions, in_place_ops, markers, raises, side_effects, written_out
 from shardc.validate import dtype_name
 
 _call_method = GetAttrVariable.call_method
@@ -404,7 +404,7 @@ _OTHER_FORMS: tuple[tuple[object, str, object], ...] = (
     *OTHER_FORMS,
     *side_effects.OTHER_FORMS,
     *in_place_ops.OTHER_FORMS,
-    *flex.OTHER_FORMS,
+    *written_out.OTHER_FORMS,
     (cached_property, "__get__", get_cached),
 )
 if linear_cross_entropy is not None:  # from torch 2.13 on

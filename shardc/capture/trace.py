@@ -30,7 +30,7 @@ from shardc.capture.capture_errors import capture_error, check_dtypes, check_res
 from shardc.capture.decompositions import FROM_TORCH, OWN, eager_dropout, fake_like, numbers_as_tensors, without_strides
 from shardc.capture.dtypes import UNCHANGED, Dtypes, ModuleDtypes
 from shardc.capture.dynamo_reads import expressed, memories_of, reads_of, recorded
-from shardc.capture.flex import write_out
+from shardc.capture.functions import functions_as_ops
 from shardc.capture.lookups import lookups_by_place
 from shardc.capture.markers import Tag, mark, tagged
 from shardc.capture.queried_states import recorded_states, value_numbers
@@ -46,6 +46,7 @@ from shardc.capture.side_effects import (
     refuse_hooks,
     side_effects,
 )
+from shardc.capture.written_out import write_out
 from shardc.errors import InputError, ShardcError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir.clone import clone_tree
@@ -236,6 +237,7 @@ class Traced(Captured):
     def annotated(self) -> Captured:
         """Return the captured model; annotates ``graph`` in place."""
         refuse_sparse(self.graph.graph)
+        functions_as_ops(self.graph)
         without_strides(self.graph.graph, self.fake_mode)
         numbers_as_tensors(self.graph.graph)
         lookups_by_place(self.graph.graph, self.fake_mode)

@@ -96,8 +96,8 @@ class Body:
             return [list(value.shape), dtype_name(value.dtype)]
 
         return {
-            "forward": list(_to_json(self.forward)),
-            "backward": None if self.backward is None else list(_to_json(self.backward)),
+            "forward": list(graph_to_json(self.forward)),
+            "backward": None if self.backward is None else list(graph_to_json(self.backward)),
             "result": per_row(self.result),
             "saved": [per_row(value) for value in self.saved],
             "flops": list(self.flops),
@@ -112,9 +112,9 @@ class Body:
             return PerRow(tuple(int(size) for size in shape), _constant(str(dtype), torch.dtype))
 
         try:
-            backward = None if data["backward"] is None else _from_json(data["backward"], allowed)
+            backward = None if data["backward"] is None else graph_from_json(data["backward"], allowed)
             return cls(
-                _from_json(data["forward"], allowed), backward, per_row(data["result"]),
+                graph_from_json(data["forward"], allowed), backward, per_row(data["result"]),
                 tuple(map(per_row, data["saved"])), (int(data["flops"][0]), int(data["flops"][1])),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
@@ -210,7 +210,7 @@ def _writes(node: fx.Node) -> bool:
 # --- as plain data
 
 
-def _to_json(graph: fx.Graph) -> Iterator[list[object]]:
+def graph_to_json(graph: fx.Graph) -> Iterator[list[object]]:
     for node in graph.nodes:
         if node.op == "placeholder":
             yield [node.name]
@@ -229,7 +229,7 @@ def _encoded(argument: fx.node.Argument) -> object:
     return grammar.constant_text(argument)
 
 
-def _from_json(lines: Sequence[Any], allowed: Callable[[Any], bool]) -> fx.Graph:
+def graph_from_json(lines: Sequence[Any], allowed: Callable[[Any], bool]) -> fx.Graph:
     graph = fx.Graph()
     env: dict[str, fx.Node] = {}
 

@@ -13,6 +13,7 @@ from torch import fx, nn
 from shardc import _compat
 from shardc._compat import PyTree
 from shardc.cost.causes import Cause, cause_of
+from shardc.custom_ops import function_ops
 from shardc.custom_ops.expert_functions import Body, register
 from shardc.custom_ops.functional_ops import define_in
 from shardc.errors import PrecompiledError
@@ -113,6 +114,9 @@ class Precompiled(Executable):
         for name, body in record.experts.items():
             if register(Body.from_json(body, allowed_op)).name != name:
                 raise PrecompiledError(f"what the record has as the experts {name!r} is something else")
+        for name, function in record.functions.items():
+            if function_ops.register(function_ops.Function.from_json(function, allowed_op)).name != name:
+                raise PrecompiledError(f"what the record has as the function {name!r} is something else")
         self._halves: dict[Phase, fx.GraphModule] = {}
         names: dict[str, str] = {}  # name of a backward placeholder in the record -> its name in the parsed graph
         # The backward is first: a forward names saved values by its placeholders.

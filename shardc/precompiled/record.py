@@ -61,6 +61,7 @@ _NAMESPACES = (
     "shardc_checks",
     "shardc_recurrent",
     "shardc_experts",
+    "shardc_function",
     "shardc_attention",
 )
 _TYPES = re.compile(r"(Optional|List|Tuple)\[(.*)\]")
@@ -235,7 +236,7 @@ def _is_pair(item: object) -> bool:
     return isinstance(item, list) and len(item) == 2 and type(item[0]) in _PLAIN
 
 
-VERSION = 11
+VERSION = 12
 RECORD, ARTIFACTS = "program.json", "inductor.bin"
 LARGEST_TEXT = 1 << 30  # bytes of a file that is parsed
 _COPY = "copy the files themselves into the folder"
@@ -301,6 +302,7 @@ class Record:
         levels, causes: parameter -> its FSDP level, and the plan entry that set its compute layout.
         output_spec: the JSON of `spec_to_json`.
         experts: name -> JSON of an expert function that the graphs call.
+        functions: name -> JSON of a function of ``cond``, ``scan`` or ``while_loop``, behind those that it calls.
         halves: name of each graph -> its `Half`.
         files: name of each other file -> its sha256.
         timed: what it says of microbatches; None without.
@@ -316,6 +318,7 @@ class Record:
     output_spec: Any
     returned: tuple[Returned, ...]
     experts: Mapping[str, Any]
+    functions: Mapping[str, Any]
     halves: Mapping[str, Half]
     files: Mapping[str, str]
     timed: Timed | None

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from shardc._compat import LazyGraphModule
 from shardc.custom_ops.expert_functions import bodies_in, body_of
+from shardc.custom_ops.function_ops import function_of, functions_in
 from shardc.errors import PrecompiledError, VerifyError
 from shardc.ir import grammar
 from shardc.ir import graph as ir
@@ -72,6 +73,7 @@ def save_program(
     (folder / RECORD).unlink(missing_ok=True)
     paths, files = [], {}
     experts: dict[str, object] = {}
+    functions: dict[str, object] = {}
     halves: dict[str, Half] = {}
 
     def write(name: str, data: bytes) -> None:
@@ -90,6 +92,7 @@ def save_program(
             raise PrecompiledError(f"the program cannot be saved: {error.what}", program=error.program) from None
         write(text_file(half), dump(gm, program.mesh, origins=True).encode())
         experts |= {name: body_of(name).to_json() for name in bodies_in(gm.graph)}
+        functions |= {name: function_of(name).to_json() for name in functions_in(gm.graph)}
         entries, data = _large_constants(gm)
         if data:
             write(constants(half), data)
@@ -103,7 +106,8 @@ def save_program(
     record = Record(
         VERSION, torch.__version__, program.key, program.guards,
         tuple((name, str(in_time.get(name, layout))) for name, layout in program.inputs), program.levels,
-        program.causes, spec_to_json(program.output_spec, "the outputs"), program.returned, experts, halves, files,
+        program.causes, spec_to_json(program.output_spec, "the outputs"), program.returned, experts, functions, halves,
+        files,
         Timed.of(program),
     )  # fmt: skip
     _write_record(folder, record)

@@ -1,8 +1,6 @@
-"""Ops that take functions, and gradients by leaves of forward's own."""
+"""Gradients within forward: by leaves of its own, and by functions."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,31 +8,6 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.errors import CaptureError
-
-
-class Net(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
-def branches(x: Tensor) -> Tensor:
-    return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x * 3, (x,))
-
-
-@pytest.mark.parametrize(
-    ("function", "what", "fix"),
-    [
-        (branches, "the higher-order op cond has no sharding rule", "torch.where"),
-    ],
-)
-def test_is_refused_with_its_line(function: Callable[[Tensor], Tensor], what: str, fix: str) -> None:
-    module = shardc.compile(Net(function), shardc.Mesh(dp=2), shardc.Plan(inputs=[("dp", None, None, None)]))
-    with pytest.raises(CaptureError, match=rf"{what}(.|\n)*source: .*test_higher_order.py:\d+(.|\n)*fix: (.|\n)*{fix}"):
-        module.lower(torch.randn(2, 2, 16, 16))
 
 
 class Energy(nn.Module):

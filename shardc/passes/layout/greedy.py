@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from shardc.cost import redistribute
+from shardc.custom_ops import function_ops
 from shardc.custom_ops.functional_ops import written_op
 from shardc.errors import LayoutError, RuleError, ShardcWarning
 from shardc.ir import graph as ir
@@ -176,7 +177,8 @@ class _Sweep:
         """Warns that an op has no rule and is computed whole on every rank; raises RuleError if ``strict``."""
         record = ir.info(node)
         moved = sum(ir.value(x).itemsize * ir.layout(x).numel for x in operands_of(node) if ir.layout(x).axes)
-        op = written_op(node.target) or node.target
+        runs_functions = node.target in function_ops.OPS.values()
+        op = record.name if runs_functions else written_op(node.target) or node.target
         text = f"no rule for {op} ({record.name}): computed whole on every rank, {moved} bytes gathered"
         if self.problem.strict:
             raise RuleError(text, source=record.origin.source, fix="shardc.register_rule(op, ...) or strict=False")

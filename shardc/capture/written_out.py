@@ -1,0 +1,95 @@
+"""Higher-order ops in Dynamo's graph that are written out as plain ops, with ordinary gradients and rules.
+
+- `flex_attention`, whose kernel has no backward on CPUs: its score and mask functions, graphs of scalars, are mapped
+  over all places, as in torch's reference.
+- ``map``: all slices at once, by ``vmap``.
+- ``invoke_subgraph`` (of ``nested_compile_region``): the graph that it calls.
+
+A ``while_loop`` stays one, traced without sizes that depend on values. Its gradient raises where it is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx
+from torch._higher_order_ops.flex_attention import flex_attention, math_attention
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
+from torch._higher_order_ops.map import map_impl
+from torch._higher_order_ops.while_loop import while_loop_op
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import flex_attention as api
+
+from shardc.custom_ops.function_ops import NO_GRADIENT
+
+
+def write_out(gm: fx.GraphModule) -> None:
+    """Replaces calls of higher-order ops by functions of plain ops, in a graph of Dynamo's and in those within it."""
+    for graph_module in gm.modules():
+        if isinstance(graph_module, fx.GraphModule):
+            for node in graph_module.graph.nodes:
+                node.target = _PLAIN.get(node.target, node.target) if node.op == "call_function" else node.target
+            graph_module.recompile()
+
+
+def _map(body: fx.GraphModule, xs: Sequence[Tensor], args: Sequence[Any]) -> Any:
+    """Return the results of ``body`` for each slice of ``xs`` along dim 0, stacked."""
+    return torch.vmap(lambda *slices: _run(body, *slices, *args))(*xs)
+
+
+def _invoke(body: fx.GraphModule, _: str, *operands: Any) -> Any:
+    return _run(body, *operands)
+
+
+def _run(body: fx.GraphModule, *operands: Any) -> Any:
+    return fx.Interpreter(body).run(*operands)  # which keeps the lines and modules of the nodes, unlike a call
+
+
+class _Loop(torch.autograd.Function):
+    """A while loop whose gradient, of as many steps as values say, is an op that raises."""
+
+    @staticmethod
+    def forward(ctx: Any, condition: Any, step: Any, count: int, *operands: Any) -> Any:
+        ctx.save_for_backward(*operands)
+        one_step = {FakeTensorMode: lambda mode, condition, step, carries, rest: _one_step(mode, step, carries, rest)}
+        with patch.dict(while_loop_op.python_key_table, one_step), torch._C._AutoDispatchBelowAutograd():
+            results: Any = while_loop_op(condition, step, operands[:count], operands[count:])
+        ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        operands = ctx.saved_tensors
+        wanted = [x for x in operands if x.is_floating_point()]
+        values = iter(NO_GRADIENT([x for x in grads if x.is_floating_point()], wanted))
+        return (None, None, None, *(next(values) if x.is_floating_point() else None for x in operands))
+
+
+def _while_loop(condition: Any, step: Any, carries: Sequence[Any], rest: Sequence[Any]) -> Any:
+    apply: Any = _Loop.apply
+    return apply(condition, step, len(carries), *carries, *rest)
+
+
+def _one_step(mode: FakeTensorMode, step: Callable[..., Any], carries: Sequence[Any], rest: Sequence[Any]) -> Any:
+    """Return carries with the types that they have after a step; torch's own form makes symbols of numbers."""
+    with mode:
+        return step(*carries, *rest)
+
+
+_PLAIN: dict[object, Callable[..., Any]] = {
+    flex_attention: math_attention,
+    map_impl: _map,
+    invoke_subgraph: _invoke,
+    while_loop_op: _while_loop,
+}
+
+
+def _any_device(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Allows gradients on CPUs, where torch's kernel has none."""
+
+
+# (owner, attribute name, replacement)
+OTHER_FORMS: tuple[tuple[object, str, object], ...] = ((api, "_validate_device", _any_device),)

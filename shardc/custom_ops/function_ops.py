@@ -1,0 +1,167 @@
+"""Ops that run functions: ``cond``, ``scan`` and ``while_loop`` as ops of a graph that name a `Function`.
+
+A `Function` is the op's graphs, of aten ops on tensors, registered under a hash of its content. What it reads is an
+operand of the op. A graph in it may have such ops again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import is_fake
+
+from shardc.custom_ops.expert_functions import graph_from_json, graph_to_json
+from shardc.errors import InputError, RuleError, TextError
+
+NAMESPACE = "shardc_function"
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """The graphs of an op, and how its operands are their arguments.
+
+    Args:
+        kind: name of the op, a key of `KINDS`.
+        graphs: ``cond``: of (operands without the predicate) -> results, one if it is true and one if not; ``scan``: of
+            (carries, a slice of each sequence, the rest) -> (carries, a slice of each result); ``while_loop``: of
+            (carries, the rest) -> a predicate, and of the same -> carries.
+        counts: number of operands that are carries, and of those that are sequences.
+    """
+
+    kind: str
+    graphs: tuple[fx.Graph, ...]
+    counts: tuple[int, int] = (0, 0)
+
+    @cached_property
+    def name(self) -> str:
+        """Return a name with a hash of the content: equal functions have the same name in every process."""
+        return f"{self.kind}.{hashlib.sha256(json.dumps(self.to_json()).encode()).hexdigest()[:8]}"
+
+    @cached_property
+    def calls(self) -> tuple[Callable[..., Sequence[Tensor]], ...]:
+        """Return the graphs as functions."""
+        return tuple(fx.GraphModule({}, graph).forward for graph in self.graphs)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the function as dicts, lists, strings and numbers, for `from_json`."""
+        graphs = [list(graph_to_json(graph)) for graph in self.graphs]
+        return {"kind": self.kind, "graphs": graphs, "counts": list(self.counts)}
+
+    @classmethod
+    def from_json(cls, data: Any, allowed: Callable[[Any], bool]) -> Function:
+        """Make a function from the result of `to_json`; TextError for other data, or an op that is not
+        ``allowed(op)``.
+        """
+        try:
+            graphs = tuple(graph_from_json(graph, allowed) for graph in data["graphs"])
+            kind, (carries, sequences) = data["kind"], map(int, data["counts"])
+            if len(graphs) != len(KINDS[kind]):
+                raise ValueError(f"{kind} has {len(graphs)} graphs")
+            return cls(kind, graphs, (carries, sequences))
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise TextError(f"this is no function of an op: {error}") from error
+
+
+KINDS = {"cond": ("true", "false"), "scan": ("step",), "while_loop": ("condition", "step")}
+_functions: dict[str, Function] = {}
+
+
+def register(function: Function) -> Function:
+    """Register ``function`` by its name, unless it is registered; return the registered one."""
+    return _functions.setdefault(function.name, function)
+
+
+def function_of(name: str) -> Function:
+    """Return the registered function ``name``; RuleError if there is none: it was not captured or loaded here."""
+    if name not in _functions:
+        raise RuleError(f"no function is known by the name {name!r}", fix="capture, or load, the model that has it")
+    return _functions[name]
+
+
+def functions_in(*graphs: fx.Graph) -> Iterator[str]:
+    """Yield the names of the functions that ops in ``graphs`` run, those within functions first."""
+    for node in chain.from_iterable(graph.nodes for graph in graphs):
+        if node.target in OPS.values():
+            yield from functions_in(*function_of(node.args[1]).graphs)
+            yield node.args[1]
+
+
+# --- the ops
+
+
+def _cond(operands: list[Tensor], body: str) -> list[Tensor]:
+    predicate, *rest = operands
+    true, false = function_of(body).calls
+    chosen = true if is_fake(predicate) or predicate else false
+    return _own(chosen(*rest), operands)
+
+
+def _scan(operands: list[Tensor], body: str) -> list[Tensor]:
+    function = function_of(body)
+    (step,), (carries, sequences) = function.calls, function.counts
+    carried, xs, rest = operands[:carries], operands[carries : carries + sequences], operands[carries + sequences :]
+    if is_fake(operands[0]):  # a step gives the shapes of all
+        results = step(*carried, *(x[0] for x in xs), *rest)
+        stacked = [y.new_empty((len(xs[0]), *y.shape)) for y in results[carries:]]
+        return _own([*results[:carries], *stacked], operands)
+    every: list[Sequence[Tensor]] = []
+    for slices in zip(*xs, strict=True):
+        results = step(*carried, *slices, *rest)
+        carried = list(results[:carries])
+        every.append(results[carries:])
+    return _own([*carried, *map(torch.stack, zip(*every, strict=True))], operands)
+
+
+def _while_loop(operands: list[Tensor], body: str) -> list[Tensor]:
+    function = function_of(body)
+    (condition, step), (carries, _) = function.calls, function.counts
+    carried, rest = operands[:carries], operands[carries:]
+    if is_fake(operands[0]):
+        return [x.clone() for x in carried]
+    while _predicate(condition(*carried, *rest)):
+        carried = list(step(*carried, *rest))
+    return _own(carried, operands)
+
+
+def _predicate(result: Any) -> bool:
+    return bool(result[0] if isinstance(result, (tuple, list)) else result)
+
+
+def _own(results: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
+    """Return ``results`` in contiguous memory of their own."""
+    memory = {x.untyped_storage()._cdata for x in operands}
+    out: list[Tensor] = []
+    for x in results:
+        x = x.contiguous()
+        out.append(x.clone() if x.untyped_storage()._cdata in memory else x)
+        memory.add(out[-1].untyped_storage()._cdata)
+    return out
+
+
+def _no_gradient(grads: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+    if is_fake(like[0]):
+        return [torch.empty_like(x) for x in like]
+    raise InputError(
+        "a while_loop has no gradient: its backward would keep values of every step, as many as values say",
+        fix="write a scan over a fixed number of steps, or call the loop under torch.no_grad()",
+    )
+
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_library.define("no_gradient(Tensor[] grads, Tensor[] like) -> Tensor[]")
+_library.impl("no_gradient", _no_gradient, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::no_gradient", _no_gradient, lib=_library)
+NO_GRADIENT = torch.ops.shardc_function.no_gradient.default
+for _kind, _function in (("cond", _cond), ("scan", _scan), ("while_loop", _while_loop)):
+    _library.define(f"{_kind}(Tensor[] operands, str body) -> Tensor[]")
+    _library.impl(_kind, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{_kind}", _function, lib=_library)
+OPS = {kind: getattr(torch.ops.shardc_function, kind).default for kind in KINDS}

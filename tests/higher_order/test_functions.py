@@ -1,0 +1,164 @@
+"""``cond``, ``scan``, ``map``, ``associative_scan``, ``while_loop`` and ``nested_compile_region`` in a model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.map import map as map_slices
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+
+import shardc
+from shardc.errors import CaptureError, InputError
+from shardc.ir.parse import parse
+from shardc.ir.text import dump
+from tests.higher_order.on_ranks import equal_one_device
+from tests.models.alike import trains_alike
+from tests.ranks import run_ranks
+
+FSDP = shardc.fsdp("dp", threshold=0)
+MESHES: list[tuple[dict[str, int], shardc.Plan]] = [
+    ({"dp": 2}, FSDP),
+    ({"dp": 3}, shardc.ddp("dp")),
+    ({"dp": 2, "tp": 2}, FSDP | shardc.tp("tp", colwise=["a"], rowwise=["b"])),
+]
+
+
+class Net(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.b, self.kind = nn.Linear(4, 4), nn.Linear(4, 4), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return KINDS[self.kind](self, self.a(x))
+
+
+def branches(over: float, net: Net, h: Tensor) -> Tensor:
+    return torch.cond(h.square().sum() > over, lambda h: torch.tanh(net.b(h)), lambda h: h * 3 - 1, (h,))
+
+
+def steps(net: Net, h: Tensor) -> Tensor:
+    def step(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        carry = torch.tanh(net.b(carry) + x)
+        return carry, carry * 2 + x
+
+    last, every = scan(step, torch.zeros_like(h[:, 0]), h, dim=1)
+    return every + last.unsqueeze(1)
+
+
+def backwards(net: Net, h: Tensor) -> Tensor:
+    def step(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        carry = carry * torch.sigmoid(x) + net.b(x)
+        return carry, torch.tanh(carry)
+
+    return scan(step, torch.ones_like(h[:, 0]), h, dim=1, reverse=True)[1]
+
+
+def nested(net: Net, h: Tensor) -> Tensor:
+    def step(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        carry = torch.cond(x.sum() > 0, lambda c, x: c + net.b(x), lambda c, x: c - x, (carry, x))
+        return carry, carry.clone()
+
+    return scan(step, torch.zeros_like(h[:, 0]), h, dim=1)[1]
+
+
+@torch.compiler.nested_compile_region
+def region(net: Net, h: Tensor) -> Tensor:
+    return torch.tanh(net.b(h)) * 2
+
+
+KINDS: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "a branch": partial(branches, 0.0),
+    "the other branch": partial(branches, 1e9),
+    "a scan": steps,
+    "a scan from the end": backwards,
+    "a branch in a scan": nested,
+    "a map over rows": lambda net, h: map_slices(lambda h: torch.tanh(net.b(h)), h),
+    "a map over a dim": lambda net, h: map_slices(lambda x, y: x + net.b(y).mean(0), h.transpose(0, 1), h[0].clone()),
+    "an associative scan": lambda net, h: associative_scan(torch.mul, net.b(h), 1, combine_mode="generic"),
+    "a region": lambda net, h: region(net, h) + region(net, h * 2),
+}
+FREE = ("a map over rows", "a map over a dim", "an associative scan", "a region")
+
+
+@pytest.mark.parametrize(("mesh", "plan"), MESHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_trains_as_on_one_device(kind: str, mesh: dict[str, int], plan: shardc.Plan) -> None:
+    torch.manual_seed(0)
+    trains_alike(Net(kind), (torch.randn(6, 5, 4),), mesh, plan, steps=2)
+
+
+def total(out: Tensor) -> Tensor:
+    return out.sum()
+
+
+def lowered(function: Callable[[Net, Tensor], Tensor], loss: Any = total) -> shardc.Program:
+    class Other(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(self, self.a(x))
+
+    module = shardc.compile(Other(""), shardc.Mesh(dp=2), shardc.ddp("dp"), loss=loss, backend="eager")
+    program = module.lower(torch.randn(6, 5, 4))
+    assert isinstance(program, shardc.Program)
+    return program
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_and_parse(kind: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if kind in FREE else "ignore", shardc.ShardcWarning)
+        text = lowered(KINDS[kind]).text("localize")
+    assert dump(parse(text), shardc.Mesh(dp=2)) == text
+
+
+def loop(net: Net, h: Tensor) -> Tensor:
+    start = torch.zeros((), dtype=torch.int64), h
+    return while_loop(lambda n, h: (n < 7) & (h.abs().max() > 0.1), lambda n, h: (n + 1, torch.tanh(net.b(h))), start)[
+        1
+    ]
+
+
+def test_a_while_loop_without_gradients() -> None:
+    KINDS["a while loop"] = loop
+    net, x = Net("a while loop").double(), torch.randn(6, 5, 4, dtype=torch.float64)
+    module = shardc.compile(net, shardc.Mesh(dp=2), FSDP, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(shardc.Simulation(module)(x, grad=False), net(x), rtol=1e-9, atol=1e-12)
+    simulation = shardc.Simulation(shardc.compile(net, shardc.Mesh(dp=2), FSDP, loss=total, backend="eager"))
+    simulation(x)
+    with pytest.raises(InputError, match=r"while_loop has no gradient(.|\n)*fix: write a scan"):
+        simulation.backward()
+
+
+def test_a_function_that_draws_is_refused_with_its_line() -> None:
+    def dropped(net: Net, h: Tensor) -> Tensor:
+        return torch.cond(h.sum() > 0, lambda h: nn.functional.dropout(h), lambda h: h * 1, (h,))
+
+    with pytest.raises(CaptureError, match=r"cond draws random numbers(.|\n)*source: .*test_functions.py:\d+"):
+        lowered(dropped)
+
+
+def test_a_number_that_a_loop_carries_is_refused_with_its_line() -> None:
+    def counted(net: Net, h: Tensor) -> Tensor:
+        return while_loop(lambda n, h: n < 3, lambda n, h: (n + 1, h * 2), (0, h))[1]
+
+    with pytest.raises(CaptureError, match=r"number through a while_loop(.|\n)*source: .*test_functions.py:\d+"):
+        lowered(counted)
+
+
+def on_ranks(found: bool) -> None:
+    models = [partial(Net, kind) for kind in ("a branch", "a scan", "a branch in a scan")]
+    equal_one_device(models, (torch.randn(6, 5, 4, dtype=torch.float64),), ("eager", "inductor"), found)
+
+
+def test_on_two_ranks_and_from_the_store(tmp_path: Path) -> None:
+    run_ranks(2, partial(on_ranks, False), programs=tmp_path)
+    run_ranks(2, partial(on_ranks, True), programs=tmp_path)
