@@ -216,6 +216,11 @@ def _one_dim_placement(placement: Placement | None) -> object:
     raise NotImplementedError(f"placement {placement!r}")
 
 
+def is_fake(x: torch.Tensor) -> bool:
+    """Whether ``x`` is a fake tensor, or a wrapper of one: it has a type and no values."""
+    return torch._subclasses.fake_tensor.is_fake(x)
+
+
 def is_dispatched(op: OpOverload) -> bool:
     """Whether torch's dispatcher has a kernel for an op overload; TorchScript's own ops have none."""
     return bool(torch._C._dispatch_has_kernel(op.name()))

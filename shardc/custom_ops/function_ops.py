@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import is_fake
 
+from shardc._compat import is_fake
 from shardc.custom_ops.expert_functions import graph_from_json, graph_to_json
 from shardc.errors import InputError, RuleError, TextError
 
