@@ -14,12 +14,14 @@ from shardc._compat import LazyGraphModule
 from shardc.ir import graph as ir
 from shardc.ir.executable import (
     BACKWARD,
+    BACKWARDS,
     CLOSING,
     FORWARD,
     GATHERS,
     GRADIENTS,
     INFERENCE,
     INPUT_GRADIENTS,
+    LAST_BACKWARD,
     SUM,
     TRANSFER,
     WEIGHT_GRADIENTS,
@@ -28,10 +30,11 @@ from shardc.ir.executable import (
     opening,
 )
 from shardc.ir.graph import Role
+from shardc.ir.op_traits import communicates
 from shardc.ir.phases import Phases, Staged
-from shardc.ir.schedules import Kind, play
+from shardc.ir.schedules import play
 from shardc.ir.stage_runs import Boundary, StageRuns
-from shardc.passes.lower.microbatch import closing_forward, marked_terms
+from shardc.passes.lower.microbatch import closed, closing_forward, marked_terms, part
 from shardc.plan.stages import PipelineStages
 from shardc.step_cut import MicrobatchCut
 
@@ -62,15 +65,22 @@ class PipelineCut(MicrobatchCut):
     def phases(self) -> tuple[Phase, ...]:
         loops = enumerate(self.parts.openings)
         openings = [name for at, loop in loops for name in opening(at)[loop.each is None :]]
-        names = (GATHERS, FORWARD, *self._backwards, GRADIENTS) if self.trains else (GATHERS, FORWARD, CLOSING)
-        return (*openings, *(AtStage(name, at) for at in range(self.stages.count) for name in names))
+        out: list[Phase] = list(openings)
+        for at, backwards in enumerate(self._backwards):
+            last = (*dict.fromkeys(backwards), LAST_BACKWARD, GRADIENTS) if self.trains else (CLOSING,)
+            out += [AtStage(name, at) for name in (GATHERS, FORWARD, *last)]
+        return tuple(out)
 
-    @property
-    def _backwards(self) -> tuple[str, ...]:
-        """The phases of a backward, of which the schedule has one or two."""
+    @cached_property
+    def _backwards(self) -> list[list[str]]:
+        """The phases of the backwards of each stage, in the order of the schedule; of a backward in two, the second
+        gives terms.
+        """
         lists = self.stages.entry.lists(self.stages.ranks, self.bound.mesh.microbatches).lists
-        is_split = any(action.kind == Kind.BACKWARD_INPUT for actions in lists for action in actions)
-        return (INPUT_GRADIENTS, WEIGHT_GRADIENTS) if is_split else (BACKWARD,)
+        out: list[list[str]] = [[] for _ in range(self.stages.count)]
+        for action in (action for actions in lists for action in actions if action.kind in BACKWARDS):
+            out[action.stage].append(BACKWARDS[action.kind])
+        return out
 
     def graph(self, phase: Phase) -> fx.GraphModule | None:
         half = self._at(phase) if isinstance(phase, AtStage) else self._of_parts(phase)
@@ -86,20 +96,66 @@ class PipelineCut(MicrobatchCut):
         if phase.phase == CLOSING:
             return closing_forward(staged.closings[at])
         if phase.phase == GRADIENTS:
-            return staged.closings[at]
+            return self._closings[at][1]
+        if at not in self._halves:
+            self._halves[at] = self._cut_stage(at)
+        return self._halves[at].get(phase.phase)
+
+    @cached_property
+    def _halves(self) -> dict[int, dict[str, fx.GraphModule | None]]:
+        return {}
+
+    def _cut_stage(self, at: int) -> dict[str, fx.GraphModule | None]:
+        """Cuts the joint graph of a stage into forward and backward, or backwards, and closes the last of these."""
+        staged, checks, mesh = self.staged, self.joint.options.verify, self.bound.mesh
         first, second = self._partitioned(staged.bodies[at])
-        if phase.phase == FORWARD or second is None:
-            return first if phase.phase == FORWARD else None
+        out: dict[str, fx.GraphModule | None] = {FORWARD: first}
+        if second is None:
+            return out
         sent = [ir.info(x).name for x in staged.down[at - 1]] if at else []
         second = marked_terms(marked_terms(second, self.parts.reduce), sent, TRANSFER)
-        return second if phase.phase == BACKWARD else self._of_two(second, phase.phase)
+        out[BACKWARD] = second
+        if INPUT_GRADIENTS in self._backwards[at]:
+            inputs, weights = passes.SplitBackward()(second)
+            if checks:
+                verify.verify_two_backwards(second, inputs, weights, mesh)
+            out |= {INPUT_GRADIENTS: inputs, WEIGHT_GRADIENTS: weights}
+        last = out[next(phase for phase in reversed(self._backwards[at]) if phase != INPUT_GRADIENTS)]
+        closing, left = self._closings[at][0], self._taken_elsewhere(at)
+        if closing is not None and last is not None:
+            out[LAST_BACKWARD] = ended = passes.HoistGradEpilogue()(closed(last, closing, self.parts.reduce, left))
+            if checks:
+                verify.verify_closing(last, closing, ended, self.parts.reduce, left, mesh)
+        return out
 
-    def _of_two(self, backward: fx.GraphModule, phase: str) -> fx.GraphModule | None:
-        """Returns one of the two parts of a backward, and verifies that they compute the same."""
-        inputs, weights = passes.SplitBackward()(backward)
-        if self.joint.options.verify:
-            verify.verify_two_backwards(backward, inputs, weights, self.bound.mesh)
-        return inputs if phase == INPUT_GRADIENTS else weights
+    @cached_property
+    def _closings(self) -> list[tuple[fx.GraphModule | None, fx.GraphModule | None]]:
+        """The closing graph of each stage, in two: what its last backward also computes, and the rest.
+
+        The first part is what takes sums of the stage's own terms, if it communicates: so that this overlaps.
+        """
+        return [self._in_two(at, closing) for at, closing in enumerate(self.staged.closings)]
+
+    def _in_two(self, at: int, closing: fx.GraphModule) -> tuple[fx.GraphModule | None, fx.GraphModule | None]:
+        elsewhere: dict[fx.Node, bool] = {}  # whether it depends on sums of terms of other stages
+        for node in closing.graph.nodes:
+            is_sum = node.op == "placeholder" and ir.role(node).kind == SUM
+            elsewhere[node] = any(elsewhere[x] for x in node.all_input_nodes) or (
+                is_sum and self.staged.terms[ir.role(node).name] != at
+            )
+        results: tuple[list[tuple[Role, fx.node.Argument]], ...] = [], []
+        for role, x in ir.outputs(closing.graph):
+            results[not isinstance(x, fx.Node) or elsewhere[x]].append((role, x))
+        graphs = [LazyGraphModule(closing, part(closing.graph, some, {})) for some in results]
+        if not any(communicates(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"):
+            return None, closing
+        return graphs[0], graphs[1] if ir.outputs(graphs[1].graph) else None
+
+    def _taken_elsewhere(self, at: int) -> set[str]:
+        """Returns the names of the sums that graphs other than the last backward of a stage take."""
+        graphs = [rest for _, rest in self._closings if rest is not None]
+        graphs += [own for stage, (own, _) in enumerate(self._closings) if own is not None and stage != at]
+        return {ir.role(node).name for gm in graphs for node in ir.placeholders(gm.graph, SUM)}
 
     def runs(self, training: bool) -> StageRuns:
         """Returns what crosses between the stages, and their order, in a step or in a call without gradients.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter, getitem
 from types import MappingProxyType
@@ -210,7 +210,13 @@ def phases(forward: str, openings: int, gathers_once: bool) -> tuple[str, ...]:
 GATHERS, GRADIENTS = "gathers", "gradients"
 # A backward in two: what leads to the gradients that earlier stages take, and the rest.
 INPUT_GRADIENTS, WEIGHT_GRADIENTS = "backward of inputs", "backward of weights"
-_BACKWARDS = (LAST_BACKWARD, GRADIENTS, INPUT_GRADIENTS, WEIGHT_GRADIENTS)
+# Computation of a schedule -> the phase that it runs.
+BACKWARDS = {
+    Kind.BACKWARD: BACKWARD, Kind.BACKWARD_INPUT: INPUT_GRADIENTS, Kind.BACKWARD_WEIGHT: WEIGHT_GRADIENTS,
+}  # fmt: skip
+
+
+_LIKE_BACKWARD = (LAST_BACKWARD, GRADIENTS, INPUT_GRADIENTS, WEIGHT_GRADIENTS)
 
 
 @dataclass(frozen=True)
@@ -271,7 +277,7 @@ class Half:
     def kind(self) -> str:
         """Return the phase as text, without stage; BACKWARD for every backward, whatever outputs it is for."""
         phase = self.phase.phase if isinstance(self.phase, AtStage) else self.phase
-        return phase if isinstance(phase, str) and phase not in _BACKWARDS else BACKWARD
+        return phase if isinstance(phase, str) and phase not in _LIKE_BACKWARD else BACKWARD
 
     @property
     def is_forward(self) -> bool:
@@ -528,10 +534,7 @@ class Executable(ABC):
         trains = training and self.trains
         runs = self.stage_runs(trains)
         stages = runs.stages(rank)
-        computed = {
-            Kind.FORWARD: FORWARD if trains else INFERENCE, Kind.BACKWARD: BACKWARD,
-            Kind.BACKWARD_INPUT: INPUT_GRADIENTS, Kind.BACKWARD_WEIGHT: WEIGHT_GRADIENTS,
-        }  # fmt: skip
+        computed = {Kind.FORWARD: FORWARD if trains else INFERENCE, **BACKWARDS}
 
         def once(phase: str) -> list[Run]:
             return [Run(half) for stage in stages if (half := self.find(AtStage(phase, stage))) is not None]
@@ -546,6 +549,13 @@ class Executable(ABC):
                 out.append(action)
             elif (half := self.find(AtStage(computed[action[0]], action[1]))) is not None:
                 out.append(Run(half, action[2]))
+        for stage in stages:  # its last terms are added to the others, if it closes the step in the same graph
+            last = self.find(AtStage(LAST_BACKWARD, stage)) if trains else None
+            if last is not None:
+                gives_terms = AtStage(BACKWARD, stage), AtStage(WEIGHT_GRADIENTS, stage)
+                runs_of = [(at, x) for at, x in enumerate(out) if isinstance(x, Run) and x.half.phase in gives_terms]
+                place, run = runs_of[-1]
+                out[place] = replace(run, half=last)
         return [*out, *runs.behind(rank), *once(GRADIENTS if trains else CLOSING), *runs.last(rank)]
 
     @property

@@ -6,7 +6,7 @@ failure. Sharding rules come from the caller: ``agrees`` returns why an op's ope
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 
 from torch import fx
 
@@ -178,6 +178,20 @@ def verify_two_backwards(
     graphs = [None if gm is None else gm.graph for gm in (inputs, weights)]
     if (lost := cut_in_stages.in_two(backward.graph, *graphs)) is not None:
         raise broken(Subject(backward, mesh, no_rules), "split_backward", output_node(backward.graph), lost)
+
+
+def verify_closing(
+    backward: fx.GraphModule,
+    closing: fx.GraphModule,
+    last: fx.GraphModule,
+    reduce: Mapping[str, str],
+    left: Container[str],
+    mesh: Mesh,
+) -> None:
+    """Check the last backward of a stage, which also closes the step; raises VerifyError. Arguments as of `closed`."""
+    lost = cut_in_time.closes(backward.graph, closing.graph, last.graph, reduce, left)
+    if lost is not None:
+        raise broken(Subject(last, mesh, no_rules), "stages", output_node(last.graph), lost)
 
 
 def broken(subject: Subject, stage: str, node: fx.Node, reason: str) -> VerifyError:

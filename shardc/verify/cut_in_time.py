@@ -6,7 +6,7 @@ graphs agree with the joint graph if each term, each value that graphs hand on, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -72,9 +72,14 @@ def _is_own(role: Role, mesh: Mesh, split: set[str | int]) -> bool:
     return {"input": role.name, "tangent": role.index}.get(role.kind) in split
 
 
-def closes(backward: fx.Graph, closing: fx.Graph, last: fx.Graph, reduce: Mapping[str, str]) -> str | None:
+def closes(
+    backward: fx.Graph, closing: fx.Graph, last: fx.Graph, reduce: Mapping[str, str], left: Container[str] = ()
+) -> str | None:
     """Return a description of the first result of the last microbatch's backward that is not that of ``closing`` on the
     sums with its own terms, or None.
+
+    Args:
+        left: terms that are results, too.
     """
     prints = fingerprints(backward)
     sums = {}
@@ -86,7 +91,7 @@ def closes(backward: fx.Graph, closing: fx.Graph, last: fx.Graph, reduce: Mappin
         terms: list[object] = [of_others, *mine]
         added: tuple[object, ...] = (_CAT, [terms], []) if is_gather else (JOIN[reduce[role.name]], terms, [])
         sums[SUM, role.name] = digest(*added) if mine else of_others
-    own = {key: value for key, value in of_outputs(backward, prints).items() if key[0] != TERM}
+    own = {key: value for key, value in of_outputs(backward, prints).items() if key[0] != TERM or key[1] in left}
     expected = of_outputs(closing, fingerprints(closing, arguments=sums)) | own
     return same(expected, of_outputs(last, fingerprints(last)))
 

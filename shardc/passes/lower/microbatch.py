@@ -380,7 +380,9 @@ def closing_forward(closing: fx.GraphModule) -> fx.GraphModule:
     return LazyGraphModule(closing, part(closing.graph, results, {}))
 
 
-def closed(backward: fx.GraphModule, closing: fx.GraphModule, reduce: Mapping[str, str]) -> fx.GraphModule:
+def closed(
+    backward: fx.GraphModule, closing: fx.GraphModule, reduce: Mapping[str, str], left: Container[str] = ()
+) -> fx.GraphModule:
     """Returns the backward of the last microbatch: it adds its terms to the sums of the others, then closes the step.
 
         backward:  ... %g            ...  %g.sum = add(%g.sums, %g)
@@ -390,6 +392,7 @@ def closed(backward: fx.GraphModule, closing: fx.GraphModule, reduce: Mapping[st
         backward: the backward of any microbatch; its results of role "term" are terms.
         closing: `Phases.closing`.
         reduce: `Phases.reduce`.
+        left: terms that are results, too, since other graphs take their sums.
     """
     terms = {role.name: x for role, x in ir.outputs(backward.graph) if role.kind == TERM and isinstance(x, fx.Node)}
     chain = _Chain(backward, closing)
@@ -403,7 +406,8 @@ def closed(backward: fx.GraphModule, closing: fx.GraphModule, reduce: Mapping[st
                 chain.env[node] = at.call(aten.cat.default, [others, own])
             else:
                 chain.env[node] = at.call(JOIN[reduce[name]], others, own)
-    return chain.end([*ir.outputs(closing.graph), *(x for x in ir.outputs(backward.graph) if x[0].kind != TERM)])
+    results = [(role, x) for role, x in ir.outputs(backward.graph) if role.kind != TERM or role.name in left]
+    return chain.end([*ir.outputs(closing.graph), *results])
 
 
 def _shorten(others: fx.Node, own: fx.Node) -> None:
