@@ -75,7 +75,7 @@ def annotate(
             record = Info(
                 names.fresh(name),
                 ir.value_of(node.meta.get("val")),
-                Origin(module, line_of(node), phase, region=_region(node)),
+                Origin(module, line_of(node), phase, **_region(node)),
             )
         ir.set_info(node, record)
     _cast_stored(gm.graph, stored)
@@ -293,11 +293,15 @@ def _module_path(node: fx.Node) -> str:
     return model_name(path).strip(".")
 
 
-def _region(node: fx.Node) -> int:
-    """Return the checkpoint region of ``node``, numbered from 1 in the order of the calls; 0 outside of all regions."""
+def _region(node: fx.Node) -> dict[str, Any]:
+    """Return the fields of an `Origin` for the checkpoint region of ``node``: its number, from 1 in the order of the
+    calls (0 outside of all regions), and whether the region's policy saves the result.
+    """
     policy = node.meta.get("recompute")
-    recomputed = policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    return node.meta.get("ac_graph_id", 0) + 1 if recomputed else 0
+    if not isinstance(policy, CheckpointPolicy):
+        return {}
+    saved = policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+    return {"region": node.meta.get("ac_graph_id", 0) + 1, "saved": saved}
 
 
 def _stem(node: fx.Node, module: str = "") -> str:

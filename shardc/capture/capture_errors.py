@@ -55,11 +55,6 @@ REFUSALS = (
         "an input with requires_grad=True",
     ),
     (
-        r"_checkpoint_without_reentrant_generator|_composable/checkpoint_activation\.py",
-        "has a module under the composable checkpoint, whose hooks cannot be traced",
-        "wrap it with checkpoint_wrapper, or call torch.utils.checkpoint.checkpoint in forward",
-    ),
-    (
         "`pack_padded_sequence`",
         "packs a sequence, whose sizes depend on the values of lengths",
         "run the layer on the padded tensor, and take of each row what its length says",
@@ -180,12 +175,7 @@ REFUSALS = (
         "ask h.requires_grad, or not h.is_leaf, in the place of h.grad_fn is not None",
     ),
     (
-        "function `checkpoint_sequential`",
-        "calls torch.utils.checkpoint.checkpoint_sequential, which cannot be traced",
-        "call torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False) for each part",
-    ),
-    (
-        r"`CheckpointFunction\.",
+        r"(?s)`CheckpointFunction\.|function `get_rng_state`.*utils/checkpoint\.py",
         "calls torch.utils.checkpoint.CheckpointFunction.apply, which cannot be traced",
         "call torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)",
     ),

@@ -32,7 +32,7 @@ from torch.nn import _reduction as _Reduction
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardc._compat import PyTree
-from shardc.capture import decompositions, in_place_ops, markers, raises, side_effects, written_out
+from shardc.capture import checkpoints, decompositions, in_place_ops, markers, raises, side_effects, written_out
 from shardc.validate import dtype_name
 
 _call_method = GetAttrVariable.call_method
@@ -139,6 +139,7 @@ def other_layers(root: nn.Module) -> Iterator[None]:
       number.
     - `nn.SyncBatchNorm` would call collectives: a program computes on the global batch, so it becomes a batch norm.
     - A recurrent layer has a second list of its parameters: it is rebuilt from the traced ones.
+    - The composable ``checkpoint(module)`` becomes a call of `torch.utils.checkpoint.checkpoint`.
     - Models of ``transformers`` record hidden states and attentions by hooks, which the first call that asks for some
       installs, under a lock that cannot be traced. A hook does nothing in a call that asks for none. Speech models mark
       a tensor inside as requiring a gradient, for the library's own checkpoints.
@@ -159,6 +160,8 @@ def other_layers(root: nn.Module) -> Iterator[None]:
             attributes = dict(vars(module))
             if isinstance(module, nn.RNNBase):
                 module._init_flat_weights()
+            elif replaced := checkpoints.composed(module):
+                vars(module).update(replaced)
             elif isinstance(module, _BatchNorm) and "forward" not in attributes and (forward := _other_forward(module)):
                 vars(module)["forward"] = MethodType(forward, module)
             else:
@@ -419,5 +422,5 @@ def other_forms() -> Iterator[None]:
     """Replaces torch's functions by those of this file; undoes it on exit."""
     raises.fill_kl_cache()
     get_torch_obj_rule_map(), get_tensor_method()  # Dynamo looks functions up by name, once: to find torch's own
-    with markers.patched((*_OTHER_FORMS, *markers.other_forms())):
+    with markers.patched((*_OTHER_FORMS, *markers.other_forms())), checkpoints.sequential_traced():
         yield

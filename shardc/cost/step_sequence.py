@@ -45,7 +45,8 @@ def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
 
     These are the nodes of checkpointed regions, and the nodes that receive keys and values of other ranks: to save them
     would cost the memory that splitting the sequence saves. Excluded are values used after their region (as in eager
-    checkpointing), kernels with random numbers of their own (a second run would draw others), and host copies.
+    checkpointing) or saved by its policy, kernels with random numbers of their own (which a second run would draw
+    anew), and host copies.
 
     Args:
         graph: a localized joint graph.
@@ -55,6 +56,8 @@ def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
     recomputed: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or not (region := _region(node)) or move_kind(node) is not None:
+            continue
+        if ir.info(node).origin.saved:
             continue
         if node.target is comm.WAIT:
             repeated = node.args[0] in recomputed

@@ -78,6 +78,7 @@ class Origin:
         cause: for inserted nodes, the plan entry or option that asked for it.
         consumer: for a reshard that no plan entry asked for, the name of the op, or of the output, that needs it.
         region: number of its ``torch.utils.checkpoint`` region, which backward recomputes; 0 for none.
+        saved: whether the policy of its region saves its result (``must_save``), so that backward reads it.
     """
 
     module: str = ""
@@ -86,6 +87,7 @@ class Origin:
     cause: str = ""
     region: int = 0
     consumer: str = ""
+    saved: bool = False
 
     @property
     def reason(self) -> str:

@@ -520,6 +520,7 @@ class Names:
                 origin.cause,
                 origin.region and origin.region + shift * self.regions,
                 rename(origin.consumer) if origin.consumer else "",
+                origin.saved,
             ),
             role and replace(role, name=self.module(role.name, shift)),
             record.needs,

@@ -233,9 +233,7 @@ def lazy() -> None:
 def checkpointed() -> None:
     model = net()
     checkpoint(model[0])
-    with pytest.raises(CaptureError, match="composable checkpoint") as caught:
-        on_ranks(model)(X)
-    assert "checkpoint_wrapper" in str(caught.value)
+    torch.testing.assert_close(on_ranks(model)(X), model(X))
 
 
 def test_on_two_ranks() -> None:

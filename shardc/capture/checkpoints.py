@@ -1,0 +1,64 @@
+"""Checkpoints that Dynamo does not trace, as calls of `torch.utils.checkpoint.checkpoint`, which it does.
+
+- The composable ``checkpoint(module)`` is a pair of hooks, which run a generator around forward.
+- ``checkpoint_sequential`` is among the functions that Dynamo skips; its code can be traced.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+from torch._dynamo import trace_rules
+from torch.distributed._composable import checkpoint_activation
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from shardc._compat import PyTree
+
+_MODULE = checkpoint_activation.__name__
+
+
+@contextmanager
+def sequential_traced() -> Iterator[None]:
+    """Context manager in which Dynamo traces ``checkpoint_sequential``, and what it calls in its file."""
+    inlined = trace_rules.get_mod_inlinelist()
+    new = {Path(checkpoint_sequential.__code__.co_filename).with_suffix("").as_posix()} - inlined
+    inlined |= new
+    try:
+        yield
+    finally:
+        inlined -= new
+
+
+def composed(module: nn.Module) -> dict[str, object]:
+    """Return attributes that replace the composable checkpoint of ``module``; none if it is under none."""
+    before = _own(module._forward_pre_hooks)
+    if before is None:
+        return {}
+    hooks = {kind: _without(getattr(module, kind)) for kind in ("_forward_pre_hooks", "_forward_hooks")}
+    cells = dict(
+        zip(before.__code__.co_freevars, (cell.cell_contents for cell in before.__closure__ or ()), strict=True)
+    )
+    return {**hooks, "forward": MethodType(_checkpointed(module.forward, cells["user_context_fns"]), module)}
+
+
+def _checkpointed(forward: Callable[..., PyTree], context_fn: Callable[..., Any] | None) -> Callable[..., PyTree]:
+    options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
+
+    def checkpointed(self: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    return checkpointed
+
+
+def _own(hooks: dict[int, Any]) -> FunctionType | None:
+    return next((x for x in hooks.values() if getattr(x, "__module__", "") == _MODULE), None)
+
+
+def _without(hooks: dict[int, Any]) -> OrderedDict[int, Any]:
+    return OrderedDict((key, x) for key, x in hooks.items() if getattr(x, "__module__", "") != _MODULE)
