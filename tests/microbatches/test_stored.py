@@ -291,9 +291,13 @@ def loaded_on_ranks(folder: Path) -> None:
     assert all(p.grad is not None for p in module.parameters())
 
 
-def test_loaded_on_ranks(tmp_path: Path) -> None:
+def saves(folder: Path) -> None:
     fresh, batch = several()
-    fresh.lower(*batch).save(tmp_path)
+    fresh.lower(*batch).save(folder)
+
+
+def test_loaded_on_ranks(tmp_path: Path) -> None:
+    run_ranks(1, partial(saves, tmp_path))  # in a process of its own, as users do
     run_ranks(2, partial(loaded_on_ranks, tmp_path))
 
 
