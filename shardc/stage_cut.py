@@ -177,9 +177,10 @@ class PipelineCut(MicrobatchCut):
                 takers.setdefault(key, (set(), node.meta["val"]))[0].add(at)
         first = self.stages.first
         copies = {
-            name: (first[name], frozenset(stages - {first[name]}), like)
-            for (kind, name), (stages, like) in takers.items() if kind == "param" and like.dim()
-        }  # fmt: skip
+            name: (first[name], others, like)
+            for (kind, name), (stages, like) in takers.items()
+            if kind == "param" and like.dim() and (others := frozenset(stages - {first[name]}))
+        }
         terms = {
             name: (staged.terms[name], frozenset(stages), like)
             for (kind, name), (stages, like) in takers.items() if kind == SUM

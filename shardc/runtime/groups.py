@@ -145,9 +145,20 @@ class Groups:
         """Whether this is the first rank of the device mesh."""
         return self.whole.rank == 0
 
-    def along_stages(self) -> dist.ProcessGroup:
-        """Returns this rank's process group along the axis of stages, in their order."""
-        return c10d._resolve_process_group(self.whole.add([(self.stages,)])[GROUP_PREFIX + self.stages])  # type: ignore[arg-type]
+    def along_stages(self, back: bool = False) -> dist.ProcessGroup:
+        """Returns this rank's process group along the axis of stages, in their order.
+
+        Args:
+            back: the second one of these ranks. NCCL runs what two ranks send each other over one group in turn, so
+                each direction has a group of its own.
+        """
+        whole, name = self.whole, GROUP_PREFIX + self.stages
+        if back and f"{name}:back" not in whole.rename:
+            registered = f"{whole.prefix}{self.stages}:back"
+            c10d._register_process_group(registered, whole._new((self.stages,)))  # type: ignore[arg-type]
+            whole.rename[f"{name}:back"] = registered
+        key = f"{name}:back" if back else name
+        return c10d._resolve_process_group(whole.add([(self.stages,)])[key])  # type: ignore[arg-type]
 
     def add(self, axes_sets: Iterable[Axes]) -> dict[str, str]:
         """Creates the process groups along each of ``axes_sets`` that do not exist yet; returns `rename`.
@@ -267,6 +278,11 @@ class Groups:
             return _world()
         if axes[0] in self.mesh.axes and len(axes) == 1 and all(group == sorted(group) for group in groups):
             return self._device_mesh.get_group(axes[0])
+        return self._new(axes)
+
+    def _new(self, axes: Axes) -> dist.ProcessGroup:
+        """Creates a new group along ``axes``, as `_make` does where there is none yet."""
+        groups, everyone = self._groups(axes), list(range(dist.get_world_size()))
         if sorted(self._global) != everyone:
             # Ranks that are not on the mesh do not take part.
             return _compat.new_group(self.ranks(axes), members_only=True)

@@ -28,8 +28,12 @@ class StageLink:
 
     def __init__(self, groups: Groups, program: Executable, device: torch.device) -> None:
         self.groups, self.program, self.device = groups, program, device
-        self._group = groups.along_stages()
+        self._groups = [groups.along_stages(back) for back in (False, True)]
         self._pending: list[tuple[Any, Tensor]] = []  # sends that may not have left, with what they send
+
+    def _group(self, message: Message) -> dist.ProcessGroup:
+        """Returns the process group of the messages of one direction."""
+        return self._groups[message.source > message.target]
 
     def send(self, message: Message, values: list[Any]) -> None:
         self._pending = [(work, x) for work, x in self._pending if not work.is_completed()]
@@ -37,7 +41,7 @@ class StageLink:
             x = _bytes(x)
             if x.numel():
                 with self.groups.consistency.waits():
-                    work = dist.isend(x, group=self._group, group_dst=message.target)
+                    work = dist.isend(x, group=self._group(message), group_dst=message.target)
                 self._pending.append((work, x))
 
     def arrived(self, message: Message) -> bool:
@@ -47,7 +51,7 @@ class StageLink:
         out = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in message.examples]
         for x in out:
             if x.numel():
-                self._wait(message, dist.irecv(_bytes(x), group=self._group, group_src=message.source))
+                self._wait(message, dist.irecv(_bytes(x), group=self._group(message), group_src=message.source))
         return out
 
     def finish(self) -> None:
@@ -67,7 +71,7 @@ class StageLink:
             with consistency.runs():
                 work.wait()
         except RuntimeError as error:
-            peer = dist.get_global_rank(self._group, message.source)
+            peer = dist.get_global_rank(self._group(message), message.source)
             kind, name, at = message.keys[0]
             more = f" and {len(message.keys) - 1} more" if len(message.keys) > 1 else ""
             raise consistency.behind() or CollectiveError(

@@ -166,6 +166,8 @@ class _Assignment:
             self._params[node] = (
                 frozenset([role.name]) if role.kind == "param" else self.gathered.get(role.name, frozenset())
             )
+        inputs = [x for x in ir.placeholders(self.graph) if ir.role(x).kind in ("input", "buffer", "key", "tangent")]
+        self._of_inputs = set(inputs)
         late: list[fx.Node] = []
         for node in self.graph.nodes:
             if node.op == "call_function" and not self._is_free(node):
@@ -239,9 +241,12 @@ class _Assignment:
             return False
         params = frozenset[str]().union(*(self._params.get(x, frozenset()) for x in operands))
         moves = communicates(node.target) or moves_data(node.target) or is_view(node.target) or node.target is CAST
-        if params and not moves:
+        reads_inputs = any(x in self._of_inputs for x in operands)
+        if params and (reads_inputs or not moves):
             return False
         self._params[node] = params
+        if reads_inputs:
+            self._of_inputs.add(node)
         return True
 
     def _forward(self, node: fx.Node) -> int | None:
@@ -259,7 +264,9 @@ class _Assignment:
         forward = [self.stage[x] for x in node.all_input_nodes if x in self.stage and not self.behind[x]]
         module = self.stages.of_module(ir.info(node).origin.module)
         if not operands:
-            return max([*forward, *([] if module is None else [module])], default=self.stages.count - 1)
+            params = frozenset[str]().union(*(self._params.get(x, frozenset()) for x in node.all_input_nodes))
+            anchors = [*forward, *([] if module is None else [module])] or [self._owner(params)] * bool(params)
+            return max(anchors, default=self.stages.count - 1)
         return min([*operands, *([] if module is None else [module])])
 
     def _owner(self, params: Iterable[str]) -> int:
