@@ -202,7 +202,14 @@ class PipelineCut(MicrobatchCut):
             Boundary(crossing(up, stages[at + 1 :], True), crossing(down, stages[: at + 1], training))
             for at, (up, down) in enumerate(zip(staged.up, staged.down, strict=True))
         )
-        return StageRuns(order, boundaries, copies, terms, results)
+        owners = self.stages.owners
+        closed_grads = [x for closing in closings for x in ir.outputs(closing.graph) if x[0].kind == "grad"]
+        grads = {
+            role.name: (owners[role.name], x.meta["val"])
+            for role, x in closed_grads
+            if role.name in owners and isinstance(x, fx.Node) and x.meta["val"].dim()
+        }
+        return StageRuns(order, boundaries, copies, terms, results, grads)
 
     def _is_result(self, role: Role, val: Any) -> bool:
         """Returns whether all ranks get a result: an output, or a gradient of an input or of a parameter without dims,

@@ -30,7 +30,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.repeat import Segment
 from shardc.ir.returned import Returned
 from shardc.ir.schedules import Kind
-from shardc.ir.stage_runs import Message, StageRuns
+from shardc.ir.stage_runs import Key, Message, StageRuns
 
 
 @dataclass(frozen=True)
@@ -369,6 +369,30 @@ class Run:
     microbatch: int = 0
 
 
+def saved_key(half: Half, name: str, microbatch: int) -> Key:
+    """Return the key of a value that one graph of a stage saves for another, by the name of the argument."""
+    return "saved", (half.stage, name), microbatch
+
+
+def _last_uses(actions: Sequence[Run | Message], rank: int) -> list[frozenset[Key]]:
+    """Return, for each of the actions of a rank, the saved and transferred values and the sums that no later one
+    reads.
+    """
+    seen: set[Key] = set()
+    out: list[frozenset[Key]] = []
+    for action in reversed(actions):
+        if isinstance(action, Run):
+            half, at = action.half, action.microbatch
+            keys = {saved_key(half, port.name, at) for port in half.takes}
+            keys |= {(TRANSFER, port.role.name, at) for port in half.takes if port.role.kind == TRANSFER}
+            keys |= {(SUM, port.role.name, 0) for port in half.takes if port.role.kind == SUM}
+        else:
+            keys = {key for key in action.keys if action.source == rank and key[0] in (TRANSFER, SUM)}
+        out.append(frozenset(keys - seen))
+        seen |= keys
+    return out[::-1]
+
+
 class Executable(ABC):
     """Interface of a compiled step, as the runtime, the simulation and reports use it.
 
@@ -525,13 +549,29 @@ class Executable(ABC):
         """Return what crosses between the stages of a pipeline, and their order."""
         raise AssertionError("the program has no stages")
 
+    @cached_property
+    def _actions(self) -> dict[tuple[int, bool], tuple[list[Run | Message], list[frozenset[Key]]]]:
+        return {}
+
     def actions(self, rank: int, training: bool = True) -> list[Run | Message]:
         """Return what a rank of a pipeline runs, sends and receives in one step, in order.
 
         Args:
             rank: its coordinate along the axis of the stages.
         """
-        trains = training and self.trains
+        key = rank, training and self.trains
+        if key not in self._actions:
+            actions = self._listed(*key)
+            self._actions[key] = actions, _last_uses(actions, rank)
+        return self._actions[key][0]
+
+    def last_uses(self, rank: int, training: bool = True) -> list[frozenset[Key]]:
+        """Return, for each of the `actions` of a rank, the values that no later one reads."""
+        self.actions(rank, training)
+        return self._actions[rank, training and self.trains][1]
+
+    def _listed(self, rank: int, trains: bool) -> list[Run | Message]:
+        """Lists the `actions` of a rank."""
         runs = self.stage_runs(trains)
         stages = runs.stages(rank)
         computed = {Kind.FORWARD: FORWARD if trains else INFERENCE, **BACKWARDS}

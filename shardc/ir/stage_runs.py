@@ -47,6 +47,7 @@ class StageRuns:
         terms: term of a sum -> (its stage, stages that take the sum, a fake tensor like it).
         results: (kind, name or index) -> (the stage that gives it, its number: 1, or that of the microbatches, a fake
             tensor like each). All ranks get them.
+        grads: parameter with dims -> (coordinate of the ranks that get its gradient, a fake tensor like that).
     """
 
     schedule: Schedule
@@ -54,6 +55,7 @@ class StageRuns:
     copies: Mapping[str, tuple[int, frozenset[int], Any]]
     terms: Mapping[str, tuple[int, frozenset[int], Any]]
     results: Mapping[tuple[str, Any], tuple[int, int, Any]]
+    grads: Mapping[str, tuple[int, Any]]
 
     def rank(self, stage: int) -> int:
         """Return the coordinate of ``stage`` along the axis."""

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import fx
-
-from shardc.ir import graph as ir
-from shardc.ir.executable import BACKWARD, GATHER, SUM, TRANSFER, Half, Port, Run
+from shardc.ir.executable import GATHER, SUM, TRANSFER, Port, Run, saved_key
 from shardc.ir.graph import Role
 from shardc.ir.stage_runs import Key, Message
 from shardc.runtime.loops import Loops, Results
@@ -60,21 +56,15 @@ class StageLoops(Loops):
     def steps(self, training: bool, tangents: Mapping[int, Any], results: Results) -> Iterator[None]:
         """Runs a step, and fills ``results``; yields where a message has not arrived."""
         actions = self.program.actions(self.rank, training)
-        self._takers = Counter(
-            port.role.name
-            for action in actions if isinstance(action, Run)
-            for port in action.half.takes if port.role.kind == SUM
-        )  # fmt: skip
         parts = Results()
-        for action, done in zip(actions, last_uses(actions, self.rank), strict=True):
+        for action, done in zip(actions, self.program.last_uses(self.rank, training), strict=True):
             if isinstance(action, Run):
                 half, at = action.half, action.microbatch
                 keys = {port.name: saved_key(half, port.name, at) for port in half.takes}
                 saved = {name: self.shared[key] for name, key in keys.items() if key in self.shared}
                 feed = [self._value(port, at, saved, tangents) for port in half.takes]
                 saved.clear()
-                for key in done:  # a graph frees what it takes
-                    self.shared.pop(key, None)
+                self._free(done)  # a graph frees what it takes
                 for role, x in zip(half.gives, self.run(half, feed), strict=True):
                     if role.kind == "saved":
                         self.shared[saved_key(half, role.name, at)] = x
@@ -83,8 +73,7 @@ class StageLoops(Loops):
             elif action.source == self.rank:
                 pairs = zip(action.keys, action.examples, strict=True)
                 self.link.send(action, [self._sent(key, example, parts) for key, example in pairs])
-                for key in done:
-                    self.shared.pop(key)
+                self._free(done)
             else:
                 while not self.link.arrived(action):
                     yield
@@ -94,14 +83,16 @@ class StageLoops(Loops):
         joined = self._joined(parts)
         results.outputs, results.grads = joined.outputs, joined.grads
         if training and self.absent is not None:
-            results.grads |= self._absent(self.absent, joined.grads)
+            others = self.program.stage_runs(True).grads.items()
+            results.grads |= {name: self.absent(like) for name, (rank, like) in others if rank != self.rank}
 
-    def _absent(self, like: Callable[[Any], Any], grads: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the gradients of parameters of other ranks."""
-        halves = [half for half in self.program.step() if half.kind == BACKWARD]
-        results = [(role, x) for half in halves for role, x in ir.outputs(half.graph) if role.kind == "grad"]
-        others = [(role.name, x) for role, x in results if isinstance(x, fx.Node) and role.name not in grads]
-        return {name: like(x.meta["val"]) for name, x in others}
+    def _free(self, keys: Iterable[Key]) -> None:
+        """Drops values that are not read again."""
+        for key in keys:
+            if key[0] == SUM:
+                self.sums.pop(key[1], None)
+            else:
+                self.shared.pop(key, None)
 
     def _sent(self, key: Key, example: Any, parts: Results) -> Any:
         """Returns the value ``key``, which another rank gets; ``example``: a fake tensor like it."""
@@ -143,35 +134,10 @@ class StageLoops(Loops):
         if role.kind == "param" and role.name in self.copies:
             return self.copies[role.name]
         if role.kind == SUM:
-            total = self._total(role.name)
-            self._takers[role.name] -= 1
-            if not self._takers[role.name]:
-                del self.sums[role.name]
-            return total
+            return self._total(role.name)
         return super()._value(port, at, saved, tangents)
 
     def _total(self, name: str) -> Any:
         """Returns the sum ``name``; of what is gathered, the terms of all microbatches in a row."""
         total = self.sums[name]
         return self.gathered(total) if self.program.reduce[name] == GATHER else total
-
-
-def saved_key(half: Half, name: str, microbatch: int) -> Key:
-    """Return the key of a value that one graph of a stage saves for another, by the name of the argument."""
-    return "saved", (half.stage, name), microbatch
-
-
-def last_uses(actions: Sequence[Run | Message], rank: int) -> list[frozenset[Key]]:
-    """Return, for each of the actions of a rank, the saved and transferred values that no later one reads."""
-    seen: set[Key] = set()
-    out: list[frozenset[Key]] = []
-    for action in reversed(actions):
-        if isinstance(action, Run):
-            half, at = action.half, action.microbatch
-            names = [port.role.name for port in half.takes if port.role.kind == "transfer"]
-            keys = {("transfer", name, at) for name in names} | {saved_key(half, x.name, at) for x in half.takes}
-        else:
-            keys = {key for key in action.keys if action.source == rank and key[0] == "transfer"}
-        out.append(frozenset(keys - seen))
-        seen |= keys
-    return out[::-1]
