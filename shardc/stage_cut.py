@@ -95,8 +95,6 @@ class PipelineCut(MicrobatchCut):
             return passes.inference(staged.bodies[at])
         if phase.phase == CLOSING:
             return closing_forward(staged.closings[at])
-        if phase.phase == GRADIENTS:
-            return self._closings[at][1]
         if at not in self._halves:
             self._halves[at] = self._cut_stage(at)
         return self._halves[at].get(phase.phase)
@@ -106,10 +104,13 @@ class PipelineCut(MicrobatchCut):
         return {}
 
     def _cut_stage(self, at: int) -> dict[str, fx.GraphModule | None]:
-        """Cuts the joint graph of a stage into forward and backward, or backwards, and closes the last of these."""
+        """Cuts the joint graph of a stage into forward and backward, or backwards, and closes the last of these.
+
+        The closing graph is what this does not close.
+        """
         staged, checks, mesh = self.staged, self.joint.options.verify, self.bound.mesh
         first, second = self._partitioned(staged.bodies[at])
-        out: dict[str, fx.GraphModule | None] = {FORWARD: first}
+        out: dict[str, fx.GraphModule | None] = {FORWARD: first, GRADIENTS: staged.closings[at]}
         if second is None:
             return out
         sent = [ir.info(x).name for x in staged.down[at - 1]] if at else []
@@ -121,9 +122,12 @@ class PipelineCut(MicrobatchCut):
                 verify.verify_two_backwards(second, inputs, weights, mesh)
             out |= {INPUT_GRADIENTS: inputs, WEIGHT_GRADIENTS: weights}
         last = out[next(phase for phase in reversed(self._backwards[at]) if phase != INPUT_GRADIENTS)]
-        closing, left = self._closings[at][0], self._taken_elsewhere(at)
+        closing, rest = self._closings[at]
         if closing is not None and last is not None:
-            out[LAST_BACKWARD] = ended = passes.HoistGradEpilogue()(closed(last, closing, self.parts.reduce, left))
+            others = [graph for _, graph in self._closings if graph is not None]
+            left = {ir.role(node).name for gm in others for node in ir.placeholders(gm.graph, SUM)}
+            ended = passes.HoistGradEpilogue()(closed(last, closing, self.parts.reduce, left))
+            out |= {LAST_BACKWARD: ended, GRADIENTS: rest}
             if checks:
                 verify.verify_closing(last, closing, ended, self.parts.reduce, left, mesh)
         return out
@@ -150,12 +154,6 @@ class PipelineCut(MicrobatchCut):
         if not any(communicates(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"):
             return None, closing
         return graphs[0], graphs[1] if ir.outputs(graphs[1].graph) else None
-
-    def _taken_elsewhere(self, at: int) -> set[str]:
-        """Returns the names of the sums that graphs other than the last backward of a stage take."""
-        graphs = [rest for _, rest in self._closings if rest is not None]
-        graphs += [own for stage, (own, _) in enumerate(self._closings) if own is not None and stage != at]
-        return {ir.role(node).name for gm in graphs for node in ir.placeholders(gm.graph, SUM)}
 
     def runs(self, training: bool) -> StageRuns:
         """Returns what crosses between the stages, and their order, in a step or in a call without gradients.

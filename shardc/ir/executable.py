@@ -6,12 +6,11 @@ backwards left unreduced (``no_sync``).
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import attrgetter, getitem
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -21,9 +20,8 @@ from torch import Tensor, fx
 from shardc._compat import pytree
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN, MemoryPlan
-from shardc.ir.comm import WAIT, waits_of
-from shardc.ir.comm_volume import arguments_of, collective_kind, group_axes
-from shardc.ir.graph import DTYPE_NAMES, Role
+from shardc.ir.certificate import Certificate, certify
+from shardc.ir.graph import Role
 from shardc.ir.guards import Guards
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -102,32 +100,6 @@ def pending_beside(stored: Layout, incoming: Layout) -> Layout:
     return stored.replace(partial=[(p, op) for p, op in parts if not any(mesh.overlap(p, b) for b in stored.bound)])
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """Text of the collectives that every rank starts, in order, with the op before which each is waited for.
-
-    One graph serves all ranks. So ranks with the same certificate start the same collectives on every group in the same
-    order, and cannot deadlock.
-
-    Args:
-        mesh: mesh of the collectives' groups.
-        lines: one per collective: half, kind, axes, dtypes, local shapes, name, and the ops before which it is waited
-            for.
-    """
-
-    mesh: Mesh
-    lines: tuple[str, ...]
-
-    @property
-    def digest(self) -> str:
-        """Return the SHA-256 of the certificate's `text`, in hex."""
-        return hashlib.sha256(self.text().encode()).hexdigest()
-
-    def text(self) -> str:
-        """Return the certificate as text: the mesh, then one line per collective."""
-        return "\n".join([f"mesh {self.mesh}", *self.lines])
-
-
 def outputs_text(used: Iterable[int]) -> str:
     """Return the indices of the outputs that a backward computes gradients of, as text.
 
@@ -135,39 +107,6 @@ def outputs_text(used: Iterable[int]) -> str:
     'outputs 0, 2'
     """
     return f"outputs {', '.join(map(str, sorted(used)))}"
-
-
-def certify(mesh: Mesh, halves: Sequence[tuple[str, fx.Graph]]) -> Certificate:
-    """Return the certificate (all collectives, in order) of local graphs, given as (name, graph) in the order in which
-    they run.
-    """
-    lines = []
-    for name, graph in halves:
-        next_op = _next_ops(graph)
-        for node in graph.nodes:
-            kind = collective_kind(node)
-            if kind is None:
-                continue
-            axes = group_axes(str(arguments_of(node)["group_name"]), mesh) or ()
-            record = ir.info(node)
-            shapes = ", ".join(
-                f"{DTYPE_NAMES.get(v.dtype, v.dtype)}[{','.join(map(str, v.shape))}]" for v in record.tensors
-            )
-            until = ", ".join(dict.fromkeys(op for _, op in sorted(next_op[wait] for wait in waits_of(node))))
-            lines.append(f"{name}: {kind}({','.join(axes)}) {shapes} %{record.name}, waited for in front of {until}")
-    return Certificate(mesh, tuple(lines))
-
-
-def _next_ops(graph: fx.Graph) -> dict[fx.Node, tuple[int, str]]:
-    """Return wait -> (its sort key, the text of the first op after it that is neither a wait nor a getitem)."""
-    out: dict[fx.Node, tuple[int, str]] = {}
-    next_op = "the outputs"
-    for node in reversed(graph.nodes):
-        if node.target is WAIT:
-            out[node] = -len(out), next_op
-        elif node.op == "call_function" and node.target is not getitem:
-            next_op = f"%{ir.info(node).name}"
-    return out
 
 
 FORWARD, BACKWARD, INFERENCE, REDUCTION = "forward", "backward", "inference", "reduction"

@@ -38,7 +38,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class StageRuns:
-    """What crosses between the stages of a step, or of a call without gradients, and the order in which ranks run them.
+    """Values that cross between the stages of a step, or of a call without gradients, and the order of the ranks' runs.
 
     Args:
         schedule: the order.

@@ -17,9 +17,9 @@ from shardc.cost.model import CostModel, Measured
 from shardc.errors import VerifyError
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN, place
+from shardc.ir.certificate import certify
 from shardc.ir.comm import IN_MESSAGES, entry_of
 from shardc.ir.comm_volume import arguments_of, collective_kind
-from shardc.ir.executable import certify
 from shardc.passes import Partition, Pass, Pipeline, Schedule
 from shardc.verify import halves
 from shardc.verify.subject import State, Subject, no_rules

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from shardc.ir import graph as ir
+from shardc.ir.certificate import certify
 from shardc.ir.comm import move_kind, waits_of
-from shardc.ir.executable import certify
 from shardc.ir.graph import Info, NameScope, Role, Value
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
