@@ -74,6 +74,9 @@ def _graph(gm: fx.GraphModule, node: fx.Node, kind: str) -> fx.Graph:
             namespace = getattr(inner.target, "namespace", "")
             if namespace == "shardc_random" or draws(inner.target):
                 raise _error(node, f"a function of {kind} draws random numbers", "draw them outside, and pass them")
+            if getattr(inner.target, "__module__", "") == "_operator" and inner.target is not getitem:
+                fix = "leave dynamic= out, or compute the size outside of the function"
+                raise _error(node, f"a function of {kind} computes with a size that is a symbol", fix)
             if namespace in COLLECTIVES or isinstance(inner.target, torch._ops.HigherOrderOperator):
                 raise _error(node, f"a function of {kind} calls {inner.target}", "call it outside")
     gm.graph.eliminate_dead_code()

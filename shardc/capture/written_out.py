@@ -3,6 +3,7 @@
 - `flex_attention`, whose kernel has no backward on CPUs: its score and mask functions, graphs of scalars, are mapped
   over all places, as in torch's reference.
 - ``map``: all slices at once, by ``vmap``.
+- ``scan`` over few steps: one step after the other (`_WRITTEN_STEPS`).
 - ``invoke_subgraph`` (of ``nested_compile_region``): the graph that it calls.
 
 A ``while_loop`` stays one, traced without sizes that depend on values. Its gradient raises where it is computed.
@@ -19,6 +20,7 @@ from torch import Tensor, fx
 from torch._higher_order_ops.flex_attention import flex_attention, math_attention
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._higher_order_ops.map import map_impl
+from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.while_loop import while_loop_op
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as api
@@ -38,6 +40,24 @@ def write_out(gm: fx.GraphModule) -> None:
 def _map(body: fx.GraphModule, xs: Sequence[Tensor], args: Sequence[Any]) -> Any:
     """Return the results of ``body`` for each slice of ``xs`` along dim 0, stacked."""
     return torch.vmap(lambda *slices: _run(body, *slices, *args))(*xs)
+
+
+_WRITTEN_STEPS = 1024  # most nodes that a scan becomes; a longer one stays an op
+
+
+def _scan(step: fx.GraphModule, carries: Sequence[Any], xs: Sequence[Tensor], rest: Sequence[Any]) -> Any:
+    steps = len(xs[0]) if xs else 0
+    if not 0 < steps * len(step.graph.nodes) <= _WRITTEN_STEPS:
+        return scan_op(step, carries, xs, rest)
+    results, count = [], len(carries)
+    for slices in zip(*(x.unbind(0) for x in xs), strict=True):
+        carries, of_step = _split(_run(step, *carries, *slices, *rest), count)
+        results.append(of_step)
+    return (*carries, *map(torch.stack, zip(*results, strict=True)))
+
+
+def _split(results: Sequence[Any], count: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    return results[:count], results[count:]
 
 
 def _invoke(body: fx.GraphModule, _: str, *operands: Any) -> Any:
@@ -82,6 +102,7 @@ def _one_step(mode: FakeTensorMode, step: Callable[..., Any], carries: Sequence[
 _PLAIN: dict[object, Callable[..., Any]] = {
     flex_attention: math_attention,
     map_impl: _map,
+    scan_op: _scan,
     invoke_subgraph: _invoke,
     while_loop_op: _while_loop,
 }

@@ -67,7 +67,7 @@ def nested(net: Net, h: Tensor) -> Tensor:
         carry = torch.cond(x.sum() > 0, lambda c, x: c + net.b(x), lambda c, x: c - x, (carry, x))
         return carry, carry.clone()
 
-    return scan(step, torch.zeros_like(h[:, 0]), h, dim=1)[1]
+    return scan(step, torch.zeros_like(h[:, 0]), h.repeat(1, 20, 1), dim=1)[1]
 
 
 @torch.compiler.nested_compile_region
@@ -80,13 +80,15 @@ KINDS: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "the other branch": partial(branches, 1e9),
     "a scan": steps,
     "a scan from the end": backwards,
+    "a long scan": lambda net, h: steps(net, h.repeat(1, 40, 1)),
+    "a long scan from the end": lambda net, h: backwards(net, h.repeat(1, 40, 1)),
     "a branch in a scan": nested,
     "a map over rows": lambda net, h: map_slices(lambda h: torch.tanh(net.b(h)), h),
     "a map over a dim": lambda net, h: map_slices(lambda x, y: x + net.b(y).mean(0), h.transpose(0, 1), h[0].clone()),
     "an associative scan": lambda net, h: associative_scan(torch.mul, net.b(h), 1, combine_mode="generic"),
     "a region": lambda net, h: region(net, h) + region(net, h * 2),
 }
-FREE = ("a map over rows", "a map over a dim", "an associative scan", "a region")
+FREE = ("a scan", "a scan from the end", "a map over rows", "a map over a dim", "an associative scan", "a region")
 
 
 @pytest.mark.parametrize(("mesh", "plan"), MESHES)
@@ -155,7 +157,7 @@ def test_a_number_that_a_loop_carries_is_refused_with_its_line() -> None:
 
 
 def on_ranks(found: bool) -> None:
-    models = [partial(Net, kind) for kind in ("a branch", "a scan", "a branch in a scan")]
+    models = [partial(Net, kind) for kind in ("a branch", "a scan", "a long scan", "a branch in a scan")]
     equal_one_device(models, (torch.randn(6, 5, 4, dtype=torch.float64),), ("eager", "inductor"), found)
 
 
