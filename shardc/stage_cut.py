@@ -65,11 +65,11 @@ class PipelineCut(MicrobatchCut):
     def phases(self) -> tuple[Phase, ...]:
         loops = enumerate(self.parts.openings)
         openings = [name for at, loop in loops for name in opening(at)[loop.each is None :]]
-        out: list[Phase] = list(openings)
+        out: list[AtStage] = []
         for at, backwards in enumerate(self._backwards):
             last = (*dict.fromkeys(backwards), LAST_BACKWARD, GRADIENTS) if self.trains else (CLOSING,)
             out += [AtStage(name, at) for name in (GATHERS, FORWARD, *last)]
-        return tuple(out)
+        return (*openings, *(phase for phase in out if self._at(phase) is not None))
 
     @cached_property
     def _backwards(self) -> list[list[str]]:

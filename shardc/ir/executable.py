@@ -560,8 +560,14 @@ class Executable(ABC):
         return self.half(INFERENCE).gm
 
     def certificate(self, training: bool = True) -> Certificate:
-        """Return the certificate (all collectives, in order) of a training step, or of an inference."""
-        return certificate_of(self.step(training))
+        """Return the certificate of a training step, or of an inference: all collectives in order, and what the stages
+        of a pipeline send each other.
+        """
+        certificate = certificate_of(self.step(training))
+        if not self.stage_ranks:
+            return certificate
+        lines = self.stage_runs(training and self.trains).lines()
+        return replace(certificate, lines=(*certificate.lines, *lines))
 
 
 def certificate_of(halves: Sequence[Half]) -> Certificate:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardc.ir.graph import DTYPE_NAMES
 from shardc.ir.schedules import Kind, Schedule
 
 # A value that runs and messages share: its kind ("transfer", "sum", "param", "output", ...), name or index, microbatch.
@@ -56,6 +57,17 @@ class StageRuns:
     terms: Mapping[str, tuple[int, frozenset[int], Any]]
     results: Mapping[tuple[str, Any], tuple[int, int, Any]]
     grads: Mapping[str, tuple[int, Any]]
+
+    def lines(self) -> list[str]:
+        """Return the messages and the order as text: what crosses each boundary, then the actions of each rank."""
+        out = []
+        for at, boundary in enumerate(self.boundaries):
+            for arrow, values in ((f"stage {at} -> {at + 1}", boundary.up), (f"stage {at + 1} -> {at}", boundary.down)):
+                names = [f"%{name} {DTYPE_NAMES.get(x.dtype, x.dtype)}{list(x.shape)}" for name, x in values.items()]
+                out.append(f"{arrow}: {', '.join(names) or 'nothing'}")
+        out += [f"once, parameter {name} to stages {sorted(to)}" for name, (_, to, _) in self.copies.items()]
+        out += [f"once, sum %{name} to stages {sorted(to)}" for name, (at, to, _) in self.terms.items() if to - {at}]
+        return [*out, *str(self.schedule).splitlines()]
 
     def rank(self, stage: int) -> int:
         """Return the coordinate of ``stage`` along the axis."""

@@ -17,6 +17,7 @@ from shardc.custom_ops.expert_ops import Noted, experts_in, noting
 from shardc.custom_ops.random import draw_key
 from shardc.errors import BackwardError, InputError
 from shardc.ir import graph as ir
+from shardc.ir.certificate import Certificate
 from shardc.ir.comm_volume import collective_kind, group_axes
 from shardc.ir.executable import (
     BACKWARD,
@@ -235,7 +236,8 @@ class Runner:
     def compiled(self, half: Half) -> Compiled:
         """Returns the lowered graph. At first use, ranks compare the graphs of a step, and lower them together."""
         if half not in self._compiled:
-            self._compile(self.program.step() if half in self.program.step() else (half,))
+            together = self.program.step() if half in self.program.step() else (half,)
+            self._compile(together, certificate_of(together))
         return self._compiled[half]
 
     def prepare(self, training: bool) -> None:
@@ -252,19 +254,19 @@ class Runner:
             )
         step = self.program.step(training)
         if any(half not in self._compiled for half in step if self._runs_here(half)):
-            self._compile(step)
+            self._compile(step, self.program.certificate(training))
         self.groups.consistency.enter(self._step_event)
 
     def _runs_here(self, half: Half) -> bool:
         """Returns whether this rank runs ``half``."""
         return half.stage is None or self.program.stage_runs(True).rank(half.stage) == self.groups.stage
 
-    def _compile(self, together: Sequence[Half]) -> None:
-        """Compares graphs with the other ranks, and lowers those that this rank runs."""
+    def _compile(self, together: Sequence[Half], certificate: Certificate) -> None:
+        """Compares graphs and their certificate with the other ranks, and lowers the graphs that this rank runs."""
         keep_heap()
         with self.groups.consistency.compiles(), frozen(), _compat.no_autocast():  # the graphs have their casts
             graphs = {peer.name: peer.gm for peer in together}
-            self.groups.consistency.enter(program_event(certificate_of(together).text(), graphs, together[0].mesh))
+            self.groups.consistency.enter(program_event(certificate.text(), graphs, together[0].mesh))
             mine = [peer for peer in together if self._runs_here(peer) and peer not in self._compiled]
             for peer in mine:
                 use_groups(peer.gm, self.groups)
