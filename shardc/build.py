@@ -139,7 +139,7 @@ class Build:
             return
         counts = {} if program.folded is None else {"counts": program.folded.times}
         layouts = {name: param.compute for name, param in self.params.items()}
-        warning = wasted(program.joint.work, self.mesh, layouts, **counts)
+        warning = wasted(program.joint.work, program.bound.mesh, layouts, **counts)
         if warning is not None:
             self.warns = False
             warnings.warn(ShardcWarning(str(warning)), stacklevel=3)

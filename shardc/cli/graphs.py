@@ -91,7 +91,7 @@ def _run_bisect(options: argparse.Namespace) -> int:
     compile_options = options_of(loaded, options.option, verify=False)
     module = shardc.compile(model, mesh, plan, loss=loss, backend="eager", options=compile_options)
     program = module.shardc.lower(*args)
-    stages = target.stages_of(options.passes, program.stages)
+    stages = None if options.passes is None else target.stages_of(options.passes, program.stages)
     verdict = bisect(program, model, *args, loss=loss, stages=stages, tolerance=options.tolerance)
     print(verdict.text(), end="")
     return int(verdict.stage is not None)

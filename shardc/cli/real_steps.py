@@ -29,7 +29,7 @@ from shardc.cost import hardware
 from shardc.cost.compute import layers_of
 from shardc.cost.hardware import Hardware, calibrated
 from shardc.cost.model import CostModel
-from shardc.errors import InputError
+from shardc.errors import InputError, PlanError
 from shardc.ir.comm_volume import wire_elements
 from shardc.ir.mesh import Mesh
 from shardc.plan.resolve import check_axes
@@ -319,6 +319,12 @@ def _check(options: argparse.Namespace) -> Plans:
         if mesh.ranks != options.nproc:
             raise InputError(f"the mesh {mesh} has {mesh.ranks} ranks, and --nproc is {options.nproc}")
         check_axes(plan.on(mesh), mesh)
+        if (pp := plan.setting("pp")) is not None:
+            raise PlanError(
+                "measure compares what all ranks run alike, and does not know the stages of a pipeline",
+                plan_entry=str(pp),
+                fix="leave pp out of the plan, or see what schedule predicts",
+            )
         plans.append((text, mesh))
     return plans
 

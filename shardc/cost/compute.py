@@ -24,7 +24,7 @@ from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
-from shardc.ir.mesh import Mesh, split_part
+from shardc.ir.mesh import MICRO, Mesh, split_part
 
 aten = torch.ops.aten
 # Ops that read only some rows of their first operand.
@@ -326,8 +326,11 @@ def _describe(axis: str, of: _Axis, mesh: Mesh, total: int) -> str:
     """Return the text about redundant work over one axis; ``total`` are the operations of a rank and step."""
     who = "no op is split over it" if of.within >= total else f"no axis splits {_names(of.modules)} there"
     gathered = f", for which {sum(of.gathered.values()):.2g} bytes are gathered over it" if of.gathered else ""
+    alike = f"{mesh.size(axis)} ranks along axis {axis!r} of the mesh {mesh}"
+    if axis == mesh.time:
+        alike = f"{mesh.size(axis)} microbatches"
     return (
-        f"the {mesh.size(axis)} ranks along axis {axis!r} of the mesh {mesh} compute the same: {of.flops:.2g} of the "
+        f"the {alike} compute the same: {of.flops:.2g} of the "
         f"{total:.2g} operations of a rank and step are wasted ({of.flops / total:.0%}), and {of.bytes:.2g} bytes that "
         f"they read and write{gathered}; {who}"
     )
@@ -335,6 +338,8 @@ def _describe(axis: str, of: _Axis, mesh: Mesh, total: int) -> str:
 
 def _mend(axis: str, of: _Axis, total: int, params: Mapping[str, Layout]) -> str:
     """Return the fix for redundant work over one axis: the plan entry that would split it."""
+    if axis == MICRO:
+        return "use fewer microbatches, of a number that divides the batch"
     if of.within >= total:
         return f'add shardc.fsdp("{axis}"), which splits the batch over it, or leave the axis out of the mesh'
     whole = {

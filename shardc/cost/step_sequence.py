@@ -28,7 +28,7 @@ from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, MemoryPlan
 from shardc.ir.comm import move_kind
 from shardc.ir.comm_volume import arguments_of, collective_kind, group_of, wire_elements
-from shardc.ir.executable import BACKWARD, FORWARD, KNOWN, SUM, TERM, Half
+from shardc.ir.executable import BACKWARD, FORWARD, KNOWN, SUM, TERM, TRANSFER, Half
 from shardc.ir.gc_control import uncollected
 from shardc.ir.graph import Role
 from shardc.ir.mesh import Mesh
@@ -147,6 +147,7 @@ class Sequence:
         arena: bytes allocated once for results of collectives.
         placed: position of a collective -> indices of its results that are in the arena.
         given: (role, position) of each value of a microbatch that it adds to a sum, or that later graphs take.
+        begins: position of the first op of each of the graphs that run.
     """
 
     ops: tuple[Op, ...]
@@ -154,6 +155,7 @@ class Sequence:
     arena: int = 0
     placed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     given: tuple[tuple[Role, int], ...] = ()
+    begins: tuple[int, ...] = ()
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -193,9 +195,9 @@ def of_joint(graph: fx.Graph, levels: Mapping[str, int], collectives: str = "aut
 
 # Kind of a result that a later graph takes -> kind of the argument.
 GIVEN = {TERM: SUM, KNOWN: KNOWN, executable.KEPT: executable.KEPT}
+_INNER = ("saved", *GIVEN)
 
 
-@uncollected()
 def of_halves(halves: Iterable[Half], levels: Mapping[str, int]) -> Sequence:
     """Return the `Sequence` of ops of a step, from its forward and backward graphs, or from an inference graph.
 
@@ -206,32 +208,66 @@ def of_halves(halves: Iterable[Half], levels: Mapping[str, int]) -> Sequence:
             the values that the forward saves.
         levels: FSDP level of each gathered parameter.
     """
+    return of_runs(((half, 0) for half in halves), levels)
+
+
+@uncollected()
+def of_runs(runs: Iterable[tuple[Half, int]], levels: Mapping[str, int]) -> Sequence:
+    """Return the `Sequence` of ops of a step, as `of_halves`, in which runs of microbatches interleave.
+
+    Args:
+        runs: the graphs in order, each with the number of its microbatch. A graph of a pipeline stage takes what a
+            graph of its stage saved, or a stage gave, for the same microbatch.
+        levels: FSDP level of each gathered parameter.
+    """
     builder = _Builder({})
     outputs: tuple[tuple[Role, int], ...] = ()
     plans: list[MemoryPlan] = []
     placed: dict[int, tuple[int, ...]] = {}
     given: list[tuple[Role, int]] = []
-    between: dict[tuple[str, str], int] = {}  # of what one graph gives another, by kind and name: its position
-    for half in halves:
+    begins: list[int] = []
+    between: dict[tuple[object, ...], int] = {}  # of what one graph gives another, by kind and name: its position
+    for half, microbatch in runs:
         first = len(builder.ops)
+        begins.append(first)
         builder.at = {}
+        received: dict[tuple[object, ...], fx.Node] = {}
         for node in ir.placeholders(half.graph):
-            role = ir.role(node)
-            if (at := between.get((role.kind, role.name), builder.names.get(node.name))) is not None:
+            saved, key = ("saved", node.name, half.stage, microbatch), _key(half, ir.role(node), microbatch)
+            at = between.get(saved, between.get(key))
+            if key[0] == TRANSFER:
+                received[key] = node
+            elif at is None:
+                at = builder.names.get(node.name)
+            if at is not None:
                 builder.at[node] = at
         builder.gathered = gathered_parameters(half.graph, levels)
         for node in half.graph.nodes:
             if node.op != "output" and node not in builder.at:
                 builder.add(node, BACKWARD if half.kind == BACKWARD else FORWARD)
+        between |= {key: builder.at[node] for key, node in received.items()}
         for role, x in ir.outputs(half.graph):
-            if role.kind in GIVEN and isinstance(x, fx.Node):
+            if not isinstance(x, fx.Node):
+                continue
+            key = _key(half, role, microbatch)
+            if role.kind in GIVEN:
                 given.append((role, builder.at[x]))
-                between.setdefault((GIVEN[role.kind], role.name), builder.at[x])
+                between.setdefault(key, builder.at[x])
+            elif role.kind in ("saved", TRANSFER):
+                between[key] = builder.at[x]
         outputs += builder.results(half.graph)
         plans.append(half.plan)
         placed |= {first + at: _placed(op, half.plan) for at, op in enumerate(builder.ops[first:]) if op.kind == START}
     arena = max(plan.size(INSIDE) for plan in plans) + max(plan.size(KEPT) for plan in plans)
-    return Sequence(tuple(builder.ops), outputs, arena, placed, tuple(given))
+    return Sequence(tuple(builder.ops), outputs, arena, placed, tuple(given), tuple(begins))
+
+
+def _key(half: Half, role: Role, microbatch: int) -> tuple[object, ...]:
+    """Return the key, which begins with its kind, of what one graph of a step gives another."""
+    kind = GIVEN.get(role.kind, role.kind)
+    if kind == "saved":
+        return kind, role.name, half.stage, microbatch
+    return (kind, role.name, microbatch) if kind == TRANSFER else (kind, role.name)
 
 
 def _placed(start: Op, plan: MemoryPlan) -> tuple[int, ...]:
@@ -282,8 +318,7 @@ class _Builder:
         """Return (role, position of the op) of each output of ``graph`` that leaves the step: all but values saved for
         backward.
         """
-        inner = ("saved", *GIVEN)
-        outputs = [(role, x) for role, x in ir.outputs(graph) if role.kind not in inner and isinstance(x, fx.Node)]
+        outputs = [(role, x) for role, x in ir.outputs(graph) if role.kind not in _INNER and isinstance(x, fx.Node)]
         return tuple((role, self.at[x]) for role, x in outputs)
 
 

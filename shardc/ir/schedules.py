@@ -191,17 +191,22 @@ class Timeline:
             starts with its message and ends when that has arrived, while the rank goes on; a receive starts when the
             rank gets to it and ends when the message is there.
         seconds: of the step.
+        once: for each rank, (start, end) of what runs once, in front of its list and behind it; () for nothing.
     """
 
     schedule: Schedule
     spans: tuple[tuple[tuple[Action, float, float], ...], ...]
     seconds: float
+    once: tuple[tuple[tuple[float, float], ...], ...] = ()
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """For each rank, the seconds in which it computes."""
+        """For each rank, the seconds in which it computes, or runs what runs once."""
+        once = self.once or ((),) * self.schedule.ranks
         return tuple(
-            sum(end - start for action, start, end in row if action.kind in COMPUTATIONS) for row in self.spans
+            sum(end - start for action, start, end in row if action.kind in COMPUTATIONS)
+            + sum(end - start for start, end in rest)
+            for row, rest in zip(self.spans, once, strict=True)
         )
 
     @property
@@ -228,7 +233,12 @@ class Timeline:
         return tuple(sum(end - start for start, end in row) for row in self.waits)
 
 
-def clock(schedule: Schedule, seconds: Callable[[Kind, int], float], transfer: Callable[[int, int], float]) -> Timeline:
+def clock(
+    schedule: Schedule,
+    seconds: Callable[[Kind, int], float],
+    transfer: Callable[[int, int], float],
+    begins: Sequence[float] = (),
+) -> Timeline:
     """Return the times of a step whose lists `play` accepts.
 
     A rank computes one thing at a time, and waits in receives alone. Messages from one rank to another take turns on
@@ -237,6 +247,7 @@ def clock(schedule: Schedule, seconds: Callable[[Kind, int], float], transfer: C
     Args:
         seconds: of a computation, by (kind, stage).
         transfer: seconds of a message, by (stage that sends it, stage that receives it).
+        begins: when each rank begins its list; by default at 0.
 
     Raises:
         VerifyError: as `play`, for lists that do not come to their ends.
@@ -247,7 +258,7 @@ def clock(schedule: Schedule, seconds: Callable[[Kind, int], float], transfer: C
     (12.0, 0.25)
     """
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in range(schedule.ranks)]
-    now = [0.0] * schedule.ranks
+    now = [*begins] or [0.0] * schedule.ranks
     arrivals: dict[Action, float] = {}  # by receive
     free: dict[tuple[int, int], float] = {}  # (source, destination) -> when their link is free
 

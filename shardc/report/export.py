@@ -15,6 +15,7 @@ from tabulate import tabulate
 
 from shardc.cost.step_sequence import MOVE, WAIT, Sequence
 from shardc.errors import InputError
+from shardc.ir.schedules import COMPUTATIONS, Timeline
 from shardc.report.prediction import OWNERS, Prediction
 
 LARGEST = 10  # tensors at the peak that are written
@@ -64,7 +65,7 @@ def record(schedule: Prediction) -> dict[str, object]:
         "useful_flops": schedule.useful_flops,
         "mfu": schedule.mfu,
         "memory": {
-            "peak": schedule.memory.peak.total,
+            "peak": schedule.peak,
             "peak_op": schedule.memory.peak_op,
             "by_owner": schedule.memory.by_owner(),
             "capacity": schedule.hardware.memory,
@@ -113,6 +114,27 @@ def trace(schedule: Prediction) -> dict[str, object]:
         sizes = dict(zip(OWNERS, sample.sizes, strict=True))
         events.append({"name": "memory", "ph": "C", "pid": 0, "ts": now * 1e6, "args": sizes})
     return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def pipeline_trace(schedule: Prediction, timeline: Timeline, rank: int, axis: str) -> dict[str, object]:
+    """Return the trace of a step with pipeline stages as JSON data: `trace` of the rank that is shown, then a process
+    for each rank with what it computes and its waits for messages.
+
+    Args:
+        timeline: the times of all ranks.
+        rank, axis: coordinate along ``axis`` of the rank whose kernels are shown.
+    """
+    out = trace(schedule)
+    events: Any = out["traceEvents"]
+    events[0] = _named("process_name", 0, f"{axis} {rank}: {schedule.title}")
+    for at, row in enumerate(timeline.spans):
+        spans = [(str(x), start, end) for x, start, end in row if x.kind in COMPUTATIONS]
+        spans += [("once", start, end) for start, end in (timeline.once[at] if timeline.once else ())]
+        spans += [("waits for a transfer", start, end) for start, end in timeline.waits[at]]
+        ours = [_named("process_name", 0, f"{axis} {at}"), _named("thread_name", 0, "stages")]
+        ours += [_event(name, 0, start, end, {}) for name, start, end in sorted(spans, key=lambda span: span[1])]
+        events += [{**event, "pid": 1 + at} for event in ours]
+    return out
 
 
 def _first_waits(step: Sequence) -> dict[int, int]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
 from shardc.cost.hardware import Hardware, find
-from shardc.cost.step_sequence import of_halves, of_joint
+from shardc.cost.step_sequence import Sequence, of_halves, of_joint
 from shardc.dynamic import SizedProgram
 from shardc.errors import InputError, PlanError
 from shardc.ir import graph as ir
 from shardc.ir.executable import Executable, Half
+from shardc.ir.mesh import Mesh
 from shardc.passes import Decompose
 from shardc.passes.lower.decompose import candidates
 from shardc.plan.match import near_names
@@ -24,6 +27,7 @@ from shardc.report.derive import Dims, derive
 from shardc.report.formulas import Costs
 from shardc.report.lint_rules import Finding, in_pieces, lint
 from shardc.report.predicted_schedule import Schedule, build, room_of_rows
+from shardc.report.stage_schedule import Parts, predict
 from shardc.report.tiles import Tiles
 from shardc.validate import did_you_mean, typed
 
@@ -62,6 +66,8 @@ class InspectedProgram(Program):
     ) -> Schedule:
         """Return the predicted communication, time and memory of one training step; nothing is run.
 
+        With pipeline stages it is a `shardc.report.stage_schedule.PipelineSchedule`.
+
         Args:
             hardware: a description, or its name in `shardc.cost.hardware`.
             stage: "schedule": the forward and backward that run; "localize": the joint graph before it is split,
@@ -78,24 +84,33 @@ class InspectedProgram(Program):
             raise PlanError(f"there is no schedule of stage {stage!r}", fix="use schedule or localize")
         shown: Any = self.shown
         folded = shown.folded
-        if stage == "localize" and shown.microbatches == 1:
+        described, mesh = self._priced(hardware), _whole_mesh(shown)
+        useful = sum(flops * (1 if folded is None else folded.times(name)) for name, flops in shown.joint.flops)
+
+        def predicted(step: Sequence, begins: Mapping[int, float] = MappingProxyType({})) -> Schedule:
+            """Return the prediction of ``step``; ``begins``: position of an op -> its earliest second."""
+            return build(
+                step, mesh, described, symbols=partial(shown.costs, described), order=order,
+                causes=shown.causes, entries=tuple(map(str, shown.plan.entries)),
+                useful_flops=useful / mesh.ranks, optimizer_copies=optimizer_copies, skew=skew,
+                tokens=_tokens(shown.joint.captured.graph.graph),
+                notes=(
+                    *(() if folded is None else folded.notes), *_of_microbatches(shown),
+                    *room_of_rows(op.node for op in step.ops),
+                ),
+                model=shown.source.model, plan=str(shown.plan), begins=begins,
+            )  # fmt: skip
+
+        uncut = _Uncut(shown) if stage == "localize" else None
+        if shown.stage_ranks:
+            axis, graph = shown.bound.pp.entry.axis, uncut or (lambda half: half)
+            return predict(shown, Parts(mesh, axis, described, predicted, graph, optimizer_copies))
+        if uncut is not None and shown.microbatches == 1:
             step = of_joint(shown.localized.graph, shown.levels, shown.options.checkpoint_collectives)
         else:
             halves = _step_of(shown)
-            step = of_halves(map(_Uncut(shown), halves) if stage == "localize" else halves, shown.levels)
-        useful = sum(flops * (1 if folded is None else folded.times(name)) for name, flops in shown.joint.flops)
-        described = self._priced(hardware)
-        return build(
-            step, shown.mesh, described, symbols=partial(shown.costs, described), order=order,
-            causes=shown.causes, entries=tuple(map(str, shown.plan.entries)),
-            useful_flops=useful / shown.mesh.ranks, optimizer_copies=optimizer_copies, skew=skew,
-            tokens=_tokens(shown.joint.captured.graph.graph),
-            notes=(
-                *(() if folded is None else folded.notes), *_of_microbatches(shown),
-                *room_of_rows(op.node for op in step.ops),
-            ),
-            model=shown.source.model, plan=str(shown.plan),
-        )  # fmt: skip
+            step = of_halves(halves if uncut is None else map(uncut, halves), shown.levels)
+        return predicted(step)
 
     @typed()
     def costs(self, hardware: str | Hardware = "h100", dims: Dims | None = None) -> Costs:
@@ -108,6 +123,7 @@ class InspectedProgram(Program):
         Raises:
             PlanError: the program has other collectives at other sizes, or a formula does not hold there.
         """
+        self._check_stages("cost")
         return derive(self, self._priced(hardware), dims)
 
     def _priced(self, hardware: str | Hardware) -> Hardware:
@@ -116,9 +132,23 @@ class InspectedProgram(Program):
         precision = torch.get_float32_matmul_precision() if key is None else key.call.surroundings.matmul_precision
         return (find(hardware) if isinstance(hardware, str) else hardware).at(precision)
 
+    def _check_stages(self, report: str) -> None:
+        """Raise PlanError if the program has pipeline stages, which ``report`` does not know."""
+        if (pp := self.shown.bound.pp) is not None:
+            raise PlanError(
+                f"{report} does not know the stages of a pipeline",
+                plan_entry=str(pp.entry),
+                fix="leave pp out of the plan, with the mesh of one stage, or take program.schedule()",
+            )
+
     @typed()
     def lint(self, hardware: str | Hardware = "h100", *, stage: str = "schedule") -> list[Finding]:
-        """Return needless communication and compute of the plan, the costliest first; arguments as for `schedule`."""
+        """Return needless communication and compute of the plan, the costliest first; arguments as for `schedule`.
+
+        Raises:
+            PlanError: the plan has pipeline stages.
+        """
+        self._check_stages("lint")
         joint = self.schedule(hardware, stage="localize")
         scheduled, shown = joint if stage == "localize" else self.schedule(hardware), self.shown
         findings = lint(shown.whole("collectives"), joint, scheduled)
@@ -131,6 +161,7 @@ class InspectedProgram(Program):
 
         Each was tried: `Advice.line` is what to paste, and `Advice.gain` the seconds that it saves by the prediction.
         """
+        self._check_stages("advise")
         described = self._priced(hardware)
         now = self.schedule(described)
         findings = lint(self.shown.whole("collectives"), self.schedule(described, stage="localize"), now)
@@ -139,6 +170,13 @@ class InspectedProgram(Program):
 
 class InspectedSizedProgram(SizedProgram, InspectedProgram):
     """`InspectedProgram` for dynamic sizes, at some sizes; reports are on a program compiled for these sizes alone."""
+
+
+def _whole_mesh(program: Program) -> Mesh:
+    """Return the mesh of all ranks, those of other pipeline stages among them."""
+    if (pp := program.bound.pp) is None:
+        return program.mesh
+    return Mesh((axis, pp.ranks if axis == pp.entry.axis else size) for axis, size in program.mesh.shape)
 
 
 def _step_of(program: Executable) -> list[Half]:
@@ -150,7 +188,7 @@ def _step_of(program: Executable) -> list[Half]:
 
 def _of_microbatches(program: Executable) -> tuple[str, ...]:
     """Return (a note on the number of microbatches,), or () if there are none."""
-    if program.microbatches == 1:
+    if program.microbatches == 1 or program.stage_ranks:
         return ()
     without_loss = "; the model returns no loss, so forward runs in the call, and again in the backward"
     note = without_loss if program.trains and program.loss is None else ""

@@ -24,14 +24,19 @@ if TYPE_CHECKING:
 TOTALS = ("axis", "kind", "phase", "entry", "module", "tensor")
 
 
-def page(schedule: Prediction) -> str:
-    """Return a schedule as the text of an HTML page; it is byte-identical for the same program."""
+def page(schedule: Prediction, drawn: str = "") -> str:
+    """Return a schedule as the text of an HTML page; it is byte-identical for the same program.
+
+    Args:
+        drawn: an SVG element for the top of the page; "" for none.
+    """
     data = json.dumps(record(schedule), separators=(",", ":"))
     # Only these three characters can end a script element or begin a comment in it.
     for sign in "<>&":
         data = data.replace(sign, f"\\u{ord(sign):04x}")
     text = resources.files("shardc.report").joinpath("page.html").read_text()
-    return text.replace("@TITLE@", escape(schedule.title)).replace("@DATA@", data)
+    above = f"<section><h2>Pipeline</h2>\n{drawn}</section>\n" if drawn else ""
+    return text.replace("@TITLE@", escape(schedule.title)).replace("@DRAWN@", above).replace("@DATA@", data)
 
 
 def record(schedule: Prediction) -> dict[str, object]:

@@ -24,7 +24,8 @@ _COLOURS = {
     Kind.BACKWARD_INPUT: "#7fc08a",
     Kind.BACKWARD_WEIGHT: "#c9a0dc",
 }
-_WAITS, _MOVES = ".", "~"
+_WAITS, _MOVES, _ONCE = ".", "~", "="
+_ONCE_NAME, _ONCE_COLOUR = "runs once", "#8d99ae"
 
 
 def text(timeline: Timeline, width: int = 120) -> str:
@@ -33,35 +34,40 @@ def text(timeline: Timeline, width: int = 120) -> str:
     Args:
         width: columns of the rows, 20 or more; what is shorter than a column is left out.
     """
+    return "\n".join([*answer(timeline), "", *rows(timeline, width), ""])
+
+
+def rows(timeline: Timeline, width: int = 120) -> list[str]:
+    """Return the lines of `text` that are drawn, with their key."""
     schedule = timeline.schedule
     labels = [f"rank {rank}" for rank in range(schedule.ranks)]
     margin = max(map(len, labels)) + 2
     columns = max(width - margin, 1)
-    rows = [_row(timeline, rank, columns) for rank in range(schedule.ranks)]
+    lines = [_row(timeline, rank, columns) for rank in range(schedule.ranks)]
     end = duration(timeline.seconds)
     axis = f"0{end:>{columns - 1}}"
-    drawn = "".join(rows)
+    drawn = "".join(lines)
     kinds = dict.fromkeys(action.kind for row in timeline.spans for action, _, _ in row)
     key = [f"{kind.value} {name}" for kind, name in _NAMES.items() if kind in kinds]
     if schedule.stages > schedule.ranks:
         key.append("small letters: not the rank's first stage")
     key.append("digits: microbatch")
-    key += [f"{sign} {name}" for sign, name in ((_WAITS, "waits"), (_MOVES, "waits for a transfer")) if sign in drawn]
-    return "\n".join(
-        [
-            *_answer(timeline),
-            "",
-            *(f"{label:<{margin}}{row}".rstrip() for label, row in zip(labels, rows, strict=True)),
-            f"{'':{margin}}{axis}",
-            "",
-            fill("; ".join(key), max(width, 40)),
-            "",
-        ]
-    )
+    signs = ((_ONCE, _ONCE_NAME), (_WAITS, "waits"), (_MOVES, "waits for a transfer"))
+    key += [f"{sign} {name}" for sign, name in signs if sign in drawn]
+    return [
+        *(f"{label:<{margin}}{line}".rstrip() for label, line in zip(labels, lines, strict=True)),
+        f"{'':{margin}}{axis}",
+        "",
+        fill("; ".join(key), max(width, 40)),
+    ]
 
 
-def _answer(timeline: Timeline) -> list[str]:
-    """Return the lines that are read first: the step, its bubble, exposed transfers."""
+def answer(timeline: Timeline, call: float = 0.0) -> list[str]:
+    """Return the lines that are read first: the step, its bubble, exposed transfers.
+
+    Args:
+        call: seconds of the step in front of the timeline.
+    """
     schedule = timeline.schedule
     sizes = ", ".join(
         f"{number} {noun}{'' if number == 1 else 's'}"
@@ -70,7 +76,7 @@ def _answer(timeline: Timeline) -> list[str]:
     exposed = sum(timeline.exposed) / schedule.ranks
     count = schedule.microbatches
     out = {
-        "step": f"{duration(timeline.seconds)}: schedule {schedule.name}, {sizes}, "
+        "step": f"{duration(timeline.seconds + call)}: schedule {schedule.name}, {sizes}, "
         f"{count} microbatch{'' if count == 1 else 'es'}",
         "bubble": f"{percent(timeline.bubble)} of the ranks' time",
         "exposed": f"transfers of {duration(exposed)} per rank, "
@@ -90,6 +96,9 @@ def _row(timeline: Timeline, rank: int, columns: int) -> str:
             label = f"{label}{action.microbatch}"
             shown = label if len(label) <= last - first else label[:1]
             row[first:last] = f"{shown:-<{last - first}}"[: last - first]
+    for start, end in timeline.once[rank] if timeline.once else ():
+        first, last = round(start * scale), round(end * scale)
+        row[first:last] = _ONCE * (last - first)
     for start, end in timeline.waits[rank]:
         first, last = round(start * scale), round(end * scale)
         row[first:last] = _MOVES * (last - first)
@@ -113,7 +122,7 @@ def draw(timeline: Timeline) -> Figure:
     from matplotlib.colors import to_rgb
 
     axes = drawn.subplots()
-    drawn.suptitle("\n".join(_answer(timeline)), fontsize=9, x=0.01, ha="left", family="monospace")
+    drawn.suptitle("\n".join(answer(timeline)), fontsize=9, x=0.01, ha="left", family="monospace")
     per_rank = schedule.stages // schedule.ranks
     points = (width - 2.5) * 72 / (timeline.seconds or 1)  # of a second, about
     label_points = 5 * len(str(schedule.microbatches - 1))
@@ -131,6 +140,9 @@ def draw(timeline: Timeline) -> Figure:
             if action.kind in COMPUTATIONS and (end - start) * points > label_points:
                 middle = (start + end) / 2 * unit
                 axes.text(middle, rank, str(action.microbatch), ha="center", va="center", fontsize=7)
+        once = [(start * unit, (end - start) * unit) for start, end in (timeline.once[rank] if timeline.once else ())]
+        if once:
+            axes.broken_barh(once, (rank - 0.38, 0.76), facecolor=_ONCE_COLOUR, edgecolor="white", linewidth=0.4)
         exposed = [(start * unit, (end - start) * unit) for start, end in timeline.waits[rank]]
         if exposed:
             axes.broken_barh(exposed, (rank + 0.26, 0.12), color=EXPOSED, linewidth=0.3, snap=False)
@@ -140,9 +152,40 @@ def draw(timeline: Timeline) -> Figure:
     axes.set_xlabel(name)
     kinds = {action.kind for row in timeline.spans for action, _, _ in row}
     shown = {_NAMES[kind]: colour for kind, colour in _COLOURS.items() if kind in kinds}
+    if any(timeline.once):
+        shown[_ONCE_NAME] = _ONCE_COLOUR
     if per_rank > 1:
         shown["paler: not the rank's first stage"] = "#d9d9d9"
     if any(timeline.waits):
         shown["waits for a transfer"] = EXPOSED
     legend(axes, shown)
     return drawn
+
+
+def svg(timeline: Timeline) -> str:
+    """Return a timeline as an SVG element for a page: a row for each rank, with a title on each bar."""
+    schedule, waits = timeline.schedule, timeline.waits
+    width, height, margin = 1000.0, 20, 60
+    scale = (width - margin) / (timeline.seconds or 1)
+    parts = []
+
+    def bar(rank: int, start: float, end: float, colour: str, title: str, foot: bool = False) -> None:
+        x, y, high = margin + start * scale, rank * height + (15 if foot else 2), 3 if foot else height - 4
+        parts.append(
+            f'<rect x="{x:.2f}" y="{y}" width="{(end - start) * scale:.2f}" height="{high}" fill="{colour}">'
+            f"<title>{title}, {duration(end - start)}</title></rect>"
+        )
+
+    for rank, row in enumerate(timeline.spans):
+        parts.append(f'<text x="0" y="{rank * height + 14}" fill="currentColor">rank {rank}</text>')
+        for start, end in timeline.once[rank] if timeline.once else ():
+            bar(rank, start, end, _ONCE_COLOUR, _ONCE_NAME)
+        for action, start, end in row:
+            if action.kind in COMPUTATIONS:
+                title = f"{_NAMES[action.kind]} of stage {action.stage}, microbatch {action.microbatch}"
+                bar(rank, start, end, _COLOURS[action.kind], title)
+        for start, end in waits[rank]:
+            bar(rank, start, end, EXPOSED, "waits for a transfer", foot=True)
+    size = f"{width:.0f} {schedule.ranks * height}"
+    style = "width:100%;font:12px system-ui;stroke:none"
+    return f'<svg viewBox="0 0 {size}" style="{style}" role="img" aria-label="pipeline">{"".join(parts)}</svg>'

@@ -99,6 +99,7 @@ def build(
     symbols: Callable[[], Costs] | None = None,
     model: str = "",
     plan: str = "",
+    begins: Mapping[int, float] | None = None,
 ) -> Schedule:
     """Return the predicted schedule of one rank's step.
 
@@ -115,6 +116,7 @@ def build(
         notes: remarks for people.
         symbols: returns the cost formulas of the program.
         model, plan: model and plan as text, for titles.
+        begins: position of an op -> seconds before which it does not run.
 
     Raises:
         MeshError: ``mesh`` is larger than the hardware's description.
@@ -132,7 +134,7 @@ def build(
         step, work, lambda k: hardware.compute_seconds(k.flops, k.bytes, k.dtype, k.attention),
         {at: _streams(m) for at, m in moved.items()}, {at: p.seconds for at, p in prices.items()}, order,
         {at: 0.0 if m.axes == (HOST,) else hardware.start_seconds(m.messages) for at, m in moved.items()},
-        hardware.share,
+        hardware.share, begins,
     )  # fmt: skip
     runs = tuple(Run(work[at], span.start, span.end) for at, span in times.kernels.items())
     by_dtype: dict[torch.dtype, int] = {}

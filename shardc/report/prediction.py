@@ -19,6 +19,7 @@ the caching allocator, library workspaces, temporaries of the optimizer.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,7 +35,7 @@ from shardc.cost.compute import Buffer, Kernel, is_inner
 from shardc.cost.hardware import Hardware
 from shardc.cost.step_sequence import INPUT, START, WAIT, Sequence
 from shardc.ir import graph as ir
-from shardc.ir.executable import TERM
+from shardc.ir.executable import TERM, TRANSFER
 from shardc.ir.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -119,7 +120,10 @@ def memory_of(
     """
     phases = [op.phase for op in step.ops]
     step_outputs = {id(b) for _, at in step.outputs for b in outputs[at] if b is not None}
+    lasting = {id(b) for role, at in step.outputs if role.kind != TRANSFER for b in outputs[at] if b is not None}
     summed = [(role, at) for role, at in step.given if role.kind == TERM and phases[at] == "backward"]
+    # A graph returns its terms at its end, and the first is the sum.
+    until = {id(b): run_end(step, at) for role, at in step.given if role.kind == TERM for b in outputs[at] if b}
     leaving = [(role, at) for role, at in step.outputs if role.kind == "grad"]
     grads = {id(b) for _, at in (*leaving, *summed) for b in outputs[at] if b is not None}
     kernel_of = {at: kernel.ops for kernel in kernels.values() for at in kernel.ops}
@@ -155,16 +159,20 @@ def memory_of(
                 continue
             if op.kind == INPUT:
                 role = ir.info(op.node).role
-                if role is not None and role.kind == "param":
+                if role is not None and role.kind == TRANSFER:
+                    end = kernel_of.get(buffer.last, (buffer.last,))[-1]
+                    hold(_owner(False, False, True, buffer, phases), buffer.size, at, end, at)
+                elif role is not None and role.kind == "param":
                     hold("parameters", buffer.size, 0, whole_step, at)
                     hold("optimizer", int(buffer.size * optimizer_copies), 0, whole_step, at)
                 else:
                     hold("inputs", buffer.size, 0, whole_step, at)
                 continue
             mine = kernel_of.get(at, (at,))
-            if at in kernel_of and is_inner(buffer, set(mine), step_outputs):
+            if at in kernel_of and id(buffer) not in until and is_inner(buffer, set(mine), step_outputs):
                 continue
-            end = whole_step if id(buffer) in step_outputs else kernel_of.get(buffer.last, (buffer.last,))[-1]
+            end = whole_step if id(buffer) in lasting else kernel_of.get(buffer.last, (buffer.last,))[-1]
+            end = max(end, until.get(id(buffer), 0))
             hold(
                 _owner(op.gathered, id(buffer) in grads, op.kind == START, buffer, phases),
                 buffer.size,
@@ -180,6 +188,12 @@ def memory_of(
     )
     peak_op = ir.info(step.ops[min(peak.at, whole_step - 1)].node).name
     return Memory(samples, peak, peak_op, tuple(sorted(host.items())), held)
+
+
+def run_end(step: Sequence, at: int) -> int:
+    """Return the position of the last op of the graph that op ``at`` is of."""
+    after = bisect_right(step.begins, at)
+    return (step.begins[after] if after < len(step.begins) else len(step.ops)) - 1
 
 
 def _held(step: Sequence, owner: str, size: int, at: int, number: int) -> Held:
@@ -283,6 +297,7 @@ def simulate(
     order: str,
     start_seconds: Mapping[int, float] | None = None,
     share: float = 0.0,
+    begins: Mapping[int, float] | None = None,
 ) -> Timeline:
     """Return the simulated times of a step.
 
@@ -295,6 +310,7 @@ def simulate(
         order: "graph" or "earliest".
         start_seconds: position of a collective -> seconds that the rank is busy starting it, which count as exposed.
         share: share of the transfer time that concurrent kernels lose; below 1.
+        begins: position of an op -> seconds before which it does not run.
     """
     eager = order == "earliest"
     clock = 0.0
@@ -317,6 +333,7 @@ def simulate(
 
     member = {at: last for last, kernel in kernels.items() for at in kernel.ops}
     for at, op in enumerate(step.ops):
+        clock = max(clock, begins.get(at, 0.0)) if begins else clock
         began.setdefault(op.phase, clock)
         clocks.append(clock)
         latest = max(op.reads, key=lambda read: ready[read], default=None)
@@ -513,6 +530,11 @@ class Prediction:
         return sum(run.seconds for run in self.runs)
 
     @property
+    def peak(self) -> int:
+        """Return the bytes at the peak, of the rank that needs the most."""
+        return self.memory.peak.total
+
+    @property
     def exposed(self) -> float:
         """Return the seconds that a rank waits for collectives and host copies."""
         return sum(transfer.exposed for transfer in self.transfers)
@@ -535,6 +557,10 @@ class Prediction:
         """
         owners = self.memory.by_owner()
         return self.hardware.copy_seconds(3 * owners["parameters"] + 2 * owners["optimizer"])
+
+    def stage_of(self, transfer: Collective) -> int | None:
+        """Return the pipeline stage of a collective, if the rank has several; else None."""
+        return None
 
     def phase_of(self, run: Run) -> str:
         """Return "forward", "backward", or "recompute" for a kernel of backward that repeats ops of forward."""
@@ -560,7 +586,7 @@ class Prediction:
 
     def fits(self, gigabytes: float | None = None) -> bool:
         """Return whether the peak fits in ``gigabytes`` (of 10^9 bytes; by default the memory of the hardware)."""
-        return self.memory.peak.total <= (self.hardware.memory if gigabytes is None else gigabytes * 1e9)
+        return self.peak <= (self.hardware.memory if gigabytes is None else gigabytes * 1e9)
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 from shardc.cost.compute import layers_of
 from shardc.ir import graph as ir
+from shardc.report import pipeline
 from shardc.report.export import shorten
 from shardc.report.prediction import HOST, Collective, Held, Prediction, Run, Total, grouped
 from shardc.report.units import duration, operations, percent, size
+
+if TYPE_CHECKING:
+    from shardc.report.stage_schedule import PipelineSchedule
 
 WIDTH = 120  # columns of a table
 LARGEST = 10  # rows of the table of tensors at the peak
@@ -19,7 +24,7 @@ PHASES = ("forward", "backward", "recompute")
 def line(schedule: Prediction) -> str:
     """Return the schedule as one line: mesh, hardware, step time, memory, and whether it fits."""
     fits = "fits" if schedule.fits() else "does not fit"
-    peak = size(schedule.memory.peak.total)
+    peak = size(schedule.peak)
     return (
         f"<Schedule {schedule.mesh} on {schedule.hardware.name}: {duration(schedule.seconds)} a step, {peak}, {fits}>"
     )
@@ -32,8 +37,64 @@ def table(schedule: Prediction, rows: int | None) -> str:
         rows: largest number of rows of the table of collectives; None for no limit.
     """
     title = f"{f'{schedule.model}, ' if schedule.model else ''}mesh {schedule.mesh} on {schedule.hardware.name}"
+    first = "\n".join([f"{title}, {schedule.order} order", *answer(schedule), *schedule.notes])
+    return "\n\n".join(filter(None, [first, *_of_rank(schedule, rows)])) + "\n"
+
+
+def pipeline_table(schedule: PipelineSchedule, rows: int | None) -> str:
+    """Return the answer for a step with pipeline stages, its drawn timeline, the tables of stages and of ranks, and
+    those of the rank that is shown.
+    """
+    title = f"{f'{schedule.model}, ' if schedule.model else ''}mesh {schedule.mesh} on {schedule.hardware.name}"
+    _, *others = _lines(schedule)
+    most = max(schedule.ranks, key=lambda rank: (rank.peak, -rank.rank))
+    where = f"of rank {most.rank}, in {most.peak_op}"
+    answer = [*pipeline.answer(schedule.timeline, schedule.call), *others, _memory(schedule, where)]
+    count = len(schedule.timeline.schedule.lists)
+    shown = f"rank {schedule.rank} of {schedule.axis} ({count}), the busiest, in all microbatches:"
     parts = [
-        "\n".join([f"{title}, {schedule.order} order", *answer(schedule), *schedule.notes]),
+        "\n".join([f"{title}, {schedule.order} order", *answer, *schedule.notes]),
+        "\n".join(pipeline.rows(schedule.timeline, WIDTH)),
+        _stages(schedule),
+        _ranks(schedule),
+        shown,
+        *_of_rank(schedule, rows),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _stages(schedule: PipelineSchedule) -> str:
+    """Return the table of stages: seconds of one microbatch, of what runs once, of messages; bytes that are saved."""
+    names = {"F": "forward", "B": "backward", "I": "for inputs", "W": "for weights"}
+    shown = [kind for kind in names if any(kind in stage.seconds for stage in schedule.stages)]
+    body = [
+        (
+            str(x.stage), str(x.rank), *(duration(x.seconds.get(kind, 0.0)) for kind in shown), size(x.saved),
+            duration(x.up), duration(x.down), duration(x.before), duration(x.behind),
+        )
+        for x in schedule.stages
+    ]  # fmt: skip
+    head = ("stage", "rank", *map(names.__getitem__, shown), "saves", "sends up", "sends down", "before", "behind")
+    return aligned(body, head, left=())
+
+
+def _ranks(schedule: PipelineSchedule) -> str:
+    """Return the table of ranks: shares of the step, and memory."""
+    seconds = schedule.timeline.seconds or 1.0
+    body = []
+    for x in schedule.ranks:
+        saved = " + ".join(dict.fromkeys(size(schedule.stages[stage].saved) for stage in x.stages))
+        body.append((
+            str(x.rank), percent(x.busy / seconds), percent(x.collectives / seconds), percent(x.exposed / seconds),
+            size(x.parameters), f"{x.in_flight} x {saved}", size(x.peak), size(schedule.hardware.memory - x.peak),
+        ))  # fmt: skip
+    head = ("rank", "busy", "waits for collectives", "for messages", "parameters", "in flight x saved", "peak", "free")
+    return aligned(body, head, left=())
+
+
+def _of_rank(schedule: Prediction, rows: int | None) -> list[str]:
+    """Return the tables of one rank; ``rows`` as for `table`."""
+    return [
         _phases(schedule),
         _kernels(schedule),
         *_transfers(schedule, rows),
@@ -41,11 +102,15 @@ def table(schedule: Prediction, rows: int | None) -> str:
         _owners(schedule),
         _tensors(schedule),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def answer(schedule: Prediction) -> list[str]:
     """Return the lines that are read first: step time, tokens/s and MFU where they are known, memory."""
+    return [*_lines(schedule), _memory(schedule, f"in {schedule.memory.peak_op}")]
+
+
+def _lines(schedule: Prediction) -> list[str]:
+    """Return the lines of step time, tokens/s and MFU."""
     ranks, hardware = schedule.mesh.ranks, schedule.hardware
     step = f"{duration(schedule.seconds)} = compute {duration(schedule.compute_seconds)}"
     out = [("step", f"{step} + exposed communication {duration(schedule.exposed)}")]
@@ -57,10 +122,14 @@ def answer(schedule: Prediction) -> list[str]:
     if schedule.useful_flops and peak:
         dtype = ir.DTYPE_NAMES.get(schedule.dtype, str(schedule.dtype))
         out.append(("MFU", f"at most {percent(schedule.mfu)} of {operations(peak)}FLOP/s in {dtype}"))
-    used, room = schedule.memory.peak.total, hardware.memory - schedule.memory.peak.total
-    fits = f"fits, {size(room)} free" if schedule.fits() else f"does not fit: {size(-room)} too much"
-    out.append(("memory", f"{size(used)} of {size(hardware.memory)} at the peak, in {schedule.memory.peak_op}: {fits}"))
     return [f"{name:<8}  {text}" for name, text in out]
+
+
+def _memory(schedule: Prediction, where: str) -> str:
+    """Return the line of memory; ``where`` says where the peak is."""
+    room = schedule.hardware.memory - schedule.peak
+    fits = f"fits, {size(room)} free" if schedule.fits() else f"does not fit: {size(-room)} too much"
+    return f"memory    {size(schedule.peak)} of {size(schedule.hardware.memory)} at the peak, {where}: {fits}"
 
 
 def _phases(schedule: Prediction) -> str:
@@ -104,9 +173,9 @@ def _kernels(schedule: Prediction) -> str:
     return aligned(body, head, left=("kernels",)) if body else ""
 
 
-def _group_key(c: Collective) -> tuple[object, ...]:
+def _group_key(c: Collective, stage: int | None = None) -> tuple[object, ...]:
     """Return the key by which collectives share a row: equal ones of repeated layers have equal keys."""
-    return c.kind, c.axis, c.dtype, c.wire, c.phase, layers_of(c.cause.tensor), _cause(c)
+    return c.kind, c.axis, c.dtype, c.wire, c.phase, stage, layers_of(c.cause.tensor), _cause(c)
 
 
 def _cause(c: Collective) -> str:
@@ -124,7 +193,7 @@ def _transfers(schedule: Prediction, rows: int | None) -> list[str]:
         cause: sum((c.exposed for c in of), 0.0) for cause, of in grouped(schedule.transfers, _cause).items()
     }  # fmt: skip
     number = {cause: str(at + 1) for at, cause in enumerate(sorted(causes, key=lambda cause: (-causes[cause], cause)))}
-    groups = grouped(schedule.transfers, _group_key).values()
+    groups = grouped(schedule.transfers, lambda c: _group_key(c, schedule.stage_of(c))).values()
     ordered = sorted(groups, key=lambda of: (-sum(c.exposed for c in of), -sum(c.wire for c in of)))
     body = []
     for of in ordered if rows is None else ordered[:rows]:
@@ -133,7 +202,9 @@ def _transfers(schedule: Prediction, rows: int | None) -> list[str]:
         tensor = layers_of(c.cause.tensor) if len(of) > 1 else c.cause.tensor
         numbers = (str(len(of)), size(sum(x.wire for x in of)), duration(sum(x.seconds for x in of)))
         exposed = duration(sum(x.exposed for x in of))
-        body.append((c.kind, over, c.dtype, *numbers, exposed, c.phase, tensor, number[_cause(c)]))
+        stage = schedule.stage_of(c)
+        phase = c.phase if stage is None else f"{c.phase}, stage {stage}"
+        body.append((c.kind, over, c.dtype, *numbers, exposed, phase, tensor, number[_cause(c)]))
     if not body:
         return []
     head = ("collective", "over (ranks)", "dtype", "count", "sent", "time", "exposed", "phase", "tensor", "why")
