@@ -12,8 +12,9 @@ rank must have it; it may be posted earlier, in the order of the list.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated
 
 from shardc._compat import pipeline_order
@@ -238,6 +239,7 @@ def clock(
     seconds: Callable[[Kind, int], float],
     transfer: Callable[[int, int], float],
     begins: Sequence[float] = (),
+    others: Mapping[Action, float] = MappingProxyType({}),
 ) -> Timeline:
     """Return the times of a step whose lists `play` accepts.
 
@@ -248,6 +250,7 @@ def clock(
         seconds: of a computation, by (kind, stage).
         transfer: seconds of a message, by (stage that sends it, stage that receives it).
         begins: when each rank begins its list; by default at 0.
+        others: seconds of computations for which ``seconds`` does not hold.
 
     Raises:
         VerifyError: as `play`, for lists that do not come to their ends.
@@ -276,7 +279,8 @@ def clock(
                 return False
             end = now[rank] = max(start, arrivals[action])
         else:
-            end = now[rank] = start + seconds(action.kind, action.stage)
+            taken = others[action] if action in others else seconds(action.kind, action.stage)
+            end = now[rank] = start + taken
         spans[rank].append((action, start, end))
         return True
 

@@ -26,8 +26,9 @@ from shardc.report.advice import Advice, advise
 from shardc.report.derive import Dims, derive
 from shardc.report.formulas import Costs
 from shardc.report.lint_rules import Finding, in_pieces, lint
+from shardc.report.played_stages import Parts
 from shardc.report.predicted_schedule import Schedule, build, room_of_rows
-from shardc.report.stage_schedule import Parts, predict
+from shardc.report.stage_schedule import predict
 from shardc.report.tiles import Tiles
 from shardc.validate import did_you_mean, typed
 

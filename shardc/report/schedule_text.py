@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
 
 from shardc.cost.compute import layers_of
 from shardc.ir import graph as ir
-from shardc.report import pipeline
 from shardc.report.export import shorten
 from shardc.report.prediction import HOST, Collective, Held, Prediction, Run, Total, grouped
 from shardc.report.units import duration, operations, percent, size
-
-if TYPE_CHECKING:
-    from shardc.report.stage_schedule import PipelineSchedule
 
 WIDTH = 120  # columns of a table
 LARGEST = 10  # rows of the table of tensors at the peak
@@ -38,61 +33,10 @@ def table(schedule: Prediction, rows: int | None) -> str:
     """
     title = f"{f'{schedule.model}, ' if schedule.model else ''}mesh {schedule.mesh} on {schedule.hardware.name}"
     first = "\n".join([f"{title}, {schedule.order} order", *answer(schedule), *schedule.notes])
-    return "\n\n".join(filter(None, [first, *_of_rank(schedule, rows)])) + "\n"
+    return "\n\n".join(filter(None, [first, *of_rank(schedule, rows)])) + "\n"
 
 
-def pipeline_table(schedule: PipelineSchedule, rows: int | None) -> str:
-    """Return the answer for a step with pipeline stages, its drawn timeline, the tables of stages and of ranks, and
-    those of the rank that is shown.
-    """
-    title = f"{f'{schedule.model}, ' if schedule.model else ''}mesh {schedule.mesh} on {schedule.hardware.name}"
-    _, *others = _lines(schedule)
-    most = max(schedule.ranks, key=lambda rank: (rank.peak, -rank.rank))
-    where = f"of rank {most.rank}, in {most.peak_op}"
-    answer = [*pipeline.answer(schedule.timeline, schedule.call), *others, _memory(schedule, where)]
-    count = len(schedule.timeline.schedule.lists)
-    shown = f"rank {schedule.rank} of {schedule.axis} ({count}), the busiest, in all microbatches:"
-    parts = [
-        "\n".join([f"{title}, {schedule.order} order", *answer, *schedule.notes]),
-        "\n".join(pipeline.rows(schedule.timeline, WIDTH)),
-        _stages(schedule),
-        _ranks(schedule),
-        shown,
-        *_of_rank(schedule, rows),
-    ]
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _stages(schedule: PipelineSchedule) -> str:
-    """Return the table of stages: seconds of one microbatch, of what runs once, of messages; bytes that are saved."""
-    names = {"F": "forward", "B": "backward", "I": "for inputs", "W": "for weights"}
-    shown = [kind for kind in names if any(kind in stage.seconds for stage in schedule.stages)]
-    body = [
-        (
-            str(x.stage), str(x.rank), *(duration(x.seconds.get(kind, 0.0)) for kind in shown), size(x.saved),
-            duration(x.up), duration(x.down), duration(x.before), duration(x.behind),
-        )
-        for x in schedule.stages
-    ]  # fmt: skip
-    head = ("stage", "rank", *map(names.__getitem__, shown), "saves", "sends up", "sends down", "before", "behind")
-    return aligned(body, head, left=())
-
-
-def _ranks(schedule: PipelineSchedule) -> str:
-    """Return the table of ranks: shares of the step, and memory."""
-    seconds = schedule.timeline.seconds or 1.0
-    body = []
-    for x in schedule.ranks:
-        saved = " + ".join(dict.fromkeys(size(schedule.stages[stage].saved) for stage in x.stages))
-        body.append((
-            str(x.rank), percent(x.busy / seconds), percent(x.collectives / seconds), percent(x.exposed / seconds),
-            size(x.parameters), f"{x.in_flight} x {saved}", size(x.peak), size(schedule.hardware.memory - x.peak),
-        ))  # fmt: skip
-    head = ("rank", "busy", "waits for collectives", "for messages", "parameters", "in flight x saved", "peak", "free")
-    return aligned(body, head, left=())
-
-
-def _of_rank(schedule: Prediction, rows: int | None) -> list[str]:
+def of_rank(schedule: Prediction, rows: int | None) -> list[str]:
     """Return the tables of one rank; ``rows`` as for `table`."""
     return [
         _phases(schedule),
@@ -106,10 +50,10 @@ def _of_rank(schedule: Prediction, rows: int | None) -> list[str]:
 
 def answer(schedule: Prediction) -> list[str]:
     """Return the lines that are read first: step time, tokens/s and MFU where they are known, memory."""
-    return [*_lines(schedule), _memory(schedule, f"in {schedule.memory.peak_op}")]
+    return [*lines(schedule), memory_line(schedule, f"in {schedule.memory.peak_op}")]
 
 
-def _lines(schedule: Prediction) -> list[str]:
+def lines(schedule: Prediction) -> list[str]:
     """Return the lines of step time, tokens/s and MFU."""
     ranks, hardware = schedule.mesh.ranks, schedule.hardware
     step = f"{duration(schedule.seconds)} = compute {duration(schedule.compute_seconds)}"
@@ -125,7 +69,7 @@ def _lines(schedule: Prediction) -> list[str]:
     return [f"{name:<8}  {text}" for name, text in out]
 
 
-def _memory(schedule: Prediction, where: str) -> str:
+def memory_line(schedule: Prediction, where: str) -> str:
     """Return the line of memory; ``where`` says where the peak is."""
     room = schedule.hardware.memory - schedule.peak
     fits = f"fits, {size(room)} free" if schedule.fits() else f"does not fit: {size(-room)} too much"

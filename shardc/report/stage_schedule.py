@@ -1,98 +1,24 @@
-"""`PipelineSchedule`: the predicted step of a program with pipeline stages.
+"""`PipelineSchedule`: the predicted step of a program with pipeline stages, with its forms of display.
 
-Each stage is predicted alone, for one microbatch, as any program: seconds of its forward and backward, and of what runs
-once, in front of them and behind. `clock` plays the lists of all ranks with these seconds. Messages take the bytes of
-their values over the link of the axis. A rank's memory follows the order in which it runs its list.
+A rank's memory follows the order in which it runs its list (`shardc.report.played_stages` has the times).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
-from shardc.cost.compute import Buffer, buffers, kernels
-from shardc.cost.hardware import Hardware, price, route
+from shardc.cost.compute import buffers, kernels
 from shardc.cost.step_sequence import Sequence, of_runs
-from shardc.ir import graph as ir
-from shardc.ir.executable import (
-    BACKWARD,
-    FORWARD,
-    INFERENCE,
-    INPUT_GRADIENTS,
-    TRANSFER,
-    WEIGHT_GRADIENTS,
-    AtStage,
-    Executable,
-    Half,
-    Run,
-)
-from shardc.ir.mesh import Mesh
-from shardc.ir.schedules import Kind, Timeline, clock, in_flight
-from shardc.ir.stage_runs import Message, StageRuns
+from shardc.ir.executable import Executable
+from shardc.ir.schedules import Timeline
 from shardc.report import export, page, pipeline, schedule_text
+from shardc.report.played_stages import Parts, Played, RankCost, StageCost
 from shardc.report.predicted_schedule import Schedule
 from shardc.report.prediction import Collective, Memory, memory_of
-
-KINDS = {
-    FORWARD: Kind.FORWARD,
-    INFERENCE: Kind.FORWARD,
-    BACKWARD: Kind.BACKWARD,
-    INPUT_GRADIENTS: Kind.BACKWARD_INPUT,
-    WEIGHT_GRADIENTS: Kind.BACKWARD_WEIGHT,
-}
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """The predicted costs of one stage of a pipeline, on each of its ranks.
-
-    Args:
-        stage, rank: its number, and its coordinate along the axis.
-        seconds: short name of a computation ("F", "B", "I", "W") -> its seconds for one microbatch.
-        before, behind: seconds of what runs once, in front of the first microbatch (such as gathers for all) and
-            behind the last.
-        saved: bytes that a microbatch keeps between its forward and the end of its backward.
-        up, down: seconds of the message of a microbatch to the next stage, and to the one before; 0 for none.
-    """
-
-    stage: int
-    rank: int
-    seconds: Mapping[str, float]
-    before: float
-    behind: float
-    saved: int
-    up: float
-    down: float
-
-
-@dataclass(frozen=True)
-class RankCost:
-    """What one rank of a pipeline does in a step, and needs.
-
-    Args:
-        rank: its coordinate along the axis.
-        stages: its stages.
-        busy: seconds in which it runs something.
-        exposed: seconds in which it waits for a message that is on its way.
-        collectives: seconds in which it waits for collectives and host copies, which count as busy.
-        parameters: bytes of its parameters.
-        in_flight: the most microbatches whose forward has run and whose backward has not, over all of its stages.
-        peak: bytes at the peak.
-        peak_op: the op at the peak.
-    """
-
-    rank: int
-    stages: tuple[int, ...]
-    busy: float
-    exposed: float
-    collectives: float
-    parameters: int
-    in_flight: int
-    peak: int
-    peak_op: str
+from shardc.report.units import duration, percent, size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +85,7 @@ class PipelineSchedule(Schedule):
         Args:
             rows: largest number of rows of the table of collectives, by exposed time; None for no limit.
         """
-        return schedule_text.pipeline_table(self, rows)
+        return _table(self, rows)
 
     def to_json(self) -> str:
         numbers = {"axis": self.axis, "rank": self.rank, "schedule": self.timeline.schedule.name, "call": self.call}
@@ -181,32 +107,62 @@ class PipelineSchedule(Schedule):
         page.save(pipeline.draw(self.timeline), path)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a prediction of a program with stages takes beside the program.
-
-    Args:
-        mesh: the mesh of all stages.
-        axis: its axis of the stages.
-        hardware: the target of the prediction.
-        build: predicts ops, given with the seconds before which some of them do not run.
-        graph: maps a graph of the program to the one that is predicted.
-        optimizer_copies: size of the optimizer's state as a multiple of the parameters.
+def _table(schedule: PipelineSchedule, rows: int | None) -> str:
+    """Return the answer for a step with pipeline stages, its drawn timeline, the tables of stages and of ranks, and
+    those of the rank that is shown.
     """
+    title = f"{f'{schedule.model}, ' if schedule.model else ''}mesh {schedule.mesh} on {schedule.hardware.name}"
+    _, *others = schedule_text.lines(schedule)
+    most = max(schedule.ranks, key=lambda rank: (rank.peak, -rank.rank))
+    where = f"of rank {most.rank}, in {most.peak_op}"
+    answer = [*pipeline.answer(schedule.timeline, schedule.call), *others, schedule_text.memory_line(schedule, where)]
+    count = len(schedule.timeline.schedule.lists)
+    shown = f"rank {schedule.rank} of {schedule.axis} ({count}), the busiest, in all microbatches:"
+    parts = [
+        "\n".join([f"{title}, {schedule.order} order", *answer, *schedule.notes]),
+        "\n".join(pipeline.rows(schedule.timeline, schedule_text.WIDTH)),
+        _stages(schedule),
+        _ranks(schedule),
+        shown,
+        *schedule_text.of_rank(schedule, rows),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
-    mesh: Mesh
-    axis: str
-    hardware: Hardware
-    build: Callable[[Sequence, Mapping[int, float]], Schedule]
-    graph: Callable[[Half], Half]
-    optimizer_copies: float
+
+def _stages(schedule: PipelineSchedule) -> str:
+    """Return the table of stages: seconds of one microbatch, of what runs once, of messages; bytes that are saved."""
+    names = {"F": "forward", "B": "backward", "I": "for inputs", "W": "for weights", "last": "the last"}
+    shown = [kind for kind in names if any(kind in stage.seconds for stage in schedule.stages)]
+    body = [
+        (
+            str(x.stage), str(x.rank), *(duration(x.seconds.get(kind, 0.0)) for kind in shown), size(x.saved),
+            duration(x.up), duration(x.down), duration(x.before), duration(x.behind),
+        )
+        for x in schedule.stages
+    ]  # fmt: skip
+    head = ("stage", "rank", *map(names.__getitem__, shown), "saves", "sends up", "sends down", "before", "behind")
+    return schedule_text.aligned(body, head, left=())
+
+
+def _ranks(schedule: PipelineSchedule) -> str:
+    """Return the table of ranks: shares of the step, and memory."""
+    seconds = schedule.timeline.seconds or 1.0
+    body = []
+    for x in schedule.ranks:
+        saved = " + ".join(dict.fromkeys(size(schedule.stages[stage].saved) for stage in x.stages))
+        body.append((
+            str(x.rank), percent(x.busy / seconds), percent(x.collectives / seconds), percent(x.exposed / seconds),
+            size(x.parameters), f"{x.in_flight} x {saved}", size(x.peak), size(schedule.hardware.memory - x.peak),
+        ))  # fmt: skip
+    head = ("rank", "busy", "waits for collectives", "for messages", "parameters", "in flight x saved", "peak", "free")
+    return schedule_text.aligned(body, head, left=())
 
 
 def predict(program: Executable, parts: Parts) -> PipelineSchedule:
     """Return the predicted step of a program with stages."""
-    played = _Played(program, parts, program.trains)
+    played = Played(program, parts, program.trains)
     # Without a loss, the call runs forward alone, and the backward runs all again.
-    call = _Played(program, parts, False).timeline.seconds if program.trains and program.loss is None else 0.0
+    call = Played(program, parts, False).timeline.seconds if program.trains and program.loss is None else 0.0
     sequences = [of_runs(played.of_rank(rank), program.levels) for rank in range(program.stage_ranks)]
     shown = max(range(program.stage_ranks), key=lambda rank: (played.timeline.busy[rank], -rank))
     memories = [_memory(step, parts.optimizer_copies) for step in sequences]
@@ -230,166 +186,3 @@ def _memory(step: Sequence, optimizer_copies: float) -> Memory:
     """Return the memory of a rank."""
     outputs = buffers(step)
     return memory_of(step, outputs, kernels(step, outputs), optimizer_copies)
-
-
-class _Played:
-    """The lists of all ranks with their times.
-
-    Attributes:
-        stages: of each stage, its prediction for one microbatch, and how often each of its graphs runs in a step.
-        seconds: graph -> its seconds.
-        timeline: the times of the lists.
-        times: for each rank, when each of its runs begins.
-    """
-
-    def __init__(self, program: Executable, parts: Parts, training: bool) -> None:
-        self.program, self.parts, self.training = program, parts, training
-        self.flow: StageRuns = program.stage_runs(training)
-        self.actions = [program.actions(rank, training) for rank in range(program.stage_ranks)]
-        self.seconds: dict[Half, float] = {}
-        self.exposed: dict[Half, float] = {}
-        self.saved: list[int] = []
-        self.stages: list[tuple[Schedule, tuple[int, ...]]] = []
-        for stage, rank in enumerate(self.flow.schedule.rank_of):
-            self._predict_stage(stage, rank)
-        self._play()
-
-    def of_rank(self, rank: int) -> list[tuple[Half, int]]:
-        """Return the graphs that a rank runs, in order, each with the number of its microbatch."""
-        return [(self.parts.graph(x.half), x.microbatch) for x in self.actions[rank] if isinstance(x, Run)]
-
-    def _predict_stage(self, stage: int, rank: int) -> None:
-        """Predict the graphs of a stage, in the order in which they run for one microbatch."""
-        runs = [x.half for x in self.actions[rank] if isinstance(x, Run) and x.half.stage in (None, stage)]
-        halves = list(dict.fromkeys(runs))
-        step = of_runs([(self.parts.graph(half), 0) for half in halves], self.program.levels)
-        schedule = self.parts.build(step, {})
-        ends = [*(schedule.clock[at] if at < len(step.ops) else schedule.seconds for at in step.begins[1:])]
-        start = 0.0
-        for half, end in zip(halves, [*ends, schedule.seconds], strict=True):
-            self.seconds[half], start = end - start, end
-        for at, transfer in zip(step.starts, schedule.transfers, strict=True):
-            half = halves[sum(begin <= at for begin in step.begins) - 1]
-            self.exposed[half] = self.exposed.get(half, 0.0) + transfer.exposed
-        self.saved.append(_saved(step, halves))
-        self.stages.append((schedule, tuple(runs.count(half) for half in halves)))
-
-    def _of(self, kind: Kind, stage: int) -> float:
-        """Return the seconds of a computation of a stage; 0 if it computes nothing."""
-        names = [name for name, named in KINDS.items() if named == kind]
-        halves = (half for half in self.seconds if half.stage == stage and _name(half) in names)
-        return next((self.seconds[half] for half in halves), 0.0)
-
-    def _message(self, examples: Iterable[object]) -> float:
-        """Return the seconds of a message with values like ``examples``; 0 if there are none."""
-        sent = sum(x.numel() * x.dtype.itemsize for x in examples)  # type: ignore[attr-defined]
-        if not sent:
-            return 0.0
-        hardware, where = self.parts.hardware, route(self.parts.mesh, (self.parts.axis,), self.parts.hardware.node)
-        return price(hardware, "permute_ranks", where, sent).seconds + hardware.start_seconds(1)
-
-    def _transfer(self, source: int, target: int) -> float:
-        """Return the seconds of the message of one microbatch from a stage to another."""
-        boundary = self.flow.boundaries[min(source, target)]
-        return self._message((boundary.up if source < target else boundary.down).values())
-
-    def _play(self) -> None:
-        """Time all lists, with what is in front of them and behind."""
-        flow, lists = self.flow, [self._in_parts(rank) for rank in range(self.program.stage_ranks)]
-        before = [sum(self.seconds[x.half] for x in first) for first, _, _ in lists]
-        begins = [
-            start + once for start, once in zip(self._exchanged([0.0] * len(lists), flow.before), before, strict=True)
-        ]
-        played = clock(flow.schedule, self._of, self._transfer, begins)
-        ends = self._exchanged([row[-1][2] if row else begins[at] for at, row in enumerate(_own(played))], flow.behind)
-        closed = [end + sum(self.seconds[x.half] for x in last) for end, (_, _, last) in zip(ends, lists, strict=True)]
-        step = max(self._exchanged(closed, flow.last), default=0.0)
-        once = tuple(
-            tuple(span for span in ((begin - first, begin), (end, done)) if span[0] < span[1])
-            for begin, first, end, done in zip(begins, before, ends, closed, strict=True)
-        )
-        self.timeline = Timeline(flow.schedule, played.spans, step, once)
-        self.times: list[list[float]] = []
-        for rank, (first, middle, last) in enumerate(lists):
-            starts = {(action.kind, action.stage, action.microbatch): start for action, start, _ in played.spans[rank]}
-            times = [
-                *self._one_after_another(begins[rank] - before[rank], first),
-                *(starts[KINDS[_name(x.half)], x.half.stage or 0, x.microbatch] for x in middle),
-                *self._one_after_another(ends[rank], last),
-            ]
-            self.times.append(times)
-
-    def _in_parts(self, rank: int) -> tuple[list[Run], list[Run], list[Run]]:
-        """Return the runs of a rank in front of its list, in it, and behind it."""
-        runs = [x for x in self.actions[rank] if isinstance(x, Run)]
-        inside = [at for at, x in enumerate(runs) if _name(x.half) in KINDS and x.half.stage is not None]
-        first, end = (inside[0], inside[-1] + 1) if inside else (len(runs), len(runs))
-        return runs[:first], runs[first:end], runs[end:]
-
-    def _one_after_another(self, start: float, runs: Iterable[Run]) -> Iterator[float]:
-        """Yield when each of ``runs`` begins, the first at ``start``."""
-        for x in runs:
-            yield start
-            start += self.seconds[x.half]
-
-    def _exchanged(self, now: list[float], messages: Callable[[int], Iterator[Message]]) -> list[float]:
-        """Return when each rank has the messages that it gets, if it sends its own at ``now``."""
-        free: dict[tuple[int, int], float] = {}
-        done = list(now)
-        for rank, start in enumerate(now):
-            for message in messages(rank):
-                if message.source == rank:
-                    link = message.source, message.target
-                    free[link] = max(free.get(link, 0.0), start) + self._message(message.examples)
-                    done[message.target] = max(done[message.target], free[link])
-        return done
-
-    def costs(self) -> Iterator[StageCost]:
-        """Yield the costs of each stage."""
-        count = len(self.flow.schedule.rank_of)
-        for stage, rank in enumerate(self.flow.schedule.rank_of):
-            first, _, last = self._in_parts(rank)
-            kinds = [kind for kind in dict.fromkeys(KINDS.values()) if self._of(kind, stage)]
-            yield StageCost(
-                stage, rank, {kind.value: self._of(kind, stage) for kind in kinds},
-                sum(self.seconds[x.half] for x in first if x.half.stage in (None, stage)),
-                sum(self.seconds[x.half] for x in last if x.half.stage in (None, stage)), self.saved[stage],
-                self._transfer(stage, stage + 1) if stage + 1 < count else 0.0,
-                self._transfer(stage, stage - 1) if stage else 0.0,
-            )  # fmt: skip
-
-    def rank_cost(self, rank: int, memory: Memory) -> RankCost:
-        """Return the costs of a rank, given its memory."""
-        schedule, timeline = self.flow.schedule, self.timeline
-        flight = max((sum(x.values()) for x in in_flight(schedule.lists[rank])), default=0)
-        waits = sum(self.exposed.get(x.half, 0.0) for x in self.actions[rank] if isinstance(x, Run))
-        return RankCost(
-            rank, tuple(self.flow.stages(rank)), timeline.busy[rank], timeline.exposed[rank], waits,
-            memory.by_owner()["parameters"], flight if self.training else 0, memory.peak.total, memory.peak_op,
-        )  # fmt: skip
-
-
-def _own(timeline: Timeline) -> list[list[tuple[object, float, float]]]:
-    """Return the rows of a timeline without sends, which a rank does not wait for."""
-    sends = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
-    return [[x for x in row if x[0].kind not in sends] for row in timeline.spans]
-
-
-def _name(half: Half) -> str:
-    """Return the phase of a graph, without its stage."""
-    return half.phase.phase if isinstance(half.phase, AtStage) else str(half.phase)
-
-
-def _saved(step: Sequence, halves: list[Half]) -> int:
-    """Return the bytes that a microbatch keeps from its forward for its backward, without parameters."""
-    first = next((at for at, half in enumerate(halves) if _name(half) == FORWARD), None)
-    if first is None or first + 1 == len(halves):
-        return 0
-    begin, end = step.begins[first], step.begins[first + 1]
-    kept: dict[int, Buffer] = {}
-    for at, results in enumerate(buffers(step)[:end]):
-        op = step.ops[at]
-        role = ir.info(op.node).role if op.node.op == "placeholder" else None
-        if at >= begin and not op.gathered and (op.node.op != "placeholder" or role and role.kind == TRANSFER):
-            kept |= {id(b): b for b in results if b is not None and b.allocated >= begin and b.last >= end}
-    return sum(buffer.size for buffer in kept.values())

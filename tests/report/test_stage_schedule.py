@@ -142,7 +142,7 @@ def test_messages_take_the_link_of_the_axis() -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    predicted = schedule()
+    predicted = schedule(level=2)
     record = json.loads(predicted.to_json())
     assert record["mesh"] == {"dp": 2, "pp": 2} and record["seconds"] == predicted.seconds
     assert record["memory"]["peak"] == max(rank["peak"] for rank in record["pipeline"]["ranks"])

@@ -1,0 +1,299 @@
+"""`Played`: the lists of all ranks of a pipeline with their predicted times, and the costs of its stages and ranks.
+
+Each stage is predicted alone, for one microbatch, as any program: seconds of its forward and backward, and of what runs
+once, in front of them and behind. `clock` plays the lists of all ranks with these seconds. Messages take the bytes of
+their values over the link of the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from shardc.cost.compute import Buffer, buffers
+from shardc.cost.hardware import Hardware, price, route
+from shardc.cost.step_sequence import Sequence, of_runs
+from shardc.ir import graph as ir
+from shardc.ir.executable import (
+    BACKWARD,
+    FORWARD,
+    INFERENCE,
+    INPUT_GRADIENTS,
+    LAST_BACKWARD,
+    TRANSFER,
+    WEIGHT_GRADIENTS,
+    AtStage,
+    Executable,
+    Half,
+    Run,
+)
+from shardc.ir.mesh import Mesh
+from shardc.ir.schedules import COMPUTATIONS, SENDS, Action, Kind, Timeline, clock, in_flight
+from shardc.ir.stage_runs import Message, StageRuns
+from shardc.report.predicted_schedule import Schedule
+from shardc.report.prediction import Memory
+
+KINDS = {
+    FORWARD: Kind.FORWARD,
+    INFERENCE: Kind.FORWARD,
+    BACKWARD: Kind.BACKWARD,
+    INPUT_GRADIENTS: Kind.BACKWARD_INPUT,
+    WEIGHT_GRADIENTS: Kind.BACKWARD_WEIGHT,
+}
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """The predicted costs of one stage of a pipeline, on each of its ranks.
+
+    Args:
+        stage, rank: its number, and its coordinate along the axis.
+        seconds: short name of a computation ("F", "B", "I", "W") -> its seconds for one microbatch; "last" -> seconds
+            of the last of those that give terms of gradients, if it also closes the step.
+        before, behind: seconds of what runs once, in front of the first microbatch (such as gathers for all) and
+            behind the last.
+        saved: bytes that a microbatch keeps between its forward and the end of its backward.
+        up, down: seconds of the message of a microbatch to the next stage, and to the one before; 0 for none.
+    """
+
+    stage: int
+    rank: int
+    seconds: Mapping[str, float]
+    before: float
+    behind: float
+    saved: int
+    up: float
+    down: float
+
+
+@dataclass(frozen=True)
+class RankCost:
+    """What one rank of a pipeline does in a step, and needs.
+
+    Args:
+        rank: its coordinate along the axis.
+        stages: its stages.
+        busy: seconds in which it runs something.
+        exposed: seconds in which it waits for a message that is on its way.
+        collectives: seconds in which it waits for collectives and host copies, which count as busy.
+        parameters: bytes of its parameters.
+        in_flight: the most microbatches whose forward has run and whose backward has not, over all of its stages.
+        peak: bytes at the peak.
+        peak_op: the op at the peak.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    busy: float
+    exposed: float
+    collectives: float
+    parameters: int
+    in_flight: int
+    peak: int
+    peak_op: str
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a prediction of a program with stages takes beside the program.
+
+    Args:
+        mesh: the mesh of all stages.
+        axis: its axis of the stages.
+        hardware: the target of the prediction.
+        build: predicts ops, given with the seconds before which some of them do not run.
+        graph: maps a graph of the program to the one that is predicted.
+        optimizer_copies: size of the optimizer's state as a multiple of the parameters.
+    """
+
+    mesh: Mesh
+    axis: str
+    hardware: Hardware
+    build: Callable[[Sequence, Mapping[int, float]], Schedule]
+    graph: Callable[[Half], Half]
+    optimizer_copies: float
+
+
+class Played:
+    """The lists of all ranks with their times.
+
+    Attributes:
+        stages: of each stage, its prediction for one microbatch, and how often each of its graphs runs in a step.
+        seconds: graph -> its seconds.
+        timeline: the times of the lists.
+        times: for each rank, when each of its runs begins.
+    """
+
+    def __init__(self, program: Executable, parts: Parts, training: bool) -> None:
+        self.program, self.parts, self.training = program, parts, training
+        self.flow: StageRuns = program.stage_runs(training)
+        self.actions = [program.actions(rank, training) for rank in range(program.stage_ranks)]
+        self.seconds: dict[Half, float] = {}
+        self.exposed: dict[Half, float] = {}
+        self.saved: list[int] = []
+        self.stages: list[tuple[Schedule, tuple[int, ...]]] = []
+        for stage, rank in enumerate(self.flow.schedule.rank_of):
+            self._predict_stage(stage, rank)
+        self._play()
+
+    def of_rank(self, rank: int) -> list[tuple[Half, int]]:
+        """Return the graphs that a rank runs, in order, each with the number of its microbatch."""
+        return [(self.parts.graph(x.half), x.microbatch) for x in self.actions[rank] if isinstance(x, Run)]
+
+    def _predict_stage(self, stage: int, rank: int) -> None:
+        """Predict the graphs of a stage, in the order in which they run for one microbatch."""
+        runs = [x.half for x in self.actions[rank] if isinstance(x, Run) and x.half.stage in (None, stage)]
+        halves = list(dict.fromkeys(runs))
+        step = of_runs([(self.parts.graph(half), 0) for half in halves], self.program.levels)
+        schedule = self.parts.build(step, {})
+        ends = [*(schedule.clock[at] if at < len(step.ops) else schedule.seconds for at in step.begins[1:])]
+        start = 0.0
+        for half, end in zip(halves, [*ends, schedule.seconds], strict=True):
+            self.seconds[half], start = end - start, end
+        for at, transfer in zip(step.starts, schedule.transfers, strict=True):
+            half = halves[sum(begin <= at for begin in step.begins) - 1]
+            self.exposed[half] = self.exposed.get(half, 0.0) + transfer.exposed
+        self.saved.append(_saved(step, halves))
+        self.stages.append((schedule, tuple(runs.count(half) for half in halves)))
+
+    def _of(self, kind: Kind, stage: int) -> float:
+        """Return the seconds of a computation of a stage; 0 if it computes nothing."""
+        names = [name for name, named in KINDS.items() if named == kind]
+        halves = (half for half in self.seconds if half.stage == stage and _name(half) in names)
+        return next((self.seconds[half] for half in halves), 0.0)
+
+    def _message(self, examples: Iterable[object]) -> float:
+        """Return the seconds of a message with values like ``examples``; 0 if there are none."""
+        sent = sum(x.numel() * x.dtype.itemsize for x in examples)  # type: ignore[attr-defined]
+        if not sent:
+            return 0.0
+        hardware, where = self.parts.hardware, route(self.parts.mesh, (self.parts.axis,), self.parts.hardware.node)
+        return price(hardware, "permute_ranks", where, sent).seconds + hardware.start_seconds(1)
+
+    def _transfer(self, source: int, target: int) -> float:
+        """Return the seconds of the message of one microbatch from a stage to another."""
+        boundary = self.flow.boundaries[min(source, target)]
+        return self._message((boundary.up if source < target else boundary.down).values())
+
+    def _play(self) -> None:
+        """Time all lists, with what is in front of them and behind."""
+        flow, lists = self.flow, [self._in_parts(rank) for rank in range(self.program.stage_ranks)]
+        before = [sum(self.seconds[x.half] for x in first) for first, _, _ in lists]
+        begins = [
+            start + once for start, once in zip(self._exchanged([0.0] * len(lists), flow.before), before, strict=True)
+        ]
+        others = {
+            action: self.seconds[half]
+            for rank, actions in enumerate(self.actions)
+            for action, half in self._computed(rank, actions)
+            if _name(half) == LAST_BACKWARD
+        }
+        played = clock(flow.schedule, self._of, self._transfer, begins, others)
+        ends = self._exchanged([row[-1][2] if row else begins[at] for at, row in enumerate(_own(played))], flow.behind)
+        closed = [end + sum(self.seconds[x.half] for x in last) for end, (_, _, last) in zip(ends, lists, strict=True)]
+        step = max(self._exchanged(closed, flow.last), default=0.0)
+        once = tuple(
+            tuple(span for span in ((begin - first, begin), (end, done)) if span[0] < span[1])
+            for begin, first, end, done in zip(begins, before, ends, closed, strict=True)
+        )
+        self.timeline = Timeline(flow.schedule, played.spans, step, once)
+        self.times: list[list[float]] = []
+        for rank, (first, middle, last) in enumerate(lists):
+            starts = {action: start for action, start, _ in played.spans[rank]}
+            times = [
+                *self._one_after_another(begins[rank] - before[rank], first),
+                *(starts[action] for action, _ in self._computed(rank, middle)),
+                *self._one_after_another(ends[rank], last),
+            ]
+            self.times.append(times)
+
+    def _computed(self, rank: int, actions: Iterable[Run | Message]) -> Iterator[tuple[Action, Half]]:
+        """Yield the computations in the list of a rank among what it does, each with its graph."""
+        listed = {action for action in self.flow.schedule.lists[rank] if action.kind in COMPUTATIONS}
+        for x in actions:
+            if isinstance(x, Run) and x.half.stage is not None and _is_listed(x.half):
+                # The last that gives terms is a backward, or the part of it for weights.
+                kind = KINDS.get(_name(x.half), Kind.BACKWARD)
+                action = Action(kind, x.half.stage, x.microbatch)
+                yield action if action in listed else replace(action, kind=Kind.BACKWARD_WEIGHT), x.half
+
+    def _in_parts(self, rank: int) -> tuple[list[Run], list[Run], list[Run]]:
+        """Return the runs of a rank in front of its list, in it, and behind it."""
+        runs = [x for x in self.actions[rank] if isinstance(x, Run)]
+        inside = [at for at, x in enumerate(runs) if x.half.stage is not None and _is_listed(x.half)]
+        first, end = (inside[0], inside[-1] + 1) if inside else (len(runs), len(runs))
+        return runs[:first], runs[first:end], runs[end:]
+
+    def _one_after_another(self, start: float, runs: Iterable[Run]) -> Iterator[float]:
+        """Yield when each of ``runs`` begins, the first at ``start``."""
+        for x in runs:
+            yield start
+            start += self.seconds[x.half]
+
+    def _exchanged(self, now: list[float], messages: Callable[[int], Iterator[Message]]) -> list[float]:
+        """Return when each rank has the messages that it gets, if it sends its own at ``now``."""
+        free: dict[tuple[int, int], float] = {}
+        done = list(now)
+        for rank, start in enumerate(now):
+            for message in messages(rank):
+                if message.source == rank:
+                    link = message.source, message.target
+                    free[link] = max(free.get(link, 0.0), start) + self._message(message.examples)
+                    done[message.target] = max(done[message.target], free[link])
+        return done
+
+    def costs(self) -> Iterator[StageCost]:
+        """Yield the costs of each stage."""
+        count = len(self.flow.schedule.rank_of)
+        for stage, rank in enumerate(self.flow.schedule.rank_of):
+            first, _, last = self._in_parts(rank)
+            seconds = {kind.value: self._of(kind, stage) for kind in dict.fromkeys(KINDS.values())}
+            ends = (x for half, x in self.seconds.items() if half.phase == AtStage(LAST_BACKWARD, stage))
+            seconds["last"] = next(ends, 0.0)
+            yield StageCost(
+                stage, rank, {name: x for name, x in seconds.items() if x},
+                sum(self.seconds[x.half] for x in first if x.half.stage in (None, stage)),
+                sum(self.seconds[x.half] for x in last if x.half.stage in (None, stage)), self.saved[stage],
+                self._transfer(stage, stage + 1) if stage + 1 < count else 0.0,
+                self._transfer(stage, stage - 1) if stage else 0.0,
+            )  # fmt: skip
+
+    def rank_cost(self, rank: int, memory: Memory) -> RankCost:
+        """Return the costs of a rank, given its memory."""
+        schedule, timeline = self.flow.schedule, self.timeline
+        flight = max((sum(x.values()) for x in in_flight(schedule.lists[rank])), default=0)
+        waits = sum(self.exposed.get(x.half, 0.0) for x in self.actions[rank] if isinstance(x, Run))
+        return RankCost(
+            rank, tuple(self.flow.stages(rank)), timeline.busy[rank], timeline.exposed[rank], waits,
+            memory.by_owner()["parameters"], flight if self.training else 0, memory.peak.total, memory.peak_op,
+        )  # fmt: skip
+
+
+def _own(timeline: Timeline) -> list[list[tuple[object, float, float]]]:
+    """Return the rows of a timeline without sends, which a rank does not wait for."""
+    return [[x for x in row if x[0].kind not in SENDS] for row in timeline.spans]
+
+
+def _is_listed(half: Half) -> bool:
+    """Return whether a graph of a stage is a computation in the lists of a schedule."""
+    return _name(half) in (*KINDS, LAST_BACKWARD)
+
+
+def _name(half: Half) -> str:
+    """Return the phase of a graph, without its stage."""
+    return half.phase.phase if isinstance(half.phase, AtStage) else str(half.phase)
+
+
+def _saved(step: Sequence, halves: list[Half]) -> int:
+    """Return the bytes that a microbatch keeps from its forward for its backward, without parameters."""
+    first = next((at for at, half in enumerate(halves) if _name(half) == FORWARD), None)
+    if first is None or first + 1 == len(halves):
+        return 0
+    begin, end = step.begins[first], step.begins[first + 1]
+    kept: dict[int, Buffer] = {}
+    for at, results in enumerate(buffers(step)[:end]):
+        op = step.ops[at]
+        role = ir.info(op.node).role if op.node.op == "placeholder" else None
+        if at >= begin and not op.gathered and (op.node.op != "placeholder" or role and role.kind == TRANSFER):
+            kept |= {id(b): b for b in results if b is not None and b.allocated >= begin and b.last >= end}
+    return sum(buffer.size for buffer in kept.values())
