@@ -16,8 +16,9 @@ from shardc.ir.executable import (
     BACKWARD,
     BACKWARDS,
     CLOSING,
+    FIRST_FORWARD,
+    FIRST_INFERENCE,
     FORWARD,
-    GATHERS,
     GRADIENTS,
     INFERENCE,
     INPUT_GRADIENTS,
@@ -34,7 +35,7 @@ from shardc.ir.op_traits import communicates
 from shardc.ir.phases import Phases, Staged
 from shardc.ir.schedules import play
 from shardc.ir.stage_runs import Boundary, StageRuns
-from shardc.passes.lower.microbatch import closed, closing_forward, marked_terms, part
+from shardc.passes.lower.microbatch import closed, closing_forward, marked_terms, opened, part
 from shardc.plan.stages import PipelineStages
 from shardc.step_cut import MicrobatchCut
 
@@ -68,7 +69,7 @@ class PipelineCut(MicrobatchCut):
         out: list[AtStage] = []
         for at, backwards in enumerate(self._backwards):
             last = (*dict.fromkeys(backwards), LAST_BACKWARD, GRADIENTS) if self.trains else (CLOSING,)
-            out += [AtStage(name, at) for name in (GATHERS, FORWARD, *last)]
+            out += [AtStage(name, at) for name in (FIRST_FORWARD, FORWARD, *last)]
         return (*openings, *(phase for phase in out if self._at(phase) is not None))
 
     @cached_property
@@ -89,10 +90,9 @@ class PipelineCut(MicrobatchCut):
     def _at(self, phase: AtStage) -> fx.GraphModule | None:
         """Returns the graph of a phase of a stage; None if it has none."""
         staged, at = self.staged, phase.stage
-        if phase.phase == GATHERS:
-            return staged.gathers[at]
-        if phase.phase == INFERENCE:
-            return passes.inference(staged.bodies[at])
+        if phase.phase in (INFERENCE, FIRST_INFERENCE):
+            forward = passes.inference(staged.bodies[at])
+            return forward if phase.phase == INFERENCE else opened(forward, staged.gathers[at])
         if phase.phase == CLOSING:
             return closing_forward(staged.closings[at])
         if at not in self._halves:
@@ -111,6 +111,9 @@ class PipelineCut(MicrobatchCut):
         staged, checks, mesh = self.staged, self.joint.options.verify, self.bound.mesh
         first, second = self._partitioned(staged.bodies[at])
         out: dict[str, fx.GraphModule | None] = {FORWARD: first, GRADIENTS: staged.closings[at]}
+        out[FIRST_FORWARD] = opened(first, staged.gathers[at])
+        if checks:
+            verify.verify_first(first, staged.gathers[at], out[FIRST_FORWARD], mesh)
         if second is None:
             return out
         sent = [ir.info(x).name for x in staged.down[at - 1]] if at else []

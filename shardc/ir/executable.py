@@ -145,8 +145,7 @@ def phases(forward: str, openings: int, gathers_once: bool) -> tuple[str, ...]:
     return *before, *first, forward, *((BACKWARD, LAST_BACKWARD) if forward == FORWARD else (CLOSING,))
 
 
-# Of the stages of a pipeline: gathers of parameters for all microbatches, and what follows the sums in a training step.
-GATHERS, GRADIENTS = "gathers", "gradients"
+GRADIENTS = "gradients"  # of a stage of a pipeline: what follows the sums in a training step
 # A backward in two: what leads to the gradients that earlier stages take, and the rest.
 INPUT_GRADIENTS, WEIGHT_GRADIENTS = "backward of inputs", "backward of weights"
 # Computation of a schedule -> the phase that it runs.
@@ -513,29 +512,27 @@ class Executable(ABC):
         """Lists the `actions` of a rank."""
         runs = self.stage_runs(trains)
         stages = runs.stages(rank)
-        computed = {Kind.FORWARD: FORWARD if trains else INFERENCE, **BACKWARDS}
-
-        def once(phase: str) -> list[Run]:
-            return [Run(half) for stage in stages if (half := self.find(AtStage(phase, stage))) is not None]
-
-        out: list[Run | Message] = [
-            *runs.before(rank),
-            *(Run(half, at) for half, at in self._openings()),
-            *once(GATHERS),
-        ]
+        forward = FORWARD if trains else INFERENCE
+        phase_of = {Kind.FORWARD: forward, **BACKWARDS}
+        out: list[Run | Message] = [*runs.before(rank), *(Run(half, at) for half, at in self._openings())]
         for action in runs.scheduled(rank):
             if isinstance(action, Message):
                 out.append(action)
-            elif (half := self.find(AtStage(computed[action[0]], action[1]))) is not None:
+            elif (half := self.find(AtStage(phase_of[action[0]], action[1]))) is not None:
                 out.append(Run(half, action[2]))
-        for stage in stages:  # its last terms are added to the others, if it closes the step in the same graph
-            last = self.find(AtStage(LAST_BACKWARD, stage)) if trains else None
-            if last is not None:
-                gives_terms = AtStage(BACKWARD, stage), AtStage(WEIGHT_GRADIENTS, stage)
-                runs_of = [(at, x) for at, x in enumerate(out) if isinstance(x, Run) and x.half.phase in gives_terms]
-                place, run = runs_of[-1]
-                out[place] = replace(run, half=last)
-        return [*out, *runs.behind(rank), *once(GRADIENTS if trains else CLOSING), *runs.last(rank)]
+        for stage in stages:
+            # The first forward may also gather parameters, and the last graph that gives terms close the step.
+            ends: list[tuple[tuple[str, ...], str, int]] = [((forward,), FIRST[forward], 0)]
+            ends += [((BACKWARD, WEIGHT_GRADIENTS), LAST_BACKWARD, -1)] if trains else []
+            for phases, end, index in ends:
+                if (half := self.find(AtStage(end, stage))) is not None:
+                    halves = [AtStage(phase, stage) for phase in phases]
+                    runs_of = [(k, x) for k, x in enumerate(out) if isinstance(x, Run) and x.half.phase in halves]
+                    place, run = runs_of[index]
+                    out[place] = replace(run, half=half)
+        last = [self.find(AtStage(GRADIENTS if trains else CLOSING, stage)) for stage in stages]
+        closing = [Run(half) for half in last if half is not None]
+        return [*out, *runs.behind(rank), *closing, *runs.last(rank)]
 
     @property
     def trains(self) -> bool:

@@ -156,8 +156,15 @@ def verify_ends(
     lost = cut_in_time.closes(backward.graph, cut.closing.graph, last.graph, cut.reduce)
     if lost is not None:
         raise broken(Subject(last, mesh, no_rules), "microbatch", output_node(last.graph), lost)
-    if first is not None and cut.gathers is not None:
-        lost = cut_in_time.opens(forward.graph, cut.gathers.graph, first.graph)
+    verify_first(forward, cut.gathers, first, mesh)
+
+
+def verify_first(
+    forward: fx.GraphModule, gathers: fx.GraphModule | None, first: fx.GraphModule | None, mesh: Mesh
+) -> None:
+    """Check the forward of the first microbatch, which also gathers parameters; raises VerifyError."""
+    if first is not None and gathers is not None:
+        lost = cut_in_time.opens(forward.graph, gathers.graph, first.graph)
         if lost is not None:
             raise broken(Subject(first, mesh, no_rules), "microbatch", output_node(first.graph), lost)
 
