@@ -334,11 +334,11 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
             return function(*values)
 
         if program.stage_ranks:
-            running.prepare(grad)
             link = StageLink(runner.groups, program, runner.spec.device)
             return StageLoops(
-                program, run, argument, by_name, over, rank=runner.groups.stage, link=link, absent=_without_rows
-            )
+                program, run, argument, by_name, over,
+                rank=runner.groups.stage, link=link, prepare=running.prepare, absent=_without_rows,
+            )  # fmt: skip
         return Loops(program, run, argument, by_name, over)
 
     def step() -> Microstep:
@@ -349,6 +349,9 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
     read = [port for key, port in ports.items() if key[0] in ("param", "buffer", "input") and key not in changes]
     named = [port for port in read if isinstance(port.example, Tensor)]
     feed = runner.feed(named, inputs)
+    for key, port in ports.items():
+        if key[0] == "key":
+            argument(port, 0)  # a collective, which all ranks start here: stages reach their draws at other times
     if grad:
         results = list(StepInMicrobatches.apply(runner, step, [port.role for port in named], *feed))
     else:

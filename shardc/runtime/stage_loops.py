@@ -35,12 +35,14 @@ class StageLoops(Loops):
     Args:
         rank: its coordinate along the axis of the stages.
         link: its connection to the others.
+        prepare: lowers what the rank runs in a step, if its argument is true, or in a call without gradients.
         absent: returns the gradient of a parameter of other ranks, given a fake tensor like it there; None leaves it
             out.
     """
 
     rank: int = 0
     link: Link = field(kw_only=True)
+    prepare: Callable[[bool], None] | None = None
     absent: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
@@ -48,6 +50,8 @@ class StageLoops(Loops):
         self.copies: dict[str, Any] = {}  # parameters of other stages
 
     def _step(self, training: bool, tangents: Mapping[int, Any]) -> Results:
+        if self.prepare is not None:
+            self.prepare(training)
         results = Results()
         for _ in self.steps(training, tangents, results):
             raise AssertionError("a rank waits for others that run in its own thread")

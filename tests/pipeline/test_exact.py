@@ -1,0 +1,135 @@
+"""Steps in pipeline stages compute what one device computes on the whole batch: loss, gradients, training steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardc
+from examples.models import gpt2, llama
+from tests.microbatches.test_exact import agrees
+from tests.pipeline.programs import CASES, blocks, decoder, tied
+
+PP2, PP4, DP_PP = shardc.Mesh(pp=2), shardc.Mesh(pp=4), shardc.Mesh(dp=2, pp=2)
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"]
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> None:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def pp(schedule: str = "1f1b", microbatches: int = 4, **more: object) -> shardc.Plan:
+    return shardc.pp("pp", schedule, microbatches=microbatches, **more)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_models(name: str, stages: int) -> None:
+    agrees(CASES[name](), shardc.Mesh(pp=stages), pp())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["masked", "tied"])
+def test_schedules(name: str, schedule: str) -> None:
+    agrees(CASES[name](), DP_PP, shardc.fsdp("dp") | pp(schedule), steps=2)
+
+
+@pytest.mark.parametrize("name", ["skips", "encoder and decoder", "experts"])
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_schedules_with_several_stages_a_rank(name: str, schedule: str) -> None:
+    agrees(CASES[name](), PP2, pp(schedule))
+
+
+MESHES = {
+    "pp first": (shardc.Mesh(pp=2, dp=2), shardc.fsdp("dp")),
+    "four stages": (shardc.Mesh(dp=2, pp=4), shardc.fsdp("dp", level=2)),
+    "tp": (shardc.Mesh(pp=2, tp=2), llama.llama_tp("tp")),
+    "sequence": (shardc.Mesh(dp=2, pp=2, tp=2), shardc.fsdp("dp") | llama.llama_tp("tp", sequence=True)),
+    "tp around": (shardc.Mesh(tp=2, pp=2, dp=2), shardc.fsdp("dp") | llama.llama_tp("tp")),
+    "ddp": (DP_PP, shardc.ddp("dp")),
+    "level 1": (DP_PP, shardc.fsdp("dp", level=1)),
+    "level 2": (DP_PP, shardc.fsdp("dp", level=2)),
+    "hsdp": (shardc.Mesh(rep=2, pp=2, dp=2), shardc.hsdp("dp", "rep")),
+    "cp": (shardc.Mesh(dp=2, pp=2, cp=2), shardc.fsdp(("dp", "cp")) | shardc.cp("cp")),
+    "recomputed": (DP_PP, shardc.fsdp("dp") | shardc.recompute("layers.*")),
+    "offloaded": (DP_PP, shardc.fsdp("dp") | shardc.offload("layers.*")),
+    "one rank": (shardc.Mesh(dp=2, pp=1), shardc.fsdp("dp")),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_plans(name: str) -> None:
+    mesh, plan = MESHES[name]
+    agrees(CASES["masked"](), mesh, plan | pp())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_tied_weights_at_each_level(level: int, schedule: str) -> None:
+    agrees(tied(), DP_PP, shardc.fsdp("dp", level=level) | pp(schedule))
+
+
+@pytest.mark.parametrize("layers, stages", [(3, 2), (5, 2), (5, 4), (7, 4)])
+def test_uneven_blocks(layers: int, stages: int) -> None:
+    agrees(blocks(layers=layers), shardc.Mesh(pp=stages), pp())
+
+
+CUTS = {
+    "in a block": ["layers.1.mlp_norm"],
+    "at the first module of a block": ["layers.3"],
+    "at the head": ["norm"],
+    "behind the embedding": ["layers.0"],
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_cuts(name: str) -> None:
+    agrees(decoder(), PP2, pp(cut=CUTS[name]))
+
+
+def test_cuts_inside_of_blocks() -> None:
+    agrees(tied(), PP4, pp("1f1b", cut=["blocks.0.mlp", "blocks.1.mlp.down", "blocks.3.attention"]))
+
+
+@pytest.mark.parametrize("rows, count", [(14, 4), (13, 4), (6, 8), (5, 2)])
+def test_uneven_rows(rows: int, count: int) -> None:
+    agrees(decoder(rows=rows), DP_PP, shardc.fsdp("dp") | pp(microbatches=count))
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_counts(count: int) -> None:
+    agrees(decoder(masks=True), PP4, pp(microbatches=count), steps=2)
+
+
+def test_alike_blocks_are_folded() -> None:
+    case, plan = decoder(layers=8), shardc.fsdp("dp") | pp()
+    agrees(case, DP_PP, plan, fold=True)
+
+
+def test_the_count_of_a_microbatches_entry() -> None:
+    agrees(blocks(), PP2, shardc.pp("pp") | shardc.microbatches(4))
+
+
+def test_gradients_reduced_for_each_microbatch() -> None:
+    agrees(decoder(), DP_PP, shardc.fsdp("dp") | shardc.pp("pp") | shardc.microbatches(4, reduce="microbatch"))
+
+
+def dropped(plan: shardc.Plan, mesh: shardc.Mesh) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    case = tied(dropout=0.2)
+    sim = shardc.Simulation(shardc.compile(case.model, mesh, plan, loss=gpt2.loss, backend="eager"))
+    torch.manual_seed(7)
+    loss = sim(*case.args)
+    sim.backward()
+    return loss, {name: sim.grad(name) for name in sim.grads}
+
+
+def test_dropout_is_that_of_any_number_of_stages() -> None:
+    loss, grads = dropped(shardc.fsdp("dp") | shardc.microbatches(4), shardc.Mesh(dp=2))
+    for stages, schedule in ((2, "1f1b"), (2, "zbv"), (4, "1f1b")):
+        other, found = dropped(shardc.fsdp("dp") | pp(schedule), shardc.Mesh(dp=2, pp=stages))
+        torch.testing.assert_close(other, loss, rtol=1e-12, atol=0)
+        for name, grad in grads.items():
+            torch.testing.assert_close(found[name], grad, rtol=1e-9, atol=1e-14)
