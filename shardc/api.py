@@ -177,7 +177,7 @@ def _compile(arguments: Arguments, in_place: bool = False) -> Any:
         plan = Plan.of(entries) | plan
     plan = plan.on(abstract)
     check_axes(plan, abstract)
-    check_dynamic(dynamic, module, plan.setting("microbatches"))
+    check_dynamic(dynamic, module, plan)
     if (pp := PipelineStages.of(plan, abstract, template)) is not None:
         abstract = abstract.of_stage(pp.entry.axis)
         groups = Groups.of(mesh, stages=pp.entry.axis) if isinstance(mesh, DeviceMesh) else None

@@ -11,6 +11,7 @@ from tests.microbatches.test_exact import agrees
 from tests.pipeline.programs import CASES, blocks, decoder, tied
 
 PP2, PP4, DP_PP = shardc.Mesh(pp=2), shardc.Mesh(pp=4), shardc.Mesh(dp=2, pp=2)
+WITHIN = {"experts": 1e-6}  # their norms and loss are in float32
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"]
 
 
@@ -28,7 +29,7 @@ def pp(schedule: str = "1f1b", microbatches: int = 4, **more: object) -> shardc.
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_models(name: str, stages: int) -> None:
-    agrees(CASES[name](), shardc.Mesh(pp=stages), pp())
+    agrees(CASES[name](), shardc.Mesh(pp=stages), pp(), within=WITHIN.get(name, 1e-9))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -40,7 +41,7 @@ def test_schedules(name: str, schedule: str) -> None:
 @pytest.mark.parametrize("name", ["skips", "encoder and decoder", "experts"])
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_schedules_with_several_stages_a_rank(name: str, schedule: str) -> None:
-    agrees(CASES[name](), PP2, pp(schedule))
+    agrees(CASES[name](), PP2, pp(schedule), within=WITHIN.get(name, 1e-9))
 
 
 MESHES = {
@@ -63,13 +64,13 @@ MESHES = {
 @pytest.mark.parametrize("name", MESHES)
 def test_plans(name: str) -> None:
     mesh, plan = MESHES[name]
-    agrees(CASES["masked"](), mesh, plan | pp())
+    agrees(decoder(masks=True, layers=2), mesh, plan | pp())
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_tied_weights_at_each_level(level: int, schedule: str) -> None:
-    agrees(tied(), DP_PP, shardc.fsdp("dp", level=level) | pp(schedule))
+    agrees(tied(layers=2), DP_PP, shardc.fsdp("dp", level=level) | pp(schedule))
 
 
 @pytest.mark.parametrize("layers, stages", [(3, 2), (5, 2), (5, 4), (7, 4)])
@@ -91,17 +92,17 @@ def test_cuts(name: str) -> None:
 
 
 def test_cuts_inside_of_blocks() -> None:
-    agrees(tied(), PP4, pp("1f1b", cut=["blocks.0.mlp", "blocks.1.mlp.down", "blocks.3.attention"]))
+    agrees(tied(), PP4, pp("1f1b", cut=["layers.0.mlp", "layers.1.mlp.down", "layers.3.attn"]))
 
 
 @pytest.mark.parametrize("rows, count", [(14, 4), (13, 4), (6, 8), (5, 2)])
 def test_uneven_rows(rows: int, count: int) -> None:
-    agrees(decoder(rows=rows), DP_PP, shardc.fsdp("dp") | pp(microbatches=count))
+    agrees(decoder(rows=rows, layers=2), DP_PP, shardc.fsdp("dp") | pp(microbatches=count))
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_counts(count: int) -> None:
-    agrees(decoder(masks=True), PP4, pp(microbatches=count), steps=2)
+    agrees(decoder(masks=True, layers=2), PP4, pp(microbatches=count), steps=2)
 
 
 def test_alike_blocks_are_folded() -> None:
@@ -114,7 +115,7 @@ def test_the_count_of_a_microbatches_entry() -> None:
 
 
 def test_gradients_reduced_for_each_microbatch() -> None:
-    agrees(decoder(), DP_PP, shardc.fsdp("dp") | shardc.pp("pp") | shardc.microbatches(4, reduce="microbatch"))
+    agrees(decoder(layers=2), DP_PP, shardc.fsdp("dp") | shardc.pp("pp") | shardc.microbatches(4, reduce="microbatch"))
 
 
 def dropped(plan: shardc.Plan, mesh: shardc.Mesh) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -9,17 +9,16 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
-from examples.models import gpt2
+from examples.models import gpt2, llama
 from shardc.errors import BackwardError
 from shardc.ir.mesh import Mesh
 from tests.microbatches.programs import Case
 from tests.microbatches.test_outputs import Averages
-from tests.pipeline.programs import CASES, Blocks, blocks, decoder, tied
+from tests.pipeline.programs import CASES, Blocks, blocks, tied
 from tests.ranks import device_mesh, run_ranks
 
 PP2, PP4, DP_PP = Mesh(pp=2), Mesh(pp=4), Mesh(dp=2, pp=2)
@@ -92,7 +91,7 @@ def of_case(name: str, mesh: Mesh, plan: shardc.Plan, **how: object) -> None:
     trained(CASES[name](), mesh, plan, **how)
 
 
-def ranks_run_together() -> None:
+def trained_beside_one_device() -> None:
     trained(blocks(), PP2, pp())
 
 
@@ -163,7 +162,13 @@ def modes_and_shapes() -> None:
     case = blocks()
     x, y = case.args
     module = compiled(case.model, PP2, pp(), loss=case.loss)
-    for rows, training, grad in ((16, True, True), (8, False, True), (12, True, False), (16, True, True), (5, True, True)):
+    for rows, training, grad in (
+        (16, True, True),
+        (8, False, True),
+        (12, True, False),
+        (16, True, True),
+        (5, True, True),
+    ):
         module.train(training), case.model.train(training)
         with torch.set_grad_enabled(grad):
             loss, expected = module(x[:rows], y[:rows]), F.mse_loss(case.model(x[:rows]), y[:rows])
@@ -307,7 +312,7 @@ def in_bfloat16() -> None:
     args = [x.float() for x in case.args]
     precision = shardc.precision(param=torch.bfloat16, reduce=torch.float32)
     results = []
-    for plan, mesh in ((shardc.tp("dp", {}) | shardc.microbatches(4), Mesh(dp=2)), (pp(), PP2)):
+    for plan, mesh in ((shardc.ddp("dp") | shardc.microbatches(4), Mesh(dp=2)), (pp(), PP2)):
         module = compiled(case.model, mesh, plan | precision, loss=case.loss)
         loss = module(*args)
         loss.backward()
@@ -325,13 +330,48 @@ def in_autocast() -> None:
     backwards_agree(module, case.model, loss, expected, within=3e-2)
 
 
-SMALL: list[Callable[[], None]] = [
-    ranks_run_together, outputs_beside_the_loss, two_losses, partial(without_a_loss, "1f1b"), partial(without_a_loss, "zb"),
-    modes_and_shapes, gradient_of_an_input, partial(scalars, PP2, pp()), partial(scalars, PP2, pp("dualpipev")), frozen,
-    backward_twice, two_calls_before_the_backward, copied, changes_buffers, partial(dropout, PP2, pp()), library_model,
-    in_bfloat16, in_autocast,
-]  # fmt: skip
+SMALL: dict[str, list[Callable[[], None]]] = {
+    "training": [
+        trained_beside_one_device,
+        frozen,
+        partial(scalars, PP2, pp()),
+        partial(scalars, PP2, pp("dualpipev")),
+    ],
+    "outputs": [outputs_beside_the_loss, two_losses, changes_buffers, library_model],
+    "calls": [modes_and_shapes, partial(without_a_loss, "1f1b"), partial(without_a_loss, "zb")],
+    "backwards": [gradient_of_an_input, backward_twice, two_calls_before_the_backward, copied],
+    "dtypes and draws": [in_bfloat16, in_autocast, partial(dropout, PP2, pp())],
+}
 
 
-def test_two_ranks() -> None:
-    run_ranks(2, *SMALL)
+@pytest.mark.parametrize("name", SMALL)
+def test_two_ranks(name: str) -> None:
+    run_ranks(2, *SMALL[name])
+
+
+def stages_of_experts() -> None:
+    """Expert parallel inside of a stage, against one device."""
+    torch.set_default_dtype(torch.float64)
+    case = CASES["experts"]()
+    plan = shardc.ddp("dp") | shardc.ep("dp", "model.model.layers.*.mlp.experts") | pp()
+    trained(case, DP_PP, plan, within=1e-5)
+
+
+FOUR: list[Callable[[], None]] = [
+    partial(of_case, "blocks", PP4, pp("zb", stages_per_rank=1)),
+    partial(scalars, DP_PP, shardc.fsdp("dp") | pp()),
+    partial(of_case, "masked", DP_PP, shardc.fsdp("dp", level=1) | pp()),
+    partial(of_case, "tied", DP_PP, shardc.fsdp("dp", level=2) | pp("zbv")),
+    partial(of_case, "tied", Mesh(pp=2, dp=2), shardc.fsdp("dp") | pp("interleaved")),
+    partial(of_case, "blocks", Mesh(pp=2, dp=2), shardc.fsdp("dp") | shardc.recompute("blocks.*") | pp()),
+    partial(of_case, "blocks", DP_PP, shardc.fsdp("dp") | shardc.offload("blocks.*") | pp()),
+    partial(of_case, "blocks", Mesh(rep=2, dp=1, pp=2), shardc.hsdp("dp", "rep") | pp()),
+    partial(of_case, "masked", Mesh(pp=2, tp=2), llama.llama_tp("tp") | pp()),
+    partial(dropout, DP_PP, shardc.fsdp("dp") | pp()),
+    stages_of_experts,
+]
+
+
+@pytest.mark.slow
+def test_four_ranks() -> None:
+    run_ranks(4, *FOUR)

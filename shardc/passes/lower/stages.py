@@ -305,7 +305,7 @@ def _add_up(closing: fx.Graph, name: str, terms: list[str]) -> None:
         with closing.inserting_before(total):
             argument = closing.placeholder(f"{total.name}_{len(sums)}")
         argument.meta.update(total.meta)
-        ir.set_info(argument, replace(record, name=f"{record.name}.{len(sums)}", role=Role(SUM, term)))
+        ir.set_info(argument, replace(record, name=f"{record.name}.term_{len(sums)}", role=Role(SUM, term)))
         sums.append(argument)
     first = next(node for node in closing.nodes if node.op != "placeholder")
     at, joined = Inserter(rewriter, first, replace(record, role=None), "stages"), sums[0]
