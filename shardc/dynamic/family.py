@@ -22,7 +22,6 @@ from shardc.ir.guards import Guards
 from shardc.ir.layout import Layout
 from shardc.ir.sized import SizedGraph
 from shardc.passes import PlanMemory
-from shardc.plan.value import Plan
 from shardc.program import Program
 from shardc.validate import near
 
@@ -74,17 +73,17 @@ class DynamicDims:
         return dims, sizes
 
 
-def check_dynamic(dynamic: object, model: nn.Module, plan: Plan) -> None:
+def check_dynamic(dynamic: object, model: nn.Module, microbatches: str = "") -> None:
     """Raises InputError if ``dynamic`` is not a dict of dicts, or names an input that ``model`` does not take;
-    PlanError if the plan has microbatches.
+    PlanError if the plan has microbatches, with the entry ``microbatches``.
     """
     fix = 'write dynamic={"tokens": {0: "b", 1: "t"}}: input -> dim -> a name for its size'
     if not isinstance(dynamic, Mapping) or not all(isinstance(dims, Mapping) for dims in dynamic.values()):
         raise InputError(f"dynamic={dynamic!r} is not a dict of dicts", fix=fix)
-    if dynamic and plan.setting("microbatches") > 1:
+    if dynamic and microbatches:
         raise PlanError(
             "one program for all sizes has no microbatches",
-            plan_entry=next(str(entry) for entry in reversed(plan.entries) if "microbatches" in entry.settings),
+            plan_entry=microbatches,
             fix="leave dynamic out: each size then gets a program of its own",
         )
     parameters = inspect.signature(model.forward).parameters

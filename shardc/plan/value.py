@@ -185,6 +185,10 @@ class Plan:
         settings = {key: value for entry in self.entries for key, value in entry.settings.items()}
         return settings.get(name, Setting.DEFAULTS[name])
 
+    def entry_of(self, name: str) -> Entry | None:
+        """Return the entry that gives the setting ``name`` its value; None if it has its default."""
+        return next((entry for entry in reversed(self.entries) if name in entry.settings), None)
+
     @property
     def axes(self) -> tuple[str, ...]:
         """Return the mesh axes that the plan mentions, in order."""
