@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 
 from shardc.cost.compute import buffers, kernels
@@ -130,18 +131,20 @@ def _table(schedule: PipelineSchedule, rows: int | None) -> str:
 
 
 def _stages(schedule: PipelineSchedule) -> str:
-    """Return the table of stages: seconds of one microbatch, of what runs once, of messages; bytes that are saved."""
+    """Return the table of stages: seconds of one microbatch, of what runs once, of messages; bytes that are saved.
+    Consecutive stages with equal numbers share a row.
+    """
     names = {"F": "forward", "B": "backward", "I": "for inputs", "W": "for weights", "last": "the last"}
     shown = [kind for kind in names if any(kind in stage.seconds for stage in schedule.stages)]
-    body = [
-        (
-            str(x.stage), str(x.rank), *(duration(x.seconds.get(kind, 0.0)) for kind in shown), size(x.saved),
-            duration(x.up), duration(x.down), duration(x.before), duration(x.behind),
-        )
-        for x in schedule.stages
-    ]  # fmt: skip
-    head = ("stage", "rank", *map(names.__getitem__, shown), "saves", "sends up", "sends down", "before", "behind")
-    return schedule_text.aligned(body, head, left=())
+
+    def cells(x: StageCost) -> tuple[str, ...]:
+        seconds = (*(x.seconds.get(kind, 0.0) for kind in shown), x.up, x.down, x.before, x.behind)
+        return *map(duration, seconds), size(x.saved)
+
+    alike = [(row, [x.stage for x in of]) for row, of in groupby(schedule.stages, cells)]
+    body = [(str(of[0]) if len(of) == 1 else f"{of[0]} to {of[-1]}", *row) for row, of in alike]
+    head = ("stage", *map(names.__getitem__, shown), "sends up", "sends down", "before", "behind", "saves")
+    return schedule_text.aligned(body, head, left=("stage",))
 
 
 def _ranks(schedule: PipelineSchedule) -> str:
@@ -150,12 +153,17 @@ def _ranks(schedule: PipelineSchedule) -> str:
     body = []
     for x in schedule.ranks:
         saved = " + ".join(dict.fromkeys(size(schedule.stages[stage].saved) for stage in x.stages))
+        first, *others = map(str, x.stages)
+        stages = ", ".join([first, "...", others[-1]] if len(others) > 2 else [first, *others])
         body.append((
-            str(x.rank), percent(x.busy / seconds), percent(x.collectives / seconds), percent(x.exposed / seconds),
-            size(x.parameters), f"{x.in_flight} x {saved}", size(x.peak), size(schedule.hardware.memory - x.peak),
+            str(x.rank), stages, percent(x.busy / seconds), percent(x.collectives / seconds),
+            percent(x.exposed / seconds), size(x.parameters), f"{x.in_flight} x {saved}", size(x.peak),
+            size(schedule.hardware.memory - x.peak),
         ))  # fmt: skip
-    head = ("rank", "busy", "waits for collectives", "for messages", "parameters", "in flight x saved", "peak", "free")
-    return schedule_text.aligned(body, head, left=())
+    head = (
+        "rank", "stages", "busy", "collectives", "for messages", "parameters", "in flight x saved", "peak", "free"
+    )  # fmt: skip
+    return schedule_text.aligned(body, head, left=("rank", "stages"))
 
 
 def predict(program: Executable, parts: Parts) -> PipelineSchedule:
