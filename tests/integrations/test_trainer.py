@@ -99,6 +99,8 @@ PLANS = {
     "tp": (("tp",), (2,), lambda model: shardc.Plan.from_hf(model, axis="tp")),
     "fsdp+tp": (("dp", "tp"), (2, 2), lambda model: shardc.fsdp("dp") | shardc.Plan.from_hf(model, axis="tp")),
     "cp": (("cp",), (2,), lambda model: shardc.cp("cp")),
+    "pp": (("pp",), (2,), lambda model: shardc.pp("pp", microbatches=2)),
+    "fsdp+pp": (("dp", "pp"), (2, 2), lambda model: shardc.fsdp("dp") | shardc.pp("pp", microbatches=2)),
     "tp, then hsdp": (
         ("tp", "rep", "dp"),
         (2, 1, 2),
@@ -121,7 +123,7 @@ def launched(
     ranks = dist.get_world_size()
     os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": str(ranks)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # unused
-    parts = ranks // (2 if {"tp", "cp"} & {*PLANS[plan][0]} else 1)
+    parts = ranks // (2 if {"tp", "cp", "pp"} & {*PLANS[plan][0]} else 1)
     return Trainer(module, arguments(folder, parts, **more), **given(module))
 
 
@@ -166,6 +168,14 @@ def test_one_rank_logs_what_one_process_logs() -> None:
 def test_ranks_that_split_the_sequence_log_what_one_process_logs() -> None:
     more = {"eval_strategy": "steps", "eval_steps": 2, "prediction_loss_only": True, **ACCUMULATED}
     run_ranks(2, partial(logs_the_same, "llama", "cp", more, one_process("llama", more)))
+
+
+@pytest.mark.slow
+def test_pipeline_stages_log_what_one_process_logs() -> None:
+    losses = EVALUATED | {"prediction_loss_only": True}
+    cases = [("llama", {"max_grad_norm": 0.1}), ("bert", losses)]
+    run_ranks(2, *(partial(logs_the_same, name, "pp", more, one_process(name, more)) for name, more in cases))
+    run_ranks(4, partial(logs_the_same, "llama", "fsdp+pp", {}, one_process("llama", {})))
 
 
 @pytest.mark.long
