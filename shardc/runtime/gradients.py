@@ -11,7 +11,6 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -98,22 +97,6 @@ def local_grad(name: str, param: nn.Parameter) -> Tensor:
             fix="leave the gradients that backward made, or assign DTensors with the parameter's placements",
         )
     return grad._local_tensor
-
-
-def from_owners(grads: Mapping[str, Tensor], groups: Groups) -> dict[str, Tensor]:
-    """Returns gradients of parameters without dims, which all stages store, as their owners have them; a collective.
-
-    Args:
-        grads: local gradient of each on the ranks of its owner's stage; zeros on others. The same names on all ranks.
-    """
-    out = dict(grads)
-    for dtype in dict.fromkeys(grad.dtype for grad in grads.values()):
-        names = [name for name, grad in grads.items() if grad.dtype == dtype]
-        values = torch.stack([grads[name] for name in names])
-        with groups.consistency.waits():
-            dist.all_reduce(values, group=groups.along_stages())
-        out |= zip(names, values.unbind(), strict=True)
-    return out
 
 
 Key = tuple[str, Layout]  # a parameter and the layout of its local sum

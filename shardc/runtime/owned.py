@@ -5,7 +5,7 @@ store it. On the others its local tensor is empty. So every rank has a DTensor f
 and checkpoints work as on any mesh.
 
 A tensor without dims cannot be empty. A parameter of that kind is replicated over the axis, and all coordinates get its
-gradient from the owner (`gradients.from_owners`), so they all make the same update.
+gradient from the owner, so they all make the same update.
 """
 
 from __future__ import annotations

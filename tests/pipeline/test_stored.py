@@ -24,7 +24,6 @@ from torch.nn import functional as F
 import shardc
 from shardc.errors import LayoutError, MeshError
 from shardc.ir.mesh import Mesh
-from shardc.runtime.gradients import from_owners
 from shardc.runtime.storage import grad_from_padded, shard_tensor
 from tests.ranks import device_mesh, run_ranks
 
@@ -88,7 +87,8 @@ def assign(module: Any, grads: dict[str, Tensor]) -> None:
         if spec.stages and not param.ndim:
             owns = spec.owners[name] == spec.groups.stage
             scalars[name] = param.grad._local_tensor if owns else torch.zeros((), dtype=param.dtype)
-    for name, grad in from_owners(scalars, spec.groups).items() if scalars else ():
+    for name, grad in scalars.items():
+        dist.all_reduce(grad, group=spec.groups.along_stages())  # as a step gives all stages the owner's
         module.get_parameter(name).grad = grad_from_padded(grad, module.get_parameter(name))
 
 
