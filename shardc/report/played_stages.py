@@ -16,6 +16,8 @@ from shardc.cost.step_sequence import Sequence, of_runs
 from shardc.ir import graph as ir
 from shardc.ir.executable import (
     BACKWARD,
+    FIRST_FORWARD,
+    FIRST_INFERENCE,
     FORWARD,
     INFERENCE,
     INPUT_GRADIENTS,
@@ -36,10 +38,18 @@ from shardc.report.prediction import Memory
 KINDS = {
     FORWARD: Kind.FORWARD,
     INFERENCE: Kind.FORWARD,
+    FIRST_FORWARD: Kind.FORWARD,
+    FIRST_INFERENCE: Kind.FORWARD,
     BACKWARD: Kind.BACKWARD,
     INPUT_GRADIENTS: Kind.BACKWARD_INPUT,
     WEIGHT_GRADIENTS: Kind.BACKWARD_WEIGHT,
+    LAST_BACKWARD: Kind.BACKWARD,  # or the part of it for weights
 }
+# Names of the graphs of one stage in a report; the first and the last also run what runs once.
+NAMES = {
+    FIRST_FORWARD: "first", FIRST_INFERENCE: "first", FORWARD: "forward", INFERENCE: "forward", BACKWARD: "backward",
+    INPUT_GRADIENTS: "for inputs", WEIGHT_GRADIENTS: "for weights", LAST_BACKWARD: "last",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,8 +58,8 @@ class StageCost:
 
     Args:
         stage, rank: its number, and its coordinate along the axis.
-        seconds: short name of a computation ("F", "B", "I", "W") -> its seconds for one microbatch; "last" -> seconds
-            of the last of those that give terms of gradients, if it also closes the step.
+        seconds: name of a graph (`NAMES`) -> its seconds for one microbatch. "first" is a forward that also gathers
+            parameters for all microbatches, "last" a backward, or its part for weights, that also closes the step.
         before, behind: seconds of what runs once, in front of the first microbatch (such as gathers for all) and
             behind the last.
         saved: bytes that a microbatch keeps between its forward and the end of its backward.
@@ -156,12 +166,6 @@ class Played:
         self.saved.append(_saved(step, halves))
         self.stages.append((schedule, tuple(runs.count(half) for half in halves)))
 
-    def _of(self, kind: Kind, stage: int) -> float:
-        """Return the seconds of a computation of a stage; 0 if it computes nothing."""
-        names = [name for name, named in KINDS.items() if named == kind]
-        halves = (half for half in self.seconds if half.stage == stage and _name(half) in names)
-        return next((self.seconds[half] for half in halves), 0.0)
-
     def _message(self, examples: Iterable[object]) -> float:
         """Return the seconds of a message with values like ``examples``; 0 if there are none."""
         sent = sum(x.numel() * x.dtype.itemsize for x in examples)  # type: ignore[attr-defined]
@@ -182,13 +186,13 @@ class Played:
         begins = [
             start + once for start, once in zip(self._exchanged([0.0] * len(lists), flow.before), before, strict=True)
         ]
-        others = {
+        seconds = {
             action: self.seconds[half]
             for rank, actions in enumerate(self.actions)
             for action, half in self._computed(rank, actions)
-            if _name(half) == LAST_BACKWARD
         }
-        played = clock(flow.schedule, self._of, self._transfer, begins, others)
+        # A stage may have no graph for a part of its backward.
+        played = clock(flow.schedule, lambda kind, stage: 0.0, self._transfer, begins, seconds)
         ends = self._exchanged([row[-1][2] if row else begins[at] for at, row in enumerate(_own(played))], flow.behind)
         closed = [end + sum(self.seconds[x.half] for x in last) for end, (_, _, last) in zip(ends, lists, strict=True)]
         step = max(self._exchanged(closed, flow.last), default=0.0)
@@ -212,9 +216,7 @@ class Played:
         listed = {action for action in self.flow.schedule.lists[rank] if action.kind in COMPUTATIONS}
         for x in actions:
             if isinstance(x, Run) and x.half.stage is not None and _is_listed(x.half):
-                # The last that gives terms is a backward, or the part of it for weights.
-                kind = KINDS.get(_name(x.half), Kind.BACKWARD)
-                action = Action(kind, x.half.stage, x.microbatch)
+                action = Action(KINDS[_name(x.half)], x.half.stage, x.microbatch)
                 yield action if action in listed else replace(action, kind=Kind.BACKWARD_WEIGHT), x.half
 
     def _in_parts(self, rank: int) -> tuple[list[Run], list[Run], list[Run]]:
@@ -247,11 +249,11 @@ class Played:
         count = len(self.flow.schedule.rank_of)
         for stage, rank in enumerate(self.flow.schedule.rank_of):
             first, _, last = self._in_parts(rank)
-            seconds = {kind.value: self._of(kind, stage) for kind in dict.fromkeys(KINDS.values())}
-            ends = (x for half, x in self.seconds.items() if half.phase == AtStage(LAST_BACKWARD, stage))
-            seconds["last"] = next(ends, 0.0)
+            seconds = {
+                NAMES[_name(half)]: x for half, x in self.seconds.items() if half.stage == stage and _is_listed(half)
+            }
             yield StageCost(
-                stage, rank, {name: x for name, x in seconds.items() if x},
+                stage, rank, seconds,
                 sum(self.seconds[x.half] for x in first if x.half.stage in (None, stage)),
                 sum(self.seconds[x.half] for x in last if x.half.stage in (None, stage)), self.saved[stage],
                 self._transfer(stage, stage + 1) if stage + 1 < count else 0.0,
@@ -276,7 +278,7 @@ def _own(timeline: Timeline) -> list[list[tuple[object, float, float]]]:
 
 def _is_listed(half: Half) -> bool:
     """Return whether a graph of a stage is a computation in the lists of a schedule."""
-    return _name(half) in (*KINDS, LAST_BACKWARD)
+    return _name(half) in KINDS
 
 
 def _name(half: Half) -> str:

@@ -16,7 +16,7 @@ from shardc.cost.step_sequence import Sequence, of_runs
 from shardc.ir.executable import Executable
 from shardc.ir.schedules import Timeline
 from shardc.report import export, page, pipeline, schedule_text
-from shardc.report.played_stages import Parts, Played, RankCost, StageCost
+from shardc.report.played_stages import NAMES, Parts, Played, RankCost, StageCost
 from shardc.report.predicted_schedule import Schedule
 from shardc.report.prediction import Collective, Memory, memory_of
 from shardc.report.units import duration, percent, size
@@ -134,16 +134,15 @@ def _stages(schedule: PipelineSchedule) -> str:
     """Return the table of stages: seconds of one microbatch, of what runs once, of messages; bytes that are saved.
     Consecutive stages with equal numbers share a row.
     """
-    names = {"F": "forward", "B": "backward", "I": "for inputs", "W": "for weights", "last": "the last"}
-    shown = [kind for kind in names if any(kind in stage.seconds for stage in schedule.stages)]
+    shown = [name for name in dict.fromkeys(NAMES.values()) if any(name in stage.seconds for stage in schedule.stages)]
 
     def cells(x: StageCost) -> tuple[str, ...]:
-        seconds = (*(x.seconds.get(kind, 0.0) for kind in shown), x.up, x.down, x.before, x.behind)
+        seconds = (*(x.seconds.get(name, 0.0) for name in shown), x.up, x.down, x.before, x.behind)
         return *map(duration, seconds), size(x.saved)
 
     alike = [(row, [x.stage for x in of]) for row, of in groupby(schedule.stages, cells)]
     body = [(str(of[0]) if len(of) == 1 else f"{of[0]} to {of[-1]}", *row) for row, of in alike]
-    head = ("stage", *map(names.__getitem__, shown), "sends up", "sends down", "before", "behind", "saves")
+    head = ("stage", *shown, "sends up", "sends down", "before", "behind", "saves")
     return schedule_text.aligned(body, head, left=("stage",))
 
 
