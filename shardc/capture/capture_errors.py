@@ -384,8 +384,8 @@ def refuse_sparse(graph: fx.Graph) -> None:
 
 
 _IN_PLACE_OF = {
-    "triton_kernel_wrapper": "wrap the kernel in a torch.library.custom_op that returns its result, with "
-    "shardc.register_rule for its rule",
+    "triton_kernel_wrapper": "wrap the kernel in a torch.library.custom_op, whose mutates_args say what it writes "
+    "to, with shardc.register_rule for its rule",
 }
 
 

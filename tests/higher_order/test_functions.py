@@ -17,7 +17,7 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 
 import shardc
-from shardc.errors import CaptureError, InputError
+from shardc.errors import CaptureError, InputError, RuleError
 from shardc.ir.parse import parse
 from shardc.ir.text import dump
 from tests.higher_order.on_ranks import equal_one_device
@@ -119,6 +119,13 @@ def test_text_and_parse(kind: str) -> None:
         warnings.simplefilter("error" if kind in FREE else "ignore", shardc.ShardcWarning)
         text = lowered(KINDS[kind]).text("localize")
     assert dump(parse(text), shardc.Mesh(dp=2)) == text
+
+
+def test_under_strict_an_op_that_is_computed_whole_is_an_error() -> None:
+    module = shardc.compile(Net("a branch"), shardc.Mesh(dp=2), FSDP, options=shardc.Options(strict=True))
+    what = r"no rule for cond .*whole on every rank(.|\n)*source: .*test_functions.py:\d+(.|\n)*fix: strict=False"
+    with pytest.raises(RuleError, match=what):
+        module.lower(torch.randn(6, 5, 4))
 
 
 def loop(net: Net, h: Tensor) -> Tensor:

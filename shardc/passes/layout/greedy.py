@@ -181,7 +181,8 @@ class _Sweep:
         op = record.name if runs_functions else written_op(node.target) or node.target
         text = f"no rule for {op} ({record.name}): computed whole on every rank, {moved} bytes gathered"
         if self.problem.strict:
-            raise RuleError(text, source=record.origin.source, fix="shardc.register_rule(op, ...) or strict=False")
+            fix = "strict=False" if runs_functions else "shardc.register_rule(op, ...) or strict=False"
+            raise RuleError(text, source=record.origin.source, fix=fix)
         if moved:
             fix = "\n  fix: write one expert as a function under @shardc.experts" if "grouped_mm" in text else ""
             warnings.warn(ShardcWarning(f"{text}\n  source: {record.origin.source}{fix}"), stacklevel=2)
