@@ -11,6 +11,7 @@ from torch import fx
 
 from shardc import passes, verify
 from shardc._compat import LazyGraphModule
+from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.executable import (
     BACKWARD,
@@ -52,8 +53,18 @@ class PipelineCut(MicrobatchCut):
 
     @cached_property
     def staged(self) -> Staged:
-        """The step, cut in time and into stages."""
+        """The step, cut in time and into stages.
+
+        Raises:
+            PlanError: no input is split in time, such as a batch of one row.
+        """
         staged = passes.Stages(self.stages)(self._cut_in_time())
+        if self.stages.count > 1 and not any(staged.up):
+            raise PlanError(
+                "the inputs are not split into microbatches, so stages have nothing to run one after the other",
+                plan_entry=str(self.stages.entry),
+                fix="pass two rows or more on each rank, in dim 0 of the inputs",
+            )
         if self.joint.options.verify:
             verify.verify_stages(staged, self.bound.mesh)
         return staged

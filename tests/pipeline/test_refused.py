@@ -70,6 +70,11 @@ PLANS: dict[str, tuple[Callable[[], object], str, str]] = {
         "one program for all sizes has no microbatches",
         "leave dynamic out",
     ),
+    "a batch of one row": (
+        lambda: compiled(pp(), Mesh(pp=2)).lower(torch.randn(1, 8)),
+        "the inputs are not split into microbatches",
+        "pass two rows or more on each rank",
+    ),
     "stages a rank that the schedule does not have": (
         lambda: compiled(pp(stages_per_rank=2), Mesh(pp=2)),
         "stages_per_rank",
