@@ -46,7 +46,9 @@ class InspectedProgram(Program):
 
         Raises:
             InputError: no tensor of that name after ``stage``.
+            PlanError: the plan has pipeline stages.
         """
+        self._check_stages("draw")
         nodes = [node for node in self.whole(stage).nodes if node.op != "output" and ir.is_tensor(node)]
         layouts = {ir.info(node).name: ir.layout(node) for node in nodes if ir.value(node).layout is not None}
         wanted = name.removeprefix("%")

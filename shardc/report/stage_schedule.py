@@ -179,7 +179,7 @@ def predict(program: Executable, parts: Parts) -> PipelineSchedule:
     stages_run = [half.stage for half, _ in played.of_rank(shown)]
     notes = () if not call else (
         "the model returns no loss, so forward runs in the call, and again in the backward: "
-        f"the step has {call:.4g} s for that, which are not drawn",
+        f"the step has {duration(call)} for that, which is not drawn",
     )  # fmt: skip
     return PipelineSchedule(
         **{**shared, "seconds": played.timeline.seconds + call, "notes": (*schedule.notes, *notes)},

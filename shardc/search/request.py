@@ -163,8 +163,14 @@ class Auto:
         Raises:
             InputError: the inputs do not match the model, or neither mesh nor ranks are given.
             MeshError: the mesh does not have `ranks`, or is larger than the hardware description covers.
-            PlanError: no plan fits in memory, or the user's entries do not match model or mesh.
+            PlanError: no plan fits in memory, the user's entries do not match model or mesh, or they have stages.
         """
+        if (pp := self.plan.setting("pp")) is not None:
+            raise PlanError(
+                "the search for a plan does not know the stages of a pipeline",
+                plan_entry=str(pp),
+                fix="search a plan for the mesh of one stage, and add pp to it; program.schedule() predicts both",
+            )
         if (plan := self.plan.on(Mesh(dp=1) if mesh is None else Mesh.of(mesh))) != self.plan:
             return replace(self, plan=plan).search(source, mesh, options, axes, report)
         arity = None if source.loss is None else loss_arity(source.loss)

@@ -167,7 +167,7 @@ def test_explain_counts_all_microbatches() -> None:
 
 
 def test_reports_that_know_no_stages_are_refused() -> None:
-    for report in (program().lint, program().advise, program().costs):
+    for report in (program().lint, program().advise, program().costs, lambda: program().draw("layers.0.up.weight")):
         with pytest.raises(PlanError, match="does not know the stages of a pipeline\n  plan entry: pp"):
             report()
 
@@ -197,5 +197,7 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "Pipeline" in Path("page.html").read_text()
     assert main(["sweep", *call, "--ranks", "4", "--set", "pp=2", "--plans", plan]) == 0
     assert "dp=2 pp=2" in capsys.readouterr().out
+    assert main(["plan", *call, *where]) == 2
+    assert "the search for a plan does not know the stages of a pipeline" in capsys.readouterr().err
     assert main(["measure", *call, *where, "--nproc", "4"]) == 2
     assert "measure compares what all ranks run alike" in capsys.readouterr().err
