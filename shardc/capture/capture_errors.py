@@ -175,7 +175,7 @@ REFUSALS = (
         "ask h.requires_grad, or not h.is_leaf, in the place of h.grad_fn is not None",
     ),
     (
-        r"(?s)`CheckpointFunction\.|function `get_rng_state`.*utils/checkpoint\.py",
+        r"CheckpointFunction\.",
         "calls torch.utils.checkpoint.CheckpointFunction.apply, which cannot be traced",
         "call torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)",
     ),

@@ -13,10 +13,11 @@ from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from torch._dynamo import trace_rules
 from torch.distributed._composable import checkpoint_activation
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import CheckpointFunction, checkpoint, checkpoint_sequential
 
 from shardc._compat import PyTree
 
@@ -33,6 +34,15 @@ def sequential_traced() -> Iterator[None]:
         yield
     finally:
         inlined -= new
+
+
+def _refused(*args: PyTree) -> None:
+    """Stands for ``CheckpointFunction.forward``, whose file Dynamo traces here: the graph ends with this reason."""
+    torch._dynamo.graph_break(msg="CheckpointFunction.apply")
+
+
+# (owner, attribute name, replacement)
+OTHER_FORMS: tuple[tuple[object, str, object], ...] = ((CheckpointFunction, "forward", staticmethod(_refused)),)
 
 
 def composed(module: nn.Module) -> dict[str, object]:

@@ -406,6 +406,7 @@ _OTHER_FORMS: tuple[tuple[object, str, object], ...] = (
     *raises.OTHER_FORMS,
     *OTHER_FORMS,
     *side_effects.OTHER_FORMS,
+    *checkpoints.OTHER_FORMS,
     *in_place_ops.OTHER_FORMS,
     *written_out.OTHER_FORMS,
     (cached_property, "__get__", get_cached),
