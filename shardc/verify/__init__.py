@@ -171,9 +171,13 @@ def verify_first(
 
 def verify_stages(staged: Staged, mesh: Mesh) -> None:
     """Check that the graphs of the stages of a pipeline give what the uncut ones gave; raises VerifyError."""
+    up, down = ([[info(x).name for x in nodes] for nodes in crossing] for crossing in (staged.up, staged.down))
     for whole, graphs in ((staged.parts.body, staged.bodies), (staged.parts.closing, staged.closings)):
         parts = [(f"stage {at}", gm.graph) for at, gm in enumerate(graphs)]
-        if (fault := cut_in_stages.in_stages(whole.graph, parts)) is not None:
+        fault = cut_in_stages.in_stages(whole.graph, parts)
+        if fault is None and graphs is staged.bodies:
+            fault = cut_in_stages.in_time([gm.graph for gm in graphs], up, down)
+        if fault is not None:
             graph, reason = fault
             raise broken(Subject(whole, mesh, no_rules), "stages", output_node(whole.graph), f"{graph}: {reason}")
 

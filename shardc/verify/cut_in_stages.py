@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import fx
 
@@ -42,6 +42,38 @@ def in_stages(whole: fx.Graph, parts: Graphs) -> tuple[str, str] | None:
             if now[x] != results.get(key, values.get(role.name)):
                 return name, f"{role.kind} {role.name} is not the value that it was in one graph"
     return None if not missing else ("the step", f"no stage gives {' '.join(min(missing))}")
+
+
+def in_time(
+    graphs: Sequence[fx.Graph], up: Sequence[Collection[str]], down: Sequence[Collection[str]]
+) -> tuple[str, str] | None:
+    """Return (stage, reason) for the first value that a stage takes and that does not reach it in time, or None.
+
+    A value of an earlier stage comes with the forward, over all boundaries between the two; one of a later stage comes
+    with the backward, and no result of the forward depends on it.
+
+    Args:
+        graphs: joint graph of each stage.
+        up, down: for each stage but the last, names of the values that cross to the next one, and from that to it.
+    """
+    gives = {(role.kind, role.name): at for at, graph in enumerate(graphs) for role, _ in ir.outputs(graph)}
+    for at, graph in enumerate(graphs):
+        late: set[fx.Node] = set()
+        for node in ir.placeholders(graph, TRANSFER):
+            name = ir.role(node).name
+            below, above = gives.get((TRANSFER, name), at), gives.get(("grad", name), at)
+            if below < at and all(name in crossing for crossing in up[below:at]):
+                continue
+            if above <= at or not all(name in crossing for crossing in down[at:above]):
+                return f"stage {at}", f"takes %{name}, which no stage sends it"
+            late.add(node)
+        for node in graph.nodes:
+            if node.op != "output" and not late.isdisjoint(node.all_input_nodes):
+                late.add(node)
+        wrong = next((role for role, x in ir.outputs(graph) if role.kind != "grad" and x in late), None)
+        if wrong is not None:
+            return f"stage {at}", f"gives {wrong.kind} {wrong.name} with the forward, from what comes with the backward"
+    return None
 
 
 def in_two(whole: fx.Graph, first: fx.Graph | None, second: fx.Graph | None) -> str | None:
