@@ -86,6 +86,9 @@ def new_group(ranks: Sequence[int], members_only: bool = False) -> dist.ProcessG
             fix="build the DeviceMesh with ascending ranks along every axis",
         )
     options: dict[str, Any] = {"sort_ranks": ordered} if keeps_order else {}
+    world = dist.group.WORLD
+    if world is not None and dist.get_backend(world) == "gloo":  # else torch's 30 minutes, whatever the world has
+        options["timeout"] = world._get_backend(torch.device("cpu")).options._timeout
     return dist.new_group(list(ranks), use_local_synchronization=members_only, **options)
 
 

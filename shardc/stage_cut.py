@@ -20,6 +20,7 @@ from shardc.ir.executable import (
     FIRST_FORWARD,
     FIRST_INFERENCE,
     FORWARD,
+    GATHERS,
     GRADIENTS,
     INFERENCE,
     INPUT_GRADIENTS,
@@ -59,14 +60,14 @@ class PipelineCut(MicrobatchCut):
             PlanError: no input is split in time, such as a batch of one row.
         """
         staged = passes.Stages(self.stages)(self._cut_in_time())
+        if self.joint.options.verify:
+            verify.verify_stages(staged, self.bound.mesh)
         if self.stages.count > 1 and not any(staged.up):
             raise PlanError(
                 "the inputs are not split into microbatches, so stages have nothing to run one after the other",
                 plan_entry=str(self.stages.entry),
                 fix="pass two rows or more on each rank, in dim 0 of the inputs",
             )
-        if self.joint.options.verify:
-            verify.verify_stages(staged, self.bound.mesh)
         return staged
 
     @cached_property
@@ -80,7 +81,7 @@ class PipelineCut(MicrobatchCut):
         out: list[AtStage] = []
         for at, backwards in enumerate(self._backwards):
             last = (*dict.fromkeys(backwards), LAST_BACKWARD, GRADIENTS) if self.trains else (CLOSING,)
-            out += [AtStage(name, at) for name in (FIRST_FORWARD, FORWARD, *last)]
+            out += [AtStage(name, at) for name in (GATHERS, FIRST_FORWARD, FORWARD, *last)]
         return (*openings, *(phase for phase in out if self._at(phase) is not None))
 
     @cached_property
@@ -103,7 +104,9 @@ class PipelineCut(MicrobatchCut):
         staged, at = self.staged, phase.stage
         if phase.phase in (INFERENCE, FIRST_INFERENCE):
             forward = passes.inference(staged.bodies[at])
-            return forward if phase.phase == INFERENCE else opened(forward, staged.gathers[at])
+            return forward if phase.phase == INFERENCE else opened(forward, None if at else staged.gathers[at])
+        if phase.phase == GATHERS:
+            return staged.gathers[at] if at else None
         if phase.phase == CLOSING:
             return closing_forward(staged.closings[at])
         if at not in self._halves:
@@ -122,9 +125,12 @@ class PipelineCut(MicrobatchCut):
         staged, checks, mesh = self.staged, self.joint.options.verify, self.bound.mesh
         first, second = self._partitioned(staged.bodies[at])
         out: dict[str, fx.GraphModule | None] = {FORWARD: first, GRADIENTS: staged.closings[at]}
-        out[FIRST_FORWARD] = opened(first, staged.gathers[at])
-        if checks:
-            verify.verify_first(first, staged.gathers[at], out[FIRST_FORWARD], mesh)
+        # Others wait for the first forward of stage 0, and for its last backward nobody does. At other stages it is the
+        # other way round, so what communicates once a step runs beside it.
+        if at == 0:
+            out[FIRST_FORWARD] = opened(first, staged.gathers[at])
+            if checks:
+                verify.verify_first(first, staged.gathers[at], out[FIRST_FORWARD], mesh)
         if second is None:
             return out
         sent = [ir.info(x).name for x in staged.down[at - 1]] if at else []
@@ -137,7 +143,7 @@ class PipelineCut(MicrobatchCut):
             out |= {INPUT_GRADIENTS: inputs, WEIGHT_GRADIENTS: weights}
         last = out[next(phase for phase in reversed(self._backwards[at]) if phase != INPUT_GRADIENTS)]
         closing, rest = self._closings[at]
-        if closing is not None and last is not None:
+        if at == 0 and closing is not None and last is not None:
             others = [graph for _, graph in self._closings if graph is not None]
             left = {ir.role(node).name for gm in others for node in ir.placeholders(gm.graph, SUM)}
             ended = passes.HoistGradEpilogue()(closed(last, closing, self.parts.reduce, left))

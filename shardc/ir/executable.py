@@ -145,7 +145,8 @@ def phases(forward: str, openings: int, gathers_once: bool) -> tuple[str, ...]:
     return *before, *first, forward, *((BACKWARD, LAST_BACKWARD) if forward == FORWARD else (CLOSING,))
 
 
-GRADIENTS = "gradients"  # of a stage of a pipeline: what follows the sums in a training step
+# Of a stage of a pipeline: gathers of parameters for all microbatches, and what follows the sums in a training step.
+GATHERS, GRADIENTS = "gathers", "gradients"
 # A backward in two: what leads to the gradients that earlier stages take, and the rest.
 INPUT_GRADIENTS, WEIGHT_GRADIENTS = "backward of inputs", "backward of weights"
 # Computation of a schedule -> the phase that it runs.
@@ -515,24 +516,33 @@ class Executable(ABC):
         forward = FORWARD if trains else INFERENCE
         phase_of = {Kind.FORWARD: forward, **BACKWARDS}
         out: list[Run | Message] = [*runs.before(rank), *(Run(half, at) for half, at in self._openings())]
+        begun: set[int] = set()
+        if 0 not in stages:  # a rank that waits for others first
+            out += self._once(GATHERS, stages)
+            begun |= {*stages}
         for action in runs.scheduled(rank):
             if isinstance(action, Message):
                 out.append(action)
-            elif (half := self.find(AtStage(phase_of[action[0]], action[1]))) is not None:
-                out.append(Run(half, action[2]))
-        for stage in stages:
-            # The first forward may also gather parameters, and the last graph that gives terms close the step.
-            ends: list[tuple[tuple[str, ...], str, int]] = [((forward,), FIRST[forward], 0)]
-            ends += [((BACKWARD, WEIGHT_GRADIENTS), LAST_BACKWARD, -1)] if trains else []
-            for phases, end, index in ends:
-                if (half := self.find(AtStage(end, stage))) is not None:
-                    halves = [AtStage(phase, stage) for phase in phases]
-                    runs_of = [(k, x) for k, x in enumerate(out) if isinstance(x, Run) and x.half.phase in halves]
-                    place, run = runs_of[index]
-                    out[place] = replace(run, half=half)
-        last = [self.find(AtStage(GRADIENTS if trains else CLOSING, stage)) for stage in stages]
-        closing = [Run(half) for half in last if half is not None]
-        return [*out, *runs.behind(rank), *closing, *runs.last(rank)]
+                continue
+            kind, stage, microbatch = action
+            phase = phase_of[kind]
+            if phase == forward and stage not in begun:
+                out += self._once(GATHERS, [stage])
+                begun.add(stage)
+                phase = FIRST[forward] if self.find(AtStage(FIRST[forward], stage)) is not None else forward
+            out += [Run(half, microbatch) for half in [self.find(AtStage(phase, stage))] if half is not None]
+        for stage in stages if trains else ():  # the last terms are added in the graph that closes the step
+            if (half := self.find(AtStage(LAST_BACKWARD, stage))) is not None:
+                terms = [AtStage(phase, stage) for phase in (BACKWARD, WEIGHT_GRADIENTS)]
+                runs_of = [(place, x) for place, x in enumerate(out) if isinstance(x, Run) and x.half.phase in terms]
+                place, run = runs_of[-1]
+                out[place] = replace(run, half=half)
+        return [*out, *runs.behind(rank), *self._once(GRADIENTS if trains else CLOSING, stages), *runs.last(rank)]
+
+    def _once(self, phase: str, stages: Iterable[int]) -> list[Run]:
+        """Return the runs of a phase of each of ``stages`` that has it."""
+        halves = [self.find(AtStage(phase, stage)) for stage in stages]
+        return [Run(half) for half in halves if half is not None]
 
     @property
     def trains(self) -> bool:

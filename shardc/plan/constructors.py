@@ -284,8 +284,8 @@ def pp(
         PlanError: there is no such schedule. When the plan is used: there are more stages than blocks, a glob matches
             no module, or the batch is split over ``axis``.
 
-    >>> print(fsdp("dp") | pp("pp", microbatches=8))
-    fsdp("dp") | pp("pp", microbatches=8)
+    >>> print(ddp("dp") | pp("pp", microbatches=8))
+    ddp("dp") | pp("pp", microbatches=8)
     """
     globs = cut if isinstance(cut, str) else tuple(cut)
     return Plan.of([Pp(axis, schedule, microbatches, globs, stages_per_rank)])
