@@ -93,7 +93,7 @@ SAYS = {
 }
 
 
-@pytest.mark.parametrize("fault, faulty", [(die, 0), (die, 1), (stall, 0)])
+@pytest.mark.parametrize("fault, faulty", [(die, 0), (die, 1), (stall, 0), (stall, 1)])
 def test_a_rank_that_is_gone(fault: Callable[[], None], faulty: int, tmp_path: Path) -> None:
     first, *rest = seen(faulty, fault, True, tmp_path).splitlines()
     assert re.search(SAYS[fault], first), first
