@@ -120,10 +120,10 @@ def _of_modules(first: Mapping[str, int], model: nn.Module) -> dict[str, int | N
     for several in names.values():
         for name in several:
             for module in _inside(name):
-                found = stages.setdefault(module, set())
+                of_module = stages.setdefault(module, set())
                 if len(several) == 1:
-                    found.add(first[name])
-    return {module: next(iter(found)) if len(found) == 1 else None for module, found in stages.items()}
+                    of_module.add(first[name])
+    return {module: next(iter(at)) if len(at) == 1 else None for module, at in stages.items()}
 
 
 def _direct(module: nn.Module) -> list[nn.Parameter]:

@@ -70,12 +70,12 @@ class Stages:
         for at in range(count):
             chosen = [x for x, stage in zip(ir.outputs(closing), at_stage, strict=True) if stage == at]
             closings.append(LazyGraphModule(parts.closing, part(closing, chosen, {})))
-        taken = [
+        read = [
             {ir.role(node).name for gm in graphs for node in ir.placeholders(gm.graph, KNOWN)}
             for graphs in zip(bodies, closings, strict=True)
         ]
         return Staged(
-            parts, bodies, tuple(closings), tuple(_gathers(parts.gathers, names) for names in taken), up, down, terms
+            parts, bodies, tuple(closings), tuple(_gathers(parts.gathers, names) for names in read), up, down, terms
         )
 
     def _check_opening(self, gm: fx.GraphModule | None) -> None:
@@ -102,11 +102,11 @@ class Stages:
         up: tuple[tuple[fx.Node, ...], ...], down: tuple[tuple[fx.Node, ...], ...], at: int,
     ) -> fx.GraphModule:  # fmt: skip
         """Returns the joint graph of stage ``at``."""
-        own: Outputs = [(role, x) for role, x, stage in results if stage == at]
+        of_stage: Outputs = [(role, x) for role, x, stage in results if stage == at]
         sent_up = [x for x in up[at] if cut.stage[x] == at] if at < len(up) else []
         sent_down = [x for x in down[at - 1] if cut.stage[x] == at] if at else []
-        first = [(role, x) for role, x in own if role.kind != "grad"]
-        grads = [(role, x) for role, x in own if role.kind == "grad"]
+        first = [(role, x) for role, x in of_stage if role.kind != "grad"]
+        grads = [(role, x) for role, x in of_stage if role.kind == "grad"]
         first += [(Role(TRANSFER, ir.info(x).name, len(first) + k), x) for k, x in enumerate(sent_up)]
         grads += [(Role("grad", ir.info(x).name, len(grads) + k), x) for k, x in enumerate(sent_down)]
         received = {x: Role(TRANSFER, ir.info(x).name) for x, stage in cut.stage.items() if stage != at}
