@@ -103,8 +103,8 @@ def _number(gm: fx.GraphModule, constant: fx.Node, node: fx.Node, kind: str) -> 
         number = value.item()
     with gm.graph.inserting_before(constant):
         kwargs = {"dtype": value.dtype, "device": value.device}
-        made = gm.graph.call_function(torch.ops.aten.scalar_tensor.default, (number,), kwargs)
-    constant.replace_all_uses_with(made)
+        tensor = gm.graph.call_function(torch.ops.aten.scalar_tensor.default, (number,), kwargs)
+    constant.replace_all_uses_with(tensor)
     gm.graph.erase_node(constant)
 
 

@@ -67,11 +67,11 @@ class _Lookup:
             return
         self.shape = torch.broadcast_shapes(*(x.meta["val"].shape for x in nodes))
         self.indices = [self._index(x, size) for x, size in zip(nodes, self.table, strict=False)]
-        taken = [x.place for x in self.indices]
+        all_places = [x.place for x in self.indices]
         # A dim of the result that another index varies over, too, is no dim of the table.
         self.by_place = [
             x.place is not None
-            and taken.count(x.place) == 1
+            and all_places.count(x.place) == 1
             and not any(x.place in other.dims for other in self.indices if other is not x)
             for x in self.indices
         ]
@@ -80,12 +80,12 @@ class _Lookup:
         """Inserts the ops of the lookup; returns the node of its result, None where no index is by place."""
         if not self.plain or not any(self.by_place):
             return None
-        kept, others, tail = self._parts()
-        x = self._call(aten.permute.default, self.node.args[0], [*kept, *others, *tail])
+        ordered, others, tail = self._parts()
+        x = self._call(aten.permute.default, self.node.args[0], [*ordered, *others, *tail])
         rest = self._rest()
         if others:
-            x = self._call(aten.index.Tensor, x, [*[None] * len(kept), *self._squeezed(others, rest)])
-        return self._call(aten.expand.default, self._spread(x, kept, rest), self.node.meta["val"].shape)
+            x = self._call(aten.index.Tensor, x, [*[None] * len(ordered), *self._squeezed(others, rest)])
+        return self._call(aten.expand.default, self._spread(x, ordered, rest), self.node.meta["val"].shape)
 
     def added(self) -> fx.Node:
         """Inserts the ops of the scatter; returns the node of its result."""
@@ -94,8 +94,8 @@ class _Lookup:
             return self._scatter(self.table, self.node.args[1], values)
         varies = frozenset().union(*(x.dims for x in self.indices))
         fixed = [dim for dim in range(len(self.shape)) if dim not in varies]
-        kept, others, tail = self._parts()
-        places, rest = [self.indices[dim].place for dim in kept], self._rest()
+        ordered, others, tail = self._parts()
+        places, rest = [self.indices[dim].place for dim in ordered], self._rest()
         if fixed:
             values = self._call(aten.sum.dim_IntList, values, fixed, True)
         dims = [*places, *(dim for dim in rest if dim not in fixed), *range(len(self.shape), values.meta["val"].ndim)]
@@ -104,29 +104,29 @@ class _Lookup:
         values = self._call(aten.permute.default, values, [left.index(dim) for dim in dims])
         if others:
             indices = self._squeezed(others, [dim for dim in rest if dim not in fixed])
-            sizes = [self.table[dim] for dim in (*kept, *others, *tail)]
-            values = self._scatter(sizes, [*[None] * len(kept), *indices], values)
-        order = [*kept, *others, *tail]
+            sizes = [self.table[dim] for dim in (*ordered, *others, *tail)]
+            values = self._scatter(sizes, [*[None] * len(ordered), *indices], values)
+        order = [*ordered, *others, *tail]
         return self._call(aten.permute.default, values, [order.index(dim) for dim in range(len(order))])
 
     def _parts(self) -> tuple[list[int], list[int], list[int]]:
         """Return the table's dims: those read in order, those of other indices, those without an index."""
         indexed = range(len(self.indices))
-        kept = sorted((dim for dim in indexed if self.by_place[dim]), key=lambda dim: self.indices[dim].place or 0)
+        ordered = sorted((dim for dim in indexed if self.by_place[dim]), key=lambda dim: self.indices[dim].place or 0)
         others = [dim for dim in indexed if not self.by_place[dim]]
-        return kept, others, list(range(len(self.indices), len(self.table)))
+        return ordered, others, list(range(len(self.indices), len(self.table)))
 
     def _rest(self) -> list[int]:
         """Return the dims of the indices' result that are no places of a dim of the table."""
         places = {x.place for x, by_place in zip(self.indices, self.by_place, strict=True) if by_place}
         return [dim for dim in range(len(self.shape)) if dim not in places]
 
-    def _spread(self, x: fx.Node, kept: Sequence[int], rest: Sequence[int]) -> fx.Node:
+    def _spread(self, x: fx.Node, ordered: Sequence[int], rest: Sequence[int]) -> fx.Node:
         """Return ``x``, of dims (places, then ``rest`` if there are other indices, then the tail), in the dims of the
         lookup's result, of size 1 where it does not vary.
         """
-        places: list[int] = [self.indices[dim].place or 0 for dim in kept]
-        have = [*places, *(rest if len(kept) < len(self.indices) else ())]
+        places: list[int] = [self.indices[dim].place or 0 for dim in ordered]
+        have = [*places, *(rest if len(ordered) < len(self.indices) else ())]
         order = sorted(range(len(have)), key=have.__getitem__)
         tail = range(len(have), x.meta["val"].ndim)
         x = self._call(aten.permute.default, x, [*order, *tail])

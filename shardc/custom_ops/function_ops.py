@@ -43,7 +43,7 @@ class Function:
     @cached_property
     def name(self) -> str:
         """Return a name with a hash of the content: equal functions have the same name in every process."""
-        return f"{self.kind}.{hashlib.sha256(json.dumps(self.to_json()).encode()).hexdigest()[:8]}"
+        return f"{self.kind}.{hashlib.sha256(json.dumps(self.to_json()).encode()).hexdigest()[:32]}"
 
     @cached_property
     def calls(self) -> tuple[Callable[..., Sequence[Tensor]], ...]:

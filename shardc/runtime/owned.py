@@ -105,26 +105,26 @@ class OwnedLayout(Layout):
         layout: the layout on the ranks of the owner's stage.
         stages: the axis of stages.
         owner: coordinate along it of the stage that stores the parameter.
-        here: whether that is this rank's stage. Otherwise the local shape has no rows.
+        local: whether that is this rank's stage. Otherwise the local shape has no rows.
     """
 
     stages: str
     owner: int
-    here: bool
+    local: bool
 
-    def __init__(self, layout: Layout, stages: str, owner: int, here: bool) -> None:
+    def __init__(self, layout: Layout, stages: str, owner: int, local: bool) -> None:
         super().__init__(layout.mesh, layout.dims, layout.partial)
         object.__setattr__(self, "stages", stages)
         object.__setattr__(self, "owner", owner)
-        object.__setattr__(self, "here", here or not layout.ndim)
+        object.__setattr__(self, "local", local or not layout.ndim)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return OwnedLayout, (Layout(self.mesh, self.dims, self.partial), self.stages, self.owner, self.here)
+        return OwnedLayout, (Layout(self.mesh, self.dims, self.partial), self.stages, self.owner, self.local)
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """Return the shape of this rank's shard: without rows, on a rank of another stage."""
-        return super().local_shape if self.here else (0, *super().local_shape[1:])
+        return super().local_shape if self.local else (0, *super().local_shape[1:])
 
     @property
     def placement(self) -> Placement:

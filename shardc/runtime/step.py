@@ -154,6 +154,7 @@ class Runner:
         self._timed = self.groups.mesh.timed(program.microbatches)
         self._coordinates: dict[tuple[tuple[str, ...], int], Tensor] = {}
         self._reductions: dict[tuple[tuple[str, Layout, torch.dtype], ...], Half] = {}
+        self._prepared: set[bool] = set()
         self._step_event = Event((("event", "run of the stages"),))
 
     def using(self, program: Executable) -> Runner:
@@ -252,9 +253,10 @@ class Runner:
                 plan_entry=str(self.program.key.plan.setting("pp")),
                 fix="leave pp out of the plan to find the op",
             )
-        step = self.program.step(training)
-        if any(half not in self._compiled for half in step if self._runs_here(half)):
-            self._compile(step, self.program.certificate(training))
+        key = training and self.program.trains
+        if key not in self._prepared:  # alike on all ranks, whichever graphs they run
+            self._compile(self.program.step(training), self.program.certificate(training))
+            self._prepared.add(key)
         self.groups.consistency.enter(self._step_event)
 
     def _runs_here(self, half: Half) -> bool:

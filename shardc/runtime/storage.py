@@ -51,7 +51,7 @@ def local_indices(storage: Layout, shape: Sequence[int], dim: int, rank: int) ->
 
     They are a `range` if contiguous.
     """
-    if dim == 0 and isinstance(storage, OwnedLayout) and not storage.here:
+    if dim == 0 and isinstance(storage, OwnedLayout) and not storage.local:
         return range(0)
     digits, size = storage.dims[dim], shape[dim]
     if all(digit.axis is not None for digit in digits[:-1]):
