@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -62,7 +62,7 @@ class PipelineCut(MicrobatchCut):
         staged = passes.Stages(self.stages)(self._cut_in_time())
         if self.joint.options.verify:
             verify.verify_stages(staged, self.bound.mesh)
-        if self.stages.count > 1 and not any(staged.up):
+        if self.stages.count > 1 and not any((*staged.up, *staged.openings)):
             raise PlanError(
                 "the inputs are not split into microbatches, so stages have nothing to run one after the other",
                 plan_entry=str(self.stages.entry),
@@ -76,8 +76,12 @@ class PipelineCut(MicrobatchCut):
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        loops = enumerate(self.parts.openings)
-        openings = [name for at, loop in loops for name in opening(at)[loop.each is None :]]
+        openings: list[Phase] = []
+        for at, (loop, cut) in enumerate(zip(self.parts.openings, self.staged.openings, strict=True)):
+            each, once = opening(at)
+            stages = range(self.stages.count if cut is not None else 0)
+            openings += [AtStage(each, stage) for stage in stages] or [each] * (loop.each is not None)
+            openings.append(once)
         out: list[AtStage] = []
         for at, backwards in enumerate(self._backwards):
             last = (*dict.fromkeys(backwards), LAST_BACKWARD, GRADIENTS) if self.trains else (CLOSING,)
@@ -96,17 +100,21 @@ class PipelineCut(MicrobatchCut):
         return out
 
     def graph(self, phase: Phase) -> fx.GraphModule | None:
-        half = self._at(phase) if isinstance(phase, AtStage) else self._of_parts(phase)
+        opens = [each for at, cut in enumerate(self.staged.openings) if cut is not None for each in opening(at)[:1]]
+        half = self._at(phase) if isinstance(phase, AtStage) else None if phase in opens else self._of_parts(phase)
         return None if half is None else LazyGraphModule(half, ir.copied(half.graph))
 
     def _at(self, phase: AtStage) -> fx.GraphModule | None:
         """Returns the graph of a phase of a stage; None if it has none."""
         staged, at = self.staged, phase.stage
+        for number, loop in enumerate(staged.openings):
+            if loop is not None and phase.phase == opening(number)[0]:
+                return loop.bodies[at] if ir.outputs(loop.bodies[at].graph) else None
         if phase.phase in (INFERENCE, FIRST_INFERENCE):
             forward = passes.inference(staged.bodies[at])
-            return forward if phase.phase == INFERENCE else opened(forward, None if at else staged.gathers[at])
+            return forward if phase.phase == INFERENCE else opened(forward, self._gathers(at, first=True))
         if phase.phase == GATHERS:
-            return staged.gathers[at] if at else None
+            return self._gathers(at, first=False)
         if phase.phase == CLOSING:
             return closing_forward(staged.closings[at])
         if at not in self._halves:
@@ -127,10 +135,10 @@ class PipelineCut(MicrobatchCut):
         out: dict[str, fx.GraphModule | None] = {FORWARD: first, GRADIENTS: staged.closings[at]}
         # Others wait for the first forward of stage 0, and for its last backward nobody does. At other stages it is the
         # other way round, so what communicates once a step runs beside it.
-        if at == 0:
-            out[FIRST_FORWARD] = opened(first, staged.gathers[at])
+        if (gathers := self._gathers(at, first=True)) is not None:
+            out[FIRST_FORWARD] = opened(first, gathers)
             if checks:
-                verify.verify_first(first, staged.gathers[at], out[FIRST_FORWARD], mesh)
+                verify.verify_first(first, gathers, out[FIRST_FORWARD], mesh)
         if second is None:
             return out
         sent = [ir.info(x).name for x in staged.down[at - 1]] if at else []
@@ -151,6 +159,11 @@ class PipelineCut(MicrobatchCut):
             if checks:
                 verify.verify_closing(last, closing, ended, self.parts.reduce, left, mesh)
         return out
+
+    def _gathers(self, at: int, first: bool) -> fx.GraphModule | None:
+        """Returns the gathers of a stage that its first forward runs (``first``), or that run in front of it."""
+        opens = at == 0 and not any(self.staged.openings)
+        return self.staged.gathers[at] if first == opens else None
 
     @cached_property
     def _closings(self) -> list[tuple[fx.GraphModule | None, fx.GraphModule | None]]:
@@ -189,7 +202,8 @@ class PipelineCut(MicrobatchCut):
             bodies = tuple(passes.inference(body) for body in bodies)
             closings = tuple(closing_forward(closing) for closing in closings)
         takers: dict[tuple[str, str], tuple[set[int], Any]] = {}  # argument -> stages that take it, a tensor like it
-        for at, graphs in enumerate(zip(bodies, closings, staged.gathers, strict=True)):
+        opened = [loop.bodies for loop in staged.openings if loop is not None]
+        for at, graphs in enumerate(zip(bodies, closings, staged.gathers, *opened, strict=True)):
             for node in (node for gm in graphs if gm is not None for node in ir.placeholders(gm.graph)):
                 key = ir.role(node).kind, ir.role(node).name
                 takers.setdefault(key, (set(), node.meta["val"]))[0].add(at)
@@ -211,15 +225,8 @@ class PipelineCut(MicrobatchCut):
                         name = role.index if role.kind == "output" else role.name
                         results[role.kind, name] = at, number, x.meta["val"]
 
-        def crossing(nodes: Iterable[fx.Node], readers: Iterable[int], sends: bool) -> dict[str, Any]:
-            names = {name for (kind, name), (stages, _) in takers.items() if kind == TRANSFER and stages & set(readers)}
-            return {ir.info(x).name: x.meta["val"] for x in nodes if sends and ir.info(x).name in names}
-
-        stages = range(self.stages.count)
-        boundaries = tuple(
-            Boundary(crossing(up, stages[at + 1 :], True), crossing(down, stages[: at + 1], training))
-            for at, (up, down) in enumerate(zip(staged.up, staged.down, strict=True))
-        )
+        downs = staged.down if training else ((),) * len(staged.down)
+        boundaries = _boundaries(bodies, staged.up, downs)
         owners = self.stages.owners
         closed_grads = [x for closing in closings for x in ir.outputs(closing.graph) if x[0].kind == "grad"]
         grads = {
@@ -227,7 +234,19 @@ class PipelineCut(MicrobatchCut):
             for role, x in closed_grads
             if role.name in owners and isinstance(x, fx.Node) and x.meta["val"].dim()
         }
-        return StageRuns(order, boundaries, copies, terms, results, grads)
+        openings = tuple(None if loop is None else self._opening_runs(at) for at, loop in enumerate(staged.openings))
+        return StageRuns(order, boundaries, copies, terms, results, grads, openings)
+
+    def _opening_runs(self, number: int) -> StageRuns:
+        """Returns what crosses between the stages in a loop before the forward, and the order: that of an inference."""
+        loop, once = self.staged.openings[number], self.parts.openings[number].once
+        assert loop is not None
+        order = self.stages.entry.lists(self.stages.ranks, self.bound.mesh.microbatches, trains=False)
+        play(order)
+        everywhere = frozenset(range(self.stages.count))
+        sums = {ir.role(node).name: node.meta["val"] for node in ir.placeholders(once.graph, SUM)}
+        terms = {name: (loop.terms[name], everywhere, like) for name, like in sums.items()}
+        return StageRuns(order, _boundaries(loop.bodies, loop.up, ((),) * len(loop.up)), {}, terms, {}, {})
 
     def _is_result(self, role: Role, val: Any) -> bool:
         """Returns whether all ranks get a result: an output, or a gradient of an input or of a parameter without dims,
@@ -237,3 +256,19 @@ class PipelineCut(MicrobatchCut):
         is_of_stage = role.name in (*self.parts.reduce, *crosses) or role.name in self.stages.first and val.dim()
         is_grad = role.kind == "grad" and not is_of_stage
         return role.kind in ("output", "buffer") or is_grad
+
+
+def _boundaries(
+    bodies: Sequence[fx.GraphModule], ups: Sequence[Sequence[fx.Node]], downs: Sequence[Sequence[fx.Node]]
+) -> tuple[Boundary, ...]:
+    """Returns the values that cross behind each stage but the last; those that no graph takes do not."""
+    taken = [{ir.role(node).name for node in ir.placeholders(body.graph, TRANSFER)} for body in bodies]
+
+    def crossing(nodes: Sequence[fx.Node], readers: Sequence[set[str]]) -> dict[str, Any]:
+        names = set[str]().union(*readers)
+        return {ir.info(x).name: x.meta["val"] for x in nodes if ir.info(x).name in names}
+
+    return tuple(
+        Boundary(crossing(up, taken[at + 1 :]), crossing(down, taken[: at + 1]))
+        for at, (up, down) in enumerate(zip(ups, downs, strict=True))
+    )

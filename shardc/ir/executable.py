@@ -315,17 +315,19 @@ def saved_key(half: Half, name: str, microbatch: int) -> Key:
 
 def _last_uses(actions: Sequence[Run | Message], rank: int) -> list[frozenset[Key]]:
     """Return, for each of the actions of a rank, the saved and transferred values and the sums that no later one
-    reads.
+    reads, before they get another value.
     """
     seen: set[Key] = set()
     out: list[frozenset[Key]] = []
     for action in reversed(actions):
         if isinstance(action, Run):
+            seen -= {(TRANSFER, role.name, action.microbatch) for role in action.half.gives if role.kind == TRANSFER}
             half, at = action.half, action.microbatch
             keys = {saved_key(half, port.name, at) for port in half.takes}
             keys |= {(TRANSFER, port.role.name, at) for port in half.takes if port.role.kind == TRANSFER}
             keys |= {(SUM, port.role.name, 0) for port in half.takes if port.role.kind == SUM}
         else:
+            seen -= {key for key in action.keys if action.target == rank and key[0] == TRANSFER}
             keys = {key for key in action.keys if action.source == rank and key[0] in (TRANSFER, SUM)}
         out.append(frozenset(keys - seen))
         seen |= keys
@@ -515,9 +517,21 @@ class Executable(ABC):
         stages = runs.stages(rank)
         forward = FORWARD if trains else INFERENCE
         phase_of = {Kind.FORWARD: forward, **BACKWARDS}
-        out: list[Run | Message] = [*runs.before(rank), *(Run(half, at) for half, at in self._openings())]
+        out: list[Run | Message] = [*runs.before(rank)]
         begun: set[int] = set()
-        if 0 not in stages:  # a rank that waits for others first
+        if any(runs.openings):
+            out += self._once(GATHERS, stages)
+            begun |= {*stages}
+        for number, loop in enumerate(runs.openings):
+            each, once = opening(number)
+            out += [Run(half, at) for half in [self.find(each)] if half is not None for at in range(self.microbatches)]
+            for action in () if loop is None else (*loop.scheduled(rank), *loop.behind(rank)):
+                if isinstance(action, Message):
+                    out.append(action)
+                elif (half := self.find(AtStage(each, action[1]))) is not None:
+                    out.append(Run(half, action[2]))
+            out.append(Run(self.half(once)))
+        if 0 not in stages and not begun:  # a rank that waits for others first
             out += self._once(GATHERS, stages)
             begun |= {*stages}
         for action in runs.scheduled(rank):

@@ -53,11 +53,27 @@ class Phases:
 
 
 @dataclass(frozen=True)
+class StagedLoop:
+    """A loop before the forward whose layers are cut into stages: a row of forwards, as that of an inference.
+
+    Args:
+        bodies: graph of each stage, for one microbatch. Values that it sends to later stages have the role "transfer".
+        up: for each stage but the last, the values that are sent to the next one.
+        terms: name of each term -> its stage.
+    """
+
+    bodies: tuple[fx.GraphModule, ...]
+    up: tuple[tuple[fx.Node, ...], ...]
+    terms: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Staged:
     """A step in microbatches, cut into stages.
 
     Args:
         parts: the step before the cut; terms of a gradient that several stages add to are apart in it.
+        openings: each of the loops of ``parts``, cut into stages; None for one that all ranks run.
         bodies: joint graph of each stage, for one microbatch. Values that it sends to later stages have the role
             "transfer", and to earlier ones "grad".
         closings: graph of each stage that takes sums of terms, and gives outputs and gradients of its parameters.
@@ -68,6 +84,7 @@ class Staged:
     """
 
     parts: Phases
+    openings: tuple[StagedLoop | None, ...]
     bodies: tuple[fx.GraphModule, ...]
     closings: tuple[fx.GraphModule, ...]
     gathers: tuple[fx.GraphModule | None, ...]

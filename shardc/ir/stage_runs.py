@@ -49,6 +49,7 @@ class StageRuns:
         results: (kind, name or index) -> (the stage that gives it, its number: 1, or that of the microbatches, a fake
             tensor like each). All ranks get them.
         grads: parameter with dims -> (coordinate of the ranks that get its gradient, a fake tensor like that).
+        openings: the same of each loop before the forward whose layers are cut into stages; None for other loops.
     """
 
     schedule: Schedule
@@ -57,10 +58,13 @@ class StageRuns:
     terms: Mapping[str, tuple[int, frozenset[int], Any]]
     results: Mapping[tuple[str, Any], tuple[int, int, Any]]
     grads: Mapping[str, tuple[int, Any]]
+    openings: tuple[StageRuns | None, ...] = ()
 
     def lines(self) -> list[str]:
         """Return the messages and the order as text: what crosses each boundary, then the actions of each rank."""
         out = []
+        for number, loop in enumerate(self.openings):
+            out += [f"opening {number + 1}, {line}" for line in ([] if loop is None else loop.lines())]
         for at, boundary in enumerate(self.boundaries):
             for arrow, values in ((f"stage {at} -> {at + 1}", boundary.up), (f"stage {at + 1} -> {at}", boundary.down)):
                 names = [f"%{name} {DTYPE_NAMES.get(x.dtype, x.dtype)}{list(x.shape)}" for name, x in values.items()]

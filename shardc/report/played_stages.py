@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from shardc.cost.compute import Buffer, buffers
 from shardc.cost.hardware import Hardware, price, route
@@ -28,6 +29,7 @@ from shardc.ir.executable import (
     Executable,
     Half,
     Run,
+    opening,
 )
 from shardc.ir.mesh import Mesh
 from shardc.ir.schedules import COMPUTATIONS, SENDS, Action, Kind, Timeline, clock, in_flight
@@ -174,18 +176,38 @@ class Played:
         hardware, where = self.parts.hardware, route(self.parts.mesh, (self.parts.axis,), self.parts.hardware.node)
         return price(hardware, "permute_ranks", where, sent).seconds + hardware.start_seconds(1)
 
-    def _transfer(self, source: int, target: int) -> float:
-        """Return the seconds of the message of one microbatch from a stage to another."""
-        boundary = self.flow.boundaries[min(source, target)]
+    def _transfer(self, source: int, target: int, flow: StageRuns | None = None) -> float:
+        """Return the seconds of the message of one microbatch from a stage to another, in the step or in a loop."""
+        boundary = (flow or self.flow).boundaries[min(source, target)]
         return self._message((boundary.up if source < target else boundary.down).values())
+
+    def _opened(self, begins: list[float]) -> list[float]:
+        """Return when each rank is behind the loops before the forward, if it begins at ``begins``.
+
+        What these ranks run beside their lists is in front of them.
+        """
+        for number, flow in enumerate(self.flow.openings):
+            if flow is not None:
+                halves = {half.stage: half for half in self.seconds if _name(half) == opening(number)[0]}
+                seconds = {
+                    Action(Kind.FORWARD, stage, at): self.seconds[half]
+                    for stage, half in halves.items()
+                    if stage is not None
+                    for at in range(flow.schedule.microbatches)
+                }
+                played = clock(flow.schedule, lambda *_: 0.0, partial(self._transfer, flow=flow), begins, seconds)
+                ends = [row[-1][2] if row else begins[at] for at, row in enumerate(_own(played))]
+                begins = self._exchanged(ends, flow.behind)
+        return begins
 
     def _play(self) -> None:
         """Time all lists, with what is in front of them and behind."""
         flow, lists = self.flow, [self._in_parts(rank) for rank in range(self.program.stage_ranks)]
+        looped = {opening(at)[0] for at, loop in enumerate(flow.openings) if loop is not None}
         before = [sum(self.seconds[x.half] for x in first) for first, _, _ in lists]
-        begins = [
-            start + once for start, once in zip(self._exchanged([0.0] * len(lists), flow.before), before, strict=True)
-        ]
+        alone = [sum(self.seconds[x.half] for x in first if _name(x.half) not in looped) for first, _, _ in lists]
+        ready = self._exchanged([0.0] * len(lists), flow.before)
+        begins = self._opened([start + once for start, once in zip(ready, alone, strict=True)])
         seconds = {
             action: self.seconds[half]
             for rank, actions in enumerate(self.actions)

@@ -6,7 +6,7 @@ failure. Sharding rules come from the caller: ``agrees`` returns why an op's ope
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from torch import fx
 
@@ -17,6 +17,8 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.phases import Phases, Staged
 from shardc.verify import cut_in_stages, cut_in_time, halves, layouts, local_graph, structure
 from shardc.verify.subject import Agrees, Check, Subject, no_rules
+
+Names = list[list[str]]  # of the values that cross each boundary
 
 GRAPH = (structure.records, structure.order, structure.types, structure.results)
 PLACED = (*GRAPH, layouts.present, layouts.shapes, layouts.pins)
@@ -171,15 +173,33 @@ def verify_first(
 
 def verify_stages(staged: Staged, mesh: Mesh) -> None:
     """Check that the graphs of the stages of a pipeline give what the uncut ones gave; raises VerifyError."""
-    up, down = ([[info(x).name for x in nodes] for nodes in crossing] for crossing in (staged.up, staged.down))
-    for whole, graphs in ((staged.parts.body, staged.bodies), (staged.parts.closing, staged.closings)):
-        parts = [(f"stage {at}", gm.graph) for at, gm in enumerate(graphs)]
-        fault = cut_in_stages.in_stages(whole.graph, parts)
-        if fault is None and graphs is staged.bodies:
-            fault = cut_in_stages.in_time([gm.graph for gm in graphs], up, down)
-        if fault is not None:
-            graph, reason = fault
-            raise broken(Subject(whole, mesh, no_rules), "stages", output_node(whole.graph), f"{graph}: {reason}")
+
+    def names(crossing: Iterable[Iterable[fx.Node]]) -> Names:
+        return [[info(x).name for x in nodes] for nodes in crossing]
+
+    def check(whole: fx.GraphModule, bodies: Sequence[fx.GraphModule], up: Names, down: Names) -> None:
+        graphs = [gm.graph for gm in bodies]
+        fault = cut_in_stages.in_stages(whole.graph, _of_stages(graphs)) or cut_in_stages.in_time(graphs, up, down)
+        _raise_cut(whole, mesh, fault)
+
+    check(staged.parts.body, staged.bodies, names(staged.up), names(staged.down))
+    for loop, cut in zip(staged.parts.openings, staged.openings, strict=True):
+        if loop.each is not None and cut is not None:
+            check(loop.each, cut.bodies, names(cut.up), [[] for _ in cut.up])
+    closings = _of_stages([gm.graph for gm in staged.closings])
+    _raise_cut(staged.parts.closing, mesh, cut_in_stages.in_stages(staged.parts.closing.graph, closings))
+
+
+def _of_stages(graphs: Sequence[fx.Graph]) -> list[tuple[str, fx.Graph]]:
+    """Return the graph of each stage with its name."""
+    return [(f"stage {at}", graph) for at, graph in enumerate(graphs)]
+
+
+def _raise_cut(whole: fx.GraphModule, mesh: Mesh, fault: tuple[str, str] | None) -> None:
+    """Raise VerifyError for a fault, (graph, reason), of the graphs of stages that ``whole`` is cut into."""
+    if fault is not None:
+        graph, reason = fault
+        raise broken(Subject(whole, mesh, no_rules), "stages", output_node(whole.graph), f"{graph}: {reason}")
 
 
 def verify_two_backwards(

@@ -8,7 +8,7 @@ with the backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,10 +17,10 @@ from torch import fx
 from shardc._compat import LazyGraphModule
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
-from shardc.ir.executable import KNOWN, SUM, TRANSFER
+from shardc.ir.executable import KEPT, KNOWN, SUM, TRANSFER
 from shardc.ir.graph import Role
 from shardc.ir.op_traits import CAST, communicates, is_view, moves_data
-from shardc.ir.phases import Phases, Staged
+from shardc.ir.phases import Phases, Staged, StagedLoop
 from shardc.ir.rewriter import GraphRewriter, Inserter
 from shardc.passes.lower.microbatch import Outputs, behind_tangent, part
 from shardc.passes.lower.partition import moved_alone
@@ -36,6 +36,8 @@ class Stages:
         %dh = mm(%dq, %w)                              %dh                            (grad)
         %dx = mul(%dh, %a)  layers.3         stage 0:  %dx = mul(%dh, %a)
 
+    Loops before the forward that run layers are cut as the forward is; what follows from their sums, all ranks compute.
+
     *Requires:* a joint graph that is cut in time. *Ensures:* a stage reads forward values of itself and earlier stages
     only; backward reads any forward value, and backward values of itself and later stages.
 
@@ -43,7 +45,7 @@ class Stages:
         stages: the stages, and those of the parameters.
 
     Raises:
-        PlanError: a loop in front of the forward reads parameters.
+        PlanError: parameters are read between the loops before the forward, or one of these needs gradients of layers.
     """
 
     stages: PipelineStages
@@ -51,57 +53,73 @@ class Stages:
     requires = ("microbatch",)
 
     def __call__(self, parts: Phases) -> Staged:
-        for loop in parts.openings:
-            self._check_opening(loop.each)
-            self._check_opening(loop.once)
-        graph = ir.copied(parts.body.graph)
+        parts = _gathers_by_stage(parts)
         gathered = _gathered(parts)
+        openings = self._openings(parts, gathered)
+        graph = ir.copied(parts.body.graph)
         cut = _Assignment(graph, self.stages, gathered)
         parts = replace(parts, body=LazyGraphModule(parts.body, graph))
         parts, graph, cut = self._terms_apart(parts, cut, gathered)
-        count = self.stages.count
-        results = [(role, x, cut.of_result(role, x)) for role, x in ir.outputs(graph)]
-        up = tuple(cut.crossing(at, True) for at in range(count - 1))
-        down = tuple(cut.crossing(at, False) for at in range(count - 1))
-        bodies = tuple(self._body(parts, graph, cut, results, up, down, at) for at in range(count))
-        terms = {role.name: at for role, _, at in results if role.name in parts.reduce}
+        bodies, up, down = self._bodies(parts.body, cut)
+        terms = {role.name: cut.of_result(role, x) for role, x in ir.outputs(graph) if role.name in parts.reduce}
         closing, closings = parts.closing.graph, []
         at_stage = _stages_of_results(closing, terms, self.stages)
-        for at in range(count):
+        for at in range(self.stages.count):
             chosen = [x for x, stage in zip(ir.outputs(closing), at_stage, strict=True) if stage == at]
             closings.append(LazyGraphModule(parts.closing, part(closing, chosen, {})))
+        first = [loop.bodies for loop in openings if loop is not None]
         read = [
             {ir.role(node).name for gm in graphs for node in ir.placeholders(gm.graph, KNOWN)}
-            for graphs in zip(bodies, closings, strict=True)
+            for graphs in zip(bodies, closings, *first, strict=True)
         ]
-        return Staged(
-            parts, bodies, tuple(closings), tuple(_gathers(parts.gathers, names) for names in read), up, down, terms
+        gathers = tuple(_gathers(parts.gathers, names) for names in read)
+        return Staged(parts, openings, bodies, tuple(closings), gathers, up, down, terms)
+
+    def _openings(self, parts: Phases, gathered: Mapping[str, frozenset[str]]) -> tuple[StagedLoop | None, ...]:
+        """Returns each loop before the forward, cut into stages if it runs layers or takes values of one that does."""
+        out: list[StagedLoop | None] = []
+        places: dict[str, int] = {}  # value that later loops take -> its stage
+        for loop in parts.openings:
+            if (reader := _reader(loop.once.graph, gathered)) is not None:
+                raise self._refused(reader, "computes, from parameters, what all microbatches need before the forward")
+            if loop.each is None or not places and _reader(loop.each.graph, gathered) is None:
+                out.append(None)
+                continue
+            gm = LazyGraphModule(loop.each, ir.copied(loop.each.graph))
+            cut = _Assignment(gm.graph, self.stages, gathered, places)
+            bodies, up, down = self._bodies(gm, cut)
+            if (late := next((x for crossing in down for x in crossing), None)) is not None:
+                raise self._refused(late, "is a gradient that all microbatches need before the forward")
+            stage = {role: cut.of_result(role, x) for role, x in ir.outputs(gm.graph)}
+            places |= {role.name: at for role, at in stage.items() if role.kind == KEPT}
+            out.append(StagedLoop(bodies, up, {role.name: at for role, at in stage.items() if role.kind != KEPT}))
+        return tuple(out)
+
+    def _refused(self, node: fx.Node, why: str) -> PlanError:
+        """Returns the error for a model that cannot be cut, because of ``node``."""
+        record = ir.info(node)
+        return PlanError(
+            f"the model cannot be cut into stages: %{record.name} of module {record.origin.module!r} {why}",
+            plan_entry=str(self.stages.entry),
+            source=record.origin.source or None,
+            fix="leave pp out, or let the loss not depend on values of the whole batch",
         )
 
-    def _check_opening(self, gm: fx.GraphModule | None) -> None:
-        """Raises PlanError if a loop in front of the forward computes with parameters."""
-        if gm is None:
-            return
-        for param in ir.placeholders(gm.graph, "param"):
-            moved = {param, *moved_alone(param)}
-            reader = next(
-                (user for node in moved for user in node.users if user not in moved and user.op != "output"), None
-            )
-            if reader is not None:
-                record = ir.info(reader)
-                raise PlanError(
-                    f"the model cannot be cut into stages: %{record.name} of module {record.origin.module!r} computes, "
-                    "from parameters, what all microbatches need before the forward",
-                    plan_entry=str(self.stages.entry),
-                    source=record.origin.source or None,
-                    fix="leave pp out, or let the loss not depend on values of the whole batch",
-                )
+    def _bodies(
+        self, gm: fx.GraphModule, cut: _Assignment
+    ) -> tuple[tuple[fx.GraphModule, ...], tuple[tuple[fx.Node, ...], ...], tuple[tuple[fx.Node, ...], ...]]:
+        """Returns the graphs of each stage for one microbatch, and what crosses each boundary, up and down."""
+        count = self.stages.count
+        results = [(role, x, cut.of_result(role, x)) for role, x in ir.outputs(gm.graph)]
+        up = tuple(cut.crossing(at, True) for at in range(count - 1))
+        down = tuple(cut.crossing(at, False) for at in range(count - 1))
+        return tuple(self._body(gm, cut, results, up, down, at) for at in range(count)), up, down
 
     def _body(
-        self, parts: Phases, graph: fx.Graph, cut: _Assignment, results: Iterable[tuple[Role, object, int]],
+        self, gm: fx.GraphModule, cut: _Assignment, results: Iterable[tuple[Role, object, int]],
         up: tuple[tuple[fx.Node, ...], ...], down: tuple[tuple[fx.Node, ...], ...], at: int,
     ) -> fx.GraphModule:  # fmt: skip
-        """Returns the joint graph of stage ``at``."""
+        """Returns the graph of stage ``at``."""
         of_stage: Outputs = [(role, x) for role, x, stage in results if stage == at]
         sent_up = [x for x in up[at] if cut.stage[x] == at] if at < len(up) else []
         sent_down = [x for x in down[at - 1] if cut.stage[x] == at] if at else []
@@ -111,7 +129,7 @@ class Stages:
         grads += [(Role("grad", ir.info(x).name, len(grads) + k), x) for k, x in enumerate(sent_down)]
         received = {x: Role(TRANSFER, ir.info(x).name) for x, stage in cut.stage.items() if stage != at}
         late = {x for boundary in down[at : at + 1] for x in boundary}
-        return LazyGraphModule(parts.body, part(graph, [*first, *grads], received, late))
+        return LazyGraphModule(gm, part(gm.graph, [*first, *grads], received, late))
 
     def _terms_apart(
         self, parts: Phases, cut: _Assignment, gathered: Mapping[str, frozenset[str]]
@@ -148,6 +166,7 @@ class _Assignment:
         graph: joint graph of one microbatch.
         stages: stages of parameters and modules.
         gathered: name of a gathered parameter that the graph takes -> the parameters that it is of.
+        places: value of an earlier loop that the graph takes -> its stage.
 
     Attributes:
         stage: op -> its stage; without what each stage computes that reads it.
@@ -156,6 +175,7 @@ class _Assignment:
     graph: fx.Graph
     stages: PipelineStages
     gathered: Mapping[str, frozenset[str]]
+    places: Mapping[str, int] = field(default_factory=dict)
     stage: dict[fx.Node, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -166,6 +186,8 @@ class _Assignment:
             self._params[node] = (
                 frozenset([role.name]) if role.kind == "param" else self.gathered.get(role.name, frozenset())
             )
+            if role.kind == KEPT:
+                self.stage[node] = self.places[role.name]
         inputs = [x for x in ir.placeholders(self.graph) if ir.role(x).kind in ("input", "buffer", "key", "tangent")]
         self._of_inputs = set(inputs)
         late: list[fx.Node] = []
@@ -272,6 +294,25 @@ class _Assignment:
     def _owner(self, params: Iterable[str]) -> int:
         """Returns the last of the stages of parameters."""
         return max(self.stages.first[name] for name in params)
+
+
+def _gathers_by_stage(parts: Phases) -> Phases:
+    """Returns ``parts`` with gathers that loops before the forward read outside of these: each stage has its own."""
+    alone = [loop for loop in parts.openings if loop.each is None]
+    return replace(parts, openings=parts.openings[1:], gathers=alone[0].once) if alone else parts
+
+
+def _reader(graph: fx.Graph, gathered: Collection[str] = ()) -> fx.Node | None:
+    """Returns the first op that computes with parameters, gathered or not; None if there is none.
+
+    Parameters without dims do not count: all ranks have them.
+    """
+    moved: set[fx.Node] = set()
+    for node in ir.placeholders(graph):
+        role = ir.role(node)
+        if role.name in gathered if role.kind == KNOWN else role.kind == "param" and node.meta["val"].dim():
+            moved.update((node, *moved_alone(node)))
+    return next((x for x in graph.nodes if x.op != "output" and x not in moved and moved & {*x.all_input_nodes}), None)
 
 
 def _gathered(parts: Phases) -> dict[str, frozenset[str]]:
