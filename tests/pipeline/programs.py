@@ -83,6 +83,38 @@ class Blocks(nn.Module):
         return self.last(self.features(x))
 
 
+class Experts(nn.Module):
+    """A layer of experts of which each row uses one; also returns how even their load is."""
+
+    def __init__(self, dim: int, count: int) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(dim, count), nn.Linear(dim, dim * count)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights = self.gate(x).softmax(-1)
+        chosen = F.one_hot(weights.argmax(-1), weights.shape[-1]).to(x.dtype)
+        outputs = torch.tanh(self.experts(x)).unflatten(-1, (weights.shape[-1], -1))
+        balance = (chosen.mean(0) * weights.mean(0)).sum() * weights.shape[-1]
+        return x + ((weights * chosen).unsqueeze(-1) * outputs).sum(-2), balance
+
+
+class Balanced(nn.Module):
+    """Layers of experts, with a loss that balances their load: it is known when the whole batch has run."""
+
+    def __init__(self, layers: int = 4, dim: int = 8, count: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(dim, dim)
+        self.blocks = nn.ModuleList(Experts(dim, count) for _ in range(layers))
+        self.last = nn.Linear(dim, 4)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x, balance = self.first(x), x.new_zeros(())
+        for block in self.blocks:
+            x, more = block(x)
+            balance = balance + more
+        return F.mse_loss(self.last(x), target) + 0.1 * balance
+
+
 def decoder(rows: int = ROWS, masks: bool = False, **config: Any) -> Case:
     torch.manual_seed(0)
     c = llama.LlamaConfig(**{"layers": 4, "dim": 32, "hidden": 48, "heads": 4, "kv_heads": 2} | config)
@@ -131,6 +163,12 @@ def blocks(**config: Any) -> Case:
     return Case(Blocks(**config).double(), (x, y), F.mse_loss)
 
 
+def balanced() -> Case:
+    torch.manual_seed(0)
+    x, y = torch.randn(ROWS, 8, dtype=torch.float64), torch.randn(ROWS, 4, dtype=torch.float64)
+    return Case(Balanced().double(), (x, y))
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "decoder": decoder,
     "masked": lambda: decoder(masks=True),
@@ -139,4 +177,5 @@ CASES: dict[str, Callable[[], Case]] = {
     "encoder and decoder": encoder_decoder,
     "experts": experts,
     "blocks": blocks,
+    "balanced experts": balanced,
 }

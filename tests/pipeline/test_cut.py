@@ -13,7 +13,7 @@ import shardc
 from shardc import passes
 from shardc.errors import VerifyError
 from shardc.ir import graph as ir
-from shardc.ir.executable import AtStage, Executable
+from shardc.ir.executable import AtStage, Executable, Run, opening
 from shardc.ir.phases import Staged
 from shardc.passes.lower import stages as cut_in_stages
 from tests.pipeline.programs import CASES, blocks
@@ -49,6 +49,25 @@ def test_phases_of_each_schedule() -> None:
     names = {schedule: {str(half) for half in _phases(schedule)} for schedule in ("1f1b", "zb")}
     assert "backward of stage 1" in names["1f1b"]
     assert {"backward of inputs of stage 1", "backward of weights of stage 1"} <= names["zb"]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_values_of_a_loop_before_the_forward_are_freed_in_it(schedule: str) -> None:
+    program = lowered("balanced experts", 2, schedule)
+    for rank in range(2):
+        live: set[tuple[str, object, int]] = set()
+        loops = 0
+        for action, done in zip(program.actions(rank), program.last_uses(rank), strict=True):
+            if isinstance(action, Run):
+                gives = {("transfer", x.name, action.microbatch) for x in action.half.gives if x.kind == "transfer"}
+            else:
+                gives = {key for key in action.keys if action.target == rank and key[0] == "transfer"}
+            assert not gives & live
+            live = (live | gives) - done
+            if isinstance(action, Run) and action.half.phase == opening(0)[1]:
+                loops += 1
+                assert not live, f"rank {rank} keeps {live} behind the loop"
+        assert loops == 1 and not live
 
 
 def _phases(schedule: str) -> list[object]:

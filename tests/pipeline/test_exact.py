@@ -7,8 +7,9 @@ import torch
 
 import shardc
 from examples.models import gpt2, llama
+from tests.microbatches.programs import contrastive
 from tests.microbatches.test_exact import agrees
-from tests.pipeline.programs import CASES, blocks, decoder, tied
+from tests.pipeline.programs import CASES, balanced, blocks, decoder, tied
 
 PP2, PP4, DP_PP = shardc.Mesh(pp=2), shardc.Mesh(pp=4), shardc.Mesh(dp=2, pp=2)
 WITHIN = {"experts": 1e-6}  # their norms and loss are in float32
@@ -42,6 +43,23 @@ def test_schedules(name: str, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_schedules_with_several_stages_a_rank(name: str, schedule: str) -> None:
     agrees(CASES[name](), PP2, pp(schedule), within=WITHIN.get(name, 1e-9))
+
+
+WHOLE_BATCH = {
+    "experts": (balanced, PP2, pp("gpipe")),
+    "experts in two backwards": (balanced, PP2, pp("zb")),
+    "experts, gathered once": (balanced, DP_PP, shardc.fsdp("dp", level=2) | pp("interleaved")),
+    "experts, four stages": (balanced, shardc.Mesh(dp=2, pp=4), shardc.fsdp("dp") | pp()),
+    "contrastive": (contrastive, PP2, pp()),
+    "contrastive, in a V": (contrastive, PP2, pp("zbv")),
+    "contrastive, gathered once": (contrastive, DP_PP, shardc.fsdp("dp", level=2) | pp("interleaved")),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_BATCH)
+def test_losses_that_need_results_of_the_whole_batch_first(name: str) -> None:
+    case, mesh, plan = WHOLE_BATCH[name]
+    agrees(case(), mesh, plan, steps=2)
 
 
 MESHES = {

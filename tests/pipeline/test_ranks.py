@@ -16,7 +16,7 @@ import shardc
 from examples.models import gpt2, llama
 from shardc.errors import BackwardError
 from shardc.ir.mesh import Mesh
-from tests.microbatches.programs import Case
+from tests.microbatches.programs import Case, contrastive
 from tests.microbatches.test_outputs import Averages
 from tests.pipeline.programs import CASES, Blocks, blocks, tied
 from tests.ranks import device_mesh, run_ranks
@@ -330,6 +330,16 @@ def in_autocast() -> None:
     backwards_agree(module, case.model, loss, expected, within=3e-2)
 
 
+def compares_rows() -> None:
+    """A contrastive loss, whose layers run before the forward, too."""
+    torch.set_default_dtype(torch.float64)
+    case = contrastive()
+    trained(case, PP2, pp())
+    with torch.no_grad():
+        module = compiled(case.model, PP2, pp("zbv"))
+        torch.testing.assert_close(module(*case.args), case.reference_loss(), rtol=1e-9, atol=0)
+
+
 SMALL: dict[str, list[Callable[[], None]]] = {
     "training": [
         trained_beside_one_device,
@@ -340,6 +350,7 @@ SMALL: dict[str, list[Callable[[], None]]] = {
     "outputs": [outputs_beside_the_loss, two_losses, changes_buffers, library_model],
     "calls": [modes_and_shapes, partial(without_a_loss, "1f1b"), partial(without_a_loss, "zb")],
     "backwards": [gradient_of_an_input, backward_twice, two_calls_before_the_backward, copied],
+    "whole batch": [partial(of_case, "balanced experts", PP2, pp("zb"), backend="inductor"), compares_rows],
     "dtypes and draws": [in_bfloat16, in_autocast, partial(dropout, PP2, pp())],
 }
 
@@ -369,6 +380,7 @@ FOUR: list[Callable[[], None]] = [
     partial(of_case, "masked", Mesh(pp=2, tp=2), llama.llama_tp("tp") | pp()),
     partial(dropout, DP_PP, shardc.fsdp("dp") | pp()),
     stages_of_experts,
+    partial(of_case, "balanced experts", DP_PP, shardc.fsdp("dp", level=2) | pp("interleaved")),
 ]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import shardc
 from shardc.errors import PlanError, ShardcError
 from shardc.ir.mesh import Mesh
-from tests.microbatches.programs import batch_norm, contrastive
+from tests.microbatches.programs import batch_norm
 from tests.pipeline.programs import Blocks, blocks
 from tests.ranks import device_mesh, run_ranks
 
@@ -93,11 +93,25 @@ def test_plans(name: str) -> None:
     assert "pp(" in text, text
 
 
-def test_a_factor_of_all_gradients_that_needs_parameters_first() -> None:
-    case = contrastive()
-    with pytest.raises(PlanError, match=r"(?s)cannot be cut into stages.*plan entry: pp\(") as error:
-        compiled(pp(), Mesh(pp=2), case.model).lower(*case.args)
-    assert "programs.py:" in str(error.value)
+class Gated(nn.Module):
+    """The mean of the first features over the batch gates them, by way of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.gate = Blocks(), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.body.first(x)
+        with torch.no_grad():
+            gate = self.gate(torch.tanh(first.mean(0)))
+        return self.body(first * gate).square().sum()
+
+
+def test_layers_between_the_loops_before_the_forward() -> None:
+    case = blocks()
+    with pytest.raises(PlanError, match=r"(?s)cannot be cut into stages.*module 'gate'.*plan entry: pp\(") as error:
+        compiled(pp(), Mesh(pp=2), Gated().double()).lower(case.args[0])
+    assert "test_refused.py:" in str(error.value)
 
 
 def test_batch_norm() -> None:
