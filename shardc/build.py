@@ -283,11 +283,15 @@ class Build:
     ) -> Rebuild:
         """Returns a function that compiles the program for another mesh with the same axes, and other input shapes."""
         leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
-        leaves = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in leaves]
+
+        def like(x: Tensor, shape: Sequence[int]) -> Tensor:
+            return torch.empty(tuple(shape), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+
+        leaves = [like(x, x.shape) if isinstance(x, Tensor) else x for x in leaves]
 
         def rebuild(mesh: Mesh, shapes: Sequence[Sequence[int]]) -> Program:
             sizes = iter(shapes)
-            new_leaves = [x.new_empty(tuple(next(sizes))) if isinstance(x, Tensor) else x for x in leaves]
+            new_leaves = [like(x, next(sizes)) if isinstance(x, Tensor) else x for x in leaves]
             build = Build(
                 self.plan, mesh, self.param_sizes, self.device, self.loss, self.options, None, DynamicDims({}),
                 warns=False, kinds=self.kinds,

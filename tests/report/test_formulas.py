@@ -13,6 +13,7 @@ from examples.models import llama
 from shardc.__main__ import main
 from shardc.cost.compute import model_flops
 from shardc.errors import PlanError
+from shardc.ir import graph as ir
 from shardc.ir.mesh import Mesh
 from shardc.report.derive import verify
 from shardc.report.formulas import Costs, axis_symbol, unrounded
@@ -136,6 +137,17 @@ class Jumps(Block):
 
 
 @pytest.mark.slow
+def test_another_size_of_an_input_that_needs_a_gradient() -> None:
+    """The gradient of the input is computed and reduced at each size."""
+    program = shardc.compile(nn.Linear(8, 8), Mesh(dp=2), shardc.ddp("dp")).lower(torch.ones(4, 8, requires_grad=True))
+    assert program.rebuild is not None
+    first, second = (
+        [role.name for role, _ in ir.outputs(p.half("backward").graph)]
+        for p in (program, program.rebuild(Mesh(dp=4), [[8, 8]]))
+    )
+    assert first == second and len(first) == 3
+
+
 def test_what_has_no_formula_says_so() -> None:
     with pytest.raises(PlanError, match="no formula: dp=2 tp=2 at batch 24, sequence 256 has other collectives: "):
         block(2, 2, 8, 64, Jumps).costs()

@@ -108,14 +108,18 @@ def in_blocks(schedule: Schedule) -> list[tuple[str, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tp_moves_four_activations_a_block(sequence: bool) -> None:
-    """Megatron's all-reduces; sequence parallelism splits each into a gather and a scatter: the same bytes."""
-    layers, ranks = 1, 2
-    activation = 8 * 16 * llama.LlamaConfig().dim * 4
+    """Megatron's all-reduces; sequence parallelism splits each into a gather and a scatter: the same bytes.
+
+    The norms then work on a part of the rows each, so the gradients of their weights are summed.
+    """
+    layers, ranks, dim = 1, 2, llama.LlamaConfig().dim
+    activation = 8 * 16 * dim * 4
     program = llama_program(llama.llama_tp("tp", sequence=sequence), layers, tp=ranks)
     moved = in_blocks(program.schedule(stage="localize"))
     half = (ranks - 1) * activation // ranks
     if sequence:
-        assert Counter(moved) == {("all_gather", half): 4 * layers, ("reduce_scatter", half): 4 * layers}
+        norms = {("all_reduce", 2 * (ranks - 1) * dim * 4 // ranks): 2 * layers + 1}
+        assert Counter(moved) == {("all_gather", half): 4 * layers, ("reduce_scatter", half): 4 * layers} | norms
     else:
         assert moved == [("all_reduce", 2 * half)] * 4 * layers
 
