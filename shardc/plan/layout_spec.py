@@ -324,8 +324,9 @@ def check_axis(axis: str, mesh: Mesh, entry: str) -> None:
     """Raise PlanError, with suggestions, if ``axis`` is neither an axis of ``mesh`` nor a part of one."""
     name, colon, part = axis.partition(":")
     if name not in mesh.axes:
-        fix = near(axis, mesh.axes, f"use one of {list(mesh.axes)}")
-        raise PlanError(f"unknown mesh axis {axis!r}; the mesh is {mesh}", plan_entry=entry or None, fix=fix)
+        fix = near(axis, mesh.axes, f"use one of {list(mesh.axes)}" if mesh.axes else f"shardc.Mesh({name}=2)")
+        what = f"the mesh is {mesh}" if mesh.axes else "the mesh has no axes"
+        raise PlanError(f"unknown mesh axis {axis!r}; {what}", plan_entry=entry or None, fix=fix)
     sizes = [int(size) if size.isdecimal() else 0 for size in part.split("x")]
     ranks = mesh.size(name)
     if colon and (len(sizes) != 2 or not all(sizes) or not 1 < sizes[1] < ranks or ranks % prod(sizes)):

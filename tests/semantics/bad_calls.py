@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
-from shardc.errors import CaptureError, InputError, MeshError, PlanError, RuleError
+from shardc.errors import CaptureError, InputError, LayoutError, MeshError, PlanError, RuleError
 from tests.semantics.bad_input import Case, Mlp, X, compiled, lowered
 
 
@@ -119,6 +119,11 @@ CALLS: dict[str, Case] = {
     "lowering of nothing": (lambda: lowered(), InputError, "forward"),
     "lowering of a shape": (lambda: lowered((8, 8)), (InputError, CaptureError), "x|Mlp"),  # type: ignore[dict-item]
     "shards of a number": (lambda: compiled().shard_inputs(3, 4), InputError, "forward"),
+    "a simulation without values": (
+        lambda: shardc.Simulation(compiled(Mlp().to("meta"))),
+        LayoutError,
+        "on meta.*build the model",
+    ),
     "a simulation of a model": (lambda: shardc.Simulation(Mlp()), InputError, "Mlp.*compile"),
     "a backward before a forward": (lambda: shardc.Simulation(compiled()).backward(), InputError, "backward"),
 }

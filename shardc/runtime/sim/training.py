@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardc._compat import PyTree
 from shardc.custom_ops.random import draw_key
-from shardc.errors import InputError
+from shardc.errors import InputError, LayoutError
 from shardc.ir.executable import BACKWARD, FORWARD, Executable, Half, Port
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -36,12 +36,21 @@ class Simulation:
         params: name -> padded local tensor of each rank.
         grads: name -> padded local gradient of each rank, after `backward`.
         buffers: name -> buffer of each rank.
+
+    Raises:
+        InputError: the module is not compiled.
+        LayoutError: a parameter is on ``meta``.
     """
 
     def __init__(self, module: nn.Module) -> None:
         if not hasattr(module, "shardc"):
             what = f"{type(module).__name__} is not from shardc.compile"
             raise InputError(what, fix="compile it for an abstract shardc.Mesh first")
+        if (empty := next((name for name, p in module.named_parameters() if p.is_meta), None)) is not None:
+            raise LayoutError(
+                f"parameter {empty!r} is on meta and has no values",
+                fix="build the model on the CPU, or give it values before shardc.compile: model.to_empty(device='cpu')",
+            )
         self.module = module
         self.state = cast(Any, module.shardc)
         self.mesh: Mesh = self.state.spec.mesh
