@@ -120,7 +120,7 @@ CALLS: dict[str, Case] = {
     "lowering of a shape": (lambda: lowered((8, 8)), (InputError, CaptureError), "x|Mlp"),  # type: ignore[dict-item]
     "shards of a number": (lambda: compiled().shard_inputs(3, 4), InputError, "forward"),
     "a simulation without values": (
-        lambda: shardc.Simulation(compiled(Mlp().to("meta"))),
+        lambda: shardc.Simulation(compiled(model=Mlp().to("meta"))),
         LayoutError,
         "on meta.*build the model",
     ),
