@@ -122,7 +122,7 @@ CALLS: dict[str, Case] = {
     "a simulation without values": (
         lambda: shardc.Simulation(compiled(model=Mlp().to("meta"))),
         LayoutError,
-        "on meta.*build the model",
+        "up.weight.*on meta",
     ),
     "a simulation of a model": (lambda: shardc.Simulation(Mlp()), InputError, "Mlp.*compile"),
     "a backward before a forward": (lambda: shardc.Simulation(compiled()).backward(), InputError, "backward"),
