@@ -9,9 +9,9 @@ from shardc.cli.target import Command
 from shardc.cost import hardware
 from shardc.errors import MeshError
 from shardc.report.export import Limit, broken, compare, load, plain, write
+from shardc.report.findings import SEVERITIES, merged
 from shardc.report.formulas import unrounded
 from shardc.report.inspected import InspectedProgram
-from shardc.report.lint_rules import SEVERITIES, merged
 from shardc.report.predicted_schedule import Schedule
 from shardc.report.prediction import ORDERS
 from shardc.report.units import duration, size
@@ -57,16 +57,14 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
 
 def _run_schedule(options: argparse.Namespace) -> None:
     """Print the table; write the files of ``--trace``, ``--json``, ``--html`` and ``--plot``."""
-    _, predicted = predict(options)
+    program, predicted = predict(options)
     print(predicted.table(options.rows or None), end="")
-    files = (
-        (options.trace, predicted.to_trace),
-        (options.json, predicted.to_json),
-        (options.html, predicted.to_html),
-    )
-    for path, text in files:
+    for path, text in ((options.trace, predicted.to_trace), (options.json, predicted.to_json)):
         if path is not None:
             write(path, text())
+    if options.html is not None:
+        has_stages = program.stage_ranks > 0  # which lint does not know
+        write(options.html, predicted.to_html([] if has_stages else program.lint(options.hardware)))
     if options.plot is not None:
         predicted.plot(options.plot)
 

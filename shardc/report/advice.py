@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from shardc import passes
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.report.lint_rules import MEDIUM, Finding
+from shardc.report.findings import Finding
+from shardc.report.lint_rules import MEDIUM
 from shardc.report.prediction import Prediction
 from shardc.report.units import duration, percent, size
 

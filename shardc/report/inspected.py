@@ -24,8 +24,9 @@ from shardc.plan.match import near_names
 from shardc.program import Program
 from shardc.report.advice import Advice, advise
 from shardc.report.derive import Dims, derive
+from shardc.report.findings import Finding
 from shardc.report.formulas import Costs
-from shardc.report.lint_rules import Finding, in_pieces, lint
+from shardc.report.lint_rules import in_pieces, lint
 from shardc.report.played_stages import Parts
 from shardc.report.predicted_schedule import Schedule, build, room_of_rows
 from shardc.report.stage_schedule import predict

@@ -14,11 +14,10 @@ may fuse a copy into the op that produces its value.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from operator import getitem
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -34,6 +33,7 @@ from shardc.ir.comm_volume import collective_kind, group_of
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh, split_part
 from shardc.ir.op_traits import COPIES
+from shardc.report.findings import SEVERITIES, Finding
 from shardc.report.predicted_schedule import Schedule
 from shardc.report.prediction import HOST, Collective, Run, grouped
 
@@ -150,39 +150,10 @@ def _tensors(val: object) -> list[Tensor]:
     return [x for x in (val if isinstance(val, list | tuple) else [val]) if isinstance(x, Tensor)]
 
 
-SEVERITIES = ("high", "medium", "low")
 LARGE_PARAMETER = 1 << 20  # bytes from which a replicated parameter is reported
 EXPOSED_SHARE = 0.2  # share of the step from which exposed communication of an axis is reported
 REPLICATED_SHARE = 0.01  # share of a rank's operations from which replicated work is reported
 HIGH, MEDIUM = 0.05, 0.005  # shares of the step's time from which a finding has that severity
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A cost that a better plan would avoid.
-
-    Args:
-        rule: name of the rule.
-        severity: "high", "medium" or "low", by the cost's share of the step.
-        subject: name of the tensor, op or axis.
-        module, source: its module and source line; "" if there is no single one.
-        seconds: predicted cost per step.
-        bytes: wire bytes, or bytes of memory, per rank.
-        message: the problem.
-        change: the change of the plan or the mesh that avoids it.
-        count: the number of collectives, ops or parameters.
-    """
-
-    rule: str
-    severity: str
-    subject: str
-    module: str
-    source: str
-    seconds: float
-    bytes: int
-    message: str
-    change: str
-    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -449,25 +420,3 @@ RULES: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     then_sliced, repeated_collective, unread_collective, collective_run_again, small_messages, exposed_axis,
     axis_across_nodes, replicated_work, whole_parameter, low_precision_sum,
 )  # fmt: skip
-
-
-def merged(findings: list[Finding]) -> list[Finding]:
-    """Return ``findings`` with those joined that differ only in the number of a repeated layer; costs are added."""
-
-    def kind(f: Finding) -> tuple[str, ...]:
-        return tuple(map(layers_of, (f.rule, f.subject, f.module, f.source, f.severity, f.message)))
-
-    return list(map(_merge, grouped(findings, kind).values()))
-
-
-def _merge(of: list[Finding]) -> Finding:
-    """Return one finding in place of the findings ``of``, with differing parts of their texts replaced by ``*``."""
-    named: dict[str, Any] = {name: _common([getattr(f, name) for f in of]) for name in ("subject", "module", "message")}
-    summed: dict[str, Any] = {name: sum(getattr(f, name) for f in of) for name in ("seconds", "bytes", "count")}
-    return replace(of[0], **named, **summed)
-
-
-def _common(names: list[str]) -> str:
-    """Return dotted names as one, with differing parts replaced by ``*``, such as ``layers.*.mm``."""
-    parts = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)

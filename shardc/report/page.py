@@ -15,7 +15,8 @@ from shardc.cost.step_sequence import Sequence
 from shardc.errors import InputError
 from shardc.ir import graph as ir
 from shardc.ir.text import op_line, placeholder_text
-from shardc.report.prediction import OWNERS, Collective, Prediction
+from shardc.report.findings import Finding, merged
+from shardc.report.prediction import OWNERS, Collective, Prediction, grouped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
 TOTALS = ("axis", "kind", "phase", "entry", "module", "tensor")
 
 
-def page(schedule: Prediction, drawn: str = "") -> str:
+def page(schedule: Prediction, findings: Iterable[Finding] = (), drawn: str = "") -> str:
     """Return a schedule as the text of an HTML page; it is byte-identical for the same program.
 
     Args:
+        findings: of `lint`, for a table.
         drawn: an SVG element for the top of the page; "" for none.
     """
-    data = json.dumps(record(schedule), separators=(",", ":"))
+    data = json.dumps(record(schedule, findings), separators=(",", ":"))
     # Only these three characters can end a script element or begin a comment in it.
     for sign in "<>&":
         data = data.replace(sign, f"\\u{ord(sign):04x}")
@@ -39,7 +41,7 @@ def page(schedule: Prediction, drawn: str = "") -> str:
     return text.replace("@TITLE@", escape(schedule.title)).replace("@DRAWN@", above).replace("@DATA@", data)
 
 
-def record(schedule: Prediction) -> dict[str, object]:
+def record(schedule: Prediction, findings: Iterable[Finding] = ()) -> dict[str, object]:
     """Return the data of the page, in microseconds and bytes; ops are numbered by their position in the step."""
     words: dict[str, int] = {}
     places = _Places(schedule.step)
@@ -56,9 +58,16 @@ def record(schedule: Prediction) -> dict[str, object]:
         "kernels": [
             {
                 "name": run.kernel.name, "ops": run.kernel.ops, "flops": run.kernel.flops, "bytes": run.kernel.bytes,
-                "start": _us(run.start), "end": _us(run.end),
+                "start": _us(run.start), "end": _us(run.end), "phase": schedule.phase_of(run),
             }
             for run in schedule.runs
+        ],
+        "findings": [
+            {
+                "severity": f.severity, "us": _us(f.seconds), "bytes": f.bytes, "subject": f.subject,
+                "message": f.message, "change": f.change, "source": f.source,
+            }
+            for f in merged(findings)
         ],
         "collectives": [_collective(c, at, places) for at, c in by_position],
         "totals": {
@@ -153,7 +162,8 @@ def _us(seconds: float) -> float:
 
 # The same colours as in page.html.
 KINDS = {
-    "compute": "#74a9d8", "all_gather": "#2f9e44", "reduce_scatter": "#e8590c", "all_reduce": "#ae3ec9",
+    "forward": "#74a9d8", "backward": "#4a6fa5", "recompute": "#b08968",
+    "all_gather": "#2f9e44", "reduce_scatter": "#e8590c", "all_reduce": "#ae3ec9",
     "all_to_all": "#0c8599", "permute_ranks": "#a6761d", "broadcast": "#5c7cfa", "to_device": "#66a80f",
     "to_host": "#c2255c",
 }  # fmt: skip
@@ -206,7 +216,9 @@ def draw(schedule: Prediction) -> Figure:
             # With an edge, and not snapped to pixels, a span much shorter than a pixel is still visible.
             time.broken_barh(bars_, (lane + low, high), color=KINDS.get(kind, EXPOSED), linewidth=0.3, snap=False)
 
-    bars(0, "compute", ((run.start, run.end) for run in schedule.runs))
+    phases = grouped(schedule.runs, schedule.phase_of)
+    for phase, runs in phases.items():
+        bars(0, phase, ((run.start, run.end) for run in runs))
     for lane, axis in enumerate(axes, 1):
         transfers = [c for c in schedule.transfers if c.axis == axis]
         for kind in dict.fromkeys(c.kind for c in transfers):
@@ -214,8 +226,8 @@ def draw(schedule: Prediction) -> Figure:
         bars(lane, "exposed", ((c.end - c.exposed, c.end) for c in transfers if c.exposed))
     time.set_yticks(range(len(lanes)), lanes)
     time.set_ylim(len(lanes) - 0.5, -0.5)
-    shown = dict.fromkeys(c.kind for c in schedule.transfers)
-    legend(time, {"compute": KINDS["compute"], **{kind: KINDS[kind] for kind in shown}, "exposed": EXPOSED})
+    shown = dict.fromkeys((*phases, *(c.kind for c in schedule.transfers)))
+    legend(time, {**{kind: KINDS[kind] for kind in shown}, "exposed": EXPOSED})
 
     points = curve(schedule)
     size, shown_size = size_unit(schedule.memory.peak.total)

@@ -6,6 +6,7 @@ A rank's memory follows the order in which it runs its list (`shardc.report.play
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby
@@ -16,6 +17,7 @@ from shardc.cost.step_sequence import Sequence, of_runs
 from shardc.ir.executable import Executable
 from shardc.ir.schedules import Timeline
 from shardc.report import export, page, pipeline, schedule_text
+from shardc.report.findings import Finding
 from shardc.report.played_stages import NAMES, Parts, Played, RankCost, StageCost
 from shardc.report.predicted_schedule import Schedule
 from shardc.report.prediction import Collective, Memory, memory_of
@@ -99,9 +101,9 @@ class PipelineSchedule(Schedule):
         """Return a Chrome trace as JSON: what all ranks compute, and kernels and collectives of the rank shown."""
         return json.dumps(export.pipeline_trace(self, self.timeline, self.rank, self.axis)) + "\n"
 
-    def to_html(self) -> str:
+    def to_html(self, findings: Iterable[Finding] = ()) -> str:
         """Return a page as `Schedule.to_html`, with the pipeline on top."""
-        return page.page(self, pipeline.svg(self.timeline))
+        return page.page(self, findings, pipeline.svg(self.timeline))
 
     def plot(self, path: str | Path) -> None:
         """Write a picture of the timeline of all ranks (png, svg or pdf, by the suffix of ``path``)."""

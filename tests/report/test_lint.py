@@ -12,7 +12,7 @@ import shardc
 from examples.models import llama
 from shardc.__main__ import main
 from shardc.ir.mesh import Mesh
-from shardc.report.lint_rules import SEVERITIES, Finding, merged
+from shardc.report.findings import SEVERITIES, Finding, merged
 
 WIDTH = 1024
 

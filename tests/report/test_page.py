@@ -21,9 +21,11 @@ import shardc
 from examples.models import llama
 from shardc.ir import graph as ir
 from shardc.ir.mesh import Mesh
+from shardc.report.findings import Finding
 from shardc.report.page import curve, record
 from shardc.report.predicted_schedule import Schedule
 from shardc.report.prediction import OWNERS
+from tests.report.test_schedule import stack_program
 
 ROOT = Path(__file__).parents[2]
 VOID = {"meta", "input", "br", "link", "img"}
@@ -108,6 +110,19 @@ def test_the_curve_ends_as_the_step_and_holds_the_peak(schedule: Schedule) -> No
     assert times == sorted(times) and max(times.count(t) for t in times) <= 2
 
 
+def test_findings_have_a_table() -> None:
+    program = stack_program(shardc.ddp("dp"), dp=2)
+    found = Finding("rule", "high", "layers.0.up", "layers.0", "model.py:3", 2e-3, 10, "is sent twice", "send it once")
+    data = json.loads(Page(program.schedule().to_html([found])).held["data"])
+    assert data["findings"] == [
+        {
+            "severity": "high", "us": 2000.0, "bytes": 10, "subject": "layers.0.up", "message": "is sent twice",
+            "change": "send it once", "source": "model.py:3",
+        }
+    ]  # fmt: skip
+    assert json.loads(Page(program.schedule().to_html()).held["data"])["findings"] == []
+
+
 PRINT = """
 import shardc
 from tests.report.test_schedule import stack_program
@@ -140,6 +155,7 @@ console.log(JSON.stringify({
   named: m.sorted(m.data.collectives, "tensor", false).map((c) => c.tensor),
   filtered: m.filtered(m.data.collectives, "MLP gather").map((c) => c.op),
   search: m.search("needed by layers.0.add"), nothing: m.search("no such line"),
+  phases: m.spans[0].map((span) => span.kind), ticks: [m.ticks(0, 700), m.ticks(1234, 1300), m.ticks(0, 0.3)],
   causes: m.ops.map((op) => op.causes), users: m.ops.map((op) => op.users), held: m.held(m.data.us / 2),
 }));
 """
@@ -165,6 +181,10 @@ def test_what_the_script_computes(schedule: Schedule, tmp_path: Path) -> None:
     texts = [(op[0], *(data["words"][word] for word in op[3:6])) for op in data["ops"]]
     found = [at for at, parts in enumerate(texts) if any("needed by layers.0.add" in part for part in parts)]
     assert said["search"] == found != [] and said["nothing"] == []
+    assert said["phases"] == [schedule.phase_of(run) for run in schedule.runs]
+    for (low, high), ticks in zip([(0, 700), (1234, 1300), (0, 0.3)], said["ticks"], strict=True):
+        assert 3 <= len(ticks) <= 8 and all(low <= tick <= high for tick in ticks)
+    assert said["ticks"][:2] == [list(range(0, 701, 100)), list(range(1240, 1301, 10))]
     # From a collective to its causes and back.
     assert all(at in said["causes"][place] for at, row in enumerate(rows) for place in row["from"])
     assert sum(map(len, said["causes"])) == sum(len(row["from"]) for row in rows)
