@@ -42,6 +42,7 @@ def test_rows_are_what_schedule_predicts(target: str, capsys: pytest.CaptureFixt
         assert (row["seconds"], row["exposed"], row["memory"], row["wire"], row["mfu"]) == (
             schedule.seconds, schedule.exposed, schedule.memory.peak.total, schedule.wire, schedule.mfu,
         )  # fmt: skip
+        assert row["tokens_per_second"] == schedule.tokens_per_second
     table = [line for line in capsys.readouterr().out.splitlines() if "dp=" in line]
     assert len(table) == len(rows)
     assert (tmp_path / "out/rows.png").read_bytes().startswith(b"\x89PNG")
@@ -138,4 +139,6 @@ def test_the_picture_names_meshes_and_chooses_units() -> None:
         drawn = draw(rows)
         assert [axes.get_ylabel() for axes in drawn.axes] == labels
         assert [text.get_text() for text in drawn.axes[0].texts] == names
+        measured, ideal = ([float(y) for y in line.get_ydata()] for line in drawn.axes[0].lines)
+        assert ideal == [measured[0] * 8 / row.ranks for row in rows][: len(measured)]
     assert list(drawn.axes[0].lines[0].get_ydata()) == [20.0, 12.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from textwrap import fill
 
 from shardc.cli import target
 from shardc.cli.target import Command
@@ -13,7 +14,8 @@ from shardc.report.findings import SEVERITIES, merged
 from shardc.report.formulas import unrounded
 from shardc.report.inspected import InspectedProgram
 from shardc.report.predicted_schedule import Schedule
-from shardc.report.prediction import ORDERS
+from shardc.report.prediction import ORDERS, grouped
+from shardc.report.schedule_text import WIDTH, aligned, in_folder
 from shardc.report.units import duration, size
 
 # --- schedule
@@ -88,14 +90,16 @@ def _run_lint(options: argparse.Namespace) -> int:
     program, _ = predict(options)
     findings = program.lint(options.hardware, stage=options.stage)
     rows = [
-        (f.severity, f.rule, str(f.count), duration(f.seconds), size(f.bytes), f.subject, f.source or "-", f.message)
+        (f.severity, f.rule, str(f.count), duration(f.seconds), size(f.bytes), f.subject, in_folder(f.source))
         for f in merged(findings)
     ]
-    head = ("severity", "rule", "count", "time", "a rank", "subject", "source", "what")
-    print(plain(rows, head) if rows else "nothing found")
-    changes = dict.fromkeys(f"{f.rule}: {f.change}" for f in merged(findings))
-    if changes:
-        print("\n" + "\n".join(changes))
+    head = ("severity", "rule", "count", "time", "a rank", "subject", "source")
+    left = ("severity", "rule", "subject", "source")
+    print(aligned(rows, head, left=left, cut=("subject", "source")) if rows else "nothing found")
+    for (rule, change), alike in grouped(merged(findings), lambda f: (f.rule, f.change)).items():
+        print("\n" + fill(f"{rule}: {change}", WIDTH, subsequent_indent="    "))
+        for f in alike:
+            print(fill(f"  {f.subject}: {f.message}", WIDTH, subsequent_indent="    "))
     if findings and options.stage == "schedule" and not options.no_tries:
         tried = program.advise(options.hardware)
         print("\ntried, by the prediction:")

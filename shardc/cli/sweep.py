@@ -154,7 +154,7 @@ def _row(
         return Row(mesh.ranks, str(mesh), text, error=" ".join(error.what.split()))
     return Row(
         mesh.ranks, str(mesh), text, schedule.seconds, schedule.exposed, schedule.memory.peak.total, schedule.fits(),
-        schedule.mfu, schedule.wire,
+        schedule.mfu, schedule.wire, schedule.tokens_per_second,
     )  # fmt: skip
 
 
@@ -163,12 +163,13 @@ def _print(rows: Sequence[Row], described: Hardware) -> None:
     good = sorted((row for row in rows if not row.error), key=lambda row: (row.ranks, row.seconds))
     body = [
         (
-            str(row.ranks), row.mesh, shorten(row.plan, 60), milliseconds(row.seconds), milliseconds(row.exposed),
+            str(row.ranks), row.mesh, shorten(row.plan, 36), milliseconds(row.seconds), milliseconds(row.exposed),
             f"{row.exposed / row.seconds:.1%}", gigabytes(row.memory), "yes" if row.fits else "no", f"{row.mfu:.1%}",
+            f"{row.tokens_per_second / row.ranks:,.0f}" if row.tokens_per_second else "-",
         )
         for row in good
     ]  # fmt: skip
-    head = ("ranks", "mesh", "plan", "step ms", "exposed ms", "exposed", "GB/rank", "fits", "MFU")
+    head = ("ranks", "mesh", "plan", "step ms", "exposed ms", "exposed", "GB/rank", "fits", "MFU", "tokens/s/GPU")
     if body:
         print(f"{described.name}, {described.memory / 1e9:g} GB a rank; one global batch, whatever the ranks\n")
         print(plain(body, head))
@@ -190,6 +191,7 @@ class Row:
         fits: whether these are within the hardware's memory.
         mfu: upper bound of the model FLOPs utilization.
         wire: bytes that each rank sends in a step.
+        tokens_per_second: of all ranks together; 0 if the inputs have no tokens.
         error: the error as one line; "" for none.
     """
 
@@ -202,11 +204,15 @@ class Row:
     fits: bool = False
     mfu: float = 0.0
     wire: int = 0
+    tokens_per_second: float = 0.0
     error: str = ""
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Return a figure of each plan's fastest mesh over the number of ranks, hollow if it does not fit in memory."""
+    """Return a figure of each plan's fastest mesh over the number of ranks, hollow if it does not fit in memory.
+
+    A dashed line is ideal scaling from a plan's fewest ranks: the same work, shared by more.
+    """
     drawn = page.figure(9, 7)
     times, memory = drawn.subplots(2, 1, sharex=True)
     unit, second = page.time_unit(max(row.seconds for row in rows))
@@ -222,6 +228,8 @@ def draw(rows: Sequence[Row]) -> Figure:
             axes.plot(ranks, values, color=colour, label=plan)
             faces = [colour if r.fits else "white" for r in line]
             axes.scatter(ranks, values, c=faces, edgecolors=colour, zorder=3)
+        ideal = [line[0].seconds * unit * line[0].ranks / row.ranks for row in line]
+        times.plot([row.ranks for row in line], ideal, color=f"C{number}", linestyle="--", linewidth=0.8)
         for row in line:
             place = row.ranks, row.seconds * unit
             near = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
@@ -236,7 +244,7 @@ def draw(rows: Sequence[Row]) -> Figure:
         axes.grid(alpha=0.3)
     counts = sorted({row.ranks for row in rows})
     memory.set_xticks(counts, [str(n) for n in counts])
-    memory.set_xlabel("ranks (hollow: does not fit)")
+    memory.set_xlabel("ranks (hollow: does not fit; dashed: ideal scaling)")
     times.legend(fontsize="small")
     return drawn
 

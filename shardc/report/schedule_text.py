@@ -208,7 +208,12 @@ def _place(of: list[Held]) -> tuple[str, str, str]:
     """Return (name, module, source line) of tensors alike; of the line's file, the folder and the name."""
     first = of[0]
     name, module = (layers_of(text) if len(of) > 1 else text for text in (first.name, first.module))
-    return name, module or "-", "/".join(first.source.split("/")[-2:]) or "-"
+    return name, module or "-", in_folder(first.source)
+
+
+def in_folder(source: str) -> str:
+    """Return a source line with the folder and the name of its file alone; "-" for none."""
+    return "/".join(source.split("/")[-2:]) or "-"
 
 
 def aligned(rows: Seq[Seq[str]], head: Seq[str], left: Seq[str], cut: Seq[str] = ()) -> str:

@@ -1,21 +1,60 @@
-"""`profile_step`: a profile of one step on this rank, by torch's profiler: collectives, bytes sent and memory."""
+"""Profiles by torch's profiler: `Ranges` names the parts of a step in any profile, and `profile_step` profiles one step
+on this rank: collectives, bytes sent and memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
+from os.path import commonprefix
 from typing import Any, Protocol
 
-from torch.profiler import ProfilerActivity, profile
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
+from shardc.ir import graph as ir
 from shardc.ir.comm_volume import KINDS
+from shardc.ir.executable import Half
 from shardc.ir.op_traits import NAMESPACE, OWN_NAMESPACE
+from shardc.ir.repeat import Segment
 
 _SIZES = {
     "double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2,
     "bool": 1, "unsigned char": 1, "signed char": 1,
 }  # fmt: skip
+
+
+class Ranges(ExitStack):
+    """Ranges of a run of a graph in a profile: "shardc forward", and in it one for each segment, named by its module.
+
+    They are there if a profiler runs. Under ``torch.autograd.profiler.emit_nvtx()`` they are NVTX ranges.
+    """
+
+    def __init__(self, half: Half) -> None:
+        super().__init__()
+        self.half, self.profiles = half, torch.autograd._profiler_enabled()
+        self._segment = ExitStack()
+
+    def __enter__(self) -> Ranges:
+        if self.profiles:
+            self.enter_context(record_function(f"shardc {self.half.name}"))
+            self.push(self._segment)
+        return self
+
+    def enter(self, segment: Segment) -> None:
+        """Ends the range of the segment before, and begins that of ``segment``."""
+        if self.profiles:
+            self._segment.close()
+            self._segment.enter_context(record_function(f"shardc {self.half.name}, {self._module(segment)}"))
+
+    def _module(self, segment: Segment) -> str:
+        """Returns the module that all results of a segment are of, or the modules of its first and last result."""
+        results = [node for node in self.half.graph.nodes if node.name in {*segment.gives}]
+        modules = [module.split(".") for node in results if (module := ir.info(node).origin.module)]
+        shared = commonprefix(modules)
+        return ".".join(shared) or " to ".join(".".join(module) for module in (modules[:1] + modules[-1:])) or "inputs"
 
 
 class _Event(Protocol):

@@ -44,6 +44,7 @@ from shardc.runtime.host import frozen, keep_heap, settle
 from shardc.runtime.inputs import in_order
 from shardc.runtime.loops import Argument
 from shardc.runtime.parameter_checks import ParamStore
+from shardc.runtime.profile import Ranges
 from shardc.runtime.sharding_spec import ShardingSpec
 from shardc.runtime.shards import flat_index
 from shardc.runtime.storage import cut, padded_local
@@ -187,6 +188,7 @@ class Runner:
         def enter(segment: Segment) -> None:
             nonlocal running
             running, window.first = segment, segment.slot
+            ranges.enter(segment)
 
         try:
             does = "" if self.program.stage_ranks else f"run of the {half.kind}"  # else ranks run different graphs
@@ -197,6 +199,7 @@ class Runner:
                 self.buffers.planned(plan) as window,
                 _compat.no_autocast(),
                 noting() as noted,
+                Ranges(half) as ranges,
             ):
                 results, first = watched(half, inputs) if watches else (compiled(inputs, enter), 0)
             settle()
