@@ -234,7 +234,8 @@ class Build:
             loss, model = self.loss if with_loss else None, template()
             pins = resolve_activations(self.plan, [name for name, _ in model.named_modules()])
             tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
-            dtypes = Dtypes.of(model, self.plan.precision.mode(model.training).of)
+            precision = self.plan.precision.mode(model.training)
+            dtypes = Dtypes.of(model, precision.of, precision.scaled)
 
             def captured(hints: Mapping[str, int]) -> SymbolicCapture:
                 example, named = at(hints)

@@ -135,7 +135,7 @@ class Request:
     @property
     def dtypes(self) -> Dtypes:
         """Dtypes in which the model's modules are traced."""
-        return self.traced_in or Dtypes.of(self.model, self.precision.of)
+        return self.traced_in or Dtypes.of(self.model, self.precision.of, self.precision.scaled)
 
     def activations(self) -> Sequence[ports.ActivationPin]:
         """Return an `ActivationPin` for each activation that the plan gives a layout."""
@@ -204,6 +204,7 @@ def bound_of(request: Request, captured: Captured, pins: Sequence[ports.Activati
         stored={name: p.dtype for name, p in request.model.named_parameters()},
         deferred=request.deferred,
         pp=request.pp,
+        scaled={module: dtypes.scaled for module, dtypes in request.dtypes.modules if dtypes.scaled},
     )
 
 

@@ -27,12 +27,14 @@ class ModuleDtypes:
     Args:
         takes: dtype of the arguments.
         gives: dtype of the results.
+        scaled: scaling of float8 products, "tensorwise" or "rowwise"; "" for products in the dtypes of their operands.
     """
 
     param: torch.dtype | None = None
     buffers: torch.dtype | None = None
     takes: torch.dtype | None = None
     gives: torch.dtype | None = None
+    scaled: str = ""
 
 
 class ModulePolicy(Protocol):
@@ -55,7 +57,7 @@ class Dtypes:
     modules: tuple[tuple[str, ModuleDtypes], ...] = ()
 
     @classmethod
-    def of(cls, model: nn.Module, policy: Callable[[str], ModulePolicy]) -> Dtypes:
+    def of(cls, model: nn.Module, policy: Callable[[str], ModulePolicy], scaled: Callable[[str], str]) -> Dtypes:
         """Return the dtypes that a plan gives the modules of ``model``.
 
         Arguments are cast if the policy says so: at the outermost modules of the policy, and at its layers (children of
@@ -63,6 +65,7 @@ class Dtypes:
 
         Args:
             policy: the `shardc.plan.entries.Precision` of a module, by its path.
+            scaled: the scaling of a module's float8 products, by its path.
         """
         module_dtypes: dict[str, ModuleDtypes] = {}
         for path, module in model.named_modules():
@@ -75,7 +78,8 @@ class Dtypes:
             layer = isinstance(holder, _CONTAINERS) and any(True for _ in module.parameters())
             casts = mine.cast_forward_inputs
             takes = mine.param if casts and (outermost or (layer and casts != "model")) else None
-            module_dtypes[path] = ModuleDtypes(mine.param, mine.buffers, takes, mine.output if outermost else None)
+            gives = mine.output if outermost else None
+            module_dtypes[path] = ModuleDtypes(mine.param, mine.buffers, takes, gives, scaled(path))
         return cls(tuple((path, dtypes) for path, dtypes in module_dtypes.items() if dtypes != ModuleDtypes()))
 
     def shortened(self, repeats: Repeats) -> Dtypes:

@@ -15,7 +15,7 @@ from torch import Size
 from torch.utils.flop_counter import flop_registry
 
 from shardc._compat import OpOverload
-from shardc.custom_ops import attention_ops, expert_ops, recurrent_ops
+from shardc.custom_ops import attention_ops, expert_ops, float8_ops, recurrent_ops
 from shardc.custom_ops.expert_functions import body_of
 
 aten = torch.ops.aten
@@ -51,6 +51,7 @@ _OTHERS: dict[object, Callable[..., int]] = {
     ),
     attention_ops.CALL: _attention,
     attention_ops.GRADIENT: _attention_gradient,
+    float8_ops.MM: lambda a, b, *_: 2 * prod(a) * b[1],
     aten._int_mm.default: lambda a, b: 2 * prod(a) * b[1],
 }
 

@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 
 import shardc.ir.comm  # noqa: F401  (its ops are lowered here)
 from shardc._compat import PyTree
-from shardc.custom_ops import attention_ops
+from shardc.custom_ops import attention_ops, float8_ops
 from shardc.ir.emitted import check_order
 from shardc.ir.executable import BACKWARD, INFERENCE, Half
 from shardc.ir.graph import output_node
@@ -210,7 +210,7 @@ def _decomposed(gm: fx.GraphModule, inputs: Sequence[InputType]) -> fx.GraphModu
     """Return ``gm`` in the ops that Inductor lowers; the order of its collectives stays."""
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
     with mode, torch.no_grad():
-        decomposed = make_fx(gm, decomposition_table=widened(select_decomp_table()))(*inputs)
+        decomposed = make_fx(gm, decomposition_table=widened(select_decomp_table()) | float8_ops.WRITTEN_OUT)(*inputs)
     # Inductor may change the strides of results that the user does not see, but the backward half is compiled for
     # those of the trace.
     last = output_node(decomposed.graph)

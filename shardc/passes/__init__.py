@@ -18,6 +18,7 @@ from shardc.passes.layout.attention import Attention as Attention
 from shardc.passes.layout.canonicalize import Canonicalize as Canonicalize
 from shardc.passes.layout.exact.chooser import Exact as Exact
 from shardc.passes.layout.experts import Experts as Experts
+from shardc.passes.layout.float8 import Float8 as Float8
 from shardc.passes.layout.greedy import Greedy
 from shardc.passes.layout.objective import Objective as Objective
 from shardc.passes.layout.pad import Pad as Pad
@@ -112,6 +113,9 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: FakeTensorMode, devic
             Experts(tuple(entry for entry in plan.plan.entries if isinstance(entry, Ep))),
             Attention(mesh, cost, tuple(entry for entry in plan.plan.entries if isinstance(entry, Cp))),
             Canonicalize(),
+            # Equal views of a matrix are one node, so that it is quantised once; weights are quantised before they are
+            # gathered.
+            Float8(plan.scaled, str(plan.precision.float8 or "")),
             # Layouts that the plan fixes.
             Seed(mesh, plan.params, plan.inputs, frozenset(plan.pins), plan.regions),
             # Sizes that these axes do not divide are padded, before the other layouts are chosen.

@@ -183,6 +183,8 @@ def precision(
     full_precision_eval: bool = False,
     cast_forward_inputs: bool | str = True,
     modules: str | Sequence[str] = (),
+    matmul: str | None = None,
+    scaling: str | None = None,
 ) -> Plan:
     """Mixed precision; `shardc.plan.entries.Precision` describes the arguments.
 
@@ -198,7 +200,7 @@ def precision(
     """
     globs = (modules,) if isinstance(modules, str) else modules
     fields = (param, reduce, output, buffers, keep_low_precision_grads, full_precision_eval, cast_forward_inputs)
-    return Plan.of([Precision(*fields, globs)])  # type: ignore[arg-type]
+    return Plan.of([Precision(*fields, globs, matmul, scaling)])  # type: ignore[arg-type]
 
 
 def offload(names: str | Sequence[str] = "*", to: str = "host", pin_memory: bool = True) -> Plan:

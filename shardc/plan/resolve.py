@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import prod
 
@@ -41,6 +41,7 @@ class BoundPlan:
         regions: the modules whose activations backward recomputes.
         outputs: flat position of a tensor output -> (spec, plan entry).
         precision: the dtypes for compute and for reductions, by module.
+        scaled: module -> scaling of its float8 products, for modules that have them.
         stored: parameter name -> dtype between steps.
         deferred: parameters whose gradients stay unreduced.
         pp: the stages of the plan's pipeline; None without one.
@@ -57,6 +58,7 @@ class BoundPlan:
     stored: Mapping[str, torch.dtype]
     deferred: Deferred = NOTHING
     pp: PipelineStages | None = None
+    scaled: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

@@ -61,6 +61,7 @@ _NAMESPACES = (
     "shardc_checks",
     "shardc_recurrent",
     "shardc_experts",
+    "shardc_float8",
     "shardc_function",
     "shardc_attention",
 )

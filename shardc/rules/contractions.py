@@ -28,6 +28,15 @@ def biased(op: str, text: str, *summed: str) -> Rule:
     return Rule(f"aten.{op}", spec, f"{text}    {', '.join(summed)}: whole".removesuffix("    : whole"))
 
 
+def _scaled(call: Call) -> Spec:
+    """Return the spec of a float8 product, whose operands have a scale each, or one for each row and column."""
+    loops = Loops(call)
+    (rows, inner), (_, columns), of_a, of_b = loops.shapes
+    i, k, j = loops.dim("i", rows), loops.dim("k", inner, "sum"), loops.dim("j", columns)
+    scales: list[Dims] = [(i, ()) if of_a else (), ((), j) if of_b else ()]
+    return loops.spec([(i, k), (k, j), *scales], [(i, j)], linear=[{0}, {1}])
+
+
 CONTRACTIONS = table(
     rule("mm", "i k, k j -> i j", k="sum", linear="0|1"),
     rule("bmm", "b i k, b k j -> b i j", k="sum", linear="0|1"),
@@ -40,6 +49,7 @@ CONTRACTIONS = table(
     biased("addbmm", "i j, b i k, b k j -> i j", "b", "k"),
     biased("addmv", "i, i k, k -> i", "k"),
     biased("addr", "i j, i, j -> i j"),
+    Rule("shardc_float8.mm", _scaled, "i k, k j, (i 1), (1 j) -> i j    k: sum"),
     strides=ANY,
 )
 

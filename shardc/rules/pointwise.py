@@ -97,6 +97,7 @@ TABLE = table(
     ),
     Rule("aten.div", _div, "... -> ...    linear in self"),
     Rule("aten._to_copy", _cast, "... -> ...    linear in self"),
+    Rule("shardc_float8.quantise", pointwise_spec, "... -> ..."),
     Rule("aten.masked_fill", _masked_fill, "... -> ...    linear in self where the value is 0"),
     strides=ANY,
 )

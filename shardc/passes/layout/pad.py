@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from shardc._compat import FakeTensorMode, LazyGraphModule
+from shardc.custom_ops.float8_ops import QUANTISE
 from shardc.errors import LayoutError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir import ops
@@ -37,7 +38,7 @@ from shardc.ir.layout import (
     unpadded,
 )
 from shardc.ir.mesh import Mesh
-from shardc.ir.op_traits import RESHAPES
+from shardc.ir.op_traits import CAST, RESHAPES
 from shardc.passes.layout.padded_values import Padded, PaddedValues, reduction_identity
 from shardc.passes.op_calls import call_of, operands_of, with_operands
 from shardc.rules import contractions, factory, find_rule, pointwise, spec_of
@@ -158,7 +159,7 @@ class _Padder(PaddedValues):
         if layout is None or any(user.target is ops.unpad for user in node.users):
             return
         # If a parameter is cast before its gather, ops use the cast.
-        placed = next(x for x in chain if x.target is aten._to_copy.default or ir.value(x).layout == layout)
+        placed = next(x for x in chain if x.target in (CAST, QUANTISE) or ir.value(x).layout == layout)
         self.padded[node] = Padded(self.plain[placed], _padding_of(layout, ir.value(node).shape), 0)
 
     def _output(self, role: ir.Role, x: fx.Node) -> fx.Node:
@@ -217,6 +218,7 @@ class _Padder(PaddedValues):
         results = [_padding(spec, dims, padded_factors) for dims in spec.results]
         result = self._spell(node, call, spec, grown_operands, grown, results)
         filling = self.padded[operands[0]].filling if spec.moves and operands[0] in self.padded else None
+        filling = 0 if node.target is QUANTISE else filling  # of zeros
         if isinstance(ir.info(node).value, tuple):
             rest = iter(results)
             paddings = [None if v is None else next(rest) for v in ir.info(node).value]  # type: ignore[union-attr]
@@ -302,6 +304,8 @@ class _Padder(PaddedValues):
         elementwise = spec.moves or find_rule(call.target) in pointwise.TABLE.values()
         if not fills and not value.dtype.is_floating_point and not elementwise:
             fills = {0}  # it may be an index
+        if call.target is QUANTISE:
+            fills = {0}  # float8 has no masked_fill
         if spec.routed is not None and not value.dtype.is_floating_point:
             fills = {spec.size(spec.routed.owners)}  # no expert is chosen
         filling = next(iter(fills), None)

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from shardc.custom_ops import expert_ops
+from shardc.custom_ops.float8_ops import QUANTISE
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir import ops
@@ -92,32 +93,41 @@ class Seed:
         _check_experts(node, seeded)
         origin = replace(record.origin, cause=seeded.storage_cause)
         dtype, shape = ir.value(node).dtype, ir.value(node).shape
-        users = list(node.users)
         ir.set_info(node, replace(record, value=Value(dtype, seeded.storage.shape, seeded.storage), origin=origin))
         if seeded.storage.shape != shape:
             node.meta["val"] = node.meta["val"].new_empty(seeded.storage.shape)
-        if before is None:
-            return
-        padded = _repad(seeded.compute, seeded.storage.shape)
-        last = narrowed(node)
-        if last is not node:  # the cast is gathered, not the parameter
-            dtype, users = ir.value(last).dtype, list(last.users)
-            ir.set_info(last, replace(ir.info(last), value=Value(dtype, seeded.storage.shape)))
-            last.meta["val"] = last.meta["val"].new_empty(seeded.storage.shape)
-        source, current = last, seeded.storage
+        for source, users in gathered(node, seeded.storage.shape != shape).items() if before is not None else ():
+            self._gather(rewriter, node, source, users, seeded, shape, before)
+
+    def _gather(
+        self, rewriter: GraphRewriter, node: fx.Node, source: fx.Node, users: Sequence[fx.Node], seeded: ParamPlan,
+        shape: Sequence[int], before: fx.Node,
+    ) -> None:  # fmt: skip
+        """Inserts the reshard and ``unpad`` of ``source``, which is the parameter ``node`` or computed from its shard.
+
+        Args:
+            users: the nodes that read what is gathered.
+            shape: shape of the parameter in the model.
+            before: first use of the parameter.
+        """
+        dtype, stored = ir.value(source).dtype, seeded.storage.shape
+        on_shards = [] if source is node else [source, *_magnitudes(source)]
+        for x in on_shards:
+            ir.set_info(x, replace(ir.info(x), value=Value(ir.value(x).dtype, stored)))
+            x.meta["val"] = x.meta["val"].new_empty(stored)
+        padded, last, current = _repad(seeded.compute, stored), source, seeded.storage
         at = before if source is node else source.next
         for layout in (seeded.split, padded):
             if layout is not None and layout != current:
                 place = rewriter.before(at, like=node, suffix="full")
                 last, current = place.typed(Value(dtype, layout.shape, layout), ops.reshard, last), layout
-        for dim, (have, want) in enumerate(zip(seeded.storage.shape, shape, strict=True)):
+        for dim, (have, want) in enumerate(zip(stored, shape, strict=True)):
             if have != want:
                 padded = _resize(padded, dim, want)
                 place = rewriter.before(at, like=node, suffix="unpadded")
                 last = place.typed(Value(dtype, padded.shape, padded), ops.unpad, last, dim=dim, size=want)
-        if last is not source:
-            for user in users:
-                user.replace_input_with(source, last)
+        for user in users if last is not source else ():
+            user.replace_input_with(source, last)
 
     def _grads(self, rewriter: GraphRewriter) -> None:
         """Pads the gradients of padded parameters to their stored shapes."""
@@ -168,12 +178,32 @@ def _check_experts(param: fx.Node, plan: ParamPlan) -> None:
     )
 
 
-def narrowed(param: fx.Node) -> fx.Node:
-    """Returns the node gathered for ``param``: its cast to a smaller dtype if nothing else uses it, else itself."""
-    cast = next(iter(param.users)) if len(param.users) == 1 else param
-    if cast.target is not torch.ops.aten._to_copy.default or set(cast.kwargs) != {"dtype"}:
-        return param
-    return cast if ir.value(cast).itemsize < ir.value(param).itemsize else param
+def gathered(param: fx.Node, padded: bool = False) -> dict[fx.Node, list[fx.Node]]:
+    """Returns what is gathered for ``param``, and the nodes that read it.
+
+    That is its float8 forms, which are quantised on shards, and for other uses its cast to a smaller dtype if it is the
+    only use, else the parameter.
+
+    Args:
+        padded: the parameter is stored padded. A form with a scale for each row or column is then not among these.
+    """
+    forms = [user for user in param.users if user.target is QUANTISE and not (padded and ir.value(user.args[1]).shape)]
+    of_shard = {*forms, *(x for form in forms for x in _magnitudes(form))}
+    others = [user for user in param.users if user not in of_shard]
+    source = others[0] if len(others) == 1 and _narrows(others[0]) else param
+    rest = {} if not others else {source: others if source is param else list(source.users)}
+    return {form: list(form.users) for form in forms} | rest
+
+
+def _magnitudes(form: fx.Node) -> tuple[fx.Node, ...]:
+    """Returns the absolute values whose maximum scales a float8 form; () for another node."""
+    return (form.args[1].args[0],) if form.target is QUANTISE else ()
+
+
+def _narrows(cast: fx.Node) -> bool:
+    """Returns whether a node is a cast to a smaller dtype."""
+    is_cast = cast.target is torch.ops.aten._to_copy.default and set(cast.kwargs) == {"dtype"}
+    return is_cast and ir.value(cast).itemsize < ir.value(cast.args[0]).itemsize
 
 
 def _repad(compute: Layout, shape: Sequence[int]) -> Layout:

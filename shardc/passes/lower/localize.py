@@ -32,6 +32,9 @@ aten = torch.ops.aten
 _MOVES = (*ops.COLLECTIVES, *ops.LOCAL_MOVES)
 
 
+_SENT_AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
 @dataclass(frozen=True)
 class Localize:
     """Lowers the global graph to aten and ``_c10d_functional`` ops at local shapes, in a new graph.
@@ -72,7 +75,7 @@ class Localize:
         if node.op == "output":
             return emitter.output(node, env)
         if node.target in _MOVES:
-            return emitter.named(lower_collective(step_of(node), env[node.args[0]], emitter))
+            return emitter.named(_moved(node, env[node.args[0]], emitter))
         if node.target is getitem:
             source, index = env[node.args[0]], node.args[1]
             if isinstance(source, (tuple, list)):
@@ -83,6 +86,15 @@ class Localize:
         if node.target in (ops.pad, ops.unpad):
             return emitter.named(_resize(node, env[node.args[0]], emitter))
         return emitter.named(_op(node, env, emitter))
+
+
+def _moved(node: fx.Node, x: Any, emitter: Emitter) -> Any:
+    """Emits a change of layout; float8 numbers travel as bytes, since not every backend sends them."""
+    dtype = ir.value(node).dtype
+    if dtype not in _SENT_AS_BYTES or node.target in ops.LOCAL_MOVES:
+        return lower_collective(step_of(node), x, emitter)
+    sent = emitter.call(aten.view.dtype, x, torch.uint8)
+    return emitter.call(aten.view.dtype, lower_collective(step_of(node), sent, emitter), dtype)
 
 
 def _op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:

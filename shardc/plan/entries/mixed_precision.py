@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -33,8 +33,14 @@ class Precision(Entry):
             ``modules``), and those of each layer in it: the children with parameters of a ModuleList, ModuleDict or
             Sequential. FSDP2 does the same if each layer is wrapped. "model": only those of the model (or of
             ``modules``). False: none.
+        matmul: "float8": products of linear layers, forward and backward, have operands in float8, which are scaled by
+            their largest value. Weights are scaled and cast before their gather.
+        scaling: what has a scale of its own with ``matmul="float8"``. "tensorwise": each operand; gradients are in
+            float8_e5m2. "rowwise": each row or column that is multiplied; scales are powers of two, and everything is
+            in float8_e4m3fn. None: "tensorwise".
         modules: module globs. The policy applies to these modules and everything inside; () is the complete model. A
-            module has the last policy that matches it, and no other.
+            module has the last policy that matches it, and no other. An entry with ``matmul`` alone leaves the dtypes
+            of earlier ones as they are.
     """
 
     param: torch.dtype | None = None
@@ -45,9 +51,17 @@ class Precision(Entry):
     full_precision_eval: bool = False
     cast_forward_inputs: Annotated[bool | str, Literal[True, False, "model"]] = True
     modules: tuple[str, ...] = ()
+    matmul: Annotated[str | None, Literal["float8", None]] = None
+    scaling: Annotated[str | None, Literal["tensorwise", "rowwise", None]] = None
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "", plan_entry="precision(...)")
+        if self.scaling is not None and self.matmul is None:
+            raise PlanError(
+                f"scaling={self.scaling!r} is of float8 products",
+                plan_entry="precision(...)",
+                fix='write matmul="float8" beside it',
+            )
         for name in DTYPE_FIELDS:
             dtype = getattr(self, name)
             if dtype is not None and not dtype.is_floating_point:
@@ -59,7 +73,7 @@ class Precision(Entry):
 
     @property
     def key(self) -> tuple[object, ...]:
-        return ("precision", self.modules)
+        return ("precision", self.modules, self.of_products)
 
     def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> dict[str, Placed]:
         holding = dict.fromkeys(path for name in names for path in _around(name)[1:])
@@ -75,6 +89,16 @@ class Precision(Entry):
     def grads(self) -> torch.dtype | None:
         """Return the dtype of gradients after their reduction; None: that of each parameter."""
         return (self.reduce or self.param) if self.keep_low_precision_grads else None
+
+    @property
+    def of_products(self) -> bool:
+        """Return whether the entry is about the products of layers alone, and not about dtypes."""
+        return self.matmul is not None and self.non_defaults.keys() <= {"matmul", "scaling", "modules", "full_precision_eval"}
+
+    @property
+    def scaled(self) -> str:
+        """Return the scaling of float8 products, "tensorwise" or "rowwise"; "" for products in the dtype of the model."""
+        return (self.scaling or "tensorwise") if self.matmul == "float8" else ""
 
     @property
     def non_defaults(self) -> dict[str, Any]:
@@ -107,8 +131,24 @@ class Policies:
     entries: tuple[Precision, ...] = ()
 
     def of(self, module: str) -> Precision:
-        """Return the policy of the module at path ``module``: the last entry that covers it, or one without dtypes."""
-        return next((entry for entry in reversed(self.entries) if entry.covers(module)), _AS_IT_IS)
+        """Return the policy of the module at path ``module``: the last entry that covers it, or one without dtypes.
+
+        Entries about products alone have none.
+        """
+        return self._last([entry for entry in self.entries if not entry.of_products], module)
+
+    def scaled(self, module: str) -> str:
+        """Return the scaling of the float8 products of the module at path ``module``; "" if it has none."""
+        return self._last(self.entries, module).scaled
+
+    @staticmethod
+    def _last(entries: Sequence[Precision], module: str) -> Precision:
+        return next((entry for entry in reversed(entries) if entry.covers(module)), _AS_IT_IS)
+
+    @property
+    def float8(self) -> Precision | None:
+        """Return the last entry that wants products in float8."""
+        return next((entry for entry in reversed(self.entries) if entry.scaled), None)
 
     def of_param(self, name: str) -> Precision:
         """Return the policy of the module that has the parameter ``name``."""
@@ -116,5 +156,5 @@ class Policies:
 
     def mode(self, training: bool) -> Policies:
         """Return the policies of a model in training or evaluation mode."""
-        whole = [Precision(modules=e.modules) if e.full_precision_eval and not training else e for e in self.entries]
-        return Policies(tuple(whole))
+        low = [e for e in self.entries if training or not (e.full_precision_eval and e.of_products)]
+        return Policies(tuple(Precision(modules=e.modules) if e.full_precision_eval and not training else e for e in low))

@@ -30,7 +30,7 @@ from shardc.passes.layout.exact.prices import Traffic, prices, traffic_of
 from shardc.passes.layout.exact.problem import Builder, Label, Use, kernel_seconds
 from shardc.passes.layout.greedy import Greedy
 from shardc.passes.layout.propagate import Problem, decide, padded, pin, take
-from shardc.passes.layout.seed import narrowed
+from shardc.passes.layout.seed import gathered
 from shardc.passes.op_calls import operands_of
 from shardc.rules.spec import Spec, Strategy, merge, strategies
 from shardc.solver import Energy, solve
@@ -408,7 +408,7 @@ class OpenLayoutProblem(LayoutProblem):
         """Returns the seconds for each strategy; for an open parameter, those of its gathers."""
         if node not in self.storages:
             return super()._costs(node, options)
-        item = ir.value(narrowed(node)).itemsize
+        item = max(ir.value(x).itemsize for x in gathered(node) or (node,))
         gathers = [prices((storage,), (compute,), item, self.cost)[0, 0] for compute, storage in self.storages[node]]
         return self.weights.of(node) * self.weights.gather * self.free.gathers * np.array(gathers)
 

@@ -1,0 +1,90 @@
+"""Scaled products in float8: the scale of a tensor follows from its largest absolute value (``amax``).
+
+``quantise(x, amax, dtype)`` is ``x * scale`` in float8, and ``mm`` multiplies two such matrices and divides by their
+scales. With one scale for a tensor, ``amax`` has no dims, and the scale brings it to the largest number of the dtype. With
+one for each row or column, ``amax`` is a matrix in which the other dim has size 1, and scales are rounded down to powers
+of two. A maximum is exact, so that scales and operands in float8 do not depend on how tensors are split.
+
+GPUs from compute capability 8.9 on multiply in float8. Elsewhere the same operands are multiplied in float32, or in float64
+if the result is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+_library = torch.library.Library("shardc_float8", "DEF")
+_tags = (torch.Tag.pt2_compliant_tag,)
+_library.define(
+    "quantise(Tensor x, Tensor amax, ScalarType dtype) -> Tensor", tags=(*_tags, torch.Tag.pointwise)
+)
+_library.define(
+    "mm(Tensor a, Tensor b, Tensor amax_a, Tensor amax_b, ScalarType dtype) -> Tensor", tags=_tags
+)  # amax_a is [], or [rows of a, 1]; amax_b is [], or [1, columns of b]
+
+_LEAST = 1e-12  # of amax, so that scales are finite
+_EXPONENT = -(1 << 23)  # mask of sign and exponent of a float32
+_UNIT = 16  # the kernel takes columns of a, and rows and columns of b, in multiples of this
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the float32 scale of a tensor whose largest absolute value is ``amax``, for float8 numbers of ``dtype``."""
+    scale = torch.finfo(dtype).max / amax.to(torch.float32).clamp_min(_LEAST)
+    return (scale.view(torch.int32) & _EXPONENT).view(torch.float32) if amax.ndim else scale
+
+
+def quantise(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x`` times its scale, in float8."""
+    most = torch.finfo(dtype).max
+    return (x.to(torch.float32) * scale_of(amax, dtype)).clamp(-most, most).to(dtype)
+
+
+def multiply(a: Tensor, b: Tensor, amax_a: Tensor, amax_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the product of the matrices that ``a`` and ``b`` are in float8, in ``dtype``."""
+    inverse_a, inverse_b = scale_of(amax_a, a.dtype).reciprocal(), scale_of(amax_b, b.dtype).reciprocal()
+    if _has_kernel(a.device):
+        return _by_kernel(a, b, inverse_a, inverse_b, dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    product = torch.mm(a.to(wide), b.to(wide))
+    return (product * inverse_a * inverse_b).to(dtype)
+
+
+def _has_kernel(device: torch.device) -> bool:
+    """Return whether products in float8 have a kernel on ``device``."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _by_kernel(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the product by the kernel, of operands that are padded and laid out as it takes them."""
+    (_, inner), (_, columns) = a.shape, b.shape
+    more_inner, more_columns = -inner % _UNIT, -columns % _UNIT
+    a = aten.constant_pad_nd(a, [0, more_inner]) if more_inner else a
+    b = aten.constant_pad_nd(b, [0, more_columns, 0, more_inner]) if more_inner or more_columns else b
+    a, b = a.contiguous(), b.t().contiguous().t()
+    if not inverse_a.ndim:
+        out = aten._scaled_mm(a, b, inverse_a, inverse_b, out_dtype=dtype)
+        return out[:, :columns] if more_columns else out
+    one = torch.ones((), device=a.device)
+    out = aten._scaled_mm(a, b, one, one, out_dtype=torch.float32)
+    out = out[:, :columns] if more_columns else out
+    return (out * inverse_a * inverse_b).to(dtype)
+
+
+def _fake_quantise(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+def _fake_mm(a: Tensor, b: Tensor, amax_a: Tensor, amax_b: Tensor, dtype: torch.dtype) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+
+
+_library.impl("quantise", quantise, "CompositeExplicitAutograd")
+_library.impl("mm", multiply, "CompositeExplicitAutograd")
+torch.library.register_fake("shardc_float8::quantise", _fake_quantise, lib=_library)
+torch.library.register_fake("shardc_float8::mm", _fake_mm, lib=_library)
+QUANTISE = torch.ops.shardc_float8.quantise.default
+MM = torch.ops.shardc_float8.mm.default
+WRITTEN_OUT = {QUANTISE: quantise, MM: multiply}  # in torch's ops, which Inductor fuses

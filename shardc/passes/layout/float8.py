@@ -1,0 +1,194 @@
+"""Float8: makes scaled products in float8 of the products of linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from shardc.custom_ops.float8_ops import MM, QUANTISE
+from shardc.errors import PlanError
+from shardc.ir import graph as ir
+from shardc.ir.op_traits import CAST, RESHAPES, TRANSPOSES
+from shardc.ir.rewriter import GraphRewriter
+
+aten = torch.ops.aten
+_UNIT = 16  # the sizes of a weight are multiples of this
+_FINE, _WIDE = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+class _Operand(NamedTuple):
+    """An operand of a product: a matrix, and whether it is transposed."""
+
+    source: fx.Node
+    turned: bool
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Replaces the products of linear layers that the plan wants in float8: of the weight, forward and backward.
+
+        %t: f32[8,16] = t(%w)               %w.amax: f32[] = amax(abs(%w))
+        %y: f32[4,16] = mm(%x, %t)      ->  %w.quantise: f8e4m3fn[16,8] = quantise(%w, %w.amax)
+                                            %y: f32[4,16] = mm(%x.quantise, t(%w.quantise), %x.amax, %w.amax)
+
+    A weight is quantised from the dtype in which it is stored, whatever dtype the model casts it to. A matrix is quantised
+    once for all products that it is in, or with ``rowwise`` once for those over its rows and once for those over its columns.
+
+    *Requires:* a captured graph in canonical form. *Ensures:* results have the dtypes that they had. The product of a weight
+    that is computed from parameters stays.
+
+    Args:
+        scaled: module -> "tensorwise" or "rowwise".
+        entry: the plan entry, for errors.
+
+    Raises:
+        PlanError: a size of a weight is no multiple of 16.
+    """
+
+    scaled: Mapping[str, str]
+    entry: str = ""
+    name = "float8"
+    requires = ("canonicalize",)
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        if self.scaled:
+            _Quantiser(self, gm.graph).run()
+            gm.graph.eliminate_dead_code()
+        return gm
+
+
+class _Product(NamedTuple):
+    """A product of a linear layer.
+
+    Args:
+        node: the product.
+        param: the weight, or the weight whose gradient it is.
+        gradient: the operand that is a gradient; None in forward.
+    """
+
+    node: fx.Node
+    param: fx.Node
+    gradient: fx.Node | None = None
+
+
+class _Quantiser:
+    """Replaces the products of one graph.
+
+    Attributes:
+        quantised: (matrix, dim over which the maximum is taken, dtype) -> (the matrix in float8, the maximum); the dim is
+            None for that of the whole matrix.
+    """
+
+    def __init__(self, options: Float8, graph: fx.Graph) -> None:
+        self.options, self.graph, self.rewriter = options, graph, GraphRewriter(graph)
+        self.quantised: dict[tuple[fx.Node, int | None, torch.dtype], tuple[fx.Node, fx.Node]] = {}
+
+    def run(self) -> None:
+        products = list(self._products())
+        for product in products:
+            self._check(product)
+        for product in products:
+            self._replace(product)
+
+    def _products(self) -> Iterator[_Product]:
+        """Yields each product of a linear layer in a module whose products the plan wants in float8."""
+        weight_of, inputs = _weights_of_gradients(self.graph), set()
+        for node in self.graph.find_nodes(op="call_function", target=aten.mm.default):
+            origin = ir.info(node).origin
+            if not self.options.scaled.get(origin.module):
+                continue
+            sources = [_operand(x).source for x in node.args]
+            params = [_param(x) for x in sources]
+            backward = origin.phase == "backward"
+            if params.count(None) == 1:
+                side = params.index(None)
+                param, other = params[1 - side], sources[side]
+                assert param is not None
+                if not backward:
+                    inputs.add((param, other))
+                    yield _Product(node, param)
+                elif any(weight is param for weight, _ in inputs):
+                    yield _Product(node, param, other)
+            elif backward and (param := weight_of.get(node)) is not None:
+                gradients = [x for x in sources if (param, x) not in inputs]
+                if len(gradients) == 1:
+                    yield _Product(node, param, gradients[0])
+
+    def _check(self, product: _Product) -> None:
+        """Raises PlanError if the weight has a size that the kernels do not take."""
+        name, shape = ir.info(product.param).name, ir.value(product.param).shape
+        if any(size % _UNIT for size in shape):
+            module = name.rpartition(".")[0]
+            raise PlanError(
+                f"{name!r} has shape {list(shape)}, and products in float8 take sizes that are multiples of {_UNIT}",
+                plan_entry=self.options.entry or None,
+                source=ir.info(product.node).origin.source or None,
+                fix=f"pad it, or leave the layer as it is: add precision(..., modules={module!r}) without matmul behind "
+                "this entry",
+            )
+
+    def _replace(self, product: _Product) -> None:
+        """Replaces a product by that of its operands in float8."""
+        node, operands, maxima = product.node, [], []
+        scaling = self.options.scaled[ir.info(node).origin.module]
+        for position, x in enumerate(node.args):
+            source, turned = _operand(x)
+            wide = source is product.gradient and scaling == "tensorwise"
+            dim = None if scaling == "tensorwise" else 1 - position if not turned else position
+            key = (_param(source) or source, dim, _WIDE if wide else _FINE)
+            if key not in self.quantised:
+                self.quantised[key] = self._quantise(node, *key)
+            quantised, amax = self.quantised[key]
+            at = self.rewriter.before(node, like=quantised)
+            operands.append(at.call(aten.t.default, quantised) if turned else quantised)
+            maxima.append(at.call(aten.t.default, amax) if turned and dim is not None else amax)
+        dtype = ir.value(node).dtype
+        scaled = self.rewriter.before(node).call(MM, *operands, *maxima, dtype)
+        self.rewriter.replace(node, scaled, rename=True)
+
+    def _quantise(
+        self, product: fx.Node, x: fx.Node, dim: int | None, dtype: torch.dtype
+    ) -> tuple[fx.Node, fx.Node]:
+        """Inserts, before ``product``, ``x`` in float8 and its largest absolute values over ``dim``."""
+        origin = ir.info(product).origin
+        at = self.rewriter.before(
+            product, like=x, module=origin.module, source=origin.source, phase=origin.phase, region=origin.region
+        )
+        amax = at.call(aten.amax.default, at.call(aten.abs.default, x), [0, 1] if dim is None else [dim], dim is not None)
+        return at.call(QUANTISE, x, amax, dtype), amax
+
+
+def _operand(x: fx.Node) -> _Operand:
+    """Returns the matrix ``x``, or the matrix that it is the transpose of."""
+    turned = False
+    while x.target in TRANSPOSES:
+        x, turned = x.args[0], not turned
+    return _Operand(x, turned)
+
+
+def _param(x: fx.Node) -> fx.Node | None:
+    """Returns the parameter that ``x`` is, or is a cast of; None if it is neither."""
+    x = x.args[0] if x.target is CAST else x
+    role = ir.info(x).role if x.op == "placeholder" else None
+    return x if role is not None and role.kind == "param" else None
+
+
+def _weights_of_gradients(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Returns node -> parameter, for nodes that only views, casts and sums stand between and the parameter's gradient."""
+    params = {ir.role(node).name: node for node in ir.placeholders(graph, "param")}
+    out: dict[fx.Node, fx.Node] = {}
+    for role, result in ir.outputs(graph):
+        work = [result] if role.kind == "grad" and role.name in params and isinstance(result, fx.Node) else []
+        while work:
+            node = work.pop()
+            out[node] = params[role.name]
+            if node.target in _BETWEEN:
+                work += node.all_input_nodes
+    return out
+
+
+_BETWEEN = TRANSPOSES | RESHAPES | {CAST, aten.add.Tensor}
