@@ -182,7 +182,7 @@ BAD = {
     ),
     "a stage that is not there": (
         ["small_target.py:example", "--stage", "colectives"],
-        "--stage colectives: no such stage; use one of capture, experts, attention, canonicalize, seed, pad, "
+        "--stage colectives: no such stage; use one of capture, experts, attention, canonicalize, float8, seed, pad, "
         "propagate, objective, precision, reshard, simplify, collectives, keep_part, localize, offload, "
         "hoist_grad_epilogue, "
         "decompose, partition, partition.backward, skip_regather, skip_regather.backward, bucket, bucket.backward, "

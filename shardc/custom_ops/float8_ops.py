@@ -1,26 +1,26 @@
 """Scaled products in float8: the scale of a tensor follows from its largest absolute value (``amax``).
 
 ``quantise(x, amax, dtype)`` is ``x * scale`` in float8, and ``mm`` multiplies two such matrices and divides by their
-scales. With one scale for a tensor, ``amax`` has no dims, and the scale brings it to the largest number of the dtype. With
-one for each row or column, ``amax`` is a matrix in which the other dim has size 1, and scales are rounded down to powers
-of two. A maximum is exact, so that scales and operands in float8 do not depend on how tensors are split.
+scales. With one scale for a tensor, ``amax`` has no dims, and the scale brings it to the largest number of the dtype.
+With one for each row or column, ``amax`` is a matrix in which the other dim has size 1, and scales are rounded down to
+powers of two. A maximum is exact, so that scales and operands in float8 do not depend on how tensors are split.
 
-GPUs from compute capability 8.9 on multiply in float8. Elsewhere the same operands are multiplied in float32, or in float64
-if the result is.
+GPUs from compute capability 8.9 on multiply in float8. Elsewhere the same operands are multiplied in float32, or in
+float64 if the result is.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+
+from shardc.ir.op_traits import communicates, is_view
 
 aten = torch.ops.aten
 
 _library = torch.library.Library("shardc_float8", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag,)
-_library.define(
-    "quantise(Tensor x, Tensor amax, ScalarType dtype) -> Tensor", tags=(*_tags, torch.Tag.pointwise)
-)
+_library.define("quantise(Tensor x, Tensor amax, ScalarType dtype) -> Tensor", tags=(*_tags, torch.Tag.pointwise))
 _library.define(
     "mm(Tensor a, Tensor b, Tensor amax_a, Tensor amax_b, ScalarType dtype) -> Tensor", tags=_tags
 )  # amax_a is [], or [rows of a, 1]; amax_b is [], or [1, columns of b]
@@ -31,7 +31,7 @@ _UNIT = 16  # the kernel takes columns of a, and rows and columns of b, in multi
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the float32 scale of a tensor whose largest absolute value is ``amax``, for float8 numbers of ``dtype``."""
+    """Return the float32 scale of a tensor whose largest absolute value is ``amax``, for numbers of ``dtype``."""
     scale = torch.finfo(dtype).max / amax.to(torch.float32).clamp_min(_LEAST)
     return (scale.view(torch.int32) & _EXPONENT).view(torch.float32) if amax.ndim else scale
 
@@ -88,3 +88,13 @@ torch.library.register_fake("shardc_float8::mm", _fake_mm, lib=_library)
 QUANTISE = torch.ops.shardc_float8.quantise.default
 MM = torch.ops.shardc_float8.mm.default
 WRITTEN_OUT = {QUANTISE: quantise, MM: multiply}  # in torch's ops, which Inductor fuses
+
+
+def is_scale(node: fx.Node) -> bool:
+    """Return whether all that reads a node of a graph scales by it, behind views and maxima over ranks."""
+    return bool(node.users) and all(
+        (user.target is QUANTISE and node is not user.args[0])
+        or (user.target is MM and node not in user.args[:2])
+        or ((communicates(user.target) or is_view(user.target)) and is_scale(user))
+        for user in node.users
+    )

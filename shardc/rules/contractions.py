@@ -34,7 +34,7 @@ def _scaled(call: Call) -> Spec:
     (rows, inner), (_, columns), of_a, of_b = loops.shapes
     i, k, j = loops.dim("i", rows), loops.dim("k", inner, "sum"), loops.dim("j", columns)
     scales: list[Dims] = [(i, ()) if of_a else (), ((), j) if of_b else ()]
-    return loops.spec([(i, k), (k, j), *scales], [(i, j)], linear=[{0}, {1}])
+    return loops.spec([(i, k), (k, j), *scales], [(i, j)])
 
 
 CONTRACTIONS = table(

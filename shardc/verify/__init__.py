@@ -36,6 +36,7 @@ SPECS: dict[str, tuple[Check, ...]] = {
     "experts": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
     "attention": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
     "canonicalize": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
+    "float8": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
     "seed": (*GRAPH, structure.legal(ops.tag, ops.reshard, ops.pad, ops.unpad), layouts.shapes, layouts.pins),
     "pad": (*GRAPH, structure.legal(ops.tag, ops.reshard, ops.pad, ops.unpad), layouts.shapes, layouts.pins),
     "propagate": DECIDED,

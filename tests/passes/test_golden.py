@@ -76,6 +76,7 @@ SLOW = CostModel(
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     )
 )
+FLOAT8 = shardc.precision(param=torch.bfloat16, matmul="float8", modules="layers.*.mlp")
 TP = shardc.tp("tp", colwise=["up"], rowwise=["down"])
 CASES: dict[str, Callable[[], shardc.Program]] = {
     "mlp_fsdp_tp": lambda: mlp({"dp": 2, "tp": 2}, shardc.fsdp("dp") | TP),
@@ -85,6 +86,9 @@ CASES: dict[str, Callable[[], shardc.Program]] = {
     "mlp_uneven_batch": lambda: mlp({"dp": 2}, shardc.ddp("dp"), rows=5),
     "mlp_fsdp_bf16": lambda: mlp(
         {"dp": 2}, shardc.fsdp("dp") | shardc.precision(param=torch.bfloat16, reduce=torch.float32), rows=8
+    ),
+    "llama_float8": lambda: decoder(
+        llama, {"dp": 2, "tp": 2}, shardc.fsdp("dp") | llama.llama_tp("tp", sequence=True) | FLOAT8
     ),
     "mlp_offload": lambda: mlp(
         {"dp": 2}, shardc.fsdp("dp") | shardc.offload(["up.*", "down.weight"]) | shardc.precision(param=torch.bfloat16)
@@ -114,6 +118,7 @@ SHOWN = {
     "mlp_fsdp_uneven": ["seed", "collectives"],
     "mlp_uneven_batch": ["pad"],
     "mlp_fsdp_bf16": ["precision", "collectives", "hoist_grad_epilogue"],
+    "llama_float8": ["float8", "simplify"],
     "mlp_offload": ["offload", "schedule", "schedule.backward"],
     "mlp_hsdp": ["collectives"],
     "mlp_slow_all_reduce": ["algorithms.backward"],

@@ -1,4 +1,4 @@
-"""Products in float8 on gloo ranks: compiled by Inductor and op by op, by a first start and by one that finds a program."""
+"""Products in float8 on gloo ranks: by Inductor and op by op, in a first start and in one that finds its program."""
 
 from __future__ import annotations
 

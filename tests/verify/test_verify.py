@@ -24,6 +24,7 @@ LEGAL = {
     "experts": "tag",
     "attention": "tag",
     "canonicalize": "tag",
+    "float8": "tag",
     "seed": "pad reshard tag unpad",
     "pad": "pad reshard tag unpad",
     "propagate": "pad reshard unpad",

@@ -35,18 +35,19 @@ class Float8:
         %y: f32[4,16] = mm(%x, %t)      ->  %w.quantise: f8e4m3fn[16,8] = quantise(%w, %w.amax)
                                             %y: f32[4,16] = mm(%x.quantise, t(%w.quantise), %x.amax, %w.amax)
 
-    A weight is quantised from the dtype in which it is stored, whatever dtype the model casts it to. A matrix is quantised
-    once for all products that it is in, or with ``rowwise`` once for those over its rows and once for those over its columns.
+    A weight is quantised from the dtype in which it is stored, whatever dtype the model casts it to. A matrix is
+    quantised once for all products that it is in, or with ``rowwise`` once for those over its rows and once for those
+    over its columns.
 
-    *Requires:* a captured graph in canonical form. *Ensures:* results have the dtypes that they had. The product of a weight
-    that is computed from parameters stays.
+    *Requires:* a captured graph in canonical form. *Ensures:* results have the dtypes that they had. The product of a
+    weight that is computed from parameters stays.
 
     Args:
         scaled: module -> "tensorwise" or "rowwise".
         entry: the plan entry, for errors.
 
     Raises:
-        PlanError: a size of a weight is no multiple of 16.
+        PlanError: there is no such product, or a size of a weight is no multiple of 16.
     """
 
     scaled: Mapping[str, str]
@@ -79,8 +80,8 @@ class _Quantiser:
     """Replaces the products of one graph.
 
     Attributes:
-        quantised: (matrix, dim over which the maximum is taken, dtype) -> (the matrix in float8, the maximum); the dim is
-            None for that of the whole matrix.
+        quantised: (matrix, dim over which the maximum is taken, dtype) -> (the matrix in float8, the maximum); the dim
+            is None for that of the whole matrix.
     """
 
     def __init__(self, options: Float8, graph: fx.Graph) -> None:
@@ -89,6 +90,12 @@ class _Quantiser:
 
     def run(self) -> None:
         products = list(self._products())
+        if not products:
+            raise PlanError(
+                "there is no linear layer in the modules whose products are to be in float8",
+                plan_entry=self.options.entry or None,
+                fix="name modules with nn.Linear, or leave matmul out",
+            )
         for product in products:
             self._check(product)
         for product in products:
@@ -124,7 +131,7 @@ class _Quantiser:
         if any(size % _UNIT for size in shape):
             module = name.rpartition(".")[0]
             raise PlanError(
-                f"{name!r} has shape {list(shape)}, and products in float8 take sizes that are multiples of {_UNIT}",
+                f"{name!r} has shape {list(shape)}, and float8 products take sizes that are multiples of {_UNIT}",
                 plan_entry=self.options.entry or None,
                 source=ir.info(product.node).origin.source or None,
                 fix=f"pad it, or leave the layer as it is: add precision(..., modules={module!r}) without matmul behind "
@@ -150,15 +157,15 @@ class _Quantiser:
         scaled = self.rewriter.before(node).call(MM, *operands, *maxima, dtype)
         self.rewriter.replace(node, scaled, rename=True)
 
-    def _quantise(
-        self, product: fx.Node, x: fx.Node, dim: int | None, dtype: torch.dtype
-    ) -> tuple[fx.Node, fx.Node]:
+    def _quantise(self, product: fx.Node, x: fx.Node, dim: int | None, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
         """Inserts, before ``product``, ``x`` in float8 and its largest absolute values over ``dim``."""
         origin = ir.info(product).origin
         at = self.rewriter.before(
             product, like=x, module=origin.module, source=origin.source, phase=origin.phase, region=origin.region
         )
-        amax = at.call(aten.amax.default, at.call(aten.abs.default, x), [0, 1] if dim is None else [dim], dim is not None)
+        amax = at.call(
+            aten.amax.default, at.call(aten.abs.default, x), [0, 1] if dim is None else [dim], dim is not None
+        )
         return at.call(QUANTISE, x, amax, dtype), amax
 
 
@@ -178,7 +185,7 @@ def _param(x: fx.Node) -> fx.Node | None:
 
 
 def _weights_of_gradients(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Returns node -> parameter, for nodes that only views, casts and sums stand between and the parameter's gradient."""
+    """Returns node -> parameter, for nodes that lead to the parameter's gradient by views, casts and sums alone."""
     params = {ir.role(node).name: node for node in ir.placeholders(graph, "param")}
     out: dict[fx.Node, fx.Node] = {}
     for role, result in ir.outputs(graph):

@@ -257,7 +257,7 @@ def _as(filling: float, dtype: torch.dtype) -> float | int | bool:
     return int(min(max(filling, info.min), info.max))
 
 
-# Reductions that combine elements as they are; others (a norm, a deviation) transform each element first.
+# Reductions that combine elements, or products of them, as they are; others (a norm) transform each element first.
 PLAIN = {
     "aten.sum": 0.0,
     "aten.nansum": 0.0,
@@ -265,6 +265,7 @@ PLAIN = {
     "aten.amax": -inf,
     "aten.amin": inf,
     "aten.prod": 1.0,
+    "shardc_float8.mm": 0.0,
     "aten.any": 0.0,
     "aten.all": 1.0,
 }

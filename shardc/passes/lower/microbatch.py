@@ -18,6 +18,7 @@ from torch.fx.node import Argument
 
 from shardc._compat import LazyGraphModule
 from shardc.cost.compute import flops_of
+from shardc.custom_ops.float8_ops import is_scale
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT
@@ -43,8 +44,9 @@ class Microbatch:
         %l = div(%s, %n)                   ->  body:           %l = div(%s, %n)
         %loss = all_reduce(%l, "micro")        closing:        %loss
 
-    Values that are the same in all microbatches and that depend on sums are computed once. Other such values (casts and
-    gathers of parameters of level 3) are computed in each part that reads them.
+    Scales of float8 products are those of each microbatch. Values that are the same in all microbatches and that depend
+    on sums are computed once. Other such values (casts and gathers of parameters of level 3) are computed in each part
+    that reads them.
 
     *Requires:* a local joint graph, in which only all-reduces and all-gathers communicate over the axis of time.
     *Ensures:* no graph communicates over it.
@@ -71,6 +73,7 @@ class Microbatch:
         graph = ir.copied(gm.graph)
         self._check(graph)
         self._sum_first(graph)
+        self._scale_alone(graph)
         self._normalize(graph)
         send_once(graph)  # reductions that differed over time alone
         cut = _Cut(graph, self)
@@ -176,6 +179,17 @@ class Microbatch:
             wait.replace_all_uses_with(last.all_input_nodes[0])
             graph.erase_node(wait)
             graph.erase_node(last)
+
+    def _scale_alone(self, graph: fx.Graph) -> None:
+        """Scales float8 operands of a microbatch by its own largest value, as a step of it alone would.
+
+        That of all microbatches is known behind their forwards only.
+        """
+        for node in [node for node in graph.nodes if _in_time(node, self.mesh) and is_scale(node)]:
+            (wait,) = node.users
+            wait.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(wait)
+            graph.erase_node(node)
 
     def _normalize(self, graph: fx.Graph) -> None:
         """Writes averages over time as sums, and reductions of what is the same in all microbatches without any.

@@ -93,11 +93,16 @@ class Precision(Entry):
     @property
     def of_products(self) -> bool:
         """Return whether the entry is about the products of layers alone, and not about dtypes."""
-        return self.matmul is not None and self.non_defaults.keys() <= {"matmul", "scaling", "modules", "full_precision_eval"}
+        return self.matmul is not None and self.non_defaults.keys() <= {
+            "matmul",
+            "scaling",
+            "modules",
+            "full_precision_eval",
+        }
 
     @property
     def scaled(self) -> str:
-        """Return the scaling of float8 products, "tensorwise" or "rowwise"; "" for products in the dtype of the model."""
+        """Return the scaling of float8 products, "tensorwise" or "rowwise"; "" without them."""
         return (self.scaling or "tensorwise") if self.matmul == "float8" else ""
 
     @property
@@ -157,4 +162,6 @@ class Policies:
     def mode(self, training: bool) -> Policies:
         """Return the policies of a model in training or evaluation mode."""
         low = [e for e in self.entries if training or not (e.full_precision_eval and e.of_products)]
-        return Policies(tuple(Precision(modules=e.modules) if e.full_precision_eval and not training else e for e in low))
+        return Policies(
+            tuple(Precision(modules=e.modules) if e.full_precision_eval and not training else e for e in low)
+        )

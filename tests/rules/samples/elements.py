@@ -131,6 +131,18 @@ def _recurrent(d: Draw) -> dict[str, list[Sample]]:
     return found
 
 
+def _float8(d: Draw) -> dict[str, list[Sample]]:
+    """Matrices with one scale, and with one for each row or column; products of such."""
+    op, x, y, dtype = torch.ops.shardc_float8, d.normal(4, 12), d.normal(12, 8), torch.float8_e4m3fn
+    of_x, of_y = ((z.abs().amax(), z.abs().amax(dim, keepdim=True)) for z, dim in ((x, 1), (y, 0)))
+    quantise = [Sample(op.quantise.default, (x, amax, torch.float32)) for amax in of_x]  # float8 has no comparison
+    products = [
+        Sample(op.mm.default, (op.quantise(x, a, dtype), op.quantise(y, b, dtype), a, b, f64))
+        for a, b in zip(of_x, of_y, strict=True)
+    ]
+    return {"shardc_float8.quantise": quantise, "shardc_float8.mm": products}
+
+
 @shardc.experts
 def _gated(rows: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     gate, inner = (rows @ up).chunk(2, -1)
@@ -184,7 +196,7 @@ def _factories(d: Draw) -> dict[str, list[Sample]]:
 
 
 _FAMILIES: tuple[Callable[[Draw], dict[str, list[Sample]]], ...] = (
-    _views, _pieces, _factories, _draws, _recurrent, _experts,
+    _views, _pieces, _factories, _draws, _recurrent, _float8, _float8, _experts,
 )  # fmt: skip
 
 
