@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import Enum
@@ -46,10 +47,14 @@ def defined_at(function: Callable[..., object]) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
 
+_REQUIRES_GRAD = r"source-less requires_grad_\(\)|returning intermediate with requires_grad_"
+_CHANGES_GRAD = r"Unsupported Tensor\.requires_grad_\(\) call|setattr\(\) on Tensor\.requires_grad"
+_GRAD_FN = r"Tensor with grad_fn\(\)"
+_ENTERS = r"function `(?:no_grad|enable_grad|set_grad_enabled|inference_mode|autocast)\.__enter__`"
 # (pattern in Dynamo's message, what the model does, fix)
 REFUSALS = (
     (
-        r"source-less requires_grad_\(\)|returning intermediate with requires_grad_",
+        _REQUIRES_GRAD,
         "differentiates by a tensor that it calls requires_grad_() on itself, which Dynamo cannot trace",
         "write the gradient as a function, torch.func.grad(lambda x: self.energy(x).sum())(x), or pass that tensor as "
         "an input with requires_grad=True",
@@ -130,7 +135,7 @@ REFUSALS = (
         "register it once, on the compiled module's parameter; of an input, register it on a tensor computed of it",
     ),
     (
-        r"Unsupported Tensor\.requires_grad_\(\) call|setattr\(\) on Tensor\.requires_grad",
+        _CHANGES_GRAD,
         "changes in forward whether a tensor requires a gradient",
         "use h.detach() for what shall have none, or set requires_grad of parameters and inputs before the call",
     ),
@@ -165,12 +170,12 @@ REFUSALS = (
         "change its values in place, as by self.buffer.copy_(new)",
     ),
     (
-        r"function `(?:no_grad|enable_grad|set_grad_enabled|inference_mode|autocast)\.__enter__`",
+        _ENTERS,
         "enters a block of torch by a call, as contextlib.ExitStack does",
         "write it as a with statement: with torch.no_grad(): ...",
     ),
     (
-        r"Tensor with grad_fn\(\)",
+        _GRAD_FN,
         "reads the grad_fn of a tensor, and a program has no autograd graph within",
         "ask h.requires_grad, or not h.is_leaf, in the place of h.grad_fn is not None",
     ),
@@ -220,6 +225,24 @@ _PRODUCTS = {
     _aten.addmv.default, _aten.dot.default, _aten.convolution.default,
 }  # fmt: skip
 LOSS_GAVE = "what is traced gave "
+# What Dynamo refuses although it can be traced by running it.
+_RUNS = (_REQUIRES_GRAD, _CHANGES_GRAD, _GRAD_FN, _ENTERS)
+
+
+def is_explained(error: Exception) -> bool:
+    """Return whether an ``error`` of a trace is in `REFUSALS`."""
+    return any(re.search(form, str(error)) for form, *_ in REFUSALS)
+
+
+def may_run(error: Exception) -> bool:
+    """Return whether code that Dynamo refuses with ``error`` may be traced by running it on fake tensors."""
+    text = str(error)
+    if not isinstance(error, TorchDynamoException) or re.search(rf"{LOSS_GAVE}|Found <class", text):
+        return False
+    if "ata-dependent" in text or any(re.search(form, text, re.DOTALL) for form in _FAILED):
+        return False
+    row = next((form for form, *_ in REFUSALS if re.search(form, text)), None)
+    return row is None or row in _RUNS
 
 
 def capture_error(
@@ -259,7 +282,8 @@ def capture_error(
     reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     if not isinstance(error, TorchDynamoException):
         reason = f"{type(error).__name__}: {reason}"
-    stack = frames(text) or [f"{frame.filename}:{frame.lineno}" for frame in getattr(error, "real_stack", None) or ()]
+    frames_of = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
+    stack = frames(text) or [f"{frame.filename}:{frame.lineno}" for frame in frames_of]
     for form in _FAILED:
         if failed := re.search(form, text, re.DOTALL):
             cause, fix = uncast if "dtype" in failed[2] else ("", "")

@@ -4,9 +4,7 @@ Dynamo's graph.
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +30,7 @@ from shardc.capture.annotate import OUTPUT, SAME, model_name
 from shardc.capture.capture_errors import user_frame
 from shardc.capture.side_effects import Change
 from shardc.errors import CaptureError
-from shardc.ir.code import MAIN, code_hash, is_versioned, is_versioned_module, module_name
+from shardc.ir.code import code_hash, is_of_library, is_versioned, module_name
 from shardc.ir.guards import Lookup, Read, Reads, parse
 from shardc.ir.inner import with_inner
 from shardc.ir.kinds import lost_names, why_refused
@@ -235,16 +233,9 @@ def expressed(trace: CaptureOutput, changes: Iterable[Change], reads: Reads) -> 
     renamed = []
     for change in changes:
         expression, owner = (_expression(x, imported, scope, reads.scopes) for x in (change.expression, change.owner))
-        if expression and owner and not any(map(_is_of_library, re.findall(r"module\('([^']+)'\)", expression))):
+        if expression and owner and not any(map(is_of_library, re.findall(r"module\('([^']+)'\)", expression))):
             renamed.append(replace(change, expression=expression, owner=owner))
     return renamed
-
-
-def _is_of_library(module: str) -> bool:
-    """Return whether ``module`` is torch's, shardc's, Python's or an installed library's, or is not loaded."""
-    loaded = sys.modules.get("__main__" if module == MAIN else module)
-    file = getattr(loaded, "__file__", None) or ""
-    return loaded is None or is_versioned_module(loaded) or f"{os.sep}site-packages{os.sep}" in file
 
 
 def _expression(text: str, imported: Mapping[str, str], scope: Mapping[str, Any], scopes: Any) -> str | None:

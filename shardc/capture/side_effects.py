@@ -195,15 +195,10 @@ def changed_reads(
         filled = before is None or isinstance(before, (dict, list, set))
         if filled and change.tensors and not any(map(_depends_on_inputs, change.tensors)):
             continue
-        loaded = _loaded(code) if loaded is None else loaded
+        loaded = loaded_names(code) if loaded is None else loaded
         name = _variable(change, at)
         if not name.isidentifier() or name in loaded:
-            error = CaptureError(
-                f"forward reads and changes {_attribute_text(change.expression)}, which a compiled program does not "
-                "change: each call would compute with its first value",
-                source=change.line or None,
-                fix=_fix(change),
-            )
+            error = reads_and_changes(change.expression, change.name, change.line or None)
             if absent:
                 refused = refused or error
                 constants.setdefault(change.expression, _PRESENT)
@@ -243,13 +238,19 @@ def _attribute_text(expression: str) -> str:
     return f"the global {re.sub(r'scope[(][^)]+[)]', '', name)}"
 
 
-def _fix(change: Change) -> str:
-    """Return the fix for an attribute or global that forward reads and changes."""
-    if not name_in(change.expression, "model"):
-        return "make it a buffer (a tensor) of the model that forward changes in place, or pass it as an input"
-    return (
-        f"make it a buffer (a tensor) that forward changes in place, as by self.{change.name}.add_(1) or "
-        f"self.{change.name}.copy_(new), or pass it as an input"
+def reads_and_changes(expression: str, name: str, line: str | None) -> CaptureError:
+    """Return the error for an attribute or a global, ``name``, that forward reads and changes."""
+    fix = "make it a buffer (a tensor) of the model that forward changes in place, or pass it as an input"
+    if name_in(expression, "model"):
+        fix = (
+            f"make it a buffer (a tensor) that forward changes in place, as by self.{name}.add_(1) or "
+            f"self.{name}.copy_(new), or pass it as an input"
+        )
+    return CaptureError(
+        f"forward reads and changes {_attribute_text(expression)}, which a compiled program does not "
+        "change: each call would compute with its first value",
+        source=line,
+        fix=fix,
     )
 
 
@@ -281,7 +282,7 @@ def _depends_on_inputs(node: fx.Node) -> bool:
     return False
 
 
-def _loaded(code: Iterable[CodeType]) -> set[str]:
+def loaded_names(code: Iterable[CodeType]) -> set[str]:
     """Return the names of attributes and globals that ``code`` loads, except those loaded only to change or increment
     them.
     """
@@ -300,7 +301,7 @@ def _loaded(code: Iterable[CodeType]) -> set[str]:
 
 
 def _loaded_by_bytecode(code: CodeType) -> set[str]:
-    """Return the names of `_loaded` from bytecode: for code without source, or a lambda within a line."""
+    """Return the names of `loaded_names` from bytecode: for code without source, or a lambda within a line."""
     steps = pairwise([*dis.get_instructions(code), None])
     loads = [(step.argval, after) for step, after in steps if step is not None and step.opname.startswith("LOAD_")]
     named = {name for name, after in loads if isinstance(name, str) and getattr(after, "argval", None) not in _CHANGES}
@@ -389,14 +390,10 @@ def side_effects(
     changed = [ref for text in messages if "side effects" in text for ref in re.findall(r'"([^"]+)"', text)]
     texts: list[str | None] = []
     if any("_buffers" in ref for ref in changed):  # in place, too: ``self.count += 1`` also sets the attribute
-        for path, name, is_cache in _replaced(model, run):
-            if not is_cache:
-                raise CaptureError(
-                    f"the model replaces the buffer {f'{path}.{name}'.lstrip('.')!r} by another tensor",
-                    source=line_with(f"self.{name} = ", model) or calling_line(),
-                    fix=f"change it in place, as by self.{name}.copy_(new)",
-                )
-            texts.append(f"{_module(path)} fills its empty buffer {name!r}")
+        with restored(model) as before:
+            with torch.no_grad():
+                run()
+            texts += replaced_buffers(before, lambda name: line_with(f"self.{name} = ", model))
     # Numbers and other non-tensors that a module sets on itself need no warning.
     model_changes = [change for change in sets if change.owner.startswith("model")]
     silent = {change.owner for change in model_changes} - {change.owner for change in model_changes if change.tensors}
@@ -413,7 +410,7 @@ def changed_arguments(model: nn.Module, args: Sequence[PyTree], kwargs: Mapping[
     if not containers:
         return []
     # The capture succeeded: an error here is of this run only.
-    with _restored(model), torch.no_grad(), contextlib.suppress(Exception):
+    with restored(model), torch.no_grad(), contextlib.suppress(Exception):
         model(*args, **kwargs)
     changed = [name for name, x, before in containers if _contents(x) != before]
     text = "in forward; the compiled program does not: return the new value instead"
@@ -437,22 +434,36 @@ def _contents(value: Container) -> list[tuple[object, int]]:
     return [(key, id(x)) for key, x in (value.items() if isinstance(value, dict) else enumerate(value))]
 
 
-def _replaced(model: nn.Module, run: Callable[[], object]) -> Iterator[tuple[str, str, bool]]:
-    """Yields (module path, name, is a cache) of the buffers that ``run`` replaces; restores attributes.
+Before = dict[str, tuple[nn.Module, dict[str, object], dict[str, Tensor | None]]]
 
-    A cache is a buffer that was None and is not saved.
+
+def replaced_buffers(before: Before, line: Callable[[str], str | None]) -> list[str]:
+    """Return a text for each cache that a run has filled: a buffer that was None and is not saved.
+
+    Args:
+        before: the modules before the run, as `restored` yields them.
+        line: name of a buffer -> the line, ``file:line``, that sets it.
+
+    Raises:
+        CaptureError: the run has replaced another buffer.
     """
-    with _restored(model) as before:
-        with torch.no_grad():
-            run()
-        for path, (module, _, buffers) in before.items():
-            for name, buffer in module._buffers.items():
-                if buffer is not (had := buffers.get(name)):
-                    yield path, name, had is None and name in module._non_persistent_buffers_set
+    texts = []
+    for path, (module, _, buffers) in before.items():
+        for name, buffer in module._buffers.items():
+            if buffer is (had := buffers.get(name)):
+                continue
+            if had is not None or name not in module._non_persistent_buffers_set:
+                raise CaptureError(
+                    f"the model replaces the buffer {f'{path}.{name}'.lstrip('.')!r} by another tensor",
+                    source=line(name) or calling_line(),
+                    fix=f"change it in place, as by self.{name}.copy_(new)",
+                )
+            texts.append(f"{module_text(path)} fills its empty buffer {name!r}")
+    return texts
 
 
 @contextlib.contextmanager
-def _restored(model: nn.Module) -> Iterator[dict[str, tuple[nn.Module, dict[str, object], dict[str, Tensor | None]]]]:
+def restored(model: nn.Module) -> Iterator[Before]:
     """Restores the attributes and buffers of ``model`` on exit; yields module path -> (module, its attributes, its
     buffers) on entry.
     """
@@ -480,11 +491,11 @@ def _change_text(ref: str) -> str | None:
         return None if installed else f"the model changes globals of {module or scope}{name and f' ({name[1:]})'}"
     parts = re.split(r"\._(?:forward|backward)(?:_pre)?_hooks", ref)
     path = ".".join(re.findall(r"_modules\['([^']+)'\]", parts[0])[1:])
-    module = _module(path)
+    module = module_text(path)
     return f"{module} changes its attributes" if len(parts) == 1 else f"a hook of {module} changes variables around it"
 
 
-def _module(path: str) -> str:
+def module_text(path: str) -> str:
     return f"module {path!r}" if path else "the model"
 
 

@@ -14,6 +14,7 @@ import logging
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardc._compat import PyTree, dynamo_captures, traced_code
 from shardc.capture.annotate import OUTPUT, PREFIX, SAME, annotate
-from shardc.capture.capture_errors import capture_error, check_dtypes, check_result, refuse_higher_order, refuse_sparse
+from shardc.capture.capture_errors import (
+    capture_error,
+    check_dtypes,
+    check_result,
+    is_explained,
+    may_run,
+    refuse_higher_order,
+    refuse_sparse,
+)
 from shardc.capture.decompositions import FROM_TORCH, OWN, eager_dropout, fake_like, numbers_as_tensors, without_strides
 from shardc.capture.dtypes import UNCHANGED, Dtypes, ModuleDtypes
 from shardc.capture.dynamo_reads import expressed, memories_of, reads_of, recorded
@@ -37,6 +46,7 @@ from shardc.capture.queried_states import recorded_states, value_numbers
 from shardc.capture.raises import without_raising
 from shardc.capture.randomness import random_decompositions, refuse_draws, without_random_numbers
 from shardc.capture.replacements import other_forms, other_layers
+from shardc.capture.running import Run, unseen
 from shardc.capture.side_effects import (
     assigned,
     changed_arguments,
@@ -168,11 +178,7 @@ class _Root(nn.Module):
         self._extra = 0 if loss is None else loss_arity(loss)
 
     def forward(self, *tensors: Tensor) -> PyTree:
-        args, kwargs, extra = self.arguments(tensors)
-        out = self.model(*args, **kwargs)
-        if self._loss is not None:
-            out = self._loss[0](out, *extra)
-        check_result(out, self._loss is not None)
+        out = self.run(tensors)
         # Without a tag, an output that is a view of another, or of an input, would have no separate tangent.
         first: list[Tensor] = []
 
@@ -183,6 +189,15 @@ class _Root(nn.Module):
             return mark(x, name=OUTPUT)
 
         return pytree.tree_map_only(Tensor, marked, out)
+
+    def run(self, tensors: Sequence[Tensor]) -> PyTree:
+        """Return what the model, or the loss, returns."""
+        args, kwargs, extra = self.arguments(tensors)
+        out = self.model(*args, **kwargs)
+        if self._loss is not None:
+            out = self._loss[0](out, *extra)
+        check_result(out, self._loss is not None)
+        return out
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[Sequence[PyTree], dict[str, PyTree], Sequence[PyTree]]:
         """Return (args of the model, its kwargs, args of the loss after the output), with ``tensors`` as the tensor
@@ -323,31 +338,53 @@ def trace(
         stack.enter_context(without_random_numbers())
         with mode:
             fakes = [fake(name, x) for name, x in named]
+        # Backward runs outside of the autocast that forward runs in, as torch advises.
+        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
+
+        def joint_of(module: nn.Module) -> Any:
+            with mode:  # AOTAutograd looks for a fake mode among the tensors, of which there may be none
+                return aot_autograd.aot_export_joint_with_descriptors(
+                    stack, module, tuple(fakes), {}, decompositions=decompositions()
+                )
+
+        failed = partial(capture_error, model, loss=loss, inputs=named, uncast=uncast)
+        run = None
         try:
             with recorded() as traces, changes_recorded() as sets, recorded_states() as states:
                 traced = dynamo_graph_capture_for_export(root)(*fakes)
             memories, owners = memories_of(traced, root, places, fakes, inputs)
             write_out(traced)
-            # Backward runs outside of the autocast that forward runs in, as torch advises.
-            stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
-            with mode:  # AOTAutograd looks for a fake mode among the tensors, of which there may be none
-                joint = aot_autograd.aot_export_joint_with_descriptors(
-                    stack, traced, tuple(fakes), {}, decompositions=decompositions()
-                )
+            joint, dynamo = joint_of(traced), traced.meta["fake_mode"]
         except ShardcError:
             raise
         except Exception as error:  # from Dynamo, torch's fake kernels or the model
-            raise capture_error(model, error, loss, named, uncast) from error
-        with mode:
-            changes = side_effects([str(warning.message) for warning in caught], model, lambda: root(*fakes), sets)
-            changes += changed_arguments(model, *root.arguments(fakes)[:2])
+            if not may_run(error):
+                raise failed(error) from error
+            refused = failed(error)
+            run = Run(root, template, loss, [(name, x.requires_grad) for name, x in named])
+        if run is not None:
+            with mode:
+                own = [fake(name, x) for name, x in named]
+            try:
+                with run.noted():
+                    memories, owners, changes = run.look(own, mode)
+                    vars(root)["forward"] = run
+                    joint, dynamo = joint_of(root), mode
+            except ShardcError:
+                raise
+            except Exception as error:
+                raise (failed(error) if is_explained(error) else refused) from error
+            run.refuse_foreign(joint.graph_module)
+            changes.insert(0, unseen(template, refused))
+        else:
+            with mode:
+                changes = side_effects([str(warning.message) for warning in caught], model, lambda: root(*fakes), sets)
+                changes += changed_arguments(model, *root.arguments(fakes)[:2])
+            changes += prints(traced_code(traces[-1].graph_capture_output))
         of_trace = [warning.message for warning in caught if isinstance(warning.message, ShardcWarning)]
         changes += {str(warning): warning for warning in of_trace}.values()
-        changes += prints(traced_code(traces[-1].graph_capture_output))
-    reads = reads_of(traces[-1], model, loss, states)
-    records = torch.is_grad_enabled()
 
-    def retrace(constants: dict[str, Constant], grad: bool = records) -> Reads | None:
+    def retrace(constants: dict[str, Constant], grad: bool = torch.is_grad_enabled()) -> Reads | None:
         with assigned(template, constants), torch.set_grad_enabled(grad), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first trace has issued these warnings
             try:
@@ -358,12 +395,18 @@ def trace(
         first, second = (value_numbers(gm, numbers, grad == records) for gm in (other.graph, joint.graph_module))
         return other.reads if first == second else None
 
-    codes = traced_code(traces[-1].graph_capture_output)
-    sets = expressed(traces[-1], sets, reads)
-    reads = changed_reads(sets, reads, model, loss, codes, retrace if retraces else lambda _: None)
-    if retraces and records and reads.grad_mode and (other := retrace({}, grad=False)) is not None:
-        both = reads.joined(other)  # the graph is the same without gradients: one program is enough
-        reads = reads if both is None else replace(both, entries=tuple(x for x in both.entries if x != Read(GRAD_MODE)))
+    records = torch.is_grad_enabled()
+    if run is not None:
+        reads = run.reads()
+    else:
+        reads = reads_of(traces[-1], model, loss, states)
+        codes = traced_code(traces[-1].graph_capture_output)
+        sets = expressed(traces[-1], sets, reads)
+        reads = changed_reads(sets, reads, model, loss, codes, retrace if retraces else lambda _: None)
+        if retraces and records and reads.grad_mode and (other := retrace({}, grad=False)) is not None:
+            both = reads.joined(other)  # the graph is the same without gradients: one program is enough
+            if both is not None:
+                reads = replace(both, entries=tuple(x for x in both.entries if x != Read(GRAD_MODE)))
     for warning in changes:
         warnings.warn(warning, stacklevel=2)
     return Traced(
@@ -377,7 +420,7 @@ def trace(
         returned=(),
         names=_first_names(root) | places,
         stored=stored,
-        dynamo=traced.meta["fake_mode"],
+        dynamo=dynamo,
         uncast=uncast,
         memories=memories,
         owners=owners,

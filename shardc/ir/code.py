@@ -8,6 +8,7 @@ from __future__ import annotations
 import dis
 import enum
 import hashlib
+import os
 import sys
 import sysconfig
 import traceback
@@ -138,6 +139,13 @@ def _is_versioned_name(module: str) -> bool:
 
 
 MAIN = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "__main__")
+
+
+def is_of_library(module: str) -> bool:
+    """Return whether ``module`` is torch's, shardc's, Python's or an installed library's, or is not loaded."""
+    loaded = sys.modules.get("__main__" if module == MAIN else module)
+    file = getattr(loaded, "__file__", None) or ""
+    return loaded is None or is_versioned_module(loaded) or f"{os.sep}site-packages{os.sep}" in file
 
 
 def text_of(value: object) -> str:

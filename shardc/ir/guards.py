@@ -98,6 +98,7 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
     "dict.keys": lambda x: x.keys(),
     "getattr": getattr,
     "object.__getattribute__": getattr,
+    "same": lambda x, y: x is y,
     "dict.__getitem__": lambda x, key: x[key],
     "list.__getitem__": lambda x, key: x[key],
     **{name: partial(state, name) for name in STATES},
@@ -135,12 +136,14 @@ class Reads:
         scopes: name in expressions -> globals of functions whose module cannot be imported.
         traced: (hash, name and place) of the user's code that was traced.
         sets: (expression, constant) of attributes that the first call sets without effect on the capture.
+        unseen: whether the capture may depend on values that are not among the reads: its program is not stored.
     """
 
     entries: tuple[Read, ...] = ()
     scopes: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
     traced: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     sets: tuple[tuple[str, Constant], ...] = ()
+    unseen: bool = False
 
     @property
     def grad_mode(self) -> bool:

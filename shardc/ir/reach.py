@@ -58,7 +58,7 @@ _INERT = {
     "__slotnames__", "__protocol_attrs__", "__non_callable_proto_members__", "__callable_proto_members_only__",
     "___needs_generation_tag_patch",  # on `nn.Module`, since Dynamo patched ``__init__`` and ``__setstate__``
 }  # fmt: skip
-_OWN = {*vars(nn.Module()), "shardc", "_compiled_call_impl", STATE_KEY, REGISTRY_KEY}
+MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "shardc", "_compiled_call_impl", STATE_KEY, REGISTRY_KEY})
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.MappingProxyType)
 _OPEN = (types.SimpleNamespace,)  # classes of Python whose objects have attributes set by the user
@@ -136,7 +136,9 @@ class Walk:
         for key, value in sorted(vars(module).items()):
             if key in _HOOKS and value:
                 self.bind(label, key, list(value.values()))
-            elif (key in more or key not in _OWN) and not is_plain(value) and not isinstance(value, Tensor):
+            elif is_plain(value) or isinstance(value, Tensor):
+                continue
+            elif key in more or key not in MODULE_ATTRIBUTES:
                 self.bind(label, key, value)
 
     def run(self) -> None:

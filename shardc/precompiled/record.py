@@ -237,7 +237,7 @@ def _is_pair(item: object) -> bool:
     return isinstance(item, list) and len(item) == 2 and type(item[0]) in _PLAIN
 
 
-VERSION = 12
+VERSION = 13
 RECORD, ARTIFACTS = "program.json", "inductor.bin"
 LARGEST_TEXT = 1 << 30  # bytes of a file that is parsed
 _COPY = "copy the files themselves into the folder"
@@ -360,8 +360,8 @@ def read_record(folder: Path, evaluates: bool = True) -> Record:
         raise PrecompiledError(
             f"{len(call.leaves)} arguments have {len(call.names)} names and {call.spec.num_leaves} places"
         )
-    if record.guards.reads.scopes:
-        raise PrecompiledError(f"{path} has globals of code")
+    if record.guards.reads.scopes or record.guards.reads.unseen:
+        raise PrecompiledError(f"{path} has globals of code, or guards that leave values out")
     if (record.key.plan.setting("microbatches") > 1) != (record.timed is not None):
         raise PrecompiledError(f"{path} says other things of microbatches than its plan", fix=AGAIN)
     if not complete(record.halves, record.timed, evaluates):

@@ -60,6 +60,11 @@ def save_program(
         raise PrecompiledError(
             "a program with the stages of a pipeline is not saved", fix="compile it in each start, or leave pp out"
         )
+    if program.guards.reads.unseen:
+        raise PrecompiledError(
+            "the program was captured by running the model on fake tensors: its guards leave values out",
+            fix="compile it in each start, or write the model so that Dynamo traces it (a warning says why not)",
+        )
     if program.key is None or program.deferred:
         raise PrecompiledError(
             "the program leaves its gradients unreduced" if program.deferred else "the program is of no module",

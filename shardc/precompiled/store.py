@@ -224,6 +224,8 @@ def _unknown_dependency(program: Executable, reached: Reach, ops: Iterable[objec
     ]
     if foreign:
         return f"it calls {foreign[0]}, an op of the user's or with a rule of the user's, whose code is not known"
+    if program.guards.reads.unseen:
+        return "it was captured by running the model on fake tensors, so that it may depend on values without a guard"
     if reached.constants:
         return f"it keeps what {reached.constants[0]} returned as a constant"
     unnamed = [where for does, where in program.guards.reads.traced if does not in reached.code_hashes]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import functools
@@ -45,11 +44,6 @@ def asks_inference(net: Any, x: Tensor) -> Tensor:
 
 def asks_inference_by_function(net: Any, x: Tensor) -> Tensor:
     return x * (2 if torch.is_inference(net.linear(x)) else 3)
-
-
-def reads_grad_fn(net: Any, x: Tensor) -> Tensor:
-    h = net.linear(x)
-    return x * (2 if h.grad_fn is None else 3)
 
 
 def applies_checkpoint(net: Any, x: Tensor) -> Any:
@@ -104,12 +98,6 @@ def freezes(net: Any, x: Tensor) -> Any:
     return net.linear(x)
 
 
-def enters_a_stack(net: Any, x: Tensor) -> Any:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        return net.linear(x) + x
-
-
 def asks_the_time(net: Any, x: Tensor) -> Any:
     return net.linear(x) * time.time()
 
@@ -130,7 +118,6 @@ def reduces(net: Any, x: Tensor) -> Any:
 REFUSED: dict[Callable[[Any, Tensor], Any], tuple[str, str, str]] = {
     asks_inference: ("one of inference mode", "is_inference", "h.requires_grad"),
     asks_inference_by_function: ("one of inference mode", "is_inference", "h.requires_grad"),
-    reads_grad_fn: ("reads the grad_fn", "grad_fn", "h.requires_grad"),
     applies_checkpoint: ("CheckpointFunction.apply", "apply", "use_reentrant=False"),
     goes_backward: ("calls backward()", ".backward()", "torch.autograd.grad"),
     goes_backward_by_function: ("calls backward()", "torch.autograd.backward", "torch.autograd.grad"),
@@ -140,7 +127,6 @@ REFUSED: dict[Callable[[Any, Tensor], Any], tuple[str, str, str]] = {
     hooks_an_accumulation: ("registers a hook of a parameter", "register_post", "register it once"),
     retains_a_gradient: ("calls retain_grad()", "retain_grad()", "return the tensor"),
     freezes: ("whether a tensor requires a gradient", "requires_grad_", "h.detach()"),
-    enters_a_stack: ("enters a block of torch by a call", "enter_context", "with torch.no_grad()"),
     asks_the_time: ("asks for the time", "time.time()", "around the call"),
     draws_by_numpy: ("a random number of NumPy's", "default_rng", "torch.rand"),
     compares: ("whether tensors are equal", "torch.equal", "torch.where"),

@@ -1,0 +1,218 @@
+"""`ReachableState`: the Python values that a model's code can read, as guards, and what a run of the code changes."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardc.ir.code import is_of_library, is_plain, is_versioned_class, is_versioned_module, module_name, names_in
+from shardc.ir.guards import Read
+from shardc.ir.inner import with_inner
+from shardc.ir.reach import MODULE_ATTRIBUTES
+
+_LITERALS = (bool, int, float, str, type(None))
+_MISSING: Any = object()
+
+
+@dataclass(frozen=True)
+class _Container:
+    """A mutable container, with its content when it was added.
+
+    Args:
+        expression: its expression, as in `Read`; of the attributes of an object, that of the object.
+        value: a dict, list, set or deque.
+        before: a copy; for the globals of a module, of one of them.
+        kind: "items", "attributes" or "globals".
+    """
+
+    expression: str
+    value: Any
+    before: Any
+    kind: str
+
+    def changes(self) -> Iterator[tuple[str, object]]:
+        """Yields (expression, new value) of what has changed."""
+        if not isinstance(self.value, dict):
+            now, before = list(self.value), list(self.before)
+            if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
+                yield self.expression, self.value
+            return
+        for key in self.before if self.kind == "globals" else {**self.before, **self.value}:
+            value = self.value.get(key)
+            if value is not self.before.get(key) or (key in self.value) != (key in self.before):
+                yield self.expression if self.kind == "items" else f"{self.expression}.{key}", value
+
+    def restore(self) -> None:
+        """Undoes all `changes`."""
+        if next(self.changes(), None) is None:
+            return
+        kind: Any = next(kind for kind in (dict, list, set, deque) if isinstance(self.value, kind))
+        if self.kind != "globals":
+            kind.clear(self.value)
+        (kind.update if kind in (dict, set) else kind.extend)(self.value, self.before)
+
+
+class ReachableState:
+    """The attributes of a model's modules, of the objects in them, and the globals that code names.
+
+    Values are read at any depth: items of containers, attributes of objects, variables around functions. Left out are
+    the model's parameters and buffers, and what torch and Python define.
+
+    Attributes:
+        reads: guards that compare all of these.
+        scopes: see `Reads`.
+    """
+
+    def __init__(self, model: nn.Module, loss: object) -> None:
+        self.reads: set[Read] = set()
+        self.scopes: dict[str, Any] = {}
+        self._tensors = {id(inner) for x in (*model.parameters(), *model.buffers()) for inner in with_inner(x)}
+        self._first: dict[int, tuple[str, object]] = {}  # id -> (first expression, the object)
+        self._containers: list[_Container] = []
+        self._open: list[tuple[str, object]] = []  # objects of the user's classes, which may get further attributes
+        self._queried: set[str] = set()
+        modules = {
+            "model" + "".join(f"._modules[{name!r}]" for name in path.split(".") if name): module
+            for path, module in model.named_modules()
+        }
+        self._first |= {id(module): (expression, module) for expression, module in modules.items()}
+        for expression, module in modules.items():
+            self._attributes(expression, module, MODULE_ATTRIBUTES)
+        self._add("loss", loss)
+
+    def add_globals(self, code: CodeType, scope: dict[str, Any]) -> None:
+        """Adds the globals in ``scope`` that ``code`` names, with attributes that it names of modules and classes.
+
+        Of the globals of libraries, which may be caches, it adds constants only.
+        """
+        self._queried |= names_in(code)[1] if {"getattr", "hasattr"} & {*code.co_names} else set()
+        base = self._scope(scope)
+        of_library = is_of_library(str(scope.get("__name__")))
+        for name, *attributes in _global_names(code):
+            value = scope.get(name, _MISSING)
+            if of_library and not is_plain(value):
+                continue
+            self._containers.append(_Container(base, scope, {} if value is _MISSING else {name: value}, "globals"))
+            expression = f"{base}.{name}" if base.startswith("module") else f"{base}[{name!r}]"
+            while attributes and isinstance(value, ModuleType | type) and not _is_versioned(value):
+                value, expression = getattr(value, attributes[0], _MISSING), f"{expression}.{attributes.pop(0)}"
+            if value is not _MISSING and not _is_versioned(value):
+                self._add(expression, value)
+
+    def changes(self) -> Iterator[tuple[str, str, object]]:
+        """Yields (expression, that of the changed object, new value) of what has changed since it was added."""
+        for container in self._containers:
+            for expression, value in container.changes():
+                yield expression, container.expression, value
+
+    def restore(self) -> None:
+        """Undoes all `changes`."""
+        for container in self._containers:
+            container.restore()
+
+    def absent(self) -> set[Read]:
+        """Return a guard for each attribute that code asks for by ``getattr`` or ``hasattr`` and that is not there."""
+        return {Read(at, "own", name) for at, x in self._open for name in self._queried if not hasattr(x, name)}
+
+    def _scope(self, scope: dict[str, Any]) -> str:
+        """Return the expression of a module's globals."""
+        name = str(scope.get("__name__"))
+        if vars(sys.modules.get(name, sys)) is scope:
+            return f"module({module_name(name)!r})"
+        key = next((key for key, globals_ in self.scopes.items() if globals_ is scope), f"globals{len(self.scopes)}")
+        self.scopes[key] = scope
+        return f"scope({key!r})"
+
+    def _add(self, expression: str, value: Any) -> None:
+        """Adds what ``expression`` refers to, and all that is inside."""
+        if is_plain(value) or isinstance(value, type | ModuleType) or (type(value) is tuple and not value):
+            self.reads.add(Read(expression))
+        elif isinstance(value, Tensor):
+            self.reads |= set() if id(value) in self._tensors else {Read(expression)}
+        elif id(value) in self._first:
+            self.reads.add(Read(f"same({expression}, {self._first[id(value)][0]})"))
+        else:
+            self._first[id(value)] = expression, value
+            self._inside(expression, value)
+
+    def _inside(self, expression: str, value: Any) -> None:
+        if isinstance(value, dict):
+            self._contain(expression, value, "keys")
+            for key, item in list(value.items()):
+                if type(key) in _LITERALS:
+                    self._add(f"{expression}[{key!r}]", item)
+        elif isinstance(value, list | tuple | deque):
+            self._contain(expression, value, "length")
+            for at, item in enumerate(value):
+                self._add(f"{expression}[{at}]", item)
+        elif isinstance(value, set | frozenset):
+            self._contain(expression, value, "value")
+        elif isinstance(value, MethodType):
+            self._add(f"{expression}.__func__", value.__func__)
+            self._add(f"{expression}.__self__", value.__self__)
+        elif isinstance(value, FunctionType):
+            self.reads.add(Read(expression))
+            for at, cell in enumerate(value.__closure__ or ()):
+                try:
+                    self._add(f"{expression}.__closure__[{at}].cell_contents", cell.cell_contents)
+                except ValueError:  # it is empty
+                    continue
+            self._add(f"{expression}.__defaults__", value.__defaults__)
+            self._add(f"{expression}.__kwdefaults__", value.__kwdefaults__)
+        elif isinstance(value, partial):
+            for part in ("func", "args", "keywords"):
+                self._add(f"{expression}.{part}", getattr(value, part))
+        else:
+            self.reads.add(Read(expression, "type"))
+            if not is_versioned_class(type(value)) or isinstance(value, SimpleNamespace | nn.Module):
+                self._attributes(expression, value)
+
+    def _attributes(self, expression: str, value: object, without: frozenset[str] = frozenset()) -> None:
+        attributes = getattr(value, "__dict__", {})
+        of_classes = [cls for cls in type(value).__mro__ if not is_versioned_class(cls)]
+        if of_classes:
+            self._open.append((expression, value))
+        for name, item in ((name, item) for cls in of_classes for name, item in vars(cls).items()):
+            if is_plain(item) and name not in attributes and not name.startswith("__"):
+                self.reads.add(Read(f"{expression}.{name}"))
+        self._containers.append(_Container(expression, attributes, dict(attributes), "attributes"))
+        for key, item in sorted(attributes.items()):
+            if key not in without and key.isidentifier():
+                self._add(f"{expression}.{key}", item)
+
+    def _contain(self, expression: str, value: Any, what: Any) -> None:
+        self.reads.add(Read(expression, what))
+        if not isinstance(value, tuple | frozenset):
+            self._containers.append(_Container(expression, value, value.copy(), "items"))
+
+
+def _is_versioned(value: object) -> bool:
+    """Return whether a module, class or function is torch's, shardc's or Python's."""
+    if isinstance(value, ModuleType):
+        return is_versioned_module(value)
+    module = sys.modules.get(getattr(value, "__module__", None) or "builtins")
+    return isinstance(value, type | FunctionType) and module is not None and is_versioned_module(module)
+
+
+@cache
+def _global_names(code: CodeType) -> list[list[str]]:
+    """Return each global that ``code`` loads or stores, followed by the names of the attributes that it takes of it."""
+    chains: list[list[str]] = []
+    last = None
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
+            last = [step.argval]
+            chains.append(last)
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and last is not None:
+            last.append(step.argval)
+        elif step.opname not in ("CACHE", "NOP"):
+            last = None
+    return chains

@@ -1,0 +1,314 @@
+"""Captures a model by running it on fake tensors, where Dynamo refuses its code: gradients of gradients, for example.
+
+The model first runs once to look at (`Run.look`): which code runs, which Python values that code can read, what it
+changes, and in which memory its outputs lie. AOTAutograd then runs it to trace forward and backward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from functools import cache, partial
+from itertools import count
+from operator import attrgetter
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.fx.traceback as fx_traceback
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch._dynamo.exc import Unsupported
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy
+
+from shardc._compat import PyTree
+from shardc.capture.annotate import model_name
+from shardc.capture.capture_errors import line_of
+from shardc.capture.reachable_state import ReachableState
+from shardc.capture.side_effects import loaded_names, module_text, prints, reads_and_changes, replaced_buffers, restored
+from shardc.errors import CaptureError, ShardcWarning
+from shardc.ir.code import calling_line, code_hash, is_of_library, is_versioned, versioned_path
+from shardc.ir.guards import GRAD_MODE, STATES, Read, Reads
+from shardc.ir.returned import Memory
+
+_TIMES = {name for name in vars(time) if name.startswith(("time", "perf_counter", "monotonic", "process_time"))}
+# Functions -> Dynamo's message for them, which `REFUSALS` explains: of all tensors, of parameters and inputs.
+_REFUSED: dict[object, str] = dict.fromkeys((Tensor.is_inference, torch.is_inference), "torch.is_inference")
+_GRAD = Tensor.__dict__["grad"] if "grad" in Tensor.__dict__ else torch._C.TensorBase.__dict__["grad"]
+_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+_OF_INPUTS: dict[object, str] = {
+    **dict.fromkeys((_GRAD.__get__, _GRAD.__set__), "the gradient of a parameter or an input"),
+    **dict.fromkeys(_HOOKS, "a hook of a parameter or an input"),
+}
+
+
+class Run:
+    """Runs of a root module on fake tensors, after each of which Python's state is what it was before.
+
+    Args:
+        root: the root module: called, it returns marked outputs; ``root.run(tensors)`` returns them unmarked.
+        template: the user's model, of which ``root.model`` is a copy.
+        loss: the loss.
+        inputs: the name of each tensor input, and whether it requires a gradient.
+    """
+
+    def __init__(self, root: Any, template: nn.Module, loss: object, inputs: Sequence[tuple[str, bool]]) -> None:
+        self.root, self.inputs = root, inputs
+        self.codes: dict[CodeType, None] = {}
+        self._template, self._loss = template, loss
+        self._state, self._reads = ReachableState(root.model, loss), ReachableState(template, loss)
+        self._modules: list[str] = []
+        self._regions = count()
+
+    def __call__(self, *tensors: Tensor) -> PyTree:
+        """Return the marked outputs; forward of the root module in AOTAutograd's runs."""
+        self._regions = count()
+        with restored(self.root.model):
+            return self._run(partial(type(self.root).forward, self.root), tensors, {})
+
+    def _run(self, run: Callable[..., PyTree], tensors: Sequence[Tensor], refused: dict[int, Any]) -> PyTree:
+        # ``requires_grad_()`` of an input is of a tensor of the run's own: the gradient is not one of the step.
+        inputs = [x if needed else x.detach() for x, (_, needed) in zip(tensors, self.inputs, strict=True)]
+        try:
+            with _Lines(refused):
+                return run(*inputs)
+        finally:
+            self._state.restore()
+            for key in ("nn_module_stack", "stack_trace", "recompute", "ac_graph_id"):
+                fx_traceback.current_meta.pop(key, None)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Notes the module, the line and the checkpoint region of each op in the nodes of a trace."""
+        handles = []
+        for path, module in self.root.named_modules():
+            handles.append(module.register_forward_pre_hook(partial(self._enter, path), prepend=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            with (
+                patch.object(checkpoint, "_checkpoint_without_reentrant_generator", self._region),
+                patch.object(CheckpointFunction, "apply", self._reentrant),
+                patch.object(torch.compiler, "_is_compiling_flag", True),
+            ):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, path: str, module: nn.Module, _: object) -> None:
+        self._modules.append(path)
+        fx_traceback.current_meta["nn_module_stack"] = {path: (path, type(module))}
+
+    def _leave(self, *_: object) -> None:
+        self._modules.pop()
+        path = self._modules[-1] if self._modules else ""
+        fx_traceback.current_meta["nn_module_stack"] = {path: (path, nn.Module)}
+
+    def _region(self, *_: object, **__: object) -> Iterator[None]:
+        """Marks what runs between two steps of this iterator: it runs again in backward."""
+        meta = fx_traceback.current_meta
+        before = {key: meta[key] for key in ("recompute", "ac_graph_id") if key in meta}
+        meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": next(self._regions), **before}
+        yield
+        for key in {"recompute", "ac_graph_id"} - before.keys():
+            fx_traceback.current_meta.pop(key, None)
+
+    def _reentrant(self, function: Callable[..., PyTree], _: bool, *args: PyTree) -> PyTree:
+        needs_grad = any(isinstance(x, Tensor) and x.requires_grad for x in args)
+        region = self._region()
+        next(region)
+        out = function(*args)
+        next(region, None)
+        if torch.is_grad_enabled() and not needs_grad:
+            if any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(out)):
+                raise Unsupported("a reentrant checkpoint of inputs without gradients")
+        return out
+
+    def look(
+        self, fakes: Sequence[Tensor], mode: FakeTensorMode
+    ) -> tuple[tuple[Memory, ...], dict[int, str], list[ShardcWarning]]:
+        """Runs the model once; returns the memories of outputs, their owners as `returned` takes them, and warnings.
+
+        Raises:
+            CaptureError: forward replaces a buffer, or changes what it reads.
+        """
+        model = self.root.model
+        named = {model_name(name): x for name, x in (*self.root.named_parameters(), *self.root.named_buffers())}
+        named |= {name: x for (name, _), x in zip(self.inputs, fakes, strict=True)}
+        owners = {x.untyped_storage()._cdata: name for name, x in reversed(named.items())}
+        needed = {name: x.requires_grad for name, x in named.items()}
+        changed: list[tuple[str, str, object]] = []
+
+        def run(*tensors: Tensor) -> PyTree:
+            out = self.root.run(tensors)
+            changed.extend(self._state.changes())
+            return out
+
+        draws = random.getstate(), np.random.get_state(legacy=False)["state"]
+        before_run, numbers = sys.getprofile(), torch.get_rng_state()
+        with restored(model) as before, mode:
+            sys.setprofile(self._profile)
+            try:
+                out = self._run(run, fakes, {id(x): x for x in named.values()})
+            finally:
+                sys.setprofile(before_run)
+            texts = replaced_buffers(before, self._line_of)
+        if draws[0] != random.getstate():
+            raise Unsupported("a random number of Python's")
+        if not _same_numbers(draws[1], np.random.get_state(legacy=False)["state"]):
+            raise Unsupported("numpy.random")
+        if not torch.equal(numbers, torch.get_rng_state()):
+            raise Unsupported("a state, that of torch's generator,")
+        self._refuse_acts(named, needed)
+        memories = tuple(_memory(x) for x in pytree.tree_leaves(out) if isinstance(x, Tensor))
+        return memories, owners, [*self._changes(changed, texts), *prints(self.codes)]
+
+    def reads(self) -> Reads:
+        """Return the guards of the capture: all values that its code can be seen to read."""
+        found = {Read("model", "hooks"), Read(GRAD_MODE), *self._reads.reads, *self._reads.absent()}
+        traced = {code_hash(code): f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})" for code in self.codes}
+        ordered = sorted(found, key=lambda read: (read.expression, read.what, repr(read.key)))
+        return Reads(tuple(ordered), self._reads.scopes, tuple(sorted(traced.items())), unseen=True)
+
+    def _profile(self, frame: FrameType, event: str, called: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code not in self.codes and not is_versioned(code):
+            self.codes[code] = None
+            for state in (self._state, self._reads):
+                state.add_globals(code, frame.f_globals)
+        elif event == "call" and _is_state(code) and frame.f_back is not None and _is_users(frame.f_back):
+            raise Unsupported(f"a state, {code.co_name}")
+        elif event == "c_call":
+            owner = getattr(called, "__self__", None)
+            if isinstance(owner, random.Random):
+                raise Unsupported("a random number of Python's")
+            if owner is time and called.__name__ in _TIMES and not is_versioned(code):
+                raise Unsupported(f"builtin `time.{called.__name__}`")
+            modules = {getattr(called, "__module__", ""), owner.__name__ if isinstance(owner, ModuleType) else ""}
+            of_process = isinstance(owner, ContextVar) or not modules.isdisjoint(_STATE_MODULES)
+            if of_process and called not in STATES.values() and _is_users(frame):
+                raise Unsupported(f"a state, {called.__name__}")
+
+    def _refuse_acts(self, named: dict[str, Tensor], needed: dict[str, bool]) -> None:
+        """Raises Unsupported for what forward did with parameters and inputs, and a program does not."""
+        for name, x in named.items():
+            if x.requires_grad != needed[name]:
+                raise Unsupported("Unsupported Tensor.requires_grad_() call")
+            if x.grad is not None:
+                raise Unsupported("a backward within forward")
+            if x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None):
+                raise Unsupported("a hook of a parameter or an input")
+
+    def _changes(self, changed: list[tuple[str, str, object]], texts: list[str]) -> list[ShardcWarning]:
+        """Return a warning for each module that keeps a tensor, and for globals; CaptureError for what is read too."""
+        names = loaded_names(self.codes)
+        for expression, owner, value in changed:
+            name = expression.rpartition(".")[2]
+            if not name.isidentifier() or name in names:
+                raise reads_and_changes(expression, name, self._line_of(name))
+            if not owner.startswith("model"):
+                texts.append(f"the model changes {expression}")
+            elif any(isinstance(x, Tensor) for x in pytree.tree_leaves(value)):
+                path = ".".join(re.findall(r"_modules\['([^']+)'\]", owner))
+                texts.append(f"{module_text(path)} changes its attributes")
+        text = "in forward; the compiled program does not"
+        return [ShardcWarning(f"{change} {text}") for change in dict.fromkeys(texts)]
+
+    def _line_of(self, name: str) -> str | None:
+        """Return ``file:line`` of the first line that ran and that changes ``name``."""
+        changes = re.compile(rf"\b{re.escape(name)}\b.*(?:[^=!<>]=[^=]|\.\w+\(|\]\s*=)")
+        for code in self.codes:
+            with suppress(OSError, TypeError):  # no source
+                lines, first = inspect.getsourcelines(code)
+                for at, line in enumerate(lines):
+                    if changes.search(line):
+                        return f"{code.co_filename}:{max(first, 1) + at}"
+        return None
+
+    def refuse_foreign(self, gm: fx.GraphModule) -> None:
+        """Raises CaptureError for a traced tensor that needs a gradient and is no parameter of the model."""
+        of_loss = {id(x) for x in self._loss.parameters()} if isinstance(self._loss, nn.Module) else set()
+        for node in gm.graph.find_nodes(op="get_attr"):
+            x = attrgetter(str(node.target))(gm)
+            if isinstance(x, Tensor) and x.requires_grad and id(x) not in of_loss:
+                raise CaptureError(
+                    f"forward reads a tensor of shape {list(x.shape)} that needs a gradient and is no parameter of the "
+                    "compiled model",
+                    source=next(filter(None, map(line_of, node.users)), calling_line()),
+                    fix="reach it through self: register its module as an attribute",
+                )
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Return whether ``frame`` is of code that is neither torch's, Python's, shardc's nor a library's."""
+    return not is_versioned(frame.f_code) and not is_of_library(str(frame.f_globals.get("__name__")))
+
+
+_STATE_FILES = ("torch/random.py", "torch/backends/", "torch/utils/_python_dispatch.py", "torch/cuda/random.py")
+# Of functions written in C.
+_STATE_MODULES = ("posix", "nt", "_thread", "torch._C", "torch._C._autograd", "torch._C._functorch")
+
+
+@cache
+def _is_state(code: CodeType) -> bool:
+    """Return whether ``code`` is of a function of torch that returns a state."""
+    path = versioned_path(code.co_filename) or ""
+    return path.startswith(_STATE_FILES) or path == "torch/__init__.py" and code.co_argcount == 0
+
+
+def unseen(model: nn.Module, refused: CaptureError) -> ShardcWarning:
+    """Return the warning of a capture that Dynamo ``refused`` and that ran the model."""
+    return ShardcWarning(
+        f"{refused.what} ({refused.source}): captured by running {type(model).__name__} on fake tensors. Attributes of "
+        "its modules, and globals that its code names, are compared at each call. What it reads elsewhere keeps the "
+        "value of the first call: globals of other modules, context variables, closures of functions that it makes, "
+        "files, the environment. Such a program is not stored"
+    )
+
+
+class _Lines(TorchFunctionMode):
+    """Notes the user's line of each call of torch, and refuses some calls.
+
+    Args:
+        inputs: parameters and inputs of a run to look at, by id.
+    """
+
+    def __init__(self, inputs: dict[int, Tensor]) -> None:
+        super().__init__()
+        self._inputs = inputs
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        file, _, line = (calling_line() or "").rpartition(":")
+        fx_traceback.current_meta["stack_trace"] = f'File "{file}", line {line}'
+        message = _REFUSED.get(function) or (args and id(args[0]) in self._inputs and _OF_INPUTS.get(function))
+        if message and not is_versioned(sys._getframe(1).f_code):
+            raise Unsupported(message)
+        known = args and id(args[0]) in self._inputs and args[0].requires_grad
+        out = function(*args, **(kwargs or {}))
+        if function is Tensor.requires_grad_ and id(args[0]) in self._inputs and args[0].requires_grad != known:
+            raise Unsupported("Unsupported Tensor.requires_grad_() call")
+        return out
+
+
+def _memory(x: Tensor) -> Memory:
+    kind = type(x.grad_fn).__name__ if x._is_view() else ""
+    return Memory(
+        x.untyped_storage()._cdata,
+        "AsStrided" in kind,
+        isinstance(x.grad_fn, torch.autograd.function.BackwardCFunction) and x._is_view(),
+    )
+
+
+def _same_numbers(some: Any, others: Any) -> bool:
+    return all(np.array_equal(some[key], others[key]) for key in some)
