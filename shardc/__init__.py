@@ -20,6 +20,7 @@ with _outgrown():  # garbage collections would take a quarter of the time of the
     from shardc.passes.options import Options
     from shardc.plan import (
         Plan,
+        chunked_loss,
         cp,
         ddp,
         ep,
@@ -59,6 +60,7 @@ __all__ = [
     "Simulation",
     "auto",
     "batches",
+    "chunked_loss",
     "compile",
     "ddp",
     "cp",

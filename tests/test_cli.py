@@ -184,7 +184,7 @@ BAD = {
         ["small_target.py:example", "--stage", "colectives"],
         "--stage colectives: no such stage; use one of capture, experts, attention, canonicalize, float8, seed, pad, "
         "propagate, objective, precision, reshard, simplify, collectives, keep_part, localize, offload, "
-        "hoist_grad_epilogue, "
+        "hoist_grad_epilogue, chunk_loss, "
         "decompose, partition, partition.backward, skip_regather, skip_regather.backward, bucket, bucket.backward, "
         "algorithms, algorithms.backward, schedule, schedule.backward, plan_memory, plan_memory.backward",
     ),

@@ -24,6 +24,7 @@ from shardc.ir.returned import AGAIN
 from shardc.ir.rewriter import GraphRewriter
 
 PREFIX = "model."  # of the names of the model's modules, parameters and buffers in the traced root module
+CHUNK_ROWS = "chunk_rows"  # key of the annotation of ops that the model computes by chunks of rows
 OUTPUT = ""  # name of the tag that gives each output a node of its own
 SAME = "="  # name of the tag of an output that is the same tensor object as an earlier one
 _WITH_EFFECTS = torch.ops.higher_order.with_effects
@@ -295,13 +296,16 @@ def _module_path(node: fx.Node) -> str:
 
 def _region(node: fx.Node) -> dict[str, Any]:
     """Return the fields of an `Origin` for the checkpoint region of ``node``: its number, from 1 in the order of the
-    calls (0 outside of all regions), and whether the region's policy saves the result.
+    calls (0 outside of all regions), and whether the region's policy saves the result; and for the rows that the model
+    computes at a time, as `shardc.capture.replacements` annotates it.
     """
+    annotated = node.meta.get("custom") or {}
+    fields = {CHUNK_ROWS: annotated[CHUNK_ROWS]} if CHUNK_ROWS in annotated else {}
     policy = node.meta.get("recompute")
     if not isinstance(policy, CheckpointPolicy):
-        return {}
+        return fields
     saved = policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-    return {"region": node.meta.get("ac_graph_id", 0) + 1, "saved": saved}
+    return fields | {"region": node.meta.get("ac_graph_id", 0) + 1, "saved": saved}
 
 
 def _stem(node: fx.Node, module: str = "") -> str:

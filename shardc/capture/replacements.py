@@ -28,11 +28,13 @@ from torch._dynamo.trace_rules import get_tensor_method, get_torch_obj_rule_map
 from torch._dynamo.variables import ConstantVariable, TorchInGraphFunctionVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import GetAttrVariable
+from torch.fx.traceback import annotate
 from torch.nn import _reduction as _Reduction
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardc._compat import PyTree
 from shardc.capture import checkpoints, decompositions, in_place_ops, markers, raises, side_effects, written_out
+from shardc.capture.annotate import CHUNK_ROWS
 from shardc.validate import dtype_name
 
 _call_method = GetAttrVariable.call_method
@@ -319,12 +321,13 @@ def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> T
 
 def chunked_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
-    reduction: str, ignore_index: int, label_smoothing: float, *_: object,
+    reduction: str, ignore_index: int, label_smoothing: float, rows: int, *_: object,
 ) -> tuple[Tensor, None, None, None]:  # fmt: skip
-    """Return (loss, None, None, None), the loss computed of all rows at once: torch's kernel over chunks of rows has no
-    sharding rule.
+    """Return (loss, None, None, None), the loss in ops that have sharding rules; pass ``chunk_loss`` cuts it into
+    chunks of ``rows``.
     """
-    logits = F.linear(input, linear_weight, linear_bias)
+    with annotate({CHUNK_ROWS: rows}):
+        logits = F.linear(input, linear_weight, linear_bias)
     loss = F.cross_entropy(
         logits, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
     )
@@ -333,10 +336,11 @@ def chunked_cross_entropy(
 
 def chunked_cross_entropies(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
-    ignore_index: int, *_: object,
+    ignore_index: int, rows: int, *_: object,
 ) -> Tensor:  # fmt: skip
     """Computes `chunked_cross_entropy` without reduction: one loss a row."""
-    logits = F.linear(input, linear_weight, linear_bias)
+    with annotate({CHUNK_ROWS: rows}):
+        logits = F.linear(input, linear_weight, linear_bias)
     return F.cross_entropy(logits, target, weight, ignore_index=ignore_index, reduction="none")
 
 

@@ -30,6 +30,7 @@ LOCAL = (
     "localize",
     "offload",
     "hoist_grad_epilogue",
+    "chunk_loss",
     "decompose",
 )  # stages at local shapes, before forward and backward are split
 SCALED = GLOBAL + ("propagate",)  # stages before the gradient scaling of the objective is in the graph

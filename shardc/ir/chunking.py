@@ -4,7 +4,7 @@ chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -14,12 +14,21 @@ from torch import fx
 from shardc.ir.comm import WAIT
 from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.graph import info, is_tensor, update, value
-from shardc.ir.op_traits import RESHAPES, is_pointwise
+from shardc.ir.op_traits import CAST, RESHAPES, is_pointwise
 from shardc.ir.rewriter import GraphRewriter
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 _SUMS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default}
+_VIEWS = RESHAPES | {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims}
+# Ops along the dim that is their second argument; other dims are loops.
+_ALONG = {
+    aten.gather.default, aten.scatter.value, aten.scatter.src, aten.index_select.default, aten.slice.Tensor,
+    aten._softmax.default, aten._log_softmax.default,
+}  # fmt: skip
+# Ops of which each element of the result depends on one element of the operand.
+_BY_ELEMENT = {aten.expand.default, CAST, aten.clone.default}
+_CHECKS = "shardc_checks"  # namespace of ops that return their operand
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,7 @@ def operands(node: fx.Node, cut: ChunkSpec) -> Operands | None:
         return {first: cut} if kind == "all_reduce" else None
     if target is WAIT:
         return {first: cut}
-    if target in RESHAPES:
+    if target in _VIEWS:
         seen = viewed(cut, shape, source_shape)
         return None if seen is None else {first: seen}
     if target in PRODUCTS:
@@ -100,7 +109,12 @@ def operands(node: fx.Node, cut: ChunkSpec) -> Operands | None:
         keepdim = len(source_shape) == len(shape)
         dim = cut.dim if keepdim else [dim for dim in range(len(source_shape)) if dim not in gone][cut.dim]
         return None if dim in gone else {first: replace(cut, dim=dim)}
-    if target is aten.expand.default or target is aten._to_copy.default or is_pointwise(target):
+    if target in _ALONG:
+        alike = [x for x in node.all_input_nodes if len(value(x).shape) == len(shape)]
+        if node.args[1] % len(shape) == cut.dim or any(value(x).shape[cut.dim] != shape[cut.dim] for x in alike):
+            return None
+        return {x: cut if x in alike else None for x in node.all_input_nodes}
+    if target in _BY_ELEMENT or getattr(target, "namespace", "") == _CHECKS or is_pointwise(target):
         return {x: _broadcast(cut, value(x).shape, shape) for x in node.all_input_nodes}
     return None
 
@@ -110,7 +124,7 @@ def results(node: fx.Node, x: fx.Node, cut: ChunkSpec) -> Iterator[ChunkSpec]:
 
     The caller checks by `operands` which of them are valid.
     """
-    if node.target in RESHAPES:
+    if node.target in _VIEWS:
         seen = viewed(cut, value(x).shape, value(node).shape)
         yield from () if seen is None else (seen,)
     elif node.op == "call_function" and is_tensor(node):
@@ -150,6 +164,22 @@ def _of_product(node: fx.Node, cut: ChunkSpec) -> Operands | None:
     return out
 
 
+def total_operands(node: fx.Node, read: Mapping[fx.Node, ChunkSpec]) -> Operands | None:
+    """Return operand -> its `ChunkSpec` if the result of ``node`` is the sum of what it gives for each chunk of the
+    operands ``read``: a sum over the chunked dim, or a product that contracts it. None for other nodes.
+    """
+    x, cut = next(iter(read.items()))
+    if node.target is aten.mm.default:
+        left, right = node.args
+        cuts: Operands = {left: replace(cut, dim=1), right: replace(cut, dim=0)}
+        return cuts if left is not right and all(cuts[x] == cut for x, cut in read.items()) else None
+    dims = node.args[1:2] if node.target is aten.sum.dim_IntList else None
+    if dims is None and node.target is not aten.sum.default:
+        return None
+    rank = len(value(x).shape)
+    return dict(read) if not dims or cut.dim in {dim % rank for dim in dims[0] or range(rank)} else None
+
+
 def make_pieces(graph: fx.Graph, cuts: dict[fx.Node, ChunkSpec]) -> None:
     """Rewrite each node in ``cuts`` as several, one per chunk (all have the same number of chunks); chunks that other
     nodes read are concatenated.
@@ -160,10 +190,10 @@ def make_pieces(graph: fx.Graph, cuts: dict[fx.Node, ChunkSpec]) -> None:
     Args:
         cuts: in the graph's order; `operands` accepts each.
     """
-    _ChunkRewriter(graph, cuts).run()
+    ChunkRewriter(graph, cuts).run()
 
 
-class _ChunkRewriter:
+class ChunkRewriter:
     """Rewrites the nodes in ``cuts`` chunk by chunk; state of one `make_pieces`."""
 
     def __init__(self, graph: fx.Graph, cuts: dict[fx.Node, ChunkSpec]) -> None:
@@ -216,13 +246,13 @@ class _ChunkRewriter:
             if x in self.cuts:
                 node.replace_input_with(x, self._join(x, before))
 
-    def _piece(self, node: fx.Node, number: int, before: fx.Node) -> fx.Node:
-        cut, target, self.phase = self.cuts[node], node.target, info(node).origin.phase
+    def _piece(self, node: fx.Node, number: int, before: fx.Node, phase: str = "") -> fx.Node:
+        cut, target, self.phase = self.cuts[node], node.target, phase or info(node).origin.phase
         need = operands(node, cut)
         assert need is not None
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: self._operand(x, need[x], number, before))
-        if target in RESHAPES or target is aten.expand.default:
-            target = aten.reshape.default if target in RESHAPES else target
+        if target in _VIEWS or target is aten.expand.default:
+            target = aten.reshape.default if target in _VIEWS else target
             args = (args[0], cut.shape(value(node).shape))
         elif collective_kind(node):
             x, *rest = args

@@ -79,6 +79,7 @@ class Origin:
         consumer: for a reshard that no plan entry asked for, the name of the op, or of the output, that needs it.
         region: number of its ``torch.utils.checkpoint`` region, which backward recomputes; 0 for none.
         saved: whether the policy of its region saves its result (``must_save``), so that backward reads it.
+        chunk_rows: number of rows that the model computes at a time (``linear_cross_entropy``); 0 for all.
     """
 
     module: str = ""
@@ -88,6 +89,7 @@ class Origin:
     region: int = 0
     consumer: str = ""
     saved: bool = False
+    chunk_rows: int = 0
 
     @property
     def reason(self) -> str:

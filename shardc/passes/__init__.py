@@ -28,6 +28,7 @@ from shardc.passes.layout.propagate import Propagate as Propagate
 from shardc.passes.layout.reshard import Reshard as Reshard
 from shardc.passes.layout.seed import Seed as Seed
 from shardc.passes.layout.simplify import Simplify as Simplify
+from shardc.passes.lower.chunk_loss import ChunkLoss as ChunkLoss
 from shardc.passes.lower.collectives import Collectives as Collectives
 from shardc.passes.lower.comm_hooks import OnTheWire as OnTheWire
 from shardc.passes.lower.decompose import Decompose as Decompose
@@ -143,6 +144,8 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: FakeTensorMode, devic
             Offload(plan.on_host, fake_mode, device, plan.deferred.names),
             # After the last pass that adds ops to a gradient.
             HoistGradEpilogue(),
+            # It needs local shapes, and the collectives within rows.
+            ChunkLoss(plan.plan.setting("chunked_loss"), str(plan.plan.entry_of("chunked_loss") or "")),
             # It needs local shapes; the partitioner then treats chunks as any other ops.
             Decompose(
                 mesh, sending(cost, options.p2p_collectives is not False), computing(cost, device), options.decompose

@@ -1,5 +1,6 @@
 """Plans: frozen, composable values that give the layouts of a model's tensors on a mesh."""
 
+from shardc.plan.constructors import chunked_loss as chunked_loss
 from shardc.plan.constructors import cp as cp
 from shardc.plan.constructors import ddp as ddp
 from shardc.plan.constructors import ep as ep

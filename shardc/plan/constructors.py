@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from shardc.errors import PlanError
-from shardc.plan.entries import Cp, Ddp, Ep, Fsdp, Microbatches, Offload, Pp, Precision, Recompute, Tp
+from shardc.plan.entries import ChunkedLoss, Cp, Ddp, Ep, Fsdp, Microbatches, Offload, Pp, Precision, Recompute, Tp
 from shardc.plan.entries.data_parallel import axis_names, by_glob, gathered_in, regathered
 from shardc.plan.layout_spec import quote
 from shardc.plan.value import CONSTRUCTORS, Plan
@@ -236,6 +236,31 @@ def recompute(names: str | Sequence[str]) -> Plan:
     return Plan.of(Recompute(glob) for glob in _globs(names, "recompute(...)"))
 
 
+def chunked_loss(chunks: int = 8) -> Plan:
+    """Compute logits and their loss for one chunk of rows (tokens) after another, in forward and in backward.
+
+    Logits are then never whole in memory. They are the result of the last product before the loss, whatever the loss:
+    ``F.cross_entropy(head(x), targets)`` with its options, ``F.linear_cross_entropy``, or a loss of your own that
+    treats each row by itself and adds up. The compiled module has to compute the loss, and not return logits. Backward
+    computes the logits of a chunk again: one more product with the head's weight in each step. The weight is gathered
+    once for all chunks.
+
+    Args:
+        chunks: number of chunks, 1 or more; up to four times as many, if ``chunks`` does not divide the rows of a rank.
+
+    Raises:
+        PlanError: the number is below 1.
+
+    Warns:
+        ShardcWarning: when the plan is used, logits stay whole: they are an output, something needs all rows of them,
+            or no such number divides the rows.
+
+    >>> print(fsdp("dp") | chunked_loss(chunks=16))
+    fsdp("dp", level=3) | chunked_loss(chunks=16)
+    """
+    return Plan.of([ChunkedLoss(chunks)])
+
+
 def microbatches(count: int, reduce: str = "step") -> Plan:
     """Split the batch of each rank into microbatches, which run one after the other.
 
@@ -301,5 +326,5 @@ def _globs(names: object, entry: str) -> Iterable[str]:
 
 CONSTRUCTORS |= {
     function.__name__: function
-    for function in (ddp, fsdp, hsdp, tp, cp, ep, microbatches, pp, precision, offload, recompute, Plan)
+    for function in (ddp, fsdp, hsdp, tp, cp, ep, chunked_loss, microbatches, pp, precision, offload, recompute, Plan)
 }

@@ -59,6 +59,7 @@ _NAMESPACES = (
     OWN_NAMESPACE,
     "shardc_random",
     "shardc_checks",
+    "shardc_order",
     "shardc_recurrent",
     "shardc_experts",
     "shardc_float8",

@@ -156,7 +156,7 @@ class InspectedProgram(Program):
         joint = self.schedule(hardware, stage="localize")
         scheduled, shown = joint if stage == "localize" else self.schedule(hardware), self.shown
         findings = lint(shown.whole("collectives"), joint, scheduled)
-        loops = candidates(shown.graph("hoist_grad_epilogue"), shown.pipeline[Decompose])
+        loops = candidates(shown.graph("chunk_loss"), shown.pipeline[Decompose])
         return findings + [in_pieces(one.name, one.module, one.source, one.pieces, one.reason) for one in loops]
 
     @typed()

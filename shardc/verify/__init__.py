@@ -49,6 +49,7 @@ SPECS: dict[str, tuple[Check, ...]] = {
     "localize": LOCAL,
     "offload": LOCAL,
     "hoist_grad_epilogue": LOCAL,
+    "chunk_loss": LOCAL,
     "decompose": LOCAL,
     "partition": LOCAL,
 }

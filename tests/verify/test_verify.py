@@ -37,6 +37,7 @@ LEGAL = {
     "localize": "",
     "offload": "",
     "hoist_grad_epilogue": "",
+    "chunk_loss": "",
     "decompose": "",
     "partition": "",
 }

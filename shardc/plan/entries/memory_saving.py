@@ -1,4 +1,4 @@
-"""`Offload` and `Recompute`, of ``offload`` and ``recompute``: save device memory."""
+"""`ChunkedLoss`, `Offload` and `Recompute`, of ``chunked_loss``, ``offload`` and ``recompute``: save device memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardc.plan.constructor_calls import Call
 from shardc.plan.entries.entry import Entry
 from shardc.plan.match import must_match
 from shardc.plan.placed import Placed
-from shardc.validate import check_fields
+from shardc.validate import Range, check_fields
 
 
 @dataclass(frozen=True)
@@ -72,3 +72,29 @@ class Recompute(Entry):
     @property
     def row(self) -> tuple[str, str, str]:
         return "recompute", self.glob, "activations"
+
+
+@dataclass(frozen=True)
+class ChunkedLoss(Entry):
+    """Computes logits and their loss for one of ``chunks`` parts of the rows after another (`shardc.chunked_loss`)."""
+
+    chunks: Annotated[int, Range(1)] = 8
+
+    def __post_init__(self) -> None:
+        check_fields(self, PlanError, "", plan_entry=str(self))
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return ("chunked_loss",)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        return {"chunked_loss": self.chunks}
+
+    @property
+    def call(self) -> Call:
+        return "chunked_loss", super().call[1]
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        return "loss", "logits", f"in {self.chunks} chunks of rows, one after the other"

@@ -192,7 +192,7 @@ class Setting(Raw):
     }  # fmt: skip
     DEFAULTS: ClassVar[dict[str, Any]] = {
         "reduce": "mean", "grad_scale": 1.0, "dtensor_outputs": False, "accumulate": False, "overlap": True,
-        "bucket_size": None, "microbatches": 1, "reduce_in": "step", "pp": None,
+        "bucket_size": None, "microbatches": 1, "reduce_in": "step", "pp": None, "chunked_loss": 1,
     }  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -1,0 +1,333 @@
+"""ChunkLoss: computes logits and their loss for one chunk of rows after another."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from math import ceil, gcd, prod
+
+import torch
+from torch import fx
+
+from shardc.custom_ops.flops import is_dense
+from shardc.custom_ops.order import AFTER
+from shardc.errors import PlanError, ShardcWarning
+from shardc.ir import graph as ir
+from shardc.ir.chunking import PRODUCTS, ChunkRewriter, ChunkSpec, Operands, operands, through, total_operands
+from shardc.ir.comm import WAIT
+from shardc.ir.comm_volume import collective_kind
+from shardc.ir.op_traits import CAST
+from shardc.passes.lower.microbatch import behind_tangent
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ChunkLoss:
+    """Cuts the last product before the loss, and all that reads its result, into chunks of rows.
+
+        %y = mm(%x, %w)                     %y0 = mm(%x0, %w);  %l0 = loss of %y0
+        %l = loss of %y                 ->  %y1 = mm(%x1, %w);  %l1 = loss of %y1
+        %gw = mm(%gy.t, %x)                 %gw0 = mm(%gy0.t, %x0);  %gw1 = addmm(%gw0, %gy1.t, %x1)
+        %gx = mm(%gy, %w)                   %gx = cat(mm(%gy0, %w), mm(%gy1, %w))
+
+    Forward computes chunk after chunk. So does backward, which computes each chunk's logits again. The rows of a chunk
+    are taken by ``shardc_order::after``, when the chunk before is done. Each chunk has its own collectives (the maximum
+    and the sum of a row whose vocabulary is split), which backward does not repeat. What does not depend on rows (the
+    gathered weight) is shared by all chunks.
+
+    *Requires:* a local joint graph. *Ensures:* values are the same, up to the order of sums over rows.
+
+    Args:
+        chunks: number of chunks, or up to four times as many, if these divide the rows; 1 leaves the graph as it is.
+        cause: the plan entry; "" if there is none: then the chunks are those of the model's ``linear_cross_entropy``.
+
+    Warns:
+        ShardcWarning: logits stay whole, since no such number divides the rows, or something needs all of them (they
+            are an output).
+    """
+
+    chunks: int = 1
+    cause: str = ""
+    name = "chunk_loss"
+    requires = ("localize",)
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        heads = _last_products(gm.graph)
+        chunks = self.chunks if self.cause else max(map(_chunks_in_model, heads), default=1)
+        if chunks == 1 or not heads:
+            return gm
+        region = _region(gm.graph, heads, chunks)
+        if isinstance(region, _Region):
+            _Loops(gm.graph, region).run()
+            gm.graph.lint()
+            gm.recompile()
+        elif ir.placeholders(gm.graph, "tangent"):
+            warnings.warn(ShardcWarning(str(self._error(heads[0], region))), stacklevel=2)
+        return gm
+
+    def _error(self, head: fx.Node, reason: str) -> PlanError:
+        record = ir.info(head)
+        return PlanError(
+            f"the logits %{record.name} are computed as a whole: {reason}",
+            plan_entry=self.cause or None,
+            source=record.origin.source or None,
+            fix="return the loss only, and shift the targets instead of the logits; or ask for no chunks",
+        )
+
+
+def _chunks_in_model(head: fx.Node) -> int:
+    """Returns the number of chunks in which the model's own code computes ``head``, if it ran on one rank's rows."""
+    rows = ir.info(head).origin.chunk_rows
+    return ceil(ir.value(head).shape[0] / rows) if rows else 1
+
+
+def _region(graph: fx.Graph, heads: list[fx.Node], chunks: int) -> _Region | str:
+    """Returns the region of ``heads`` in the fewest chunks, from ``chunks`` on, that work; the reason if none do."""
+    other = next((head.target for head in heads if head.target not in (aten.mm.default, aten.addmm.default)), None)
+    if other is not None:
+        return f"{other} computes them, which has no chunks"
+    rows = gcd(*(ir.value(head).shape[0] for head in heads))
+    reasons = []
+    for count in (n for n in range(chunks, 4 * chunks + 1) if rows % n == 0):
+        region = _Region(graph, heads, count)
+        if (reason := region.whole()) is None:
+            return region
+        reasons.append(reason)
+    return next(iter(reasons), f"{rows} rows of each rank have no divisor from {chunks} to {4 * chunks}")
+
+
+def _last_products(graph: fx.Graph) -> list[fx.Node]:
+    """Returns the matrix products of forward behind which there is none, but those with much smaller results."""
+    leads: set[fx.Node] = set()  # nodes that lead to a product of forward
+    last = []
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or ir.info(node).origin.phase != "forward":
+            continue
+        if any(user in leads for user in node.users):
+            leads.add(node)
+        elif is_dense(node.target):
+            last.append(node)
+            leads.add(node)
+    largest = max(map(_numel, last), default=0)
+    return [node for node in last if _numel(node) and 2 * _numel(node) >= largest][::-1]
+
+
+def _numel(node: fx.Node) -> int:
+    return prod(ir.value(node).shape) if ir.is_tensor(node) else 0
+
+
+class _Region:
+    """What is computed chunk by chunk: all that reads logits, up to the products of the gradients.
+
+    Attributes:
+        cuts: node -> its chunks, in the graph's order.
+        totals: node that is added up over the chunks -> the chunks of its operands.
+        ends: products of the gradient of the rows.
+        copied: those of ``cuts`` that do not depend on logits; what else reads them has them as they are.
+    """
+
+    def __init__(self, graph: fx.Graph, heads: list[fx.Node], count: int) -> None:
+        self.rows = max(ir.value(head).shape[0] for head in heads)
+        self.least = min(map(_numel, heads))
+        self.graph, self.heads = graph, heads
+        self.cuts: dict[fx.Node, ChunkSpec] = {}
+        self.totals: dict[fx.Node, Operands] = {}
+        self.ends: set[fx.Node] = set()
+        self.copied: set[fx.Node] = set()
+        for node in graph.nodes:
+            if node in heads:
+                size = ir.value(node).shape[0]
+                self.cuts[node] = ChunkSpec(0, 1, count, size // count)
+            else:
+                self._follow(node)
+        self._prune()
+        self._climb()
+        self.cuts = {node: self.cuts[node] for node in graph.nodes if node in self.cuts}
+
+    def whole(self) -> str | None:
+        """Returns why logits have to be whole at once; None if they do not."""
+        late: set[fx.Node] = set()  # nodes that are known when all chunks of their phase have been computed
+        for node in self.graph.nodes:
+            mine = self.has(node)
+            if node.op == "output":
+                read = next(
+                    (x for x in node.all_input_nodes if x in self.cuts and x not in self.copied and self.is_wide(x)),
+                    None,
+                )
+                if read is not None:
+                    return f"%{ir.info(read).name} is an output"
+                continue
+            phase = ir.info(node).origin.phase
+            before = [x for x in node.all_input_nodes if ir.info(x).origin.phase == phase]
+            if mine:
+                need = self.totals.get(node) or operands(node, self.cuts[node])
+                assert need is not None
+                if any(
+                    x in late or (self.has(x) and x not in self.copied and self.cuts.get(x) != need[x]) for x in before
+                ):
+                    return f"%{ir.info(node).name} needs a value of all rows"
+                continue
+            read = [x for x in node.all_input_nodes if self.has(x) and x not in self.copied]
+            if any(x in late or x in read for x in before):
+                late.add(node)
+            if any(x in self.cuts and self.is_wide(x) for x in read):
+                return f"%{ir.info(node).name} ({node.target}) reads all rows at once"
+        return None
+
+    def has(self, node: fx.Node) -> bool:
+        return node in self.cuts or node in self.totals
+
+    def is_wide(self, node: fx.Node) -> bool:
+        """Returns whether ``node`` has more than one element for each row, and is no gradient of the rows."""
+        return _numel(node) > self.rows and node not in self.ends
+
+    def _follow(self, node: fx.Node) -> None:
+        """Adds ``node``, if it reads chunks and can be computed from them."""
+        read = {x: self.cuts[x] for x in node.all_input_nodes if x in self.cuts and x not in self.ends}
+        if not read:
+            return
+        if (cut := through(node, read)) is not None:
+            self.cuts[node] = cut
+            if node.target in PRODUCTS:
+                self.ends.add(node)
+        elif any(map(self.is_wide, read)) and (need := total_operands(node, read)) is not None:
+            self.totals[node] = need
+
+    def _prune(self) -> None:
+        """Drops values of one element a row that lead to nothing of logits: they are computed of all rows at once."""
+        useful: set[fx.Node] = set(self.totals)
+        for node in reversed(self.cuts):
+            phase = ir.info(node).origin.phase
+            onward = any(user in useful and ir.info(user).origin.phase == phase for user in node.users)
+            if onward or any(map(self.is_wide, [node, *(x for x in node.all_input_nodes if x in self.cuts)])):
+                useful.add(node)
+        self.cuts = {node: cut for node, cut in self.cuts.items() if node in useful}
+
+    def _climb(self) -> None:
+        """Adds what is as large as logits, or computed from that, and is read by chunks: masks, one-hot targets."""
+        for node in reversed(self.graph.nodes):
+            if (
+                node.op != "call_function"
+                or self.has(node)
+                or not any(map(self._is_large, [node, *node.all_input_nodes]))
+            ):
+                continue
+            if node.target in PRODUCTS or node.target is WAIT or collective_kind(node) is not None:
+                continue
+            readers = [user for user in node.users if user in self.cuts and user.target not in PRODUCTS]
+            if not self._is_large(node) and len(readers) < len(node.users):
+                continue
+            wanted = {need[node] for user in readers if (need := operands(user, self.cuts[user])) is not None}
+            cut = wanted.pop() if len(wanted) == 1 else None
+            if cut is not None and operands(node, cut) is not None:
+                self.cuts[node] = cut
+                self.copied.add(node)
+
+    def _is_large(self, node: fx.Node) -> bool:
+        return _numel(node) >= self.least
+
+
+class _Loops(ChunkRewriter):
+    """Rewrites a region as two loops over the chunks, written out: one in forward, one in backward."""
+
+    def __init__(self, graph: fx.Graph, region: _Region) -> None:
+        super().__init__(graph, region.cuts)
+        self.region = region
+        # total -> the cast to a wider dtype that alone reads it, in which it is added up
+        self.casts = {total: cast for total in region.totals if (cast := _widening(total)) is not None}
+        self.sums: dict[fx.Node, fx.Node] = {}  # total, or its cast -> the sum so far
+        self.again: dict[fx.Node, fx.Node] = {}  # node of forward -> its piece of this chunk, computed by backward
+        self.done: list[fx.Node] = []  # results of the chunk before
+        self.tangents = behind_tangent(graph)
+
+    def run(self) -> None:
+        mine = [node for node in self.graph.nodes if self.region.has(node) or node in self.casts.values()]
+        last = {ir.info(node).origin.phase: node for node in mine}
+        loop: dict[fx.Node, None] = {}  # nodes of the phase so far
+        late: dict[fx.Node, None] = {}  # other nodes that read these
+        for node in list(self.graph.nodes):
+            if node in mine:
+                loop[node] = None
+                if node in last.values():
+                    end = node.next
+                    self._write(list(loop), end)
+                    for behind in late:
+                        self._take_joined(behind, end)
+                        end.prepend(behind)
+                    loop, late = {}, {}
+            elif any((x in loop and x not in self.region.copied) or x in late for x in node.all_input_nodes):
+                late[node] = None
+            else:
+                self._take_joined(node, node)
+        for node in reversed(mine):
+            if node not in self.region.copied or not node.users:
+                self.graph.erase_node(node)
+
+    def _write(self, loop: list[fx.Node], before: fx.Node) -> None:
+        """Inserts the nodes of one phase, all of a chunk before the next."""
+        region, backward = self.region, ir.info(loop[0]).origin.phase == "backward"
+        read = {x: None for node in loop for x in node.all_input_nodes}
+        self.done = [x for x in read if self.tangents[x] and not region.has(x)][:1] if backward else []
+        results = [x for x in loop if x in self.cuts and (x in region.ends or not region.is_wide(x))]
+        results = [x for x in results if any(user not in loop for user in x.users)]
+        for number in range(self.count):
+            self.again = {}
+            for x in read if backward else ():
+                if self._runs_again(x):
+                    self._once_more(x, number, before)
+            for node in loop:
+                if node in region.totals:
+                    self._add(node, number, before)
+                elif node in self.cuts:
+                    self.pieces.setdefault(node, []).append(self._piece(node, number, before))
+            self.done = [*(self.pieces[x][number] for x in results), *(self.sums[x] for x in loop if x in self.sums)]
+        for node in loop:
+            if node in self.sums:
+                node.replace_all_uses_with(ir.update(self.sums[node], name=ir.info(node).name))
+
+    def _add(self, node: fx.Node, number: int, before: fx.Node) -> None:
+        """Inserts one chunk's term of a total, and its sum with the earlier ones."""
+        cast, need = self.casts.get(node), self.region.totals[node]
+        result = node if cast is None else cast
+        total, self.phase = self.sums.get(result), ir.info(node).origin.phase
+        args = fx.map_arg(node.args, lambda x: self._operand(x, need[x], number, before))
+        if total is not None and cast is None and node.target is aten.mm.default:
+            self.sums[node] = self._emit(before, node, aten.addmm.default, total, *args)
+            return
+        term = self._emit(before, node, node.target, *args, **node.kwargs)
+        if cast is not None:
+            term = self._emit(before, cast, cast.target, term, **cast.kwargs)
+        self.sums[result] = term if total is None else self._emit(before, result, aten.add.Tensor, total, term)
+
+    def _runs_again(self, x: fx.Node) -> bool:
+        """Returns whether backward computes ``x`` again, rather than reads what forward has computed."""
+        return x in self.cuts and ir.info(x).origin.phase == "forward" and self.region.is_wide(x)
+
+    def _once_more(self, x: fx.Node, number: int, before: fx.Node) -> fx.Node:
+        """Returns the piece of ``x`` that backward computes again."""
+        if x not in self.again:
+            self.again[x] = self._piece(x, number, before, "backward")
+        return self.again[x]
+
+    def _piece(self, node: fx.Node, number: int, before: fx.Node, phase: str = "") -> fx.Node:
+        piece = super()._piece(node, number, before, phase)
+        if node in self.region.heads and self.done:
+            rows = piece.args[-2]
+            piece.replace_input_with(rows, self._emit(piece, node.args[-2], AFTER, rows, list(self.done)))
+        return piece
+
+    def _join(self, x: fx.Node, before: fx.Node) -> fx.Node:
+        return x if x in self.region.copied else super()._join(x, before)
+
+    def _operand(self, x: fx.Node, cut: ChunkSpec | None, number: int, before: fx.Node) -> fx.Node:
+        if self.phase == "backward" and self._runs_again(x) and self.cuts[x] == cut:
+            return self._once_more(x, number, before)
+        return super()._operand(x, cut, number, before)
+
+
+def _widening(node: fx.Node) -> fx.Node | None:
+    """Returns the cast to a wider dtype that alone reads ``node``; None if there is none."""
+    user = next(iter(node.users)) if len(node.users) == 1 else None
+    wider = user is not None and user.target is CAST and ir.value(user).itemsize > ir.value(node).itemsize
+    return user if wider else None
