@@ -22,7 +22,8 @@ from shardc.dynamic import DynamicDims, check_dynamic
 from shardc.errors import CaptureError, ShardcWarning
 from shardc.integrations import classes_for
 from shardc.ir.clone import clone_tree, replace_tensors, subclass
-from shardc.ir.executable import Compiled, replicated
+from shardc.ir.deferred import replicated
+from shardc.ir.executable import Compiled
 from shardc.ir.inner import flattened, outer_names
 from shardc.ir.mesh import Mesh
 from shardc.lower import lower
@@ -195,7 +196,7 @@ def _compile(arguments: Arguments, in_place: bool = False) -> Any:
         begin_check()
     spec = _spec(build, mesh, groups, template, partial(lower, backend=arguments.backend, by=options.compile_regions))
     for program in (saved := _loaded(arguments.precompiled)):
-        program.check(abstract, plan, template, loss, device)
+        program.check(Mesh.of(mesh), plan, template, loss, device)
 
     # The module: the model's class and code, with its parameters in storage layout.
     sources: Sources = {}

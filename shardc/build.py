@@ -18,7 +18,8 @@ from shardc.cost.compute import wasted
 from shardc.dynamic import Differs, DynamicDims, Families, Family, SizedProgram
 from shardc.errors import CaptureError, PlanError, ShardcWarning
 from shardc.fold import build_folded
-from shardc.ir.executable import NOTHING, Deferred, Executable
+from shardc.ir.deferred import NOTHING, Deferred
+from shardc.ir.executable import Executable
 from shardc.ir.guards import Guards
 from shardc.ir.inner import InnerTensors
 from shardc.ir.layout import Layout
@@ -152,7 +153,8 @@ class Build:
         around = TorchGlobalState.now(self.device)
         call = Signature.of(ModuleSnapshot(template).mode(), around, names, args, kwargs)
         model = described(template, self.loss)
-        return ProgramKey(call, model, self.device.type, self.mesh, self.plan, repr(self.options))
+        mesh = self.mesh if self.pp is None else self.pp.mesh
+        return ProgramKey(call, model, self.device.type, mesh, self.plan, repr(self.options))
 
     def stored(
         self,
@@ -171,8 +173,6 @@ class Build:
             store: Store | str = (
                 "the store is off, by Options(program_cache=False), SHARDC_STORE=0 or Inductor's settings"
             )
-        elif self.pp is not None:
-            store = "the stages of a pipeline are compiled anew in each start"
         elif any(isinstance(module, InnerTensors) for module in template.modules()):
             store = "the model has tensors of wrapper subclasses, whose code for ops may be where no start can look"
         else:

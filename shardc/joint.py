@@ -16,7 +16,7 @@ from shardc.capture import Captured, Dtypes, Tag, capture
 from shardc.cost.compute import Dense, dense, model_flops
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
-from shardc.ir.executable import NOTHING, Deferred
+from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.mesh import Mesh
 from shardc.lower.min_cut import min_cut, must_recompute, must_save
 from shardc.passes.check import Verify

@@ -20,7 +20,7 @@ from shardc.ir.executable import BACKWARD, FORWARD, REDUCTION, Executable, Half,
 from shardc.ir.guards import Guards, Reads
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.stage_runs import StageRuns
+from shardc.ir.schedules import Schedule
 from shardc.ir.text import dump
 from shardc.joint import CUT, Joint, StageRecorder
 from shardc.passes.check import VerifyHalf
@@ -97,7 +97,8 @@ class Program(Executable):
         if self.bound.mesh.time:
             kind = MicrobatchCut if self.bound.pp is None else PipelineCut
             self.cut = cut = kind(joint, folded, self.levels, wanted=used)
-            self.stage_ranks = 0 if self.bound.pp is None else self.bound.pp.ranks
+            if self.bound.pp is not None:
+                self.stage_ranks, self.stage_of = self.bound.pp.ranks, self.bound.pp.first
             self.microbatches, self.in_time = self.bound.mesh.microbatches, cut.in_time
             self.loss, self.tangents = cut.loss, cut.tangents
             self.openings, self.reduce = len(cut.parts.openings), cut.parts.reduce
@@ -158,15 +159,9 @@ class Program(Executable):
     def trains(self) -> bool:
         return self.cut.trains
 
-    def stage_runs(self, training: bool) -> StageRuns:
-        assert isinstance(self.cut, PipelineCut)
-        if training not in self._stage_runs:
-            self._stage_runs[training] = self.cut.runs(training)
-        return self._stage_runs[training]
-
-    @cached_property
-    def _stage_runs(self) -> dict[bool, StageRuns]:
-        return {}
+    def order(self, training: bool) -> Schedule:
+        assert self.bound.pp is not None
+        return self.bound.pp.order(self.microbatches, training)
 
     @cached_property
     def _using(self) -> dict[frozenset[int], Program]:

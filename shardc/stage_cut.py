@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torch import fx
 
@@ -35,8 +33,6 @@ from shardc.ir.executable import (
 from shardc.ir.graph import Role
 from shardc.ir.op_traits import communicates
 from shardc.ir.phases import Phases, Staged
-from shardc.ir.schedules import play
-from shardc.ir.stage_runs import Boundary, StageRuns
 from shardc.passes.lower.microbatch import closed, closing_forward, marked_terms, opened, part
 from shardc.plan.stages import PipelineStages
 from shardc.step_cut import MicrobatchCut
@@ -93,7 +89,7 @@ class PipelineCut(MicrobatchCut):
         """The phases of the backwards of each stage, in the order of the schedule; of a backward in two, the second
         gives terms.
         """
-        lists = self.stages.entry.lists(self.stages.ranks, self.bound.mesh.microbatches).lists
+        lists = self.stages.order(self.bound.mesh.microbatches).lists
         out: list[list[str]] = [[] for _ in range(self.stages.count)]
         for action in (action for actions in lists for action in actions if action.kind in BACKWARDS):
             out[action.stage].append(BACKWARDS[action.kind])
@@ -187,88 +183,3 @@ class PipelineCut(MicrobatchCut):
         if not any(communicates(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"):
             return None, closing
         return graphs[0], graphs[1] if ir.outputs(graphs[1].graph) else None
-
-    def runs(self, training: bool) -> StageRuns:
-        """Returns what crosses between the stages, and their order, in a step or in a call without gradients.
-
-        Raises:
-            VerifyError: the lists of the ranks do not fit together.
-        """
-        staged, count = self.staged, self.bound.mesh.microbatches
-        order = self.stages.entry.lists(self.stages.ranks, count, training)
-        play(order)
-        bodies, closings = staged.bodies, staged.closings
-        if not training:
-            bodies = tuple(passes.inference(body) for body in bodies)
-            closings = tuple(closing_forward(closing) for closing in closings)
-        takers: dict[tuple[str, str], tuple[set[int], Any]] = {}  # argument -> stages that take it, a tensor like it
-        opened = [loop.bodies for loop in staged.openings if loop is not None]
-        for at, graphs in enumerate(zip(bodies, closings, staged.gathers, *opened, strict=True)):
-            for node in (node for gm in graphs if gm is not None for node in ir.placeholders(gm.graph)):
-                key = ir.role(node).kind, ir.role(node).name
-                takers.setdefault(key, (set(), node.meta["val"]))[0].add(at)
-        first = self.stages.first
-        copies = {
-            name: (first[name], others, like)
-            for (kind, name), (stages, like) in takers.items()
-            if kind == "param" and like.dim() and (others := frozenset(stages - {first[name]}))
-        }
-        terms = {
-            name: (staged.terms[name], frozenset(stages), like)
-            for (kind, name), (stages, like) in takers.items() if kind == SUM
-        }  # fmt: skip
-        results: dict[tuple[str, Any], tuple[int, int, Any]] = {}
-        for number, of_stages in ((count, bodies), (1, closings)):
-            for at, gm in enumerate(of_stages):
-                for role, x in ir.outputs(gm.graph):
-                    if isinstance(x, fx.Node) and self._is_result(role, x.meta["val"]):
-                        name = role.index if role.kind == "output" else role.name
-                        results[role.kind, name] = at, number, x.meta["val"]
-
-        downs = staged.down if training else ((),) * len(staged.down)
-        boundaries = _boundaries(bodies, staged.up, downs)
-        owners = self.stages.owners
-        closed_grads = [x for closing in closings for x in ir.outputs(closing.graph) if x[0].kind == "grad"]
-        grads = {
-            role.name: (owners[role.name], x.meta["val"])
-            for role, x in closed_grads
-            if role.name in owners and isinstance(x, fx.Node) and x.meta["val"].dim()
-        }
-        openings = tuple(None if loop is None else self._opening_runs(at) for at, loop in enumerate(staged.openings))
-        return StageRuns(order, boundaries, copies, terms, results, grads, openings)
-
-    def _opening_runs(self, number: int) -> StageRuns:
-        """Returns what crosses between the stages in a loop before the forward, and the order: that of an inference."""
-        loop, once = self.staged.openings[number], self.parts.openings[number].once
-        assert loop is not None
-        order = self.stages.entry.lists(self.stages.ranks, self.bound.mesh.microbatches, trains=False)
-        play(order)
-        everywhere = frozenset(range(self.stages.count))
-        sums = {ir.role(node).name: node.meta["val"] for node in ir.placeholders(once.graph, SUM)}
-        terms = {name: (loop.terms[name], everywhere, like) for name, like in sums.items()}
-        return StageRuns(order, _boundaries(loop.bodies, loop.up, ((),) * len(loop.up)), {}, terms, {}, {})
-
-    def _is_result(self, role: Role, val: Any) -> bool:
-        """Returns whether all ranks get a result: an output, or a gradient of an input or of a parameter without dims,
-        which all ranks have.
-        """
-        crosses = {ir.info(x).name for boundary in self.staged.down for x in boundary}
-        is_of_stage = role.name in (*self.parts.reduce, *crosses) or role.name in self.stages.first and val.dim()
-        is_grad = role.kind == "grad" and not is_of_stage
-        return role.kind in ("output", "buffer") or is_grad
-
-
-def _boundaries(
-    bodies: Sequence[fx.GraphModule], ups: Sequence[Sequence[fx.Node]], downs: Sequence[Sequence[fx.Node]]
-) -> tuple[Boundary, ...]:
-    """Returns the values that cross behind each stage but the last; those that no graph takes do not."""
-    taken = [{ir.role(node).name for node in ir.placeholders(body.graph, TRANSFER)} for body in bodies]
-
-    def crossing(nodes: Sequence[fx.Node], readers: Sequence[set[str]]) -> dict[str, Any]:
-        names = set[str]().union(*readers)
-        return {ir.info(x).name: x.meta["val"] for x in nodes if ir.info(x).name in names}
-
-    return tuple(
-        Boundary(crossing(up, taken[at + 1 :]), crossing(down, taken[: at + 1]))
-        for at, (up, down) in enumerate(zip(ups, downs, strict=True))
-    )

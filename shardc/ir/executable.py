@@ -21,83 +21,15 @@ from shardc._compat import pytree
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN, MemoryPlan
 from shardc.ir.certificate import Certificate, certify
+from shardc.ir.deferred import Deferred
 from shardc.ir.graph import Role
 from shardc.ir.guards import Guards
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.repeat import Segment
 from shardc.ir.returned import Returned
-from shardc.ir.schedules import Kind
+from shardc.ir.schedules import Kind, Schedule, play
 from shardc.ir.stage_runs import Key, Message, StageRuns
-
-
-@dataclass(frozen=True)
-class Deferred:
-    """Names of parameters whose gradients are accumulated on each rank and reduced by a later call.
-
-    Args:
-        whole: parameters whose gradients are not reduced at all.
-        scattered: parameters whose gradients are reduced over the axes that split their storage only.
-    """
-
-    whole: frozenset[str] = frozenset()
-    scattered: frozenset[str] = frozenset()
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Return the names of all these parameters, ``whole`` and ``scattered``."""
-        return self.whole | self.scattered
-
-    def renamed(self, change: Callable[[str], str | None]) -> Deferred:
-        """Return a copy with parameters renamed by ``change``, which returns None for a parameter to leave out."""
-        both = ({change(name) for name in names} - {None} for names in (self.whole, self.scattered))
-        return Deferred(*(frozenset(str(name) for name in names) for names in both))
-
-    def __bool__(self) -> bool:
-        return bool(self.names)
-
-    def layout(self, name: str, stored: Layout, incoming: Layout) -> Layout | None:
-        """Return the layout, with pending reductions, in which a backward returns the gradient of ``name``; None if it
-        is reduced.
-
-        Args:
-            stored: layout of the parameter's storage.
-            incoming: layout of the gradient before any reduction.
-        """
-        incoming = incoming.without_partial(filter(None, [incoming.mesh.time]))
-        if name in self.whole:
-            return incoming
-        return pending_beside(stored, incoming) if name in self.scattered else None
-
-
-NOTHING = Deferred()
-
-
-def replicated(storages: Mapping[str, Layout], batch: Sequence[str]) -> dict[str, Layout]:
-    """Return those of ``storages`` (parameter -> layout) whose gradients are summed over axes of ``batch`` that do not
-    split the parameter.
-    """
-    return {
-        name: stored
-        for name, stored in storages.items()
-        if pending_beside(stored, Layout.whole(stored.mesh, stored.shape).with_partial(batch)).partial
-    }
-
-
-def pending_beside(stored: Layout, incoming: Layout) -> Layout:
-    """Return ``stored`` with the pending reductions that ``incoming`` has over axes that do not split ``stored``.
-
-    >>> from shardc.ir.mesh import Mesh
-    >>> mesh = Mesh(rep=2, dp=4)
-    >>> str(pending_beside(Layout.parse("[8@dp]", mesh), Layout.parse("[8]{sum:rep,sum:dp}", mesh)))
-    '[8@dp]{sum:rep}'
-    >>> str(pending_beside(Layout.parse("[8@dp:2x2]", mesh), Layout.parse("[8]{sum:dp}", mesh)))
-    '[8@dp:2x2]{sum:dp:1x2}'
-    """
-    mesh = stored.mesh
-    edges = mesh.edges((*stored.bound, *(axis for axis, _ in incoming.partial)))
-    parts = [(part, op) for axis, op in incoming.partial for part in mesh.parts(axis, edges)]
-    return stored.replace(partial=[(p, op) for p, op in parts if not any(mesh.overlap(p, b) for b in stored.bound)])
 
 
 def outputs_text(used: Iterable[int]) -> str:
@@ -361,6 +293,7 @@ class Executable(ABC):
         loss: index of the output whose gradients a call with microbatches computes; None if there is no loss.
         tangents: with microbatches, index of each output that has gradients -> dtype of its gradient.
         stage_ranks: number of coordinates along the axis of the stages of a pipeline; 0 without one.
+        stage_of: parameter -> the first stage that uses it.
     """
 
     mesh: Mesh
@@ -385,6 +318,7 @@ class Executable(ABC):
     loss: int | None = None
     tangents: Mapping[int, torch.dtype] = MappingProxyType({})
     stage_ranks = 0
+    stage_of: Mapping[str, int] = MappingProxyType({})
 
     @abstractmethod
     def make(self, phase: Phase) -> fx.GraphModule | None:
@@ -486,9 +420,55 @@ class Executable(ABC):
                 yield from ((half, at) for at in range(self.microbatches))
             yield self.half(once), 0
 
-    def stage_runs(self, training: bool) -> StageRuns:
-        """Return what crosses between the stages of a pipeline, and their order."""
+    def order(self, training: bool) -> Schedule:
+        """Return the order of a pipeline's runs, in a training step or a call without gradients."""
         raise AssertionError("the program has no stages")
+
+    def stage_runs(self, training: bool) -> StageRuns:
+        """Return what crosses between the stages of a pipeline, and their order.
+
+        Raises:
+            VerifyError: the lists of the ranks do not fit together.
+        """
+        if training not in self._stage_runs:
+            order = self.order(training)
+            play(order)
+            loops = [self._opening_runs(at, len(order.rank_of)) for at in range(self.openings)]
+            self._stage_runs[training] = StageRuns.of(order, self.stage_of, self._of_stages(order), loops)
+        return self._stage_runs[training]
+
+    @cached_property
+    def _stage_runs(self) -> dict[bool, StageRuns]:
+        return {}
+
+    def _opening_runs(self, number: int, stages: int) -> StageRuns | None:
+        """Return what crosses between the stages in a loop before the forward; None if all ranks run all of it.
+
+        The order is that of an inference, and all ranks take its sums.
+        """
+        each, once = opening(number)
+        loops = [(at, half.graph) for at in range(stages) if (half := self.find(AtStage(each, at))) is not None]
+        if not loops:
+            return None
+        order = self.order(False)
+        play(order)
+        graphs = [
+            *((at, True, graph) for at, graph in loops),
+            *((at, False, self.half(once).graph) for at in range(stages)),
+        ]
+        return StageRuns.of(order, self.stage_of, graphs)
+
+    def _of_stages(self, order: Schedule) -> Iterator[tuple[int, bool, fx.Graph]]:
+        """Yield (stage, whether it runs for each microbatch, graph) of the stages' graphs, by stage."""
+        forward = FORWARD if order.trains else INFERENCE
+        phase_of = {Kind.FORWARD: forward, **BACKWARDS}
+        once = (GATHERS, FIRST[forward], *((LAST_BACKWARD, GRADIENTS) if order.trains else (CLOSING,)))
+        for stage, rank in enumerate(order.rank_of):
+            kinds = [x.kind for x in order.lists[rank] if x.stage == stage]
+            repeated = dict.fromkeys(phase_of[kind] for kind in kinds if kind in phase_of)
+            for phase in (*repeated, *once):
+                if (half := self.find(AtStage(phase, stage))) is not None:
+                    yield stage, phase in repeated, half.graph
 
     @cached_property
     def _actions(self) -> dict[tuple[int, bool], tuple[list[Run | Message], list[frozenset[Key]]]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from shardc.ir.graph import DTYPE_NAMES
+from torch import fx
+
+from shardc.ir import graph as ir
+from shardc.ir.graph import Value
 from shardc.ir.schedules import Kind, Schedule
 
 # A value that runs and messages share: its kind ("transfer", "sum", "param", "output", ...), name or index, microbatch.
@@ -19,22 +22,22 @@ class Message:
 
     Args:
         keys: what they are.
-        examples: fake tensors like them.
+        examples: their types.
         source, target: coordinates along the axis of the stages.
     """
 
     keys: tuple[Key, ...]
-    examples: tuple[Any, ...]
+    examples: tuple[Value, ...]
     source: int
     target: int
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """Values of each microbatch that cross between a stage and the next, by name with a fake tensor like each."""
+    """Values of each microbatch that cross between a stage and the next: name -> type."""
 
-    up: Mapping[str, Any]
-    down: Mapping[str, Any]
+    up: Mapping[str, Value]
+    down: Mapping[str, Value]
 
 
 @dataclass(frozen=True)
@@ -44,21 +47,82 @@ class StageRuns:
     Args:
         schedule: the order.
         boundaries: behind each stage but the last.
-        copies: parameter -> (its stage, other stages that read it, a fake tensor like its shard). Sent once a step.
-        terms: term of a sum -> (its stage, stages that take the sum, a fake tensor like it).
-        results: (kind, name or index) -> (the stage that gives it, its number: 1, or that of the microbatches, a fake
-            tensor like each). All ranks get them.
-        grads: parameter with dims -> (coordinate of the ranks that get its gradient, a fake tensor like that).
+        copies: parameter -> (its stage, other stages that read it, type of its shard). Sent once a step.
+        terms: term of a sum -> (its stage, stages that take the sum, type of the sum).
+        results: (kind, name or index) -> (the stage that gives it, its number: 1, or that of the microbatches, type of
+            each). All ranks get them.
+        grads: parameter with dims -> (coordinate of the ranks that get its gradient, type of that).
         openings: the same of each loop before the forward whose layers are cut into stages; None for other loops.
     """
 
     schedule: Schedule
     boundaries: tuple[Boundary, ...]
-    copies: Mapping[str, tuple[int, frozenset[int], Any]]
-    terms: Mapping[str, tuple[int, frozenset[int], Any]]
-    results: Mapping[tuple[str, Any], tuple[int, int, Any]]
-    grads: Mapping[str, tuple[int, Any]]
+    copies: Mapping[str, tuple[int, frozenset[int], Value]]
+    terms: Mapping[str, tuple[int, frozenset[int], Value]]
+    results: Mapping[tuple[str, Any], tuple[int, int, Value]]
+    grads: Mapping[str, tuple[int, Value]]
     openings: tuple[StageRuns | None, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        schedule: Schedule,
+        stage_of: Mapping[str, int],
+        graphs: Iterable[tuple[int, bool, fx.Graph]],
+        openings: Sequence[StageRuns | None] = (),
+    ) -> StageRuns:
+        """Return what crosses between stages, by what their graphs take and give.
+
+        Args:
+            schedule: the order.
+            stage_of: parameter -> its stage.
+            graphs: (stage, whether it runs for each microbatch, graph); those for each microbatch first in a stage.
+            openings: the loops before the forward; parameters that they send are sent with the others.
+        """
+        takers: dict[tuple[str, str], tuple[set[int], Value]] = {}
+        terms: dict[str, int] = {}
+        sent: dict[str, tuple[int, Value]] = {}
+        results: dict[tuple[str, Any], tuple[int, int, Value]] = {}
+        grads: dict[str, tuple[int, Value]] = {}
+        for stage, repeats, graph in graphs:
+            for node in ir.placeholders(graph):
+                role = ir.role(node)
+                if role.kind in ("param", "sum", "transfer"):
+                    takers.setdefault((role.kind, role.name), (set(), ir.value(node)))[0].add(stage)
+            for role, x in ir.outputs(graph):
+                if not isinstance(x, fx.Node):
+                    continue
+                value = ir.value(x)
+                if role.kind == "term":
+                    terms[role.name] = stage
+                elif role.kind == "transfer":
+                    sent[role.name] = stage, value
+                elif role.kind == "grad" and role.name in stage_of and value.shape:
+                    grads[role.name] = schedule.rank_of[stage_of[role.name]], value
+                elif role.kind in ("output", "buffer", "grad"):
+                    key = role.kind, role.index if role.kind == "output" else role.name
+                    results.setdefault(key, (stage, schedule.microbatches if repeats else 1, value))
+        boundaries: list[tuple[dict[str, Value], dict[str, Value]]] = [({}, {}) for _ in schedule.rank_of[1:]]
+        for name, (stage, value) in sent.items():
+            readers, _ = takers.get(("transfer", name), ({stage}, value))
+            for at in range(stage, max(readers)):
+                boundaries[at][0][name] = value
+            for at in range(min(readers), stage):
+                boundaries[at][1][name] = value
+        copies = {
+            name: (stage_of[name], others, value)
+            for (kind, name), (stages, value) in takers.items()
+            if kind == "param" and value.shape and (others := frozenset(stages - {stage_of[name]}))
+        }
+        for loop in openings:
+            for name, (stage, others, value) in () if loop is None else loop.copies.items():
+                copies[name] = stage, others | copies.get(name, (stage, frozenset[int](), value))[1], value
+        loops = tuple(None if loop is None else replace(loop, copies={}) for loop in openings)
+        sums = {
+            name: (terms[name], frozenset(stages), value)
+            for (kind, name), (stages, value) in takers.items() if kind == "sum"
+        }  # fmt: skip
+        return cls(schedule, tuple(Boundary(*values) for values in boundaries), copies, sums, results, grads, loops)
 
     def lines(self) -> list[str]:
         """Return the messages and the order as text: what crosses each boundary, then the actions of each rank."""
@@ -67,7 +131,7 @@ class StageRuns:
             out += [f"opening {number + 1}, {line}" for line in ([] if loop is None else loop.lines())]
         for at, boundary in enumerate(self.boundaries):
             for arrow, values in ((f"stage {at} -> {at + 1}", boundary.up), (f"stage {at + 1} -> {at}", boundary.down)):
-                names = [f"%{name} {DTYPE_NAMES.get(x.dtype, x.dtype)}{list(x.shape)}" for name, x in values.items()]
+                names = [f"%{name} {x}" for name, x in values.items()]
                 out.append(f"{arrow}: {', '.join(names) or 'nothing'}")
         out += [f"once, parameter {name} to stages {sorted(to)}" for name, (_, to, _) in self.copies.items()]
         out += [f"once, sum %{name} to stages {sorted(to)}" for name, (at, to, _) in self.terms.items() if to - {at}]
@@ -114,7 +178,7 @@ class StageRuns:
                     yield Message(tuple(values), (example,) * count, self.rank(stage), target)
 
     def _several(
-        self, rank: int, kind: str, values: Mapping[str, tuple[int, frozenset[int], Any]]
+        self, rank: int, kind: str, values: Mapping[str, tuple[int, frozenset[int], Value]]
     ) -> Iterator[Message]:
         """Yield the messages of ``rank`` that bring each of ``values`` to the ranks of the stages that take it."""
         for name, (stage, takers, example) in values.items():
@@ -123,7 +187,7 @@ class StageRuns:
                 if rank in (source, target):
                     yield Message(((kind, name, 0),), (example,), source, target)
 
-    def _message(self, kind: str, values: Mapping[str, Any], at: int, source: int, target: int) -> Iterator[Message]:
+    def _message(self, kind: str, values: Mapping[str, Value], at: int, source: int, target: int) -> Iterator[Message]:
         """Yield the message with ``values`` of microbatch ``at`` from stage ``source`` to stage ``target``."""
         if values:
             keys = tuple((kind, name, at) for name in values)

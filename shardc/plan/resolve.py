@@ -16,7 +16,7 @@ from math import prod
 import torch
 
 from shardc.errors import LayoutError, PlanError
-from shardc.ir.executable import NOTHING, Deferred
+from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh, split_part
 from shardc.ir.placements import parts_of, view_of
@@ -203,7 +203,7 @@ def check_axes(plan: Plan, mesh: Mesh) -> None:
 
     Raises:
         PlanError: an axis is not on ``mesh``, or is given to TP and to the batch; axes of the batch share ranks; levels
-            differ; or shard sizes do not divide.
+            or numbers of microbatches differ; or shard sizes do not divide.
     """
     stores = {entry: level for entry in plan.entries if (level := entry.storage[1])}
     levels = set(stores.values())
@@ -212,6 +212,13 @@ def check_axes(plan: Plan, mesh: Mesh) -> None:
             f"the plan has fsdp entries of levels {' and '.join(map(str, sorted(levels)))}",
             plan_entry=" | ".join(map(str, stores)),
             fix="give all of them the same level",
+        )
+    counts = {entry: entry.settings["microbatches"] for entry in plan.entries if "microbatches" in entry.settings}
+    if len(set(counts.values())) > 1:
+        raise PlanError(
+            f"the plan says {' and '.join(map(str, counts.values()))} microbatches",
+            plan_entry=" | ".join(map(str, counts)),
+            fix="say how many there are in one of the entries",
         )
     batch = {axis: entry for entry in plan.entries for axis in entry.batch}
     for entry in plan.entries:

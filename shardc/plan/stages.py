@@ -16,6 +16,7 @@ from torch import nn
 
 from shardc.errors import PlanError
 from shardc.ir.mesh import Mesh
+from shardc.ir.schedules import Schedule
 from shardc.plan.entries import Pp
 from shardc.plan.value import Plan
 from shardc.validate import near
@@ -29,14 +30,14 @@ class PipelineStages:
 
     Args:
         entry: the plan entry.
-        ranks: size of its mesh axis.
+        mesh: the mesh of all stages.
         rank_of: coordinate of each stage along it.
         first: parameter -> the first stage that uses it, which has it in its storage.
         modules: module -> the stage of all its parameters that no other module has; None if they are of several.
     """
 
     entry: Pp
-    ranks: int
+    mesh: Mesh
     rank_of: tuple[int, ...]
     first: Mapping[str, int]
     modules: Mapping[str, int | None]
@@ -58,16 +59,24 @@ class PipelineStages:
                 plan_entry=str(entry),
                 fix="write pp(..., microbatches=8)",
             )
-        ranks = mesh.size(entry.axis)
-        lists = entry.lists(ranks, plan.setting("microbatches"))
+        lists = entry.lists(mesh.size(entry.axis), plan.setting("microbatches"))
         first = stages_of(entry, lists.stages, model)
-        return cls(entry, ranks, lists.rank_of, first, _of_modules(first, model))
+        return cls(entry, mesh, lists.rank_of, first, _of_modules(first, model))
 
     def of_module(self, name: str) -> int | None:
         """Return the stage of a module, or of the innermost one around it with parameters; None if several have it."""
         while name and name not in self.modules:
             name = name.rpartition(".")[0]
         return self.modules.get(name)
+
+    def order(self, microbatches: int, trains: bool = True) -> Schedule:
+        """Return what each rank computes, sends and receives in a step, or in a call without gradients."""
+        return self.entry.lists(self.ranks, microbatches, trains)
+
+    @property
+    def ranks(self) -> int:
+        """Return the size of the axis of the stages."""
+        return self.mesh.size(self.entry.axis)
 
     @property
     def count(self) -> int:

@@ -19,14 +19,17 @@ from shardc.custom_ops.functional_ops import define_in
 from shardc.errors import PrecompiledError
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN
+from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.executable import (
     BACKWARD,
     CLOSING,
     FORWARD,
+    GRADIENTS,
     INFERENCE,
+    INPUT_GRADIENTS,
     LAST_BACKWARD,
-    NOTHING,
-    Deferred,
+    WEIGHT_GRADIENTS,
+    AtStage,
     Executable,
     Half,
     Phase,
@@ -37,9 +40,11 @@ from shardc.ir.guards import Guards
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
+from shardc.ir.schedules import Schedule
 from shardc.lower.inductor import fakes, give_values, load_artifacts
 from shardc.passes import PlanMemory, PruneUnusedGrads
 from shardc.passes.pipeline import Hook, Pipeline
+from shardc.plan.stages import PipelineStages
 from shardc.plan.value import Plan
 from shardc.precompiled.program_key import described
 from shardc.precompiled.record import (
@@ -58,7 +63,7 @@ from shardc.precompiled.record import (
     text_file,
 )
 from shardc.precompiled.save import with_mesh_groups
-from shardc.precompiled.timed import Timed, check_steps
+from shardc.precompiled.timed import Timed, check_steps, phase_named
 from shardc.validate import checked
 from shardc.verify import check, verify
 
@@ -83,6 +88,12 @@ def backward_for(used: frozenset[int], backward: Half, *hooks: Hook) -> fx.Graph
 
 
 _MOST_RANKS = 1 << 20
+_BACKWARDS = (WEIGHT_GRADIENTS, INPUT_GRADIENTS, BACKWARD, LAST_BACKWARD)  # none saves what one before it takes
+
+
+def _kind(phase: Phase) -> Phase:
+    """Return a phase without its stage."""
+    return phase.phase if isinstance(phase, AtStage) else phase
 
 
 class Precompiled(Executable):
@@ -103,6 +114,8 @@ class Precompiled(Executable):
         self.key, self.guards = record.key, record.guards
         self.mesh, self.plan = record.key.mesh, record.key.plan
         self.microbatches = int(self.plan.setting("microbatches"))
+        if (pp := self.plan.setting("pp")) is not None:
+            self.stage_ranks, self.mesh = self.mesh.size(pp.axis), self.mesh.of_stage(pp.axis)
         timed = self.mesh.timed(self.microbatches)
         if timed.ranks > _MOST_RANKS:
             raise PrecompiledError(f"the mesh {timed} has {timed.ranks} ranks")
@@ -118,13 +131,18 @@ class Precompiled(Executable):
             if function_ops.register(function_ops.Function.from_json(function, allowed_op)).name != name:
                 raise PrecompiledError(f"what the record has as the function {name!r} is something else")
         self._halves: dict[Phase, fx.GraphModule] = {}
-        names: dict[str, str] = {}  # name of a backward placeholder in the record -> its name in the parsed graph
-        # The backward is first: a forward names saved values by its placeholders.
-        for half in sorted(record.halves, key=lambda half: half != BACKWARD):
-            self._halves[half], now = self._half(half, record, names)
-            names = now if half == BACKWARD else names
-            if half == LAST_BACKWARD and any(now.get(name, same) != same for name, same in names.items()):
-                raise PrecompiledError("the last backward takes other values than the backward")
+        # Stage -> name of a placeholder of its backwards in the record -> its name in the parsed graph.
+        names: dict[int | None, dict[str, str]] = {}
+        # A graph names what it saves by the placeholders of the graphs that take it, which are parsed first.
+        order = [*_BACKWARDS, *{_kind(phase_named(half)): 0 for half in record.halves}]
+        for half in sorted(record.halves, key=lambda half: order.index(_kind(phase_named(half)))):
+            phase = phase_named(half)
+            of_stage = names.setdefault(phase.stage if isinstance(phase, AtStage) else None, {})
+            self._halves[phase], now = self._half(half, record, of_stage)
+            if _kind(phase) in _BACKWARDS:
+                if any(of_stage.get(name, same) != same for name, same in now.items()):
+                    raise PrecompiledError(f"{half} takes other values than the backwards beside it")
+                of_stage |= now
         if record.timed is not None:
             self._set_timed(record.timed, inputs)
         outputs = self._outputs()
@@ -142,7 +160,20 @@ class Precompiled(Executable):
         if [name for name, _ in self.inputs] != expected:
             raise PrecompiledError(f"the graphs take {[name for name, _ in self.inputs]}, and the call {expected}")
         if record.timed is not None:
-            check_steps(self, INFERENCE in self._halves)
+            check_steps(self, self.infers)
+
+    @property
+    def trains(self) -> bool:
+        return any(_kind(phase) == FORWARD for phase in self._halves)
+
+    @property
+    def infers(self) -> bool:
+        """Return whether the graphs of an inference are saved."""
+        return any(_kind(phase) == INFERENCE for phase in self._halves)
+
+    def order(self, training: bool) -> Schedule:
+        order: Schedule = self.plan.setting("pp").lists(self.stage_ranks, self.microbatches, training)
+        return order
 
     def _set_timed(self, timed: Timed, inputs: Mapping[str, Layout]) -> None:
         """Sets the attributes of a program with microbatches; ``inputs``: layouts with the axis of time."""
@@ -156,27 +187,31 @@ class Precompiled(Executable):
             raise PrecompiledError("an output of microbatches is not split over them")
         self.reduce, self.openings, self.gathers_once = timed.reduce, timed.openings, timed.gathers_once
         self.opens_backward, self.loss, self.tangents = timed.opens_backward, timed.loss, dict(timed.tangents)
+        self.stage_of = timed.stage_of
 
     def _outputs(self) -> list[tuple[Role, fx.node.Argument]]:
         """Return (role, value) of each output of the model, and of each updated buffer."""
-        trains = FORWARD in self._halves
-        first = self._halves[FORWARD if trains else INFERENCE].graph
         if self.microbatches == 1:
+            first = self._halves[FORWARD if self.trains else INFERENCE].graph
             return [(role, x) for role, x in ir.outputs(first) if role.kind != "saved"]
-        last = self._halves[LAST_BACKWARD if trains else CLOSING].graph
+        kinds = (FORWARD, LAST_BACKWARD, GRADIENTS) if self.trains else (INFERENCE, CLOSING)
         split = dict(self.in_time["outputs"])
-        outputs: list[tuple[Role, fx.node.Argument]] = []
-        for role, x in (*ir.outputs(first), *ir.outputs(last)):
-            if role.kind == "output" and role.layout is None and isinstance(x, fx.Node):  # of one microbatch
-                layout, part = split.pop(role.index, None), ir.value(x)
-                if layout is None or layout.local_shape != part.shape:
-                    raise PrecompiledError(f"the layout {layout} is not that of output {role.index}, {part}")
-                role = replace(role, layout=layout.devices)
-            if role.kind in ("output", "buffer"):
-                outputs.append((role, x))
+        outputs: dict[tuple[bool, int], tuple[Role, fx.node.Argument]] = {}
+        for phase in sorted((x for x in self._halves if _kind(x) in kinds), key=lambda x: kinds.index(_kind(x))):
+            for role, x in ir.outputs(self._halves[phase].graph):
+                key = role.kind != "output", role.index
+                if key in outputs:
+                    continue
+                if role.kind == "output" and role.layout is None and isinstance(x, fx.Node):  # of one microbatch
+                    layout, part = split.pop(role.index, None), ir.value(x)
+                    if layout is None or layout.local_shape != part.shape:
+                        raise PrecompiledError(f"the layout {layout} is not that of output {role.index}, {part}")
+                    role = replace(role, layout=layout.devices)
+                if role.kind in ("output", "buffer"):
+                    outputs[key] = role, x
         if split:
             raise PrecompiledError(f"the graphs have no parts of outputs {sorted(split)}")
-        return sorted(outputs, key=lambda of: (of[0].kind != "output", of[0].index))
+        return [outputs[key] for key in sorted(outputs)]
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
         """Return the saved graph of a phase, or the backward derived for some outputs; None if there is none."""
@@ -247,6 +282,9 @@ class Precompiled(Executable):
         now = {"the mesh": str(mesh), "the plan": str(plan), "the device": device.type, **described(model, loss)}
         now |= Guards.of(self.guards.reads, model, loss).reached
         self.key.check(now, self.guards.reached, f"the program in {self.folder}", AGAIN)
+        stages = PipelineStages.of(plan, mesh, model)
+        if stages is not None and dict(stages.first) != dict(self.stage_of):
+            raise PrecompiledError(f"the program in {self.folder} has parameters at other stages", fix=AGAIN)
 
 
 def load(folder: str | Path, *, trust: bool = False) -> Precompiled:

@@ -21,6 +21,7 @@ from shardc.ir import grammar
 from shardc.ir import graph as ir
 from shardc.ir.comm_volume import GROUP_PREFIX
 from shardc.ir.executable import Executable
+from shardc.ir.executable import Half as Graph
 from shardc.ir.text import dump
 from shardc.precompiled.record import (
     ARTIFACTS,
@@ -56,10 +57,6 @@ def save_program(
     Raises:
         PrecompiledError: a part of the program cannot be written to disk, or it leaves its gradients unreduced.
     """
-    if program.stage_ranks:
-        raise PrecompiledError(
-            "a program with the stages of a pipeline is not saved", fix="compile it in each start, or leave pp out"
-        )
     if program.guards.reads.unseen:
         raise PrecompiledError(
             "the program was captured by running the model on fake tensors: its guards leave values out",
@@ -104,7 +101,7 @@ def save_program(
         halves[half] = Half(
             tuple((node.name, _type_of(node.meta["val"])) for node in ir.placeholders(gm.graph)),
             entries,
-            tuple((name, role.kind, role.name) for name, role in _reads(gm).items()),
+            tuple((name, role.kind, role.name) for name, role in _reads(local_half).items()),
             local_half.plan,
         )
     in_time = program.in_time.get("inputs", {})
@@ -129,10 +126,9 @@ def _write_record(folder: Path, record: Record) -> None:
     os.replace(unfinished, folder / RECORD)
 
 
-def _reads(gm: fx.GraphModule) -> Mapping[str, Any]:
+def _reads(half: Graph) -> Mapping[str, Any]:
     """Return placeholder name -> the parameter, buffer or input whose local shard the graph reads through it."""
-    roles: Mapping[str, Any] = ir.output_node(gm.graph).meta.get(ir.READS, {})
-    return roles
+    return half.reads
 
 
 def _type_of(value: Any) -> TensorType | Fixed:

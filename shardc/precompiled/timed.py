@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -12,21 +13,37 @@ from torch import Tensor
 from shardc.errors import PrecompiledError
 from shardc.ir.executable import (
     BACKWARD,
+    BACKWARDS,
+    CLOSING,
+    FIRST_FORWARD,
+    FIRST_INFERENCE,
     FORWARD,
+    GATHERS,
+    GRADIENTS,
     INFERENCE,
     KEPT,
     KNOWN,
     LAST_BACKWARD,
     SUM,
     TERM,
+    TRANSFER,
+    AtStage,
     Executable,
     Half,
+    Phase,
+    Run,
     opening,
     phases,
+    saved_key,
 )
+from shardc.ir.graph import Role
+from shardc.ir.stage_runs import Key, Message
 from shardc.validate import Range
 
 Index = Annotated[int, Range(0, 1 << 50)]
+OF_STAGE = (
+    FORWARD, FIRST_FORWARD, *BACKWARDS.values(), LAST_BACKWARD, GRADIENTS, INFERENCE, FIRST_INFERENCE, CLOSING, GATHERS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,6 +52,7 @@ class Timed:
 
     Args:
         outputs: (index, layout as text, with the axis of time) of each output that is split over the microbatches.
+        stage_of: parameter -> the first stage of a pipeline that uses it; empty without stages.
     """
 
     outputs: tuple[tuple[Index, str], ...]
@@ -44,6 +62,7 @@ class Timed:
     opens_backward: bool
     loss: Index | None
     tangents: tuple[tuple[Index, torch.dtype], ...]
+    stage_of: Mapping[str, Index]
 
     @classmethod
     def of(cls, program: Executable) -> Timed | None:
@@ -55,8 +74,14 @@ class Timed:
             tuple((index, str(layout)) for index, layout in program.in_time["outputs"].items()),
             reduce,  # type: ignore[arg-type]
             program.openings, program.gathers_once, program.opens_backward, program.loss,
-            tuple(program.tangents.items()),
+            tuple(program.tangents.items()), dict(program.stage_of),
         )  # fmt: skip
+
+
+def phase_named(name: str) -> Phase:
+    """Return the phase that is ``name`` as text."""
+    match = re.fullmatch(r"(.*) of stage (\d{1,9})", name)
+    return name if match is None else AtStage(match[1], int(match[2]))
 
 
 def complete(names: Collection[str], timed: Timed | None, evaluates: bool) -> bool:
@@ -65,7 +90,9 @@ def complete(names: Collection[str], timed: Timed | None, evaluates: bool) -> bo
     Args:
         evaluates: a training step needs those of an inference beside it, unless `Timed.opens_backward`.
     """
-    halves = set(names)
+    halves: set[Phase] = {phase_named(name) for name in names}
+    if timed is not None and timed.stage_of:
+        return _complete_stages(halves, timed, evaluates)
     if timed is None:
         training, inference = {FORWARD, BACKWARD}, {INFERENCE}
     else:
@@ -78,6 +105,16 @@ def complete(names: Collection[str], timed: Timed | None, evaluates: bool) -> bo
     return halves in (inference, training | inference) or halves == training and not evaluates
 
 
+def _complete_stages(halves: set[Phase], timed: Timed, evaluates: bool) -> bool:
+    """Return `complete` for a pipeline. Each stage has a forward; its other graphs depend on the model."""
+    stages = range(1 + max(timed.stage_of.values()))
+    each, once = zip(*map(opening, range(timed.openings)), strict=True) if timed.openings else ((), ())
+    possible = {*each, *once, *(AtStage(phase, at) for phase in (*OF_STAGE, *each) for at in stages)}
+    trains, infers = ({AtStage(phase, at) for at in stages} <= halves for phase in (FORWARD, INFERENCE))
+    is_enough = infers or trains and (timed.opens_backward or not evaluates)
+    return is_enough and {*once} <= halves <= possible
+
+
 def check_steps(program: Executable, evaluates: bool) -> None:
     """Raises PrecompiledError if graphs of a loaded program with microbatches take what no earlier one gives.
 
@@ -88,42 +125,61 @@ def check_steps(program: Executable, evaluates: bool) -> None:
     outputs = {role.index for role in program.outputs if role.kind == "output"}
     if program.trains != bool(tangents) or not {*program.differentiates} <= tangents <= outputs:
         raise PrecompiledError(f"the loss is output {program.loss}, and outputs {sorted(tangents)} have gradients")
-    if program.trains:
-        _check_step(program.step(), program)
-    if evaluates:
-        _check_step(program.step(training=False), program)
+    summed = {port.role.name for half in program.step() for port in half.takes if port.role.kind == SUM}
+    if program.trains and (lost := program.reduce.keys() - summed):
+        raise PrecompiledError(f"no graph takes the sum of {min(lost)!r}")
+    for training in [True] * program.trains + [False] * evaluates:
+        for rank in range(program.stage_ranks):
+            _check_actions(program.actions(rank, training), program, rank)
+        if not program.stage_ranks:
+            _check_actions([Run(*run) for run in program.runs(training)], program)
 
 
-def _check_step(step: tuple[Half, ...], program: Executable) -> None:
-    """Raises PrecompiledError if a graph of ``step`` takes what no earlier one gives."""
-    given: set[tuple[str, str | int]] = {("tangent", index) for index in program.differentiates}
+def _check_actions(actions: Sequence[Run | Message], program: Executable, rank: int = 0) -> None:
+    """Raises PrecompiledError if a rank runs or sends what it has not got by then."""
+    given: set[Key] = {("tangent", index, 0) for index in program.differentiates}
     parts = {name: program.in_time["inputs"].get(name, layout).local_shape for name, layout in program.inputs}
-    once = {step[-1].phase, *(opening(at)[1] for at in range(program.openings))}
+    openings = [opening(at) for at in range(program.openings)]
+    once = {LAST_BACKWARD, CLOSING, GRADIENTS, *(phase for _, phase in openings)}
     reads_gradients = False
-    for half in step:
+    for action in actions:
+        if isinstance(action, Message):
+            if action.source != rank:
+                given |= {*action.keys}
+            elif lost := [key for key in action.keys if key[0] in (TRANSFER, SUM) and key not in given]:
+                raise PrecompiledError(f"stage {action.source} sends %{lost[0][1]}, which no graph before it gives")
+            continue
+        half, at = action.half, action.microbatch
+        phase = half.phase.phase if isinstance(half.phase, AtStage) else half.phase
         for port in half.takes:
-            role = port.role
-            key = role.kind, role.index if role.kind == "tangent" else role.name
-            if role.kind == "saved":
-                key = "saved", port.name
-            if role.kind == SUM and half.phase in once:
-                key = TERM, role.name
-            if role.kind in ("saved", "tangent", SUM, KNOWN, KEPT) and key not in given:
+            role, key = port.role, _key(half, port.role, port.name, at)
+            is_early = role.kind == SUM and phase not in once
+            if role.kind in ("saved", "tangent", SUM, KNOWN, KEPT, TRANSFER) and (key not in given or is_early):
                 raise PrecompiledError(f"{half.name} takes %{port.name}, which no graph before it gives")
             if role.kind == "input" and isinstance(port.example, Tensor) and port.example.shape != parts[role.name]:
                 raise PrecompiledError(f"{half.name} takes {list(port.example.shape)} of input {role.name!r}")
-            reads_gradients |= role.kind == "tangent" and half.phase not in (BACKWARD, LAST_BACKWARD)
+            reads_gradients |= role.kind == "tangent" and any(phase in names for names in openings)
+        if not program.stage_ranks:  # it takes all terms of its sums
+            given -= {_key(half, port.role, port.name, at) for port in half.takes if port.role.kind == SUM}
         for role in half.gives:
             if role.kind == TERM and role.name not in program.reduce:
                 raise PrecompiledError(f"{half.name} gives terms of {role.name!r}, which is no sum")
-            given.add((role.kind, role.name))
-        if half.phase in once:  # takes all terms of its sums
-            given -= {(TERM, port.role.name) for port in half.takes if port.role.kind == SUM}
+            given.add(_key(half, role, role.name, at))
     if reads_gradients != program.opens_backward:
         raise PrecompiledError("what the record says of gradients before the forward is not so")
-    if program.loss is not None and step[-1].phase == LAST_BACKWARD:
-        taken = [port.role.index for port in step[-1].takes if port.role.kind == "tangent"]
+    last = actions[-1]
+    if program.loss is not None and isinstance(last, Run) and last.half.phase == LAST_BACKWARD:
+        taken = [port.role.index for port in last.half.takes if port.role.kind == "tangent"]
         if taken != [program.loss]:
             raise PrecompiledError(
                 f"the last backward takes gradients of outputs {taken}, and the loss is {program.loss}"
             )
+
+
+def _key(half: Half, role: Role, name: str, microbatch: int) -> Key:
+    """Return the key of a value that ``half`` takes or gives as ``name``; a term has that of its sum."""
+    if role.kind == "saved":
+        return saved_key(half, name, microbatch)
+    if role.kind in (KEPT, TRANSFER):
+        return role.kind, role.name, microbatch
+    return SUM if role.kind == TERM else role.kind, role.index if role.kind == "tangent" else role.name, 0

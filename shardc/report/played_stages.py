@@ -31,6 +31,7 @@ from shardc.ir.executable import (
     Run,
     opening,
 )
+from shardc.ir.graph import Value
 from shardc.ir.mesh import Mesh
 from shardc.ir.schedules import COMPUTATIONS, SENDS, Action, Kind, Timeline, clock, in_flight
 from shardc.ir.stage_runs import Message, StageRuns
@@ -168,9 +169,9 @@ class Played:
         self.saved.append(_saved(step, halves))
         self.stages.append((schedule, tuple(runs.count(half) for half in halves)))
 
-    def _message(self, examples: Iterable[object]) -> float:
+    def _message(self, examples: Iterable[Value]) -> float:
         """Return the seconds of a message with values like ``examples``; 0 if there are none."""
-        sent = sum(x.numel() * x.dtype.itemsize for x in examples)  # type: ignore[attr-defined]
+        sent = sum(x.nbytes for x in examples)
         if not sent:
             return 0.0
         hardware, where = self.parts.hardware, route(self.parts.mesh, (self.parts.axis,), self.parts.hardware.node)

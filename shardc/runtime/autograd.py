@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardc._compat import PyTree
 from shardc.errors import BackwardError
-from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, Deferred, Executable, Half
-from shardc.ir.graph import Role
+from shardc.ir.deferred import Deferred
+from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, Executable, Half
+from shardc.ir.graph import Role, Value
 from shardc.ir.layout import Layout
 from shardc.runtime.border import Changes, Listened, read_only
 from shardc.runtime.events import Event
@@ -310,9 +311,9 @@ class StepInMicrobatches(torch.autograd.Function):
         return (None, None, None, *_argument_grads(runner, ctx.takes, ctx.feed, tangents, grads, late))
 
 
-def _without_rows(like: Tensor) -> Tensor:
-    """Returns the gradient of a parameter that ranks of another stage have; ``like``: a fake tensor like it there."""
-    return torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=like.device)
+def _without_rows(device: torch.device, value: Value) -> Tensor:
+    """Returns the gradient of a parameter that ranks of another stage have; ``value``: the type that it has there."""
+    return torch.empty((0, *value.shape[1:]), dtype=value.dtype, device="cpu" if value.host else device)
 
 
 def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
@@ -337,7 +338,8 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
             link = StageLink(runner.groups, program, runner.spec.device)
             return StageLoops(
                 program, run, argument, by_name, over,
-                rank=runner.groups.stage, link=link, prepare=running.prepare, absent=_without_rows,
+                rank=runner.groups.stage, link=link, prepare=running.prepare,
+                absent=partial(_without_rows, runner.spec.device),
             )  # fmt: skip
         return Loops(program, run, argument, by_name, over)
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardc.errors import CollectiveError, MeshError, ShardcError
 from shardc.ir.code import is_versioned
-from shardc.ir.executable import Deferred
+from shardc.ir.deferred import Deferred
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
 from shardc.runtime.identity_guards import Mode

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardc.errors import BackwardError, InputError, LayoutError
 from shardc.ir.comm import group_name
-from shardc.ir.executable import NOTHING, Deferred
+from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.layout import Layout
 from shardc.runtime.groups import Groups
 from shardc.runtime.owned import OwnedLayout

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
-from shardc.ir.executable import Deferred
+from shardc.ir.deferred import Deferred
 from shardc.ir.guards import Guards
 from shardc.logs import CACHE, timed
 from shardc.runtime.signature import Signature

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from shardc._compat import PyTree
 from shardc.errors import InputError, ShardcWarning
-from shardc.ir.executable import NOTHING, Deferred, Executable
+from shardc.ir.deferred import NOTHING, Deferred
+from shardc.ir.executable import Executable
 from shardc.ir.guards import Guards, Lookup, Values, parse, tracing
 from shardc.ir.layout import Layout
 from shardc.logs import CACHE

@@ -16,7 +16,7 @@ from shardc import _compat
 from shardc._compat import PyTree
 from shardc.errors import InputError
 from shardc.ir.code import calling_line
-from shardc.ir.executable import Deferred
+from shardc.ir.deferred import Deferred
 from shardc.ir.layout import Layout
 from shardc.runtime.identity_guards import Mode
 from shardc.runtime.inputs import check_constants, check_inputs

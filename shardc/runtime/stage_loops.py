@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shardc.ir.executable import GATHER, SUM, TRANSFER, Port, Run, saved_key
-from shardc.ir.graph import Role
+from shardc.ir.graph import Role, Value
 from shardc.ir.stage_runs import Key, Message
 from shardc.runtime.loops import Loops, Results
 
@@ -36,14 +36,14 @@ class StageLoops(Loops):
         rank: its coordinate along the axis of the stages.
         link: its connection to the others.
         prepare: lowers what the rank runs in a step, if its argument is true, or in a call without gradients.
-        absent: returns the gradient of a parameter of other ranks, given a fake tensor like it there; None leaves it
+        absent: returns the gradient of a parameter of other ranks, given the type that it has there; None leaves it
             out.
     """
 
     rank: int = 0
     link: Link = field(kw_only=True)
     prepare: Callable[[bool], None] | None = None
-    absent: Callable[[Any], Any] | None = None
+    absent: Callable[[Value], Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,8 +98,8 @@ class StageLoops(Loops):
             else:
                 self.shared.pop(key, None)
 
-    def _sent(self, key: Key, example: Any, parts: Results) -> Any:
-        """Returns the value ``key``, which another rank gets; ``example``: a fake tensor like it."""
+    def _sent(self, key: Key, example: Value, parts: Results) -> Any:
+        """Returns the value ``key`` of type ``example``, which another rank gets."""
         kind, name, at = key
         if kind == TRANSFER:
             return self.shared[key]

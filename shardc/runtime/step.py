@@ -19,17 +19,8 @@ from shardc.errors import BackwardError, InputError
 from shardc.ir import graph as ir
 from shardc.ir.certificate import Certificate
 from shardc.ir.comm_volume import collective_kind, group_axes
-from shardc.ir.executable import (
-    BACKWARD,
-    FORWARD,
-    REDUCTION,
-    Compiled,
-    Deferred,
-    Executable,
-    Half,
-    Port,
-    certificate_of,
-)
+from shardc.ir.deferred import Deferred
+from shardc.ir.executable import BACKWARD, FORWARD, REDUCTION, Compiled, Executable, Half, Port, certificate_of
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -264,7 +255,7 @@ class Runner:
 
     def _runs_here(self, half: Half) -> bool:
         """Returns whether this rank runs ``half``."""
-        return half.stage is None or self.program.stage_runs(True).rank(half.stage) == self.groups.stage
+        return half.stage is None or self.program.order(True).rank_of[half.stage] == self.groups.stage
 
     def _compile(self, together: Sequence[Half], certificate: Certificate) -> None:
         """Compares graphs and their certificate with the other ranks, and lowers the graphs that this rank runs."""

@@ -427,7 +427,7 @@ FORGED: dict[str, tuple[str, Change]] = {
     "fewer microbatches": ("forward takes|opening 1 takes", counts(2)),
     "more microbatches than elements": ("takes|cannot be read", counts(64)),
     "endless": ("cannot be read|has .* ranks", counts(10**9)),
-    "no backward": ("cannot be read", without("backward")),
+    "no backward": ("last backward takes", without("backward")),
     "no last backward": ("has the halves", without("last backward")),
     "no opening": ("has the halves", without("opened 1")),
     "one opening more": ("has the halves", setting(openings=2)),

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import shardc
@@ -60,6 +59,11 @@ PLANS: dict[str, tuple[Callable[[], object], str, str]] = {
     ),
     "no such axis": (lambda: compiled(pp(), Mesh(dp=2)), "unknown mesh axis 'pp'", "use one of ['dp']"),
     "one microbatch": (lambda: pp(microbatches=1), "microbatches is 1, not an integer of 2 or more", ""),
+    "two numbers of microbatches": (
+        lambda: compiled(pp() | shardc.microbatches(2), Mesh(pp=2)),
+        "the plan says 4 and 2 microbatches",
+        "say how many there are in one of the entries",
+    ),
     "no microbatches": (
         lambda: compiled(shardc.pp("pp"), Mesh(pp=2)),
         "the plan does not say how many there are",
@@ -118,13 +122,6 @@ def test_batch_norm() -> None:
     case = batch_norm()
     with pytest.raises(PlanError, match=r"(?s)of module 'norm'.*needed, one after the other.*plan entry: "):
         compiled(pp(microbatches=2), Mesh(pp=2), case.model, loss=case.loss).lower(*case.args)
-
-
-def test_a_saved_program(tmp_path: object) -> None:
-    case = blocks()
-    program = compiled(pp(), Mesh(pp=2), case.model, loss=F.mse_loss).lower(*case.args)
-    with pytest.raises(ShardcError, match=r"(?s)stages of a pipeline is not saved.*fix: compile it in each start"):
-        program.save(f"{tmp_path}/program.pt")
 
 
 def raises(call: Callable[[], object], what: str) -> None:

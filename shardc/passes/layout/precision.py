@@ -10,7 +10,7 @@ from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir import ops
-from shardc.ir.executable import NOTHING, Deferred
+from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.layout import Layout
 from shardc.ir.rewriter import GraphRewriter
 

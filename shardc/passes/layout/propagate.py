@@ -11,7 +11,7 @@ from torch import fx
 from shardc.cost.model import Pricing
 from shardc.ir import graph as ir
 from shardc.ir import ops
-from shardc.ir.executable import NOTHING, Deferred
+from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
 from shardc.rules.spec import Strategy
