@@ -14,7 +14,7 @@ from shardc.cli.compile_options import options_of
 from shardc.cli.target import Command
 from shardc.errors import InputError
 from shardc.ir.mesh import Mesh
-from shardc.report.export import gigabytes, milliseconds, plain, write
+from shardc.report.export import milliseconds, plain, write
 from shardc.search.request import Auto
 from shardc.search.result import Found, Trial
 
@@ -88,10 +88,10 @@ def text(result: Found, options: argparse.Namespace) -> str:
 
 def _row(name: str, trial: Trial) -> tuple[str, ...]:
     """Return the row of a trial in the table of costs."""
-    schedule = trial.schedule
-    step, exposed = milliseconds(schedule.seconds), milliseconds(schedule.exposed)
-    memory = f"{gigabytes(trial.memory)}{'' if trial.fits else ' (does not fit)'}"
-    return name, str(trial.mesh), step, exposed, memory, f"{schedule.mfu:.1%}", str(trial.plan)
+    step, exposed, memory = trial.cells
+    mfu = f"{trial.schedule.mfu:.1%}" if trial.estimate is None else ""
+    fits = "" if trial.fits else " (does not fit)"
+    return name, str(trial.mesh), step, exposed, f"{memory}{fits}", mfu, str(trial.plan)
 
 
 def _commands(result: Found, options: argparse.Namespace) -> list[str]:

@@ -12,9 +12,11 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.node import _side_effectful_functions, map_aggregate
 from torch.utils.checkpoint import CheckpointPolicy
 
+from shardc._compat import LazyGraphModule
 from shardc.logs import timed
 
 c10d = torch.ops._c10d_functional
@@ -26,7 +28,7 @@ def min_cut(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule
 
     ``joint`` itself stays unchanged.
     """
-    joint = fx.GraphModule(joint, joint.graph)  # the min-cut gives its module a graph without repeated ops
+    joint = LazyGraphModule(joint, joint.graph)  # the min-cut gives its module a graph without repeated ops
     inputs = [n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"]
     count = sum(n.name.startswith("primals") for n in joint.graph.find_nodes(op="placeholder"))
     primals, tangents = inputs[:count], inputs[count:]
@@ -37,6 +39,7 @@ def min_cut(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule
             _without_random_state(),
             _dead_unread_waits(),
             _fusible_lookups(),
+            _use_lazy_graph_module(True),  # no code is generated for the graphs in between
             timed("min-cut"),
         ):
             halves = min_cut_rematerialization_partition(joint, (primals, tangents), num_fwd_outputs=forward_outputs)

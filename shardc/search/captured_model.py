@@ -26,8 +26,10 @@ from shardc.passes.layout.propagate import Chooser, Problem, Propagate
 from shardc.passes.options import Options
 from shardc.passes.unfold import NotPeriodic
 from shardc.plan.resolve import ParamPlan, resolve_params
+from shardc.plan.stages import PipelineStages
 from shardc.plan.value import Plan
 from shardc.report.inspected import InspectedProgram
+from shardc.report.predicted_schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,26 @@ class ModelCall:
 
     def request(self, mesh: Mesh, plan: Plan, options: Options) -> Request:
         """Return the `Request` to compile the model on ``mesh`` under ``plan`` with ``options``."""
+        stages = PipelineStages.of(plan, mesh, self.model)
+        mesh = (mesh if stages is None else mesh.of_stage(stages.entry.axis)).timed(plan.setting("microbatches"))
         params = resolve_params(plan, mesh, self.shapes)
         return Request(
-            self.model, mesh, plan, params, self.args, self.kwargs, self.device, self.loss, options, keep_stages=False
-        )
+            self.model, mesh, plan, params, self.args, self.kwargs, self.device, self.loss, options, keep_stages=False,
+            pp=stages,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The cost of a plan, estimated from a few of the model's repeated blocks.
+
+    Args:
+        seconds: of a step.
+        memory: bytes of a rank at the peak.
+    """
+
+    seconds: float
+    memory: int
 
 
 @dataclass(frozen=True)
@@ -152,22 +170,23 @@ class CapturedModel:
         """Return parameter of the captured model -> its `ParamPlan` (compute and storage layout) under ``plan``."""
         return few_of(self.source.request(mesh, plan, Options()), self.repeats).params
 
-    def program(self, mesh: Mesh, plan: Plan, options: Options) -> InspectedProgram:
+    def program(self, mesh: Mesh, plan: Plan, options: Options, few: bool = False) -> InspectedProgram:
         """Return the `InspectedProgram` of the complete model under a plan, from the captured graph.
 
         Args:
             mesh, plan, options: the mesh, plan and options to compile with.
+            few: the program of the captured blocks alone, which is an approximation that takes a fraction of the time.
 
         Raises:
             NotPeriodic: repeated blocks differ under the plan, other than the first and the last.
         """
-        request = self.source.request(mesh.timed(plan.setting("microbatches")), plan, options)
+        request = self.source.request(mesh, plan, options)
         graph = LazyGraphModule(self.captured.graph, ir.copied(self.captured.graph.graph))
-        few, captured = few_of(request, self.repeats), replace(self.captured, graph=graph)
+        shorter, captured = few_of(request, self.repeats), replace(self.captured, graph=graph)
         with shortened(self.source.model, self.repeats), warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardcWarning)
-            joint = build_joint(few, captured)
-        if not self.repeats:
+            joint = build_joint(shorter, captured)
+        if few or not self.repeats:
             return InspectedProgram(joint)
         return InspectedProgram(joint, None, folded_of(request, joint, self.repeats, captured.reads))
 
@@ -182,10 +201,24 @@ class CapturedModel:
     def weight(self, node: fx.Node) -> float:
         """Return the number of nodes of the complete model that ``node`` represents."""
         record = ir.info(node)
-        place = self.repeats.place((record.origin.module or record.name).removeprefix("d."))
+        return self.times(record.origin.module or record.name)
+
+    def times(self, name: str) -> float:
+        """Return the number of names of the complete model that ``name``, of a module or value, represents."""
+        place = self.repeats.place(name.removeprefix("d."))
         if place is None or place[1] in (0, self.repeats.keep - 1):
             return 1.0
         return (place[0].count - 2) / (self.repeats.keep - 2)
+
+    def estimate(self, few: Schedule) -> Estimate:
+        """Return the cost of the complete model, given the prediction of the program of the captured blocks: what is
+        inside of inner blocks counts for all of them.
+        """
+        ends = (*few.clock[1:], few.seconds)
+        spans = zip(few.step.ops, few.clock, ends, strict=True)
+        seconds = sum((end - start) * self.weight(op.node) for op, start, end in spans)
+        held = sum(round(x.bytes * self.times(x.module or x.name)) for x in few.memory.held)
+        return Estimate(seconds, held)
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,10 @@ class SearchOverMeshes:
             with self._noted(errors):
                 search.run()
         trials = [trial for search in searches.values() for trial in search.tried.values()]
-        if (best := self.best(trials)) is not None:
+        while (best := self.best(trials)) is not None and best.estimate is not None:
+            searches[best.mesh].confirm(best)
+            trials = [trial for search in searches.values() for trial in search.tried.values()]
+        if best is not None:
             return Found(best.plan, best.mesh, tuple(trials), self.hand)
         if trials:
             raise self._too_large(trials, meshes)

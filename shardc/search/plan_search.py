@@ -104,6 +104,7 @@ class Search:
         tried: text of a plan -> the scheduled plan.
         prices: axes that split storage only -> price of a byte at which a solution was last expected to fit.
         beyond: the same axes -> predicted peak of the last plan that did not fit, minus the bytes of its solution.
+        beside: factor of the memory of estimates, by the schedules that took more.
     """
 
     captured_model: CapturedModel
@@ -117,6 +118,7 @@ class Search:
     tried: dict[str, Trial] = field(default_factory=dict)
     prices: dict[tuple[str, ...], float] = field(default_factory=dict)
     beyond: dict[tuple[str, ...], float] = field(default_factory=dict)
+    beside: float = 1.0
 
     def __post_init__(self) -> None:
         self.writer = Writer(self.captured_model.source.model, self.mesh, self.captured_model.repeats)
@@ -340,10 +342,14 @@ class Search:
         """
         tried = self.tried.get(str(plan))
         if tried is None:
-            schedule = self.schedule(plan, captured_model or self.captured_model, by_hand=origin != "found")
-            if schedule is None:
+            captured_model = captured_model or self.captured_model
+            if not captured_model.repeats:
+                schedule = self.schedule(plan, captured_model, by_hand=origin != "found")
+                tried = None if schedule is None else Trial(plan, self.mesh, schedule, self.memory, origin)
+            else:
+                tried = self._estimated(plan, origin, captured_model)
+            if tried is None:
                 return None
-            tried = Trial(plan, self.mesh, schedule, self.memory, origin)
         if candidate is not None and not tried.variables:
             tried = replace(
                 tried, over=candidate.over, value=candidate.value, bound=candidate.bound,
@@ -354,6 +360,40 @@ class Search:
         if is_new and self.report is not None:
             self.report(tried)
         return tried
+
+    def _estimated(self, plan: Plan, origin: str, captured_model: CapturedModel) -> Trial | None:
+        """Return the plan with its cost estimated from the captured blocks; None if it cannot be compiled."""
+        try:
+            few = captured_model.program(self.mesh, plan, self.options, few=True).schedule(self.hardware)
+        except ShardcError:
+            return None
+        estimate = captured_model.estimate(few)
+        estimate = replace(estimate, memory=round(estimate.memory * self.beside))
+        return Trial(plan, self.mesh, few, self.memory, origin, estimate=estimate)
+
+    def confirm(self, trial: Trial) -> None:
+        """Predict the schedule of an estimated plan, of all blocks. If it does not fit, estimates are scaled by what
+        they were too low, and plans are made to fit again.
+        """
+        assert trial.estimate is not None
+        schedule = self.schedule(trial.plan, self.captured_model, by_hand=not trial.found)
+        if schedule is None:
+            del self.tried[str(trial.plan)]
+            return
+        confirmed = replace(trial, schedule=schedule, estimate=None)
+        self.tried[str(trial.plan)] = confirmed
+        if self.report is not None:
+            self.report(confirmed)
+        if confirmed.fits or confirmed.memory <= trial.memory:
+            return
+        low = confirmed.memory / trial.memory
+        self.beside *= low
+        for key, other in self.tried.items():
+            if other.estimate is not None:
+                scaled = replace(other.estimate, memory=round(other.estimate.memory * low))
+                self.tried[key] = replace(other, estimate=scaled)
+        if self.best() is None:
+            self._fit()
 
     def schedule(self, plan: Plan, captured_model: CapturedModel, by_hand: bool = True) -> Schedule | None:
         """Return the predicted schedule of ``plan``; None if it cannot be compiled.

@@ -10,6 +10,7 @@ from shardc.ir.mesh import Mesh
 from shardc.plan.value import Plan
 from shardc.report.export import gigabytes, milliseconds, plain, shorten
 from shardc.report.predicted_schedule import Schedule
+from shardc.search.captured_model import Estimate
 
 HEAD = (
     "mesh", "plan", "step ms", "exposed ms", "GB/rank", "fits", "value ms", "gap", "build s", "solve s",
@@ -32,6 +33,7 @@ class Trial:
         bound: the proven lower bound of that cost.
         variables: number of variables of its layout problem; 0 if it is not a solution.
         build, solve: seconds spent on building and on solving the problem.
+        estimate: the cost, if ``schedule`` is that of a few of the model's repeated blocks; None if it is of all.
     """
 
     plan: Plan
@@ -45,6 +47,7 @@ class Trial:
     variables: int = 0
     build: float = 0.0
     solve: float = 0.0
+    estimate: Estimate | None = None
 
     @property
     def gap(self) -> float:
@@ -54,12 +57,12 @@ class Trial:
     @property
     def seconds(self) -> float:
         """Return the predicted seconds of a step."""
-        return self.schedule.seconds
+        return self.schedule.seconds if self.estimate is None else self.estimate.seconds
 
     @property
     def memory(self) -> int:
         """Return the predicted bytes of a rank at the peak."""
-        return self.schedule.memory.peak.total
+        return self.schedule.peak if self.estimate is None else self.estimate.memory
 
     @property
     def fits(self) -> bool:
@@ -77,23 +80,28 @@ class Trial:
         return self.variables > 0
 
     def __str__(self) -> str:
-        schedule, too_large = self.schedule, "" if self.fits else " (does not fit)"
+        step, exposed, memory = self.cells
         return (
-            f"{self.mesh}: {milliseconds(schedule.seconds)} ms a step, {milliseconds(schedule.exposed)} ms exposed, "
-            f"{gigabytes(self.memory)} GB a rank{too_large}: {shorten(str(self.plan), WIDTH)}"
+            f"{self.mesh}: {step} ms a step{f', {exposed} ms exposed' if exposed else ''}, "
+            f"{memory} GB a rank{'' if self.fits else ' (does not fit)'}: {shorten(str(self.plan), WIDTH)}"
         )
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """Return ms of a step, exposed ms and GB as text; about the first and the last if they are an `estimate`."""
+        about, exposed = ("", milliseconds(self.schedule.exposed)) if self.estimate is None else ("~", "")
+        return f"{about}{milliseconds(self.seconds)}", exposed, f"{about}{gigabytes(self.memory)}"
 
     def row(self) -> tuple[str, ...]:
         """Return the cells of the trial's row in a table with head `HEAD`."""
-        schedule = self.schedule
+        step, exposed, memory = self.cells
         problem = (
             (milliseconds(self.value), f"{self.gap:.1g}", f"{self.build:.1f}", f"{self.solve:.1f}")
             if self.is_solution
             else ("", "", "", "")
         )
         return (
-            str(self.mesh), shorten(str(self.plan), WIDTH), milliseconds(schedule.seconds),
-            milliseconds(schedule.exposed), gigabytes(self.memory), "yes" if self.fits else "no", *problem,
+            str(self.mesh), shorten(str(self.plan), WIDTH), step, exposed, memory, "yes" if self.fits else "no", *problem,
         )  # fmt: skip
 
 
