@@ -14,7 +14,9 @@ from shardc.cli.compile_options import options_of
 from shardc.cli.target import Command
 from shardc.errors import InputError
 from shardc.ir.mesh import Mesh
-from shardc.report.export import milliseconds, plain, write
+from shardc.report.export import gigabytes, milliseconds, plain, write
+from shardc.report.pipeline import answer
+from shardc.report.stage_schedule import PipelineSchedule
 from shardc.search.request import Auto
 from shardc.search.result import Found, Trial
 
@@ -78,6 +80,11 @@ def text(result: Found, options: argparse.Namespace) -> str:
             f"problem: {result.variables} variables, stated in {solved.build:.1f} s and solved in {solved.solve:.1f} s;"
             f" value {milliseconds(result.value)} ms, bound {milliseconds(result.bound)} ms, gap {result.gap:.1g}"
         )
+    if isinstance(schedule, PipelineSchedule):
+        peaks = ", ".join(gigabytes(rank.peak) for rank in schedule.ranks)
+        lines += [*answer(schedule.timeline, schedule.call), f"memory    of the ranks of {schedule.axis}: {peaks} GB"]
+    if result.left_out:
+        lines += ["left out:", *(f"  {text}" for text in result.left_out)]
     rows = [_row("found", result.best)]
     if result.form is not None and result.form is not result.best:
         rows.append(_row("as given" if result.hand else "best form", result.form))

@@ -101,7 +101,7 @@ def stages_of(entry: Pp, count: int, model: nn.Module) -> dict[str, int]:
         PlanError: there are more stages than blocks, or the cuts are not as many as the stages need, match no module,
             or are not in the order of the model's modules.
     """
-    blocks = list(_blocks(model))
+    blocks = list(blocks_of(model))
     if entry.cut == "auto":
         parts = [name for name, _ in blocks]
         starts = _balanced(entry, count, [_work(modules) for _, modules in blocks])
@@ -147,7 +147,7 @@ def _inside(name: str) -> Iterator[str]:
         yield name
 
 
-def _blocks(module: nn.Module, name: str = "") -> Iterator[tuple[str, list[nn.Module]]]:
+def blocks_of(module: nn.Module, name: str = "") -> Iterator[tuple[str, list[nn.Module]]]:
     """Yield, in order, (name, modules inside it) of each module that is never cut: an item of an outermost list, or a
     module beside these. A module that contains lists stands for its direct parameters.
     """
@@ -157,7 +157,7 @@ def _blocks(module: nn.Module, name: str = "") -> Iterator[tuple[str, list[nn.Mo
         path = f"{name}.{key}" if name else key
         items = [(f"{path}.{at}", item) for at, item in child.named_children()] if isinstance(child, _LISTS) else []
         if not items and any(isinstance(inner, _LISTS) for inner in child.modules()):
-            yield from _blocks(child, path)
+            yield from blocks_of(child, path)
             continue
         for at, item in items or [(path, child)]:
             if any(True for _ in item.parameters()):

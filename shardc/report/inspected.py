@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from types import MappingProxyType
@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from shardc.cost.hardware import Hardware, find
-from shardc.cost.step_sequence import Sequence, of_halves, of_joint
+from shardc.cost.step_sequence import Sequence, of_halves, of_joint, of_runs
 from shardc.dynamic import SizedProgram
 from shardc.errors import InputError, PlanError
 from shardc.ir import graph as ir
@@ -87,8 +87,32 @@ class InspectedProgram(Program):
         if stage not in ("schedule", "localize"):
             raise PlanError(f"there is no schedule of stage {stage!r}", fix="use schedule or localize")
         shown: Any = self.shown
-        folded = shown.folded
         described, mesh = self._priced(hardware), _whole_mesh(shown)
+        predicted = self._predicted(described, order, optimizer_copies, skew)
+        uncut = _Uncut(shown) if stage == "localize" else None
+        if shown.stage_ranks:
+            axis, graph = shown.bound.pp.entry.axis, uncut or (lambda half: half)
+            return predict(shown, Parts(mesh, axis, described, predicted, graph, optimizer_copies))
+        if uncut is not None and shown.microbatches == 1:
+            step = of_joint(shown.localized.graph, shown.levels, shown.options.checkpoint_collectives)
+        else:
+            halves = _step_of(shown)
+            step = of_halves(halves if uncut is None else map(uncut, halves), shown.levels)
+        return predicted(step)
+
+    def first_and_last(self, hardware: Hardware) -> tuple[Schedule, list[Half]]:
+        """Return the prediction of a step that has its first and its last microbatch alone, and the graphs of it."""
+        shown: Any = self.shown
+        runs = [run for run in shown.runs(True) if run[1] in (0, shown.microbatches - 1)]
+        step = of_runs(runs, shown.levels)
+        return self._predicted(self._priced(hardware), "graph", 2.0, 1.0)(step), [half for half, _ in runs]
+
+    def _predicted(
+        self, described: Hardware, order: str, optimizer_copies: float, skew: float
+    ) -> Callable[..., Schedule]:
+        """Return what predicts ops of this program; arguments as for `schedule`."""
+        shown: Any = self.shown
+        folded, mesh = shown.folded, _whole_mesh(shown)
         useful = sum(flops * (1 if folded is None else folded.times(name)) for name, flops in shown.joint.flops)
 
         def predicted(step: Sequence, begins: Mapping[int, float] = MappingProxyType({})) -> Schedule:
@@ -105,16 +129,7 @@ class InspectedProgram(Program):
                 model=shown.source.model, plan=str(shown.plan), begins=begins,
             )  # fmt: skip
 
-        uncut = _Uncut(shown) if stage == "localize" else None
-        if shown.stage_ranks:
-            axis, graph = shown.bound.pp.entry.axis, uncut or (lambda half: half)
-            return predict(shown, Parts(mesh, axis, described, predicted, graph, optimizer_copies))
-        if uncut is not None and shown.microbatches == 1:
-            step = of_joint(shown.localized.graph, shown.levels, shown.options.checkpoint_collectives)
-        else:
-            halves = _step_of(shown)
-            step = of_halves(halves if uncut is None else map(uncut, halves), shown.levels)
-        return predicted(step)
+        return predicted
 
     @typed()
     def costs(self, hardware: str | Hardware = "h100", dims: Dims | None = None) -> Costs:

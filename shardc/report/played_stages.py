@@ -210,9 +210,9 @@ class Played:
         ready = self._exchanged([0.0] * len(lists), flow.before)
         begins = self._opened([start + once for start, once in zip(ready, alone, strict=True)])
         seconds = {
-            action: self.seconds[half]
-            for rank, actions in enumerate(self.actions)
-            for action, half in self._computed(rank, actions)
+            action: sum(self.seconds[half] for half in halves)
+            for rank, (_, middle, _) in enumerate(lists)
+            for action, halves in self._computed(rank, middle)
         }
         # A stage may have no graph for a part of its backward.
         played = clock(flow.schedule, lambda kind, stage: 0.0, self._transfer, begins, seconds)
@@ -227,20 +227,24 @@ class Played:
         self.times: list[list[float]] = []
         for rank, (first, middle, last) in enumerate(lists):
             starts = {action: start for action, start, _ in played.spans[rank]}
-            times = [
-                *self._one_after_another(begins[rank] - before[rank], first),
-                *(starts[action] for action, _ in self._computed(rank, middle)),
-                *self._one_after_another(ends[rank], last),
-            ]
+            times = [*self._one_after_another(begins[rank] - before[rank], [x.half for x in first])]
+            for action, halves in self._computed(rank, middle):
+                times += self._one_after_another(starts[action], halves)
+            times += self._one_after_another(ends[rank], [x.half for x in last])
             self.times.append(times)
 
-    def _computed(self, rank: int, actions: Iterable[Run | Message]) -> Iterator[tuple[Action, Half]]:
-        """Yield the computations in the list of a rank among what it does, each with its graph."""
+    def _computed(self, rank: int, runs: Iterable[Run]) -> Iterator[tuple[Action, list[Half]]]:
+        """Yield the computations in the list of a rank among what it runs, each with its graph, behind those that run
+        once in front of it (gathers of a later stage of the rank).
+        """
         listed = {action for action in self.flow.schedule.lists[rank] if action.kind in COMPUTATIONS}
-        for x in actions:
-            if isinstance(x, Run) and x.half.stage is not None and _is_listed(x.half):
+        halves: list[Half] = []
+        for x in runs:
+            halves.append(x.half)
+            if x.half.stage is not None and _is_listed(x.half):
                 action = Action(KINDS[_name(x.half)], x.half.stage, x.microbatch)
-                yield action if action in listed else replace(action, kind=Kind.BACKWARD_WEIGHT), x.half
+                yield action if action in listed else replace(action, kind=Kind.BACKWARD_WEIGHT), halves
+                halves = []
 
     def _in_parts(self, rank: int) -> tuple[list[Run], list[Run], list[Run]]:
         """Return the runs of a rank in front of its list, in it, and behind it."""
@@ -249,11 +253,11 @@ class Played:
         first, end = (inside[0], inside[-1] + 1) if inside else (len(runs), len(runs))
         return runs[:first], runs[first:end], runs[end:]
 
-    def _one_after_another(self, start: float, runs: Iterable[Run]) -> Iterator[float]:
-        """Yield when each of ``runs`` begins, the first at ``start``."""
-        for x in runs:
+    def _one_after_another(self, start: float, halves: Iterable[Half]) -> Iterator[float]:
+        """Yield when each of ``halves`` begins, the first at ``start``."""
+        for half in halves:
             yield start
-            start += self.seconds[x.half]
+            start += self.seconds[half]
 
     def _exchanged(self, now: list[float], messages: Callable[[int], Iterator[Message]]) -> list[float]:
         """Return when each rank has the messages that it gets, if it sends its own at ``now``."""

@@ -14,6 +14,9 @@ from torch import Tensor, fx, nn
 from shardc import passes
 from shardc._compat import LazyGraphModule, PyTree, pytree
 from shardc.capture import Captured, Tag, capture, input_names, loss_arity, shortened
+from shardc.cost.compute import model_flops
+from shardc.cost.hardware import Hardware
+from shardc.custom_ops.flops import is_attention
 from shardc.errors import ShardcWarning
 from shardc.fold import KEEP, few_of, folded_of, repeats_of
 from shardc.ir import graph as ir
@@ -210,6 +213,19 @@ class CapturedModel:
             return 1.0
         return (place[0].count - 2) / (self.repeats.keep - 2)
 
+    def floor(self, hardware: Hardware) -> float:
+        """Return the seconds in which one rank computes all dense ops of a step at the rates of ``hardware``."""
+        return sum(
+            flops * self.weight(node) / (hardware.peak(_dtype(node), attention) * _rate(hardware, attention))
+            for node, flops in self._products
+            for attention in (is_attention(node.target),)
+        )
+
+    @cached_property
+    def _products(self) -> list[tuple[fx.Node, int]]:
+        """The dense ops of the captured graph, with their operations."""
+        return list(model_flops(self.captured.graph.graph))
+
     def estimate(self, few: Schedule) -> Estimate:
         """Return the cost of the complete model, given the prediction of the program of the captured blocks: what is
         inside of inner blocks counts for all of them.
@@ -219,6 +235,16 @@ class CapturedModel:
         seconds = sum((end - start) * self.weight(op.node) for op, start, end in spans)
         held = sum(round(x.bytes * self.times(x.module or x.name)) for x in few.memory.held)
         return Estimate(seconds, held)
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    """Return the dtype of the operands of an op."""
+    return next((ir.value(x).dtype for x in node.all_input_nodes if ir.is_tensor(x)), torch.float32)
+
+
+def _rate(hardware: Hardware, attention: bool) -> float:
+    """Return the share of the peak rate that products reach, or attention."""
+    return hardware.attention if attention and hardware.attention is not None else hardware.matmul
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from shardc.plan.value import Plan
 from shardc.search.captured_model import CapturedModel
 from shardc.search.plan_search import MARGIN, Search
 from shardc.search.result import Found, Report, Trial
+from shardc.search.stage_search import AXIS, StageSearch
 
 NAMES = ("rep", "dp", "tp")  # axis names, from across nodes to within a node
 
@@ -41,6 +42,25 @@ def meshes_of(ranks: int, node: int, axes: int = 2, required: Collection[str] = 
             if full and ranks % prod(inner) == 0:
                 meshes.append(Mesh(zip(names, (ranks // prod(inner), *inner), strict=True)))
     return meshes
+
+
+def with_stages(ranks: int, node: int, blocks: int, axes: int = 2, required: Collection[str] = ()) -> Iterator[Mesh]:
+    """Yield meshes of ``ranks`` ranks with pipeline stages in front: their number is a power of two.
+
+    Args:
+        ranks, node, axes, required: as for `meshes_of`, which has the meshes of one stage.
+        blocks: number of blocks of the model, which is the most stages.
+    """
+    stages = 2
+    while stages <= min(blocks, ranks) and ranks % stages == 0:
+        for mesh in meshes_of(ranks // stages, node, axes, required):
+            yield Mesh(((AXIS, stages), *mesh.shape))
+        stages *= 2
+
+
+def is_staged(mesh: Mesh, hand: Plan) -> bool:
+    """Return whether plans on ``mesh`` have pipeline stages."""
+    return AXIS in mesh and hand.setting("pp") is None or hand.setting("pp") is not None
 
 
 def _names(count: int, required: Collection[str]) -> tuple[str, ...]:
@@ -91,9 +111,11 @@ class SearchOverMeshes:
         searches: dict[Mesh, Search] = {}
         least: dict[Mesh, float] = {}
         errors: list[ShardcError] = []
+        left_out: list[str] = []
         for mesh in meshes:
             with self._noted(errors):
-                search = Search(
+                kind = StageSearch if is_staged(mesh, self.hand) else Search
+                search = kind(
                     self.captured_model, mesh, self.hand, self.hardware, self.memory, self.options, self.report
                 )
                 search.forms()
@@ -101,11 +123,12 @@ class SearchOverMeshes:
         for mesh, search in searches.items():
             with self._noted(errors):
                 least[mesh] = search.least() if len(searches) > 1 else 0.0
-        for mesh in sorted(least, key=least.__getitem__):
+        for mesh in sorted(least, key=lambda mesh: (is_staged(mesh, self.hand), least[mesh])):
             search = searches[mesh]
             search.most = min(other.limit() for other in searches.values())
             if least[mesh] > MARGIN * search.most:
-                break
+                left_out.append(f"on {mesh}: no plan takes less than {least[mesh] * 1e3:.4g} ms")
+                continue
             with self._noted(errors):
                 search.run()
         trials = [trial for search in searches.values() for trial in search.tried.values()]
@@ -113,7 +136,9 @@ class SearchOverMeshes:
             searches[best.mesh].confirm(best)
             trials = [trial for search in searches.values() for trial in search.tried.values()]
         if best is not None:
-            return Found(best.plan, best.mesh, tuple(trials), self.hand)
+            staged = [search for search in searches.values() if isinstance(search, StageSearch)]
+            left_out += [text for search in staged for text in search.left_out.values()]
+            return Found(best.plan, best.mesh, tuple(trials), self.hand, tuple(left_out))
         if trials:
             raise self._too_large(trials, meshes)
         if errors:

@@ -129,7 +129,7 @@ class Search:
         """Predict the schedules of the ready-made plans (ddp, fsdp, ...), and of the best of them with parameters kept
         unsharded for backward.
         """
-        for name, plan in self._forms():
+        for name, plan in self.forms_of():
             self._schedule(plan, name)
         if (best := self.best()) is not None:
             self._schedule(kept_whole(best.plan, self.hand), best.origin)
@@ -303,7 +303,7 @@ class Search:
 
     # --- schedules
 
-    def _forms(self) -> Iterator[tuple[str, Plan]]:
+    def forms_of(self) -> Iterator[tuple[str, Plan]]:
         """Yield (name, plan) of the ready-made plans; the user's plan as it is, if there is one."""
         if self.hand:
             yield "given", self.hand

@@ -19,13 +19,15 @@ from shardc.cost.hardware import find as find_hardware
 from shardc.errors import InputError, MeshError, PlanError, ShardcError, ShardcWarning
 from shardc.ir.mesh import Mesh, split_part
 from shardc.passes.options import Options
+from shardc.plan.entries import Pp
 from shardc.plan.resolve import check_axes, resolve_params
+from shardc.plan.stages import blocks_of
 from shardc.plan.value import Plan
 from shardc.runtime.events import Event
 from shardc.runtime.groups import Groups
 from shardc.runtime.inputs import takes_loss
 from shardc.search.captured_model import CapturedModel, ModelCall
-from shardc.search.meshes import SearchOverMeshes, meshes_of
+from shardc.search.meshes import SearchOverMeshes, meshes_of, with_stages
 from shardc.search.result import Found, Report
 from shardc.validate import Bytes, Range, check_fields, checked
 
@@ -70,7 +72,14 @@ def search_once(
         raise error
     if "error" in reply:
         raise PlanError(f"the mesh's first rank found no plan: {reply['error']}")
-    return result or Found(request.plan | Plan.from_json(reply["plan"]), Mesh.of(mesh), hand=request.plan)
+    rest = Plan.from_json(reply["plan"])
+    given = request.plan if rest.setting("pp") is None else unstaged(request.plan)
+    return result or Found(given | rest, Mesh.of(mesh), hand=request.plan)
+
+
+def unstaged(plan: Plan) -> Plan:
+    """Return ``plan`` without its pipeline stages, for which a search finds a cut."""
+    return Plan.of(entry for entry in plan.entries if not isinstance(entry, Pp))
 
 
 def _rest(plan: Plan, base: Plan) -> Plan:
@@ -163,21 +172,16 @@ class Auto:
         Raises:
             InputError: the inputs do not match the model, or neither mesh nor ranks are given.
             MeshError: the mesh does not have `ranks`, or is larger than the hardware description covers.
-            PlanError: no plan fits in memory, the user's entries do not match model or mesh, or they have stages.
+            PlanError: no plan fits in memory, the user's entries do not match model or mesh.
         """
-        if (pp := self.plan.setting("pp")) is not None:
-            raise PlanError(
-                "the search for a plan does not know the stages of a pipeline",
-                plan_entry=str(pp),
-                fix="search a plan for the mesh of one stage, and add pp to it; program.schedule() predicts both",
-            )
         if (plan := self.plan.on(Mesh(dp=1) if mesh is None else Mesh.of(mesh))) != self.plan:
             return replace(self, plan=plan).search(source, mesh, options, axes, report)
         arity = None if source.loss is None else loss_arity(source.loss)
         if not takes_loss(source.model, source.args, source.kwargs, arity):
             source = replace(source, loss=None)
         described = self.described(mesh).at(torch.get_float32_matmul_precision())
-        meshes = self.meshes(mesh, described, axes)
+        pp: Pp | None = self.plan.setting("pp")
+        meshes = self.meshes(mesh, described, axes, sum(1 for _ in blocks_of(source.model)))
         described.check(meshes[0])
         chosen = replace(options or Options(), verify=False, hooks=(), dump=None)
         if chosen.bucket_size is None and not described.is_host:
@@ -185,20 +189,22 @@ class Auto:
         memory = described.memory if self.memory is None else float(self.memory)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardcWarning)
-            captured_model = CapturedModel.of(source, self.plan, meshes[0])
-            while captured_model.repeats and not captured_model.folds(meshes[0]):
+            inner = meshes[0] if pp is None else meshes[0].of_stage(pp.axis)
+            captured_model = CapturedModel.of(source, unstaged(self.plan), inner)
+            while captured_model.repeats and not captured_model.folds(inner):
                 captured_model = captured_model.more
             result = SearchOverMeshes(captured_model, self.plan, described, memory, chosen, report).run(meshes)
         _warn_unused(result, source)
         return result
 
-    def meshes(self, mesh: DeviceMesh | Mesh | None, described: Hardware, axes: int) -> list[Mesh]:
+    def meshes(self, mesh: DeviceMesh | Mesh | None, described: Hardware, axes: int, blocks: int) -> list[Mesh]:
         """Return the meshes to search: ``mesh``, or all of `ranks` ranks if it is None.
 
         Args:
             mesh: the mesh, or None.
             described: the hardware, which has the size of a node.
             axes: largest number of axes.
+            blocks: number of blocks of the model.
 
         Raises:
             MeshError: ``mesh`` does not have `ranks`.
@@ -215,7 +221,11 @@ class Auto:
             return [fixed]
         if self.ranks is None:
             raise InputError("a search needs a mesh, or a number of ranks", fix="write shardc.auto(ranks=64)")
-        meshes = meshes_of(self.ranks, described.node, axes, self.plan.axes)
+        pp: Pp | None = self.plan.setting("pp")
+        required = [axis for axis in self.plan.axes if pp is None or axis != pp.axis]
+        meshes = [] if pp is not None else meshes_of(self.ranks, described.node, axes, required)
+        if self.plan.setting("microbatches") == 1 or pp is not None:
+            meshes += with_stages(self.ranks, described.node, blocks, axes, required)
         if not meshes:
             raise PlanError(
                 f"no mesh of {self.ranks} ranks has the axes {', '.join(self.plan.axes)}, all but the first a power of "

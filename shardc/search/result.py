@@ -101,7 +101,8 @@ class Trial:
             else ("", "", "", "")
         )
         return (
-            str(self.mesh), shorten(str(self.plan), WIDTH), step, exposed, memory, "yes" if self.fits else "no", *problem,
+            str(self.mesh), shorten(str(self.plan), WIDTH), step, exposed, memory, "yes" if self.fits else "no",
+            *problem,
         )  # fmt: skip
 
 
@@ -117,12 +118,14 @@ class Found:
         mesh: its mesh.
         trials: all plans that were scheduled; empty on ranks that received the plan from rank 0.
         hand: the entries that the user gave.
+        left_out: what was not predicted, with the bound that shows that it is no faster, as text.
     """
 
     plan: Plan
     mesh: Mesh
     trials: tuple[Trial, ...] = ()
     hand: Plan = Plan()
+    left_out: tuple[str, ...] = ()
 
     @property
     def best(self) -> Trial:

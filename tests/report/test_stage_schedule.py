@@ -198,7 +198,8 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "Pipeline" in Path("page.html").read_text()
     assert main(["sweep", *call, "--ranks", "4", "--set", "pp=2", "--plans", plan]) == 0
     assert "dp=2 pp=2" in capsys.readouterr().out
-    assert main(["plan", *call, *where]) == 2
-    assert "the search for a plan does not know the stages of a pipeline" in capsys.readouterr().err
+    assert main(["plan", *call, *where]) == 0
+    planned = capsys.readouterr().out
+    assert "schedule 1f1b, 2 ranks, 2 stages" in planned and "cut=[" in planned and "of the ranks of pp: " in planned
     assert main(["measure", *call, *where, "--nproc", "4"]) == 2
     assert "measure compares what all ranks run alike" in capsys.readouterr().err

@@ -1,0 +1,374 @@
+"""`parts_of`: what each part of a model takes for one microbatch; `Player`: the step of a pipeline with these costs.
+
+A part is what no cut of `shardc.pp` divides: a module outside the repeated blocks, or a child of a block. Parts are
+priced once for a layout and a size of microbatches, on a few of the blocks. Stages are sums of parts, so the step of
+any cut and schedule is a play of lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from torch import fx
+
+from shardc.capture import shortened
+from shardc.cost.hardware import Hardware
+from shardc.ir import graph as ir
+from shardc.ir.actions import advance
+from shardc.ir.executable import BACKWARD, FIRST_FORWARD, FORWARD, KNOWN, LAST_BACKWARD, Half
+from shardc.ir.schedules import RECEIVES, SENDS, Action, Kind, Schedule, in_flight
+from shardc.plan.stages import blocks_of
+from shardc.report.inspected import InspectedProgram
+from shardc.search.captured_model import CapturedModel
+
+LASTING = ("parameters", "optimizer", "gradients", "gathered")
+TRIES = 400  # cuts that are played in a search for the fastest
+
+
+@dataclass(frozen=True)
+class Part:
+    """The costs of a part of the model, on one rank.
+
+    Args:
+        name: the first module in it, by which a plan names a cut in front of it.
+        seconds: seconds of one microbatch by kind of computation.
+        before, behind: seconds of what runs once, such as gathers for all microbatches.
+        lasting: bytes that are there for the whole step.
+        saved: bytes that a microbatch keeps from its forward to its backward.
+        passing: other bytes at the peak.
+        received: bytes of the values of a microbatch that a cut in front of it sends.
+    """
+
+    name: str
+    seconds: Mapping[Kind, float]
+    before: float = 0.0
+    behind: float = 0.0
+    lasting: int = 0
+    saved: int = 0
+    passing: int = 0
+    received: int = 0
+
+    @property
+    def total(self) -> float:
+        """Return the seconds of forward and backward of one microbatch."""
+        return self.seconds[Kind.FORWARD] + self.seconds[Kind.BACKWARD]
+
+
+def parts_of(captured_model: CapturedModel, program: InspectedProgram, hardware: Hardware) -> list[Part]:
+    """Return the parts of the complete model, in order.
+
+    Args:
+        captured_model: the captured model.
+        program: the program of its captured blocks, in microbatches.
+        hardware: the hardware of the prediction.
+    """
+    schedule, halves = program.first_and_last(hardware)
+    step, phase = schedule.step, [half.phase for half in halves]
+    forward = next(half for half in halves if half.phase in (FIRST_FORWARD, FORWARD))
+    names = _names(captured_model, forward)
+    chains = {half: _chain(half, names) for half in dict.fromkeys(halves)}
+    sums: dict[str, dict[tuple[object, bool], float]] = {name: {} for name in names}
+    ends = (*schedule.clock[1:], schedule.seconds)
+    run = 0
+    for at, (op, start, end) in enumerate(zip(step.ops, schedule.clock, ends, strict=True)):
+        while run + 1 < len(step.begins) and at >= step.begins[run + 1]:
+            run += 1
+        if end > start:
+            name = _part(names, op.node)
+            key = phase[run], op.node in chains[halves[run]]
+            sums[name][key] = sums[name].get(key, 0.0) + end - start
+    held: dict[str, dict[str, int]] = {name: {} for name in names}
+    for x in schedule.memory.held:
+        of_part = held[_longest(names, x.module or x.name)]
+        of_part[x.owner] = of_part.get(x.owner, 0) + x.bytes
+    received = _crossing(forward, names)
+    few = [_priced(name, sums[name], held[name], received[name]) for name in names]
+    return list(_unfolded(captured_model, few))
+
+
+def _names(captured_model: CapturedModel, forward: Half) -> list[str]:
+    """Return the names of the parts of the captured model, in order."""
+    order: dict[str, int] = {}  # module -> the first op of it
+    for at, node in enumerate(forward.graph.nodes):
+        if node.op == "call_function" and ir.info(node).origin.phase == "forward":
+            name = ir.info(node).origin.module
+            while name:
+                order.setdefault(name, at)
+                name = name.rpartition(".")[0]
+    model, out = captured_model.source.model, []
+    with shortened(model, captured_model.repeats):
+        for name, _ in blocks_of(model):
+            children = model.get_submodule(name).named_children()
+            inside = [f"{name}.{key}" for key, child in children if any(True for _ in child.parameters())]
+            runs = [order.get(child, -1) for child in inside]
+            in_order = len(inside) > 1 and runs == sorted(runs) and runs[0] >= 0
+            out += inside if in_order else [name]
+    return out
+
+
+def _longest(names: Sequence[str], module: str) -> str:
+    """Return the part that a module or a value is in: the first of a block for what is of the block itself, the last
+    part for what is of none.
+    """
+    name = module.removeprefix("d.")
+    while name:
+        for part in names:
+            if part == name or part.startswith(f"{name}."):
+                return part
+        name = name.rpartition(".")[0]
+    return names[-1]
+
+
+def _part(names: Sequence[str], node: fx.Node) -> str:
+    record = ir.info(node)
+    return _longest(names, record.origin.module or record.name)
+
+
+def _chain(half: Half, names: Sequence[str]) -> frozenset[fx.Node]:
+    """Return the ops of a backward that lead to the gradients of the model's first part, through all of its blocks."""
+    results = [(role, x) for role, x in ir.outputs(half.graph) if isinstance(x, fx.Node)]
+    work = [x for role, x in results if role.name and _longest(names, role.name) == names[0]]
+    chain: set[fx.Node] = set()
+    while work:
+        node = work.pop()
+        if node not in chain:
+            chain.add(node)
+            work.extend(node.all_input_nodes)
+    return frozenset(chain)
+
+
+def _crossing(forward: Half, names: Sequence[str]) -> dict[str, int]:
+    """Return part -> bytes of the values that ops in front of it compute from inputs and parameters, and ops from it on
+    read.
+    """
+    computed: dict[fx.Node, tuple[bool, bool]] = {}
+    at_part: dict[fx.Node, int] = {}
+    first: dict[str, int] = {}
+    for at, node in enumerate(forward.graph.nodes):
+        if node.op == "placeholder":
+            is_param = ir.role(node).kind in ("param", KNOWN)
+            computed[node] = (is_param, not is_param)
+        elif node.op == "call_function":
+            of = [computed.get(x, (False, False)) for x in node.all_input_nodes]
+            computed[node] = any(x for x, _ in of), any(x for _, x in of)
+            if all(computed[node]):
+                at_part[node] = at
+                first.setdefault(_part(names, node), at)
+    out = dict.fromkeys(names, 0)
+    for node, at in at_part.items():
+        last = max((at_part.get(user, -1) for user in node.users), default=-1)
+        for name, begin in first.items():
+            if at < begin <= last and (value := ir.info(node).value) is not None and not isinstance(value, tuple):
+                out[name] += value.nbytes
+    return out
+
+
+def _priced(name: str, sums: Mapping[tuple[object, bool], float], held: Mapping[str, int], received: int) -> Part:
+    """Return a part, given the seconds of its ops by (phase, whether later gradients need them)."""
+
+    def of(phase: object) -> float:
+        return sums.get((phase, True), 0.0) + sums.get((phase, False), 0.0)
+
+    backward = BACKWARD if of(BACKWARD) else LAST_BACKWARD
+    forward = FORWARD if of(FORWARD) else FIRST_FORWARD
+    for_inputs = sums.get((backward, True), 0.0)
+    seconds = {
+        Kind.FORWARD: of(forward), Kind.BACKWARD: of(backward), Kind.BACKWARD_INPUT: for_inputs,
+        Kind.BACKWARD_WEIGHT: of(backward) - for_inputs,
+    }  # fmt: skip
+    lasting = sum(size for owner, size in held.items() if owner in LASTING)
+    saved = held.get("activations", 0)
+    return Part(
+        name, seconds, max(0.0, of(FIRST_FORWARD) - of(forward)), max(0.0, of(LAST_BACKWARD) - of(backward)), lasting,
+        saved, sum(held.values()) - lasting - saved, received,
+    )  # fmt: skip
+
+
+def _unfolded(captured_model: CapturedModel, few: Sequence[Part]) -> Iterator[Part]:
+    """Yield the parts of all blocks; inner ones are like the second of the captured blocks."""
+    repeats = captured_model.repeats
+    at = 0
+    while at < len(few):
+        place = repeats.place(few[at].name) if repeats else None
+        if place is None:
+            yield replace(few[at], name=repeats.whole(few[at].name) if repeats else few[at].name)
+            at += 1
+            continue
+        run = place[0]
+        blocks: list[list[Part]] = [[] for _ in range(repeats.keep)]
+        while at < len(few) and (place := repeats.place(few[at].name)) is not None and place[0] == run:
+            blocks[place[1]].append(few[at])
+            at += 1
+        for block in range(run.count):
+            source = 0 if block == 0 else repeats.keep - 1 if block == run.count - 1 else 1
+            for part in blocks[source]:
+                place = repeats.place(part.name)
+                assert place is not None
+                yield replace(part, name=run.name(block, place[2]))
+
+
+@dataclass(frozen=True)
+class Played:
+    """A cut and its predicted step.
+
+    Args:
+        starts: the first part of each stage.
+        seconds: of the step.
+        memory: bytes of the rank that needs most.
+    """
+
+    starts: tuple[int, ...]
+    seconds: float
+    memory: int
+
+
+@dataclass
+class Player:
+    """Plays the lists of a schedule with parts' costs.
+
+    Args:
+        schedule: the lists of all ranks.
+        parts: the parts of the model.
+        message: seconds of a message of so many bytes.
+        limit: bytes of memory of a rank.
+    """
+
+    schedule: Schedule
+    parts: Sequence[Part]
+    message: tuple[float, float]
+    limit: float
+    played: dict[tuple[int, ...], Played] = field(default_factory=dict)
+
+    def fastest(self) -> Played | None:
+        """Return the cut with the fastest step among those that fit, or else that of least memory; None if there are
+        more stages than places to begin one.
+
+        Starting at the cut whose slowest stage is fastest, cuts are moved while that is better.
+        """
+        if len(self._places) < self.schedule.stages - 1:
+            return None
+        best, moved = self.play(self._balanced()), True
+        while moved:
+            moved = False
+            for starts in self._near(best.starts):
+                if starts not in self.played and len(self.played) < TRIES:
+                    if self._order(now := self.play(starts)) < self._order(best):
+                        best, moved = now, True
+                        break
+        return best
+
+    def _near(self, starts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Yield cuts of which a run of consecutive starts is moved by one or two places."""
+        at = [self._places.index(start) for start in starts[1:]]
+        for by in (-1, 1, -2, 2):
+            for first in range(len(at)):
+                for last in range(first + 1, len(at) + 1):
+                    near = [*at[:first], *(place + by for place in at[first:last]), *at[last:]]
+                    if near[0] >= 0 and near[-1] < len(self._places) and all(a < b for a, b in pairwise(near)):
+                        yield 0, *(self._places[place] for place in near)
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """The parts at which a stage may begin."""
+        return [at for at in range(1, len(self.parts)) if self._may(at)]
+
+    def _order(self, played: Played) -> tuple[bool, float, tuple[int, ...]]:
+        """Return the sort key of a cut."""
+        fits = played.memory <= self.limit
+        return not fits, round(played.seconds, 9) if fits else played.memory, played.starts
+
+    def _may(self, at: int) -> bool:
+        """Return whether a stage may begin at a part: inside a block only if no more is sent there than at its edge."""
+        name = self.parts[at].name.rpartition(".")[0]
+        first = next(part for part in self.parts if part.name.rpartition(".")[0] == name)
+        return self.parts[at].received <= first.received or self.parts[at] is first or not first.received
+
+    def _balanced(self) -> tuple[int, ...]:
+        """Return the first part of each stage, so that the slowest stage is fastest."""
+        before = [0.0, *accumulate(part.total for part in self.parts)]
+        stages = self.schedule.stages
+        best: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,))]
+        by_end: dict[int, tuple[float, tuple[int, ...]]] = {0: best[0]}
+        for _ in range(stages - 1):
+            then: dict[int, tuple[float, tuple[int, ...]]] = {}
+            for end in self._places:
+                options = [
+                    (max(most, before[end] - before[start]), (*starts, end))
+                    for start, (most, starts) in by_end.items()
+                    if start < end
+                ]
+                if options:
+                    then[end] = min(options)
+            by_end = then
+        options = [(max(most, before[-1] - before[start]), starts) for start, (most, starts) in by_end.items()]
+        return min(options)[1]
+
+    def play(self, starts: tuple[int, ...]) -> Played:
+        """Return the predicted step of a cut."""
+        if starts not in self.played:
+            stages = [self.parts[a:b] for a, b in pairwise((*starts, len(self.parts)))]
+            self.played[starts] = Played(starts, self._seconds(stages), self._memory(stages))
+        return self.played[starts]
+
+    def _seconds(self, stages: Sequence[Sequence[Part]]) -> float:
+        """Return the seconds of the step."""
+        schedule, (latency, byte) = self.schedule, self.message
+        durations = [{kind: sum(part.seconds[kind] for part in parts) for kind in parts[0].seconds} for parts in stages]
+        sends = [latency + byte * parts[0].received for parts in stages]
+        once = [0.0] * schedule.ranks
+        after = [0.0] * schedule.ranks
+        for stage, parts in enumerate(stages):
+            once[schedule.rank_of[stage]] += sum(part.before for part in parts)
+            after[schedule.rank_of[stage]] += sum(part.behind for part in parts)
+        now, (runs, peers) = once, self._in_order
+        arrivals = [0.0] * len(peers)
+        free: dict[tuple[int, int], float] = {}
+        for rank, kind, stage, number in runs:
+            if kind in SENDS:
+                link = rank, peers[number]
+                seconds = sends[stage + 1] if kind == Kind.SEND_FORWARD else sends[stage]
+                arrivals[number] = free[link] = max(now[rank], free.get(link, 0.0)) + seconds
+            elif number >= 0:
+                now[rank] = max(now[rank], arrivals[number])
+            else:
+                now[rank] += durations[stage][kind]
+        return max(a + b for a, b in zip(now, after, strict=True))
+
+    @cached_property
+    def _in_order(self) -> tuple[list[tuple[int, Kind, int, int]], list[int]]:
+        """The actions of all ranks in an order in which they can run, (rank, kind, stage, number of its message or -1);
+        and of each message the rank that gets it.
+        """
+        numbers: dict[Action, int] = {}
+        runs: list[tuple[int, Kind, int, int]] = []
+
+        def run(rank: int, at: int, action: Action) -> bool:
+            if action.kind in RECEIVES and action not in numbers:
+                return False
+            if action.kind in SENDS:
+                numbers[action.other_end] = len(numbers)
+            message = action.other_end if action.kind in SENDS else action
+            runs.append((rank, action.kind, action.stage, numbers.get(message, -1)))
+            return True
+
+        advance(self.schedule, run)
+        return runs, [self.schedule.rank_of[action.stage] for action in numbers]
+
+    def _memory(self, stages: Sequence[Sequence[Part]]) -> int:
+        """Return the bytes of the rank that needs most."""
+        saved = [sum(part.saved for part in parts) for parts in stages]
+        out = []
+        for rank, counts in enumerate(self._flights):
+            parts = [part for stage, of in enumerate(stages) if self.schedule.rank_of[stage] == rank for part in of]
+            flight = max(sum(number * saved[stage] for stage, number in count) for count in counts)
+            out.append(sum(part.lasting for part in parts) + flight + max(part.passing for part in parts))
+        return max(out)
+
+    @cached_property
+    def _flights(self) -> list[set[tuple[tuple[int, int], ...]]]:
+        """For each rank, the numbers of microbatches of each stage that are in flight together."""
+        lists = self.schedule.lists
+        return [{tuple(sorted(count.items())) for count in in_flight(actions)} for actions in lists]

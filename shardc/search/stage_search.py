@@ -1,0 +1,180 @@
+"""`StageSearch`: the search for a plan with pipeline stages on one mesh.
+
+A layout is predicted once for each size of microbatches, on the mesh of one stage and a few of the blocks. The cut and
+the schedule are chosen by playing lists with these numbers, and the fastest plan of all is then predicted as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from math import inf
+
+from shardc.capture import numbered_containers
+from shardc.cost.hardware import price, route
+from shardc.errors import PlanError, ShardcError
+from shardc.ir.schedules import Schedule, schedule
+from shardc.plan.constructors import microbatches, pp, recompute
+from shardc.plan.entries import Pp
+from shardc.plan.value import Plan
+from shardc.search.captured_model import Estimate
+from shardc.search.memory_fit import kept_whole
+from shardc.search.plan_search import Search
+from shardc.search.result import Trial
+from shardc.search.stage_cost import Player, parts_of
+
+AXIS = "pp"
+SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zbv", 2))  # name, stages of a rank
+ROUNDS = 8  # most microbatches for each stage of the pipeline
+SIZES = 2  # numbers of microbatches that are tried for a layout
+
+
+@dataclass
+class StageSearch(Search):
+    """A search over plans with pipeline stages, for a captured model on one mesh; fields as in `Search`.
+
+    Args:
+        left_out: schedules that were not played -> the bound that shows why, as text.
+    """
+
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        entry: Pp | None = self.hand.setting("pp")
+        self.entry = entry
+        self.axis = AXIS if entry is None else entry.axis
+        self.ranks = self.mesh.size(self.axis)
+        self.rest = Plan.of(x for x in self.hand.entries if x is not entry)
+        self.inner = Search(
+            self.captured_model, self.mesh.of_stage(self.axis), self.rest, self.hardware, self.memory, self.options
+        )
+
+    def forms(self) -> None:
+        """Predict nothing: layouts are those of the mesh of one stage."""
+
+    def least(self) -> float:
+        """Return a lower bound of the step: all products divided by the ranks, and the shortest bubble."""
+        bounds = [self._bound(order) for count in self._counts(1) for order in self._orders(count)]
+        return min(bounds, default=inf)
+
+    def run(self) -> None:
+        """Play the lists of the schedules with each layout of a stage."""
+        for layout in self._layouts():
+            for count in self._counts(self._ways(layout))[:SIZES]:
+                orders = [order for order in self._orders(count) if self._may_win(order)]
+                if orders:
+                    self._play(layout, count, orders)
+
+    def _play(self, layout: Plan, count: int, orders: list[Schedule]) -> None:
+        """Play schedules of ``count`` microbatches with a layout, and record the fastest cut of each."""
+        plan = layout | microbatches(count)
+        try:
+            program = self.captured_model.program(self.inner.mesh, plan, self.options, few=True)
+            if not program.trains or program.loss is None:
+                return
+            parts = parts_of(self.captured_model, program, self.hardware)
+            few = program.first_and_last(self.hardware)[0]
+        except ShardcError:
+            return
+        best: Trial | None = None
+        for order in orders:
+            played = Player(order, parts, self._message, self.memory / self.beside).fastest()
+            if played is None:
+                continue
+            cut = [parts[at].name for at in played.starts[1:]]
+            per_rank = order.stages // order.ranks
+            by_default = 1 if order.name in ("1f1b", "gpipe") else 2
+            entry = pp(
+                self.axis, order.name, microbatches=count, cut=cut,
+                stages_per_rank=None if per_rank == by_default else per_rank,
+            )  # fmt: skip
+            estimate = Estimate(played.seconds, round(played.memory * self.beside))
+            trial = Trial(layout | entry, self.mesh, few, self.memory, estimate=estimate)
+            if best is None or _order(trial) < _order(best):
+                best = trial
+        if best is not None:
+            self.tried[str(best.plan)] = best
+            if self.report is not None:
+                self.report(best)
+
+    # --- what is tried
+
+    def _layouts(self) -> Iterator[Plan]:
+        """Yield the layouts of a stage: the library's forms; while nothing fits, the same with blocks recomputed."""
+        forms = [form for _, plan in self.inner.forms_of() for form in (kept_whole(plan, self.rest), plan)]
+        unique = list({str(plan): plan for plan in forms}.values())
+        yield from unique
+        if self.limit() == inf:
+            for plan in unique:
+                yield plan | recompute(
+                    [f"{path}.*" for path, _ in numbered_containers(self.captured_model.source.model)]
+                )
+
+    def _counts(self, ways: int) -> list[int]:
+        """Return the numbers of microbatches to try, the largest first, if the batch is split in ``ways`` ways."""
+        if self.entry is not None and (given := self.hand.setting("microbatches")) > 1:
+            return [given]
+        rows = min((shape[0] for _, shape in self.captured_model.source.inputs if shape), default=0)
+        most = min(rows // ways, ROUNDS * self.ranks)
+        return [n for n in (2**k for k in range(most.bit_length(), 0, -1)) if n <= most and rows % n == 0]
+
+    def _orders(self, count: int) -> list[Schedule]:
+        """Return the lists of the schedules with ``count`` microbatches."""
+        named = SCHEDULES if self.entry is None else ((self.entry.schedule, self.entry.stages_per_rank),)
+        out = []
+        for name, per_rank in named:
+            try:
+                out.append(lists(name, self.ranks, count, per_rank))
+            except PlanError:
+                continue  # the schedule does not have these numbers
+        return out
+
+    def _ways(self, layout: Plan) -> int:
+        """Return in how many ways a layout splits the batch."""
+        ways = 1
+        for axis in {axis for entry in layout.entries for axis in entry.batch}:
+            ways *= self.inner.mesh.size(axis)
+        return ways
+
+    # --- bounds
+
+    def _may_win(self, order: Schedule) -> bool:
+        """Return whether a schedule may be faster than the fastest plan so far; note it if not."""
+        bound = self._bound(order)
+        if bound < self.limit():
+            return True
+        name = f"{order.name}, {order.stages} stages, {order.microbatches} microbatches"
+        self.left_out[name] = f"on {self.mesh}, {name}: no layout takes less than {bound * 1e3:.4g} ms"
+        return False
+
+    def _bound(self, order: Schedule) -> float:
+        """Return a lower bound of the step: products at the rate of the hardware, divided by all ranks.
+
+        In 1F1B a stage waits for the first microbatch in front of it, and for the last behind it. With the sum c of a
+        microbatch in all p stages and m microbatches, no cut is faster than c / (1 - (1 - 1/m)^p). Other schedules run
+        something in these times, and have no bubble here.
+        """
+        ideal = self.captured_model.floor(self.hardware) / self.mesh.ranks
+        if order.name not in ("1f1b", "gpipe"):
+            return ideal
+        count, stages = order.microbatches, order.stages
+        return ideal * stages / count / (1 - (1 - 1 / count) ** stages)
+
+    @property
+    def _message(self) -> tuple[float, float]:
+        """Return (seconds before the first byte, seconds for each byte) of a message between stages."""
+        where = route(self.mesh, (self.axis,), self.hardware.node)
+        small, large = (price(self.hardware, "permute_ranks", where, size).seconds for size in (0, 1 << 30))
+        return small + self.hardware.start_seconds(1), (large - small) / (1 << 30)
+
+
+def _order(trial: Trial) -> tuple[bool, float]:
+    """Return the sort key of a plan: what fits by seconds, then the rest by bytes."""
+    return not trial.fits, trial.seconds if trial.fits else trial.memory
+
+
+@cache
+def lists(name: str, ranks: int, count: int, per_rank: int | None) -> Schedule:
+    """Return the lists of a schedule; `shardc.ir.schedules.schedule`."""
+    return schedule(name, ranks, count, per_rank)
