@@ -6,7 +6,7 @@ the schedule are chosen by playing lists with these numbers, and the fastest pla
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import inf
@@ -22,7 +22,7 @@ from shardc.search.captured_model import Estimate
 from shardc.search.memory_fit import kept_whole
 from shardc.search.plan_search import Search
 from shardc.search.result import Trial
-from shardc.search.stage_cost import Player, parts_of
+from shardc.search.stage_cost import Part, Player, parts_of
 
 AXIS = "pp"
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zbv", 2))  # name, stages of a rank
@@ -82,7 +82,7 @@ class StageSearch(Search):
             played = Player(order, parts, self._message, self.memory / self.beside).fastest()
             if played is None:
                 continue
-            cut = [parts[at].name for at in played.starts[1:]]
+            cut = [_begin(parts, at) for at in played.starts[1:]]
             per_rank = order.stages // order.ranks
             by_default = 1 if order.name in ("1f1b", "gpipe") else 2
             entry = pp(
@@ -167,6 +167,13 @@ class StageSearch(Search):
         where = route(self.mesh, (self.axis,), self.hardware.node)
         small, large = (price(self.hardware, "permute_ranks", where, size).seconds for size in (0, 1 << 30))
         return small + self.hardware.start_seconds(1), (large - small) / (1 << 30)
+
+
+def _begin(parts: Sequence[Part], at: int) -> str:
+    """Return the module whose first part is at ``at``: its block, if it begins there."""
+    name, before = parts[at].name, parts[at - 1].name
+    block = name.rpartition(".")[0]
+    return name if not block or before.startswith(f"{block}.") else block
 
 
 def _order(trial: Trial) -> tuple[bool, float]:
