@@ -80,6 +80,7 @@ class Trained:
         gib: reserved, as reported; 0: not reported. That of 70B is of a run with float8 products, which keeps the same
             activations: between 8B with and without them there are 0.2 GiB.
         fitted: whether the hardware's share of the peak for matrix products was fitted to ``tokens``.
+        products: scaling of the layers' products in float8; "" for products in bfloat16.
     """
 
     name: str
@@ -92,9 +93,12 @@ class Trained:
     tokens: float
     gib: float = 0.0
     fitted: bool = False
+    products: str = ""
 
     def schedule(self) -> Schedule:
         plan = shardc.fsdp("dp") | shardc.precision(param=torch.bfloat16, reduce=torch.float32)
+        if self.products:
+            plan |= shardc.precision(matmul="float8", scaling=self.products, modules="layers")
         if "tp" in self.mesh:
             plan |= llama.llama_tp("tp", sequence=True)
         with torch.device("meta"):
@@ -119,6 +123,18 @@ TRAINED = (
     Trained("Llama 2 70B selective, 64 A100", LLAMA2_70B, FSDP64, 1, 4096, "selective op", "a100", 355),
     Trained(
         "Llama 3.1 8B, 8 H100", LLAMA3_8B, {"dp": 8}, 2, 8192, "selective op", "h100-500w", 6667, 77.0, fitted=True
+    ),
+    Trained(
+        "Llama 3.1 8B float8, 8 H100",
+        LLAMA3_8B,
+        {"dp": 8},
+        2,
+        8192,
+        "selective op",
+        "h100-500w",
+        8532,
+        76.8,
+        products="tensorwise",
     ),
     Trained("Llama 3.1 8B, 128 H100", LLAMA3_8B, {"dp": 128}, 2, 8192, "selective op", "h100-500w", 6514, 62.0),
     Trained("Llama 3.1 8B, 64 H100, TP 8", LLAMA3_8B, {"dp": 8, "tp": 8}, 12, 8192, "selective op", "h100-500w", 4378),

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 from shardc.cost.model import Pricing
 from shardc.custom_ops.attention_ops import CALL
+from shardc.custom_ops.float8_ops import QUANTISE, moved
 from shardc.ir import comm, comm_volume, executable
 from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, MemoryPlan
@@ -387,11 +388,11 @@ def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.N
             continue
         if node.op != "call_function":
             continue
-        reads = [read for read in node.all_input_nodes if not is_coordinate(read)]
+        reads = [read for read in moved(node) if not is_coordinate(read)]
         if not reads or any(read not in alone for read in reads):
             continue
         kind = kind_of(node)
-        if kind == COMPUTE and node.target not in COPIES and node.target is not CAST:
+        if kind == COMPUTE and node.target not in COPIES and node.target not in (CAST, QUANTISE):
             continue
         alone[node] = min(alone[read] for read in reads)
         if kind == START or any(read in whole for read in reads):

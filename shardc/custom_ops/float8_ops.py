@@ -90,6 +90,11 @@ MM = torch.ops.shardc_float8.mm.default
 WRITTEN_OUT = {QUANTISE: quantise, MM: multiply}  # in torch's ops, which Inductor fuses
 
 
+def moved(node: fx.Node) -> list[fx.Node]:
+    """Return the operands of a node of a graph, without the maximum by which it scales."""
+    return node.all_input_nodes[:1] if node.target is QUANTISE else node.all_input_nodes
+
+
 def is_scale(node: fx.Node) -> bool:
     """Return whether all that reads a node of a graph scales by it, behind views and maxima over ranks."""
     return bool(node.users) and all(

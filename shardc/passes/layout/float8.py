@@ -134,8 +134,8 @@ class _Quantiser:
                 f"{name!r} has shape {list(shape)}, and float8 products take sizes that are multiples of {_UNIT}",
                 plan_entry=self.options.entry or None,
                 source=ir.info(product.node).origin.source or None,
-                fix=f"pad it, or leave the layer as it is: add precision(..., modules={module!r}) without matmul behind "
-                "this entry",
+                fix=f"pad it, or leave the layer as it is: add precision(..., modules={module!r}) without matmul "
+                "behind this entry",
             )
 
     def _replace(self, product: _Product) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
+from shardc.custom_ops.float8_ops import QUANTISE
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
+from shardc.ir.op_traits import CAST
 from shardc.ir.rewriter import GraphRewriter
 
 
@@ -64,7 +65,7 @@ def _gathered(param: fx.Node) -> list[fx.Node]:
         node = work.pop()
         users = [user for user in node.users if user.op == "call_function" and ir.info(user).origin.phase == "forward"]
         gathers = [user for user in users if user.target is ops.all_gather]
-        work += gathers + [user for user in users if user.target is torch.ops.aten._to_copy.default and node is param]
+        work += gathers + [user for user in users if user.target in (CAST, QUANTISE) and node is param]
         if node.target is ops.all_gather and not gathers:
             last_gathers.append(node)
     return last_gathers

@@ -9,6 +9,7 @@ from torch import fx
 
 from shardc._compat import LazyGraphModule
 from shardc.cost.step_sequence import is_coordinate, runs_again
+from shardc.custom_ops.float8_ops import QUANTISE, moved
 from shardc.ir import graph as ir
 from shardc.ir.executable import TRANSFER
 from shardc.ir.graph import Role
@@ -99,14 +100,14 @@ class Partition:
 
 
 def moved_alone(param: fx.Node) -> list[fx.Node]:
-    """Returns the nodes computed from ``param`` alone by gathers, views and casts."""
+    """Returns the nodes computed from ``param`` alone by gathers, views and casts, to float8 too."""
     chain, work = [], list(param.users)
     seen = {param}
     while work:
         node = work.pop()
         if node in seen or not (communicates(node.target) or _moves_or_casts(node)):
             continue
-        if any(x not in seen and not is_coordinate(x) for x in node.all_input_nodes):
+        if any(x not in seen and not is_coordinate(x) for x in moved(node)):
             continue
         seen.add(node)
         chain.append(node)
@@ -159,7 +160,7 @@ def send_once(graph: fx.Graph) -> None:
 
 def _moves_or_casts(node: fx.Node) -> bool:
     """Returns whether ``node`` is a view or a cast, which may stand between a parameter and the ops that use it."""
-    return moves_data(node.target) or node.target is CAST
+    return moves_data(node.target) or node.target in (CAST, QUANTISE)
 
 
 def _restore(gm: fx.GraphModule, roles: tuple[Role, ...]) -> None:

@@ -148,7 +148,8 @@ class Bucket:
         # A second reduction of a gradient waits for the bucket of the first: all first ones are bucketed before.
         fusible = [node for node in graph.nodes if node.op == "call_function" and node.target in _NATIVE]
         limits = dict.fromkeys(fusible, self.size) if isinstance(self.size, int) else self.size.limits(graph, fusible)
-        for node in sorted(fusible, key=lambda node: level.get(node, 0)):
+        # Maxima in front of gathers, too: a gather closes the bucket that it waits for.
+        for node in sorted(fusible, key=lambda node: (node not in free, level.get(node, 0))):
             key = (node.target, ir.value(node).dtype, node.args[1:], ir.info(node).piece)
             ready = -1.0
             for x in node.all_input_nodes:

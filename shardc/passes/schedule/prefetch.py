@@ -8,6 +8,7 @@ plan (`shardc.plan.entries.Prefetch`) name gathers that start before a module co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from torch import fx
 
@@ -15,7 +16,7 @@ from shardc.cost.compute import is_dense
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT, move_kind, waits_of
-from shardc.ir.comm_volume import collective_kind
+from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.graph import Value, output_node
 from shardc.ir.module_paths import is_in
 from shardc.passes.op_calls import is_start, result_bytes
@@ -26,7 +27,8 @@ SMALL = 1 << 16  # bytes
 
 
 def prefetchable(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Returns the ops that may move ahead with a gather: moves to the device and their waits, and ops before gathers.
+    """Returns the ops that may move ahead with a gather: moves to the device, maxima that scale float8 weights, the
+    waits of both, and ops before gathers.
 
     They depend on inputs alone, so they can stand anywhere before their use. Matrix products and collectives are never
     among them. Ops before a collective count only if nothing else reads their results (small ones excepted), and if
@@ -41,13 +43,14 @@ def prefetchable(graph: fx.Graph) -> frozenset[fx.Node]:
         elif node.op != "call_function" or not early.issuperset(node.all_input_nodes) or move_kind(node) == "to_host":
             continue
         elif is_start(node):
-            ops = _ops_before(node, free)
+            largest = _is_maximum(node)
+            ops = _ops_before(node, free, any_size=largest)
             free |= ops or set()
-            if ops is not None and move_kind(node) == "to_device" and output not in node.users:
+            if ops is not None and (largest or move_kind(node) == "to_device") and output not in node.users:
                 free.add(node)
                 early.add(node)
         elif node.target is WAIT:
-            if output not in node.users:
+            if output not in node.users or ir.value(node).nbytes <= SMALL:  # backward reads what scaled a weight
                 free.add(node)
                 early.add(node)
         elif _bytes(node) is not None and not is_dense(node) and output not in node.users:
@@ -55,10 +58,16 @@ def prefetchable(graph: fx.Graph) -> frozenset[fx.Node]:
     return frozenset(free)
 
 
-def _ops_before(start: fx.Node, free: set[fx.Node]) -> set[fx.Node] | None:
+def _is_maximum(start: fx.Node) -> bool:
+    """Returns whether a collective is the maximum of few numbers, as scales of float8 weights have in front of them."""
+    small = result_bytes(start) <= SMALL
+    return small and collective_kind(start) == "all_reduce" and arguments_of(start)["reduce_op"] == "max"
+
+
+def _ops_before(start: fx.Node, free: set[fx.Node], any_size: bool = False) -> set[fx.Node] | None:
     """Returns the ops between inputs (or prefetchable ops) and ``start``; None if their results are too large."""
     ops: set[fx.Node] = set()
-    left = max(SMALL, 2 * result_bytes(start))
+    left = inf if any_size else max(SMALL, 2 * result_bytes(start))
     todo = list(start.all_input_nodes)
     while todo:
         node = todo.pop()

@@ -76,6 +76,7 @@ class Schedule:
         sink_to_first_use(gm.graph, free, priority)
         awaited = {node: min((priority[wait] for wait in waits_of(node)), default=float("inf")) for node in fetches}
         self._prefetch(fetches, awaited, priority, -2.0)
+        sink_to_first_use(gm.graph, free.difference(fetches), priority)
         _drain(gm.graph, collectives, free, priority, self.max_in_flight)
         wanted = ask(gm.graph, self.prefetch, priority, self.max_in_flight)
         if wanted:
