@@ -7,13 +7,14 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
 import shardc
 from shardc import Mesh, ddp, fsdp, hsdp, precision, tp
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir import ops
+from shardc.ir.comm_volume import collective_kind
 from tests.precision.float8 import Net, case, on_one_device
 
 SPLIT = tp("tp", colwise=["layers.*.gate", "layers.*.up"], rowwise=["layers.*.down"])
@@ -29,6 +30,7 @@ PLANS = {
     "tp+sp": (Mesh(tp=2), SEQUENCE),
     "fsdp+tp": (Mesh(dp=2, tp=2), fsdp("dp") | SPLIT),
     "fsdp+tp+sp": (Mesh(dp=2, tp=2), fsdp("dp") | SEQUENCE),
+    "fsdp4 kept in part": (Mesh(dp=4), fsdp("dp", reshard_after_forward=2)),
     "hsdp": (Mesh(rep=2, dp=2), hsdp(shard="dp", replicate="rep")),
 }
 
@@ -124,6 +126,22 @@ def test_float8_is_gathered_and_its_maximum_is_over_the_axes_that_split_it() -> 
     matrices = [value for name, value in gathers if "layers." in name and len(value.shape) == 2]
     assert len(matrices) > 12 and all(value.itemsize == 1 for value in matrices)  # weights, activations and gradients
     assert all(value.itemsize == 2 for name, value in gathers if name.startswith("head."))
+
+
+def test_weights_are_gathered_as_the_level_says_behind_one_reduction_of_their_maxima() -> None:
+    again, kept = (program(fsdp("dp", level) | float8("tensorwise"), dp=2) for level in (3, 2))
+    matrices = [
+        [sum(value.dtype == torch.uint8 for value in ir.info(node).tensors) for node in starts]
+        for starts in (gathers_in(again, "schedule"), gathers_in(again, "schedule.backward"))
+    ]
+    assert [sum(each) for each in matrices] == [6, 6] and all(max(each) == 6 for each in matrices)
+    assert not any(ir.info(node).tensors[0].dtype == torch.uint8 for node in gathers_in(kept, "schedule.backward"))
+    reductions = [node for node in again.graph("schedule").nodes if collective_kind(node) == "all_reduce"]
+    assert len(ir.info(reductions[0]).tensors) == 6  # of all weights
+
+
+def gathers_in(program: shardc.Program, stage: str) -> list[fx.Node]:
+    return [node for node in program.graph(stage).nodes if collective_kind(node) == "all_gather"]
 
 
 def test_an_entry_about_products_leaves_dtypes_as_they_are() -> None:
