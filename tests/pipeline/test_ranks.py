@@ -340,6 +340,38 @@ def compares_rows() -> None:
         torch.testing.assert_close(module(*case.args), case.reference_loss(), rtol=1e-9, atol=0)
 
 
+def in_one_call(plan: shardc.Plan, wraps: bool) -> None:
+    """`train_step` clips, returns the norm, updates and schedules; `value_and_grad` gives the gradients."""
+    case = blocks()
+    module = compiled(case.model, PP2, plan, loss=case.loss)
+    value, grads = shardc.value_and_grad(module)(*case.args)
+    expected = case.reference_loss()
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=0)
+    expected.backward()
+    for name, p in case.model.named_parameters():
+        torch.testing.assert_close(whole(grads[name]), p.grad, rtol=1e-9, atol=1e-14)
+        assert module.get_parameter(name).grad is None
+    case.model.zero_grad()
+    plain = torch.optim.SGD(case.model.parameters(), lr=0.1, momentum=0.9)
+    args = {"lr": 0.1, "momentum": 0.9}
+    ours = shardc.optim.wrap(torch.optim.SGD, module, **args) if wraps else torch.optim.SGD(module.parameters(), **args)
+    schedulers = [torch.optim.lr_scheduler.StepLR(x, 1, 0.5) for x in (ours, plain)]
+    step = shardc.train_step(module, ours, max_norm=0.05, scheduler=schedulers[0])
+    for _ in range(3):
+        loss, expected = step(*case.args), case.reference_loss()
+        expected.backward()
+        norm = nn.utils.clip_grad_norm_(case.model.parameters(), 0.05)
+        plain.step()
+        plain.zero_grad()
+        schedulers[1].step()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=0)
+        torch.testing.assert_close(step.norm, norm, rtol=1e-9, atol=0)
+        assert all(p.grad is None for p in module.parameters())
+    assert ours.param_groups[0]["lr"] == plain.param_groups[0]["lr"] == 0.0125
+    for p, q in zip(module.parameters(), case.model.parameters(), strict=True):
+        torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=1e-9, atol=1e-12)
+
+
 SMALL: dict[str, list[Callable[[], None]]] = {
     "training": [
         trained_beside_one_device,
@@ -347,6 +379,7 @@ SMALL: dict[str, list[Callable[[], None]]] = {
         partial(scalars, PP2, pp()),
         partial(scalars, PP2, pp("dualpipev")),
     ],
+    "one call": [partial(in_one_call, pp(), True), partial(in_one_call, pp("zbv"), False)],
     "outputs": [outputs_beside_the_loss, two_losses, changes_buffers, library_model],
     "calls": [modes_and_shapes, partial(without_a_loss, "1f1b"), partial(without_a_loss, "zb")],
     "backwards": [gradient_of_an_input, backward_twice, two_calls_before_the_backward, copied],
