@@ -183,7 +183,7 @@ class AllRows(Head):
 @pytest.mark.parametrize(
     "kind, chunks, message",
     [
-        (Outputs, 6, "%head.view.1 is an output"),
+        (Outputs, 4, "%head.view.1 is an output"),
         (AllRows, 4, "%div.1 needs a value of all rows"),
         (partial(Head, entropy), 49, "48 rows of each rank have no divisor from 49 to 196"),
     ],

@@ -20,6 +20,7 @@ from shardc.ir.op_traits import CAST
 from shardc.passes.lower.microbatch import behind_tangent
 
 aten = torch.ops.aten
+_OUTPUT = "is an output"
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,18 @@ def _region(graph: fx.Graph, heads: list[fx.Node], chunks: int) -> _Region | str
     if other is not None:
         return f"{other} computes them, which has no chunks"
     rows = gcd(*(ir.value(head).shape[0] for head in heads))
+    # Chunks of all rows; or, where a view has a dim of sequences, chunks of each sequence.
+    views = (ir.value(user).shape for head in heads for user in head.users if ir.is_tensor(user))
+    outers = dict.fromkeys((1, *(shape[0] for shape in views if len(shape) > 2)))
     reasons = []
-    for count in (n for n in range(chunks, 4 * chunks + 1) if rows % n == 0):
-        region = _Region(graph, heads, count)
-        if (reason := region.whole()) is None:
-            return region
-        reasons.append(reason)
+    for count in range(chunks, 4 * chunks + 1):
+        for outer in (n for n in outers if rows % (n * count) == 0):
+            region = _Region(graph, heads, count, outer)
+            if (reason := region.whole()) is None:
+                return region
+            reasons.append(reason)
+    # Some are only of chunks that do not fit a view; that logits are an output is true of all.
+    reasons.sort(key=lambda reason: not reason.endswith(_OUTPUT))
     return next(iter(reasons), f"{rows} rows of each rank have no divisor from {chunks} to {4 * chunks}")
 
 
@@ -127,7 +134,7 @@ class _Region:
         copied: those of ``cuts`` that do not depend on logits; what else reads them has them as they are.
     """
 
-    def __init__(self, graph: fx.Graph, heads: list[fx.Node], count: int) -> None:
+    def __init__(self, graph: fx.Graph, heads: list[fx.Node], count: int, outer: int) -> None:
         self.rows = max(ir.value(head).shape[0] for head in heads)
         self.least = min(map(_numel, heads))
         self.graph, self.heads = graph, heads
@@ -138,7 +145,7 @@ class _Region:
         for node in graph.nodes:
             if node in heads:
                 size = ir.value(node).shape[0]
-                self.cuts[node] = ChunkSpec(0, 1, count, size // count)
+                self.cuts[node] = ChunkSpec(0, outer, count, size // (outer * count))
             else:
                 self._follow(node)
         self._prune()
@@ -156,7 +163,7 @@ class _Region:
                     None,
                 )
                 if read is not None:
-                    return f"%{ir.info(read).name} is an output"
+                    return f"%{ir.info(read).name} {_OUTPUT}"
                 continue
             phase = ir.info(node).origin.phase
             before = [x for x in node.all_input_nodes if ir.info(x).origin.phase == phase]
