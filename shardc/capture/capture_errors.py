@@ -65,6 +65,16 @@ REFUSALS = (
         "run the layer on the padded tensor, and take of each row what its length says",
     ),
     (
+        r"aten\.bincount\.",
+        "counts values (bincount), of which there may be any number",
+        "pass minlength=n, for values below n: a greater one raises as the program runs",
+    ),
+    (
+        r"aten\.(?:_unique2?|unique_dim|unique_consecutive)\.",
+        "takes unique values, of which there may be any number",
+        "count them by torch.bincount(x, minlength=n) > 0, or mark the first of each in a sorted x by x[1:] != x[:-1]",
+    ),
+    (
         r"`aten\._ctc_loss|loss_ctc\.py",
         "computes a CTC loss (ctc_loss), in which sizes depend on the values of lengths",
         "take it outside of the compiled module, of the outputs that this returns without loss= and without labels: "

@@ -203,6 +203,7 @@ except ImportError:
     linear_cross_entropy = None  # type: ignore[assignment]
 
 _embedding_bag, _bags, _combinations = F.embedding_bag, torch.embedding_bag, torch.combinations
+_bincount = torch.bincount
 _MODES = ("sum", "mean", "max")
 
 
@@ -319,6 +320,15 @@ def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> T
     return input[places - torch.arange(r, device=input.device) if repeats else places]
 
 
+def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Computes `torch.bincount` by a ``scatter_add`` into ``minlength`` bins; a value beyond them raises as it runs."""
+    if minlength < 1 or input.dim() != 1:
+        return _bincount(input, weights, minlength)
+    added = torch.ones_like(input, dtype=torch.int64) if weights is None else weights.detach()
+    added = added.double() if weights is not None and weights.dtype != torch.float32 else added
+    return added.new_zeros(minlength).scatter_add(0, input.long(), added)
+
+
 def chunked_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
     reduction: str, ignore_index: int, label_smoothing: float, rows: int, *_: object,
@@ -401,7 +411,7 @@ def get_cached(self: Any, instance: object, owner: type | None = None) -> object
 _OTHER_FORMS: tuple[tuple[object, str, object], ...] = (
     (F, "embedding_bag", embedding_bag),
     (torch, "embedding_bag", bags),
-    *((owner, f.__name__, f) for owner in (torch, Tensor) for f in (cov, corrcoef)),
+    *((owner, f.__name__, f) for owner in (torch, Tensor) for f in (cov, corrcoef, bincount)),
     (torch, "combinations", combinations),
     (torch._C, "_infer_size", torch.broadcast_shapes),  # takes symbolic shapes
     (F, "gaussian_nll_loss", gaussian_nll_loss),

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 
 import shardc
 from shardc.capture.replacements import other_forms
+from shardc.errors import CaptureError
 
 
 def draw(*shape: int) -> Tensor:
@@ -104,3 +105,48 @@ def test_torch_compile_afterwards() -> None:
     shardc.compile(torch.nn.Linear(2, 3).double(), shardc.Mesh(dp=2), shardc.ddp("dp")).lower(draw(4, 2))
     bags = torch.compile(lambda *args: torch.embedding_bag(*args)[0], backend="eager", fullgraph=True)
     torch.testing.assert_close(bags(*args), torch.embedding_bag(*args)[0])
+
+
+COUNTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "counts": lambda x, ids: torch.bincount(ids, minlength=9),
+    "of a method": lambda x, ids: ids.to(torch.int32).bincount(minlength=9),
+    "weighted": lambda x, ids: torch.bincount(ids, x[:, 0], minlength=9),
+    "weighted by float32": lambda x, ids: torch.bincount(ids, weights=x[:, 0].float(), minlength=9),
+    "histogram": lambda x, ids: torch.histc(x, 5, -2.0, 2.0),
+    "histogram between extremes": lambda x, ids: torch.histc(x, 5),
+}
+
+
+class Counts(nn.Module):
+    def __init__(self, count: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(4, 4), count
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), self.count(x, ids)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 3}, {"dp": 2, "tp": 2}])
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_over_a_split_batch(name: str, mesh: dict[str, int]) -> None:
+    model, inputs = Counts(COUNTS[name]).double(), (draw(12, 4), torch.arange(12) % 7)
+    sim = shardc.Simulation(shardc.compile(model, shardc.Mesh(mesh), shardc.fsdp("dp"), backend="eager"))
+    ours, theirs = sim(*inputs, grad=False)[1], model(*inputs)[1]
+    torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6 if theirs.dtype == torch.float32 else 1e-9, atol=0)
+    if "ist" not in name:
+        with pytest.raises((IndexError, RuntimeError)):
+            sim(inputs[0], inputs[1] + 3, grad=False)
+
+
+@pytest.mark.parametrize(
+    ("count", "match"),
+    [
+        (lambda x, ids: torch.bincount(ids), r"bincount(.|\n)*test_functional.py:\d+(.|\n)*minlength=n"),
+        (lambda x, ids: torch.unique(ids), r"unique values(.|\n)*test_functional.py:\d+(.|\n)*minlength=n"),
+        (lambda x, ids: ids.unique_consecutive(), r"unique values(.|\n)*test_functional.py:\d+"),
+    ],
+)
+def test_counts_without_a_bound_are_refused(count: Callable[[Tensor, Tensor], Tensor], match: str) -> None:
+    module = shardc.compile(Counts(count).double(), shardc.Mesh(dp=2), shardc.fsdp("dp"), backend="eager")
+    with pytest.raises(CaptureError, match=match):
+        module.lower(draw(12, 4), ids(12))
