@@ -90,12 +90,13 @@ class StageRuns:
                 if role.kind in ("param", "sum", "transfer"):
                     takers.setdefault((role.kind, role.name), (set(), ir.value(node)))[0].add(stage)
             for role, x in ir.outputs(graph):
-                if not isinstance(x, fx.Node):
+                if not isinstance(x, fx.Node) or role.kind == "saved":
                     continue
-                value = ir.value(x)
                 if role.kind == "term":
                     terms[role.name] = stage
-                elif role.kind == "transfer":
+                    continue
+                value = ir.value(x)
+                if role.kind == "transfer":
                     sent[role.name] = stage, value
                 elif role.kind == "grad" and role.name in stage_of and value.shape:
                     grads[role.name] = schedule.rank_of[stage_of[role.name]], value

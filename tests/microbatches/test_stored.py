@@ -441,7 +441,7 @@ FORGED: dict[str, tuple[str, Change]] = {
     "no gradients": ("outputs \\[\\] have gradients", setting(tangents=[])),
     "an output that is none": ("no parts of outputs \\[7\\]", setting(outputs=[[7, "[16@(dp,micro)]"]])),
     "another layout": ("no parts of outputs \\[0\\]", setting(outputs=[[0, "[16@(dp,micro)]"]])),
-    "a sum that no graph gives": ("last backward takes", renamed("last_backward", "sum")),
+    "a sum that no graph gives": ("no graph takes the sum of", renamed("last_backward", "sum")),
     "a value that nobody knows": ("backward takes", renamed("backward", "known")),
     "a value that forward does not save": ("backward takes|cannot be read", renamed("forward", "saved")),
     "a half of another folder": (
