@@ -1,4 +1,6 @@
-"""The published runs on the page are predicted as it says, and those that were not fitted within 15 % and 10 %."""
+"""The published runs on the page are predicted as it says: time within 15 %, memory within 10 %, or with "selective op"
+0.55 to 1.1 of what was reserved.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def test_every_run_is_on_the_page_and_held() -> None:
         cells = shown[each.name]
         assert each.fitted == (cells[2] == "time")
         assert abs(float(cells[5]) - 1) <= 0.15
-        assert not each.gib or abs(float(cells[8]) - 1) <= 0.10
+        least = 0.55 if cells[1] == "selective op" else 0.90
+        assert not each.gib or least <= float(cells[8]) <= 1.10
 
 
 @pytest.mark.slow
