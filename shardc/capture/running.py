@@ -91,7 +91,7 @@ class Run:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Notes the module, the line and the checkpoint region of each op in the nodes of a trace."""
-        handles = []
+        handles, before = [], dict(fx_traceback.current_meta)
         for path, module in self.root.named_modules():
             handles.append(module.register_forward_pre_hook(partial(self._enter, path), prepend=True))
             handles.append(module.register_forward_hook(self._leave, always_call=True))
@@ -105,6 +105,8 @@ class Run:
         finally:
             for handle in handles:
                 handle.remove()
+            fx_traceback.current_meta.clear()  # a backward that runs modules again notes them behind the forward
+            fx_traceback.current_meta.update(before)
 
     def _enter(self, path: str, module: nn.Module, _: object) -> None:
         self._modules.append(path)

@@ -90,6 +90,7 @@ CASES: dict[str, Callable[[], shardc.Program]] = {
     "llama_float8": lambda: decoder(
         llama, {"dp": 2, "tp": 2}, shardc.fsdp("dp") | llama.llama_tp("tp", sequence=True) | FLOAT8
     ),
+    "llama_chunked": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp") | shardc.chunked_loss(2)),
     "mlp_offload": lambda: mlp(
         {"dp": 2}, shardc.fsdp("dp") | shardc.offload(["up.*", "down.weight"]) | shardc.precision(param=torch.bfloat16)
     ),
@@ -119,6 +120,7 @@ SHOWN = {
     "mlp_uneven_batch": ["pad"],
     "mlp_fsdp_bf16": ["precision", "collectives", "hoist_grad_epilogue"],
     "llama_float8": ["float8", "simplify"],
+    "llama_chunked": ["chunk_loss"],
     "mlp_offload": ["offload", "schedule", "schedule.backward"],
     "mlp_hsdp": ["collectives"],
     "mlp_slow_all_reduce": ["algorithms.backward"],
@@ -162,6 +164,8 @@ DOES = {
     "experts": "mixture_send",
     "attention": "llama_ring",
     "decompose": "llama_pieces",
+    "float8": "llama_float8",
+    "chunk_loss": "llama_chunked",
     "pad": "mlp_uneven_batch",
     "objective": "mlp_without_loss",
     "precision": "mlp_fsdp_bf16",
