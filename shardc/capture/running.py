@@ -296,9 +296,9 @@ class _Lines(TorchFunctionMode):
         message = _REFUSED.get(function) or (args and id(args[0]) in self._inputs and _OF_INPUTS.get(function))
         if message and not is_versioned(sys._getframe(1).f_code):
             raise Unsupported(message)
-        known = args and id(args[0]) in self._inputs and args[0].requires_grad
+        before = args and id(args[0]) in self._inputs and args[0].requires_grad
         out = function(*args, **(kwargs or {}))
-        if function is Tensor.requires_grad_ and id(args[0]) in self._inputs and args[0].requires_grad != known:
+        if function is Tensor.requires_grad_ and id(args[0]) in self._inputs and args[0].requires_grad != before:
             raise Unsupported("Unsupported Tensor.requires_grad_() call")
         return out
 

@@ -27,7 +27,7 @@ _library.define(
 
 _LEAST = 1e-12  # of amax, so that scales are finite
 _EXPONENT = -(1 << 23)  # mask of sign and exponent of a float32
-_UNIT = 16  # the kernel takes columns of a, and rows and columns of b, in multiples of this
+UNIT = 16  # the kernel takes columns of a, and rows and columns of b, in multiples of this
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
@@ -60,15 +60,15 @@ def _has_kernel(device: torch.device) -> bool:
 def _by_kernel(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the product by the kernel, of operands that are padded and laid out as it takes them."""
     (_, inner), (_, columns) = a.shape, b.shape
-    more_inner, more_columns = -inner % _UNIT, -columns % _UNIT
+    more_inner, more_columns = -inner % UNIT, -columns % UNIT
     a = aten.constant_pad_nd(a, [0, more_inner]) if more_inner else a
     b = aten.constant_pad_nd(b, [0, more_columns, 0, more_inner]) if more_inner or more_columns else b
     a, b = a.contiguous(), b.t().contiguous().t()
     if not inverse_a.ndim:
         out = aten._scaled_mm(a, b, inverse_a, inverse_b, out_dtype=dtype)
         return out[:, :columns] if more_columns else out
-    one = torch.ones((), device=a.device)
-    out = aten._scaled_mm(a, b, one, one, out_dtype=torch.float32)
+    unscaled = torch.ones((), device=a.device)
+    out = aten._scaled_mm(a, b, unscaled, unscaled, out_dtype=torch.float32)
     out = out[:, :columns] if more_columns else out
     return (out * inverse_a * inverse_b).to(dtype)
 

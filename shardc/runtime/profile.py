@@ -4,8 +4,8 @@ on this rank: collectives, bytes sent and memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from os.path import commonprefix
@@ -26,28 +26,36 @@ _SIZES = {
 }  # fmt: skip
 
 
-class Ranges(ExitStack):
-    """Ranges of a run of a graph in a profile: "shardc forward", and in it one for each segment, named by its module.
+class Ranges:
+    """Names the runs of a graph in a profile: a range "shardc forward", and in it one of each segment, by its module.
 
-    They are there if a profiler runs. Under ``torch.autograd.profiler.emit_nvtx()`` they are NVTX ranges.
+    Without a profiler there are none. Under ``torch.autograd.profiler.emit_nvtx()`` they are NVTX ranges.
     """
 
     def __init__(self, half: Half) -> None:
-        super().__init__()
-        self.half, self.profiles = half, torch.autograd._profiler_enabled()
-        self._segment = ExitStack()
+        self.half = half
+        self._names: dict[tuple[str, ...], str] = {}  # results of a segment -> the name of its range
+        self._segment: ExitStack | None = None  # range of the segment that runs; None without a profiler
 
-    def __enter__(self) -> Ranges:
-        if self.profiles:
-            self.enter_context(record_function(f"shardc {self.half.name}"))
-            self.push(self._segment)
-        return self
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Opens the range of a run, if a profiler runs."""
+        if not torch.autograd._profiler_enabled():
+            yield
+            return
+        try:
+            with record_function(f"shardc {self.half.name}"), ExitStack() as self._segment:
+                yield
+        finally:
+            self._segment = None
 
     def enter(self, segment: Segment) -> None:
-        """Ends the range of the segment before, and begins that of ``segment``."""
-        if self.profiles:
+        """Ends the range of the segment before, and opens that of ``segment``."""
+        if self._segment is not None:
+            if segment.gives not in self._names:
+                self._names[segment.gives] = f"shardc {self.half.name}, {self._module(segment)}"
             self._segment.close()
-            self._segment.enter_context(record_function(f"shardc {self.half.name}, {self._module(segment)}"))
+            self._segment.enter_context(record_function(self._names[segment.gives]))
 
     def _module(self, segment: Segment) -> str:
         """Returns the module that all results of a segment are of, or the modules of its first and last result."""

@@ -142,6 +142,7 @@ class Runner:
         self.splits_outputs = any(spec.unit(program.outputs, layout) != 1 for layout in layouts)
         self.tokens = tokens
         self._compiled: dict[Half, Compiled] = {}
+        self._ranges: dict[Half, Ranges] = {}
         self._others: dict[int, Runner] = {}
         self._timed = self.groups.mesh.timed(program.microbatches)
         self._coordinates: dict[tuple[tuple[str, ...], int], Tensor] = {}
@@ -173,6 +174,7 @@ class Runner:
             adds_tokens: whether a forward adds to ``tokens``, in place of the counts of an earlier forward.
         """
         compiled, consistency = self.compiled(half), self.groups.consistency
+        ranges = self._ranges[half] = self._ranges.get(half) or Ranges(half)
         running: Segment | None = None
         noted: Noted = []
 
@@ -190,7 +192,7 @@ class Runner:
                 self.buffers.planned(plan) as window,
                 _compat.no_autocast(),
                 noting() as noted,
-                Ranges(half) as ranges,
+                ranges.run(),
             ):
                 results, first = watched(half, inputs) if watches else (compiled(inputs, enter), 0)
             settle()

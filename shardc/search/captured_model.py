@@ -233,8 +233,8 @@ class CapturedModel:
         ends = (*few.clock[1:], few.seconds)
         spans = zip(few.step.ops, few.clock, ends, strict=True)
         seconds = sum((end - start) * self.weight(op.node) for op, start, end in spans)
-        held = sum(round(x.bytes * self.times(x.module or x.name)) for x in few.memory.held)
-        return Estimate(seconds, held)
+        size = sum(round(x.bytes * self.times(x.module or x.name)) for x in few.memory.held)
+        return Estimate(seconds, size)
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

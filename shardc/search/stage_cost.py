@@ -80,12 +80,12 @@ def parts_of(captured_model: CapturedModel, program: InspectedProgram, hardware:
             name = _part(names, op.node)
             key = phase[run], op.node in chains[halves[run]]
             sums[name][key] = sums[name].get(key, 0.0) + end - start
-    held: dict[str, dict[str, int]] = {name: {} for name in names}
+    sizes: dict[str, dict[str, int]] = {name: {} for name in names}
     for x in schedule.memory.held:
-        of_part = held[_longest(names, x.module or x.name)]
+        of_part = sizes[_longest(names, x.module or x.name)]
         of_part[x.owner] = of_part.get(x.owner, 0) + x.bytes
     received = _crossing(forward, names)
-    few = [_priced(name, sums[name], held[name], received[name]) for name in names]
+    few = [_priced(name, sums[name], sizes[name], received[name]) for name in names]
     return list(_unfolded(captured_model, few))
 
 
@@ -166,8 +166,10 @@ def _crossing(forward: Half, names: Sequence[str]) -> dict[str, int]:
     return out
 
 
-def _priced(name: str, sums: Mapping[tuple[object, bool], float], held: Mapping[str, int], received: int) -> Part:
-    """Return a part, given the seconds of its ops by (phase, whether later gradients need them)."""
+def _priced(name: str, sums: Mapping[tuple[object, bool], float], sizes: Mapping[str, int], received: int) -> Part:
+    """Return a part, given the seconds of its ops by (phase, whether gradients of earlier parts need them), its bytes
+    by owner, and those that a cut in front of it sends.
+    """
 
     def of(phase: object) -> float:
         return sums.get((phase, True), 0.0) + sums.get((phase, False), 0.0)
@@ -179,11 +181,11 @@ def _priced(name: str, sums: Mapping[tuple[object, bool], float], held: Mapping[
         Kind.FORWARD: of(forward), Kind.BACKWARD: of(backward), Kind.BACKWARD_INPUT: for_inputs,
         Kind.BACKWARD_WEIGHT: of(backward) - for_inputs,
     }  # fmt: skip
-    lasting = sum(size for owner, size in held.items() if owner in LASTING)
-    saved = held.get("activations", 0)
+    lasting = sum(size for owner, size in sizes.items() if owner in LASTING)
+    saved = sizes.get("activations", 0)
     return Part(
         name, seconds, max(0.0, of(FIRST_FORWARD) - of(forward)), max(0.0, of(LAST_BACKWARD) - of(backward)), lasting,
-        saved, sum(held.values()) - lasting - saved, received,
+        saved, sum(sizes.values()) - lasting - saved, received,
     )  # fmt: skip
 
 
@@ -314,16 +316,16 @@ class Player:
         return self.played[starts]
 
     def _seconds(self, stages: Sequence[Sequence[Part]]) -> float:
-        """Return the seconds of the step."""
+        """Return the seconds of the step: those of `clock`, without its spans, since hundreds of cuts are played."""
         schedule, (latency, byte) = self.schedule, self.message
         durations = [{kind: sum(part.seconds[kind] for part in parts) for kind in parts[0].seconds} for parts in stages]
         sends = [latency + byte * parts[0].received for parts in stages]
-        once = [0.0] * schedule.ranks
+        before = [0.0] * schedule.ranks
         after = [0.0] * schedule.ranks
         for stage, parts in enumerate(stages):
-            once[schedule.rank_of[stage]] += sum(part.before for part in parts)
+            before[schedule.rank_of[stage]] += sum(part.before for part in parts)
             after[schedule.rank_of[stage]] += sum(part.behind for part in parts)
-        now, (runs, peers) = once, self._in_order
+        now, (runs, peers) = before, self._in_order
         arrivals = [0.0] * len(peers)
         free: dict[tuple[int, int], float] = {}
         for rank, kind, stage, number in runs:

@@ -9,14 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from shardc.custom_ops.float8_ops import MM, QUANTISE
+from shardc.custom_ops.float8_ops import MM, QUANTISE, UNIT
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.op_traits import CAST, RESHAPES, TRANSPOSES
 from shardc.ir.rewriter import GraphRewriter
 
 aten = torch.ops.aten
-_UNIT = 16  # the sizes of a weight are multiples of this
 _FINE, _WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -128,10 +127,10 @@ class _Quantiser:
     def _check(self, product: _Product) -> None:
         """Raises PlanError if the weight has a size that the kernels do not take."""
         name, shape = ir.info(product.param).name, ir.value(product.param).shape
-        if any(size % _UNIT for size in shape):
+        if any(size % UNIT for size in shape):
             module = name.rpartition(".")[0]
             raise PlanError(
-                f"{name!r} has shape {list(shape)}, and float8 products take sizes that are multiples of {_UNIT}",
+                f"{name!r} has shape {list(shape)}, and float8 products take sizes that are multiples of {UNIT}",
                 plan_entry=self.options.entry or None,
                 source=ir.info(product.node).origin.source or None,
                 fix=f"pad it, or leave the layer as it is: add precision(..., modules={module!r}) without matmul "

@@ -244,7 +244,7 @@ class _Loops(ChunkRewriter):
         # total -> the cast to a wider dtype that alone reads it, in which it is added up
         self.casts = {total: cast for total in region.totals if (cast := _widening(total)) is not None}
         self.sums: dict[fx.Node, fx.Node] = {}  # total, or its cast -> the sum so far
-        self.again: dict[fx.Node, fx.Node] = {}  # node of forward -> its piece of this chunk, computed by backward
+        self.recomputed: dict[fx.Node, fx.Node] = {}  # node of forward -> its piece of this chunk, computed by backward
         self.done: list[fx.Node] = []  # results of the chunk before
         self.tangents = behind_tangent(graph)
 
@@ -279,7 +279,7 @@ class _Loops(ChunkRewriter):
         results = [x for x in loop if x in self.cuts and (x in region.ends or not region.is_wide(x))]
         results = [x for x in results if any(user not in loop for user in x.users)]
         for number in range(self.count):
-            self.again = {}
+            self.recomputed = {}
             for x in read if backward else ():
                 if self._runs_again(x):
                     self._once_more(x, number, before)
@@ -313,9 +313,9 @@ class _Loops(ChunkRewriter):
 
     def _once_more(self, x: fx.Node, number: int, before: fx.Node) -> fx.Node:
         """Returns the piece of ``x`` that backward computes again."""
-        if x not in self.again:
-            self.again[x] = self._piece(x, number, before, "backward")
-        return self.again[x]
+        if x not in self.recomputed:
+            self.recomputed[x] = self._piece(x, number, before, "backward")
+        return self.recomputed[x]
 
     def _piece(self, node: fx.Node, number: int, before: fx.Node, phase: str = "") -> fx.Node:
         piece = super()._piece(node, number, before, phase)
