@@ -16,7 +16,7 @@ from shardc._compat import pytree
 from shardc.errors import InputError
 from shardc.ir.layout import Layout
 from shardc.plan.layout_spec import PerRank, read
-from shardc.plan.ports import batch_axes
+from shardc.plan.ports import row_axes
 from shardc.runtime.containers import closed, opened
 from shardc.runtime.events import Event
 from shardc.runtime.inputs import in_call, takes
@@ -216,8 +216,7 @@ def _row_axes(state: Namespace) -> tuple[str, ...]:
         )
     if by_entry:
         return by_entry.pop()
-    sequence = {entry.sequence[1] for entry in build.plan.entries if entry.sequence is not None}
-    return tuple(axis for axis in batch_axes(build.plan, state.mesh) if axis not in sequence)
+    return row_axes(build.plan, state.mesh)
 
 
 def _per_rank(state: Namespace, names: Sequence[str]) -> set[str]:

@@ -50,6 +50,12 @@ def batch_axes(plan: Plan, mesh: Mesh | None = None) -> tuple[str, ...]:
     return tuple(axes) if mesh is None else (*sorted(axes, key=mesh.order), *filter(None, [mesh.time]))
 
 
+def row_axes(plan: Plan, mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes that split the rows of inputs: the batch axes without those of the sequence, in mesh order."""
+    sequence = {entry.sequence[1] for entry in plan.entries if entry.sequence is not None}
+    return tuple(axis for axis in batch_axes(plan, mesh) if axis not in sequence)
+
+
 @dataclass(frozen=True)
 class InputPlan:
     """The layout of an input by the plan.
@@ -113,7 +119,7 @@ def _in_time(
     The dim that the batch axes split is split, dim 0 by default. If it does not divide, it is padded on each rank.
     """
     specs = _last_specs(plan, "inputs", [name for name, _ in inputs])
-    batch, count = set(batch_axes(plan, mesh.devices)), mesh.microbatches
+    batch, count = set(row_axes(plan, mesh.devices)), mesh.microbatches
     out = []
     for on_devices, wanted in zip(whole, specs, strict=True):
         layout, padded = on_devices.layout.on(mesh), on_devices.padded and on_devices.padded.on(mesh)
@@ -174,8 +180,7 @@ def _in_a_row(form: PerRank, plan: Plan, mesh: Mesh, shape: Sequence[int], name:
         raise PlanError(
             f"input {name!r} of shape {tuple(shape)} has no dim {form.dim}", plan_entry=entry, fix="write another dim="
         )
-    sequence = {item.sequence[1] for item in plan.entries if item.sequence is not None}
-    batch = [axis for axis in batch_axes(plan, mesh) if axis not in sequence]
+    batch = row_axes(plan, mesh)
     dims = ["_"] * len(shape)
     dims[form.dim] = f"@({','.join(batch)})" if batch else "_"
     return freeze(", ".join(dims))
@@ -185,7 +190,7 @@ def _split(plan: Plan, mesh: Mesh, shape: Sequence[int]) -> Form:
     """Return the spec of an input without an entry: dim 0 over the batch axes, the sequence over those of ``cp``."""
     splits = [entry.sequence for entry in plan.entries if entry.sequence is not None]
     sequence = {axis: (dim, striped) for dim, axis, striped in splits}
-    batch = [axis for axis in batch_axes(plan, mesh) if axis not in sequence]
+    batch = row_axes(plan, mesh)
     dims = [f"@({','.join(batch)})" if batch else "_", *["_"] * (len(shape) - 1)]
     for dim in {dim for dim, _ in sequence.values() if dim < len(shape) and shape[dim] > 1}:
         axes = [axis for axis in sorted(sequence, key=mesh.order) if sequence[axis][0] == dim]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 from shardc.cost.hardware import Hardware
@@ -44,23 +45,23 @@ def meshes_of(ranks: int, node: int, axes: int = 2, required: Collection[str] = 
     return meshes
 
 
-def with_stages(ranks: int, node: int, blocks: int, axes: int = 2, required: Collection[str] = ()) -> Iterator[Mesh]:
+def with_stages(
+    ranks: int, node: int, blocks: int, axes: int = 2, required: Collection[str] = (), axis: str = AXIS
+) -> Iterator[Mesh]:
     """Yield meshes of ``ranks`` ranks with pipeline stages in front: their number is a power of two.
 
     Args:
         ranks, node, axes, required: as for `meshes_of`, which has the meshes of one stage.
         blocks: number of blocks of the model, which is the most stages.
+        axis: name of the axis of the stages; if ``required`` has it, the plan uses it otherwise, and there are none.
     """
+    if axis in required:
+        return
     stages = 2
     while stages <= min(blocks, ranks) and ranks % stages == 0:
         for mesh in meshes_of(ranks // stages, node, axes, required):
-            yield Mesh(((AXIS, stages), *mesh.shape))
+            yield Mesh(((axis, stages), *mesh.shape))
         stages *= 2
-
-
-def is_staged(mesh: Mesh, hand: Plan) -> bool:
-    """Return whether plans on ``mesh`` have pipeline stages."""
-    return AXIS in mesh and hand.setting("pp") is None or hand.setting("pp") is not None
 
 
 def _names(count: int, required: Collection[str]) -> tuple[str, ...]:
@@ -101,8 +102,11 @@ class SearchOverMeshes:
     options: Options
     report: Report | None = None
 
-    def run(self, meshes: Sequence[Mesh]) -> Found:
+    def run(self, meshes: Mapping[Mesh, str]) -> Found:
         """Return the best plan on any of ``meshes``; the most promising meshes are searched first.
+
+        Args:
+            meshes: mesh -> its axis of pipeline stages; "" for none.
 
         Raises:
             PlanError: nothing fits on any mesh; the text has the memory of the smallest plan.
@@ -112,9 +116,9 @@ class SearchOverMeshes:
         least: dict[Mesh, float] = {}
         errors: list[ShardcError] = []
         left_out: list[str] = []
-        for mesh in meshes:
+        for mesh, axis in meshes.items():
             with self._noted(errors):
-                kind = StageSearch if is_staged(mesh, self.hand) else Search
+                kind = partial(StageSearch, axis=axis) if axis else Search
                 search = kind(
                     self.captured_model, mesh, self.hand, self.hardware, self.memory, self.options, self.report
                 )
@@ -123,7 +127,7 @@ class SearchOverMeshes:
         for mesh, search in searches.items():
             with self._noted(errors):
                 least[mesh] = search.least() if len(searches) > 1 else 0.0
-        for mesh in sorted(least, key=lambda mesh: (is_staged(mesh, self.hand), least[mesh])):
+        for mesh in sorted(least, key=lambda mesh: (bool(meshes[mesh]), least[mesh])):
             search = searches[mesh]
             search.most = min(other.limit() for other in searches.values())
             if least[mesh] > MARGIN * search.most:
@@ -140,11 +144,11 @@ class SearchOverMeshes:
             left_out += [text for search in staged for text in search.left_out.values()]
             return Found(best.plan, best.mesh, tuple(trials), self.hand, tuple(left_out))
         if trials:
-            raise self._too_large(trials, meshes)
+            raise self._too_large(trials, list(meshes))
         if errors:
             raise errors[0]
         raise PlanError(
-            f"there is no plan on {_listed(meshes)} with all given entries",
+            f"there is no plan on {_listed(list(meshes))} with all given entries",
             plan_entry=str(self.hand) if self.hand else None,
             fix="leave out one of its entries",
         )

@@ -29,6 +29,7 @@ from shardc.runtime.inputs import takes_loss
 from shardc.search.captured_model import CapturedModel, ModelCall
 from shardc.search.meshes import SearchOverMeshes, meshes_of, with_stages
 from shardc.search.result import Found, Report
+from shardc.search.stage_search import AXIS
 from shardc.validate import Bytes, Range, check_fields, checked
 
 
@@ -180,16 +181,16 @@ class Auto:
         if not takes_loss(source.model, source.args, source.kwargs, arity):
             source = replace(source, loss=None)
         described = self.described(mesh).at(torch.get_float32_matmul_precision())
-        pp: Pp | None = self.plan.setting("pp")
         meshes = self.meshes(mesh, described, axes, sum(1 for _ in blocks_of(source.model)))
-        described.check(meshes[0])
+        first = next(iter(meshes))
+        described.check(first)
         chosen = replace(options or Options(), verify=False, hooks=(), dump=None)
         if chosen.bucket_size is None and not described.is_host:
             chosen = replace(chosen, bucket_size=described)  # as the program that runs on it has
         memory = described.memory if self.memory is None else float(self.memory)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardcWarning)
-            inner = meshes[0] if pp is None else meshes[0].of_stage(pp.axis)
+            inner = first.of_stage(meshes[first]) if meshes[first] else first
             captured_model = CapturedModel.of(source, unstaged(self.plan), inner)
             while captured_model.repeats and not captured_model.folds(inner):
                 captured_model = captured_model.more
@@ -197,8 +198,8 @@ class Auto:
         _warn_unused(result, source)
         return result
 
-    def meshes(self, mesh: DeviceMesh | Mesh | None, described: Hardware, axes: int, blocks: int) -> list[Mesh]:
-        """Return the meshes to search: ``mesh``, or all of `ranks` ranks if it is None.
+    def meshes(self, mesh: DeviceMesh | Mesh | None, described: Hardware, axes: int, blocks: int) -> dict[Mesh, str]:
+        """Return the meshes to search -> their axis of stages ("": none): ``mesh``, or all of `ranks` ranks if None.
 
         Args:
             mesh: the mesh, or None.
@@ -210,6 +211,8 @@ class Auto:
             MeshError: ``mesh`` does not have `ranks`.
             PlanError: the plan mentions more axes than a mesh may have, or unknown ones.
         """
+        pp: Pp | None = self.plan.setting("pp")
+        staged = "" if pp is None else pp.axis
         if mesh is not None:
             fixed = Mesh.of(mesh)
             if self.ranks not in (None, fixed.ranks):
@@ -218,14 +221,14 @@ class Auto:
                     fix="leave ranks out; the mesh has them",
                 )
             check_axes(self.plan, fixed)
-            return [fixed]
+            return {fixed: staged}
         if self.ranks is None:
             raise InputError("a search needs a mesh, or a number of ranks", fix="write shardc.auto(ranks=64)")
-        pp: Pp | None = self.plan.setting("pp")
-        required = [axis for axis in self.plan.axes if pp is None or axis != pp.axis]
-        meshes = [] if pp is not None else meshes_of(self.ranks, described.node, axes, required)
-        if self.plan.setting("microbatches") == 1 or pp is not None:
-            meshes += with_stages(self.ranks, described.node, blocks, axes, required)
+        required = [axis for axis in self.plan.axes if axis != staged]
+        meshes = {} if staged else dict.fromkeys(meshes_of(self.ranks, described.node, axes, required), "")
+        if self.plan.setting("microbatches") == 1 or staged:
+            axis = staged or AXIS
+            meshes |= dict.fromkeys(with_stages(self.ranks, described.node, blocks, axes, required, axis), axis)
         if not meshes:
             raise PlanError(
                 f"no mesh of {self.ranks} ranks has the axes {', '.join(self.plan.axes)}, all but the first a power of "

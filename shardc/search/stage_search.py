@@ -35,15 +35,16 @@ class StageSearch(Search):
     """A search over plans with pipeline stages, for a captured model on one mesh; fields as in `Search`.
 
     Args:
+        axis: the axis of the stages.
         left_out: schedules that were not played -> the bound that shows why, as text.
     """
 
+    axis: str = AXIS
     left_out: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         entry: Pp | None = self.hand.setting("pp")
         self.entry = entry
-        self.axis = AXIS if entry is None else entry.axis
         self.ranks = self.mesh.size(self.axis)
         self.rest = Plan.of(x for x in self.hand.entries if x is not entry)
         self.inner = Search(

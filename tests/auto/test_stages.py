@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,9 @@ from tests.pipeline.programs import Blocks
 OPTIONS = shardc.Options(bucket_size=H100)
 
 
-def model() -> nn.Module:
+def model(layers: int = 6) -> nn.Module:
     with torch.device("meta"):
-        return Blocks(layers=6, dim=1024)
+        return Blocks(layers=layers, dim=1024)
 
 
 X, Y = torch.empty(4096, 1024, device="meta"), torch.empty(4096, 4, device="meta")
@@ -114,6 +115,18 @@ def test_the_cut_is_where_the_step_is_fastest_and_fits() -> None:
 
 def test_meshes_have_stages_in_front() -> None:
     assert list(with_stages(8, 8, 4, axes=1)) == [Mesh(pp=2, dp=4), Mesh(pp=4, dp=2)]
+
+
+def test_an_axis_of_that_name_is_any_axis_without_an_entry_of_stages() -> None:
+    args: dict[str, Any] = {"loss": mse_loss, "plan": shardc.fsdp("pp")}
+    assert str(shardc.find_plan(model(2), Mesh(pp=2), X, Y, **args).plan).startswith('fsdp("pp"')
+    found = shardc.find_plan(model(2), 2, X, Y, axes=1, **args)
+    assert found.mesh == Mesh(pp=2) and found.plan.setting("pp") is None
+
+
+def test_the_axis_of_stages_has_the_name_in_the_plan() -> None:
+    plan = shardc.pp("stage", microbatches=4)
+    assert shardc.find_plan(model(2), 2, X, Y, loss=mse_loss, plan=plan, axes=1).mesh == Mesh(stage=2, dp=1)
 
 
 def test_what_cannot_be_faster_is_left_out_by_its_bound() -> None:

@@ -72,6 +72,7 @@ PLANS = {
     "fsdp and tp": (shardc.Mesh(dp=2, tp=2), shardc.fsdp("dp") | llama.llama_tp("tp")),
     "sequence": (shardc.Mesh(dp=2, tp=2), shardc.fsdp("dp") | llama.llama_tp("tp", sequence=True)),
     "cp": (shardc.Mesh(dp=2, cp=2), shardc.fsdp(("dp", "cp")) | shardc.cp("cp")),
+    "cp alone": (shardc.Mesh(cp=2), shardc.cp("cp")),
     "one rank": (shardc.Mesh(dp=1), shardc.ddp("dp")),
     "recomputed": (DP, shardc.fsdp("dp") | shardc.recompute("layers.*")),
     "kept over 2 of 4": (shardc.Mesh(dp=4), shardc.fsdp("dp", reshard_after_forward=2)),

@@ -73,6 +73,7 @@ MESHES = {
     "level 2": (DP_PP, shardc.fsdp("dp", level=2)),
     "hsdp": (shardc.Mesh(rep=2, pp=2, dp=2), shardc.hsdp("dp", "rep")),
     "cp": (shardc.Mesh(dp=2, pp=2, cp=2), shardc.fsdp(("dp", "cp")) | shardc.cp("cp")),
+    "cp alone": (shardc.Mesh(pp=2, cp=2), shardc.cp("cp")),
     "recomputed": (DP_PP, shardc.fsdp("dp") | shardc.recompute("layers.*")),
     "offloaded": (DP_PP, shardc.fsdp("dp") | shardc.offload("layers.*")),
     "one rank": (shardc.Mesh(dp=2, pp=1), shardc.fsdp("dp")),
