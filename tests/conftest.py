@@ -6,7 +6,8 @@ more, and makes what fails smaller.
 Programs are stored, as by default, each test's in a folder of its own; or all in the folder that SHARDC_STORE names: a
 second run with the same folder then is of second starts.
 
-A test is medium if it took `MEDIUM` seconds or more when ``make seconds`` last noted these, in `SECONDS`.
+A test is medium if it took `MEDIUM` seconds or more when ``make seconds`` last noted these, in `SECONDS`. Of a function
+with more than `CASES` medium cases, one in `CASES` stays medium, by a hash of its name; the others are slow.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -44,6 +46,7 @@ settings.load_profile("default")
 
 SECONDS = Path(__file__).with_name("seconds.json")
 MEDIUM = 1.0
+CASES = 3
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,12 +54,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that are medium; skip those marked ``gpu`` where there is no CUDA device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that are medium or slow; skip those marked ``gpu`` where there is no CUDA device."""
     medium = json.loads(SECONDS.read_text())
+    cases = Counter(name.partition("[")[0] for name in medium if not config.getoption("--note-seconds"))
     for item in items:
         if item.nodeid in medium:
             item.add_marker(pytest.mark.medium)
+            if cases[item.nodeid.partition("[")[0]] > CASES and crc32(item.nodeid.encode()) % CASES:
+                item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -287,6 +287,7 @@ def test_what_a_first_call_leaves_behind_hides_no_blocks() -> None:
     assert [each.count for each in found] == [8]
 
 
+@pytest.mark.slow
 def test_what_is_useful_is_counted_of_all_blocks() -> None:
     """Also attention that is split by sequence, which is cut into other ops before blocks are unfolded."""
     config = llama.LlamaConfig(layers=6)

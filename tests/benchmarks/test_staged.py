@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -37,6 +38,7 @@ def trains(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(trains, (folder,), nprocs=2, start_method="spawn")

@@ -141,6 +141,7 @@ def programs() -> Iterator[tuple[str, Program]]:
     yield "convnet", shardc.compile(model, Mesh(dp=2, tp=2), plan).lower(*args[:1])
 
 
+@pytest.mark.slow
 def test_what_layouts_say_is_what_a_rank_computes() -> None:
     """Operations by the axes that layouts have are those of the ops at local shapes."""
     for name, program in programs():

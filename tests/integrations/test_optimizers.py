@@ -164,6 +164,7 @@ def low_bits(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", ["torchao.optim", "bitsandbytes.optim"])
+@pytest.mark.slow
 def test_optimizers_of_8_bits(module: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

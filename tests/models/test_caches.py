@@ -75,6 +75,7 @@ def test_one_call_takes_the_cache_that_another_gives(name: str) -> None:
         assert ours.get_seq_length() == before + length
 
 
+@pytest.mark.slow
 def test_training_with_labels_returns_the_cache() -> None:
     model = build("llama").train()
     module = shardc.compile(copy.deepcopy(model), shardc.Mesh(dp=2), shardc.fsdp("dp", level=3), backend="eager")

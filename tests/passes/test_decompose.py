@@ -220,6 +220,7 @@ def test_bad_options(value: Any) -> None:
         shardc.Options(decompose=value)
 
 
+@pytest.mark.slow
 def test_lint_says_why() -> None:
     given = batch()
     options = shardc.Options(cost=link(1e8))

@@ -178,6 +178,7 @@ DOES = {
 }
 
 
+@pytest.mark.slow
 def test_without_any_one_pass_a_golden_falls() -> None:
     """For each pass a graph is shown that is another than that of the stage before."""
     for name in program("mlp_fsdp_tp").pipeline.names:

@@ -81,6 +81,7 @@ def test_what_no_gradient_needs_takes_nothing_of_it(model: Any, bucket_size: int
     assert _kept(program) == others and not _gathers(program)
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_it(model: Any) -> None:
     source = copy.deepcopy(model).double()
     expected = llama.loss(source(GIVEN[0]), GIVEN[1])

@@ -146,6 +146,7 @@ def dropped(plan: shardc.Plan, mesh: shardc.Mesh) -> tuple[torch.Tensor, dict[st
     return loss, {name: sim.grad(name) for name in sim.grads}
 
 
+@pytest.mark.slow
 def test_dropout_is_that_of_any_number_of_stages() -> None:
     loss, grads = dropped(shardc.fsdp("dp") | shardc.microbatches(4), shardc.Mesh(dp=2))
     for stages, schedule in ((2, "1f1b"), (2, "zbv"), (4, "1f1b")):

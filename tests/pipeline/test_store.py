@@ -107,6 +107,7 @@ STARTS = {
 }
 
 
+@pytest.mark.slow
 def test_the_next_start_finds_them(tmp_path: Path) -> None:
     for found in (False, True):
         run_ranks(

@@ -23,6 +23,7 @@ def schedule() -> Schedule:
     return stack_program(plan, dp=2, tp=2).schedule("cpu", stage="localize")
 
 
+@pytest.mark.slow
 def test_a_lane_for_compute_and_each_axis(schedule: Schedule) -> None:
     time, memory = draw(schedule).axes
     lanes = [label.get_text() for label in time.get_yticklabels()]

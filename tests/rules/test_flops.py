@@ -77,6 +77,7 @@ def test_experts_count_the_products_of_the_rows_that_there_are(op: str, times: i
         assert counted(sample)[0] == times * 2 * index.numel() * each
 
 
+@pytest.mark.slow
 def test_an_op_that_is_not_dense_counts_nothing() -> None:
     """What it costs are the bytes that it reads and writes."""
     others = [sample for op in RULES for sample in samples(op)[:1] if not is_dense(sample.op)]

@@ -120,6 +120,7 @@ class Ops(nn.Module):
     "view",
     [pytest.param(view, marks=[] if view in ("turned", "both", "alone") else [pytest.mark.long]) for view in VIEWS],
 )
+@pytest.mark.slow
 def test_elements_are_those_of_the_model(view: str) -> None:
     shape, split, seen = VIEWS[view]
     torch.manual_seed(0)
