@@ -178,8 +178,7 @@ def _compile(arguments: Arguments, in_place: bool = False) -> Any:
         plan = Plan.of(entries) | plan
     plan = plan.on(abstract)
     check_axes(plan, abstract)
-    several = plan.setting("microbatches") > 1
-    check_dynamic(dynamic, module, str(plan.entry_of("microbatches")) if several else "")
+    check_dynamic(dynamic, module)
     if (pp := PipelineStages.of(plan, abstract, template)) is not None:
         abstract = abstract.of_stage(pp.entry.axis)
         groups = Groups.of(mesh, stages=pp.entry.axis) if isinstance(mesh, DeviceMesh) else None

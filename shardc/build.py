@@ -207,7 +207,7 @@ class Build:
         deferred: Deferred,
         holds: Callable[[Guards], bool],
     ) -> Program | None:
-        """Returns the program for inputs with dynamic sizes; None if no size is dynamic, or with microbatches.
+        """Returns the program for inputs with dynamic sizes; None if no size is dynamic.
 
         Args:
             template: returns the template; called if there is no program yet.
@@ -217,8 +217,9 @@ class Build:
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         inputs = list(zip(call.names, leaves, strict=True))
         dims, sizes = self.dynamic.of(inputs)
-        if not sizes or self.plan.setting("microbatches") > 1:
+        if not sizes:
             return None
+        mesh = self.mesh.timed(self.plan.setting("microbatches"))
 
         def at(wanted: Mapping[str, int]) -> tuple[PyTree, PyTree]:
             leaves_at = [
@@ -252,10 +253,11 @@ class Build:
                 tensors = [x for x in pytree.tree_leaves(at(wanted)) if isinstance(x, Tensor)]
                 named = [name for name, x in inputs if isinstance(x, Tensor)]
                 shapes = [(name, tuple(x.shape)) for name, x in zip(named, tensors, strict=True)]
-                return list(zip(named, self.input_layouts(shapes), strict=True))
+                ports = resolve_inputs(self.plan, mesh, shapes)
+                return [(name, port.layout) for name, port in zip(named, ports, strict=True)]
 
             def build_family(options: Options) -> Family:
-                return Family(captured, partial(build, options), layouts, sizes, self.mesh.ranks)
+                return Family(captured, partial(build, options), layouts, sizes, mesh.ranks)
 
             try:
                 try:

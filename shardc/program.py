@@ -17,6 +17,7 @@ from shardc.cost.causes import Cause, cause_of
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.executable import BACKWARD, FORWARD, REDUCTION, Executable, Half, Phase
+from shardc.ir.graph import Role
 from shardc.ir.guards import Guards, Reads
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -29,7 +30,7 @@ from shardc.passes.unfold import Folded
 from shardc.precompiled import ProgramKey, save_program
 from shardc.precompiled.load import backward_for
 from shardc.stage_cut import PipelineCut
-from shardc.step_cut import MicrobatchCut, StepCut, of_half, on_devices
+from shardc.step_cut import MicrobatchCut, StepCut, in_time, of_half, on_devices
 from shardc.validate import typed
 
 Rebuild = Callable[[Mesh, Sequence[Sequence[int]]], "Program"]
@@ -61,6 +62,8 @@ class Program(Executable):
         plan, options: those that it was compiled with; ``bound`` is the plan, resolved for this model.
         pipeline: its passes.
         conditions: conditions on the dynamic sizes that it is valid for, as text; see `shardc.dynamic`.
+        results: the role of each output, with the axis of time in its layout.
+        used: indices of the outputs whose gradients a program with microbatches computes; None: by default.
         folded: for a model whose repeated blocks were captured and planned on a few, the relation to all blocks; stages
             up to the cut show the few.
         source: its `Source`, whose key, guards, rebuild and lower_again are attributes too.
@@ -82,7 +85,6 @@ class Program(Executable):
         self.mesh, self.plan, self.options = self.bound.mesh.devices, self.bound.plan, joint.options
         self.pipeline, captured = joint.pipeline, joint.captured
         inputs = tuple((n, x.layout) for n, x in zip(captured.inputs, self.bound.inputs, strict=True))
-        self.inputs = tuple((name, layout.devices) for name, layout in inputs)
         self.input_spec, self.output_spec = captured.input_spec, captured.output_spec
         self.returned = captured.returned
         self.constants = captured.constants
@@ -91,7 +93,8 @@ class Program(Executable):
         self.causes: Mapping[str, str] = {name: p.compute_cause for name, p in self.bound.params.items()}
         self.deferred = self.bound.deferred
         forward = [(role, x) for role, x in ir.outputs(joint.local.graph) if role.kind != "grad"]
-        self.outputs = tuple(on_devices(role) for role, _ in forward)
+        self.used, self.results = used, tuple(role for role, _ in forward)
+        self._set_ports(inputs, self.results)
         self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
         self.cut: StepCut = StepCut(joint, folded, self.levels)
         if self.bound.mesh.time:
@@ -99,10 +102,15 @@ class Program(Executable):
             self.cut = cut = kind(joint, folded, self.levels, wanted=used)
             if self.bound.pp is not None:
                 self.stage_ranks, self.stage_of = self.bound.pp.ranks, self.bound.pp.first
-            self.microbatches, self.in_time = self.bound.mesh.microbatches, cut.in_time
-            self.loss, self.tangents = cut.loss, cut.tangents
+            self.microbatches, self.loss, self.tangents = self.bound.mesh.microbatches, cut.loss, cut.tangents
             self.openings, self.reduce = len(cut.parts.openings), cut.parts.reduce
             self.gathers_once, self.opens_backward = cut.parts.gathers is not None, cut.parts.backward
+
+    def _set_ports(self, inputs: Sequence[tuple[str, Layout]], outputs: Sequence[Role]) -> None:
+        """Sets the layouts of inputs and outputs, which are given with the axis of time."""
+        self.inputs = tuple((name, layout.devices) for name, layout in inputs)
+        self.outputs = tuple(map(on_devices, outputs))
+        self.in_time = in_time(inputs, outputs)
 
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> Half:
         """Return the graph that reduces accumulated gradients; ``sums`` are (parameter, layout of its accumulator,
@@ -172,8 +180,11 @@ class Program(Executable):
         if isinstance(self.cut, MicrobatchCut) and used == self.cut.used:
             return self
         if used not in self._using:
-            self._using[used] = type(self)(self.joint, self.source, self.folded, used)
+            self._using[used] = self._for(used)
         return self._using[used]
+
+    def _for(self, used: frozenset[int]) -> Program:
+        return type(self)(self.joint, self.source, self.folded, used)
 
     def _scheduled(self, half: fx.GraphModule) -> fx.GraphModule:
         """Runs the passes after the cut (bucketing, scheduling, ...) on a forward or backward graph."""

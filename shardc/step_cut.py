@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -33,6 +33,8 @@ from shardc.passes.lower.microbatch import closed, closing_forward, marked_terms
 from shardc.passes.unfold import Folded
 from shardc.plan.resolve import BoundPlan
 from shardc.verify.subject import reporting
+
+InTime = Mapping[str, Mapping[Any, Layout]]
 
 
 @dataclass
@@ -130,14 +132,10 @@ class MicrobatchCut(StepCut):
         return None
 
     @cached_property
-    def in_time(self) -> Mapping[str, Mapping[Any, Layout]]:
-        """ "inputs" or "outputs" -> name or index -> layout, of those that are split over the microbatches."""
+    def in_time(self) -> InTime:
+        """What is split over the microbatches."""
         inputs = zip(self.joint.captured.inputs, (x.layout for x in self.bound.inputs), strict=True)
-        outputs = ((r.index, r.layout) for r, _ in ir.outputs(self.joint.local.graph) if r.kind == "output")
-        return {
-            "inputs": {name: layout for name, layout in inputs if _is_timed(layout)},
-            "outputs": {index: layout for index, layout in outputs if layout is not None and _is_timed(layout)},
-        }
+        return in_time(inputs, [role for role, _ in ir.outputs(self.joint.local.graph)])
 
     @cached_property
     def parts(self) -> Phases:
@@ -215,6 +213,20 @@ class MicrobatchCut(StepCut):
 def has_gradients(graph: fx.Graph) -> bool:
     """Return whether a joint graph computes gradients."""
     return any(role.kind == "grad" for role, _ in ir.outputs(graph))
+
+
+def in_time(inputs: Iterable[tuple[str, Layout]], roles: Iterable[Role]) -> InTime:
+    """Return "inputs" or "outputs" -> name or index -> layout, of those that are split over the microbatches.
+
+    Args:
+        inputs: name and layout of each input.
+        roles: roles of the results of a joint graph.
+    """
+    outputs = ((role.index, role.layout) for role in roles if role.kind == "output")
+    return {
+        "inputs": {name: layout for name, layout in inputs if _is_timed(layout)},
+        "outputs": {index: layout for index, layout in outputs if layout is not None and _is_timed(layout)},
+    }
 
 
 def on_devices(role: Role) -> Role:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections import OrderedDict
@@ -15,12 +16,13 @@ from torch import Tensor, fx, nn
 
 from shardc import _compat
 from shardc.capture import Captured, SymbolicCapture
-from shardc.dynamic.generalize import Differs, Fit, conditions, generalize, points
-from shardc.errors import CaptureError, InputError, LayoutError, PlanError, ShardcWarning
-from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, Phase
+from shardc.dynamic.generalize import Differs, Fit, conditions, fitted_layouts, generalize, points
+from shardc.errors import CaptureError, InputError, LayoutError, ShardcWarning
+from shardc.ir.executable import CLOSING, FIRST_INFERENCE, INFERENCE, AtStage, Phase
+from shardc.ir.graph import Role
 from shardc.ir.guards import Guards
 from shardc.ir.layout import Layout
-from shardc.ir.sized import SizedGraph
+from shardc.ir.sized import SizedGraph, numbers_at, roles_at
 from shardc.passes import PlanMemory
 from shardc.program import Program
 from shardc.validate import near
@@ -73,19 +75,11 @@ class DynamicDims:
         return dims, sizes
 
 
-def check_dynamic(dynamic: object, model: nn.Module, microbatches: str = "") -> None:
-    """Raises InputError if ``dynamic`` is not a dict of dicts, or names an input that ``model`` does not take;
-    PlanError if the plan has microbatches, with the entry ``microbatches``.
-    """
+def check_dynamic(dynamic: object, model: nn.Module) -> None:
+    """Raises InputError if ``dynamic`` is not a dict of dicts, or names an input that ``model`` does not take."""
     fix = 'write dynamic={"tokens": {0: "b", 1: "t"}}: input -> dim -> a name for its size'
     if not isinstance(dynamic, Mapping) or not all(isinstance(dims, Mapping) for dims in dynamic.values()):
         raise InputError(f"dynamic={dynamic!r} is not a dict of dicts", fix=fix)
-    if dynamic and microbatches:
-        raise PlanError(
-            "one program for all sizes has no microbatches",
-            plan_entry=microbatches,
-            fix="leave dynamic out: each size then gets a program of its own",
-        )
     parameters = inspect.signature(model.forward).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
@@ -113,7 +107,7 @@ class Family:
         build: compiles a captured model for given sizes.
         layouts: returns name and layout of each input at given sizes.
         example: sizes near which it is compiled; it may be invalid at these sizes themselves.
-        ranks: number of ranks of the mesh.
+        parts: in how many parts the mesh may cut a size: its ranks, times the microbatches.
 
     Raises:
         Differs, CaptureError: there is no such program, with the reason.
@@ -125,13 +119,13 @@ class Family:
         build: Callable[[Captured, Sizes], Program],
         layouts: Callable[[Sizes], Sequence[tuple[str, Layout]]],
         example: Sizes,
-        ranks: int,
+        parts: int,
     ) -> None:
         self._build, self.layouts = build, layouts
         self.example = dict(example)
         errors: list[Exception] = []
         others: list[SymbolicCapture] = []
-        for hints in self._hints(ranks):
+        for hints in self._hints(parts):
             try:
                 symbolic = capture(hints)
             except CaptureError as error:
@@ -139,13 +133,13 @@ class Family:
                 continue
             if symbolic.broken(self.example) is not None:
                 others.append(symbolic)
-            elif self._fits(symbolic, ranks, errors):
+            elif self._fits(symbolic, parts, errors):
                 return
         # The example's own sizes are a special case here, and get a separate program.
-        if not any(self._fits(symbolic, ranks, errors) for symbolic in others):
+        if not any(self._fits(symbolic, parts, errors) for symbolic in others):
             raise next((e for e in errors if isinstance(e, Differs)), errors[-1])
 
-    def _hints(self, ranks: int) -> Iterator[Sizes]:
+    def _hints(self, parts: int) -> Iterator[Sizes]:
         """Yields name -> example size for each capture to try: sizes near the example's that are unrelated; at last the
         example's own.
 
@@ -156,16 +150,16 @@ class Family:
         for alias in [{name: name for name in first}] + [first] * (len(merged) < len(first)):
             for above in (True, False):
                 with suppress(LayoutError):
-                    near = points({name: self.example[name] for name in alias.values()}, ranks, above)[0]
+                    near = points({name: self.example[name] for name in alias.values()}, parts, above)[0]
                     yield {name: near[other] for name, other in alias.items()}
         yield self.example
 
-    def _fits(self, symbolic: SymbolicCapture, ranks: int, errors: list[Exception]) -> bool:
+    def _fits(self, symbolic: SymbolicCapture, parts: int, errors: list[Exception]) -> bool:
         """Tries to fit one program for all sizes to a symbolic capture; returns whether it could."""
         self.symbolic = symbolic
         for finer, above in product(_FINER, (True, False)):
             try:
-                self._fitted(ranks * finer, above)
+                self._fitted(parts * finer, above)
                 return True
             except Differs as error:
                 errors.append(error)
@@ -180,8 +174,18 @@ class Family:
         near = self._points(modulus, above)
         self.fit = Fit(near, modulus)
         self.programs = [self._built(point, warns=at == 0) for at, point in enumerate(near)]
-        self._graphs: dict[Phase, SizedGraph] = {}
-        for half in self.programs[0].step():
+        self._fit_graphs()
+
+    def _fit_graphs(self) -> None:
+        """Fits the graphs of a step, and the layouts of its outputs and of what is split over microbatches."""
+        programs = self.programs
+        self._graphs: dict[Phase, SizedGraph | None] = {}
+        self._using: dict[frozenset[int], Family] = {}
+        try:
+            self._outputs = fitted_layouts([program.results for program in programs], self.fit)
+        except LayoutError as error:
+            raise Differs(f"at the outputs: {error}") from None
+        for half in programs[0].step():
             self.half(half.phase)
 
     def _points(self, modulus: int, above: bool) -> list[dict[str, int]]:
@@ -212,11 +216,35 @@ class Family:
             warnings.warn(ShardcWarning(f"compiled for many sizes, here at {at}: {warning.message}"), stacklevel=2)
         return program
 
-    def half(self, phase: Phase) -> SizedGraph:
-        """Returns the graph of a phase for any sizes; raises Differs if the three graphs differ in more than sizes."""
+    def using(self, used: frozenset[int]) -> Family:
+        """Returns the family of the programs for gradients of the outputs ``used``.
+
+        Raises:
+            Differs: there is no one program for these.
+        """
+        if used not in self._using:
+            family = copy.copy(self)
+            family.programs = [program.using(used) for program in self.programs]
+            family._fit_graphs()
+            self._using[used] = family
+        return self._using[used]
+
+    def outputs(self, sizes: Sizes) -> tuple[Role, ...]:
+        """Returns the role of each output at ``sizes``, with the axis of time in its layout."""
+        return roles_at(self.programs[0].results, self._outputs, numbers_at(sizes))
+
+    def half(self, phase: Phase) -> SizedGraph | None:
+        """Returns the graph of a phase for any sizes; None if there is none.
+
+        Raises:
+            Differs: the three graphs differ in more than sizes.
+        """
         if phase not in self._graphs:
-            graphs = [program.half(phase).gm for program in self.programs]
-            self._graphs[phase] = generalize(graphs, self.fit, self.example)
+            halves = [program.find(phase) for program in self.programs]
+            graphs = [half.gm for half in halves if half is not None]
+            if graphs and len(graphs) < len(halves):
+                raise Differs(f"not all of the programs have a {phase}")
+            self._graphs[phase] = generalize(graphs, self.fit, self.example) if graphs else None
         return self._graphs[phase]
 
     def holds(self, sizes: Sizes) -> bool:
@@ -226,7 +254,7 @@ class Family:
     @property
     def conditions(self) -> tuple[str, ...]:
         """The conditions on the sizes, as text: ``"t <= 128"``."""
-        scales = [graph.scale for graph in self._graphs.values()]
+        scales = [graph.scale for graph in self._graphs.values() if graph is not None]
         merged = {name: max((scale[name] for scale in scales), default=(1, 0)) for name in self.example}
         return (*(c.text for c in self.symbolic.conditions), *conditions(merged))
 
@@ -236,28 +264,35 @@ class SizedProgram(Program):
 
     def __init__(self, family: Family, sizes: Sizes) -> None:
         like = family.programs[0]
-        super().__init__(like.joint, like.source, like.folded)
+        super().__init__(like.joint, like.source, like.folded, like.used)
         self.family, self.sizes = family, dict(sizes)
-        self.inputs, self.conditions = tuple(family.layouts(sizes)), family.conditions
-        self.outputs = self.step()[0].gives[: len(like.outputs)]
+        self.conditions = family.conditions
+        self._set_ports(family.layouts(sizes), family.outputs(sizes))
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
         """Returns the graph of a phase at these sizes, with memory planned."""
-        if phase in (FORWARD, BACKWARD) and not self.family.programs[0].trains:
-            return None
+        infers = (phase.phase if isinstance(phase, AtStage) else phase) in (INFERENCE, FIRST_INFERENCE, CLOSING)
         try:
             half = self.family.half(phase)
         except Differs:
-            if phase != INFERENCE:
+            if not infers:
                 raise
-            return self.alone.inference
-        if phase == INFERENCE and not self.family.holds(self.sizes):
-            return self.alone.inference
+            return self.alone.make(phase)
+        if half is None:
+            return None
+        if infers and not self.family.holds(self.sizes):
+            return self.alone.make(phase)
         graph = half.at(self.sizes)
         sized = graph.meta
         graph = self.pipeline[PlanMemory](graph)
         graph.meta.update(sized)
         return graph
+
+    def _for(self, used: frozenset[int]) -> Program:
+        try:
+            return type(self)(self.family.using(used), self.sizes)
+        except Differs:
+            return self.alone.using(used)
 
     @cached_property
     def alone(self) -> Program:

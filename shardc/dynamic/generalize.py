@@ -175,7 +175,7 @@ def generalize(graphs: Sequence[fx.GraphModule], fit: Fit, sizes: Mapping[str, i
             raise Differs(f"at {where.name}{line}: {getattr(error, 'message', None) or error}") from None
         if values is not None:
             numbers[at] = values
-    layouts = _roles([ir.output_node(g.graph).meta[ir.ROLES] for g in graphs], fit)
+    layouts = fitted_layouts([ir.output_node(g.graph).meta[ir.ROLES] for g in graphs], fit)
     return SizedGraph(base, numbers, layouts, moduli(fit.polynomials, sizes))
 
 
@@ -259,9 +259,12 @@ def _shapes(records: Sequence[Info], fit: Fit) -> tuple[tuple[int | Polynomial, 
     )
 
 
-def _roles(roles: Sequence[tuple[ir.Role, ...]], fit: Fit) -> tuple[object, ...]:
+def fitted_layouts(roles: Sequence[tuple[ir.Role, ...]], fit: Fit) -> tuple[object, ...]:
     """Merges the outputs' layouts at three example sizes. For each output, return its dims as tuples of (size or
     polynomial, mesh axis), or None if it has no layout.
+
+    Raises:
+        Differs, LayoutError: the outputs differ in more than sizes, or a size is no simple function of the sizes.
     """
     out: list[object] = []
     for outputs in zip(*roles, strict=True):

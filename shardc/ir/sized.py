@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from shardc.ir import graph as ir
-from shardc.ir.graph import Info, Value
-from shardc.ir.layout import Digit, Layout
+from shardc.ir.graph import Info, Role, Value
+from shardc.ir.layout import Digit
 
 Powers = tuple[int, ...]
 
@@ -136,15 +136,7 @@ class SizedGraph:
 
     def at(self, sizes: Mapping[str, int]) -> fx.GraphModule:
         """Return the graph at ``sizes``, at which all polynomials are integers."""
-        values: dict[Polynomial, int] = {}
-
-        def number(x: Any) -> Any:
-            if isinstance(x, Polynomial):
-                if x not in values:
-                    values[x] = _whole(x.at(sizes))
-                return values[x]
-            return number(x.numerator) / number(x.denominator) if isinstance(x, Quotient) else x
-
+        number = numbers_at(sizes)
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         for position, node in enumerate(self.base.graph.nodes):
@@ -158,10 +150,7 @@ class SizedGraph:
             record = ir.info(node)
             ir.set_info(copy, replace(record, value=_value(record, entry.shapes, number)))
         output, base_output = ir.output_node(graph), ir.output_node(self.base.graph)
-        output.meta[ir.ROLES] = tuple(
-            replace(role, layout=None if dims is None else _layout(role.layout, dims, number))
-            for role, dims in zip(base_output.meta[ir.ROLES], self.layouts, strict=True)
-        )
+        output.meta[ir.ROLES] = roles_at(base_output.meta[ir.ROLES], self.layouts, number)
         gm = fx.GraphModule(self.base, graph)
         gm.meta[SIZED] = At(self, dict(sizes))
         return gm
@@ -286,9 +275,33 @@ def _value(
     return values if isinstance(record.value, tuple) else values[0]
 
 
-def _layout(layout: Layout | None, dims: Any, number: Callable[[Any], Any]) -> Layout:
-    assert layout is not None
-    return layout.replace(dims=[[Digit(number(radix), axis) for radix, axis in digits] for digits in dims])
+def numbers_at(sizes: Mapping[str, int]) -> Callable[[Any], Any]:
+    """Return a function that maps a polynomial to its value at ``sizes``, a quotient to a float, and others to itself.
+
+    The values of the polynomials must be integers.
+    """
+    values: dict[Polynomial, int] = {}
+
+    def number(x: Any) -> Any:
+        if isinstance(x, Polynomial):
+            if x not in values:
+                values[x] = _whole(x.at(sizes))
+            return values[x]
+        return number(x.numerator) / number(x.denominator) if isinstance(x, Quotient) else x
+
+    return number
+
+
+def roles_at(roles: Sequence[Role], layouts: Sequence[Any], number: Callable[[Any], Any]) -> tuple[Role, ...]:
+    """Return ``roles`` with layouts whose dims are ``layouts`` (see `SizedGraph`), each number mapped by ``number``."""
+    out = []
+    for role, dims in zip(roles, layouts, strict=True):
+        if dims is not None:
+            assert role.layout is not None
+            digits = [[Digit(number(radix), axis) for radix, axis in dim] for dim in dims]
+            role = replace(role, layout=role.layout.replace(dims=digits))
+        out.append(role)
+    return tuple(out)
 
 
 def _whole(value: Fraction) -> int:

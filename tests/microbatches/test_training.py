@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
-from shardc.errors import InputError, PlanError
+from shardc.errors import InputError
 from tests.experts import models
 from tests.integrations import test_trainer as trainer
 from tests.ranks import device_mesh, run_ranks
@@ -145,12 +145,7 @@ def test_a_narrow_loss_is_added_up_in_float32() -> None:
         torch.testing.assert_close(loss.float(), model(x).detach(), rtol=2e-2, atol=0)
 
 
-def test_dynamic_sizes_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"one program for all sizes has no microbatches\n  plan entry: microb"):
-        shardc.compile(Narrow(), shardc.Mesh(dp=2), PLAN, dynamic={"x": {0: "rows"}})
-
-
-def test_marked_sizes_are_compiled_each() -> None:
+def test_marked_sizes() -> None:
     model = Narrow().double()
     sim = shardc.Simulation(shardc.compile(model, shardc.Mesh(dp=2), PLAN, backend="eager"))
     for rows in (16, 12, 7):

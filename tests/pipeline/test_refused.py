@@ -69,11 +69,6 @@ PLANS: dict[str, tuple[Callable[[], object], str, str]] = {
         "the plan does not say how many there are",
         "write pp(..., microbatches=8)",
     ),
-    "dynamic sizes": (
-        lambda: compiled(pp(), Mesh(pp=2), dynamic={"x": {0: "b"}}),
-        "one program for all sizes has no microbatches",
-        "leave dynamic out",
-    ),
     "a batch of one row": (
         lambda: compiled(pp(), Mesh(pp=2)).lower(torch.randn(1, 8)),
         "the inputs are not split into microbatches",
