@@ -7,7 +7,7 @@ schedules these. The share of communication that a schedule leaves exposed is it
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -135,11 +135,14 @@ class Search:
             self._schedule(kept_whole(best.plan, self.hand), best.origin)
 
     def least(self) -> float:
-        """Return a lower bound of the cost of every solution in seconds, within `GLANCE` work; inf if there is none."""
+        """Return a lower bound of the cost of every solution in seconds, within `GLANCE` work; inf if none costs less
+        than `MARGIN` times the best plan so far, or if there is none.
+        """
         gather, reduce = map(min, *HIDDEN)
         problem = self.problem(None, Weights(gather, reduce, self.captured_model.weight))
+        ceiling = MARGIN * self.limit() + LEAST * self.memory
         try:
-            return solve(problem.energy(LEAST), work=GLANCE).bound
+            return solve(problem.energy(LEAST), work=GLANCE, ceiling=ceiling).bound
         except Infeasible:
             return inf
 
@@ -198,29 +201,31 @@ class Search:
         communication.
         """
         by_price: dict[tuple[str, ...], dict[float, Candidate]] = {over: {} for over in self._overs()}
-        solved = [self._fastest(over, weights, points) for over, points in by_price.items()]
+        problems = {over: cache(partial(self.problem, over, weights)) for over in by_price}
+        solved = [self._fastest(over, problems[over], points) for over, points in by_price.items()]
         for best in sorted((c for c in solved if c is not None), key=lambda c: c.at(0.0))[:KEPT]:
             over = best.over
-            candidate = best if best.bytes <= self._room(over) else self._fastest(over, weights, by_price[over])
+            candidate = best if best.bytes <= self._room(over) else self._fastest(over, problems[over], by_price[over])
             while candidate is not None:
                 tried = self._try(candidate)
                 if tried is None or tried.fits:
                     break
                 self.beyond[over] = tried.memory - candidate.bytes
-                smaller = self._fastest(over, weights, by_price[over])
+                smaller = self._fastest(over, problems[over], by_price[over])
                 candidate = smaller if smaller is not None and smaller.bytes < candidate.bytes else None
 
-    def _fastest(self, over: tuple[str, ...], weights: Weights, by_price: dict[float, Candidate]) -> Candidate | None:
+    def _fastest(
+        self, over: tuple[str, ...], problem: Callable[[], PlanProblem], by_price: dict[float, Candidate]
+    ) -> Candidate | None:
         """Return the fastest solution with storage split over ``over`` that is expected to fit, or else the smallest.
 
         The first price per byte is the one that sufficed before, with storage split over these axes or over others.
 
         Args:
             over: the axes over which storage only is split.
-            weights: weights of communication.
+            problem: states the layout problem.
             by_price: price -> solution, as known so far; updated.
         """
-        problem = cache(partial(self.problem, over, weights))
         within = PriceSearch(lambda price, ceiling: self._solved(problem(), price, ceiling), by_price)
         first = self.prices.get(over, min(self.prices.values(), default=LEAST))
         candidate = within.fastest(self._room(over), MARGIN * self.limit(), first)
