@@ -1,25 +1,29 @@
-"""`wrap`: runs a torch optimizer on this rank's shards as plain tensors, with its fused kernel."""
+"""`wrap`: runs an optimizer on plain tensors: this rank's shards, or the whole parameters that this rank owns."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardc import _compat
 from shardc.errors import InputError
-from shardc.runtime.gradients import local_grad
+from shardc.runtime import dtensor_ops
+from shardc.runtime.groups import Groups
 from shardc.runtime.module import ShardedModule
-from shardc.runtime.storage import like_parameter
+from shardc.runtime.owned import Owned
+from shardc.runtime.owners import Owners, split_dims
+from shardc.runtime.plain_params import Described, Shard, WholeParameter
 from shardc.validate import typed
 
 # Elementwise optimizers: the update of a shard is the shard of the update.
@@ -27,9 +31,11 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
     torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
 )  # fmt: skip
+# The update of a parameter is that of the whole, and no other parameter's values enter it.
+PER_PARAMETER: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
 T = TypeVar("T")
-# State that is a scalar per parameter, even if the parameter is one too.
-_NUMBERS = ("step", "mu_product", "eta", "mu")
+Select: TypeAlias = Callable[[str, nn.Parameter], bool]
+pytree = _compat.pytree
 
 
 @typed()
@@ -38,39 +44,93 @@ def wrap(
     module: nn.Module,
     params: Iterable[Any] | None = None,
     *,
-    elementwise: bool = False,
+    whole: bool | Select | None = None,
     **options: Any,
 ) -> Any:
-    """Returns an optimizer of class ``optimizer_cls`` for ``module`` that updates plain local tensors.
+    """Returns an optimizer of class ``optimizer_cls`` for ``module`` that updates plain tensors.
 
-    Updates equal those of ``optimizer_cls(module.parameters(), **options)``, without DTensor dispatch per op. It uses
-    the class's fused kernel, unless ``options`` ask for another. From outside it is a plain optimizer: ``param_groups``
-    hold the module's parameters, and ``state`` and ``state_dict()`` hold DTensors with the parameters' layouts, in the
-    memory that the step writes. So schedulers, hooks, ``clip_grad_norm_`` and `torch.distributed.checkpoint` work, and
-    checkpoints are interchangeable with the plain optimizer's.
+    These are this rank's shards if the optimizer updates each element by itself. Otherwise each parameter that is split
+    has an owner among the ranks that hold it. The owners get parameters and gradients by an all-to-all, update whole
+    tensors, and send the shards back by another. Their load is balanced by the costs of matrix products
+    (`shardc.runtime.owners.update_cost`).
+
+    From outside it is a plain optimizer: ``param_groups`` hold the module's parameters, and ``state`` and
+    ``state_dict()`` DTensors. Those of elementwise optimizers have the parameters' layouts, in the memory that the step
+    writes. Those of whole parameters lie on the owners. So schedulers, hooks, ``clip_grad_norm_`` and
+    `torch.distributed.checkpoint` work, and checkpoints load on other meshes and into plain optimizers. With whole
+    parameters, all ranks call ``state_dict()`` and ``load_state_dict()``. Between these calls, numbers in the ``state``
+    of ranks that are not the owner are old.
 
     Args:
-        optimizer_cls: one of `ELEMENTWISE`, or derived from one.
+        optimizer_cls: the class of the optimizer.
         module: from `shardc.compile`, on a device mesh.
         params: parameters of ``module``, or groups of them, as torch takes them; by default all.
-        elementwise: promises that a class not in `ELEMENTWISE` computes each element from that element's history only.
+        whole: whether parameters are updated whole; a function of a parameter's name and the parameter tells it of
+            each. True promises that the class updates each parameter from its own history only, False that it updates
+            each element so. By default it is False for `ELEMENTWISE` and True for `PER_PARAMETER`.
         options: options of ``optimizer_cls``.
 
     Raises:
-        InputError: ``module`` has no shards, a parameter is not the module's, or the optimizer may not be elementwise.
+        InputError: ``module`` has no shards, a parameter is not the module's, ``whole`` is needed or selects nothing,
+            or the optimizer looks at several parameters or sparse gradients.
     """
     if not isinstance(module, ShardedModule) or module.shardc.spec.device_mesh is None:
         what = "was compiled for an abstract mesh" if isinstance(module, ShardedModule) else "is not from compile"
         raise InputError(f"the module {what} and holds no shards", fix="pass shardc.compile(model, device_mesh, plan)")
-    if not elementwise and not issubclass(optimizer_cls, ELEMENTWISE):
-        raise InputError(
-            f"{optimizer_cls.__name__} may look at more than one element at a time: on shards its updates could differ",
-            fix=f"use it as it is, {optimizer_cls.__name__}(module.parameters(), ...), or pass elementwise=True",
-        )
+    selects = _whole(optimizer_cls, whole)
     kind: Any = optimizer_cls
     optimizer = _on_shards(kind)(module.parameters() if params is None else params, **options)
-    optimizer.bind({id(param): name for name, param in module.named_parameters()}, module.shardc.tells)
+    optimizer.bind(module, selects, must_select=callable(whole))
     return optimizer
+
+
+def _whole(kind: type[torch.optim.Optimizer], whole: bool | Select | None) -> Select:
+    """Returns the function that tells of each parameter whether optimizers of class ``kind`` update it whole."""
+    name = kind.__name__
+    if issubclass(kind, torch.optim.LBFGS):
+        raise InputError(
+            f"{name} takes all parameters for one vector, so no rank can update some of them by itself",
+            fix=f"use it as it is: {name}(module.parameters(), ...)",
+        )
+    if issubclass(kind, torch.optim.SparseAdam):
+        raise InputError(
+            f"{name} takes sparse gradients, and a compiled module has dense ones",
+            fix="use shardc.optim.wrap(torch.optim.Adam, module)",
+        )
+    if whole is None and not issubclass(kind, ELEMENTWISE + PER_PARAMETER):
+        raise InputError(
+            f"{name} may look at more than one element at a time: on shards its updates could differ",
+            fix="pass whole=True if it updates each parameter from that parameter's own history (Shampoo, SOAP, LAMB), "
+            f"whole=False if each element; else use it as it is, {name}(module.parameters(), ...)",
+        )
+    if callable(whole):
+        return whole
+    answer = issubclass(kind, PER_PARAMETER) if whole is None else whole
+    return lambda name, param: answer
+
+
+def _refuse_rounded(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Optimizer hook: refuses torch's Muon on split matrices, if it is not wrapped.
+
+    Its products are sums in bfloat16, which DTensor would round once per rank and once more in their sum. Its iteration
+    enlarges that, and the update would depend on the mesh (by 1 to 2 %, of two ranks).
+    """
+    if not isinstance(optimizer, torch.optim.Muon) or isinstance(optimizer, _OnShards):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not isinstance(param, DTensor) or param.device_mesh not in dtensor_ops.meshes:
+                continue
+            if any(not isinstance(param.placements[dim], Owned) for dim in split_dims(param)):
+                kind = type(optimizer).__name__
+                raise InputError(
+                    f"{kind} multiplies matrices in bfloat16, and on shards (of a matrix of shape {list(param.shape)}, "
+                    f"{param.placements}) its updates would depend on the mesh",
+                    fix=f"shardc.optim.wrap({kind}, module, params, ...) updates whole matrices",
+                )
+
+
+register_optimizer_step_pre_hook(_refuse_rounded)
 
 
 @lru_cache(maxsize=64)
@@ -80,32 +140,65 @@ def _on_shards(base: type[torch.optim.Optimizer]) -> Any:
 
 
 class _OnShards(torch.optim.Optimizer):
-    """Mixin for a class derived from an optimizer class ``base``: runs the step of ``base`` on local tensors."""
+    """Mixin for a class derived from an optimizer class ``base``: runs the step of ``base`` on plain tensors."""
 
     base: type[torch.optim.Optimizer]
+    _selects: Select  # whether a parameter is updated whole
+    _groups: Groups
+    _owners: Owners | None  # of the parameters that are updated whole; None without any
+    _whole: list[WholeParameter]  # these, in the order of `_owners`
     _names: dict[int, str]
     _tells: Callable[[], AbstractContextManager[None]]
-    _shards: list[list[_Shard]]  # per group, as of the last step
+    _shards: list[list[Shard]]  # per group, as of the last step
     _tensors: list[tuple[list[nn.Parameter], list[Tensor]]]  # per group: parameters and local tensors
     _local: defaultdict[Tensor, Any]  # shard -> its state, as the base class keeps it
     _calls: list[_AdamCall] | None  # kernel calls of the last step, if they can be repeated without the base class
     _held: list[dict[str, object]]  # state of each parameter after the last step
     _values: list[object]  # all values in these states
 
-    def bind(self, names: dict[int, str], tells: Callable[[], AbstractContextManager[None]]) -> None:
-        """Sets the names of the module's parameters by id, and the context manager that shares errors between ranks."""
-        self._tells, self._names, self._local, self._calls = tells, names, defaultdict(dict), None
-        self._shards, self._tensors = [], []
-        for group in self.param_groups:
+    def bind(self, module: ShardedModule, selects: Select, must_select: bool) -> None:
+        """Sets the module, and which parameters are updated whole; InputError if some must be, and none are."""
+        names = {id(param): name for name, param in module.named_parameters()}
+        groups = module.shardc.spec.groups
+        assert groups is not None, "a module on a device mesh has process groups"
+        self._tells, self._names, self._groups, self._selects = module.shardc.tells, names, groups.whole, selects
+        self._local, self._calls = defaultdict(dict), None
+        self._shards, self._tensors, self._whole, self._owners = [], [], [], None
+        self._check(self.param_groups)
+        params = [param for group in self.param_groups for param in group["params"]]
+        if must_select and not any(selects(names[id(param)], param) for param in params):
+            raise InputError(
+                f"whole selects none of the optimizer's {len(params)} parameters",
+                fix=f"select some by names such as {names[id(params[0])]!r}, or pass whole=True or whole=False",
+            )
+
+    def _check(self, groups: list[dict[str, Any]]) -> None:
+        """Raises InputError if a parameter of ``groups`` is none of the module's."""
+        for group in groups:
             for param in group["params"]:
-                if id(param) not in names:
+                if id(param) not in self._names:
                     raise InputError(
                         f"a parameter of shape {list(param.shape)} is none of the module's",
                         fix="pass module.parameters(), or groups of them",
                     )
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state dict of the plain optimizer, with DTensors; with whole parameters, all ranks call it."""
+        if self._owners is not None:
+            with self._tells():
+                self._share()
+                self._refuse_unshared()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of plain tensors, or of DTensors in any layout; all ranks call it."""
+        with self._tells():
+            self._look(self.param_groups)
+            super().load_state_dict(state_dict)
+            self._place()
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Runs one step: a call of the fused kernel per parameter group.
+        """Runs one step: a call of the fused kernel per parameter group, or the class's own step.
 
         Shards and their state are kept between steps, while local tensors and state values remain the same objects.
         Adam's CPU kernel is then called directly; otherwise the step of the base class runs.
@@ -123,8 +216,9 @@ class _OnShards(torch.optim.Optimizer):
         if self._step_unchanged(groups, state):
             return loss
         self._look(groups)
+        whole = self._gather()
         self.param_groups = local = [
-            _local_group(group, mine, [shard.take_grad() for shard in mine])
+            _local_group(group, [x for x in mine if x.here], [x.take_grad() for x in mine])
             for group, mine in zip(groups, self._shards, strict=True)
         ]
         for group, mine in zip(self.param_groups, self._shards, strict=True):
@@ -135,20 +229,80 @@ class _OnShards(torch.optim.Optimizer):
         # ``param_groups`` and ``state`` are those of the local tensors during the base class's step.
         try:
             _plain_step(self.base)(self)
-            if _is_adam(self.base) and all(map(_AdamCall.can_be, local)):
+            if self._owners is None and _is_adam(self.base) and all(map(_AdamCall.can_be, local)):
                 calls = [_AdamCall(mine, self._local) for mine in self._shards]
+            self._scatter(whole)
         finally:
             self.param_groups, self.state = groups, state
             for mine in self._shards:
                 for shard in mine:
-                    shard.data.grad = None
+                    shard.leave()
         for mine in self._shards:
             for shard in mine:
                 shard.write(self._local.get(shard.data), state)
+        for group, changed in zip(groups, local, strict=True):
+            group.update({key: x for key, x in changed.items() if key not in ("params", "fused")})
+        if not all(x.shared for x in whole):
+            self._share()
+            for x in whole:
+                x.shared = True
         self._calls = calls
         self._held = list(state.values())
         self._values = list(chain.from_iterable(map(dict.values, self._held)))
         return loss
+
+    def _gather(self) -> list[WholeParameter]:
+        """Gives the owners their parameters and gradients; returns the parameters with gradients, on all ranks."""
+        grads = [(x, x.param.grad) for x in self._whole]
+        used = [x for x, grad in grads if grad is not None]
+        if self._owners is None or not used:
+            return []
+        shards = [(x.at, x.local) for x in used]
+        shards += [(x.at, x.gradient(grad)) for x, grad in grads if grad is not None]
+        came = self._owners.gather(shards)
+        for x, value, grad in zip(used, came[: len(used)], came[len(used) :], strict=True):
+            x.take(value, grad)
+        return used
+
+    def _scatter(self, whole: list[WholeParameter]) -> None:
+        """Gives all ranks their shards of the parameters ``whole``, from the owners."""
+        if self._owners is not None and whole:
+            with torch.no_grad():
+                self._owners.scatter([(x.at, x.local, x.data.detach() if x.here else None) for x in whole])
+
+    def _share(self) -> None:
+        """Sets the states of whole parameters on ranks that are not their owners; a collective.
+
+        Their tensors have no rows there, and numbers are the owner's.
+        """
+        assert self._owners is not None
+        mine: dict[int, object] = {
+            x.at: pytree.tree_map(Described.of, dict(self.state.get(x.param, {}))) for x in self._whole if x.here
+        }
+        for at, described in self._owners.share(mine).items():
+            x = self._whole[at]
+            if described and not x.here:
+                self.state[x.param] = pytree.tree_map_only(Described, x.described, described)
+
+    def _refuse_unshared(self) -> None:
+        """Raises InputError if states of whole parameters have values that other ranks cannot have."""
+        for x in self._whole:
+            for key, value in self.state.get(x.param, {}).items():
+                for leaf in pytree.tree_leaves(value):
+                    described = leaf if isinstance(leaf, Described) else Described.of(leaf)
+                    if isinstance(described, Described) and described.unshared:
+                        raise InputError(
+                            f"the optimizer's state {key!r} of parameter {x.name!r} has a {described.unshared}, which "
+                            "only the rank has that updates the parameter",
+                            fix=f"save what it holds by {self.base.__name__}'s own methods, on each rank",
+                        )
+
+    def _place(self) -> None:
+        """Brings the states' tensors to where the steps keep them; a collective if some are elsewhere."""
+        for mine in self._shards:
+            for shard in mine:
+                if state := self.state.get(shard.param):
+                    self.state[shard.param] = pytree.tree_map(shard.placed, state)
 
     def _step_unchanged(self, groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, object]]) -> bool:
         """Repeats the kernel calls of the last step, with present gradients and options; returns False if it cannot."""
@@ -185,87 +339,26 @@ class _OnShards(torch.optim.Optimizer):
         """Rebuilds the shards if groups, parameters or local tensors have changed."""
         if self._are_known(groups):
             return
+        self._check(groups)
+        if self._owners is not None:
+            self._share()  # owners may change
+        params = [param for group in groups for param in group["params"]]
+        whole = [x for x in params if x.numel() and split_dims(x) and self._selects(self._names[id(x)], x)]
+        self._owners = Owners(whole, self._groups) if whole else None
+        owners = {} if self._owners is None else {id(x.param): (at, x) for at, x in enumerate(self._owners.owners)}
         self._local = defaultdict(dict)
-        self._shards = [[_Shard(p, self._names.get(id(p), "?")) for p in group["params"]] for group in groups]
+        self._shards = [
+            [
+                WholeParameter(param, self._names[id(param)], *owners[id(param)])
+                if id(param) in owners
+                else Shard(param, self._names[id(param)])
+                for param in group["params"]
+            ]
+            for group in groups
+        ]
+        self._whole = [x for mine in self._shards for x in mine if isinstance(x, WholeParameter)]
         self._tensors = [([x.param for x in mine], [x.local for x in mine]) for mine in self._shards]
-
-
-class _Shard:
-    """A parameter's local tensor as a plain parameter in the same memory, with its optimizer state."""
-
-    def __init__(self, param: nn.Parameter, name: str) -> None:
-        self.param, self.name = param, name
-        self.local: Tensor = param._local_tensor  # type: ignore[attr-defined]
-        self.data = nn.Parameter(self.local, requires_grad=self.local.is_floating_point() or self.local.is_complex())
-        self.fuses = self.local.is_floating_point()
-        self.dtype = self.local.dtype
-        self._known: list[object] = []  # values of the parameter's state at the last `read` or `write`
-        self._left: list[object] = []  # values of the shard's state at the last `write`
-
-    def take_grad(self) -> bool:
-        """Sets the shard's gradient; returns whether a fused kernel can update the shard with it."""
-        grad = self.param.grad
-        if grad is None:
-            return self.fuses
-        local = self.gradient(grad)
-        same = local.dtype == self.dtype
-        if not same:
-            self.data.grad_dtype = local.dtype
-        self.data.grad = local
-        return self.fuses and same
-
-    def gradient(self, grad: Tensor) -> Tensor:
-        """Returns the local tensor of ``grad``, the parameter's gradient."""
-        if type(grad) is DTensor and grad._spec is self.param._spec:  # type: ignore[attr-defined]
-            return grad._local_tensor
-        return local_grad(self.name, self.param)
-
-    def read(self, state: Mapping[str, object] | None, fused: bool, into: dict[Tensor, dict[str, object]]) -> None:
-        """Copies the parameter's state to the shard, as local tensors.
-
-        Args:
-            fused: whether a fused kernel runs, which needs ``step`` on the shard's device.
-            into: shard -> its state.
-        """
-        if not state:
-            if self._known:
-                into.pop(self.data, None)
-                self._known, self._left = [], []
-            return
-        if _same(state, self._known):
-            return
-        mine = {key: x._local_tensor if isinstance(x, DTensor) else x for key, x in state.items()}
-        step = state.get("step")
-        if fused and isinstance(step, Tensor) and step.device != self.local.device:
-            mine["step"] = step.to(self.local.device)
-        into[self.data] = mine
-        self._known, self._left = list(state.values()), []
-
-    def write(self, mine: Mapping[str, object] | None, states: Mapping[Tensor, dict[str, object]]) -> None:
-        """Copies the shard's state to the parameter, as DTensors; existing ones stay the same objects.
-
-        Args:
-            mine: state of the shard.
-            states: parameter -> its state.
-        """
-        if not mine or _same(mine, self._left):
-            return
-        state = states[self.param]
-        for key, x in mine.items():
-            state[key] = self._as_dtensor(key, x, state.get(key))
-        self._known, self._left = list(state.values()), list(mine.values())
-
-    def _as_dtensor(self, key: str, x: object, dtensor: object) -> object:
-        """Returns ``x``, a value of the shard's state, for the parameter's: as a DTensor if it has the shard's shape.
-
-        Args:
-            dtensor: the parameter's present value, returned if its local tensor is ``x``.
-        """
-        if not isinstance(x, Tensor) or key in _NUMBERS or x.shape != self.local.shape:
-            return x
-        if isinstance(dtensor, DTensor) and dtensor._local_tensor is x:
-            return dtensor
-        return like_parameter(x, self.param)
+        self._place()
 
 
 class _AdamCall:
@@ -276,7 +369,7 @@ class _AdamCall:
         state: shard -> its state after the step.
     """
 
-    def __init__(self, shards: list[_Shard], state: Mapping[Tensor, dict[str, Any]]) -> None:
+    def __init__(self, shards: list[Shard], state: Mapping[Tensor, dict[str, Any]]) -> None:
         self._used = [shard for shard in shards if shard.data.grad is not None]
         self._unused = [shard for shard in shards if shard.data.grad is None]
         self._params: list[Tensor] = [shard.data for shard in self._used]
@@ -332,12 +425,7 @@ def _init_group(base: type[torch.optim.Optimizer]) -> object:
     return getattr(method, _compat.COMPILED_OUT, method)
 
 
-def _same(state: Mapping[str, object], values: Sequence[object]) -> bool:
-    """Whether ``state`` has the same objects as ``values``."""
-    return len(state) == len(values) and all(map(is_, state.values(), values))
-
-
-def _local_group(group: dict[str, Any], shards: list[_Shard], fuses: list[bool]) -> dict[str, Any]:
+def _local_group(group: dict[str, Any], shards: list[Shard], fuses: list[bool]) -> dict[str, Any]:
     """Returns a copy of ``group`` with ``shards`` as parameters; fused if all can be and it asks for nothing else."""
     out = {**group, "params": [shard.data for shard in shards]}
     if "fused" in group and not _asks_for_another(group) and all(fuses):

@@ -11,7 +11,7 @@ hooks on DTensor. DTensors of one box are saved as before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._collective_utils import mesh_broadcast
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from shardc import _compat
 from shardc._compat import PyTree
@@ -102,19 +102,24 @@ def _boxes(tensor: DTensor) -> list[Box]:
 
 def box_indices(tensor: DTensor) -> list[torch.Tensor]:
     """Returns, per dim, the global indices of this rank's shard, an int64 tensor: placements split ``range(size)``."""
-    indices = [torch.arange(size) for size in tensor.shape]
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "only ranks of the mesh save and load"
-    for mesh_dim, placement in enumerate(tensor.placements):
+    return indices_at(tensor.shape, tensor.placements, tuple(tensor.device_mesh.shape), coordinate)
+
+
+def indices_at(
+    shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
+) -> list[torch.Tensor]:
+    """Returns `box_indices` of the rank at ``coordinate`` of a mesh of ``sizes``, of a tensor of ``shape``."""
+    indices = [torch.arange(size) for size in shape]
+    for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Owned):
             indices[0] = indices[0] if coordinate[mesh_dim] == placement.owner else indices[0][:0]
         elif isinstance(placement, Shard | _StridedShard):
             # The indices are a 1-d tensor, so the split is along dim 0.
             factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
             along = _StridedShard(0, split_factor=factor)
-            pieces, _ = along._split_tensor(
-                indices[placement.dim], tensor.device_mesh.size(mesh_dim), with_padding=False
-            )
+            pieces, _ = along._split_tensor(indices[placement.dim], sizes[mesh_dim], with_padding=False)
             indices[placement.dim] = pieces[coordinate[mesh_dim]]
     return indices
 

@@ -189,8 +189,10 @@ class _Spread(torch.autograd.Function):
         ctx.placements, mesh, local = x.placements, x.device_mesh, x._local_tensor
         spec = _spec(x, everywhere(x.placements))
         shape, _ = compute_local_shape_and_global_offset(x.shape, mesh, spec.placements, skip_offset=True)
-        for mesh_dim, placement in enumerate(x.placements):
-            if isinstance(placement, Owned):
+        owned = [(dim, placement) for dim, placement in enumerate(x.placements) if isinstance(placement, Owned)]
+        for at, (mesh_dim, placement) in enumerate(owned):
+            # With several, the owner is where all coordinates are: of a later dim, only the owner's has values yet.
+            if all(mesh.get_local_rank(dim) == later.owner for dim, later in owned[at + 1 :]):
                 local = placement.from_owner(local, shape, mesh, mesh_dim)
         return DTensor(local, spec, requires_grad=x.requires_grad)
 

@@ -1,0 +1,274 @@
+"""`Owners`: which rank updates which whole parameter, and the exchange of shards for whole tensors.
+
+An optimizer of whole matrices runs on one rank for each matrix: its owner. A parameter is split over some dims of its
+mesh, and the ranks that differ along these only hold it together. One of them owns it. Replicas of the parameter have
+owners of their own, at the same coordinates, which make the same update.
+
+The dims are those of DTensor's mesh: axes of the user's mesh, or parts of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import product
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+from shardc import _compat
+from shardc.ir.comm_volume import GROUP_PREFIX
+from shardc.runtime.gathered import indices_at
+from shardc.runtime.groups import Groups
+from shardc.runtime.owned import Owned
+
+# Bytes of whole tensors, per rank, that one exchange moves: each of its two buffers has about this size.
+_BUCKET = 1 << 28
+
+
+def update_cost(shape: Sequence[int]) -> int:
+    """Returns the cost of a matrix's update relative to others': elements times the smaller of rows and columns.
+
+    That is the order of its products with itself (Muon, Shampoo). Dims after the first count as columns.
+    """
+    rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+    return rows * columns * min(rows, columns)
+
+
+def split_dims(param: DTensor) -> list[int]:
+    """Returns the mesh dims, of several ranks, over which ``param`` is split or on one of which it is `Owned`."""
+    return [
+        dim for dim, placement in enumerate(param.placements)
+        if not placement.is_replicate() and param.device_mesh.size(dim) > 1
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Box:
+    """Where a rank's shard lies in the whole tensor.
+
+    Args:
+        index: selects the shard: a slice per dim, or index tensors that broadcast to its shape.
+        shape: shape of the shard.
+    """
+
+    index: tuple[slice | Tensor, ...]
+    shape: tuple[int, ...]
+
+    @staticmethod
+    @lru_cache(maxsize=65536)
+    def at(
+        shape: tuple[int, ...], placements: tuple[Placement, ...], sizes: tuple[int, ...], coordinate: tuple[int, ...]
+    ) -> Box:
+        """Returns the box of the rank at ``coordinate`` of a mesh of ``sizes``, of a tensor of ``shape``."""
+        indices = indices_at(shape, placements, sizes, coordinate)
+        local = tuple(map(len, indices))
+        if all(len(index) == 0 or int(index[-1] - index[0]) + 1 == len(index) for index in indices):
+            starts = [int(index[0]) if len(index) else 0 for index in indices]
+            return Box(tuple(slice(at, at + size) for at, size in zip(starts, local, strict=True)), local)
+        ones = [1] * len(shape)
+        wide = [index.view(*ones[:dim], -1, *ones[dim + 1 :]) for dim, index in enumerate(indices)]
+        return Box(tuple(wide), local)
+
+
+@dataclass(eq=False)
+class Owner:
+    """The owner of one parameter, as this rank sees it.
+
+    Args:
+        param: the parameter.
+        rank: global rank of the owner among the ranks that hold this rank's replica.
+        boxes: global rank -> its shard, for each of these ranks; empty on ranks other than the owner.
+        placements: placements of whole tensors that only owners have, such as the optimizer's state.
+    """
+
+    param: DTensor
+    rank: int
+    boxes: dict[int, Box]
+    placements: tuple[Placement, ...]
+
+    @cached_property
+    def here(self) -> bool:
+        """Whether this rank is the owner."""
+        return self.rank == dist.get_rank()
+
+    def place(self, local: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> DTensor:
+        """Returns a DTensor of global ``shape`` that the owner has.
+
+        Args:
+            local: the whole tensor, on the owner; elsewhere unused.
+        """
+        size = torch.Size(shape)
+        if not self.here or local is None:
+            local = self.param._local_tensor.new_empty((0, *size[1:]), dtype=dtype)
+        stride = tuple(prod(size[dim + 1 :]) for dim in range(len(size)))
+        spec = _compat.dtensor_spec(self.param.device_mesh, self.placements, TensorMeta(size, stride, dtype))
+        return DTensor(local, spec, requires_grad=False)
+
+
+@dataclass(eq=False)
+class Owners:
+    """Owners of parameters, chosen so that each rank has about the same `update_cost`; and their exchanges.
+
+    All ranks make it with the same parameters, in the same order.
+
+    Args:
+        params: parameters of the mesh of ``groups``, or of views of it, each with `split_dims`.
+        groups: process groups of the whole device mesh.
+    """
+
+    params: Sequence[DTensor]
+    groups: Groups
+    owners: list[Owner] = field(init=False)
+
+    def __post_init__(self) -> None:
+        load = torch.zeros(max(self.groups.everyone()) + 1, dtype=torch.float64)
+        order = sorted(range(len(self.params)), key=lambda at: -update_cost(self.params[at].shape))
+        chosen = {at: _choose(self.params[at], load) for at in order}
+        self.owners = [_owner(param, chosen[at]) for at, param in enumerate(self.params)]
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of all ranks of the mesh."""
+        axes = self.groups.mesh.axes
+        return c10d._resolve_process_group(self.groups.add([axes])[GROUP_PREFIX + ",".join(axes)])  # type: ignore[arg-type]
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """Global ranks of `group`, in its order."""
+        return dist.get_process_group_ranks(self.group)
+
+    def gather(self, shards: Sequence[tuple[int, Tensor]]) -> list[Tensor | None]:
+        """Returns the whole tensor of each shard on its owner, in new memory, and None elsewhere; all-to-alls.
+
+        Args:
+            shards: (index of a parameter, this rank's shard of it or of its gradient), the same indices on all ranks.
+        """
+        out: list[Tensor | None] = [None] * len(shards)
+        for batch in self._batches(shards):
+            pieces = self._exchange(
+                [(self.owners[shards[at][0]].rank, shards[at][1]) for at in batch],
+                [(rank, box.shape) for at in batch for rank, box in self.owners[shards[at][0]].boxes.items()],
+                shards[batch[0]][1],
+            )
+            for at in batch:
+                owner = self.owners[shards[at][0]]
+                if owner.here:
+                    whole = out[at] = shards[at][1].new_empty(owner.param.shape)
+                    for box in owner.boxes.values():
+                        whole[box.index] = next(pieces).to(whole.device)
+        return out
+
+    def scatter(self, shards: Sequence[tuple[int, Tensor, Tensor | None]]) -> None:
+        """Copies the owners' whole tensors to all ranks' shards, in place; all-to-alls.
+
+        Args:
+            shards: (index of a parameter, this rank's shard, the whole tensor on its owner).
+        """
+        for batch in self._batches([(at, local) for at, local, _ in shards]):
+            sent = [
+                (rank, whole[box.index])
+                for index, _, whole in (shards[at] for at in batch)
+                for rank, box in self.owners[index].boxes.items()
+                if whole is not None
+            ]
+            came = [(self.owners[shards[at][0]].rank, tuple(shards[at][1].shape)) for at in batch]
+            for at, piece in zip(batch, self._exchange(sent, came, shards[batch[0]][1]), strict=True):
+                shards[at][1].copy_(piece)
+
+    def share(self, values: dict[int, object]) -> dict[int, object]:
+        """Returns the owner's value for each parameter, by index; a collective of Python objects.
+
+        Args:
+            values: index of each parameter that this rank owns -> a value that can be pickled.
+        """
+        everyone: list[dict[int, object]] = [{} for _ in self.ranks]
+        with self.groups.consistency.reduces("optimizer.state_dict()"):
+            dist.all_gather_object(everyone, values, group=self.group)
+        by_rank = dict(zip(self.ranks, everyone, strict=True))
+        return {at: by_rank[owner.rank][at] for at, owner in enumerate(self.owners)}
+
+    def _batches(self, shards: Sequence[tuple[int, Tensor]]) -> Iterator[list[int]]:
+        """Yields lists of indices of ``shards`` that one exchange moves: of one dtype, up to `_BUCKET` bytes."""
+        for dtype in dict.fromkeys(local.dtype for _, local in shards):
+            batch: list[int] = []
+            size = 0
+            for at, (index, local) in enumerate(shards):
+                if local.dtype != dtype:
+                    continue
+                more = self.params[index].numel() * dtype.itemsize // len(self.ranks)
+                if batch and size + more > _BUCKET:
+                    yield batch
+                    batch, size = [], 0
+                batch.append(at)
+                size += more
+            yield batch
+
+    def _exchange(
+        self, sent: Sequence[tuple[int, Tensor]], came: Sequence[tuple[int, tuple[int, ...]]], like: Tensor
+    ) -> Iterator[Tensor]:
+        """Sends tensors to ranks by one all-to-all; yields those that come, of the shapes and in the order of ``came``.
+
+        Args:
+            sent: (global rank, tensor), in the order in which that rank takes this rank's.
+            came: (global rank, shape of a tensor that it sends).
+            like: a tensor of their dtype.
+        """
+        sends: dict[int, list[Tensor]] = {rank: [] for rank in self.ranks}
+        sizes: dict[int, list[int]] = {rank: [] for rank in self.ranks}
+        for rank, x in sent:
+            sends[rank].append(x.reshape(-1))
+        for rank, shape in came:
+            sizes[rank].append(prod(shape))
+        kind = self.params[0].device_mesh.device_type  # parameters on the host travel from there
+        flat = torch.cat([like.new_empty(0), *(x for rank in self.ranks for x in sends[rank])]).to(kind)
+        counts = [sum(map(len, sends[rank])) for rank in self.ranks]
+        totals = [sum(sizes[rank]) for rank in self.ranks]
+        buffer = flat.new_empty(sum(totals))
+        with self.groups.consistency.reduces("optimizer.step()"):
+            dist.all_to_all_single(buffer, flat, totals, counts, group=self.group)
+        parts = dict(zip(self.ranks, buffer.split(totals), strict=True))
+        pieces = {rank: iter(parts[rank].split(sizes[rank])) for rank in self.ranks}
+        return (next(pieces[rank]).view(shape) for rank, shape in came)
+
+
+def _choose(param: DTensor, load: Tensor) -> tuple[int, ...]:
+    """Returns the coordinates of a parameter's owner along its `split_dims`: of ranks with the least ``load``.
+
+    Args:
+        load: summed cost of each global rank's updates; those of the owners grow by the parameter's.
+    """
+    ranks, dims = param.device_mesh.mesh, split_dims(param)
+    over = [dim for dim in range(ranks.dim()) if dim not in dims]
+    most = load[ranks].amax(over, keepdim=True) if over else load[ranks].clone()
+    for dim in dims:
+        if isinstance(placement := param.placements[dim], Owned):
+            others = [at for at in range(most.shape[dim]) if at != placement.owner]
+            most.index_fill_(dim, torch.tensor(others), torch.inf)
+    best = torch.unravel_index(most.argmin(), most.shape)
+    owners = ranks[tuple(int(best[dim]) if dim in dims else slice(None) for dim in range(ranks.dim()))]
+    load[owners.flatten()] += update_cost(param.shape)
+    return tuple(int(best[dim]) for dim in dims)
+
+
+def _owner(param: DTensor, at: tuple[int, ...]) -> Owner:
+    """Returns the `Owner` of ``param`` whose coordinates along its `split_dims` are ``at``."""
+    mesh, by_dim = param.device_mesh, dict(zip(split_dims(param), at, strict=True))
+    here = mesh.get_coordinate()
+    assert here is not None, "only ranks of the mesh have the module"
+    rank = int(mesh.mesh[tuple(by_dim.get(dim, index) for dim, index in enumerate(here))])
+    boxes = {}
+    if rank == dist.get_rank():
+        sizes = tuple(mesh.mesh.shape)
+        for coordinate in product(*(range(sizes[dim]) if dim in by_dim else [here[dim]] for dim in range(mesh.ndim))):
+            box = Box.at(tuple(param.shape), param.placements, sizes, coordinate)
+            boxes[int(mesh.mesh[coordinate])] = box
+    placements = tuple(Owned(by_dim[dim]) if dim in by_dim else Replicate() for dim in range(mesh.ndim))
+    return Owner(param, rank, boxes, placements)

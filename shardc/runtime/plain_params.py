@@ -1,0 +1,238 @@
+"""Parameters as an optimizer's step updates them: plain tensors, with the optimizer's state of each.
+
+A `Shard` is this rank's local tensor. A `WholeParameter` is there during a step, on the rank that owns the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardc import _compat
+from shardc.runtime.gathered import gather, scattered_like
+from shardc.runtime.gradients import local_grad
+from shardc.runtime.owners import Owner
+from shardc.runtime.storage import like_parameter
+
+pytree = _compat.pytree
+# State that is a scalar per parameter, even if the parameter is one too.
+_NUMBERS = ("step", "mu_product", "eta", "mu")
+
+
+class Shard:
+    """A parameter's local tensor as a plain parameter in the same memory, with its optimizer state.
+
+    Attributes:
+        here: whether this rank updates it.
+    """
+
+    here = True
+
+    def __init__(self, param: nn.Parameter, name: str) -> None:
+        self.param, self.name = param, name
+        self.local: Tensor = param._local_tensor  # type: ignore[attr-defined]
+        self.data = nn.Parameter(self.local, requires_grad=self.local.is_floating_point() or self.local.is_complex())
+        self.fuses = self.local.is_floating_point()
+        self.dtype = self.local.dtype
+        self._known: list[object] = []  # values of the parameter's state at the last `read` or `write`
+        self._left: list[object] = []  # values of the shard's state at the last `write`
+
+    def leave(self) -> None:
+        """Drops what a step alone needs."""
+        self.data.grad = None
+
+    def placed(self, x: object) -> object:
+        """Returns ``x``, a value of the parameter's state, in the parameter's layout if it has another one."""
+        if not isinstance(x, DTensor) or x.shape != self.param.shape or x.placements == self.param.placements:  # type: ignore[attr-defined]
+            return x
+        return scattered_like(self.param, gather(x))  # type: ignore[arg-type]
+
+    def take_grad(self) -> bool:
+        """Sets the shard's gradient; returns whether a fused kernel can update the shard with it."""
+        grad = self.param.grad
+        if grad is None:
+            return self.fuses
+        local = self.gradient(grad)
+        self._set_grad(local)
+        return self.fuses and local.dtype == self.dtype
+
+    def _set_grad(self, grad: Tensor) -> None:
+        if grad.dtype != self.dtype:
+            self.data.grad_dtype = grad.dtype
+        self.data.grad = grad
+
+    def gradient(self, grad: Tensor) -> Tensor:
+        """Returns the local tensor of ``grad``, the parameter's gradient."""
+        if type(grad) is DTensor and grad._spec is self.param._spec:  # type: ignore[attr-defined]
+            return grad._local_tensor
+        return local_grad(self.name, self.param)
+
+    def read(self, state: Mapping[str, object] | None, fused: bool, into: dict[Tensor, dict[str, object]]) -> None:
+        """Copies the parameter's state to the shard, as local tensors.
+
+        Args:
+            fused: whether a fused kernel runs, which needs ``step`` on the shard's device.
+            into: shard -> its state.
+        """
+        if not state:
+            if self._known:
+                into.pop(self.data, None)
+                self._known, self._left = [], []
+            return
+        if _same(state, self._known):
+            return
+        mine = {key: x._local_tensor if isinstance(x, DTensor) else x for key, x in state.items()}
+        step = state.get("step")
+        if fused and isinstance(step, Tensor) and step.device != self.local.device:
+            mine["step"] = step.to(self.local.device)
+        into[self.data] = mine
+        self._known, self._left = list(state.values()), []
+
+    def write(self, mine: Mapping[str, object] | None, states: Mapping[Tensor, dict[str, object]]) -> None:
+        """Copies the shard's state to the parameter, as DTensors; existing ones stay the same objects.
+
+        Args:
+            mine: state of the shard.
+            states: parameter -> its state.
+        """
+        if not mine or _same(mine, self._left):
+            return
+        state = states[self.param]
+        for key, x in mine.items():
+            state[key] = self._as_dtensor(key, x, state.get(key))
+        self._known, self._left = list(state.values()), list(mine.values())
+
+    def _as_dtensor(self, key: str, x: object, dtensor: object) -> object:
+        """Returns ``x``, a value of the shard's state, for the parameter's: as a DTensor if it has the shard's shape.
+
+        Args:
+            dtensor: the parameter's present value, returned if its local tensor is ``x``.
+        """
+        if not isinstance(x, Tensor) or key in _NUMBERS or x.shape != self.local.shape:
+            return x
+        if isinstance(dtensor, DTensor) and dtensor._local_tensor is x:
+            return dtensor
+        return like_parameter(x, self.param)
+
+
+@dataclass(frozen=True)
+class Described:
+    """What other ranks get of a value that a parameter's owner has in its state.
+
+    Args:
+        shape: shape of a tensor with dims.
+        dtype: its dtype.
+        number: the value of a tensor without dims, on the CPU.
+        device: type of its device.
+        unshared: class of a value that is none of these, nor a number or text.
+    """
+
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    number: Tensor | None = None
+    device: str = "cpu"
+    unshared: str = ""
+
+    @staticmethod
+    def of(x: object) -> object:
+        """Returns the description of ``x``, a leaf of a state; numbers and text are their own."""
+        if isinstance(x, Tensor):
+            shape, number = tuple(x.shape), None if x.dim() else x.detach().cpu()
+            return Described(shape, x.dtype, number, x.device.type)
+        if x is None or isinstance(x, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
+            return x
+        return Described(unshared=type(x).__name__)
+
+
+class WholeParameter(Shard):
+    """A parameter that its owner updates whole, as a plain parameter, with its optimizer state.
+
+    Between steps it has no memory but that of the state.
+
+    Args:
+        at: index of the parameter among those of `Owners`.
+        owner: its owner.
+
+    Attributes:
+        shared: whether all ranks know what its state consists of.
+    """
+
+    def __init__(self, param: nn.Parameter, name: str, at: int, owner: Owner) -> None:
+        super().__init__(param, name)
+        self.at, self.owner, self.here, self.shared = at, owner, owner.here, False
+        self.data = nn.Parameter(self.local.new_empty(0), requires_grad=self.data.requires_grad)
+        self._same_dtype = True
+
+    def take(self, value: Tensor | None, grad: Tensor | None) -> None:
+        """Sets the whole parameter and its gradient for a step; None on ranks that do not own it."""
+        if value is not None and grad is not None:
+            self.data.data = value
+            self._set_grad(grad)
+            self._same_dtype = grad.dtype == self.dtype
+
+    def take_grad(self) -> bool:
+        return self.fuses and self._same_dtype
+
+    def leave(self) -> None:
+        super().leave()
+        self.data.data = self.local.new_empty(0)
+
+    def read(self, state: Mapping[str, object] | None, fused: bool, into: dict[Tensor, dict[str, object]]) -> None:
+        leaves = pytree.tree_leaves(state or {})
+        if not self.here or _are(leaves, self._known):
+            return
+        self._known, self._left = leaves, []
+        if not state:
+            into.pop(self.data, None)
+            return
+        into[self.data] = pytree.tree_map_only(DTensor, lambda x: x._local_tensor, dict(state))
+        step = into[self.data].get("step")
+        if fused and isinstance(step, Tensor) and step.device != self.local.device:
+            into[self.data]["step"] = step.to(self.local.device)
+
+    def write(self, mine: Mapping[str, object] | None, states: Mapping[Tensor, dict[str, object]]) -> None:
+        leaves = pytree.tree_leaves(mine or {})
+        if not self.here or not mine or _are(leaves, self._left):
+            return
+        state = states[self.param]
+        known = {id(x._local_tensor): x for x in pytree.tree_leaves(state) if isinstance(x, DTensor)}
+        new = pytree.tree_map(lambda x: known.get(id(x)) if id(x) in known else self.placed(x), dict(mine))
+        state.clear()
+        state.update(new)
+        self._known, self._left = pytree.tree_leaves(state), leaves
+
+    def placed(self, x: object) -> object:
+        """Returns ``x``, a value of the state, as a DTensor on the parameter's owner; numbers are on all ranks."""
+        if not isinstance(x, Tensor):
+            return x
+        if isinstance(x, DTensor):
+            mesh = self.owner.param.device_mesh
+            if x.dim() and x.device_mesh == mesh and x.placements == self.owner.placements:
+                return x
+            x = gather(x)
+        return self.owner.place(x, x.shape, x.dtype) if x.dim() else x
+
+    def described(self, x: Described) -> object:
+        """Returns what a rank that does not own the parameter has in its state for ``x`` of the owner."""
+        if x.unshared:
+            return x
+        return self.owner.place(None, x.shape, x.dtype) if x.number is None else self._number(x)
+
+    def _number(self, x: Described) -> Tensor:
+        assert x.number is not None
+        return x.number if x.device == "cpu" else x.number.to(self.local.device)
+
+
+def _are(values: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether ``values`` and ``others`` are the same objects."""
+    return len(values) == len(others) and all(map(is_, values, others))
+
+
+def _same(state: Mapping[str, object], values: Sequence[object]) -> bool:
+    """Whether ``state`` has the same objects as ``values``."""
+    return len(state) == len(values) and all(map(is_, state.values(), values))
