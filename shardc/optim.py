@@ -12,16 +12,12 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardc import _compat
 from shardc.errors import InputError
-from shardc.runtime import dtensor_ops
 from shardc.runtime.groups import Groups
 from shardc.runtime.module import ShardedModule
-from shardc.runtime.owned import Owned
 from shardc.runtime.owners import Owners, split_dims
 from shardc.runtime.plain_params import Described, Shard, WholeParameter
 from shardc.validate import typed
@@ -109,30 +105,6 @@ def _whole(kind: type[torch.optim.Optimizer], whole: bool | Select | None) -> Se
     return lambda name, param: answer
 
 
-def _refuse_rounded(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Optimizer hook: refuses torch's Muon on split matrices, if it is not wrapped.
-
-    Its products are sums in bfloat16, which DTensor would round once per rank and once more in their sum. Its iteration
-    enlarges that, and the update would depend on the mesh (by 1 to 2 %, of two ranks).
-    """
-    if not isinstance(optimizer, torch.optim.Muon) or isinstance(optimizer, _OnShards):
-        return
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if not isinstance(param, DTensor) or param.device_mesh not in dtensor_ops.meshes:
-                continue
-            if any(not isinstance(param.placements[dim], Owned) for dim in split_dims(param)):
-                kind = type(optimizer).__name__
-                raise InputError(
-                    f"{kind} multiplies matrices in bfloat16, and on shards (of a matrix of shape {list(param.shape)}, "
-                    f"{param.placements}) its updates would depend on the mesh",
-                    fix=f"shardc.optim.wrap({kind}, module, params, ...) updates whole matrices",
-                )
-
-
-register_optimizer_step_pre_hook(_refuse_rounded)
-
-
 @lru_cache(maxsize=64)
 def _on_shards(base: type[torch.optim.Optimizer]) -> Any:
     """Returns a class derived from `_OnShards` and the optimizer class ``base``."""
@@ -204,9 +176,9 @@ class _OnShards(torch.optim.Optimizer):
         Adam's CPU kernel is then called directly; otherwise the step of the base class runs.
         """
         with self._tells():
-            return self._step(closure)
+            return self._step_on_plain(closure)
 
-    def _step(self, closure: Callable[[], T] | None) -> T | None:
+    def _step_on_plain(self, closure: Callable[[], T] | None) -> T | None:
         """Runs one step; returns the result of ``closure``, if there is one."""
         loss = None
         if closure is not None:
@@ -274,15 +246,32 @@ class _OnShards(torch.optim.Optimizer):
         """Sets the states of whole parameters on ranks that are not their owners; a collective.
 
         Their tensors have no rows there, and numbers are the owner's.
+
+        Raises:
+            InputError: on all ranks, if they have come to different options of groups.
         """
         assert self._owners is not None
-        mine: dict[int, object] = {
-            x.at: pytree.tree_map(Described.of, dict(self.state.get(x.param, {}))) for x in self._whole if x.here
-        }
-        for at, described in self._owners.share(mine).items():
-            x = self._whole[at]
+        mine = {x.at: pytree.tree_map(Described.of, dict(self.state.get(x.param, {}))) for x in self._whole if x.here}
+        everyone = self._owners.share((mine, [_numbers(group) for group in self.param_groups]))
+        (_, first), *others = everyone.values()
+        for numbers, theirs in (
+            (numbers, theirs) for _, other in others for numbers, theirs in zip(first, other, strict=True)
+        ):
+            if different := [key for key in numbers if numbers[key] != theirs.get(key)]:
+                name = self.base.__name__
+                raise InputError(
+                    f"{name} has set {different[0]!r} of a group to different values on different ranks, each of which "
+                    "updates some parameters: it looks at several at once",
+                    fix=f"use it as it is: {name}(module.parameters(), ...)",
+                )
+        for x in self._whole:
+            described = everyone[x.owner.rank][0][x.at]
             if described and not x.here:
                 self.state[x.param] = pytree.tree_map_only(Described, x.described, described)
+        # Where state is read, all ranks do it in one order: whole tensors are gathered.
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if param in self.state:
+                self.state[param] = self.state.pop(param)
 
     def _refuse_unshared(self) -> None:
         """Raises InputError if states of whole parameters have values that other ranks cannot have."""
@@ -292,8 +281,8 @@ class _OnShards(torch.optim.Optimizer):
                     described = leaf if isinstance(leaf, Described) else Described.of(leaf)
                     if isinstance(described, Described) and described.unshared:
                         raise InputError(
-                            f"the optimizer's state {key!r} of parameter {x.name!r} has a {described.unshared}, which "
-                            "only the rank has that updates the parameter",
+                            f"the optimizer's state {key!r} of parameter {x.name!r} has a value of class "
+                            f"{described.unshared}, which only the rank has that updates the parameter",
                             fix=f"save what it holds by {self.base.__name__}'s own methods, on each rank",
                         )
 
@@ -431,6 +420,16 @@ def _local_group(group: dict[str, Any], shards: list[Shard], fuses: list[bool]) 
     if "fused" in group and not _asks_for_another(group) and all(fuses):
         out["fused"] = True
     return out
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, list[object]]:
+    """Returns the numbers among the options of ``group``, by key: what a step may have set."""
+    leaves = {key: pytree.tree_leaves(x) for key, x in group.items() if key != "params"}
+    return {
+        key: [x.item() if isinstance(x, Tensor) else x for x in values]
+        for key, values in leaves.items()
+        if all(isinstance(x, int | float) or (isinstance(x, Tensor) and not x.dim()) for x in values)
+    }
 
 
 def _asks_for_another(group: dict[str, Any]) -> bool:

@@ -239,6 +239,9 @@ _ANY_SHARDS = {
     aten._fused_adam_.default, aten._fused_adamw_.default, aten._fused_sgd_.default, aten._fused_adagrad_.default,
     aten._fused_adam_.tensor_lr, aten._fused_adamw_.tensor_lr, aten._fused_sgd_.tensor_lr,
 }  # fmt: skip
+# Sums over a split dim are rounded once per rank and once more in their sum. Iterations such as Muon's enlarge that.
+_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+_LOW = (torch.float16, torch.bfloat16)
 _NORMS = (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)  # of positive finite order
 # Correct if all shards have the same size.
 _EVEN_SHARDS = {
@@ -354,8 +357,10 @@ def _computed(
         return bool(torch.eq(*args).all()) if args[0].shape == args[1].shape else False
     if op in _MEANS:
         return _mean(*args, **kwargs)
-    if op in _NORMS and any(x.dtype == torch.float16 for x in tensors):
+    if op in _NORMS and any(x.dtype in _LOW for x in tensors):
         return _fine_norm(op, args, kwargs)
+    if op in _PRODUCTS and any(x.dtype in _LOW for x in tensors) and not all(map(_is_whole, specs)):
+        return on_unsharded(op, args, kwargs, mesh)
     return NotImplemented if _trusts(op, specs, args) else on_unsharded(op, args, kwargs, mesh)
 
 
@@ -462,7 +467,7 @@ def _trusts(op: OpOverload, specs: list[DTensorSpec], args: tuple[PyTree, ...]) 
     """Whether DTensor is known to compute ``op`` correctly on operands with ``specs``."""
     if draws(op) or "out" in op._schema.overload_name:
         return False  # seeds may differ; `out=` would take the result's layout
-    if all(x.is_replicate() for spec in specs for x in spec.placements):
+    if all(map(_is_whole, specs)):
         return True
     if any(has_owner(spec.placements) for spec in specs):
         return False
@@ -474,6 +479,11 @@ def _trusts(op: OpOverload, specs: list[DTensorSpec], args: tuple[PyTree, ...]) 
     if op in _NORMS and len(args) > 1 and not 0 < args[1] < float("inf"):
         return False
     return _is_pointwise(op) or op in _ANY_SHARDS or (op in _EVEN_SHARDS and all(map(_is_even, specs)))
+
+
+def _is_whole(spec: DTensorSpec) -> bool:
+    """Whether each rank has the whole tensor."""
+    return all(x.is_replicate() for x in spec.placements)
 
 
 def _is_even(spec: DTensorSpec) -> bool:
@@ -568,10 +578,14 @@ def _mean(
 
 
 def _fine_norm(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
-    """Computes norms of float16 in float32, as sums of squares over ranks could overflow.
+    """Computes norms of 16-bit floats in float32: sums of squares over ranks would be rounded, and could overflow.
 
     A ``dtype`` argument would not do: DTensor's cache does not distinguish dtypes.
     """
-    wide = pytree.tree_map(lambda x: x.float() if isinstance(x, DTensor) else x, args)
-    kind = kwargs.get("dtype") or next((x for x in args if isinstance(x, torch.dtype)), torch.float16)
-    return pytree.tree_map(lambda x: settle(x).to(kind), op(*wide, **kwargs))
+    asked = kwargs.get("dtype") or next((x for x in args if isinstance(x, torch.dtype)), None)
+    tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, DTensor)]
+    wide = pytree.tree_map_only(DTensor, lambda x: x.to(torch.promote_types(x.dtype, torch.float32)), args)
+    norms, structure = pytree.tree_flatten(op(*wide, **kwargs))
+    return pytree.tree_unflatten(
+        [settle(norm).to(asked or x.dtype) for norm, x in zip(norms, tensors, strict=True)], structure
+    )

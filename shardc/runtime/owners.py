@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from shardc.runtime.gathered import indices_at
 from shardc.runtime.groups import Groups
 from shardc.runtime.owned import Owned
 
+T = TypeVar("T")
 # Bytes of whole tensors, per rank, that one exchange moves: each of its two buffers has about this size.
 _BUCKET = 1 << 28
 
@@ -183,17 +185,12 @@ class Owners:
             for at, piece in zip(batch, self._exchange(sent, came, shards[batch[0]][1]), strict=True):
                 shards[at][1].copy_(piece)
 
-    def share(self, values: dict[int, object]) -> dict[int, object]:
-        """Returns the owner's value for each parameter, by index; a collective of Python objects.
-
-        Args:
-            values: index of each parameter that this rank owns -> a value that can be pickled.
-        """
-        everyone: list[dict[int, object]] = [{} for _ in self.ranks]
+    def share(self, value: T) -> dict[int, T]:
+        """Returns each rank's ``value``, by global rank; a collective of objects that can be pickled."""
+        everyone = [value] * len(self.ranks)
         with self.groups.consistency.reduces("optimizer.state_dict()"):
-            dist.all_gather_object(everyone, values, group=self.group)
-        by_rank = dict(zip(self.ranks, everyone, strict=True))
-        return {at: by_rank[owner.rank][at] for at, owner in enumerate(self.owners)}
+            dist.all_gather_object(everyone, value, group=self.group)
+        return dict(zip(self.ranks, everyone, strict=True))
 
     def _batches(self, shards: Sequence[tuple[int, Tensor]]) -> Iterator[list[int]]:
         """Yields lists of indices of ``shards`` that one exchange moves: of one dtype, up to `_BUCKET` bytes."""

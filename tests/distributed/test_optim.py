@@ -209,7 +209,7 @@ def a_step_is_one_call() -> None:
 
 def what_cannot_be_is_refused() -> None:
     module = sharded(model(), "fsdp")
-    with pytest.raises(InputError, match="LBFGS may look at more than one element at a time"):
+    with pytest.raises(InputError, match="LBFGS takes all parameters for one vector"):
         shardc.optim.wrap(torch.optim.LBFGS, module)
     with pytest.raises(InputError, match=r"a parameter of shape \[3\] is none of the module's"):
         shardc.optim.wrap(torch.optim.SGD, module, [nn.Parameter(torch.ones(3))], lr=0.1)

@@ -61,12 +61,7 @@ HABITS |= {
 
 @habit
 def muon(model, x):
-    rounds = Tensor.bfloat16
-    Tensor.bfloat16 = lambda self: self  # whose rounding depends on the shards
-    try:
-        train(model, x, optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.01))
-    finally:
-        Tensor.bfloat16 = rounds
+    train(model, x, optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.01), 3)
 
 
 def _lbfgs(model, x, **options):
