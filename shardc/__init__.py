@@ -33,6 +33,7 @@ with _outgrown():  # garbage collections would take a quarter of the time of the
         pp,
         precision,
         recompute,
+        save,
         tp,
     )
     from shardc.precompiled import load
@@ -86,6 +87,7 @@ __all__ = [
     "recompute",
     "register_forward_method",
     "register_rule",
+    "save",
     "shard",
     "tp",
     "train_step",

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo import trace_rules
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed._composable.contract import REGISTRY_KEY as REGISTRY_KEY  # other keys in each process

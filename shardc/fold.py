@@ -21,6 +21,7 @@ from shardc.ir.module_paths import name_in
 from shardc.ir.repeat import Repeat, Repeats
 from shardc.joint import Joint, Request, build_joint
 from shardc.passes.unfold import Folded, NotPeriodic
+from shardc.plan.placed import SavePolicy
 from shardc.plan.ports import ActivationPin
 from shardc.plan.resolve import ParamPlan
 from shardc.program import Program
@@ -65,12 +66,12 @@ def few_of(request: Request, repeats: Repeats) -> Request:
     """Returns ``request`` for the shortened model, which has few of the repeated blocks."""
     params = {repeats.short(name): param for name, param in request.params.items()}
     pins = [(repeats.short(pin.module), pin) for pin in request.activations()]
-    regions = [repeats.short(name) for name in request.recomputed()]
+    saves = [(repeats.short(policy.module), policy) for policy in request.policies()]
     return replace(
         request,
         params={name: param for name, param in params.items() if name is not None},
         pins=[replace(pin, module=name) for name, pin in pins if name is not None],
-        regions=[name for name in regions if name is not None],
+        saves=[replace(policy, module=name) for name, policy in saves if name is not None],
         traced_in=request.dtypes.shortened(repeats),
         deferred=request.deferred.renamed(repeats.short),
     )
@@ -137,21 +138,25 @@ def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read
 
 def repeats_of(request: Request, keep: int) -> Repeats:
     """Returns the runs of more than ``keep`` blocks that compute the same and that the plan treats the same."""
-    pins, dtypes, regions = request.activations(), request.dtypes, request.recomputed()
+    pins, dtypes, saves = request.activations(), request.dtypes, request.policies()
     equal_runs = find_repeats(
         request.model, request.args, request.kwargs, device=request.device, keep=keep, loss=request.loss, dtypes=dtypes
     )
     out = []
     for run in equal_runs:
         parts = [Repeat(run.path, run.first, 0)]
-        for _, group in groupby(run.names(), lambda name: _plan_settings(name, request.params, pins, regions, dtypes)):
+        for _, group in groupby(run.names(), lambda name: _plan_settings(name, request.params, pins, saves, dtypes)):
             parts.append(Repeat(run.path, parts[-1].first + parts[-1].count, len(list(group))))
         out.append(max(parts, key=lambda part: part.count))
     return Repeats(tuple(part for part in out if part.count > keep), keep)
 
 
 def _plan_settings(
-    block: str, params: Mapping[str, ParamPlan], pins: Sequence[ActivationPin], regions: Sequence[str], dtypes: Dtypes
+    block: str,
+    params: Mapping[str, ParamPlan],
+    pins: Sequence[ActivationPin],
+    saves: Sequence[SavePolicy],
+    dtypes: Dtypes,
 ) -> object:
     """Returns the plan's settings for ``block``, by names within it: equal for blocks that may be folded."""
     own_params = {name_in(name, block): param for name, param in params.items()}
@@ -159,6 +164,6 @@ def _plan_settings(
     return (
         {name: param for name, param in own_params.items() if name is not None},
         [replace(pin, module=name) for name, pin in own_pins if name is not None],
-        [name for region in regions if (name := name_in(region, block)) is not None],
+        [replace(policy, module=name) for policy in saves if (name := name_in(policy.module, block)) is not None],
         dtypes.within(block),
     )

@@ -24,6 +24,7 @@ from shardc.passes.options import Options
 from shardc.plan import ports
 from shardc.plan.entries import Policies
 from shardc.plan.layout_spec import Form
+from shardc.plan.placed import SavePolicy
 from shardc.plan.resolve import BoundPlan, ParamPlan
 from shardc.plan.stages import PipelineStages
 from shardc.plan.value import Plan
@@ -107,7 +108,7 @@ class Request:
         deferred: parameters whose gradients stay unreduced and are summed on each rank; see `Program.reduction`.
         keep_stages: copy the graph after each stage, for inspection.
         pins: layouts of activations by the plan; by default resolved against the model's modules.
-        regions: modules whose activations are recomputed in backward; by default resolved too.
+        saves: where what backward reads of modules lies; by default resolved too.
         traced_in: dtypes of the model's modules; by default those of the plan.
         pp: the stages of the plan's pipeline; None without one.
     """
@@ -124,7 +125,7 @@ class Request:
     deferred: Deferred = NOTHING
     keep_stages: bool = True
     pins: Sequence[ports.ActivationPin] | None = None
-    regions: Sequence[str] | None = None
+    saves: Sequence[SavePolicy] | None = None
     traced_in: Dtypes | None = None
     pp: PipelineStages | None = None
 
@@ -143,9 +144,9 @@ class Request:
             return self.pins
         return ports.resolve_activations(self.plan, self._modules())
 
-    def recomputed(self) -> Sequence[str]:
-        """Names of modules whose activations are recomputed in backward."""
-        return ports.resolve_regions(self.plan, self._modules()) if self.regions is None else self.regions
+    def policies(self) -> Sequence[SavePolicy]:
+        """Return the plan's policies of what backward reads, in its order."""
+        return ports.resolve_saves(self.plan, self._modules()) if self.saves is None else self.saves
 
     def _modules(self) -> list[str]:
         return [name for name, _ in self.model.named_modules()]
@@ -198,7 +199,7 @@ def bound_of(request: Request, captured: Captured, pins: Sequence[ports.Activati
         request.params,
         inputs=tuple(ports.resolve_inputs(request.plan, request.mesh, shapes)),
         pins=dict(zip(tags, pins, strict=True)),
-        regions=tuple(request.recomputed()),
+        saves=tuple(request.policies()),
         outputs=_outputs(request.plan, captured),
         precision=request.precision,
         stored={name: p.dtype for name, p in request.model.named_parameters()},

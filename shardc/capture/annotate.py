@@ -305,7 +305,7 @@ def _region(node: fx.Node) -> dict[str, Any]:
     if not isinstance(policy, CheckpointPolicy):
         return fields
     saved = policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-    return fields | {"region": node.meta.get("ac_graph_id", 0) + 1, "saved": saved}
+    return fields | {"region": node.meta.get("ac_graph_id", 0) + 1, "policy": "must_save" if saved else ""}
 
 
 def _stem(node: fx.Node, module: str = "") -> str:

@@ -23,6 +23,7 @@ from shardc.custom_ops.flops import is_dense as is_dense_op
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir import ops
+from shardc.ir.comm import is_stored
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import MICRO, Mesh, split_part
 
@@ -105,6 +106,10 @@ def buffers(step: Sequence) -> list[tuple[Buffer | None, ...]]:
                     buffer.last = at
                     if op.kind not in (MOVE, WAIT):
                         buffer.readers.append(at)
+        for read in step.ops[op.reads[0]].reads if op.kind == WAIT and is_stored(step.ops[op.reads[0]].node) else ():
+            for buffer in out[read]:
+                if buffer is not None:
+                    buffer.last = at  # the copy reads it until then
     return out
 
 

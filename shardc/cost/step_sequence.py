@@ -33,7 +33,7 @@ from shardc.ir.executable import BACKWARD, FORWARD, KNOWN, SUM, TERM, TRANSFER, 
 from shardc.ir.gc_control import uncollected
 from shardc.ir.graph import Role
 from shardc.ir.mesh import Mesh
-from shardc.ir.op_traits import CAST, COPIES, draws, is_view
+from shardc.ir.op_traits import CAST, COPIES, communicates, draws, is_view
 
 CHOICES = ("auto", "keep", "recompute")
 # Kinds of which a rank sends less than their result, (n-1)/n of it. Reductions send at least as much as their result.
@@ -44,10 +44,10 @@ _PACKS = (torch.ops.aten.clone.default, torch.ops.aten.cat.default)  # ops that 
 def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
     """Return the forward nodes that backward recomputes.
 
-    These are the nodes of checkpointed regions, and the nodes that receive keys and values of other ranks: to save them
-    would cost the memory that splitting the sequence saves. Excluded are values used after their region (as in eager
-    checkpointing) or saved by its policy, kernels with random numbers of their own (which a second run would draw
-    anew), and host copies.
+    These are the nodes of checkpointed regions, those that the plan names (``must_recompute``), and the nodes that
+    receive keys and values of other ranks: to save them would cost the memory that splitting the sequence saves.
+    Excluded are values of regions that are used after their region (as in eager checkpointing) or saved by its policy,
+    kernels with random numbers of their own (which a second run would draw anew), and host copies.
 
     Args:
         graph: a localized joint graph.
@@ -56,9 +56,12 @@ def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
     """
     recomputed: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op != "call_function" or not (region := _region(node)) or move_kind(node) is not None:
+        if node.op != "call_function" or move_kind(node) is not None:
             continue
-        if ir.info(node).origin.saved:
+        policy = ir.info(node).origin.policy if ir.info(node).origin.phase == "forward" else ""
+        if policy == "must_recompute" and not communicates(node.target) and not _draws(node):
+            recomputed.add(node)
+        if not (region := _region(node)) or policy == "must_save":
             continue
         if node.target is comm.WAIT:
             repeated = node.args[0] in recomputed

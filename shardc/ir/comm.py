@@ -12,7 +12,8 @@ to this rank's group. Ops of ``torch.ops.shardc``:
                                        implemented in `shardc.runtime.gloo.direct`. ``slots`` are the numbers of the
                                        arena slots of the results (pass `PlanMemory`); none: own memory
     to_device(x, device), to_host(x)   copies between host and device memory, waited for as collectives are; implemented
-                                       in `shardc.runtime.host`. If the device is a CPU, they are real copies, too
+                                       in `shardc.runtime.host`. If the device is a CPU, they are real copies, too.
+                                       ``to_host(x, False)``: the host does not read the result, only ``to_device`` does
 
 The provenance of a collective is the plan entry and the line of the user's code that it comes from. Here it is found in
 one graph; `shardc.cost.causes` searches all ops of a step.
@@ -45,7 +46,7 @@ _library.define(
 )
 _library.define("all_reduce_coalesced(Tensor[] inputs, str reduce_op, str group_name, int[] slots=[]) -> Tensor[]")
 _library.define("to_device(Tensor x, str device) -> Tensor")
-_library.define("to_host(Tensor x) -> Tensor")
+_library.define("to_host(Tensor x, bool read=True) -> Tensor")
 
 
 GATHER = torch.ops.shardc.all_gather_into_tensor_coalesced.default
@@ -106,7 +107,7 @@ def _to_device_fake(x: torch.Tensor, device: str) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=device)
 
 
-def _to_host_fake(x: torch.Tensor) -> torch.Tensor:
+def _to_host_fake(x: torch.Tensor, read: bool = True) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=HOST)
 
 
@@ -122,6 +123,18 @@ torch.library.register_fake("shardc::all_reduce_coalesced", _all_reduce_fake)
 def move_kind(node: fx.Node) -> str | None:
     """Return ``to_device`` or ``to_host`` if ``node`` starts a copy between host and device, else None."""
     return MOVES.get(node.target) if node.op == "call_function" else None
+
+
+def is_stored(node: fx.Node) -> bool:
+    """Return whether ``node`` copies to host memory what a later graph copies back, and the host does not read."""
+    return move_kind(node) == "to_host" and not arguments_of(node).get("read", True)
+
+
+def is_loaded(node: fx.Node) -> bool:
+    """Return whether ``node`` copies back to the device what an earlier graph stored in host memory."""
+    if move_kind(node) != "to_device" or (role := info(node.all_input_nodes[0]).role) is None:
+        return False
+    return role.kind == "saved"
 
 
 def group_name(axes: Iterable[str]) -> str:

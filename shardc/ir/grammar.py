@@ -21,8 +21,8 @@ that none has (otherwise bare sizes mean a replicated tensor). ``as`` gives the 
 of a value that has another. WORD is ``None``, ``True``, ``False``, ``inf``, ``nan``, a dtype, a device, a memory format
 or a ``torch.layout``. AXES (the keyword ``axis`` of the ops in ``shardc.ir.ops``) are bare: ``dp`` or ``(dp,tp)``. A
 constant shows its name and, if it is small, its values. ``#`` after a line starts a comment; a comment ``# module |
-source | cause`` is the node's origin, with ``| region N`` for an op of checkpoint region N (``| region N saved`` if the
-region's policy saves its result).
+source | cause`` is the node's origin, with ``| region N`` for an op of checkpoint region N, ``| must_save`` or
+``| must_recompute`` by a policy, and ``| host ENTRY`` if what backward reads of it lies in host memory, by a plan entry.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ Target: TypeAlias = (
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 INTEGER = re.compile(r"\d+")
 # The cause of an op, and the tags that may follow it.
-TAGS = re.compile(r"(.*?)(?: \| region (\d+)( saved)?)?(?: \| (kept))?(?: \| regathers (.+))?", re.DOTALL)
+TAGS = re.compile(
+    r"(.*?)(?: \| region (\d+))?(?: \| (must_\w+))?(?: \| host (.+?))?(?: \| (kept))?(?: \| regathers (.+))?", re.DOTALL
+)
 
 
 class Reader:
@@ -129,10 +131,11 @@ class Reader:
             return {"origin": Origin(phase=phase)}
         match = TAGS.fullmatch(parts[2])
         assert match is not None
-        reason, region, saved, is_kept, regathers = match.groups()
+        reason, region, policy, host, is_kept, regathers = match.groups()
         module, source, reason = ("" if part == "-" else part for part in (*parts[:2], reason))
         consumer = reason.removeprefix(NEEDED_BY) if reason.startswith(NEEDED_BY) else ""
-        origin = Origin(module, source, phase, "" if consumer else reason, int(region or 0), consumer, bool(saved))
+        cause = "" if consumer else reason
+        origin = Origin(module, source, phase, cause, int(region or 0), consumer, policy or "", host or "")
         return {"origin": origin, "kept": bool(is_kept), "regathers": regathers or ""}
 
 

@@ -78,7 +78,9 @@ class Origin:
         cause: for inserted nodes, the plan entry or option that asked for it.
         consumer: for a reshard that no plan entry asked for, the name of the op, or of the output, that needs it.
         region: number of its ``torch.utils.checkpoint`` region, which backward recomputes; 0 for none.
-        saved: whether the policy of its region saves its result (``must_save``), so that backward reads it.
+        policy: "must_save" if backward reads its result where it needs it, "must_recompute" if backward runs it again
+            wherever its result is used, by a policy of its region or of the plan; "" if partitioning decides.
+        host: the plan entry that keeps its result in host memory between forward and backward; "" if none does.
         chunk_rows: number of rows that the model computes at a time (``linear_cross_entropy``); 0 for all.
     """
 
@@ -88,7 +90,8 @@ class Origin:
     cause: str = ""
     region: int = 0
     consumer: str = ""
-    saved: bool = False
+    policy: str = ""
+    host: str = ""
     chunk_rows: int = 0
 
     @property

@@ -201,7 +201,7 @@ def _saved_memory(node: fx.Node) -> set[int]:
         if x in seen:
             continue
         seen.add(x)
-        if x.op == "call_function" and ir.info(x).origin.region and not ir.info(x).origin.saved:
+        if x.op == "call_function" and ir.info(x).origin.region and ir.info(x).origin.policy != "must_save":
             work += x.all_input_nodes
         elif (memory := _memory(x)) is not None:
             memories.add(memory)

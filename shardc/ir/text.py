@@ -165,13 +165,16 @@ def argument_text(arg: fx.node.Argument, wants: Iterator[Layout | None] = NONE_W
 
 
 def origin_text(record: Info) -> str:
-    """Return the comment ``# module | source | reason [| region N [saved]] [| kept] [| regathers NAME]`` of an op.
+    """Return the comment ``# module | source | reason [| region N] [| POLICY] [| host ENTRY] [| kept] [| regathers NAME]``
+    of an op.
 
     A dash stands for an empty field.
     """
     origin = record.origin
     parts = [part or "-" for part in (origin.module, origin.source, origin.reason)]
-    parts += [f"region {origin.region}{' saved' if origin.saved else ''}"] if origin.region else []
+    parts += [f"region {origin.region}"] if origin.region else []
+    parts += [origin.policy] if origin.policy else []
+    parts += [f"host {origin.host}"] if origin.host else []
     parts += ["kept"] if record.kept else []
     parts += [f"regathers {record.regathers}"] if record.regathers else []
     return "  # " + " | ".join(parts)

@@ -37,6 +37,7 @@ from shardc.passes.lower.keep_part import KeepPart as KeepPart
 from shardc.passes.lower.localize import Localize as Localize
 from shardc.passes.lower.microbatch import Microbatch as Microbatch
 from shardc.passes.lower.offload import Offload as Offload
+from shardc.passes.lower.offload_saved import OffloadSaved as OffloadSaved
 from shardc.passes.lower.partition import Cut
 from shardc.passes.lower.partition import Partition as Partition
 from shardc.passes.lower.partition import inference as inference
@@ -118,7 +119,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: FakeTensorMode, devic
             # gathered.
             Float8(plan.scaled, str(plan.precision.float8 or "")),
             # Layouts that the plan fixes.
-            Seed(mesh, plan.params, plan.inputs, frozenset(plan.pins), plan.regions),
+            Seed(mesh, plan.params, plan.inputs, frozenset(plan.pins), plan.saves),
             # Sizes that these axes do not divide are padded, before the other layouts are chosen.
             Pad(mesh, plan.padded_inputs, plan.padded_params, plan.grown, fake_mode, device),
             # Every value's layout, at least cost.
@@ -154,6 +155,8 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: FakeTensorMode, devic
             Partition(levels, *cut, options.checkpoint_collectives),
             # It needs the slices that backward gathers from, which are outputs of forward now.
             SkipRegather(),
+            # It needs to know what is saved; its moves are scheduled as collectives are.
+            OffloadSaved(fake_mode, device),
             # Before anything moves a collective away from its inputs and uses.
             Bucket(bucket_size(settings, mesh), bool(options.p2p_collectives)),
             # The choice depends on the size of a bucket, and the schedule on the choice.

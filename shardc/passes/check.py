@@ -60,6 +60,7 @@ ON_HALVES = (
     *KEEP_VALUES,
     "partition",
     "skip_regather",
+    "offload_saved",
     "skip_communication",
     "prune_unused_grads",
 )  # shardc's own passes on halves

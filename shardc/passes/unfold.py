@@ -513,14 +513,11 @@ class Names:
         return Info(
             rename(record.name),
             record.value,
-            Origin(
-                self.module(origin.module, shift),
-                origin.source,
-                origin.phase,
-                origin.cause,
-                origin.region and origin.region + shift * self.regions,
-                rename(origin.consumer) if origin.consumer else "",
-                origin.saved,
+            replace(
+                origin,
+                module=self.module(origin.module, shift),
+                region=origin.region and origin.region + shift * self.regions,
+                consumer=rename(origin.consumer) if origin.consumer else "",
             ),
             role and replace(role, name=self.module(role.name, shift)),
             record.needs,

@@ -11,6 +11,7 @@ from shardc.plan.constructors import offload as offload
 from shardc.plan.constructors import pp as pp
 from shardc.plan.constructors import precision as precision
 from shardc.plan.constructors import recompute as recompute
+from shardc.plan.constructors import save as save
 from shardc.plan.constructors import tp as tp
 from shardc.plan.expression import parse_plan as parse_plan
 from shardc.plan.from_hsdp import hsdp_plan as hsdp_plan

@@ -7,8 +7,9 @@ from typing import cast
 
 import torch
 
+from shardc._compat import OpOverload, OpOverloadPacket
 from shardc.errors import PlanError
-from shardc.plan.entries import ChunkedLoss, Cp, Ddp, Ep, Fsdp, Microbatches, Offload, Pp, Precision, Recompute, Tp
+from shardc.plan.entries import ChunkedLoss, Cp, Ddp, Ep, Fsdp, Microbatches, Offload, Pp, Precision, Save, Tp
 from shardc.plan.entries.data_parallel import axis_names, by_glob, gathered_in, regathered
 from shardc.plan.layout_spec import quote
 from shardc.plan.value import CONSTRUCTORS, Plan
@@ -233,7 +234,49 @@ def recompute(names: str | Sequence[str]) -> Plan:
     Raises:
         PlanError: when the plan is used, a glob matches no module.
     """
-    return Plan.of(Recompute(glob) for glob in _globs(names, "recompute(...)"))
+    return save(names, on="recompute")
+
+
+def save(names: str | Sequence[str], on: str, ops: Sequence[object] | str | None = None) -> Plan:
+    """Say where what backward reads of modules' activations lies from forward to backward.
+
+    Of several entries that name an activation the last one counts.
+
+    Args:
+        names: a module glob, or several.
+        on: "host": in host memory. The schedule moves each value there while forward goes on, and back ahead of its
+            use, within ``Options(max_in_flight=...)`` each way. "device": where it was computed, as without an entry.
+            "recompute": nowhere, since backward computes it again (`shardc.recompute`). Results that other modules use
+            are saved then, on the host if an earlier entry says so.
+        ops: the entry is about results of these ops only: ops of torch, or their names in `Program.text`, such as
+            ``"aten.mm.default"`` or ``"aten.mm"``. They are saved as such, also inside of modules that are recomputed;
+            without ``ops``, backward may compute cheap ones again from others. None: all ops of the modules.
+
+    Raises:
+        PlanError: ``on`` is none of the three, or ``ops`` has something else than ops. When the plan is used: a glob
+            matches no module, or none of the ops is in those modules.
+
+    >>> print(fsdp("dp") | save("layers.*", on="host"))
+    fsdp("dp", level=3) | save("layers.*", on="host")
+    >>> save("*", on="recompute") | save("*", on="device", ops=[torch.ops.aten.mm.default])
+    recompute("*") | save("*", on="device", ops=["aten.mm.default"])
+    """
+    is_op = isinstance(ops, OpOverload | OpOverloadPacket | str)
+    globs, listed = _globs(names, "save(...)"), [ops] if is_op else list(cast("Sequence[object]", ops or ()))
+    if ops is not None and not listed:
+        raise PlanError("ops= is empty", plan_entry="save(...)", fix="leave it out, for all ops of the modules")
+    return Plan.of(Save(glob, on, tuple(map(_op_name, listed))) for glob in globs)
+
+
+def _op_name(op: object) -> str:
+    """Return the name of an op in graphs, such as ``aten.mm.default``; without its overload for all overloads."""
+    if isinstance(op, OpOverload | OpOverloadPacket | str):
+        return str(op).removeprefix("torch.ops.")
+    raise PlanError(
+        f"ops= has {op!r}, which is no op",
+        plan_entry="save(...)",
+        fix='write ops of torch, such as torch.ops.aten.mm.default, or their names: "aten.mm"',
+    )
 
 
 def chunked_loss(chunks: int = 8) -> Plan:
@@ -326,5 +369,5 @@ def _globs(names: object, entry: str) -> Iterable[str]:
 
 CONSTRUCTORS |= {
     function.__name__: function
-    for function in (ddp, fsdp, hsdp, tp, cp, ep, chunked_loss, microbatches, pp, precision, offload, recompute, Plan)
+    for function in (ddp, fsdp, hsdp, tp, cp, ep, chunked_loss, microbatches, pp, precision, offload, recompute, save, Plan)
 }

@@ -1,7 +1,7 @@
 """A parameter's layouts while the plan's entries are applied: `Placed` for compute, and `ParamPlan` with storage.
 
 If a dim does not divide over its axes, it is padded, as far as a DTensor can represent the result. A DTensor splits a
-dim over one axis after the other, each time by ``torch.chunk``.
+dim over one axis after the other, each time by ``torch.chunk``. `SavePolicy` is what entries say about activations.
 """
 
 from __future__ import annotations
@@ -215,3 +215,24 @@ def grown(layout: Layout, dim: int, axis: str, size: int) -> Layout | None:
 def warn(text: str, entry: str) -> None:
     """Warn that a parameter cannot have the layout that ``entry`` asks for."""
     warnings.warn(str(PlanError(text, plan_entry=entry)), ShardcWarning, stacklevel=3)
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """Where what backward reads of a module's activations lies, by an entry of the plan (`shardc.save`).
+
+    Args:
+        module: the module's qualified name, "" for the root; what is in it counts too.
+        where: "host", "device" or "recompute".
+        ops: names of the ops that it is about; () for all.
+        entry: the plan entry, as text.
+    """
+
+    module: str
+    where: str
+    ops: tuple[str, ...]
+    entry: str
+
+    def names(self, op: object) -> bool:
+        """Return whether it is about results of ``op``, the target of a node."""
+        return not self.ops or any(f"{op}.".startswith(f"{name}.") for name in self.ops)

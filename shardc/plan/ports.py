@@ -18,7 +18,7 @@ from shardc.ir.module_paths import is_in
 from shardc.ir.text import leaf_paths
 from shardc.plan.layout_spec import Form, PerRank, Uneven, freeze, to_layout
 from shardc.plan.match import shorten
-from shardc.plan.placed import grown_layout
+from shardc.plan.placed import SavePolicy, grown_layout
 from shardc.plan.value import Plan
 
 
@@ -274,19 +274,14 @@ def resolve_activations(plan: Plan, module_names: Iterable[str]) -> list[Activat
     return list(pins.values())
 
 
-def resolve_regions(plan: Plan, module_names: Iterable[str]) -> list[str]:
-    """Return the modules whose activations backward recomputes, in the model's order, none inside another.
+def resolve_saves(plan: Plan, module_names: Iterable[str]) -> list[SavePolicy]:
+    """Return what the plan says about activations that backward reads, in its order; of an entry in the model's order.
 
     Raises:
         PlanError: a glob matches no module.
     """
     names = list(module_names)
-    regions = {name for entry in plan.entries for name in entry.regions(names)}
-    out: list[str] = []
-    for name in names:  # submodules come after their module
-        if name in regions and not any(is_in(name, outer) for outer in out):
-            out.append(name)
-    return out
+    return [policy for entry in plan.entries for policy in entry.saves(names)]
 
 
 def check_pins(pins: Sequence[ActivationPin], tags: Sequence[str], graph: fx.Graph) -> None:

@@ -22,7 +22,7 @@ from shardc.ir.mesh import Mesh, split_part
 from shardc.ir.placements import parts_of, view_of
 from shardc.plan.entries import Policies
 from shardc.plan.layout_spec import Form, check_axis, to_layout
-from shardc.plan.placed import ParamPlan, Placed, as_dtensor, grown_layout
+from shardc.plan.placed import ParamPlan, Placed, SavePolicy, as_dtensor, grown_layout
 from shardc.plan.ports import ActivationPin, InputPlan, batch_axes
 from shardc.plan.stages import PipelineStages
 from shardc.plan.value import Plan
@@ -38,7 +38,7 @@ class BoundPlan:
         params: parameter name -> its layouts.
         inputs: the layouts of each tensor input, in order.
         pins: tag name -> the spec of a tagged activation.
-        regions: the modules whose activations backward recomputes.
+        saves: where what backward reads of modules lies.
         outputs: flat position of a tensor output -> (spec, plan entry).
         precision: the dtypes for compute and for reductions, by module.
         scaled: module -> scaling of its float8 products, for modules that have them.
@@ -52,7 +52,7 @@ class BoundPlan:
     params: Mapping[str, ParamPlan]
     inputs: tuple[InputPlan, ...]
     pins: Mapping[str, ActivationPin]
-    regions: tuple[str, ...]
+    saves: tuple[SavePolicy, ...]
     outputs: Mapping[int, tuple[Form, str]]
     precision: Policies
     stored: Mapping[str, torch.dtype]

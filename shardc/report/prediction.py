@@ -23,7 +23,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, islice
 from operator import attrgetter, getitem
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,6 +35,7 @@ from shardc.cost.compute import Buffer, Kernel, is_inner
 from shardc.cost.hardware import Hardware
 from shardc.cost.step_sequence import INPUT, START, WAIT, Sequence
 from shardc.ir import graph as ir
+from shardc.ir.comm import is_loaded, is_stored
 from shardc.ir.executable import TERM, TRANSFER
 from shardc.ir.mesh import Mesh
 
@@ -89,7 +90,7 @@ class Memory:
         samples: one for every op that allocates or frees, in order.
         peak: the largest sample.
         peak_op: name of the op at the peak.
-        host: (owner, bytes) kept in host memory instead, for the whole step.
+        host: (owner, bytes) kept in host memory instead, at the most.
         held: the tensors at the peak, in the order in which they are allocated.
     """
 
@@ -137,13 +138,8 @@ def memory_of(
             change_by_owner = changes.setdefault(at, {})
             change_by_owner[owner] = change_by_owner.get(owner, 0) + change
 
-    host: dict[str, int] = {}
-
-    def on_host(owner: str, size: int) -> None:
-        """Count ``size`` bytes of host memory for ``owner``."""
-        host[owner] = host.get(owner, 0) + size
-
     whole_step = len(step.ops)
+    on_host: dict[str, list[tuple[int, int]]] = {}  # owner -> (op, change of bytes)
     if step.arena:
         hold("communication", step.arena, 0, whole_step, -1)
     for at, op in enumerate(step.ops):
@@ -153,9 +149,12 @@ def memory_of(
                 continue
             value = ir.info(op.node).value
             if isinstance(value, ir.Value) and value.host:
-                on_host("parameters" if op.kind == INPUT else "gradients", buffer.size)
+                if is_stored(op.node):
+                    on_host.setdefault("activations", []).extend([(at, buffer.size), (buffer.last + 1, -buffer.size)])
+                else:
+                    on_host.setdefault("parameters" if op.kind == INPUT else "gradients", []).append((at, buffer.size))
                 if op.kind == INPUT:
-                    on_host("optimizer", int(buffer.size * optimizer_copies))
+                    on_host.setdefault("optimizer", []).append((at, int(buffer.size * optimizer_copies)))
                 continue
             if op.kind == INPUT:
                 role = ir.info(op.node).role
@@ -174,7 +173,7 @@ def memory_of(
             end = whole_step if id(buffer) in lasting else kernel_of.get(buffer.last, (buffer.last,))[-1]
             end = max(end, until.get(id(buffer), 0))
             hold(
-                _owner(op.gathered, id(buffer) in grads, op.kind == START, buffer, phases),
+                "activations" if is_loaded(op.node) else _owner(op.gathered, id(buffer) in grads, op.kind == START, buffer, phases),
                 buffer.size,
                 mine[0],
                 end,
@@ -187,7 +186,8 @@ def memory_of(
         _held(step, owner, size, by, number) for owner, size, start, end, by, number in holds if start <= peak.at <= end
     )
     peak_op = ir.info(step.ops[min(peak.at, whole_step - 1)].node).name
-    return Memory(samples, peak, peak_op, tuple(sorted(host.items())), held)
+    host = tuple((owner, max(accumulate(change for _, change in sorted(on_host[owner])))) for owner in sorted(on_host))
+    return Memory(samples, peak, peak_op, host, held)
 
 
 def run_end(step: Sequence, at: int) -> int:

@@ -5,7 +5,8 @@ On an accelerator, each direction has its own stream, concurrent with compute an
     to_device   starts after the work already on the compute stream (whose memory the result may reuse);
                 its wait blocks the compute stream, not the host
     to_host     starts after its operand is computed, and keeps the operand's memory until it is done;
-                its wait blocks the host, which reads the result
+                its wait blocks the host, which reads the result. If the host does not read it (``read``), the wait
+                blocks the compute stream, which may reuse the operand's memory from then on
 
 Host memory is pinned if asked for; otherwise the driver copies through a buffer and the copy overlaps nothing. Host
 memory must not change before a copy has read it: the runtime calls `settle` before a step returns.
@@ -125,8 +126,12 @@ def _to_device(x: Tensor, device: str) -> Tensor:
     return copied
 
 
-def _to_host(x: Tensor) -> Tensor:
-    """Starts the copy of ``x`` to pinned host memory; a wait for the result must follow."""
+def _to_host(x: Tensor, read: bool = True) -> Tensor:
+    """Starts the copy of ``x`` to pinned host memory; a wait for the result must follow.
+
+    Args:
+        read: the host reads the result; else only copies to the device do, which start after the compute stream's work.
+    """
     if x.device.type == "cpu":
         return x.clone(memory_format=torch.contiguous_format)
     module: Any = torch.get_device_module(x.device)
@@ -136,8 +141,11 @@ def _to_host(x: Tensor) -> Tensor:
     with module.stream(copies):
         copied.copy_(x, non_blocking=True)
         done = copies.record_event()
-    x.record_stream(copies)
-    _register_work(copied, _Copy(done.synchronize, (copied,)))
+    if read:
+        x.record_stream(copies)
+        _register_work(copied, _Copy(done.synchronize, (copied,)))
+    else:
+        _register_work(copied, _Copy(lambda: module.current_stream().wait_event(done), (x, copied)))
     return copied
 
 

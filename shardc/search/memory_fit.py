@@ -21,7 +21,7 @@ from torch import nn
 
 from shardc.capture import numbered_containers
 from shardc.plan.constructors import offload, recompute
-from shardc.plan.entries import Entry, Fsdp, Recompute
+from shardc.plan.entries import Entry, Fsdp, Save
 from shardc.plan.match import matching
 from shardc.plan.value import Plan
 
@@ -256,7 +256,7 @@ class Fit:
         for part, blocks in _parts(self.model).items():
 
             def with_recompute(plan: Plan, count: int, part: str = part, blocks: Blocks = blocks) -> Plan:
-                parts = [e for e in plan.entries if isinstance(e, Recompute) and e not in self.hand.entries]
+                parts = [e for e in plan.entries if isinstance(e, Save) and e not in self.hand.entries]
                 return Plan.of(e for e in plan.entries if part or e not in parts) | recompute(
                     _first(blocks, part, count)
                 )

@@ -109,7 +109,7 @@ def host_memory(subject: Subject) -> Broken:
 
     - ``to_device`` reads from the host, ``to_host`` writes to it; a wait changes nothing.
     - No other op has an operand or result on the host.
-    - No saved value is on the host unless it is a parameter, which the backward moves again.
+    - A value on the host that a forward saves is one that it moved there.
     - A gradient or buffer is returned on the host only if the stored tensor is there.
     """
     on_host = {node for node in subject.nodes[:-1] if any(value.host for value in info(node).tensors)}
@@ -133,8 +133,8 @@ def host_memory(subject: Subject) -> Broken:
     for role, node in outputs(subject.gm.graph):
         value = info(node).value if isinstance(node, fx.Node) else None
         owner = subject.owner_value(role.kind, role.name)
-        if role.kind == "saved" and isinstance(node, fx.Node) and node.op == "placeholder":
-            continue  # a parameter, which backward moves again
+        if role.kind == "saved" and isinstance(node, fx.Node) and (node.op == "placeholder" or node.target is WAIT):
+            continue  # a parameter, or what the plan keeps on the host: backward moves it
         if role.kind == "grad" and owner is None:
             continue  # a backward alone does not take every parameter
         if isinstance(value, Value) and value.host and (role.kind == "saved" or not (owner and owner.host)):

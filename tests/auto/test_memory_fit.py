@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.ir.mesh import Mesh
 from shardc.plan import resolve_params
-from shardc.plan.entries import Offload, Recompute
+from shardc.plan.entries import Offload, Save
 from shardc.search.memory_fit import Fit
 from shardc.search.result import Found
 from tests.models.alike import trains_alike
@@ -83,7 +83,7 @@ class Trial:
 
 
 def recomputed(found: Found) -> list[str]:
-    return [entry.glob for entry in found.plan.entries if isinstance(entry, Recompute)]
+    return [entry.glob for entry in found.plan.entries if isinstance(entry, Save)]
 
 
 # Many rows and few parameters: activations are what is held.

@@ -38,7 +38,7 @@ class Reshard:
                 return x
             if (x, want) not in inserted:
                 record = ir.info(x)
-                origin = replace(record.origin, region=0, saved=False, consumer="" if record.origin.cause else consumer)
+                origin = replace(record.origin, region=0, policy="", consumer="" if record.origin.cause else consumer)
                 if user is not None:
                     used = ir.info(user).origin
                     origin = replace(origin, phase=used.phase, region=used.region)

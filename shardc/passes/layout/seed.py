@@ -16,8 +16,9 @@ from shardc.ir import ops
 from shardc.ir.graph import Value
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.module_paths import is_in
 from shardc.ir.rewriter import GraphRewriter
+from shardc.passes.layout.save_policies import mark_saves
+from shardc.plan.placed import SavePolicy
 from shardc.plan.ports import InputPlan
 from shardc.plan.resolve import ParamPlan
 
@@ -35,21 +36,24 @@ class Seed:
     the stored shape.
 
     *Requires:* a captured graph in canonical form. *Ensures:* placeholders have layouts and causes; tags that the plan
-    does not mention are gone.
+    does not mention are gone; origins have the plan's policies of what backward reads.
 
     Args:
         mesh: the mesh of the layouts.
         params: qualified name -> the parameter's plan.
         inputs: plan of each tensor input, in order.
         pinned: activation tags that the plan mentions.
-        regions: modules whose activations are recomputed in backward, like checkpoint regions of the model.
+        saves: where what backward reads of modules lies, in the plan's order.
+
+    Raises:
+        PlanError: none of the ops of an entry about saved activations is in its modules.
     """
 
     mesh: Mesh
     params: Mapping[str, ParamPlan]
     inputs: Sequence[InputPlan]
     pinned: frozenset[str] = frozenset()
-    regions: tuple[str, ...] = ()
+    saves: tuple[SavePolicy, ...] = ()
     name = "seed"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
@@ -59,7 +63,7 @@ class Seed:
                 ir.set_info(node, ir.info(node).at(Layout.whole(self.mesh, ir.value(node).shape)))
             if node.target is ops.tag and node.kwargs["name"] not in self.pinned:
                 rewriter.replace(node, node.args[0])
-        self._mark_regions(graph)
+        mark_saves(graph, self.saves)
         order = {node: at for at, node in enumerate(graph.nodes)}
         inputs = iter(self.inputs)
         for node in ir.placeholders(graph):
@@ -76,15 +80,6 @@ class Seed:
                 )
         self._grads(rewriter)
         return gm
-
-    def _mark_regions(self, graph: fx.Graph) -> None:
-        """Numbers the plan's checkpoint regions after those of the model; ops in one of the model's keep its number."""
-        origins = {node: ir.info(node).origin for node in graph.nodes if node.op == "call_function"}
-        first = 1 + max((origin.region for origin in origins.values()), default=0)
-        for node, origin in origins.items():
-            for at, module in enumerate(self.regions):
-                if is_in(origin.module, module) and origin.phase == "forward" and not origin.region:
-                    ir.set_info(node, replace(ir.info(node), origin=replace(origin, region=first + at)))
 
     def _param(self, rewriter: GraphRewriter, node: fx.Node, before: fx.Node | None) -> None:
         """Writes the layout of parameter ``node`` and inserts its reshard and ``unpad`` before its first use."""

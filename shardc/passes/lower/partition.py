@@ -34,7 +34,7 @@ class Partition:
 
     At level 3 (ZeRO-3) backward gathers a parameter again, from the slice of `KeepPart` if there is one; at levels 1
     and 2 it stays gathered from forward to backward. Ops of a checkpoint region run again in backward, its collectives
-    as ``collectives`` says. All other collectives run once.
+    as ``collectives`` says. All other collectives run once. Policies of ops (`Origin.policy`) are followed.
 
     *Requires:* a local joint graph. *Ensures:* both halves have roles on inputs and outputs; a saved output's role has
     the name of the backward's placeholder that reads it. Without gradients there is one half, for inference.
@@ -69,7 +69,7 @@ class Partition:
             origin = ir.info(node).origin
             if node in recomputed:
                 self.recompute(node, origin.region or _GATHERS)
-            elif communicates(node.target) or (origin.region and origin.phase == "forward"):
+            elif communicates(node.target) or (origin.phase == "forward" and (origin.region or origin.policy)):
                 self.save(node, origin.region)
         roles = ir.output_node(graph).meta[ir.ROLES]
         count = len(forward_outputs)

@@ -8,7 +8,8 @@ from itertools import accumulate
 
 from torch import fx
 
-from shardc.ir.comm import move_kind, waits_of
+from shardc.cost.compute import is_dense
+from shardc.ir.comm import is_stored, move_kind, waits_of
 from shardc.ir.rewriter import positions, reorder
 from shardc.passes.op_calls import is_start, leaving, result_bytes
 from shardc.passes.schedule.prefetch import ask, check, prefetchable, sink_to_first_use
@@ -30,7 +31,9 @@ class Schedule:
     - A wait stands before the first use. For a collective whose results only leave the graph, it stands where more than
       ``max_in_flight`` would otherwise be in flight.
     - A reduced gradient that is reduced over other axes too, or goes to the host, is waited for when the next reduction
-      starts, and its next step starts then. A move to the host is waited for at the end.
+      starts, and its next step starts then. A gradient's move to the host is waited for at the end.
+    - A saved value's move to the host is waited for where more than ``max_in_flight`` of such values would otherwise be
+      on the device still; from there on the device's memory is free.
 
     *Requires:* one half of a local graph, bucketed. *Ensures:* collectives start in the same order on every rank, since
     every rank has this graph.
@@ -64,11 +67,14 @@ class Schedule:
         free = prefetchable(gm.graph)
         fetches = [node for node in starts if node in free]
         uses = {node: _first_use(node, priority) for node in starts}
+        dense = [priority[node] for node in gm.graph.nodes if is_dense(node)]
         for node in starts:
             inputs = (x for x in node.all_input_nodes if x.op != "placeholder" and x not in free)
             ready = max((priority[x] for x in inputs), default=None)
             if ready is not None:
-                priority[node] = ready + 0.25
+                later = bisect_right(dense, ready) if is_stored(node) else len(dense)
+                # A saved value moves behind the ops that one kernel computes with its own.
+                priority[node] = dense[later] - 0.3 if later < len(dense) else ready + 0.25
             for wait in waits_of(node):
                 priority[wait] = min((priority[user] for user in wait.users), default=float("inf")) - 0.25
         collectives = [node for node in starts if move_kind(node) is None]
@@ -78,6 +84,7 @@ class Schedule:
         self._prefetch(fetches, awaited, priority, -2.0)
         sink_to_first_use(gm.graph, free.difference(fetches), priority)
         _drain(gm.graph, collectives, free, priority, self.max_in_flight)
+        _drain(gm.graph, list(filter(is_stored, starts)), free, priority, self.max_in_flight)
         wanted = ask(gm.graph, self.prefetch, priority, self.max_in_flight)
         if wanted:
             sink_to_first_use(gm.graph, free, priority)
@@ -118,7 +125,7 @@ def _drain(
     end. A second reduction, or a move to the host, starts when the next collective does.
 
     Args:
-        starts: the collectives.
+        starts: the collectives, or the moves of saved values to the host.
         free: ops that can move to an earlier position, as from `prefetchable`.
         priority: position of each node in the new order, changed in place.
         limit: bytes; -1 for no limit.
@@ -148,7 +155,7 @@ def _drain(
                 priority[tail] = place
                 work += [user for user in tail.users if user in level]
     for node in graph.nodes:
-        if move_kind(node) == "to_host":
+        if move_kind(node) == "to_host" and not is_stored(node):
             priority |= dict.fromkeys(waits_of(node), float("inf"))
 
 

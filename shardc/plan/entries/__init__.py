@@ -4,7 +4,7 @@ from shardc.plan.entries.context_parallel import METHODS, Cp
 from shardc.plan.entries.data_parallel import Ddp, Fsdp
 from shardc.plan.entries.entry import Entry, distinct
 from shardc.plan.entries.expert_parallel import WAYS, Ep
-from shardc.plan.entries.memory_saving import ChunkedLoss, Offload, Recompute
+from shardc.plan.entries.memory_saving import ChunkedLoss, Offload, Save
 from shardc.plan.entries.microbatches import Microbatches
 from shardc.plan.entries.mixed_precision import Policies, Precision
 from shardc.plan.entries.pipeline_parallel import Pp
@@ -13,5 +13,5 @@ from shardc.plan.entries.tensor_parallel import STYLES, Tp
 
 __all__ = [
     "Activation", "ChunkedLoss", "Cp", "Ddp", "Entry", "Ep", "Fsdp", "METHODS", "Microbatches", "Offload", "Param",
-    "Policies", "Port", "Pp", "Precision", "Prefetch", "Recompute", "STYLES", "Setting", "Tp", "WAYS", "distinct",
+    "Policies", "Port", "Pp", "Precision", "Prefetch", "STYLES", "Save", "Setting", "Tp", "WAYS", "distinct",
 ]  # fmt: skip

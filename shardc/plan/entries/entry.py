@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from shardc.ir.mesh import Mesh
 from shardc.plan.constructor_calls import Call, call_text, to_call
 from shardc.plan.layout_spec import Form
-from shardc.plan.placed import ParamPlan, Placed
+from shardc.plan.placed import ParamPlan, Placed, SavePolicy
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class Entry:
         """Return (module, "input" or "output", position or keyword) -> the spec that the entry gives an activation."""
         return {}
 
-    def regions(self, modules: Sequence[str]) -> Sequence[str]:
-        """Return the modules whose activations backward recomputes."""
+    def saves(self, modules: Sequence[str]) -> Sequence[SavePolicy]:
+        """Return where what backward reads of modules' activations lies, for the modules that the entry is about."""
         return ()
 
     # --- text

@@ -1,4 +1,4 @@
-"""`ChunkedLoss`, `Offload` and `Recompute`, of ``chunked_loss``, ``offload`` and ``recompute``: save device memory."""
+"""`ChunkedLoss`, `Offload` and `Save`, of ``chunked_loss``, ``offload``, ``save`` and ``recompute``: device memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardc.errors import PlanError
 from shardc.plan.constructor_calls import Call
 from shardc.plan.entries.entry import Entry
 from shardc.plan.match import must_match
-from shardc.plan.placed import Placed
+from shardc.plan.placed import Placed, SavePolicy
 from shardc.validate import Range, check_fields
 
 
@@ -50,28 +50,36 @@ class Offload(Entry):
 
 
 @dataclass(frozen=True)
-class Recompute(Entry):
-    """Recomputes the activations of the modules that ``glob`` matches in backward (`shardc.recompute`)."""
+class Save(Entry):
+    """Says where what backward reads of some modules lies; the fields are those of `shardc.save`, whose ``on`` is ``where``."""
 
     glob: str
+    where: Annotated[str, Literal["host", "device", "recompute"]]
+    ops: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "", plan_entry=str(self))
 
-    def regions(self, modules: Sequence[str]) -> list[str]:
-        return must_match(self.glob, modules, "module", str(self))
+    def saves(self, modules: Sequence[str]) -> list[SavePolicy]:
+        matches = must_match(self.glob, modules, "module", str(self))
+        return [SavePolicy(name, self.where, self.ops, str(self)) for name in matches]
 
     @property
     def call(self) -> Call:
-        return "recompute", {"names": (self.glob,)}
+        if self.where == "recompute" and not self.ops:
+            return "recompute", {"names": (self.glob,)}
+        return "save", {"names": (self.glob,), "on": self.where, **({"ops": list(self.ops)} if self.ops else {})}
 
     @property
-    def group(self) -> tuple[tuple[str, ...], int]:
-        return ("recompute",), 0
+    def group(self) -> tuple[tuple[str, ...], int] | None:
+        return None if self.ops else (("save", self.where), 0)
 
     @property
     def row(self) -> tuple[str, str, str]:
-        return "recompute", self.glob, "activations"
+        what = f"results of {', '.join(self.ops)}" if self.ops else "activations"
+        if self.where == "recompute":
+            return "recompute", self.glob, what
+        return "save", self.glob, f"{what} on the {self.where}"
 
 
 @dataclass(frozen=True)

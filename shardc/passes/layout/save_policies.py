@@ -1,0 +1,106 @@
+"""`mark_saves`: writes on ops what the plan says about their results, if backward reads them (`shardc.save`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from torch import fx
+
+from shardc.errors import PlanError
+from shardc.ir import graph as ir
+from shardc.ir.graph import Origin
+from shardc.ir.module_paths import is_in
+from shardc.ir.op_traits import moves_data
+from shardc.plan.match import shorten
+from shardc.plan.placed import SavePolicy
+from shardc.validate import near
+
+
+def mark_saves(graph: fx.Graph, saves: Sequence[SavePolicy]) -> None:
+    """Write policies of saved activations on the origins of forward ops (`Origin.region`, ``policy``, ``host``).
+
+    Checkpoint regions of the plan are numbered after those of the model; ops in a region of the model keep its number.
+
+    Args:
+        graph: a graph at global shapes.
+        saves: the policies; of several about one op the last one counts.
+
+    Raises:
+        PlanError: none of the ops of an entry is in its modules.
+    """
+    if not saves:
+        return
+    calls = [node for node in graph.nodes if node.op == "call_function" and ir.info(node).origin.phase == "forward"]
+    _check_ops(calls, saves)
+    first = 1 + max((ir.info(node).origin.region for node in calls), default=0)
+    regions = [x.module for x in saves if x.where == "recompute" and not x.ops]
+    outermost = [name for name in dict.fromkeys(regions) if not any(is_in(name, x) and name != x for x in regions)]
+    numbers = {name: first + at for at, name in enumerate(outermost)}
+
+    @lru_cache(maxsize=None)
+    def about(module: str) -> list[SavePolicy]:
+        return [policy for policy in saves if not policy.module or is_in(module, policy.module)]
+
+    @lru_cache(maxsize=None)
+    def region_of(module: str) -> int:
+        return next((number for name, number in numbers.items() if not name or is_in(module, name)), 0)
+
+    given = _given(graph)
+    for node in calls:
+        origin = ir.info(node).origin
+        for policy in about(origin.module):
+            if policy.names(node.target):
+                origin = _under(policy, origin, ir.info(node).origin, region_of(origin.module), node in given)
+        ir.update(node, origin=replace(origin, region=ir.info(node).origin.region or origin.region))
+
+
+def _under(policy: SavePolicy, origin: Origin, own: Origin, region: int, given: bool) -> Origin:
+    """Return ``origin`` under one more policy.
+
+    Args:
+        own: the origin by the model's own code.
+        region: number of the plan's checkpoint region around the op.
+        given: the value is a parameter, a buffer or an input, which is in memory anyway.
+    """
+    if policy.where == "recompute":
+        return replace(origin, policy="must_recompute") if policy.ops else replace(origin, region=region, policy=own.policy)
+    host = policy.entry if policy.where == "host" and not given else ""
+    if policy.ops:
+        return replace(origin, policy="must_save", host=host)
+    return replace(origin, region=0, policy=own.policy, host=host)
+
+
+def _given(graph: fx.Graph) -> set[fx.Node]:
+    """Return the arguments of ``graph``, what is computed from parameters, buffers and constants alone, and views."""
+    alone: set[fx.Node] = set()
+    given: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            given.add(node)
+            if node.op == "get_attr" or ir.role(node).kind in ("param", "buffer"):
+                alone.add(node)
+        elif node.op == "call_function" and alone.issuperset(node.all_input_nodes):
+            alone.add(node)
+        elif node.op == "call_function" and moves_data(node.target) and given.issuperset(node.all_input_nodes):
+            given.add(node)
+    return given | alone
+
+
+def _check_ops(calls: Sequence[fx.Node], saves: Sequence[SavePolicy]) -> None:
+    """Raise PlanError for an entry whose ops are in none of its modules."""
+    by_entry: dict[str, list[SavePolicy]] = {}
+    for policy in saves:
+        if policy.ops:
+            by_entry.setdefault(policy.entry, []).append(policy)
+    for entry, policies in by_entry.items():
+        inside = [x for x in calls if any(not p.module or is_in(ir.info(x).origin.module, p.module) for p in policies)]
+        ops = sorted({str(node.target) for node in inside if hasattr(node.target, "_schema")})
+        for name in policies[0].ops:
+            if not any(f"{op}.".startswith(f"{name}.") for op in ops):
+                raise PlanError(
+                    f"there is no op {name!r} in the forward of {shorten([p.module for p in policies], 3)}",
+                    plan_entry=entry,
+                    fix=near(name, [*ops, *(op.rpartition(".")[0] for op in ops)], f"there are {shorten(ops)}"),
+                )

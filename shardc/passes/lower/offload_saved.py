@@ -1,0 +1,109 @@
+"""OffloadSaved: moves what backward reads to the host and back, where the plan keeps it there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir import graph as ir
+from shardc.ir.comm import HOST, WAIT
+from shardc.ir.rewriter import GraphRewriter
+
+aten = torch.ops.aten
+_TO_DEVICE, _TO_HOST = torch.ops.shardc.to_device.default, torch.ops.shardc.to_host.default
+
+
+@dataclass(frozen=True)
+class OffloadSaved:
+    """Moves saved values that the plan keeps on the host there in forward, and to the device in backward.
+
+        %a = relu(%x)              forward:   %a.host = wait(to_host(%a, False))
+        saved %a               ->             saved %a.host
+        %g = mul(%gy, %a)          backward:  %a.device = wait(to_device(%a))
+                                              %g = mul(%gy, %a.device)
+
+    A value moves with its dims in the order of its strides, so that a view of it in backward is one as before.
+
+    *Requires:* one half of a local graph, from `Partition`. *Ensures:* saved values whose origins name a plan entry
+    that keeps them on the host (`Origin.host`) are there between the halves (`Value.host`); nothing else changes.
+
+    Args:
+        fake_mode: mode of the graph's fake values.
+        device: the device that the program runs on.
+    """
+
+    fake_mode: Any = None
+    device: torch.device = HOST
+    name = "offload_saved"
+    requires = ("partition",)
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        rewriter = GraphRewriter(gm.graph)
+        placed: dict[fx.Node, fx.Node] = {}  # a value that is saved twice moves once
+
+        def stored(role: ir.Role, x: fx.Node) -> fx.Node:
+            if role.kind == "saved" and x.op == "call_function" and _goes_to_host(x) and x not in placed:
+                placed[x] = self._store(rewriter, x)
+            return placed.get(x, x) if role.kind == "saved" else x
+
+        ir.change_outputs(gm.graph, stored)
+        for node in ir.placeholders(gm.graph, "saved"):
+            if node.users and _goes_to_host(node):
+                self._load(rewriter, node)
+        if placed:
+            gm.graph.lint()
+        return gm
+
+    def _store(self, rewriter: GraphRewriter, x: fx.Node) -> fx.Node:
+        """Inserts the move of ``x`` to the host and its wait behind ``x``; returns the wait."""
+        order, at = _by_stride(x), {"phase": "forward", "cause": ir.info(x).origin.host}
+        last = x if order is None else rewriter.after(x, suffix="packed", **at).call(aten.permute.default, x, order)
+        value = replace(ir.value(last), host=True)
+        behind = last.next
+        start = rewriter.before(behind, x, "to_host", **at).typed(value, _TO_HOST, last, False)
+        wait = rewriter.before(behind, x, "host", **at).typed(value, WAIT, start)
+        start.meta["val"] = wait.meta["val"] = self._empty(value, HOST)
+        return wait
+
+    def _load(self, rewriter: GraphRewriter, saved: fx.Node) -> None:
+        """Makes the placeholder ``saved`` a value on the host; its users read a copy on the device."""
+        order, users, whole = _by_stride(saved), list(saved.users), ir.value(saved)
+        first = next(node for node in saved.graph.nodes if node in saved.users)
+        at = {"phase": "backward", "cause": ir.info(saved).origin.host}
+        value = whole if order is None else replace(whole, shape=tuple(whole.shape[dim] for dim in order))
+        start = rewriter.before(first, saved, "to_device", **at).typed(value, _TO_DEVICE, saved, self.device.type)
+        wait = rewriter.before(first, saved, "device", **at).typed(value, WAIT, start)
+        start.meta["val"] = wait.meta["val"] = self._empty(value, self.device)
+        last = wait
+        if order is not None:
+            back = [order.index(dim) for dim in range(len(order))]
+            last = rewriter.before(first, saved, "unpacked", **at).call(aten.permute.default, wait, back)
+        for user in users:
+            user.replace_input_with(saved, last)
+        ir.update(saved, value=replace(value, host=True))
+        saved.meta["val"] = self._empty(value, HOST)
+
+    def _empty(self, value: ir.Value, device: torch.device) -> torch.Tensor:
+        """Returns a fake tensor of type ``value`` on ``device``."""
+        with self.fake_mode:
+            return torch.empty(value.shape, dtype=value.dtype, device=device)
+
+
+def _goes_to_host(node: fx.Node) -> bool:
+    """Returns whether the plan keeps a value that backward reads on the host; not one that repeats elements in memory
+    (``expand``), which a copy would not.
+    """
+    origin, val = ir.info(node).origin, node.meta["val"]
+    if not origin.host or origin.phase != "forward" or not isinstance(val, torch.Tensor):
+        return False
+    return val.numel() > 0 and all(stride or size == 1 for size, stride in zip(val.shape, val.stride(), strict=True))
+
+
+def _by_stride(node: fx.Node) -> list[int] | None:
+    """Returns the dims of a value from the largest stride to the smallest; None if they are in that order."""
+    strides = node.meta["val"].stride()
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    return None if order == list(range(len(strides))) else order
