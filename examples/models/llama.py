@@ -169,6 +169,14 @@ def llama3_8b(layers: int = 32, targets: bool = False) -> tuple[Llama, tuple[Ten
     return build(config, "meta", size=8, length=8192, targets=targets)
 
 
+def qwen3_14b(layers: int = 40, targets: bool = False) -> tuple[Llama, tuple[Tensor, ...]]:
+    """A Llama of the sizes of Qwen3 14B (or its first ``layers`` layers), without its norms of queries and keys, on meta,
+    with 8 sequences of 8,192 tokens.
+    """
+    config = LlamaConfig(151936, 5120, layers, heads=40, kv_heads=8, hidden=17408, rope_theta=1000000.0)
+    return build(config, "meta", size=8, length=8192, targets=targets)
+
+
 def llama3_405b(layers: int = 126, size: int = 2048, targets: bool = False) -> tuple[Llama, tuple[Tensor, ...]]:
     """Llama 3 405B (or its first ``layers`` layers) on meta, with ``size`` sequences of 8,192 tokens."""
     config = LlamaConfig(128256, 16384, layers, heads=128, kv_heads=8, hidden=53248, rope_theta=500000.0)

@@ -51,6 +51,7 @@ class Hardware:
         memory_bandwidth: bytes per second that a rank reads or writes.
         inside, between: the links within a node and between nodes.
         host: the link between a rank's device and host memory, full duplex; ranks do not share it.
+        host_memory_bandwidth: bytes per second of host memory that a rank reads or writes while all of a node do.
         start: seconds of a collective before its first hop.
         kernel: minimum seconds of a local kernel.
         matmul, streaming, wire: the shares of the peaks (flops, memory bandwidth, links) that are reached.
@@ -77,6 +78,7 @@ class Hardware:
     inside: Link
     between: Link
     host: Link
+    host_memory_bandwidth: float
     start: float
     kernel: float
     matmul: float
@@ -160,6 +162,10 @@ class Hardware:
         reached = self.attention if attention and self.attention is not None else self.matmul
         computing, streaming = self.peak(dtype, attention) * reached, self.memory_bandwidth * self.streaming
         return self.launch + max(flops / computing, nbytes / streaming, self.kernel)
+
+    def update_seconds(self, nbytes: float, host: bool) -> float:
+        """Return the seconds of an optimizer's update that reads and writes ``nbytes``, on the host or the device."""
+        return nbytes / (self.host_memory_bandwidth * self.streaming) if host else self.copy_seconds(nbytes)
 
     @property
     def sends(self) -> bool:
@@ -301,13 +307,14 @@ A100 = Hardware(
            (torch.bfloat16, 312 * _T), (torch.float16, 312 * _T)),
     memory=80e9, memory_bandwidth=2.039e12,
     inside=Link("NVLink 3", 300e9, 0.6e-6, 0.6e-6), between=Link("InfiniBand HDR", 25e9, 2.7e-6, 5e-6),
-    host=Link("PCIe 4.0 x16", 32e9, 2e-6, 2e-6),
+    host=Link("PCIe 4.0 x16", 32e9, 2e-6, 2e-6), host_memory_bandwidth=51.2e9,
     start=6.6e-6, kernel=2e-6, matmul=0.70, streaming=0.85, wire=0.8, gathers_by_tree=True, attention=0.65,
     tf32=156 * _T,
     sources=(
         "NVIDIA A100 80GB SXM data sheet (2021): 312 TFLOPS dense bf16, 156 TF32, 2,039 GB/s, NVLink 600 and PCIe 64 "
         "GB/s both ways",
-        "NVIDIA DGX A100 data sheet: eight 200 Gb/s ConnectX-6 cards for eight GPUs",
+        "NVIDIA DGX A100 data sheet: eight 200 Gb/s ConnectX-6 cards for eight GPUs, two EPYC 7742 of eight channels "
+        "DDR4-3200: 409.6 GB/s for them all",
         "Meta, Introducing the AI Research SuperCluster (2022): 16,000 A100", _NCCL,
         "matmul: fitted to Llama 3 8B on 64 A100, 2,973 tokens/s a rank (torchtitan docs/performance.md); attention: "
         "FlashAttention-2 (arXiv:2307.08691) reaches 50 to 73 %",
@@ -321,11 +328,12 @@ H100 = replace(
            (torch.float8_e4m3fn, 1978.9 * _T), (torch.float8_e5m2, 1978.9 * _T)),
     memory=80e9, memory_bandwidth=3.35e12,
     inside=Link("NVLink 4", 450e9, 0.6e-6, 0.6e-6), between=Link("InfiniBand NDR / 400G RoCE", 50e9, 2.7e-6, 5e-6),
-    host=Link("PCIe 5.0 x16", 64e9, 2e-6, 2e-6),
+    host=Link("PCIe 5.0 x16", 64e9, 2e-6, 2e-6), host_memory_bandwidth=76.8e9,
     sources=(
         "NVIDIA H100 SXM data sheet (2023): 989.4 TFLOPS dense bf16, 494.7 TF32, 3.35 TB/s, NVLink 900 and PCIe 128 "
         "GB/s both ways",
-        "NVIDIA DGX H100 data sheet: eight 400 Gb/s ConnectX-7 cards for eight GPUs",
+        "NVIDIA DGX H100 data sheet: eight 400 Gb/s ConnectX-7 cards for eight GPUs, two Xeon 8480C of eight channels "
+        "DDR5-4800: 614.4 GB/s for them all",
         "Meta, Building Meta's GenAI infrastructure (2024): two clusters of 24,576 H100", _NCCL,
         "attention: FlashAttention-2 has 35 % (FlashAttention-3, arXiv:2407.08608); matmul: the A100's, not fitted",
     ),
@@ -362,7 +370,7 @@ CPU = Hardware(
     flops=((torch.float32, 50e9), (torch.float64, 25e9), (torch.bfloat16, 50e9)),
     memory=4e9, memory_bandwidth=10e9,
     inside=Link("loopback", 1e9, 30e-6, 30e-6), between=Link("10 Gbit/s Ethernet", 1.25e9, 60e-6, 60e-6),
-    host=Link("memory", 5e9, 5e-6, 5e-6),
+    host=Link("memory", 5e9, 5e-6, 5e-6), host_memory_bandwidth=10e9,
     start=100e-6, kernel=5e-6, matmul=0.8, streaming=0.8, wire=1.0, gathers_by_tree=False,
     sources=("one core a rank under gloo on loopback, a development machine: orders of magnitude, not a measurement",),
 )  # fmt: skip
@@ -375,7 +383,7 @@ def calibrated(cost: CostModel) -> Hardware:
     flops = tuple((dtype, cost.flops * part) for dtype, part in ((torch.float32, 1.0), (torch.float64, 0.5)))
     return replace(
         CPU, name="calibrated cpu", flops=flops, memory_bandwidth=cost.memory_bandwidth, inside=link, between=link,
-        host=Link("memory", cost.memory_bandwidth / 2, 0.0, 0.0),
+        host=Link("memory", cost.memory_bandwidth / 2, 0.0, 0.0), host_memory_bandwidth=cost.memory_bandwidth,
         start=sent.latency, kernel=0.0, matmul=1.0, streaming=1.0, wire=1.0, sources=("python -m shardc calibrate",),
         attention=cost.attention, launch=cost.launch, call=sent.call, message=sent.message, share=sent.share,
         rings=tuple(row for row in cost.kinds if is_ring(row.kind, row.ranks)),

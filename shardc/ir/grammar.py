@@ -22,7 +22,7 @@ of a value that has another. WORD is ``None``, ``True``, ``False``, ``inf``, ``n
 or a ``torch.layout``. AXES (the keyword ``axis`` of the ops in ``shardc.ir.ops``) are bare: ``dp`` or ``(dp,tp)``. A
 constant shows its name and, if it is small, its values. ``#`` after a line starts a comment; a comment ``# module |
 source | cause`` is the node's origin, with ``| region N`` for an op of checkpoint region N, ``| must_save`` or
-``| must_recompute`` by a policy, and ``| host ENTRY`` if what backward reads of it lies in host memory, by a plan entry.
+``| must_recompute`` by a policy, and ``| host ENTRY`` if a plan entry keeps what backward reads of it in host memory.
 """
 
 from __future__ import annotations

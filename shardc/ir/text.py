@@ -165,8 +165,8 @@ def argument_text(arg: fx.node.Argument, wants: Iterator[Layout | None] = NONE_W
 
 
 def origin_text(record: Info) -> str:
-    """Return the comment ``# module | source | reason [| region N] [| POLICY] [| host ENTRY] [| kept] [| regathers NAME]``
-    of an op.
+    """Return the comment of an op: ``# module | source | reason [| region N] [| POLICY] [| host ENTRY] [| kept]
+    [| regathers NAME]``.
 
     A dash stands for an empty field.
     """

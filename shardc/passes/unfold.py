@@ -20,7 +20,7 @@ from shardc._compat import LazyGraphModule
 from shardc.cost.step_sequence import ALIASED, aliased
 from shardc.errors import PlanError, ShardcError
 from shardc.ir import graph as ir
-from shardc.ir.graph import Info, Origin, Role
+from shardc.ir.graph import Info, Role
 from shardc.ir.guards import Reads
 from shardc.ir.repeat import Marks, Repeat, Repeats
 from shardc.passes.lower.hoist_grad_epilogue import HoistGradEpilogue

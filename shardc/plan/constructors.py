@@ -369,5 +369,20 @@ def _globs(names: object, entry: str) -> Iterable[str]:
 
 CONSTRUCTORS |= {
     function.__name__: function
-    for function in (ddp, fsdp, hsdp, tp, cp, ep, chunked_loss, microbatches, pp, precision, offload, recompute, save, Plan)
+    for function in (
+        ddp,
+        fsdp,
+        hsdp,
+        tp,
+        cp,
+        ep,
+        chunked_loss,
+        microbatches,
+        pp,
+        precision,
+        offload,
+        recompute,
+        save,
+        Plan,
+    )
 }

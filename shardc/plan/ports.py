@@ -14,7 +14,6 @@ from shardc.errors import LayoutError, PlanError, ShardcWarning
 from shardc.ir import ops
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.module_paths import is_in
 from shardc.ir.text import leaf_paths
 from shardc.plan.layout_spec import Form, PerRank, Uneven, freeze, to_layout
 from shardc.plan.match import shorten

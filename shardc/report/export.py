@@ -16,7 +16,8 @@ from tabulate import tabulate
 from shardc.cost.step_sequence import MOVE, WAIT, Sequence
 from shardc.errors import InputError
 from shardc.ir.schedules import COMPUTATIONS, Timeline
-from shardc.report.prediction import OWNERS, Prediction
+from shardc.report.predicted_memory import OWNERS
+from shardc.report.prediction import Prediction
 
 LARGEST = 10  # tensors at the peak that are written
 TOTALS = ("axis", "kind", "phase", "entry")

@@ -16,7 +16,8 @@ from shardc.errors import InputError
 from shardc.ir import graph as ir
 from shardc.ir.text import op_line, placeholder_text
 from shardc.report.findings import Finding, merged
-from shardc.report.prediction import OWNERS, Collective, Prediction, grouped
+from shardc.report.predicted_memory import OWNERS
+from shardc.report.prediction import Collective, Prediction, grouped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -35,8 +35,8 @@ from shardc.ir.graph import Value
 from shardc.ir.mesh import Mesh
 from shardc.ir.schedules import COMPUTATIONS, SENDS, Action, Kind, Timeline, clock, in_flight
 from shardc.ir.stage_runs import Message, StageRuns
+from shardc.report.predicted_memory import Memory
 from shardc.report.predicted_schedule import Schedule
-from shardc.report.prediction import Memory
 
 KINDS = {
     FORWARD: Kind.FORWARD,

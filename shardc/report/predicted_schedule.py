@@ -27,7 +27,8 @@ from shardc.ir.gc_control import uncollected
 from shardc.ir.mesh import Mesh, split_part
 from shardc.report import export, page, schedule_text
 from shardc.report.findings import Finding
-from shardc.report.prediction import HOST, ORDERS, Collective, Prediction, Run, Span, Timeline, memory_of, simulate
+from shardc.report.predicted_memory import memory_of
+from shardc.report.prediction import HOST, ORDERS, Collective, Prediction, Run, Span, Timeline, simulate
 
 if TYPE_CHECKING:
     from shardc.report.formulas import Cost, Costs

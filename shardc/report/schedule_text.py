@@ -7,7 +7,8 @@ from collections.abc import Sequence as Seq
 from shardc.cost.compute import layers_of
 from shardc.ir import graph as ir
 from shardc.report.export import shorten
-from shardc.report.prediction import HOST, Collective, Held, Prediction, Run, Total, grouped
+from shardc.report.predicted_memory import Held
+from shardc.report.prediction import HOST, Collective, Prediction, Run, Total, grouped
 from shardc.report.units import duration, operations, percent, size
 
 WIDTH = 120  # columns of a table

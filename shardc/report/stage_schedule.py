@@ -19,8 +19,9 @@ from shardc.ir.schedules import Timeline
 from shardc.report import export, page, pipeline, schedule_text
 from shardc.report.findings import Finding
 from shardc.report.played_stages import NAMES, Parts, Played, RankCost, StageCost
+from shardc.report.predicted_memory import Memory, memory_of
 from shardc.report.predicted_schedule import Schedule
-from shardc.report.prediction import Collective, Memory, memory_of
+from shardc.report.prediction import Collective
 from shardc.report.units import duration, percent, size
 
 

@@ -16,6 +16,7 @@ from shardc._compat import LazyGraphModule, PyTree, pytree
 from shardc.capture import Captured, Tag, capture, input_names, loss_arity, shortened
 from shardc.cost.compute import model_flops
 from shardc.cost.hardware import Hardware
+from shardc.cost.step_sequence import INPUT
 from shardc.custom_ops.flops import is_attention
 from shardc.errors import ShardcWarning
 from shardc.fold import KEEP, few_of, folded_of, repeats_of
@@ -81,7 +82,7 @@ class Estimate:
     """The cost of a plan, estimated from a few of the model's repeated blocks.
 
     Args:
-        seconds: of a step.
+        seconds: of a step, and of the update of parameters on the host.
         memory: bytes of a rank at the peak.
     """
 
@@ -233,6 +234,11 @@ class CapturedModel:
         ends = (*few.clock[1:], few.seconds)
         spans = zip(few.step.ops, few.clock, ends, strict=True)
         seconds = sum((end - start) * self.weight(op.node) for op, start, end in spans)
+        inputs = [(op.node, ir.info(op.node).value) for op in few.step.ops if op.kind == INPUT]
+        on_host = [(self.weight(node), x.nbytes) for node, x in inputs if isinstance(x, ir.Value) and x.host]
+        if on_host:
+            update = few.host_update_seconds / sum(size for _, size in on_host)
+            seconds += sum(weight * update * size for weight, size in on_host)
         size = sum(round(x.bytes * self.times(x.module or x.name)) for x in few.memory.held)
         return Estimate(seconds, size)
 

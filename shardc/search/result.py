@@ -56,8 +56,13 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Return the predicted seconds of a step."""
-        return self.schedule.seconds if self.estimate is None else self.estimate.seconds
+        """Return the predicted seconds of a step, and of the optimizer's update of parameters that lie on the host.
+
+        An update on the device takes a small part of that, and is not counted.
+        """
+        if self.estimate is not None:
+            return self.estimate.seconds
+        return self.schedule.seconds + self.schedule.host_update_seconds
 
     @property
     def memory(self) -> int:

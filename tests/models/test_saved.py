@@ -17,7 +17,7 @@ from shardc.ir import graph as ir
 from shardc.ir.comm import is_loaded, is_stored
 from shardc.ir.parse import parse
 from shardc.ir.text import dump
-from shardc.report.prediction import OWNERS
+from shardc.report.predicted_memory import OWNERS
 from tests.models.alike import trains_alike
 
 aten = torch.ops.aten

@@ -94,6 +94,7 @@ CASES: dict[str, Callable[[], shardc.Program]] = {
     "mlp_offload": lambda: mlp(
         {"dp": 2}, shardc.fsdp("dp") | shardc.offload(["up.*", "down.weight"]) | shardc.precision(param=torch.bfloat16)
     ),
+    "mlp_saved": lambda: mlp({"dp": 2}, shardc.fsdp("dp") | shardc.save("", on="host")),
     "mlp_hsdp": lambda: mlp({"rep": 2, "dp": 2}, shardc.hsdp(shard="dp", replicate="rep")),
     "mlp_slow_all_reduce": lambda: mlp({"dp": 2}, shardc.ddp("dp"), cost=SLOW, bucket_size=0),
     "mlp_without_loss": without_loss,
@@ -122,6 +123,7 @@ SHOWN = {
     "llama_float8": ["float8", "simplify"],
     "llama_chunked": ["chunk_loss"],
     "mlp_offload": ["offload", "schedule", "schedule.backward"],
+    "mlp_saved": ["offload_saved", "offload_saved.backward", "schedule.backward"],
     "mlp_hsdp": ["collectives"],
     "mlp_slow_all_reduce": ["algorithms.backward"],
     "mlp_without_loss": ["objective"],
@@ -173,6 +175,7 @@ DOES = {
     "keep_part": "mlp_fsdp_part",
     "skip_regather": "mlp_fsdp_part",
     "offload": "mlp_offload",
+    "offload_saved": "mlp_saved",
     "algorithms.backward": "mlp_slow_all_reduce",
     "plan_memory": "mlp_direct",
 }

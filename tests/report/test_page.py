@@ -23,8 +23,8 @@ from shardc.ir import graph as ir
 from shardc.ir.mesh import Mesh
 from shardc.report.findings import Finding
 from shardc.report.page import curve, record
+from shardc.report.predicted_memory import OWNERS
 from shardc.report.predicted_schedule import Schedule
-from shardc.report.prediction import OWNERS
 from tests.report.test_schedule import stack_program
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ import shardc
 from shardc.__main__ import main
 from shardc.errors import InputError
 from shardc.report.page import draw
+from shardc.report.predicted_memory import OWNERS
 from shardc.report.predicted_schedule import Schedule
-from shardc.report.prediction import OWNERS
 from tests.report.test_schedule import ROOT, stack_program
 
 

@@ -23,8 +23,8 @@ from shardc.cost.hardware import Route, price, route
 from shardc.errors import MeshError, PlanError
 from shardc.ir.comm_volume import KINDS, wire_elements
 from shardc.ir.mesh import Mesh
+from shardc.report.predicted_memory import OWNERS
 from shardc.report.predicted_schedule import Schedule
-from shardc.report.prediction import OWNERS
 from shardc.report.units import duration, size
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
 from tests import golden

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 
 from torch import fx
 
@@ -39,11 +39,11 @@ def mark_saves(graph: fx.Graph, saves: Sequence[SavePolicy]) -> None:
     outermost = [name for name in dict.fromkeys(regions) if not any(is_in(name, x) and name != x for x in regions)]
     numbers = {name: first + at for at, name in enumerate(outermost)}
 
-    @lru_cache(maxsize=None)
+    @cache
     def about(module: str) -> list[SavePolicy]:
         return [policy for policy in saves if not policy.module or is_in(module, policy.module)]
 
-    @lru_cache(maxsize=None)
+    @cache
     def region_of(module: str) -> int:
         return next((number for name, number in numbers.items() if not name or is_in(module, name)), 0)
 
@@ -65,7 +65,11 @@ def _under(policy: SavePolicy, origin: Origin, own: Origin, region: int, given: 
         given: the value is a parameter, a buffer or an input, which is in memory anyway.
     """
     if policy.where == "recompute":
-        return replace(origin, policy="must_recompute") if policy.ops else replace(origin, region=region, policy=own.policy)
+        return (
+            replace(origin, policy="must_recompute")
+            if policy.ops
+            else replace(origin, region=region, policy=own.policy)
+        )
     host = policy.entry if policy.where == "host" and not given else ""
     if policy.ops:
         return replace(origin, policy="must_save", host=host)
