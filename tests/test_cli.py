@@ -185,7 +185,8 @@ BAD = {
         "--stage colectives: no such stage; use one of capture, experts, attention, canonicalize, float8, seed, pad, "
         "propagate, objective, precision, reshard, simplify, collectives, keep_part, localize, offload, "
         "hoist_grad_epilogue, chunk_loss, "
-        "decompose, partition, partition.backward, skip_regather, skip_regather.backward, bucket, bucket.backward, "
+        "decompose, partition, partition.backward, skip_regather, skip_regather.backward, offload_saved, "
+        "offload_saved.backward, bucket, bucket.backward, "
         "algorithms, algorithms.backward, schedule, schedule.backward, plan_memory, plan_memory.backward",
     ),
     "a name that no plan knows": (

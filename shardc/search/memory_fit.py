@@ -5,7 +5,7 @@
 price at which the solution fits.
 
 `Fit` reduces the memory of a plan until it fits, at the fewest seconds per byte: it gathers parameters again in
-backward, recomputes activations, and offloads parameters to the host.
+backward, recomputes activations or moves them to the host, and offloads parameters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeGuard, TypeVar
 from torch import nn
 
 from shardc.capture import numbered_containers
-from shardc.plan.constructors import offload, recompute
+from shardc.plan.constructors import offload, recompute, save
 from shardc.plan.entries import Entry, Fsdp, Save
 from shardc.plan.match import matching
 from shardc.plan.value import Plan
@@ -252,17 +252,27 @@ class Fit:
         return Measure([self._size(glob) for glob in self.globs], apply)
 
     def _others(self) -> Iterator[Measure]:
-        """Yield the measures that recompute activations (of blocks, or of parts of blocks) and offload parameters."""
-        for part, blocks in _parts(self.model).items():
+        """Yield the measures that recompute activations (of blocks, or of parts of blocks), move those of blocks to the
+        host, and offload parameters.
+        """
+        parts_of_blocks = _parts(self.model)
+        for part, blocks in parts_of_blocks.items():
 
             def with_recompute(plan: Plan, count: int, part: str = part, blocks: Blocks = blocks) -> Plan:
-                parts = [e for e in plan.entries if isinstance(e, Save) and e not in self.hand.entries]
+                parts = [e for e in plan.entries if _recomputes(e) and e not in self.hand.entries]
                 return Plan.of(e for e in plan.entries if part or e not in parts) | recompute(
                     _first(blocks, part, count)
                 )
 
             yield Measure([1.0] * sum(size for _, size in blocks), with_recompute, periodic=False)
         largest = sorted(self.globs, key=self._size, reverse=True)
+        if self.host and (whole := parts_of_blocks.get("", [])):
+            # In front: an entry that recomputes blocks then keeps on the host what goes into them.
+            yield Measure(
+                [1.0] * sum(size for _, size in whole),
+                lambda plan, count: save(_first(whole, "", count), on="host") | plan,
+                periodic=False,
+            )
         if self.host:
             yield Measure(
                 [self._size(glob) for glob in largest],
@@ -280,6 +290,11 @@ def kept_whole(plan: Plan, hand: Plan) -> Plan:
     ``hand``.
     """
     return Plan.of(replace(e, level=2) if _is_open(e, hand) and e.level == 3 else e for e in plan.entries)
+
+
+def _recomputes(entry: Entry) -> bool:
+    """Return whether ``entry`` recomputes the activations of modules."""
+    return isinstance(entry, Save) and entry.where == "recompute" and not entry.ops
 
 
 def _is_open(entry: Entry, hand: Plan) -> TypeGuard[Fsdp]:

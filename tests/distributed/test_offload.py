@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 from shardc.errors import LayoutError
-from shardc.ir.comm import move_kind
+from shardc.ir.comm import is_loaded, is_stored, move_kind
 from tests.distributed.test_checkpoint import STEPS, adamw, state_of, train, trained
 from tests.distributed.test_no_sync import MICRO, big_batch, micro
 from tests.ranks import run_ranks
@@ -28,6 +28,7 @@ PLANS = {
     "level 2, some": shardc.fsdp("dp", level=2) | shardc.offload(["odd.*", "fused", "scale", "empty"]),
     "level 1": shardc.fsdp("dp", level=1) | shardc.offload(),
     "whole": shardc.ddp("dp") | shardc.offload(),
+    "level 3, activations too": shardc.fsdp("dp") | shardc.offload() | shardc.save("", on="host"),
 }
 
 
@@ -142,7 +143,7 @@ def resumes_with_other_places() -> None:
 
 def saved_programs_run() -> None:
     source = model()
-    plan = PLANS["level 3"] | shardc.precision(reduce=torch.float64)
+    plan = PLANS["level 3, activations too"] | shardc.precision(reduce=torch.float64)
     module = compiled(source, plan)
     folders: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folders)
@@ -157,6 +158,9 @@ def saved_programs_run() -> None:
     assert isinstance(loaded, type(shardc.load(folders[0])))
     kinds = [move_kind(node) for node in loaded.backward.graph.nodes]
     assert kinds.count("to_host") == sum(param.grad is not None for param in again.parameters()) > 0
+    assert any(is_stored(node) for node in loaded.forward.graph.nodes) and any(
+        map(is_loaded, loaded.backward.graph.nodes)
+    )
 
 
 @pytest.mark.slow
@@ -175,4 +179,4 @@ def test_two_ranks() -> None:
 
 
 def test_through_inductor() -> None:
-    run_ranks(2, partial(trains_as_one_device, "level 3", "inductor"))
+    run_ranks(2, partial(trains_as_one_device, "level 3, activations too", "inductor"))

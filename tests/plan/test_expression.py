@@ -46,7 +46,7 @@ ERRORS = {
     "broken()": "column 1: broken(): division by zero\n  | broken()\n  | ^",
     '__import__("os")': "column 1: unknown name '__import__'\n  | __import__(\"os\")\n  | ^\n  fix: known are BASE, "
     "Partial, Plan, Replicate, Shard, broken, chunked_loss, cp, ddp, ep, fsdp, hsdp, llama_tp, microbatches, number, "
-    "offload, per_rank, pp, precision, recompute, tp",
+    "offload, per_rank, pp, precision, recompute, save, tp",
     "fsdp.__globals__": "column 1: fsdp.__globals__ may not stand in a plan\n  | fsdp.__globals__\n  | ^\n"
     '  fix: write calls joined by |, as fsdp("dp") | ddp("rep")',
     'fsdp(*["dp"])': "column 6: *['dp'] may not stand in a plan\n  | fsdp(*[\"dp\"])\n  |      ^\n"
