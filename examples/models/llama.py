@@ -170,8 +170,8 @@ def llama3_8b(layers: int = 32, targets: bool = False) -> tuple[Llama, tuple[Ten
 
 
 def qwen3_14b(layers: int = 40, targets: bool = False) -> tuple[Llama, tuple[Tensor, ...]]:
-    """A Llama of the sizes of Qwen3 14B (or its first ``layers`` layers), without its norms of queries and keys, on meta,
-    with 8 sequences of 8,192 tokens.
+    """A Llama of Qwen3 14B's sizes (or its first ``layers`` layers), without norms of queries and keys, on meta, with 8
+    sequences of 8,192 tokens.
     """
     config = LlamaConfig(151936, 5120, layers, heads=40, kv_heads=8, hidden=17408, rope_theta=1000000.0)
     return build(config, "meta", size=8, length=8192, targets=targets)

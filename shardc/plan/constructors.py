@@ -262,7 +262,7 @@ def save(names: str | Sequence[str], on: str, ops: Sequence[object] | str | None
     recompute("*") | save("*", on="device", ops=["aten.mm.default"])
     """
     is_op = isinstance(ops, OpOverload | OpOverloadPacket | str)
-    globs, listed = _globs(names, "save(...)"), [ops] if is_op else list(cast("Sequence[object]", ops or ()))
+    globs, listed = _globs(names, "save(...)"), [ops] if is_op else list(ops or ())
     if ops is not None and not listed:
         raise PlanError("ops= is empty", plan_entry="save(...)", fix="leave it out, for all ops of the modules")
     return Plan.of(Save(glob, on, tuple(map(_op_name, listed))) for glob in globs)

@@ -134,15 +134,16 @@ def test_parameters_lie_on_the_host_where_that_is_needed() -> None:
 
 @pytest.mark.slow
 def test_the_update_on_the_host_is_a_part_of_the_step() -> None:
-    """Moves that compute hides are not free: the optimizer updates on the host, at its memory's bandwidth."""
+    """Moves that compute hides are not free: AdamW reads 4 and writes 3 times the parameters in the host's memory."""
     size, hand = (2, 1024, 16384), shardc.fsdp("dp")
     most = find(*size, 1e12, hand)
     found = find(*size, 0.93 * most.memory, hand)
     assert recomputed(found) and not any(isinstance(entry, Offload) for entry in found.plan.entries)
     moved = next(trial for trial in found.trials if 'offload("*")' in str(trial.plan))
     assert moved.schedule.seconds < found.schedule.seconds, "without the update it would be the faster plan"
-    params = 8 * sum(p.numel() for p in Net(*size[:2]).parameters()) / 2  # of a rank: AdamW reads 4 and writes 3 of them
-    update = 7 * params / (H100.host_memory_bandwidth * H100.streaming)
+    params = 8 * sum(p.numel() for p in Net(*size[:2]).parameters()) / 2  # of a rank
+    update = (4 + 3) * params / (H100.host_memory_bandwidth * H100.streaming)
+    assert any(str(trial.plan).startswith("save(") for trial in found.trials), "activations on the host are tried too"
     assert moved.seconds == pytest.approx(moved.schedule.seconds + update, rel=1e-3)
 
 

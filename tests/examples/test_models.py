@@ -99,7 +99,9 @@ def test_rotary_attention_sees_only_distances() -> None:
     assert not torch.allclose(scores[0], scores[0, 0].expand(12))
 
 
-@pytest.mark.parametrize(("build", "billions"), [(llama.llama3_8b, 8.030), (llama.qwen3_14b, 14.768), (llama.llama3_405b, 405.853)])
+@pytest.mark.parametrize(
+    ("build", "billions"), [(llama.llama3_8b, 8.030), (llama.qwen3_14b, 14.768), (llama.llama3_405b, 405.853)]
+)
 def test_llama3_sizes(build, billions: float) -> None:
     model, (tokens,) = build()
     assert round(sum(p.numel() for p in model.parameters()) / 1e9, 3) == billions

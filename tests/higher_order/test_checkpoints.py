@@ -146,7 +146,7 @@ def test_text_and_parse() -> None:
     gm = compiled("products").forward
     assert gm is not None
     text = dump(gm, mesh, origins=True)
-    assert re.search(r"\| region \d+ saved", text) and dump(parse(text), mesh, origins=True) == text
+    assert re.search(r"\| region \d+ \| must_save", text) and dump(parse(text), mesh, origins=True) == text
 
 
 def test_a_composed_module_compiles_once() -> None:
