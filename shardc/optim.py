@@ -158,6 +158,7 @@ class _OnShards(torch.optim.Optimizer):
         """Returns the state dict of the plain optimizer, with DTensors; with whole parameters, all ranks call it."""
         if self._owners is not None:
             with self._tells():
+                self._groups.consistency.meet(f"{self.base.__name__}.state_dict()")
                 self._share()
                 self._refuse_unshared()
         return super().state_dict()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import shardc
-from shardc.errors import InputError
+from shardc.errors import InputError, MeshError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.owned import Owned
 from tests.distributed.test_checkpoint import trained
@@ -241,6 +241,32 @@ def resumes_elsewhere() -> None:
             theirs.check_state(optimizer)
 
 
+class Fails(torch.optim.SGD):
+    """Fails on the rank that updates ``mid.weight``."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        if any(p.shape == (12, 9) and not p.sum().isfinite() for group in self.param_groups for p in group["params"]):
+            raise ValueError("a matrix is not finite")
+
+
+def others_hear_of_it() -> None:
+    """A rank that calls `state_dict` alone raises at once, and the error of an owner is raised on all ranks."""
+    module = compiled("fsdp")
+    optimizer = wrapped("Muon", module)
+    module(*module.shard_inputs(*batch())).backward()
+    optimizer.step()
+    if dist.get_rank() == 0:
+        with pytest.raises(MeshError, match=r"Muon.state_dict\(\) is for all ranks of the mesh. Rank 0"):
+            optimizer.state_dict()
+    dist.barrier()
+    optimizer.step()
+    optimizer.state_dict()
+    optimizer = shardc.optim.wrap(Fails, module, lr=float("inf"), whole=True)
+    with pytest.raises((ValueError, MeshError), match="a matrix is not finite"):
+        optimizer.step()
+
+
 def rewind(theirs: OnWholes, state: dict[str, Any]) -> None:
     """Sets the copies to the module's parameters, and the plain optimizer's state to ``state``."""
     with torch.no_grad():
@@ -359,7 +385,7 @@ def what_cannot_be_is_refused() -> None:
 
 
 def test_muon_on_two_ranks() -> None:
-    checks = [partial(as_they_are, "fsdp"), what_cannot_be_is_refused]
+    checks = [partial(as_they_are, "fsdp"), what_cannot_be_is_refused, others_hear_of_it]
     run_ranks(2, partial(updates_are_those_of_wholes, "fsdp", "Muon"), *checks)
 
 
