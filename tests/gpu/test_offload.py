@@ -58,14 +58,15 @@ def test_memory_at_home_is_pinned_where_asked() -> None:
     assert ParamLocation(cuda).keep(torch.ones(4)).device == cuda
 
 
+@pytest.mark.parametrize("activations", [shardc.Plan(), shardc.save("", on="host")], ids=["on the device", "too"])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_trains_as_one_device(backend: str) -> None:
+def test_trains_as_one_device(backend: str, activations: shardc.Plan) -> None:
     """A world of one GPU: parameters, gradients and optimizer state stay on the host."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         source = model().cuda()
         mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
-        plan = shardc.fsdp("dp") | shardc.offload()
+        plan = shardc.fsdp("dp") | shardc.offload() | activations
         module = shardc.compile(source, mesh, plan, loss=F.mse_loss, backend=backend)
         ours = shardc.optim.wrap(torch.optim.AdamW, module, lr=0.05)
         theirs = torch.optim.AdamW(source.parameters(), lr=0.05)

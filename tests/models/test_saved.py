@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 import shardc
 from examples.models import llama
+from shardc.cost.hardware import H100
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.comm import is_loaded, is_stored
@@ -177,6 +178,20 @@ def test_transformers_on_two_axes() -> None:
     tokens = torch.randint(0, 64, (4, 16))
     plan = shardc.fsdp("dp") | llama.llama_tp("tp", sequence=True) | HOST
     trains_alike(model, (tokens,), {"dp": 2, "tp": 2}, plan, steps=2)
+
+
+@pytest.mark.slow
+def test_a_model_of_14_billion_fits_where_it_did_not() -> None:
+    """Moves of two values of each layer fit beside forward and backward, on 8 GPUs of 80 GB."""
+    model, args = llama.qwen3_14b(targets=True)
+    plan = shardc.fsdp("dp") | shardc.precision(param=torch.bfloat16, reduce=torch.float32)
+    moved = plan | shardc.save(["layers.*.mlp.gate", "layers.*.mlp.up"], on="host")
+    options = shardc.Options(fold=True, bucket_size=H100)
+    before, after = (
+        shardc.compile(model, shardc.Mesh(dp=8), x, loss=llama.loss, options=options).lower(*args).schedule("h100")
+        for x in (plan, moved)
+    )
+    assert not before.fits() and after.fits() and after.peak < 65e9 and after.seconds < 1.01 * before.seconds
 
 
 BAD = {
