@@ -2,6 +2,9 @@
 
     python benchmarks/sequence.py
     python benchmarks/sequence.py --ranks 4 --lengths 4096 --rows 'shardc/*,peer/*'
+    python benchmarks/sequence.py --ranks 4 --lengths 4096 --rows 'flex/*'
+
+Rows of flex have documents of 64 to 1,024 tokens, by `flex_attention`; their peer gathers all keys and masks scores.
 
 Every row trains the same model on the same sequence (forward and backward, float32, gloo, one thread a rank). All
 rows are in memory at once and take turns step by step. Sent are the bytes that a rank's link carried; those of
@@ -32,12 +35,14 @@ import torch.multiprocessing as mp
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import shardc  # noqa: E402
 from benchmarks import meters  # noqa: E402
 from benchmarks.peers.context_parallel import gathered, torchs  # noqa: E402
+from examples.models import llama  # noqa: E402
 from examples.models.llama import Llama, LlamaConfig, loss  # noqa: E402
 from shardc.ir.comm_volume import tally  # noqa: E402
 
@@ -72,10 +77,46 @@ def whole(options: argparse.Namespace, length: int, mesh: DeviceMesh) -> tuple[n
     return module, lambda tokens, targets: loss(compiled(tokens), targets)
 
 
+class Documents(nn.Module):
+    """The weights of `llama.Attention`; queries see the keys of their document up to themselves."""
+
+    def __init__(self, given: llama.Attention, document: Tensor) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo, self.head_size = given.wq, given.wk, given.wv, given.wo, given.head_size
+        self.register_buffer("document", document)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k = llama.rotate(q, cos, sin), llama.rotate(k, cos, sin)
+        document, length = self.document, len(self.document)
+        mask = create_block_mask(
+            lambda b, h, i, j: (document[i] == document[j]) & (i >= j), None, None, length, length, device=x.device
+        )
+        return self.wo(flex_attention(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2).flatten(-2))
+
+
+def documents(length: int) -> Tensor:
+    """Of each place, its document."""
+    sizes = torch.randint(64, 1025, (length // 64,), generator=torch.Generator().manual_seed(0))
+    return torch.arange(len(sizes)).repeat_interleave(sizes)[:length]
+
+
+def packed(options: argparse.Namespace, length: int, mesh: DeviceMesh, method: str) -> tuple[nn.Module, Step]:
+    plain = model(options)
+    for layer in plain.layers:
+        layer.attn = Documents(layer.attn, documents(length))
+    module = shardc.compile(plain, mesh, shardc.cp("cp", method=method), loss=loss)
+    return module, lambda *batch: module(*module.shard_inputs(*batch))
+
+
 def rows() -> dict[str, Callable[..., tuple[nn.Module, Step]]]:
     out: dict[str, Callable[..., tuple[nn.Module, Step]]] = {
         f"shardc/cp/{method}": partial(ours, method=method) for method in METHODS
     }
+    out |= {f"flex/{method}": partial(packed, method=method) for method in METHODS}
+    out["flex/peer/gathered"] = lambda options, length, mesh: gathered(
+        model(options), length, mesh, document=documents(length)
+    )
     out["peer/gathered"] = lambda options, length, mesh: gathered(model(options), length, mesh)
     out["torch/context_parallel"] = lambda options, length, mesh: torchs(model(options), length, mesh)
     return out | {"each rank all of it": whole}
@@ -105,13 +146,14 @@ def measure(rank: int, ranks: int, store: str, options: argparse.Namespace, leng
         except Exception as error:  # a row that cannot run says why
             failed[name] = f"{type(error).__name__}: {error}".split("\n")[0]
         bar.update()
-    took: dict[str, list[tuple[float, int]]] = {name: [] for name in built}
+    took: dict[str, list[tuple[float, int, float]]] = {name: [] for name in built}
     for _ in range(options.steps):
         for name, (_, step) in built.items():
             dist.barrier()
-            sent, start = meters.bytes_sent(), time.perf_counter()
+            sent, start, cpu = meters.bytes_sent(), time.perf_counter(), time.process_time()
             step(*batch).backward()
-            took[name].append((time.perf_counter() - start, meters.bytes_sent() - sent))
+            seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+            took[name].append((seconds, meters.bytes_sent() - sent, cpu))
         bar.update()
     bar.close()
     said = {name: predicted(module, name, ranks, options, length) for name, (module, _) in built.items()}
@@ -142,7 +184,7 @@ def left_for_backward(module: nn.Module, forward: Callable[[], Tensor]) -> int:
 
 def predicted(module: nn.Module, name: str, ranks: int, options: argparse.Namespace, length: int) -> list[str]:
     """KiB of attention by count and by the page, MiB kept by the schedule."""
-    if not name.startswith("shardc"):
+    if name.startswith(("peer", "torch", "flex/peer", "each")):
         return ["", "", ""]
     tokens = torch.zeros(options.rows_of_batch, length, dtype=torch.int64)
     program = module.lower(tokens, tokens)  # type: ignore[operator]
@@ -161,21 +203,26 @@ def predicted(module: nn.Module, name: str, ranks: int, options: argparse.Namesp
 
 
 def table(
-    took: dict[str, list[tuple[float, int]]], kept: dict[str, int], said: dict[str, list[str]], failed: dict[str, str]
+    took: dict[str, list[tuple[float, int, float]]],
+    kept: dict[str, int],
+    said: dict[str, list[str]],
+    failed: dict[str, str],
 ) -> str:
-    median = {name: statistics.median(seconds for seconds, _ in steps) for name, steps in took.items()}
-    base = median.get("peer/gathered")
+    median = {name: statistics.median(seconds for seconds, *_ in steps) for name, steps in took.items()}
+    base = median.get("peer/gathered", median.get("flex/peer/gathered"))
     lines = []
     for name, steps in took.items():
-        sent = statistics.median(sent for _, sent in steps)
+        sent = statistics.median(sent for _, sent, _ in steps)
+        cpu = statistics.median(cpu for *_, cpu in steps)
         lines.append([
-            name, f"{1e3 * median[name]:.0f}", f"{1e3 * min(seconds for seconds, _ in steps):.0f}",
+            name, f"{1e3 * median[name]:.0f}", f"{1e3 * min(seconds for seconds, *_ in steps):.0f}",
+            f"{1e3 * cpu:.0f}",
             "" if base is None else f"{median[name] / base:.2f}", f"{sent / 1024:,.0f}", *said[name][:2],
             said[name][2], f"{kept[name] / 2**20:.0f}",
         ])  # fmt: skip
-    header = ["row", "median ms", "least ms", "of the peer", "KiB sent", "of attention", "by the page",
+    header = ["row", "median ms", "least ms", "CPU ms of a rank", "of the peer", "KiB sent", "of attention", "by the page",
               "MiB kept, predicted", "measured"]  # fmt: skip
-    text = tabulate(lines, header, disable_numparse=True, colalign=("left", *["right"] * 8))
+    text = tabulate(lines, header, disable_numparse=True, colalign=("left", *["right"] * 9))
     return "\n".join([text, *(f"{name}: {why}" for name, why in failed.items())])
 
 

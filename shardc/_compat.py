@@ -220,6 +220,13 @@ def _one_dim_placement(placement: Placement | None) -> object:
     raise NotImplementedError(f"placement {placement!r}")
 
 
+@contextmanager
+def differentiable() -> Iterator[None]:
+    """Context in which ops record gradients, also within an op's kernel, where torch may have turned autograd off."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
+        yield
+
+
 def is_fake(x: torch.Tensor) -> bool:
     """Whether ``x`` is a fake tensor, or a wrapper of one: it has a type and no values."""
     return torch._subclasses.fake_tensor.is_fake(x)

@@ -41,11 +41,15 @@ class _Attention(nn.Module):
 class _Decoder(nn.Module):
     """`llama.Llama` of this rank's part of the sequence."""
 
-    def __init__(self, model: llama.Llama, length: int, mesh: DeviceMesh, compiled: bool) -> None:
+    def __init__(
+        self, model: llama.Llama, length: int, mesh: DeviceMesh, compiled: bool, document: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.model, self.places, self.length = model, places(length, mesh.size(), mesh.get_local_rank()), length
         every = torch.cat([places(length, mesh.size(), rank) for rank in range(mesh.size())])
         mask = self.places[:, None] >= torch.arange(length)
+        if document is not None:
+            mask &= document[self.places, None] == document
         for layer in model.layers:
             layer.attn = _Attention(layer.attn, mesh, every.argsort(), mask)
             if compiled:
@@ -60,9 +64,16 @@ class _Decoder(nn.Module):
         return llama.loss(self.model.head(self.model.norm(x)), targets)
 
 
-def gathered(model: llama.Llama, length: int, mesh: DeviceMesh, compiled: bool = True) -> tuple[nn.Module, Step]:
-    """A step on the global batch; gradients are averaged by DDP."""
-    module = DistributedDataParallel(_Decoder(model, length, mesh, compiled), process_group=mesh.get_group())
+def gathered(
+    model: llama.Llama, length: int, mesh: DeviceMesh, compiled: bool = True, document: Tensor | None = None
+) -> tuple[nn.Module, Step]:
+    """A step on the global batch; gradients are averaged by DDP.
+
+    Args:
+        document: of each place, its document: queries see their own only. No key is skipped.
+    """
+    decoder = _Decoder(model, length, mesh, compiled, document)
+    module = DistributedDataParallel(decoder, process_group=mesh.get_group())
     return module, module
 
 

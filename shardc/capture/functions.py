@@ -49,7 +49,7 @@ def _replace(gm: fx.GraphModule, node: fx.Node, kind: str) -> None:
         flat, counts = [*carries, *rest], (len(carries), 0)
     if not all(isinstance(x, fx.Node) for x in flat):
         raise _error(node, f"{kind} is given a number among its operands", "pass it as a tensor")
-    graphs = tuple(_graph(getattr(gm, module.target), node, kind) for module in modules)
+    graphs = tuple(graph_of_function(getattr(gm, module.target), node, kind) for module in modules)
     function = register(Function(kind, graphs, counts))
     node.target, node.args, node.kwargs = OPS[kind], (flat, function.name), {}
     node.meta["val"] = list(node.meta["val"])
@@ -60,8 +60,10 @@ def _replace(gm: fx.GraphModule, node: fx.Node, kind: str) -> None:
     node.meta["val"] = [x for x in node.meta["val"] if isinstance(x, Tensor)]
 
 
-def _graph(gm: fx.GraphModule, node: fx.Node, kind: str) -> fx.Graph:
-    """Return the graph of a function of ``node`` in ops that it may have."""
+def graph_of_function(gm: fx.GraphModule, node: fx.Node | None, kind: str) -> fx.Graph:
+    """Return the graph of a function of ``node`` in ops that it may have; CaptureError, with the node's line, if it
+    has others.
+    """
     functions_as_ops(gm)
     numbers_as_tensors(gm.graph)
     for inner in list(gm.graph.nodes):
@@ -94,7 +96,7 @@ def _graph(gm: fx.GraphModule, node: fx.Node, kind: str) -> fx.Graph:
     return graph
 
 
-def _number(gm: fx.GraphModule, constant: fx.Node, node: fx.Node, kind: str) -> None:
+def _number(gm: fx.GraphModule, constant: fx.Node, node: fx.Node | None, kind: str) -> None:
     """Replaces a constant of one number by an op that makes it."""
     value = getattr(gm, str(constant.target))
     if not isinstance(value, Tensor) or value.ndim or value.is_complex():
@@ -108,5 +110,5 @@ def _number(gm: fx.GraphModule, constant: fx.Node, node: fx.Node, kind: str) -> 
     gm.graph.erase_node(constant)
 
 
-def _error(node: fx.Node, what: str, fix: str) -> CaptureError:
-    return CaptureError(what, source=line_of(node) or calling_line(), fix=fix)
+def _error(node: fx.Node | None, what: str, fix: str) -> CaptureError:
+    return CaptureError(what, source=(line_of(node) if node else "") or calling_line(), fix=fix)

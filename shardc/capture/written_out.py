@@ -1,7 +1,7 @@
 """Higher-order ops in Dynamo's graph that are written out as plain ops, with ordinary gradients and rules.
 
-- `flex_attention`, whose kernel has no backward on CPUs: its score and mask functions, graphs of scalars, are mapped
-  over all places, as in torch's reference.
+- `flex_attention` whose functions do not broadcast (`shardc.capture.flex`), or whose largest scores are used: its
+  score and mask functions, graphs of scalars, are mapped over all places, as in torch's reference.
 - ``map``: all slices at once, by ``vmap``.
 - ``scan`` over few steps: one step after the other (`_WRITTEN_STEPS`).
 - ``invoke_subgraph`` (of ``nested_compile_region``): the graph that it calls.
@@ -12,6 +12,7 @@ A ``while_loop`` stays one, traced without sizes that depend on values. Its grad
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import getitem
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +26,7 @@ from torch._higher_order_ops.while_loop import while_loop_op
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as api
 
+from shardc.capture import flex
 from shardc.custom_ops.function_ops import NO_GRADIENT
 
 
@@ -33,8 +35,15 @@ def write_out(gm: fx.GraphModule) -> None:
     for graph_module in gm.modules():
         if isinstance(graph_module, fx.GraphModule):
             for node in graph_module.graph.nodes:
+                if node.op == "call_function" and node.target is flex_attention and not _largest(node):
+                    node.target = flex.attention
                 node.target = _PLAIN.get(node.target, node.target) if node.op == "call_function" else node.target
             graph_module.recompile()
+
+
+def _largest(call: fx.Node) -> bool:
+    """Return whether the third result of a ``flex_attention`` is used, the largest score of each query."""
+    return any(user.target is not getitem or user.args[1] == 2 and user.users for user in call.users)
 
 
 def _map(body: fx.GraphModule, xs: Sequence[Tensor], args: Sequence[Any]) -> Any:

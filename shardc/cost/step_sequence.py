@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 from shardc.cost.model import Pricing
 from shardc.custom_ops.attention_ops import CALL
+from shardc.custom_ops.flex_ops import FLEX
 from shardc.custom_ops.float8_ops import QUANTISE, moved
 from shardc.ir import comm, comm_volume, executable
 from shardc.ir import graph as ir
@@ -78,7 +79,7 @@ def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
 def _bringing_keys(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes between a rank's own keys and values and an attention op, if they include a collective."""
     nodes: set[fx.Node] = set()
-    for call in graph.find_nodes(op="call_function", target=CALL):
+    for call in (node for op in (CALL, FLEX) for node in graph.find_nodes(op="call_function", target=op)):
         for node in call.args[1:3]:
             chain = []
             while isinstance(node, fx.Node) and len(node.all_input_nodes) == 1:

@@ -15,7 +15,7 @@ from torch import Size
 from torch.utils.flop_counter import flop_registry
 
 from shardc._compat import OpOverload
-from shardc.custom_ops import attention_ops, expert_ops, float8_ops, recurrent_ops
+from shardc.custom_ops import attention_ops, expert_ops, flex_ops, float8_ops, recurrent_ops
 from shardc.custom_ops.expert_functions import body_of
 
 aten = torch.ops.aten
@@ -36,6 +36,25 @@ def _attention_gradient(grad: Size, q: Size, k: Size, v: Size, *_: object) -> in
     return 2 * prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3])
 
 
+def _flex(
+    q: Size, k: Size, v: Size, captured: object, body: str, scale: float, keys: int, *_: object, rows: object = None,
+    **__: object,
+) -> int:  # fmt: skip
+    """Return the operations of attention for the scores that its mask leaves, as far as that does not depend on values.
+
+    A rank's rows are taken to be as the rows of all are.
+    """
+    return int(_attention(q, k, v) * flex_ops.seen_share(body, q[2] if rows is None else keys, keys))
+
+
+def _flex_gradient(
+    grad: Size, q: Size, k: Size, v: Size, out: object, sums: object, grad_sums: object, wanted: object,
+    captured: object, body: str, scale: float, keys: int, *_: object, rows: object = None, **__: object,
+) -> int:  # fmt: skip
+    share = flex_ops.seen_share(body, q[2] if rows is None else keys, keys)
+    return int(_attention_gradient(grad, q, k, v) * share)
+
+
 _KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 # Ops that torch's counter does not know, or not with fewer heads of keys than of queries (torch 2.11).
 _OTHERS: dict[object, Callable[..., int]] = {
@@ -51,9 +70,14 @@ _OTHERS: dict[object, Callable[..., int]] = {
     ),
     attention_ops.CALL: _attention,
     attention_ops.GRADIENT: _attention_gradient,
+    flex_ops.FLEX: _flex,
+    flex_ops.FLEX_GRADIENT: _flex_gradient,
     float8_ops.MM: lambda a, b, *_: 2 * prod(a) * b[1],
     aten._int_mm.default: lambda a, b: 2 * prod(a) * b[1],
 }
+
+
+_FLEX = (flex_ops.FLEX, flex_ops.FLEX_GRADIENT)  # whose count depends on arguments by name
 
 
 def is_dense(target: object) -> bool:
@@ -78,5 +102,5 @@ def flops(
         result: shape of its result, or a tuple of those of several.
     """
     if target in _OTHERS:
-        return int(_OTHERS[target](*args))
+        return int(_OTHERS[target](*args, **(dict(kwargs) if target in _FLEX else {})))
     return int(flop_registry[target.overloadpacket](*args, **dict(kwargs), out_val=result))

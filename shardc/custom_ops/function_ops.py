@@ -32,8 +32,9 @@ class Function:
         kind: name of the op, a key of `KINDS`.
         graphs: ``cond``: of (operands without the predicate) -> results, one if it is true and one if not; ``scan``: of
             (carries, a slice of each sequence, the rest) -> (carries, a slice of each result); ``while_loop``: of
-            (carries, the rest) -> a predicate, and of the same -> carries.
-        counts: number of operands that are carries, and of those that are sequences.
+            (carries, the rest) -> a predicate, and of the same -> carries; ``flex``: see `shardc.custom_ops.flex_ops`.
+        counts: number of operands that are carries, and of those that are sequences; of ``flex``, number of tensors
+            that each graph captures.
     """
 
     kind: str
@@ -70,7 +71,10 @@ class Function:
             raise TextError(f"this is no function of an op: {error}") from error
 
 
-KINDS = {"cond": ("true", "false"), "scan": ("step",), "while_loop": ("condition", "step")}
+KINDS = {
+    "cond": ("true", "false"), "scan": ("step",), "while_loop": ("condition", "step"),
+    "flex": ("score", "mask"),  # of `shardc.custom_ops.flex_ops`
+}  # fmt: skip
 _functions: dict[str, Function] = {}
 
 
@@ -89,9 +93,10 @@ def function_of(name: str) -> Function:
 def functions_in(*graphs: fx.Graph) -> Iterator[str]:
     """Yield the names of the functions that ops in ``graphs`` run, those within functions first."""
     for node in chain.from_iterable(graph.nodes for graph in graphs):
-        if node.target in OPS.values():
-            yield from functions_in(*function_of(node.args[1]).graphs)
-            yield node.args[1]
+        for argument in node.args:
+            if isinstance(argument, str) and argument in _functions:
+                yield from functions_in(*_functions[argument].graphs)
+                yield argument
 
 
 # --- the ops
@@ -164,4 +169,4 @@ for _kind, _function in (("cond", _cond), ("scan", _scan), ("while_loop", _while
     _library.define(f"{_kind}(Tensor[] operands, str body) -> Tensor[]")
     _library.impl(_kind, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_kind}", _function, lib=_library)
-OPS = {kind: getattr(torch.ops.shardc_function, kind).default for kind in KINDS}
+OPS = {kind: getattr(torch.ops.shardc_function, kind).default for kind in ("cond", "scan", "while_loop")}

@@ -104,8 +104,8 @@ FUSED = table(
 
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
-_QUERIES, _KEYS = "q", "k"
-_BOTH, _HEADS = (frozenset({_QUERIES, _KEYS}),), (frozenset("g"), frozenset("r"), frozenset("gr"))
+QUERIES, KEYS = "q", "k"
+_BOTH, _HEADS = (frozenset({QUERIES, KEYS}),), (frozenset("g"), frozenset("r"), frozenset("gr"))
 _SPLITS = {"gather": _BOTH, "ring": _BOTH, "ulysses": _HEADS, "auto": _BOTH + _HEADS}
 
 
@@ -120,7 +120,7 @@ class _SequenceHeads:
         kind = "sum" if backward else FREE
         b, g = loops.dim("b", query[0]), loops.dim("g", key[1])
         h = (*g, *loops.dim("r", query[1] // key[1], kind))
-        q, k = loops.indexed(_QUERIES, query[2], kind), loops.indexed(_KEYS, key[2], "sum")
+        q, k = loops.indexed(QUERIES, query[2], kind), loops.indexed(KEYS, key[2], "sum")
         e, f = loops.dim("e", query[3], WHOLE), loops.dim("f", value[3], WHOLE)
         self.query, self.key, self.value = (b, h, q, e), (b, g, k, e), (b, g, k, f)
         self.out, self.row = (b, h, q, f), (b, h, q)
@@ -137,7 +137,7 @@ class _SequenceHeads:
         return [by_name.get(name, self.out) for name in names]
 
 
-def _routed(call: Call, spec: Spec, moving: tuple[int, ...], trips: int) -> Spec:
+def routed(call: Call, spec: Spec, moving: tuple[int, ...], trips: int) -> Spec:
     """Return ``spec`` with its `Routed`, which allows one axis to split queries and keys together.
 
     Args:
@@ -145,11 +145,11 @@ def _routed(call: Call, spec: Spec, moving: tuple[int, ...], trips: int) -> Spec
         trips: how often each of them is sent.
     """
     sizes = dict(spec.sizes)
-    if _QUERIES not in sizes or _KEYS not in sizes:
+    if QUERIES not in sizes or KEYS not in sizes:
         return spec
     methods = zip(call["axis"].split(","), call["method"].split(","), strict=True)
     required = tuple((axis, _SPLITS[method]) for axis, method in methods if axis)
-    routed = Routed(_QUERIES, _KEYS, moving=moving, trips=trips, around=call["around"], required=required)
+    routed = Routed(QUERIES, KEYS, moving=moving, trips=trips, around=call["around"], required=required)
     return replace(spec, routed=routed)
 
 
@@ -158,23 +158,63 @@ def _call(call: Call) -> Spec:
     heads = _SequenceHeads(loops, backward=False)
     # With keys split the output is a partial sum, already weighted by each rank's share; the log-sum-exp is complete.
     spec = loops.spec(heads.operands(loops.names), [heads.out, heads.row], linear=[{2}], replicated=[1])
-    return _routed(call, spec, (1, 2), 1)
+    return routed(call, spec, (1, 2), 1)
 
 
 def _gradient(call: Call) -> Spec:
     loops = Loops(call)
     heads = _SequenceHeads(loops, backward=True)
     spec = loops.spec(heads.operands(loops.names), [heads.query, heads.key, heads.value], linear=[{0}])
-    return _routed(call, spec, (2, 3), 2)
+    return routed(call, spec, (2, 3), 2)
 
 
 # --- on one rank
 
 
+class Attended:
+    """Output and log-sum-exp of a rank's queries over the blocks of keys so far, combined as each block is added."""
+
+    def __init__(self, local: Local) -> None:
+        self.local, self.run = local, local.builder.call
+        self.out: Emitted = None
+        self.sums: Emitted = None
+        self.blind = self.many = False
+
+    def add(self, out: Emitted, sums: Emitted, *, blind: bool = False) -> None:
+        """Adds a block; ``blind``: its log-sum-exp is -inf where a query sees none of its keys."""
+        self.blind |= blind
+        if self.out is None:
+            self.out, self.sums = out, sums
+            return
+        self.many = True
+        combined = self.run(aten.logaddexp.default, self.sums, sums)
+        base = self._base(combined)
+        first, second = (
+            self.run(aten.mul.Tensor, wide(self.local, x), self._share(part, base))
+            for x, part in ((self.out, self.sums), (out, sums))
+        )
+        self.out, self.sums = self.run(aten.add.Tensor, first, second), combined
+
+    def over(self, pending: tuple[str, ...]) -> tuple[Emitted, Emitted]:
+        """Return (this rank's share of the output, log-sum-exp over all ranks of the axes ``pending``)."""
+        if pending:
+            part, self.sums = self.sums, _all_sums(self.local, self.sums, pending)
+            share = self._share(part, self._base(self.sums))
+            self.out, self.many = self.run(aten.mul.Tensor, wide(self.local, self.out), share), True
+        return narrow(self.local, self.out) if self.many else self.out, self.sums
+
+    def _base(self, sums: Emitted) -> Emitted:
+        return _finite(self.local, sums) if self.blind else sums
+
+    def _share(self, part: Emitted, whole: Emitted) -> Emitted:
+        """Return the weight ``exp(part - whole)`` of a block's output, given the log-sum-exp of it and of all."""
+        weight = self.run(aten.exp.default, self.run(aten.sub.Tensor, part, whole))
+        return self.run(aten.unsqueeze.default, weight, 3)
+
+
 def _call_local(local: Local) -> Emitted:
-    run, sequence = local.builder.call, KeyBlocks(local)
-    scale, out, sums, blind, many = local.call["scale"], None, None, False, False
-    query = local.operand("query")
+    run, sequence, attended = local.builder.call, KeyBlocks(local), Attended(local)
+    scale, query = local.call["scale"], local.operand("query")
     reached = sequence.reached(sequence.joined(local.operand("key"), local.operand("value")))
     for block in sequence.blocks():
         k, v = sequence.parted([block.take(x) for x in reached])
@@ -182,32 +222,10 @@ def _call_local(local: Local) -> Emitted:
         outputs = run(CALL, query, k, v, block.bias, block.causal, scale, keys, **block.when)
         o, s = run(getitem, outputs, 0), run(getitem, outputs, 1)
         if block.blind is not None:
-            blind = True
             s = run(aten.where.self, block.blind, run(aten.full_like.default, s, -inf), s)
-        if out is None:
-            out, sums = o, s
-            continue
-        many = True
-        combined = run(aten.logaddexp.default, sums, s)
-        base = _finite(local, combined) if blind else combined
-        first, second = (
-            run(aten.mul.Tensor, wide(local, x), run(aten.unsqueeze.default, _share(local, n, base), 3))
-            for x, n in ((out, sums), (o, s))
-        )
-        out, sums = run(aten.add.Tensor, first, second), combined
-    if sequence.pending:
-        rank_sums, sums = sums, _all_sums(local, sums, sequence.pending)
-        base = _finite(local, sums) if blind else sums
-        share = run(aten.unsqueeze.default, _share(local, rank_sums, base), 3)
-        out, many = run(aten.mul.Tensor, wide(local, out), share), True
-    if blind:
-        sums = _finite(local, sums)
-    return [narrow(local, out) if many else out, sums]
-
-
-def _share(local: Local, part: Emitted, whole: Emitted) -> Emitted:
-    """Return the weight ``exp(part - whole)`` of a block's output, given the log-sum-exp of the block and of all."""
-    return local.builder.call(aten.exp.default, local.builder.call(aten.sub.Tensor, part, whole))
+        attended.add(o, s, blind=block.blind is not None)
+    out, sums = attended.over(sequence.pending)
+    return [out, _finite(local, sums) if attended.blind else sums]
 
 
 def _finite(local: Local, sums: Emitted) -> Emitted:

@@ -31,6 +31,7 @@ class KeyBlock:
         later: bool [], true if query i must not attend to key i (the block's keys are one position later than the
             queries); None if that never holds.
         blind: bool [..., q], the queries that attend to no key of the block; None if there are none.
+        columns: int64 [k], global positions of the keys, for a kernel that masks by these; None for 0, 1, 2, ...
     """
 
     take: Callable[[Emitted], Emitted]
@@ -40,6 +41,7 @@ class KeyBlock:
     causal: bool = False
     later: Emitted | None = None
     blind: Emitted | None = None
+    columns: Emitted | None = None
 
     @property
     def when(self) -> dict[str, Emitted]:
@@ -68,7 +70,7 @@ class KeyBlocks:
         self.keys: int = local.call["keys"]
         seen = local.true_size(2, self.query.shape[2])
         # Padding is behind all keys; with a causal mask no query of the sequence sees it, so it needs no mask.
-        hides = local.call["causal"] and seen <= self.keys
+        hides = "causal" in local.call and local.call["causal"] and seen <= self.keys
         self.whole = not split
         self.filled = self.key.shape[2] != self.keys and not self.whole and not hides
 
@@ -86,16 +88,32 @@ class KeyBlocks:
             yield KeyBlock(self._concatenated, self._split_by_rank, 0, bias, blind=blind)
             return
         for number in range(self.ranks):
-            at = self._coordinates(number)
-            if self.gathers:
-                come, go = partial(self._shard_of, number), _same
-            else:
-                come, go = partial(self._sent, shift=number), partial(self._sent, shift=-number)
+            at, (come, go) = self._coordinates(number), self._ways(number)
             if stripes is None:
                 bias, blind = self._bias([at])
                 yield KeyBlock(come, go, number, bias, blind=blind)
             else:
                 yield from self._striped(stripes, number, at, come, go)
+
+    def by_position(self) -> Iterator[KeyBlock]:
+        """Yield the blocks with the global positions of their keys, without bias: all keys, or those of each rank of
+        the ring.
+        """
+        if self.whole:
+            yield KeyBlock(_same, _same)
+        elif self.gathers:
+            columns = self._key_positions([self._coordinates(source) for source in range(self.ranks)])
+            yield KeyBlock(self._concatenated, self._split_by_rank, columns=columns)
+        else:
+            for number in range(self.ranks):
+                columns = self._key_positions([self._coordinates(number)])
+                yield KeyBlock(*self._ways(number), source=number, columns=columns)
+
+    def _ways(self, number: int) -> tuple[Callable[[Emitted], Emitted], Callable[[Emitted], Emitted]]:
+        """Return `KeyBlock.take` and `KeyBlock.back` of the shard of rank ``number`` (see `_coordinates`)."""
+        if self.gathers:
+            return partial(self._shard_of, number), _same
+        return partial(self._sent, shift=number), partial(self._sent, shift=-number)
 
     def joined(self, key: Emitted, value: Emitted) -> list[Emitted]:
         """Return [key and value as one tensor [2 b, g, k, e]], one message, if they are sent and have equal shapes;

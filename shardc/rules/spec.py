@@ -273,11 +273,13 @@ def results_of(
     out, routed = [], routed_axes(spec, assignment)
     for at, dims in enumerate(spec.results):
         present = {f for factors in dims for f in factors} if at not in spec.replicated else assignment.keys()
-        pending = list(carried)
+        # An axis that splits both factors of a `Routed` leaves a sum where a result has neither.
+        inside = routed if spec.routed and present & {spec.routed.rows, spec.routed.owners} else frozenset[str]()
+        pending = dict(carried)
         for factor, digits in assignment.items():
             if factor not in present:
-                pending += [(a, spec._reduce[factor]) for _, a in digits if a is not None and a not in routed]
-        out.append(Layout(mesh, place(spec, dims, assignment), pending))
+                pending |= {a: spec._reduce[factor] for _, a in digits if a is not None and a not in inside}
+        out.append(Layout(mesh, place(spec, dims, assignment), list(pending.items())))
     return tuple(out)
 
 

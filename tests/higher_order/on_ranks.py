@@ -19,9 +19,10 @@ def loss_of(out: Any) -> Tensor:
 
 
 def equal_one_device(
-    models: Iterable[Callable[[], nn.Module]], inputs: tuple[Any, ...], backends: Iterable[str], found: bool
-) -> None:
-    """Compares loss and gradients of a step on two ranks under FSDP with those of one device.
+    models: Iterable[Callable[[], nn.Module]], inputs: tuple[Any, ...], backends: Iterable[str], found: bool,
+    plan: shardc.Plan | None = None,
+) -> None:  # fmt: skip
+    """Compares loss and gradients of a step on two ranks, under FSDP or ``plan``, with those of one device.
 
     Args:
         models: each makes a model, in float64.
@@ -34,7 +35,7 @@ def equal_one_device(
             torch.manual_seed(3)
             model = model_of().double()
             module = shardc.compile(
-                copy.deepcopy(model), mesh, shardc.fsdp("dp"), loss=loss_of, backend=backend,
+                copy.deepcopy(model), mesh, plan or shardc.fsdp("dp"), loss=loss_of, backend=backend,
                 options=shardc.Options(program_cache=True),
             )  # fmt: skip
             shards = module.shard_inputs(*inputs)

@@ -156,15 +156,19 @@ def test_batch_and_heads_are_free_and_what_functions_read_lies_with_them(kind: s
     layers = ("q.weight", "k.weight", "v.weight", "o.weight")
     assert set(forward) - {f"{name}.full" for name in (*layers, "head_bias", "by_distance")} <= {
         "o.view.1.summed",
+        "sum.summed",
         "sum.1.summed",
         "sum.2.summed",
     }, forward
     assert dump(parse(text), mesh) == text
 
 
-def test_under_cp_keys_are_gathered_and_a_ring_is_said_not_to_apply() -> None:
+def test_where_it_is_written_out_a_ring_is_said_not_to_apply() -> None:
+    KINDS["a sum"] = lambda net, q, k, v, document: flex_attention(
+        q, k, v, score_mod=lambda s, b, h, i, j: s + net.by_distance[h].sum()
+    )
     with pytest.warns(shardc.ShardcWarning, match=r"'ring' is not applied(.|\n)*source: .*test_flex_attention.py:\d+"):
-        program = lowered("documents in a window", shardc.Mesh(cp=2), shardc.cp("cp", method="ring"))
+        program = lowered("a sum", shardc.Mesh(cp=2), shardc.cp("cp", method="ring"))
     assert "%bmm: f32[24,(6 2@cp),12] = bmm(" in program.text("propagate")
 
 
@@ -192,6 +196,9 @@ def steps(found: bool) -> None:
     models = [partial(Net, kind) for kind in ("documents in a window", "a trained bias by distance")]
     with patch.object(flex, "_validate_device", lambda *_: None):
         equal_one_device(models, (inputs[0].double(), inputs[1]), ("eager", "inductor"), found)
+        equal_one_device(
+            models[:1], (inputs[0].double(), inputs[1]), ("inductor",), found, shardc.cp("dp", method="ring")
+        )
 
 
 def test_on_two_ranks_and_from_the_store(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from shardc.cost.model import Pricing
-from shardc.custom_ops import attention_ops
+from shardc.custom_ops import attention_ops, flex_ops
 from shardc.errors import PlanError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir.comm_volume import arguments_of
@@ -24,6 +24,7 @@ from shardc.plan.entries import Cp
 from shardc.rules import spec_of
 
 _PREFIX, _BACKWARD = "aten._scaled_dot_product_", "_backward.default"
+_FLEX = (flex_ops.FLEX, flex_ops.FLEX_GRADIENT)
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Attention:
         %o, ... = aten._scaled_dot_product_flash_attention(%q, %k, %v)
         ->  %o, %lse = shardc_attention::call(%q, %k, %v, ..., "cp", "ring")
 
-    Kernels with dropout stay, since they draw random numbers by position; so do causal kernels with a bias, and kernels
+    ``flex_attention`` is such an op from the start, and gets the entry's axes and methods. Kernels with dropout stay,
+    since they draw random numbers by position; so do causal kernels with a bias, and kernels
     whose bias needs a gradient.
 
     *Requires:* a captured graph. *Ensures:* the op carries the entry's axes and methods, from which its rule follows.
@@ -63,14 +65,17 @@ class Attention:
         for node in [kernel for kernel in kernels if not _is_backward(kernel)]:
             module = ir.info(node).origin.module
             entries = tuple({entry.axis: entry for entry in self.entries if entry.says(module)}.values())
-            backward = [user for result in node.users for user in result.users if _is_backward(user)]
+            backward = _backwards(node)
             if entries and all(map(_supported, [node, *backward])):
                 for entry in entries:
                     self._check(node, entry)
                 applied.update(entries)
                 around = any(self._around(node, entry) for entry in entries)
                 for kernel in dict.fromkeys([*backward, node]):
-                    _replace(kernel, entries, around, names)
+                    if kernel.target in _FLEX:
+                        _place(kernel, entries, around)
+                    else:
+                        _replace(kernel, entries, around, names)
         gm.graph.eliminate_dead_code()
         self._check_unapplied(gm.graph, applied)
         return gm
@@ -125,13 +130,22 @@ class Attention:
 
 
 def _is_kernel(node: fx.Node) -> bool:
-    """Returns whether ``node`` calls one of torch's attention kernels, forward or backward."""
-    return str(node.target).startswith(_PREFIX)
+    """Returns whether ``node`` calls one of torch's attention kernels, or ``flex_attention``, forward or backward."""
+    return str(node.target).startswith(_PREFIX) or node.target in _FLEX
 
 
 def _is_backward(kernel: fx.Node) -> bool:
     """Returns whether an attention kernel is a backward one."""
-    return str(kernel.target).endswith(_BACKWARD)
+    return str(kernel.target).endswith(_BACKWARD) or kernel.target is flex_ops.FLEX_GRADIENT
+
+
+def _backwards(kernel: fx.Node) -> list[fx.Node]:
+    """Returns the backward kernels that take results of a forward kernel."""
+    found, results = [], list(kernel.users)
+    for result in results:  # grows
+        found += [user for user in result.users if _is_backward(user)]
+        results += [user for user in result.users if user.target is torch.ops.aten.detach.default]
+    return found
 
 
 def _supported(node: fx.Node) -> bool:
@@ -147,6 +161,17 @@ def _bias(arguments: dict[str, Argument]) -> Argument:
     return arguments.get("attn_mask") if arguments.get("attn_bias") is None else arguments["attn_bias"]
 
 
+def _split(entries: Sequence[Cp]) -> tuple[str, str]:
+    """Returns the axes of ``entries``, and their methods, as arguments of the ops."""
+    return ",".join(entry.axis for entry in entries), ",".join(entry.method for entry in entries)
+
+
+def _place(node: fx.Node, entries: Sequence[Cp], around: bool) -> None:
+    """Gives a ``flex_attention`` the axes and methods of these entries, in place."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    node.args = (*node.args[: names.index("axis")], *_split(entries), around)
+
+
 def _replace(node: fx.Node, entries: Sequence[Cp], around: bool, names: NameScope) -> None:
     """Turns a kernel into the ``shardc_attention`` op of these entries, in place.
 
@@ -157,8 +182,7 @@ def _replace(node: fx.Node, entries: Sequence[Cp], around: bool, names: NameScop
     arguments, record, old = arguments_of(node), ir.info(node), node.target
     query, key = arguments["query"], arguments["key"]
     scale = ir.value(query).shape[3] ** -0.5 if arguments.get("scale") is None else arguments["scale"]
-    split = (",".join(entry.axis for entry in entries), ",".join(entry.method for entry in entries))
-    how = (bool(arguments.get("is_causal")), scale, ir.value(key).shape[2], *split, around)
+    how = (bool(arguments.get("is_causal")), scale, ir.value(key).shape[2], *_split(entries), around)
     tensors = (query, key, arguments["value"])
     if "out" in arguments:
         grad = arguments.get("grad_out", arguments.get("grad_out_"))

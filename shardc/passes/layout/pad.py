@@ -306,7 +306,7 @@ class _Padder(PaddedValues):
             fills = {0}  # it may be an index
         if call.target is QUANTISE:
             fills = {0}  # float8 has no masked_fill
-        if spec.routed is not None and not value.dtype.is_floating_point:
+        if spec.routed is not None and not spec.routed.moving and not value.dtype.is_floating_point:
             fills = {spec.size(spec.routed.owners)}  # no expert is chosen
         filling = next(iter(fills), None)
         assert len(fills) <= 1, f"{call.name} reduces in two ways"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardc.rules import contractions, reduction
 from shardc.rules.attention_rules import FUSED as ATTENTION
 from shardc.rules.attention_rules import SEQUENCE
+from shardc.rules.flex_rules import TABLE as FLEX
 from shardc.rules.pointwise import TABLE as POINTWISE
 from shardc.rules.proof import Sample
 from tests.rules.samples import attention, elements, indexing, matrices, pointwise, structured, windows
@@ -20,6 +21,8 @@ def samples(op: str) -> list[Sample]:
         return list(attention.samples(op))
     if op in SEQUENCE:
         return list(attention.of_a_sequence(op))
+    if op in FLEX:
+        return list(attention.of_functions(op))
     if op in contractions.CONVOLUTIONS and any(word in op for word in ("pool", "pad", "upsample")):
         return list(windows.samples(op))
     families = {

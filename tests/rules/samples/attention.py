@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.capture.flex import functions_of
 from tests.rules.samples.values import Draw, Sample
 
 aten = torch.ops.aten
@@ -63,6 +64,41 @@ def of_a_sequence(op: str) -> Iterator[Sample]:
                     continue
                 out, sums = ops.call.default(q, k, v, *said)
                 yield Sample(ops.gradient.default, (draw.normal(*out.shape), q, k, v, out, sums, *said))
+
+
+def _causal(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i > j  # the first query sees nothing
+
+
+def _documents(batch: Tensor, head: Tensor, i: Tensor, j: Tensor, document: Tensor) -> Tensor:
+    return (document[batch, i] == document[batch, j]) | (head + batch == j)
+
+
+def _biased(score: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor, bias: Tensor, cap: Tensor) -> Tensor:
+    return cap * torch.tanh(score + bias[head, i - j + KEYS]) + batch
+
+
+def of_functions(op: str) -> Iterator[Sample]:
+    """Samples of ``flex_attention``: functions that read tensors by place, and gradients of these and of the sums."""
+    draw, backward = Draw(op), op.endswith("gradient")
+    ops: Any = torch.ops.shardc_attention
+    for around, heads, groups, keys, reads in (
+        (False, 4, 2, KEYS, True), (True, 2, 2, KEYS - 1, True), (True, 2, 1, KEYS, False),
+    ):  # fmt: skip
+        q, k = draw.normal(BATCH, heads, KEYS, WIDTH), draw.normal(BATCH, groups, KEYS, WIDTH)
+        v, document = draw.normal(*k.shape), draw.below(3, BATCH, KEYS)
+        of_score = [draw.normal(heads, 2 * KEYS), draw.normal()] if reads else []
+        of_mask = [document] if reads else []
+        score, mask = (_biased, _documents) if reads else (lambda score, b, h, i, j: score, _causal)
+        body = functions_of(q, score, of_score, mask, of_mask)
+        assert body is not None
+        how = ([*of_score, *of_mask], body, 0.5, keys, "", "", around)
+        if not backward:
+            yield Sample(ops.flex.default, (q, k, v, *how))
+            continue
+        out, sums = ops.flex.default(q, k, v, *how)
+        given = (draw.normal(*out.shape), q, k, v, out, sums, draw.normal(*sums.shape) if reads else None)
+        yield Sample(ops.flex_gradient.default, (*given, [0, 1] if reads else [], *how))
 
 
 def _on_gpu(kernel: str, backward: bool, draw: Draw) -> Iterator[Sample]:

@@ -1,0 +1,229 @@
+"""`flex_attention` in Dynamo's graph, as the op of `shardc.custom_ops.flex_ops` where its functions are pointwise.
+
+Score and mask functions are graphs of numbers. As graphs of tensors that broadcast, they compute a block of scores with
+the same ops, if each of these is pointwise or looks a number up in a captured tensor. Other calls are written out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._higher_order_ops.flex_attention import math_attention
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardc.capture.functions import graph_of_function
+from shardc.custom_ops.flex_ops import FLEX, FLEX_GRADIENT, KIND
+from shardc.custom_ops.function_ops import Function, register
+from shardc.errors import CaptureError
+
+aten = torch.ops.aten
+_LIKE = (
+    aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten._to_copy.default, aten.clone.default,
+    aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default,
+)  # fmt: skip
+_NEW = (aten.new_full.default, aten.new_zeros.default, aten.new_ones.default)
+
+
+class _Flex(torch.autograd.Function):
+    """The op and, as its gradient, the op of that."""
+
+    @staticmethod
+    def forward(ctx: Any, body: str, scale: float, *operands: Tensor) -> tuple[Tensor, Tensor]:
+        query, key, value, *captured = operands
+        out, sums = FLEX(query, key, value, captured, body, scale, key.shape[2])
+        ctx.save_for_backward(*operands, out, sums)
+        ctx.body, ctx.scale = body, scale
+        ctx.set_materialize_grads(False)
+        return out, sums
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_sums: Tensor | None) -> Any:
+        query, key, value, *captured, out, sums = ctx.saved_tensors
+        grad = torch.zeros_like(out) if grad is None else grad
+        needed = ctx.needs_input_grad[5:]
+        wanted = [at for at, needs in enumerate(needed) if needs]
+        gradients = FLEX_GRADIENT(
+            grad, query, key, value, out, sums, grad_sums, wanted, captured, ctx.body, ctx.scale, key.shape[2]
+        )
+        rest = iter(gradients[3:])
+        of_captured = (next(rest) if needs else None for needs in needed)
+        return (None, None, *gradients[:3], *of_captured)
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor], block_mask: tuple[Any, ...],
+    scale: float, kernel_options: dict[str, Any],
+    score_mod_other_buffers: tuple[Any, ...] = (), mask_mod_other_buffers: tuple[Any, ...] = (),
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return (output, log-sum-exp in base 2, None) of ``flex_attention``; arguments and shapes are torch's."""
+    body, mask_mod = None, block_mask[-1]
+    captured = (*score_mod_other_buffers, *mask_mod_other_buffers)
+    if _are_plain((query, key, value, *captured)):
+        with _disable_current_modes():
+            body = functions_of(query, score_mod, score_mod_other_buffers, mask_mod, mask_mod_other_buffers)
+    if body is None:
+        return math_attention(
+            query, key, value, score_mod, block_mask, scale, kernel_options, score_mod_other_buffers,
+            mask_mod_other_buffers,
+        )  # fmt: skip
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+    key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
+    apply: Any = _Flex.apply
+    out, sums = apply(body, scale, query, key, value, *captured)
+    return out, sums / math.log(2), None
+
+
+def _are_plain(operands: Sequence[Any]) -> bool:
+    """Return whether all are tensors of sizes that are numbers, on one device."""
+    tensors = [x for x in operands if isinstance(x, Tensor) and all(type(size) is int for size in x.shape)]
+    return len(tensors) == len(operands) and len({x.device for x in tensors}) == 1
+
+
+def functions_of(
+    query: Tensor, score_mod: Callable[..., Tensor], of_score: Sequence[Tensor], mask_mod: Callable[..., Tensor],
+    of_mask: Sequence[Tensor],
+) -> str | None:  # fmt: skip
+    """Return the name of the functions, registered as graphs of tensors that broadcast; None if they are no such.
+
+    Args:
+        query: of which batch, heads, dtype and device count.
+        score_mod, mask_mod: functions of numbers, and of the captured tensors ``of_score`` and ``of_mask``.
+    """
+    score = torch.promote_types(query.dtype, torch.float32)
+    dtypes = [torch.int64] * 4
+    graphs = (
+        _traced(score_mod, query, [score, *dtypes], of_score), _traced(mask_mod, query, dtypes, of_mask),
+    )  # fmt: skip
+    if graphs[0] is None or graphs[1] is None:
+        return None
+    return register(Function(KIND, (graphs[0], graphs[1]), (len(of_score), len(of_mask)))).name
+
+
+def _traced(
+    function: Callable[..., Tensor], query: Tensor, dtypes: Sequence[torch.dtype], captured: Sequence[Tensor]
+) -> fx.Graph | None:
+    with FakeTensorMode(), torch.no_grad(), TransformGetItemToIndex():
+        numbers = [torch.empty((), dtype=dtype, device=query.device) for dtype in dtypes]
+        tensors = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in captured]
+        traced = make_fx(lambda *operands: (function(*operands),))(*numbers, *tensors)
+        try:
+            graph = graph_of_function(traced, None, KIND)
+        except CaptureError:
+            return None
+        return _Broadcast(graph, len(dtypes), query.shape[:2]).graph
+
+
+class _Broadcast:
+    """A function's graph of numbers, written as one of tensors that broadcast.
+
+    Attributes:
+        graph: the result; None if an op is neither pointwise nor a lookup.
+    """
+
+    def __init__(self, graph: fx.Graph, numbers: int, sizes: Sequence[int]) -> None:
+        self.old, self.new = graph, fx.Graph()
+        self.inputs = list(graph.find_nodes(op="placeholder"))
+        self.places = self.inputs[numbers - 4 : numbers]  # batch, head, row, column
+        self.captured = self.inputs[numbers:]
+        self.varies = set(self.inputs[:numbers])
+        self.env: dict[fx.Node, fx.Node] = {}
+        for node in self.inputs[:numbers]:
+            self.env[node] = self.new.placeholder(node.name)
+        self.here = [self.new.placeholder(name) for name in ("batch_here", "head_here")]
+        for node in self.captured:
+            self.env[node] = self.new.placeholder(node.name)
+        self.sizes = sizes
+        self.lookups = {node: found for node in graph.nodes if (found := _lookup(node)) is not None}
+        self.partial = {
+            node for node in self.lookups
+            if node.meta["val"].ndim and any(x in self.varies for x in self.lookups[node][1])
+        }  # fmt: skip
+        self.graph = self._run()
+
+    def _run(self) -> fx.Graph | None:
+        for node in self.old.nodes:
+            if node.op == "output":
+                result = node.args[0][0]
+                if result in self.partial:
+                    return None
+                self.new.output((self._number(result),))
+            elif node.op == "call_function":
+                if any(x in self.varies for x in node.all_input_nodes):
+                    self.varies.add(node)
+                    if not self._emit(node):
+                        return None
+                else:
+                    self.env[node] = self.new.node_copy(node, self.env.__getitem__)
+        self.new.eliminate_dead_code()
+        for at, node in enumerate(self.new.nodes):
+            if node.op != "output":
+                node._rename(f"v{at}")
+        return self.new
+
+    def _emit(self, node: fx.Node) -> bool:
+        """Emit an op on numbers that vary; return whether it is one that broadcasts."""
+        if node in self.partial:
+            return all(user.target is aten.index.Tensor and user.args[0] is node for user in node.users)
+        operands = node.all_input_nodes
+        if node in self.lookups:
+            table, indices = self.lookups[node]
+            if table in self.varies or len(indices) != table.meta["val"].ndim:
+                return False
+            arguments = [self._index(table, dim, x) for dim, x in enumerate(indices)]
+            self.env[node] = self.new.call_function(node.target, (self.env[table], arguments))
+        elif any(x in self.partial for x in operands) or node.meta["val"].ndim:
+            return False
+        elif node.target in _NEW:
+            self.env[node] = self.new.node_copy(node, self.env.__getitem__)
+            self.varies.discard(node)
+        elif node.target in _LIKE or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            if any(x.meta["val"].ndim for x in operands):
+                return False
+            self.env[node] = self.new.node_copy(node, self._number)
+        else:
+            return False
+        return True
+
+    def _number(self, node: fx.Node) -> fx.Node:
+        """Return a number as a tensor with the dims of scores, so that dtypes promote as among numbers."""
+        if node in self.varies:
+            return self.env[node]
+        return self.new.call_function(aten.view.default, (self.env[node], [1, 1, 1, 1]))
+
+    def _index(self, table: fx.Node, dim: int, index: fx.Node) -> fx.Node:
+        """Return the index of a lookup; if all lookups of a captured tensor index ``dim`` by batch or head, that here:
+        the tensor is split there as the operands are.
+        """
+        for place, here, size in zip(self.places, self.here, self.sizes, strict=False):
+            by_place = index is place and table in self.captured and table.meta["val"].shape[dim] == size
+            if by_place and all(_looks_up(user, table, dim, place, self) for user in table.users):
+                return here
+        return self._number(index)
+
+
+def _lookup(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+    """Return (table, indices) of a lookup by numbers, a lookup in a row of a table included; None for other nodes."""
+    if node.target is not aten.index.Tensor:
+        return None
+    table: Any = node.args[0]
+    indices: Any = list(node.args[1])
+    if not all(
+        isinstance(x, fx.Node) and x.meta["val"].ndim == 0 and x.meta["val"].dtype != torch.bool for x in indices
+    ):
+        return None
+    row = _lookup(table)
+    return (table, indices) if row is None else (row[0], [*row[1], *indices])
+
+
+def _looks_up(user: fx.Node, table: fx.Node, dim: int, place: fx.Node, graph: _Broadcast) -> bool:
+    found = graph.lookups.get(user)
+    return found is not None and found[0] is table and len(found[1]) > dim and found[1][dim] is place

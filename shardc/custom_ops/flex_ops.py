@@ -1,0 +1,358 @@
+"""`flex_attention` as an op: scores and masks are functions of places in the global sequence, given by name.
+
+The kernel takes queries block by block, and of the keys those that a query of the block sees, with an online softmax:
+no tensor has all scores. Functions are graphs (`shardc.custom_ops.function_ops`) of tensors that broadcast to a block's
+scores [b, h, q, k], in this order: score (of the score function only), batch [b, 1, 1, 1], head [1, h, 1, 1], row
+[1, 1, q, 1] and column [1, 1, 1, k] in the global tensor, batch and head in the operands, and the captured tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc._compat import differentiable
+from shardc.custom_ops.attention_ops import _fake_call, _fake_gradient
+from shardc.custom_ops.function_ops import Function, function_of
+
+KIND = "flex"
+ROWS, COLUMNS, STRIP = 128, 512, 8192  # queries of a block, most keys of a block, keys whose mask is computed at once
+_PLACES = ("batch", "head")  # by-place dims of captured tensors, by the position of their placeholder after the column
+
+
+@dataclass(frozen=True)
+class ScoreFunctions:
+    """The score and mask functions of a call.
+
+    Args:
+        score: of (score, batch, head, row, column, batch here, head here, *captured) -> score; None for the score as
+            it is.
+        mask: of the same without the score -> bool, true where the query sees the key.
+        counts: number of tensors that each captures.
+        by_batch: whether the mask depends on the batch.
+        reads: whether a function reads the batch, or the head, of the global tensor.
+        places: for each captured tensor, dim -> "batch" or "head" if it is indexed there by that place only.
+    """
+
+    score: Callable[..., Tensor] | None
+    mask: Callable[..., Tensor]
+    counts: tuple[int, int]
+    by_batch: bool
+    reads: tuple[bool, bool]
+    places: tuple[dict[int, str], ...]
+
+    def hidden(self, places: Sequence[Tensor], captured: Sequence[Tensor]) -> Tensor:
+        """Return a mask that broadcasts to [b, h, q, k], true where a query does not see a key."""
+        return ~self.mask(*places, *captured[self.counts[0] :])
+
+
+@lru_cache(maxsize=1024)
+def score_functions(body: str) -> ScoreFunctions:
+    """Return the functions registered as ``body``; RuleError if there are none of this name."""
+    function = function_of(body)
+    score, mask = function.graphs
+    inputs = [list(graph.find_nodes(op="placeholder")) for graph in (score, mask)]
+    identity = score.output_node().args[0] == (inputs[0][0],)
+    score_call, mask_call = (_single(call) for call in function.calls)
+    of_mask = inputs[1]
+    heads = [nodes[-6 - count :][:6] for nodes, count in zip(inputs, function.counts, strict=True)]
+    reads = [any(nodes[at].users for nodes in heads) for at in (0, 1)]
+    captured = [
+        (node, nodes[-2 - count :][:2] if count else [])
+        for nodes, count in zip(inputs, function.counts, strict=True)
+        for node in nodes[len(nodes) - count :]
+    ]
+    return ScoreFunctions(
+        None if identity else score_call,
+        mask_call,
+        function.counts,
+        bool(of_mask[0].users or of_mask[4].users),
+        (reads[0], reads[1]),
+        tuple(_by_place(node, here) for node, here in captured),
+    )
+
+
+def _single(call: Callable[..., Sequence[Tensor]]) -> Callable[..., Tensor]:
+    return lambda *operands: call(*operands)[0]
+
+
+def _by_place(captured: fx.Node, here: Sequence[fx.Node]) -> dict[int, str]:
+    """Return dim -> place of the dims of ``captured`` that lookups index by the batch or head here."""
+    places: dict[int, str] = {}
+    for user in captured.users:
+        if user.target is torch.ops.aten.index.Tensor and user.args[0] is captured:
+            indices: Any = user.args[1]
+            places |= {dim: _PLACES[list(here).index(x)] for dim, x in enumerate(indices) if x in here}
+    return places
+
+
+_library = torch.library.Library("shardc_attention", "FRAGMENT")
+# body: name of the functions. keys: number of keys before the padding. axis, method, around: as those of `call`.
+# rows, columns, batches, heads: global positions; None for 0, 1, 2, ... All of these on one rank only.
+_HOW = (
+    "Tensor[] captured, str body, float scale, int keys, str axis='', str method='', bool around=False, "
+    "Tensor? rows=None, Tensor? columns=None, Tensor? batches=None, Tensor? heads=None"
+)
+_library.define(f"flex(Tensor query, Tensor key, Tensor value, {_HOW}) -> (Tensor, Tensor)")
+_library.define(
+    "flex_gradient(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+    f"Tensor? grad_logsumexp, int[] wanted, {_HOW}) -> Tensor[]"
+)
+
+
+def flex(
+    query: Tensor, key: Tensor, value: Tensor, captured: Sequence[Tensor], body: str, scale: float, keys: int,
+    axis: str = "", method: str = "", around: bool = False,
+    rows: Tensor | None = None, columns: Tensor | None = None, batches: Tensor | None = None,
+    heads: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return (output of attention, log-sum-exp of each query's scores).
+
+    Args:
+        query: [b, h, q, e].
+        key, value: [b, g, k, e] and [b, g, k, f]; h is a multiple of g.
+        captured: tensors that the score function reads, then those that the mask function reads.
+        body: name of the functions.
+        rows, columns, batches, heads: int64 [q], [k], [b], [h]: global positions. A key at ``keys`` or behind is
+            filling, which no query sees.
+
+    Returns:
+        output [b, h, q, f], and log-sum-exp of each query's scores [b, h, q]: -inf for a query that sees no key.
+    """
+    blocks = _Blocks(query, key, captured, body, scale, keys, (rows, columns, batches, heads))
+    out, sums = _fake_call(query, key, value)
+    for at, block in blocks.of_queries():
+        q = blocks.wide(query[at])
+        top, total, result = q.new_full(q.shape[:3], -inf), q.new_zeros(q.shape[:3]), None
+        for take, hidden in block:
+            scores, _ = blocks.scores(q, at, take, hidden)
+            before, top = top, torch.maximum(top, scores.amax(-1))
+            finite = top.masked_fill(top == -inf, 0)
+            weights = (scores - finite.unsqueeze(-1)).exp_()
+            part = blocks.by_group(weights) @ blocks.wide(_taken(value[at[0]], take))
+            shrink = (before - finite).exp_()
+            total = total * shrink + weights.sum(-1)
+            part = part.view(*q.shape[:3], -1)
+            result = part if result is None else part.addcmul_(result, shrink.unsqueeze(-1))
+        if result is None:
+            out[at], sums[at] = 0, -inf
+        else:
+            out[at] = (result / total.masked_fill(total == 0, 1).unsqueeze(-1)).to(out.dtype)
+            sums[at] = top.masked_fill(top == -inf, 0) + total.log()
+    return out, sums
+
+
+def flex_gradient(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    grad_logsumexp: Tensor | None, wanted: Sequence[int],
+    captured: Sequence[Tensor], body: str, scale: float, keys: int,
+    axis: str = "", method: str = "", around: bool = False,
+    rows: Tensor | None = None, columns: Tensor | None = None, batches: Tensor | None = None,
+    heads: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Return the gradients of query, key, value, and of the captured tensors ``wanted`` (positions).
+
+    ``grad`` and ``grad_logsumexp`` are those of the results of `flex`. ``out`` and ``logsumexp`` are its results, also
+    of a call on more keys than ``key`` has; other arguments are those of `flex`.
+    """
+    blocks = _Blocks(query, key, captured, body, scale, keys, (rows, columns, batches, heads))
+    blocks.differentiate(wanted)
+    dq, dk, dv = _fake_gradient(grad, query, key, value)
+    dk, dv = (torch.zeros_like(x, dtype=blocks.dtype) for x in (dk, dv))
+    for at, block in blocks.of_queries():
+        q, d = blocks.wide(query[at]), blocks.wide(grad[at])
+        lse = logsumexp[at]
+        lse = lse.masked_fill(lse == -inf, 0).unsqueeze(-1)
+        mean = (d * out[at]).sum(-1)
+        mean = (mean if grad_logsumexp is None else mean - grad_logsumexp[at]).unsqueeze(-1)
+        total = torch.zeros_like(q)
+        for take, hidden in block:
+            scores, back = blocks.scores(q, at, take, hidden)
+            weights = (scores - lse).exp_()
+            k, v = (blocks.wide(_taken(x[at[0]], take)) for x in (key, value))
+            shares = (blocks.by_group(d) @ v.transpose(-1, -2)).view(weights.shape)
+            shares = back(shares.sub_(mean).mul_(weights)) * scale
+            total += (blocks.by_group(shares) @ k).view(q.shape)
+            _add(dk[at[0]], take, blocks.by_group(shares).transpose(-1, -2) @ blocks.by_group(q))
+            _add(dv[at[0]], take, blocks.by_group(weights).transpose(-1, -2) @ blocks.by_group(d))
+        dq[at] = total.to(dq.dtype)
+    return [dq, dk.to(key.dtype), dv.to(value.dtype), *(blocks.gradients or ())]
+
+
+_At = tuple[slice, slice, slice]  # of batches, heads and queries
+_Take = slice | Tensor  # of keys: neighbours, or any
+
+
+class _Blocks:
+    """Blocks of scores of a call: which keys the queries of a block see, and the scores of these.
+
+    Attributes:
+        dtype: in which scores are computed.
+        gradients: of the captured tensors that `differentiate` names, summed over the blocks so far; None before it.
+    """
+
+    def __init__(
+        self, query: Tensor, key: Tensor, captured: Sequence[Tensor], body: str, scale: float, keys: int,
+        positions: Sequence[Tensor | None],
+    ) -> None:  # fmt: skip
+        self.functions, self.key, self.scale = score_functions(body), key, scale
+        self.captured, self.dtype = list(captured), torch.promote_types(query.dtype, torch.float32)
+        self.batch, self.groups = query.shape[0], key.shape[1]
+        rows, columns, batches, heads = (
+            torch.arange(size, device=query.device) if x is None else x
+            for size, x in zip((query.shape[2], key.shape[2], query.shape[0], query.shape[1]), positions, strict=True)
+        )
+        self.filling = None
+        if positions[1] is None:
+            columns = columns[:keys]
+        else:
+            self.filling, columns = columns >= keys, columns.clamp(max=keys - 1)
+        self.rows, self.columns, self.batches, self.heads = rows, columns, batches, heads
+        self.here = [torch.arange(size, device=query.device) for size in query.shape[:2]]
+        self.skips = query.device.type == "cpu"  # elsewhere, to know what is seen would wait for the device
+        self.leaves: list[Tensor] = []
+        self.gradients: list[Tensor] | None = None
+
+    def differentiate(self, wanted: Sequence[int]) -> None:
+        """Makes `scores` differentiable, also in the captured tensors ``wanted``."""
+        for at in wanted:
+            self.captured[at] = self.captured[at].detach().requires_grad_()
+            self.leaves.append(self.captured[at])
+        self.gradients = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in self.leaves]
+
+    def wide(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+    def by_group(self, x: Tensor) -> Tensor:
+        """Return ``x`` [b, h, q, e] with the queries of all heads that share keys: [b, g, h / g * q, e]."""
+        return x.reshape(x.shape[0], self.groups, -1, x.shape[3])
+
+    def of_queries(self) -> Iterator[tuple[_At, Iterator[tuple[_Take, Tensor | None]]]]:
+        """Yield each block of queries, with the keys that it sees, block by block, and the mask of those it does not.
+
+        The mask broadcasts to the block's scores; None for none.
+        """
+        every, each = slice(None), self.functions.by_batch
+        for batch in [slice(at, at + 1) for at in range(self.batch)] if each else [every]:
+            for start in range(0, len(self.rows), ROWS):
+                at = batch, every, slice(start, start + ROWS)
+                yield at, self._of_keys(at)
+
+    def _of_keys(self, at: _At) -> Iterator[tuple[_Take, Tensor | None]]:
+        size = STRIP if self.skips else COLUMNS
+        for start in range(0, len(self.columns), size):
+            strip = slice(start, min(start + size, len(self.columns)))
+            hidden = self.functions.hidden(self._places(at, strip), self.captured)
+            hidden = hidden.reshape([1] * (4 - hidden.ndim) + list(hidden.shape))
+            if self.filling is not None:
+                hidden = hidden | self.filling[strip]
+            if not self.skips:
+                yield strip, hidden
+                continue
+            seen = (~hidden).flatten(0, 2).any(0)
+            if len(seen) == 1:
+                columns = torch.arange(strip.stop - start) if seen else seen.new_empty(0, dtype=torch.int64)
+            else:
+                columns = seen.nonzero().squeeze(1)
+            for piece in columns.split(COLUMNS) if len(columns) else ():
+                mask = hidden if len(seen) == 1 else hidden[..., piece]
+                first, last = int(piece[0]), int(piece[-1]) + 1
+                neighbours = last - first == len(piece)
+                take: _Take = slice(start + first, start + last) if neighbours else piece + start
+                yield take, mask if mask.any() else None
+
+    def _places(self, at: _At, take: _Take) -> list[Tensor]:
+        batch, _, rows = at
+        return [
+            self.batches[batch].view(-1, 1, 1, 1), self.heads.view(1, -1, 1, 1), self.rows[rows].view(1, 1, -1, 1),
+            self.columns[take].view(1, 1, 1, -1), self.here[0][batch].view(-1, 1, 1, 1), self.here[1].view(1, -1, 1, 1),
+        ]  # fmt: skip
+
+    def scores(
+        self, query: Tensor, at: _At, take: _Take, hidden: Tensor | None
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return (scores, -inf where hidden; function from their gradient to that of the products, times 1 / scale)."""
+        key = self.wide(_taken(self.key[at[0]], take))
+        products = (self.by_group(query) @ key.transpose(-1, -2)).mul_(self.scale)
+        products = products.view(*query.shape[:3], -1)
+        if self.functions.score is None:
+            return products if hidden is None else products.masked_fill_(hidden, -inf), lambda grad: grad
+        captured, places = self.captured[: self.functions.counts[0]], self._places(at, take)
+        if self.gradients is None:
+            scores = self.functions.score(products, *places, *captured).to(self.dtype).expand(products.shape)
+            return scores if hidden is None else scores.masked_fill(hidden, -inf), lambda grad: grad
+        with differentiable():
+            products.requires_grad_()
+            scores = self.functions.score(products, *places, *captured).to(self.dtype).expand(products.shape)
+        masked = scores.detach() if hidden is None else scores.detach().masked_fill(hidden, -inf)
+
+        def back(grad: Tensor) -> Tensor:
+            if not scores.requires_grad:  # a function that reads neither
+                return torch.zeros_like(grad)
+            with differentiable():
+                grads = torch.autograd.grad(scores, [products, *self.leaves], grad, allow_unused=True)
+            for total, x in zip(self.gradients or (), grads[1:], strict=True):
+                if x is not None:
+                    total += x
+            return torch.zeros_like(grad) if grads[0] is None else grads[0]
+
+        return masked, back
+
+
+def _taken(x: Tensor, take: _Take) -> Tensor:
+    """Return the keys or values ``take`` of ``x`` [b, g, k, e]."""
+    return x[:, :, take] if isinstance(take, slice) else x.index_select(2, take)
+
+
+def _add(x: Tensor, take: _Take, part: Tensor) -> None:
+    if isinstance(take, slice):
+        x[:, :, take] += part
+    else:
+        x.index_add_(2, take, part)
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    return _fake_call(query, key, value)
+
+
+def _fake_flex_gradient(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    grad_logsumexp: Tensor | None, wanted: Sequence[int], captured: Sequence[Tensor], *_: object, **__: object,
+) -> list[Tensor]:  # fmt: skip
+    gradients = [torch.empty_like(captured[at], memory_format=torch.contiguous_format) for at in wanted]
+    return [*_fake_gradient(grad, query, key, value), *gradients]
+
+
+_FORMS = (("flex", flex, _fake), ("flex_gradient", flex_gradient, _fake_flex_gradient))
+for _name, _function, _of_shapes in _FORMS:
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardc_attention::{_name}", _of_shapes, lib=_library)
+FLEX, FLEX_GRADIENT = torch.ops.shardc_attention.flex.default, torch.ops.shardc_attention.flex_gradient.default
+
+
+@lru_cache(maxsize=1024)
+def seen_share(body: str, rows: int, columns: int) -> float:
+    """Return the share of ``rows`` x ``columns`` pairs that the mask of ``body`` leaves, by some of the rows; 1 if it
+    reads tensors.
+    """
+    functions = score_functions(body)
+    if functions.counts[1] or not rows or not columns:
+        return 1.0
+    row = torch.linspace(0, rows - 1, min(rows, 64)).long()
+    zero = torch.zeros(1, dtype=torch.int64)
+    places = [zero, zero, row, torch.arange(columns), zero, zero]
+    shaped = [
+        x.view([-1 if dim == at else 1 for dim in range(4)]) for x, at in zip(places, (0, 1, 2, 3, 0, 1), strict=True)
+    ]
+    with torch.no_grad():
+        hidden = functions.hidden(shaped, ())
+    return 1 - hidden.expand(1, 1, len(row), columns).double().mean().item()
+
+
+__all__ = ["FLEX", "FLEX_GRADIENT", "KIND", "Function", "score_functions", "seen_share"]

@@ -1,0 +1,154 @@
+"""Rules for `flex_attention` as an op (`shardc.custom_ops.flex_ops`), whose functions know global positions.
+
+Queries and keys are split as those of attention of a split sequence (`shardc.rules.attention_rules`). What functions
+read by position is whole there; what they read by batch or head lies with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import getitem
+
+import torch
+
+from shardc.custom_ops.flex_ops import FLEX, FLEX_GRADIENT, score_functions
+from shardc.rules.attention_rules import KEYS, QUERIES, Attended, routed
+from shardc.rules.key_blocks import KeyBlock, KeyBlocks, added, narrow
+from shardc.rules.notation import FREE, WHOLE, Loops
+from shardc.rules.positions import positions
+from shardc.rules.rule import CONTIGUOUS, Call, Emitted, Local, Rule, table
+from shardc.rules.spec import Dims, Spec
+
+aten = torch.ops.aten
+
+
+class _Heads:
+    """Factors of the op: queries ``b h q e``, keys ``b g k e`` and values ``b g k f`` with ``h = g * r`` (GQA)."""
+
+    def __init__(self, loops: Loops, *, backward: bool) -> None:
+        shapes = dict(zip(loops.names, loops.shapes, strict=True))
+        query, key, value = (shapes[name] for name in ("query", "key", "value"))
+        kind = "sum" if backward else FREE  # gradients of captured tensors are sums over all
+        b, g = loops.dim("b", query[0], kind), loops.dim("g", key[1], kind)
+        h = (*g, *loops.dim("r", query[1] // key[1], kind))
+        q, k = loops.indexed(QUERIES, query[2], kind), loops.indexed(KEYS, key[2], "sum")
+        e, f = loops.dim("e", query[3], WHOLE), loops.dim("f", value[3], WHOLE)
+        self.query, self.key, self.value = (b, h, q, e), (b, g, k, e), (b, g, k, f)
+        self.out, self.row = (b, h, q, f), (b, h, q)
+        captured = [shape for name, shape in zip(loops.names, loops.shapes, strict=True) if name == "captured"]
+        by_place = score_functions(loops.call["body"]).places
+        self.captured = [
+            tuple(
+                {"batch": b, "head": h}[places[dim]] if dim in places else loops.dim(f"captured{at}.{dim}", n, WHOLE)
+                for dim, n in enumerate(shape)
+            )
+            for at, (shape, places) in enumerate(zip(captured, by_place, strict=True))
+        ]
+
+    def operands(self, names: Sequence[str]) -> list[Dims]:
+        by_name = {"query": self.query, "key": self.key, "value": self.value}
+        by_name |= {"logsumexp": self.row, "grad_logsumexp": self.row}
+        captured = iter(self.captured)
+        return [next(captured) if name == "captured" else by_name.get(name, self.out) for name in names]
+
+
+def _flex(call: Call) -> Spec:
+    loops = Loops(call)
+    heads = _Heads(loops, backward=False)
+    # With keys split the output is a partial sum, already weighted by each rank's share; the log-sum-exp is complete.
+    spec = loops.spec(heads.operands(loops.names), [heads.out, heads.row], linear=[{2}], replicated=[1])
+    return routed(call, spec, (1, 2), 1)
+
+
+def _gradient(call: Call) -> Spec:
+    loops = Loops(call)
+    heads = _Heads(loops, backward=True)
+    results = [heads.query, heads.key, heads.value, *(heads.captured[at] for at in call["wanted"])]
+    given = {loops.names.index(name) for name in ("grad", "grad_logsumexp") if name in loops.names}
+    spec = loops.spec(heads.operands(loops.names), results, linear=[given])
+    return routed(call, spec, (2, 3), 2)
+
+
+# --- on one rank
+
+
+class _Positions:
+    """Global positions of a rank's rows, batches and heads, as keyword arguments of the op; none where they are 0, 1,
+    2, ...
+    """
+
+    def __init__(self, local: Local) -> None:
+        self.local, functions = local, score_functions(local.call["body"])
+        reads = dict(zip(("batches", "heads"), functions.reads, strict=True))
+        self.same = {name: self._of(dim) for name, dim in (("batches", 0), ("heads", 1)) if reads[name]}
+        self.same |= {"rows": self._of(2)}
+        self.same = {name: x for name, x in self.same.items() if x is not None}
+
+    def _of(self, dim: int) -> Emitted | None:
+        layout = self.local.operand_layout("query")
+        at = self.local.call.position("query") or 0
+        size = self.local.true_size(4 * at + dim, layout.shape[dim])
+        if not layout.dim_axes(dim) and size == layout.shape[dim]:
+            return None
+        places = positions(self.local, layout, dim, None)
+        # Filling is read as the last element, which is there.
+        return places if size == layout.shape[dim] else self.local.builder.call(aten.clamp.default, places, 0, size - 1)
+
+    def at(self, block: KeyBlock) -> dict[str, Emitted]:
+        return self.same | ({} if block.columns is None else {"columns": block.columns})
+
+
+def _flex_local(local: Local) -> Emitted:
+    run, sequence, call, attended = local.builder.call, KeyBlocks(local), local.call, Attended(local)
+    places = _Positions(local)
+    how = list(local.operand("captured")), call["body"], call["scale"], call["keys"]
+    reached = sequence.reached(sequence.joined(local.operand("key"), local.operand("value")))
+    for block in sequence.by_position():
+        k, v = sequence.parted([block.take(x) for x in reached])
+        results = run(FLEX, local.operand("query"), k, v, *how, **places.at(block))
+        attended.add(run(getitem, results, 0), run(getitem, results, 1), blind=True)
+    return list(attended.over(sequence.pending))
+
+
+def _gradient_local(local: Local) -> Emitted:
+    run, sequence = local.builder.call, KeyBlocks(local)
+    places = _Positions(local)
+    names = ("out", "logsumexp", "grad_logsumexp", "wanted", "captured", "body", "scale", "keys")
+    how = [list(local.operand(name)) if name in ("wanted", "captured") else local.operand(name) for name in names]
+    reached = sequence.reached(sequence.joined(local.operand("key"), local.operand("value")))
+    grad, query, wanted = local.operand("grad"), local.operand("query"), len(local.call["wanted"])
+    parts: list[list[Emitted]] = [[] for _ in range(1 + wanted)]
+    sources: list[int] = []
+    of_keys: list[list[Emitted]] = []
+    for block in sequence.by_position():
+        k, v = sequence.parted([block.take(x) for x in reached])
+        results = run(FLEX_GRADIENT, grad, query, k, v, *how, **places.at(block))
+        dq, dk, dv, *rest = (run(getitem, results, at) for at in range(3 + wanted))
+        for total, x in zip(parts, (dq, *rest), strict=True):
+            total.append(x)
+        sources.append(block.source)
+        of_keys.append([block.back(x) for x in sequence.joined(dk, dv)])
+    totals = [sequence.total(list(zip(sources, of_block, strict=True))) for of_block in zip(*of_keys, strict=True)]
+    dq, *rest = (added(local, x) for x in parts)
+    grads = [dq, *sequence.parted(totals)]
+    return [*([narrow(local, x) for x in grads] if len(sources) > 1 else grads), *rest]
+
+
+TABLE = table(
+    Rule(
+        "shardc_attention.flex",
+        _flex,
+        "b (g r) q e, b g k e, b g k f, ... -> b (g r) q f, b (g r) q    k: sum; or q and k on one axis",
+        _flex_local,
+        opaque=True,
+    ),
+    Rule(
+        "shardc_attention.flex_gradient",
+        _gradient,
+        "b (g r) q f, b (g r) q e, b g k e, b g k f, ... -> b (g r) q e, b g k e, b g k f, ...    all: sum; or as "
+        "forward",
+        _gradient_local,
+        opaque=True,
+    ),
+    strides=CONTIGUOUS,
+)
