@@ -220,8 +220,8 @@ def table(
             "" if base is None else f"{median[name] / base:.2f}", f"{sent / 1024:,.0f}", *said[name][:2],
             said[name][2], f"{kept[name] / 2**20:.0f}",
         ])  # fmt: skip
-    header = ["row", "median ms", "least ms", "CPU ms of a rank", "of the peer", "KiB sent", "of attention", "by the page",
-              "MiB kept, predicted", "measured"]  # fmt: skip
+    header = ["row", "median ms", "least ms", "CPU ms of a rank", "of the peer", "KiB sent", "of attention",
+              "by the page", "MiB kept, predicted", "measured"]  # fmt: skip
     text = tabulate(lines, header, disable_numparse=True, colalign=("left", *["right"] * 9))
     return "\n".join([text, *(f"{name}: {why}" for name, why in failed.items())])
 

@@ -46,7 +46,7 @@ class _Heads:
         ]
 
     def operands(self, names: Sequence[str]) -> list[Dims]:
-        by_name = {"query": self.query, "key": self.key, "value": self.value}
+        by_name: dict[str, Dims] = {"query": self.query, "key": self.key, "value": self.value}
         by_name |= {"logsumexp": self.row, "grad_logsumexp": self.row}
         captured = iter(self.captured)
         return [next(captured) if name == "captured" else by_name.get(name, self.out) for name in names]

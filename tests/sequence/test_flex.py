@@ -1,4 +1,4 @@
-"""`flex_attention` of a split sequence: methods equal one device, skip what a mask hides and send what the page says."""
+"""`flex_attention` of a split sequence: equals one device, skips what a mask hides, sends what the page says."""
 
 from __future__ import annotations
 
@@ -108,8 +108,15 @@ def packed(documents: bool, ranks: int, method: str) -> tuple[Any, tuple[Tensor,
     return module, (torch.randn(2, LENGTH, WIDTH), document)
 
 
-@pytest.mark.parametrize("method", ["gather", "ring"])
-@pytest.mark.parametrize("documents", [True, False])
+@pytest.mark.parametrize(
+    ("method", "documents"),
+    [
+        ("ring", True),
+        ("gather", False),
+        pytest.param("ring", False, marks=pytest.mark.slow),
+        pytest.param("gather", True, marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_share_the_scores_that_a_mask_leaves(method: str, documents: bool) -> None:
     """A rank computes at most 1.1 of its share of the pairs that are seen, and skips most of those that are not."""
     module, inputs = packed(documents, 4, method)

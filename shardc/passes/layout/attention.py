@@ -168,7 +168,7 @@ def _split(entries: Sequence[Cp]) -> tuple[str, str]:
 
 def _place(node: fx.Node, entries: Sequence[Cp], around: bool) -> None:
     """Gives a ``flex_attention`` the axes and methods of these entries, in place."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [argument.name for argument in node.target._schema.arguments]
     node.args = (*node.args[: names.index("axis")], *_split(entries), around)
 
 

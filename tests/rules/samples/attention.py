@@ -82,9 +82,7 @@ def of_functions(op: str) -> Iterator[Sample]:
     """Samples of ``flex_attention``: functions that read tensors by place, and gradients of these and of the sums."""
     draw, backward = Draw(op), op.endswith("gradient")
     ops: Any = torch.ops.shardc_attention
-    for around, heads, groups, keys, reads in (
-        (False, 4, 2, KEYS, True), (True, 2, 2, KEYS - 1, True), (True, 2, 1, KEYS, False),
-    ):  # fmt: skip
+    for around, heads, groups, keys, reads in ((False, 4, 2, KEYS, True), (True, 2, 2, KEYS - 1, False)):
         q, k = draw.normal(BATCH, heads, KEYS, WIDTH), draw.normal(BATCH, groups, KEYS, WIDTH)
         v, document = draw.normal(*k.shape), draw.below(3, BATCH, KEYS)
         of_score = [draw.normal(heads, 2 * KEYS), draw.normal()] if reads else []
