@@ -221,11 +221,7 @@ class WholeParameter(Shard):
         """Returns what a rank that does not own the parameter has in its state for ``x`` of the owner."""
         if x.unshared:
             return x
-        return self.owner.place(None, x.shape, x.dtype) if x.number is None else self._number(x)
-
-    def _number(self, x: Described) -> Tensor:
-        assert x.number is not None
-        return x.number if x.device == "cpu" else x.number.to(self.local.device)
+        return self.owner.place(None, x.shape, x.dtype) if x.number is None else x.number.to(x.device)
 
 
 def _are(values: Sequence[object], others: Sequence[object]) -> bool:
