@@ -139,6 +139,7 @@ class ProgramCache:
         # Called with an evicted program of dynamic sizes: its runner would keep it alive.
         self.build.families.forget = lambda program: self.runners.pop(id(program), None)
         self._snapshot: ModuleSnapshot | None = None
+        self._shown: dict[int, Executable] = {}  # id of a program from the store -> the same with its stages
         self._unused: list[CacheKey] = []  # of programs of precompiled=, until one fits a call
         self._holding: set[tuple[Guards, bool]] = set()  # guards that hold, and whether gradients are recorded
         self._identities: IdentityGuards | None = None
@@ -235,7 +236,10 @@ class ProgramCache:
                 program: Any = self._sized(call, args, kwargs, deferred)
                 if program is None:
                     program = self.find(call, deferred)
-                if program is None or looks and program.from_store:
+                runs = program
+                if looks and runs is not None and runs.from_store:
+                    program = self._shown.get(id(runs))
+                if program is None:
                     wanted = Wanted(call, deferred, self.params.view, self.build.loss)
                     self._warn_of_unused(wanted)
                     with frozen(), compiling(self.programs, wanted):
@@ -244,7 +248,10 @@ class ProgramCache:
                             program = build(model, *example, deferred)
                         else:
                             program = build.stored(model, *example, evaluates)
-                    self.add(program)
+                    if runs is None:
+                        self.add(program)
+                    else:  # calls go on with the one that ranks have compared
+                        self._shown[id(runs)] = program
                     CACHE.info("new program: %s", program.stored)
                 else:
                     self._unused = []

@@ -245,6 +245,19 @@ def two_calls_before_the_backward() -> None:
     backwards_agree(module, case.model, first + 3 * second, expected)
 
 
+def looked_at_between() -> None:
+    """A rank that found the program in the store compiles one to look at, and goes on with that of the others."""
+    case = blocks()
+    module = compiled(case.model, PP2, pp(), loss=case.loss)
+    module(*case.args).backward()
+    for _ in range(2):
+        assert module.shardc.lower(*case.args).text("propagate")
+        module.zero_grad()
+        module(*case.args).backward()
+    case.reference_loss().backward()
+    gradients_agree(module, case.model)
+
+
 def copied() -> None:
     case = blocks()
     module = copy.deepcopy(compiled(case.model, PP2, pp(), loss=case.loss))
@@ -382,7 +395,7 @@ SMALL: dict[str, list[Callable[[], None]]] = {
     "one call": [partial(in_one_call, pp(), True), partial(in_one_call, pp("zbv"), False)],
     "outputs": [outputs_beside_the_loss, two_losses, changes_buffers, library_model],
     "calls": [modes_and_shapes, partial(without_a_loss, "1f1b"), partial(without_a_loss, "zb")],
-    "backwards": [gradient_of_an_input, backward_twice, two_calls_before_the_backward, copied],
+    "backwards": [looked_at_between, gradient_of_an_input, backward_twice, two_calls_before_the_backward, copied],
     "whole batch": [partial(of_case, "balanced experts", PP2, pp("zb"), backend="inductor"), compares_rows],
     "dtypes and draws": [in_bfloat16, in_autocast, partial(dropout, PP2, pp())],
 }
