@@ -6,7 +6,8 @@
 For each schedule, ranks train a decoder for a few steps. The seconds of each stage's forward and backward are medians
 of what the ranks measured. With these the lists of the schedule are played: the step and the bubble (the share of the
 ranks' time in which they wait) that this gives stand beside the measured ones. In flight are the most microbatches
-whose backward has not run, by rank.
+whose backward has not run, by rank. Memory is the peak of a step with the optimizer's state, by rank: as predicted, and
+as allocated.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from benchmarks.work import LEARNING_RATE, SIZES  # noqa: E402
 from examples.models.llama import loss  # noqa: E402
 from shardc.ir.executable import BACKWARDS, FORWARD, LAST_BACKWARD, AtStage, Half  # noqa: E402
 from shardc.ir.schedules import ORDERS, Kind, clock, play, schedule  # noqa: E402
+from shardc.runtime.profile import alive, peak_of  # noqa: E402
 from shardc.runtime.step import Runner  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 
@@ -79,7 +81,13 @@ def train(size: str, name: str, microbatches: int, folder: Path) -> None:
         optimizer.zero_grad()
         steps.append(list(spans))
     Runner.run = run  # type: ignore[method-assign]
-    text = json.dumps([[vars(span) for span in step] for step in steps[WARMUP:]])
+    data = work.data(0, ranks)
+    schedule: Any = module.shardc.lower(*data).schedule("cpu")
+    state = [x for state in optimizer.state.values() for x in state.values()]
+    before = alive([*module.parameters(), *module.buffers(), *data, *state])
+    measured = before + peak_of(lambda: module(*data).backward()) + module.shardc.memory().arena
+    memory = schedule.ranks[dist.get_rank()].peak, measured
+    text = json.dumps({"steps": [[vars(span) for span in step] for step in steps[WARMUP:]], "memory": memory})
     (folder / f"{dist.get_rank()}.json").write_text(text)
 
 
@@ -88,7 +96,7 @@ def row(size: str, name: str, ranks: int, microbatches: int) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(ranks, partial(train, size, name, microbatches, Path(folder)))
         files = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
-    steps = [[[Span(**span) for span in rank[at]] for rank in files] for at in range(STEPS)]
+    steps = [[[Span(**span) for span in rank["steps"][at]] for rank in files] for at in range(STEPS)]
     taken: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for spans in (spans for step in steps for spans in step):
         for span in spans:
@@ -103,7 +111,7 @@ def row(size: str, name: str, ranks: int, microbatches: int) -> list[str]:
     step, bubble = statistics.median(seconds), statistics.median(bubbles)
     return [
         name, f"{1e3 * played.seconds:.0f}", f"{1e3 * step:.0f}", f"{100 * played.bubble:.1f}", f"{100 * bubble:.1f}",
-        " ".join(map(str, flying)),
+        " ".join(map(str, flying)), *(" ".join(f"{rank['memory'][at] / 1e6:.1f}" for rank in files) for at in (0, 1)),
     ]  # fmt: skip
 
 
@@ -122,7 +130,16 @@ def main() -> None:
     parser.add_argument("--schedules", default=",".join(ORDERS), help="names, joined by commas")
     options = parser.parse_args()
     rows = [row(options.size, name, options.ranks, options.microbatches) for name in options.schedules.split(",")]
-    head = ("schedule", "ms played", "ms measured", "bubble % played", "bubble % measured", "in flight, by rank")
+    head = (
+        "schedule",
+        "ms played",
+        "ms measured",
+        "bubble % played",
+        "bubble % measured",
+        "in flight, by rank",
+        "MB predicted",
+        "MB measured",
+    )
     print(f"{options.size}, {options.ranks} ranks, {options.microbatches} microbatches, forward and backward of a step")
     print(tabulate(rows, head, "plain", disable_numparse=True))
 

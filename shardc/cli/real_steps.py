@@ -36,7 +36,7 @@ from shardc.plan.resolve import check_axes
 from shardc.report.export import gigabytes, milliseconds, plain, shorten, write
 from shardc.report.predicted_schedule import Schedule
 from shardc.report.prediction import Collective, grouped
-from shardc.runtime.profile import Profiled, Ran, profile_step
+from shardc.runtime.profile import Profiled, Ran, alive, profile_step
 from shardc.validate import checked
 
 WARM_UP = 2  # steps that are not timed; the first compiles
@@ -204,7 +204,7 @@ def _compared(training: _Training, timed: tuple[float, ...]) -> Comparison:
     """Return the comparison of one plan, after one more step under the profiler; ``timed`` are seconds of steps."""
     dist.barrier()
     module, schedule = training.module, training.schedule
-    allocated = _alive([*module.parameters(), *module.buffers(), *training.inputs, *_state(training.optimizer)])
+    allocated = alive([*module.parameters(), *module.buffers(), *training.inputs, *_state(training.optimizer)])
     seen: Profiled = profile_step(training.step)
     training.optimizer.zero_grad()
     memory = allocated + seen.allocated + module.shardc.memory().arena
@@ -244,12 +244,6 @@ def _tensors(outputs: PyTree) -> list[Tensor]:
 def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the tensors of an optimizer's state."""
     return [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-
-
-def _alive(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of the storages of ``tensors`` on this rank, each storage counted once."""
-    local = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
-    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local}.values())
 
 
 Plans = list[tuple[str, shardc.Mesh]]

@@ -29,7 +29,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.repeat import Segment
 from shardc.ir.returned import Returned
 from shardc.ir.schedules import Kind, Schedule, play
-from shardc.ir.stage_runs import Key, Message, StageRuns
+from shardc.ir.stage_runs import Key, Message, StageRuns, received
 
 
 def outputs_text(used: Iterable[int]) -> str:
@@ -490,6 +490,19 @@ class Executable(ABC):
         """Return, for each of the `actions` of a rank, the values that no later one reads."""
         self.actions(rank, training)
         return self._actions[rank, training and self.trains][1]
+
+    def received(self, rank: int, training: bool = True) -> list[int]:
+        """Return, for each of the `actions` of a rank that is a message to it, how many messages of this rank the
+        source has received before it sends that one; 0 for the others.
+        """
+        key = rank, training and self.trains
+        if key not in self._received:
+            self._received[key] = received([self.actions(at, training) for at in range(self.stage_ranks)], rank)
+        return self._received[key]
+
+    @cached_property
+    def _received(self) -> dict[tuple[int, bool], list[int]]:
+        return {}
 
     def _listed(self, rank: int, trains: bool) -> list[Run | Message]:
         """Lists the `actions` of a rank."""

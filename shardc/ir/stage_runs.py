@@ -193,3 +193,22 @@ class StageRuns:
         if values:
             keys = tuple((kind, name, at) for name in values)
             yield Message(keys, tuple(values.values()), self.rank(source), self.rank(target))
+
+
+def received(lists: Sequence[Sequence[object]], rank: int) -> list[int]:
+    """Return, for each action of ``rank`` that is a message to it, how many messages of this rank the source has
+    received before it sends that one; 0 for the others.
+
+    Args:
+        lists: the actions of each rank, its messages among them.
+    """
+
+    def of(source: int) -> Iterator[int]:
+        count = 0
+        for x in lists[source]:
+            if isinstance(x, Message) and (x.source, x.target) == (source, rank):
+                yield count
+            count += isinstance(x, Message) and (x.source, x.target) == (rank, source)
+
+    counts = {source: of(source) for source in range(len(lists))}
+    return [next(counts[x.source]) if isinstance(x, Message) and x.target == rank else 0 for x in lists[rank]]

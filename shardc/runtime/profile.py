@@ -4,7 +4,7 @@ on this rank: collectives, bytes sent and memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -12,6 +12,8 @@ from os.path import commonprefix
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardc.ir import graph as ir
@@ -149,6 +151,20 @@ def profile_step(step: Callable[[], object]) -> Profiled:
             event.duration_ns() / 1e9,
         ))  # fmt: skip
     return Profiled(tuple(ran), sum(wait.duration_ns() for wait in waits) / 1e9, _peak(events))
+
+
+def peak_of(step: Callable[[], object]) -> int:
+    """Runs ``step`` under torch's CPU profiler; returns the peak of bytes allocated since the start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    results: Any = seen.profiler.kineto_results
+    return _peak(sorted(results.events(), key=lambda event: event.start_ns()))
+
+
+def alive(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of the storages of ``tensors`` on this rank, each storage counted once."""
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local}.values())
 
 
 def _kind(name: str) -> str | None:

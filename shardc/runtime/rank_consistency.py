@@ -217,6 +217,20 @@ class RankConsistency:
         """Returns the MeshError to raise if a collective failed as ranks differ or one raised; None after a second."""
         return self._raised() if not self.alone and self._found.wait(_HEARD / 2) else None
 
+    def lost_by(self, rank: int) -> None:
+        """Notes for the other ranks that this one gave up to wait for ``rank``."""
+        with suppress(RuntimeError):  # the store is gone
+            self._connected().set(f"{self._prefix}lost/{self.rank}", str(rank))
+
+    def first_lost(self, rank: int) -> int:
+        """Returns the rank that ``rank`` gave up to wait for, and so on: the one that is not known to wait."""
+        seen = {self.rank}
+        with suppress(RuntimeError):
+            while rank not in seen and self._connected().check([f"{self._prefix}lost/{rank}"]):
+                seen.add(rank)
+                rank = int(self._connected().get(f"{self._prefix}lost/{rank}"))
+        return rank
+
     def _raised(self) -> MeshError:
         """Returns the error to raise on this rank, once others have had time to read it; restarts the numbering."""
         error, heard, self._heard = self._different, self._heard, None

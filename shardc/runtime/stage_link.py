@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,36 +30,46 @@ class StageLink:
     def __init__(self, groups: Groups, program: Executable, device: torch.device) -> None:
         self.groups, self.program, self.device = groups, program, device
         self._groups = [groups.along_stages(back) for back in (False, True)]
-        self._pending: list[tuple[Any, Tensor]] = []  # sends that may not have left, with what they send
+        # Coordinate of a rank -> number of messages to it that are known to have left; and what the later ones send.
+        self._left: dict[int, int] = {}
+        self._pending: dict[int, deque[list[tuple[Any, Tensor]]]] = {}
 
     def _group(self, message: Message) -> dist.ProcessGroup:
         """Returns the process group of the messages of one direction."""
         return self._groups[message.source > message.target]
 
     def send(self, message: Message, values: list[Any]) -> None:
-        self._pending = [(work, x) for work, x in self._pending if not work.is_completed()]
-        for x in values:
-            x = _bytes(x)
+        sends = []
+        for x in map(_bytes, values):
             if x.numel():
                 with self.groups.consistency.waits():
-                    work = dist.isend(x, group=self._group(message), group_dst=message.target)
-                self._pending.append((work, x))
+                    sends.append((dist.isend(x, group=self._group(message), group_dst=message.target), x))
+        self._pending.setdefault(message.target, deque()).append(sends)
+
+    def _leave(self, rank: int, count: int) -> None:
+        """Drops the values of the first ``count`` messages to a rank, when they have left."""
+        pending = self._pending.get(rank, deque())
+        while pending and self._left.get(rank, 0) < count:
+            for work, _ in pending.popleft():
+                with self.groups.consistency.waits():
+                    work.wait()
+            self._left[rank] = self._left.get(rank, 0) + 1
 
     def arrived(self, message: Message) -> bool:
         return True  # `receive` waits
 
-    def receive(self, message: Message) -> Sequence[Any]:
+    def receive(self, message: Message, received: int) -> Sequence[Any]:
         out = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in message.examples]
         for x in out:
             if x.numel():
                 self._wait(message, dist.irecv(_bytes(x), group=self._group(message), group_src=message.source))
+        self._leave(message.source, received)
         return out
 
     def finish(self) -> None:
-        for work, _ in self._pending:
-            with self.groups.consistency.waits():
-                work.wait()
-        self._pending.clear()
+        for rank, pending in self._pending.items():
+            self._leave(rank, self._left.get(rank, 0) + len(pending))
+        self._left.clear()
 
     def _wait(self, message: Message, work: Any) -> None:
         """Waits for ``work``, a receive.
@@ -71,14 +82,23 @@ class StageLink:
             with consistency.runs():
                 work.wait()
         except RuntimeError as error:
-            peer = dist.get_global_rank(self._group(message), message.source)
+            group = self._group(message)
+            peer = dist.get_global_rank(group, message.source)
+            consistency.lost_by(peer)
+            if (different := consistency.behind()) is not None:
+                raise different from error
+            first = consistency.first_lost(peer)  # others have had the time of `behind` to note for whom they wait
+            places = dict(zip(dist.get_process_group_ranks(group), range(dist.get_world_size(group)), strict=True))
+            waits = "" if first == peer else f", which waits for rank {first}"
+            waits += f", at {places[first]}" if first != peer and first in places else ""
             kind, name, at = message.keys[0]
             more = f" and {len(message.keys) - 1} more" if len(message.keys) > 1 else ""
-            raise consistency.behind() or CollectiveError(
+            raise CollectiveError(
                 f"rank {dist.get_rank()}, at {message.target} of the pipeline, waited for {kind} %{name}{more} of "
-                f"microbatch {at} from rank {peer}, at {message.source}, when it failed: {str(error).splitlines()[0]}",
+                f"microbatch {at} from rank {peer}, at {message.source}{waits}, when it failed: "
+                f"{str(error).splitlines()[0]}",
                 plan_entry=str(self.program.key.plan.setting("pp")),
-                fix=f"look at rank {peer} first: it died, raised or came too late; then restart all ranks from the "
+                fix=f"look at rank {first} first: it died, raised or came too late; then restart all ranks from the "
                 "last checkpoint",
             ) from error
 

@@ -21,8 +21,12 @@ class Link(Protocol):
     def arrived(self, message: Message) -> bool:
         """Returns whether `receive` will not wait. False only where other ranks run in this thread."""
 
-    def receive(self, message: Message) -> Sequence[Any]:
-        """Waits for the values of a message, and returns them."""
+    def receive(self, message: Message, received: int) -> Sequence[Any]:
+        """Waits for the values of a message, and returns them.
+
+        Args:
+            received: how many messages of this rank its source has received before it sends this one.
+        """
 
     def finish(self) -> None:
         """Waits until all that was sent has left."""
@@ -61,7 +65,8 @@ class StageLoops(Loops):
         """Runs a step, and fills ``results``; yields where a message has not arrived."""
         actions = self.program.actions(self.rank, training)
         parts = Results()
-        for action, done in zip(actions, self.program.last_uses(self.rank, training), strict=True):
+        received = self.program.received(self.rank, training)
+        for action, done, before in zip(actions, self.program.last_uses(self.rank, training), received, strict=True):
             if isinstance(action, Run):
                 half, at = action.half, action.microbatch
                 keys = {port.name: saved_key(half, port.name, at) for port in half.takes}
@@ -81,7 +86,7 @@ class StageLoops(Loops):
             else:
                 while not self.link.arrived(action):
                     yield
-                for key, x in zip(action.keys, self.link.receive(action), strict=True):
+                for key, x in zip(action.keys, self.link.receive(action, before), strict=True):
                     self._received(key, x, parts)
         self.link.finish()
         joined = self._joined(parts)

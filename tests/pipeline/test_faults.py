@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +22,7 @@ from shardc.runtime.stage_link import StageLink
 from tests.pipeline.programs import blocks
 from tests.ranks import device_mesh, run_ranks
 
+PP2 = Mesh(pp=2)
 TIMEOUT = 15  # seconds: longer than one rank may be behind the others while all compile
 
 
@@ -36,20 +38,23 @@ def fail() -> None:
     raise ValueError("an error of the user's")
 
 
-def step(rank: int, faulty: int, fault: Callable[[], None], inside: bool, folder: str) -> None:
-    """Rank ``faulty`` has its fault in the fifth step, at its second receive or in front of it; the other writes what
-    it sees. Ranks compare the inputs of the calls before.
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def step(rank: int, faulty: int, fault: Callable[[], None], inside: bool, folder: str, mesh: Mesh, port: int) -> None:
+    """Rank ``faulty`` has its fault in the fifth step, at its second receive or in front of it; the others write what
+    they see. Ranks compare the inputs of the calls before.
     """
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", 2)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     store.set_timeout(timedelta(seconds=4 * TIMEOUT))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=mesh.ranks, timeout=timedelta(seconds=TIMEOUT))
     case = blocks()
-    module = shardc.compile(
-        case.model, device_mesh(Mesh(pp=2)), shardc.pp("pp", microbatches=4), loss=case.loss, backend="eager"
-    )
+    plan = shardc.pp("pp", microbatches=4)
+    module, args = shardc.compile(case.model, device_mesh(mesh), plan, loss=case.loss, backend="eager"), case.args
     for _ in range(4):
-        module(*case.args).backward()
+        module(*args).backward()
     receive, received = StageLink.receive, []
 
     def faulted(self: StageLink, message: object) -> object:
@@ -63,28 +68,37 @@ def step(rank: int, faulty: int, fault: Callable[[], None], inside: bool, folder
             StageLink.receive = faulted
         else:
             fault()
+    begin = time.monotonic()
     try:
-        module(*case.args).backward()
+        module(*args).backward()
     except shardc.ShardcError as error:
-        Path(folder, "seen").write_text(str(error))
-    os._exit(0)
+        Path(folder, f"seen{rank}").write_text(str(error))
+        assert time.monotonic() - begin < 2 * TIMEOUT, "it was told late"
+        time.sleep(2 * TIMEOUT if mesh.ranks > 2 else 0)  # others still wait for what it has sent
+        os._exit(0)
+    os._exit(4)
 
 
-def seen(faulty: int, fault: Callable[[], None], inside: bool, folder: Path) -> str:
-    """What the other rank raised; both are gone afterwards."""
+def seen(faulty: int, fault: Callable[[], None], inside: bool, folder: Path, mesh: Mesh = PP2) -> dict[int, str]:
+    """What each other rank raised; all are gone afterwards."""
     context = mp.get_context("spawn")
-    ranks = [context.Process(target=step, args=(rank, faulty, fault, inside, str(folder))) for rank in range(2)]
+    # In this process, as a launcher has it: a rank that stops would take a file or a server of its own along.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = (faulty, fault, inside, str(folder), mesh, store.port)
+    ranks = [context.Process(target=step, args=(rank, *given)) for rank in range(mesh.ranks)]
+    others = [rank for rank in range(mesh.ranks) if rank != faulty]
     try:
         for process in ranks:
             process.start()
-        ranks[1 - faulty].join(90)
+        for rank in others:
+            ranks[rank].join(90 if mesh.ranks == 2 else 240)
     finally:
         for process in ranks:
             process.kill()
             process.join()
-    assert ranks[1 - faulty].exitcode == 0, "the rank hung"
-    assert (folder / "seen").exists(), "the rank raised nothing"
-    return (folder / "seen").read_text()
+    codes = {rank: ranks[rank].exitcode for rank in others}
+    assert codes == dict.fromkeys(others, 0), "a rank hung, or raised nothing (4), or was told late (1)"
+    return {rank: (folder / f"seen{rank}").read_text() for rank in others}
 
 
 SAYS = {
@@ -95,7 +109,7 @@ SAYS = {
 
 @pytest.mark.parametrize("fault, faulty", [(die, 0), (die, 1), (stall, 0), (stall, 1)])
 def test_a_rank_that_is_gone(fault: Callable[[], None], faulty: int, tmp_path: Path) -> None:
-    first, *rest = seen(faulty, fault, True, tmp_path).splitlines()
+    first, *rest = seen(faulty, fault, True, tmp_path)[1 - faulty].splitlines()
     assert re.search(SAYS[fault], first), first
     where = rf"rank {1 - faulty}, at {1 - faulty} of the pipeline, .* rank {faulty}, at {faulty}, when it failed: "
     assert re.match(where, first), first
@@ -108,13 +122,25 @@ def test_a_rank_that_is_gone(fault: Callable[[], None], faulty: int, tmp_path: P
 
 @pytest.mark.slow
 def test_a_rank_that_is_gone_before_a_step(tmp_path: Path) -> None:
-    assert "look at rank 0 first" in seen(0, die, False, tmp_path)
+    assert "look at rank 0 first" in seen(0, die, False, tmp_path)[1]
 
 
 @pytest.mark.parametrize("faulty", [0, 1])
 def test_a_rank_that_raises_inside_of_a_step(faulty: int, tmp_path: Path) -> None:
-    text = seen(faulty, fail, True, tmp_path)
+    text = seen(faulty, fail, True, tmp_path)[1 - faulty]
     assert f"look at rank {faulty} first" in text and 'plan entry: pp("pp", microbatches=4)' in text, text
+
+
+FOUR = {"killed": (die, 1), "stopped": (stop, 2)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+def test_all_of_four_ranks_raise(name: str, tmp_path: Path) -> None:
+    """Also those that wait for a rank that waits for the one that is gone."""
+    fault, faulty = FOUR[name]
+    for rank, text in seen(faulty, fault, True, tmp_path, Mesh(pp=4)).items():
+        assert f"look at rank {faulty} first" in text, f"rank {rank}: {text}"
 
 
 def other_inputs(at: int) -> None:

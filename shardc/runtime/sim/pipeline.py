@@ -27,7 +27,7 @@ class Wires:
     def arrived(self, message: Message) -> bool:
         return bool(self.queues.get((message.source, message.target)))
 
-    def receive(self, message: Message) -> Sequence[Any]:
+    def receive(self, message: Message, received: int) -> Sequence[Any]:
         keys, values = self.queues[message.source, message.target].popleft()
         assert keys == message.keys, f"rank {message.target} expects {message.keys}, {message.source} sent {keys}"
         self.moved += 1
