@@ -57,11 +57,11 @@ def step(rank: int, faulty: int, fault: Callable[[], None], inside: bool, folder
         module(*args).backward()
     receive, received = StageLink.receive, []
 
-    def faulted(self: StageLink, message: object) -> object:
+    def faulted(self: StageLink, message: object, before: int) -> object:
         received.append(message)
         if len(received) == 2:
             fault()
-        return receive(self, message)
+        return receive(self, message, before)
 
     if rank == faulty:
         if inside:
