@@ -430,6 +430,33 @@ FOUR: list[Callable[[], None]] = [
 ]
 
 
+def by_inductor(mesh: Mesh, plan: shardc.Plan) -> None:
+    """A step in float32: loss, gradients, and the parameters behind it."""
+    case = blocks()
+    case.model.float()
+    args = [x.float() for x in case.args]
+    module = compiled(case.model, mesh, plan, loss=case.loss, backend="inductor")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, case.model)]
+    loss, expected = module(*module.shard_inputs(*args)), case.loss(case.model(args[0]), args[1])
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(whole(loss).detach(), expected.detach(), rtol=1e-5, atol=0)
+    gradients_agree(module, case.model, within=1e-5)
+    for optimizer in optimizers:
+        optimizer.step()
+    for p, q in zip(module.parameters(), case.model.parameters(), strict=True):
+        torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_four_ranks_with_inductor() -> None:
+    run_ranks(
+        4,
+        partial(by_inductor, PP4, pp("1f1b")),
+        partial(by_inductor, Mesh(pp=2, dp=2), shardc.fsdp("dp") | pp("zbv")),
+    )
+
+
 @pytest.mark.slow
 def test_four_ranks() -> None:
     run_ranks(4, *FOUR)
