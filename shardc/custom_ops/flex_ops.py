@@ -22,7 +22,7 @@ from shardc.custom_ops.attention_ops import _fake_call, _fake_gradient
 from shardc.custom_ops.function_ops import Function, function_of
 
 KIND = "flex"
-ROWS, COLUMNS, STRIP = 128, 512, 8192  # queries of a block, most keys of a block, keys whose mask is computed at once
+ROWS, COLUMNS, STRIP = 64, 512, 8192  # queries of a block, most keys of a block, keys whose mask is computed at once
 _PLACES = ("batch", "head")  # by-place dims of captured tensors, by the position of their placeholder after the column
 
 
