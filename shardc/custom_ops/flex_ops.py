@@ -23,6 +23,7 @@ from shardc.custom_ops.function_ops import Function, function_of
 
 KIND = "flex"
 ROWS, COLUMNS, STRIP = 64, 512, 8192  # queries of a block, most keys of a block, keys whose mask is computed at once
+SCORES = 1 << 26  # of a block with all keys of a strip: large enough that few kernels are launched
 _PLACES = ("batch", "head")  # by-place dims of captured tensors, by the position of their placeholder after the column
 
 
@@ -194,6 +195,7 @@ class _Blocks:
 
     Attributes:
         dtype: in which scores are computed.
+        length: number of queries of a block.
         gradients: of the captured tensors that `differentiate` names, summed over the blocks so far; None before it.
     """
 
@@ -215,7 +217,9 @@ class _Blocks:
             self.filling, columns = columns >= keys, columns.clamp(max=keys - 1)
         self.rows, self.columns, self.batches, self.heads = rows, columns, batches, heads
         self.here = [torch.arange(size, device=query.device) for size in query.shape[:2]]
-        self.skips = query.device.type == "cpu"  # elsewhere, to know what is seen would wait for the device
+        self.skips = _skips(query)
+        each = query.shape[1] * min(STRIP, max(len(columns), 1)) * (1 if self.functions.by_batch else query.shape[0])
+        self.length = ROWS if self.skips else max(ROWS, SCORES // max(each, 1))
         self.leaves: list[Tensor] = []
         self.gradients: list[Tensor] | None = None
 
@@ -240,14 +244,13 @@ class _Blocks:
         """
         every, each = slice(None), self.functions.by_batch
         for batch in [slice(at, at + 1) for at in range(self.batch)] if each else [every]:
-            for start in range(0, len(self.rows), ROWS):
-                at = batch, every, slice(start, start + ROWS)
+            for start in range(0, len(self.rows), self.length):
+                at = batch, every, slice(start, start + self.length)
                 yield at, self._of_keys(at)
 
     def _of_keys(self, at: _At) -> Iterator[tuple[_Take, Tensor | None]]:
-        size = STRIP if self.skips else COLUMNS
-        for start in range(0, len(self.columns), size):
-            strip = slice(start, min(start + size, len(self.columns)))
+        for start in range(0, len(self.columns), STRIP):
+            strip = slice(start, min(start + STRIP, len(self.columns)))
             hidden = self.functions.hidden(self._places(at, strip), self.captured)
             hidden = hidden.reshape([1] * (4 - hidden.ndim) + list(hidden.shape))
             if self.filling is not None:
@@ -303,6 +306,11 @@ class _Blocks:
             return torch.zeros_like(grad) if grads[0] is None else grads[0]
 
         return masked, back
+
+
+def _skips(query: Tensor) -> bool:
+    """Return whether keys that no query of a block sees are left out: not where to know them waits for the device."""
+    return query.device.type == "cpu"
 
 
 def _taken(x: Tensor, take: _Take) -> Tensor:

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import shardc
+from shardc.custom_ops import flex_ops
 from shardc.errors import CaptureError
 from shardc.ir.parse import parse
 from shardc.ir.text import dump
@@ -113,6 +114,14 @@ def batch() -> tuple[Tensor, Tensor]:
 def test_trains_as_on_one_device(kind: str) -> None:
     torch.manual_seed(0)
     trains_alike(Net(kind), batch(), {"dp": 2, "tp": 2}, TP, steps=2)
+
+
+@pytest.mark.parametrize("skips", [True, False], ids=["as on CPUs", "as on GPUs"])
+@pytest.mark.parametrize("kind", ["documents in a window", "a trained bias by distance", "no keys", "the log-sum-exp"])
+def test_in_several_blocks(kind: str, skips: bool) -> None:
+    sizes = {"ROWS": 4, "COLUMNS": 3, "STRIP": 5, "SCORES": 1, "_skips": lambda query: skips}
+    with patch.multiple(flex_ops, **sizes):
+        trains_alike(Net(kind), batch(), {"dp": 2}, FSDP, steps=1)
 
 
 @pytest.mark.parametrize(
