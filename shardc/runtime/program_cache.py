@@ -139,7 +139,8 @@ class ProgramCache:
         # Called with an evicted program of dynamic sizes: its runner would keep it alive.
         self.build.families.forget = lambda program: self.runners.pop(id(program), None)
         self._snapshot: ModuleSnapshot | None = None
-        self._shown: dict[int, Executable] = {}  # id of a program from the store -> the same with its stages
+        # id of a program from the store -> that program, which keeps the id taken, and the same with its stages.
+        self._shown: dict[int, tuple[Executable, Executable]] = {}
         self._unused: list[CacheKey] = []  # of programs of precompiled=, until one fits a call
         self._holding: set[tuple[Guards, bool]] = set()  # guards that hold, and whether gradients are recorded
         self._identities: IdentityGuards | None = None
@@ -238,7 +239,7 @@ class ProgramCache:
                     program = self.find(call, deferred)
                 runs = program
                 if looks and runs is not None and runs.from_store:
-                    program = self._shown.get(id(runs))
+                    program = self._shown.get(id(runs), (runs, None))[1]
                 if program is None:
                     wanted = Wanted(call, deferred, self.params.view, self.build.loss)
                     self._warn_of_unused(wanted)
@@ -251,7 +252,7 @@ class ProgramCache:
                     if runs is None:
                         self.add(program)
                     else:  # calls go on with the one that ranks have compared
-                        self._shown[id(runs)] = program
+                        self._shown[id(runs)] = runs, program
                     CACHE.info("new program: %s", program.stored)
                 else:
                     self._unused = []
