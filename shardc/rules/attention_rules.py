@@ -109,16 +109,16 @@ _BOTH, _HEADS = (frozenset({QUERIES, KEYS}),), (frozenset("g"), frozenset("r"), 
 _SPLITS = {"gather": _BOTH, "ring": _BOTH, "ulysses": _HEADS, "auto": _BOTH + _HEADS}
 
 
-class _SequenceHeads:
+class SequenceHeads:
     """Factors of `shardc.custom_ops.attention_ops`, whose sequence may be split: queries ``b h q e``, keys ``b g k e``
     and values ``b g k f`` with ``h = g * r`` (GQA).
     """
 
-    def __init__(self, loops: Loops, *, backward: bool) -> None:
+    def __init__(self, loops: Loops, *, backward: bool, batch: str = FREE) -> None:
         shapes = dict(zip(loops.names, loops.shapes, strict=True))
         query, key, value = (shapes[name] for name in ("query", "key", "value"))
         kind = "sum" if backward else FREE
-        b, g = loops.dim("b", query[0]), loops.dim("g", key[1])
+        b, g = loops.dim("b", query[0], batch), loops.dim("g", key[1], batch)
         h = (*g, *loops.dim("r", query[1] // key[1], kind))
         q, k = loops.indexed(QUERIES, query[2], kind), loops.indexed(KEYS, key[2], "sum")
         e, f = loops.dim("e", query[3], WHOLE), loops.dim("f", value[3], WHOLE)
@@ -155,7 +155,7 @@ def routed(call: Call, spec: Spec, moving: tuple[int, ...], trips: int) -> Spec:
 
 def _call(call: Call) -> Spec:
     loops = Loops(call)
-    heads = _SequenceHeads(loops, backward=False)
+    heads = SequenceHeads(loops, backward=False)
     # With keys split the output is a partial sum, already weighted by each rank's share; the log-sum-exp is complete.
     spec = loops.spec(heads.operands(loops.names), [heads.out, heads.row], linear=[{2}], replicated=[1])
     return routed(call, spec, (1, 2), 1)
@@ -163,7 +163,7 @@ def _call(call: Call) -> Spec:
 
 def _gradient(call: Call) -> Spec:
     loops = Loops(call)
-    heads = _SequenceHeads(loops, backward=True)
+    heads = SequenceHeads(loops, backward=True)
     spec = loops.spec(heads.operands(loops.names), [heads.query, heads.key, heads.value], linear=[{0}])
     return routed(call, spec, (2, 3), 2)
 

@@ -12,7 +12,7 @@ from operator import getitem
 import torch
 
 from shardc.custom_ops.flex_ops import FLEX, FLEX_GRADIENT, score_functions
-from shardc.rules.attention_rules import KEYS, QUERIES, Attended, routed
+from shardc.rules.attention_rules import Attended, SequenceHeads, routed
 from shardc.rules.key_blocks import KeyBlock, KeyBlocks, added, narrow
 from shardc.rules.notation import FREE, WHOLE, Loops
 from shardc.rules.positions import positions
@@ -22,19 +22,13 @@ from shardc.rules.spec import Dims, Spec
 aten = torch.ops.aten
 
 
-class _Heads:
-    """Factors of the op: queries ``b h q e``, keys ``b g k e`` and values ``b g k f`` with ``h = g * r`` (GQA)."""
+class _Heads(SequenceHeads):
+    """Factors of the op: those of attention of a split sequence, and those of the captured tensors."""
 
     def __init__(self, loops: Loops, *, backward: bool) -> None:
-        shapes = dict(zip(loops.names, loops.shapes, strict=True))
-        query, key, value = (shapes[name] for name in ("query", "key", "value"))
-        kind = "sum" if backward else FREE  # gradients of captured tensors are sums over all
-        b, g = loops.dim("b", query[0], kind), loops.dim("g", key[1], kind)
-        h = (*g, *loops.dim("r", query[1] // key[1], kind))
-        q, k = loops.indexed(QUERIES, query[2], kind), loops.indexed(KEYS, key[2], "sum")
-        e, f = loops.dim("e", query[3], WHOLE), loops.dim("f", value[3], WHOLE)
-        self.query, self.key, self.value = (b, h, q, e), (b, g, k, e), (b, g, k, f)
-        self.out, self.row = (b, h, q, f), (b, h, q)
+        # Gradients of captured tensors are sums over batch and heads too.
+        super().__init__(loops, backward=backward, batch="sum" if backward else FREE)
+        b, h, *_ = self.query
         captured = [shape for name, shape in zip(loops.names, loops.shapes, strict=True) if name == "captured"]
         by_place = score_functions(loops.call["body"]).places
         self.captured = [
@@ -46,10 +40,9 @@ class _Heads:
         ]
 
     def operands(self, names: Sequence[str]) -> list[Dims]:
-        by_name: dict[str, Dims] = {"query": self.query, "key": self.key, "value": self.value}
-        by_name |= {"logsumexp": self.row, "grad_logsumexp": self.row}
         captured = iter(self.captured)
-        return [next(captured) if name == "captured" else by_name.get(name, self.out) for name in names]
+        others = super().operands(["logsumexp" if name == "grad_logsumexp" else name for name in names])
+        return [next(captured) if name == "captured" else x for name, x in zip(names, others, strict=True)]
 
 
 def _flex(call: Call) -> Spec:
@@ -64,8 +57,8 @@ def _gradient(call: Call) -> Spec:
     loops = Loops(call)
     heads = _Heads(loops, backward=True)
     results = [heads.query, heads.key, heads.value, *(heads.captured[at] for at in call["wanted"])]
-    given = {loops.names.index(name) for name in ("grad", "grad_logsumexp") if name in loops.names}
-    spec = loops.spec(heads.operands(loops.names), results, linear=[given])
+    grads = {loops.names.index(name) for name in ("grad", "grad_logsumexp") if name in loops.names}
+    spec = loops.spec(heads.operands(loops.names), results, linear=[grads])
     return routed(call, spec, (2, 3), 2)
 
 
