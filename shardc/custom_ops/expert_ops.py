@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
 
+from shardc._compat import OpOverload
 from shardc.custom_ops.expert_functions import body_of
 from shardc.custom_ops.grouped import suits
-from shardc.errors import InputError
 from shardc.ir.graph import info
 
 aten = torch.ops.aten
@@ -27,45 +28,75 @@ _MANY = "Tensor x, Tensor index, Tensor weight, Tensor[] params, str body, str w
 _library.define(f"call({_MANY}) -> Tensor")
 _library.define(f"gradient(Tensor grad, {_MANY}) -> Tensor[]")
 _library.define(
-    "run(Tensor x, Tensor take, Tensor scale, Tensor ends, Tensor[] params, int expected, str body) -> Tensor[]"
+    "run(Tensor x, Tensor take, Tensor scale, Tensor ends, Tensor[] params, int expected, bool waits, str body)"
+    " -> Tensor[]"
 )
 _library.define(
     "run_gradient(Tensor grad, Tensor x, Tensor take, Tensor scale, Tensor ends, Tensor[] params, Tensor[] saved, "
-    "int expected, str body) -> Tensor[]"
+    "int expected, bool waits, str body) -> Tensor[]"
 )
 
 
 _library.define("noted(Tensor index, int experts, str over) -> Tensor")
 _library.define("order(Tensor key, int count) -> Tensor[]")
 _library.define("counts(Tensor ends) -> Tensor")
-_library.define("within(Tensor sends, Tensor most, int rows) -> Tensor")
-_library.define("arrived(Tensor came, int ranks, int rows) -> Tensor[]")
+_library.define("blocks(Tensor order, Tensor back, Tensor ends, int ranks, int rows) -> Tensor[]")
+_library.define("within(Tensor most, int rows, int ranks, ScalarType dtype) -> Tensor")
+_library.define("arrived(Tensor came, int ranks, int rows, bool blocks) -> Tensor[]")
 
 
-Noted = list[tuple[Tensor, str]]
+@dataclass(frozen=True)
+class Load:
+    """The fullest block of one layer of experts, as its op `WITHIN` reads it.
+
+    Args:
+        most: rows of the fullest block that a rank sends to another, times ``ranks``, plus the sending rank: int64 [1],
+            on the device.
+        rows: number of rows that a block has room for.
+        ranks: number of ranks of the mesh.
+    """
+
+    most: Tensor
+    rows: int
+    ranks: int
+
+
+@dataclass
+class Noted:
+    """What layers of experts record while they run, in the order of their ops.
+
+    Attributes:
+        counts: (number of this rank's rows for each expert, int64 [e]; process group of the ranks that have other
+            tokens, "" if there are none) of each layer.
+        loads: of each layer whose rows are sent in blocks.
+    """
+
+    counts: list[tuple[Tensor, str]] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+
+
 _noted: Noted | None = None
 
 
 @contextmanager
 def noting() -> Iterator[Noted]:
-    """Context manager that collects the number of rows for each expert, in each layer of experts that runs in it.
-
-    Yields:
-        A list, to which each layer appends (number of this rank's rows for each expert, int64 [e]; process group of the
-        ranks that have other tokens, "" if there are none).
-    """
+    """Context manager that yields a `Noted`, to which the layers of experts that run in it append."""
     global _noted
-    before, _noted = _noted, []
+    before, _noted = _noted, Noted()
     try:
         yield _noted
     finally:
         _noted = before
 
 
-def experts_in(graph: fx.Graph) -> list[str]:
-    """Return the qualified names of the modules whose routing `noting` collects when ``graph`` runs, in order."""
-    names = (info(node).name for node in graph.nodes if node.target is NOTED)
-    return [name.rpartition(".noted")[0].rpartition("call")[0].rstrip(".") for name in names]
+def experts_in(graph: fx.Graph, op: OpOverload) -> list[str]:
+    """Return the qualified names of the modules that append to a `Noted` by ``op`` when ``graph`` runs, in order.
+
+    Args:
+        op: `NOTED`, for ``counts``, or `WITHIN`, for ``loads``.
+    """
+    names = (info(node).name.rpartition(".") for node in graph.nodes if node.target is op)
+    return [name.rpartition("call")[0].rstrip(".") for name, _, _ in names]
 
 
 def _note(index: Tensor, experts: int, over: str) -> Tensor:
@@ -79,7 +110,7 @@ def _note(index: Tensor, experts: int, over: str) -> Tensor:
     if _noted is not None:
         chosen = index.flatten()
         counts = index.new_zeros(experts + 1).scatter_add(0, chosen, torch.ones_like(chosen))
-        _noted.append((counts[:experts], over))
+        _noted.counts.append((counts[:experts], over))
     evenly = torch.arange(index.numel(), device=index.device).remainder(experts).view(index.shape)
     return torch.where(index < experts, index, evenly)
 
@@ -95,7 +126,7 @@ def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).index_copy_(0, order, torch.arange(order.numel(), device=order.device))
 
 
-def _arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
+def _arrived(came: Tensor, ranks: int, rows: int, blocks: bool) -> list[Tensor]:
     """Return [order that sorts received rows by expert, its inverse, end of each expert's rows in that order].
 
     Rows arrive sorted by rank, then by expert.
@@ -103,25 +134,52 @@ def _arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
     Args:
         came: number of rows from each rank for each expert, int64 [ranks e].
         rows: number of rows in the buffer.
+        blocks: whether the buffer has a block of equal size for each rank; else ranks' rows follow each other.
 
     Returns:
         the order and its inverse, int64 [rows], and the ends, int64 [e].
     """
     experts = came.numel() // ranks
-    run = torch.searchsorted(came.cumsum(0), torch.arange(rows, device=came.device), right=True)
-    key = torch.where(run < came.numel(), run % experts, experts)
+    if blocks:
+        at = torch.arange(rows // ranks, device=came.device).repeat(ranks, 1)
+        key = torch.searchsorted(came.view(ranks, experts).cumsum(1), at, right=True).flatten()
+    else:
+        run = torch.searchsorted(came.cumsum(0), torch.arange(rows, device=came.device), right=True)
+        key = torch.where(run < came.numel(), run % experts, experts)
     order = key.argsort(stable=True)
     return [order, _inverse(order), came.view(ranks, experts).sum(0).cumsum(0)]
 
 
-def _within(sends: Tensor, most: Tensor, rows: int) -> Tensor:
-    """Return a copy of ``sends``; InputError on all ranks if ``most``, the busiest rank's rows, exceeds ``rows``."""
-    if (come := int(most)) > rows:
-        raise InputError(
-            f"{come} rows come to one rank, and its capacity leaves room for {rows}",
-            fix='raise the capacity of shardc.ep(..., dispatch="bounded"), or use dispatch="send", which has no limit',
-        )
-    return sends.clone()
+def _blocks(order: Tensor, back: Tensor, ends: Tensor, ranks: int, rows: int) -> list[Tensor]:
+    """Return the places of this rank's choices in one block of ``rows`` rows for each rank.
+
+    Args:
+        order: permutation that sorts the choices by rank and expert, those for no rank last, int64 [s].
+        back: its inverse.
+        ends: end of the choices for each expert of each rank in that order, int64 [ranks e].
+
+    Returns:
+        [choice in each row of the blocks, int64 [ranks rows]; row of each choice, int64 [s]; number of rows for each
+        expert of each rank, int64 [ranks e]; number of choices for the rank that gets the most, int64 [1]]. Rows that
+        no choice fills repeat some choice. Choices that have no room share the last row of their block.
+    """
+    by_rank = ends.view(ranks, -1)
+    first = torch.cat([ends.new_zeros(1), by_rank[:-1, -1]])
+    within = by_rank - first.unsqueeze(1)
+    at = torch.arange(rows, device=order.device)
+    take = order[(first.unsqueeze(1) + at).clamp(max=order.numel() - 1).flatten()]
+    place = torch.arange(order.numel(), device=order.device)
+    rank = torch.searchsorted(by_rank[:, -1].contiguous(), place, right=True).clamp(max=ranks - 1)
+    row = rank * rows + (place - first[rank]).clamp(max=rows - 1)
+    counts = within.clamp(max=rows).diff(dim=1, prepend=within.new_zeros(ranks, 1))
+    return [take, row[back], counts.flatten(), within[:, -1].amax(0, keepdim=True)]
+
+
+def _within(most: Tensor, rows: int, ranks: int, dtype: torch.dtype) -> Tensor:
+    """Record a `Load` for `noting`; return 1 if all blocks have room for their rows, else NaN, as ``dtype`` [1]."""
+    if _noted is not None:
+        _noted.loads.append(Load(most, rows, ranks))
+    return torch.where(most // ranks <= rows, 1.0, torch.nan).to(dtype)
 
 
 def _counts(ends: Tensor) -> Tensor:
@@ -138,7 +196,7 @@ def sort(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 def _call(x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str, *_: object) -> Tensor:
     order, ends = sort(index, params[0].shape[0])
     scale = weight.flatten()[order].unsqueeze(1)
-    return _run(x, order // index.shape[1], scale, ends, params, order.numel(), body)[0]
+    return _run(x, order // index.shape[1], scale, ends, params, order.numel(), True, body)[0]
 
 
 def _gradient(
@@ -146,8 +204,8 @@ def _gradient(
 ) -> list[Tensor]:
     order, ends = sort(index, params[0].shape[0])
     scale, take = weight.flatten()[order].unsqueeze(1), order // index.shape[1]
-    saved = _run(x, take, scale, ends, params, order.numel(), body)[1:]
-    dx, dscale, *rest = _run_gradient(grad, x, take, scale, ends, params, saved, order.numel(), body)
+    saved = _run(x, take, scale, ends, params, order.numel(), True, body)[1:]
+    dx, dscale, *rest = _run_gradient(grad, x, take, scale, ends, params, saved, order.numel(), True, body)
     of_weight = torch.empty_like(dscale).index_copy(0, order, dscale)
     return [dx, of_weight.view(index.shape), *rest]
 
@@ -157,17 +215,17 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _live(take: Tensor, ends: Tensor, expected: int) -> tuple[Tensor, Tensor]:
+def _live(take: Tensor, ends: Tensor, expected: int, waits: bool) -> tuple[Tensor, Tensor]:
     """Return (the first n entries of ``take``, to compute; whether each has an expert of this rank, bool [n, 1]).
 
-    If the buffer is more than twice the expected size, the host waits for the number of rows.
+    If it ``waits`` and the buffer is more than twice the expected size, the host waits for the number of rows.
     """
-    rows = take.shape[0] if take.shape[0] <= 2 * expected else int(ends[-1])
+    rows = int(ends[-1]) if waits and take.shape[0] > 2 * expected else take.shape[0]
     return take[:rows], torch.arange(rows, device=take.device).unsqueeze(1) < ends[-1]
 
 
 def _run(
-    x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], expected: int, body: str
+    x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], expected: int, waits: bool, body: str
 ) -> list[Tensor]:
     """Run this rank's experts on their rows; return [sums of results by token, *the body's saved values].
 
@@ -178,6 +236,7 @@ def _run(
         ends: end of each expert's choices in ``take``, int64 [e]; choices after the last belong to no expert.
         params: parameters of this rank's experts, [e, ...] each.
         expected: predicted number of choices for this rank's experts.
+        waits: whether the host may wait for the number of rows where products are grouped.
         body: name of the experts' `Body`.
 
     Returns:
@@ -187,7 +246,7 @@ def _run(
     saved = [x.new_empty(take.shape[0], *value.shape, dtype=value.dtype) for value in function.saved]
     total = x.new_zeros(x.shape[0], *function.result.shape, dtype=_wide(function.result.dtype))
     if function.grouped_forward is not None and suits(x, params):
-        at, live = _live(take, ends, expected)
+        at, live = _live(take, ends, expected, waits)
         n = at.shape[0]
         out, *values = function.grouped_forward(ends.to(torch.int32), n, x[at], scale[:n], *params)
         for place, value in zip(saved, values, strict=True):
@@ -206,14 +265,14 @@ def _run(
 
 def _run_gradient(
     grad: Tensor, x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], saved: list[Tensor],
-    expected: int, body: str,
+    expected: int, waits: bool, body: str,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of ``x``, ``scale`` and ``params``, given ``grad``, that of the first result of `_run`."""
     function, start = body_of(body), 0
     dx = x.new_zeros(x.shape, dtype=_wide(x.dtype))
     dscale, grads = torch.zeros_like(scale), [torch.empty_like(p) for p in params]
     if function.grouped_backward is not None and suits(x, params):
-        at, live = _live(take, ends, expected)
+        at, live = _live(take, ends, expected, waits)
         n = at.shape[0]
         values = (grad[at], x[at], scale[:n], *params, *(value[:n] for value in saved))
         drows, ds, *rest = function.grouped_backward(ends.to(torch.int32), n, *values)
@@ -251,7 +310,11 @@ def _fake_order(key: Tensor, count: int) -> list[Tensor]:
     return [torch.empty_like(key), torch.empty_like(key), key.new_empty(count)]
 
 
-def _fake_arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
+def _fake_blocks(order: Tensor, back: Tensor, ends: Tensor, ranks: int, rows: int) -> list[Tensor]:
+    return [order.new_empty(ranks * rows), torch.empty_like(back), torch.empty_like(ends), ends.new_empty(1)]
+
+
+def _fake_arrived(came: Tensor, ranks: int, rows: int, blocks: bool) -> list[Tensor]:
     return [came.new_empty(rows), came.new_empty(rows), came.new_empty(came.numel() // ranks)]
 
 
@@ -267,7 +330,7 @@ def _fake_gradient(
 
 
 def _fake_run(
-    x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], expected: int, body: str
+    x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], expected: int, waits: bool, body: str
 ) -> list[Tensor]:
     function = body_of(body)
     results = [x.new_empty(x.shape[0], *function.result.shape, dtype=function.result.dtype)]
@@ -276,7 +339,7 @@ def _fake_run(
 
 def _fake_run_gradient(
     grad: Tensor, x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], saved: list[Tensor],
-    expected: int, body: str,
+    expected: int, waits: bool, body: str,
 ) -> list[Tensor]:  # fmt: skip
     return [torch.empty_like(x), torch.empty_like(scale), *map(torch.empty_like, params)]
 
@@ -290,12 +353,14 @@ for _name, _function, _fake in (
     ("order", _order, _fake_order),
     ("arrived", _arrived, _fake_arrived),
     ("counts", _counts, torch.empty_like),
-    ("within", _within, lambda sends, most, rows: torch.empty_like(sends)),
+    ("blocks", _blocks, _fake_blocks),
+    ("within", _within, lambda most, rows, ranks, dtype: most.new_empty(1, dtype=dtype)),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardc_experts::{_name}", _fake, lib=_library)
 CALL, GRADIENT = torch.ops.shardc_experts.call.default, torch.ops.shardc_experts.gradient.default
-NOTED, ORDER, COUNTS, ARRIVED, WITHIN = (
-    getattr(torch.ops.shardc_experts, name).default for name in ("noted", "order", "counts", "arrived", "within")
+NOTED, ORDER, COUNTS, ARRIVED, BLOCKS, WITHIN = (
+    getattr(torch.ops.shardc_experts, name).default
+    for name in ("noted", "order", "counts", "arrived", "blocks", "within")
 )
 RUN, RUN_GRADIENT = torch.ops.shardc_experts.run.default, torch.ops.shardc_experts.run_gradient.default

@@ -64,8 +64,8 @@ _OTHERS: dict[object, Callable[..., int]] = {
     recurrent_ops.STEPS_BACKWARD: lambda grad, state, weight, *_: _steps(grad, weight),
     expert_ops.CALL: lambda x, index, weight, params, body, *_: prod(index) * body_of(body).flops[0],
     expert_ops.GRADIENT: lambda grad, x, index, weight, params, body, *_: prod(index) * body_of(body).flops[1],
-    expert_ops.RUN: lambda x, take, scale, ends, params, expected, body: expected * body_of(body).flops[0],
-    expert_ops.RUN_GRADIENT: lambda grad, x, take, scale, ends, params, saved, expected, body: (
+    expert_ops.RUN: lambda x, take, scale, ends, params, expected, waits, body: expected * body_of(body).flops[0],
+    expert_ops.RUN_GRADIENT: lambda grad, x, take, scale, ends, params, saved, expected, waits, body: (
         expected * body_of(body).flops[1]
     ),
     attention_ops.CALL: _attention,

@@ -158,10 +158,11 @@ def ep(axis: str, experts: str | Sequence[str], dispatch: str = "auto", capacity
         dispatch: how rows reach their experts:
             "gather": every rank gathers all tokens of the axis; the results are reduce-scattered.
             "send": each row is sent to its expert's rank and back, by all-to-alls with exact sizes.
-            "bounded": as "send", with buffers for ``capacity`` times the rows of an even load. If a rank would receive
-            more, all ranks raise the same `InputError` before a row is sent.
+            "bounded": each rank sends each other one a block of rows, of a size that does not depend on the routing, so
+            that the host waits for no counts. If a block has too little room, the results are NaN, and all ranks raise
+            the same `InputError` before any gradient is there.
             "auto": the cheaper of the first two by the cost model, for each layer.
-        capacity: for "bounded"; 1.0 is room for an even load only.
+        capacity: for "bounded", the rows of a block, as a multiple of those of an even load; at least 1.0.
 
     Raises:
         PlanError: the dispatch is unknown, or the capacity is below 1.0; when the plan is used, a glob matches no

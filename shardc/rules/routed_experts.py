@@ -6,6 +6,7 @@ Over an axis that splits both, rows are exchanged.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 from math import ceil, prod
 from operator import getitem
 
@@ -22,6 +23,7 @@ from shardc.rules.rule import CONTIGUOUS, Call, Emitted, Local, Rule, table
 from shardc.rules.spec import Dims, Routed, Spec
 
 aten = torch.ops.aten
+_ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 _TOKENS, _EXPERTS = "t", "e"
 
 
@@ -45,12 +47,12 @@ def _routed(call: Call, spec: Spec, choices: int, width: int) -> Spec:
     sizes = dict(spec.sizes)
     if _TOKENS not in sizes or _EXPERTS not in sizes:
         return spec
-    # "bounded" also sends rows to the ranks of their experts; it only limits the buffers that receive them (`_rows`).
-    way = "send" if call["way"] == "bounded" else call["way"]
+    # "bounded" also sends rows to the ranks of their experts, and what no row fills with them (`_bounded`).
+    way, filled = ("send", call["bound"]) if call["way"] == "bounded" else (call["way"], 1.0)
     # "held" is the axis of the plan's ``ep`` entry, or "": it must split the experts, alone or with the tokens.
     forms = (frozenset({_EXPERTS}), frozenset({_TOKENS, _EXPERTS}))
     required = ((call["held"], forms),) if call["held"] else ()
-    return replace(spec, routed=Routed(_TOKENS, _EXPERTS, choices * width, way=way, required=required))
+    return replace(spec, routed=Routed(_TOKENS, _EXPERTS, ceil(choices * width * filled), way=way, required=required))
 
 
 def _call(call: Call) -> Spec:
@@ -78,28 +80,97 @@ def _gradient(call: Call) -> Spec:
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """The rows (token, expert) of one call on one rank, ready for `shardc.custom_ops.expert_ops.RUN`.
+class _Choices:
+    """The choices (token, expert) of one rank, or of one chunk of its tokens, sorted by the ranks of their experts.
 
     Args:
-        order: permutation that sorts the rank's choices (token-major) by destination, int64 [s].
+        tokens, choices: number of tokens, and of experts for each of them.
+        x: the tokens [t, d].
+        scale: routing weight of each choice, flat [s, 1].
+        order: permutation that sorts the choices (token-major) by destination, int64 [s].
         back: its inverse.
+        ends: end of the choices for each expert of each rank in that order, int64 [ranks e].
         mine: mask of the choices whose expert this rank's rows can reach, bool [t, k]; None if all can be reached.
+        ranks, experts: number of ranks that rows go to, and of experts on each.
+    """
+
+    tokens: int
+    choices: int
+    x: Emitted
+    scale: Emitted
+    order: Emitted
+    back: Emitted
+    ends: Emitted
+    mine: Emitted | None
+    ranks: int
+    experts: int
+
+    @property
+    def most(self) -> int:
+        """Return the number of rows that one rank can send to another at most."""
+        return self.tokens * min(self.choices, self.experts)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """An exchange of rows between ranks: ``go`` takes the rank's choices to their experts' ranks, ``back`` returns.
+
+    Args:
+        local: the call.
+        of: the choices whose rows are sent.
+        rows: rows of the buffer that receives them.
+        take: choice in each row that is sent, int64 [r].
+        home: row in which each choice comes back, int64 [s].
+        sends, receives: rows sent to and received from each rank, int64 [ranks]; None if all are sent in blocks.
+        within: NaN if a block has too little room for its rows, else 1; None without blocks.
+    """
+
+    local: Local
+    of: _Choices
+    rows: int
+    take: Emitted
+    home: Emitted
+    sends: Emitted | None = None
+    receives: Emitted | None = None
+    within: Emitted | None = None
+
+    def go(self, tensors: list[Emitted]) -> list[Emitted]:
+        """Emit the exchange of rows that are sorted by destination; return the received rows, sorted by source."""
+        return self._exchange(tensors, self.sends, self.receives, self.rows)
+
+    def back(self, tensors: list[Emitted]) -> list[Emitted]:
+        """Emit the exchange of received rows, or what was computed of them, back to where they came from."""
+        return self._exchange(tensors, self.receives, self.sends, self.of.tokens * self.of.choices)
+
+    def _exchange(
+        self, tensors: list[Emitted], sends: Emitted | None, receives: Emitted | None, rows: int
+    ) -> list[Emitted]:
+        call, (_, group) = self.local.builder.call, self.local.builder.group(_sent(self.local))
+        if sends is None:
+            sizes = [self.rows // self.of.ranks] * self.of.ranks
+            return [call(WAIT, call(_ALL_TO_ALL, x, sizes, sizes, group)) for x in tensors]
+        out = call(SEND_ROWS, tensors, sends, receives, rows, group)
+        return [call(WAIT, x) for x in _unpack(self.local, out, len(tensors))]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows (token, expert) of a chunk of a call on one rank, for `shardc.custom_ops.expert_ops.RUN`.
+
+    Args:
+        of: the choices of which they are.
         x, take, scale, ends, expected: arguments of `shardc.custom_ops.expert_ops.RUN`.
-        sends, receives: rows sent to and received from each rank, int64 [ranks]; None without an exchange.
+        sent: the exchange that brought them; None without an exchange.
         came_back: position in ``take`` of each received row, int64 [r].
     """
 
-    order: Emitted
-    back: Emitted
-    mine: Emitted | None
+    of: _Choices
     x: Emitted
     take: Emitted
     scale: Emitted
     ends: Emitted
     expected: int
-    sends: Emitted | None = None
-    receives: Emitted | None = None
+    sent: _Sent | None = None
     came_back: Emitted | None = None
 
 
@@ -143,11 +214,8 @@ def _sent(local: Local) -> tuple[str, ...]:
     return tuple(sorted((a for a in local.operand_layout("index").dim_axes(0) if a in split), key=mesh.order))
 
 
-def _rows(local: Local) -> _Rows:
-    """Emit the ops that sort this rank's rows by expert and, if axes split tokens and experts both, exchange them."""
-    call = local.builder.call
-    x, index, weight = (local.operand(name) for name in ("x", "index", "weight"))
-    sent = _sent(local)
+def _noted(local: Local) -> Emitted:
+    """Emit the op that counts this rank's choices by expert; return the choices."""
     mesh = local.operands[0].mesh
     on_ranks = (axis for axis in local.operand_layout("index").dim_axes(0) if split_part(axis)[0] != mesh.time)
     split = sorted(on_ranks, key=mesh.order)
@@ -155,45 +223,87 @@ def _rows(local: Local) -> _Rows:
     first = local.call.position("params") or 0
     dims = sum(len(operand.shape) for operand in local.call.operands[:first])
     experts_in_all = local.true_size(dims, local.call.operands[first].shape[0])
-    index = call(expert_ops.NOTED, index, experts_in_all, over)
-    key, mine, ranks, experts_per_rank = _keys(local, sent, index)
+    return local.builder.call(expert_ops.NOTED, local.operand("index"), experts_in_all, over)
+
+
+def _choices(local: Local, x: Emitted, index: Emitted, weight: Emitted) -> _Choices:
+    """Emit the ops that sort the choices of some tokens by the ranks of their experts."""
+    call = local.builder.call
+    key, mine, ranks, experts = _keys(local, _sent(local), index)
     tokens, choices = local.builder.shape(index)
-    order, back, ends = _unpack(local, call(expert_ops.ORDER, key, ranks * experts_per_rank), 3)
+    order, back, ends = _unpack(local, call(expert_ops.ORDER, key, ranks * experts), 3)
     if mine is not None:
         mine = call(aten.reshape.default, mine, [tokens, choices])
-    take = call(aten.div.Tensor_mode, order, choices, rounding_mode="floor")
     scale = call(aten.reshape.default, weight, [-1, 1])
-    scale = call(aten.index_select.default, scale, 0, order)
-    unsent_axes = [a for a in local.operand_layout("params").dim_axes(0) if a not in sent]
-    expected = -(-tokens * choices // prod(mesh.size(axis) for axis in unsent_axes))
-    if not sent:
-        return _Rows(order, back, mine, x, take, scale, ends, expected)
-    size, group = local.builder.group(sent)
-    send_counts = call(expert_ops.COUNTS, ends)
-    receive_counts = call(
-        torch.ops._c10d_functional.all_to_all_single.default,
-        send_counts,
-        [experts_per_rank] * size,
-        [experts_per_rank] * size,
-        group,
-    )
-    receive_counts = call(WAIT, receive_counts)
+    return _Choices(tokens, choices, x, scale, order, back, ends, mine, ranks, experts)
+
+
+def _exact(local: Local, of: _Choices) -> tuple[_Sent, Emitted]:
+    """Emit the exchange of the numbers of rows; return (an exchange of exactly these rows, numbers that come)."""
+    call = local.builder.call
+    _, group = local.builder.group(_sent(local))
+    counts = call(expert_ops.COUNTS, of.ends)
+    sizes = [of.experts] * of.ranks
+    came = call(WAIT, call(_ALL_TO_ALL, counts, sizes, sizes, group))
     sends, receives = (
-        call(aten.sum.dim_IntList, call(aten.reshape.default, n, [ranks, experts_per_rank]), [1])
-        for n in (send_counts, receive_counts)
+        call(aten.sum.dim_IntList, call(aten.reshape.default, n, [of.ranks, of.experts]), [1]) for n in (counts, came)
     )
-    rows = ranks * tokens * min(choices, experts_per_rank)
-    if (bound := local.call["bound"]) != 0:
-        rows = min(rows, ceil(bound * tokens * choices))
-        _, everywhere = local.builder.group(mesh.axes)
-        received = call(aten.sum.dim_IntList, receive_counts, [0], True)
-        most = call(torch.ops._c10d_functional.all_reduce.default, received, "max", everywhere)
-        sends = call(expert_ops.WITHIN, sends, call(WAIT, most), rows)
-    x = call(aten.index_select.default, x, 0, take)
-    x, scale = _send(local, [x, scale], sends, receives, rows, sent)
-    take, came_back, ends = _unpack(local, call(expert_ops.ARRIVED, receive_counts, ranks, rows), 3)
-    scale = call(aten.index_select.default, scale, 0, take)
-    return _Rows(order, back, mine, x, take, scale, ends, expected, sends, receives, came_back)
+    return _Sent(local, of, of.ranks * of.most, of.order, of.back, sends, receives), came
+
+
+def _bounded(local: Local, every: list[_Choices]) -> list[tuple[_Sent, Emitted]]:
+    """Emit exchanges of blocks of one size, of which the host does not know how many rows are filled.
+
+    Returns:
+        for each chunk of choices, (the exchange, number of rows that come from each rank for each expert).
+    """
+    call, mesh = local.builder.call, local.operands[0].mesh
+    axes = tuple(axis for axis in mesh.axes if axis != mesh.time)
+    ranks, everywhere = local.builder.group(axes)
+    out, fullest = [], None
+    block = max(min(of.most, ceil(local.call["bound"] * of.tokens * of.choices / of.ranks)) for of in every)
+    for of in every:
+        blocks = call(expert_ops.BLOCKS, of.order, of.back, of.ends, of.ranks, block)
+        take, home, counts, most = _unpack(local, blocks, 4)
+        fullest = most if fullest is None else call(aten.maximum.default, fullest, most)
+        out.append((_Sent(local, of, of.ranks * block, take, home), counts))
+    number = call(aten.add.Tensor, call(aten.mul.Tensor, fullest, ranks), local.builder.coordinate(axes))
+    number = call(WAIT, call(torch.ops._c10d_functional.all_reduce.default, number, "max", everywhere))
+    dtype = body_of(local.call["body"]).result.dtype
+    within = call(expert_ops.WITHIN, number, block, ranks, dtype)
+    _, group = local.builder.group(_sent(local))
+
+    def arriving(of: _Choices, counts: Emitted) -> Emitted:
+        sizes = [of.experts] * of.ranks
+        return call(WAIT, call(_ALL_TO_ALL, counts, sizes, sizes, group))
+
+    return [(replace(sent, within=within), arriving(sent.of, counts)) for sent, counts in out]
+
+
+def _rows(local: Local) -> list[_Rows]:
+    """Emit the ops that sort this rank's rows by expert and, if axes split tokens and experts both, exchange them."""
+    call = local.builder.call
+    x, index, weight = local.operand("x"), _noted(local), local.operand("weight")
+    mesh, unsent = local.operands[0].mesh, set(local.operand_layout("params").dim_axes(0)).difference(_sent(local))
+    divided = prod(mesh.size(axis) for axis in unsent)
+    if not _sent(local):
+        of = _choices(local, x, index, weight)
+        take = call(aten.div.Tensor_mode, of.order, of.choices, rounding_mode="floor")
+        scale = call(aten.index_select.default, of.scale, 0, of.order)
+        return [_Rows(of, x, take, scale, of.ends, -(-of.tokens * of.choices // divided))]
+    every = [_choices(local, x, index, weight)]
+    bounded = local.call["bound"] != 0
+    out = []
+    for sent, came in _bounded(local, every) if bounded else [_exact(local, of) for of in every]:
+        of = sent.of
+        token = call(aten.div.Tensor_mode, sent.take, of.choices, rounding_mode="floor")
+        rows = call(aten.index_select.default, of.x, 0, token), call(aten.index_select.default, of.scale, 0, sent.take)
+        there, scale = sent.go(list(rows))
+        arrived = call(expert_ops.ARRIVED, came, of.ranks, sent.rows, bounded)
+        take, came_back, ends = _unpack(local, arrived, 3)
+        scale = call(aten.index_select.default, scale, 0, take)
+        out.append(_Rows(of, there, take, scale, ends, -(-of.tokens * of.choices // divided), sent, came_back))
+    return out
 
 
 def _unpack(local: Local, outputs: Emitted, count: int) -> list[Emitted]:
@@ -201,82 +311,95 @@ def _unpack(local: Local, outputs: Emitted, count: int) -> list[Emitted]:
     return [local.builder.call(getitem, outputs, at) for at in range(count)]
 
 
-def _send(
-    local: Local, rows: list[Emitted], sends: Emitted, receives: Emitted, received: int, axes: tuple[str, ...]
-) -> list[Emitted]:
-    """Emit an all-to-all of rows that are sorted by destination; return the received rows, sorted by source."""
-    _, group = local.builder.group(axes)
-    out = local.builder.call(SEND_ROWS, rows, sends, receives, received, group)
-    return [local.builder.call(WAIT, tensor) for tensor in _unpack(local, out, len(rows))]
-
-
 def _by_token(local: Local, rows: _Rows, returned: Emitted, added: bool) -> Emitted:
     """Return the rows in token order: if ``added``, summed over a token's choices [t, width]; else one number each [t,
     k].
     """
-    call = local.builder.call
-    tokens, choices = local.builder.shape(local.operand("index"))
+    call, of = local.builder.call, rows.of
     width = local.builder.shape(returned)[1]
-    out = call(aten.index_select.default, returned, 0, rows.back)
-    out = call(aten.reshape.default, out, [tokens, choices, width])
-    if rows.mine is not None:
-        mask = call(aten.unsqueeze.default, rows.mine, 2)
+    out = call(aten.index_select.default, returned, 0, of.back if rows.sent is None else rows.sent.home)
+    out = call(aten.reshape.default, out, [of.tokens, of.choices, width])
+    if of.mine is not None:
+        mask = call(aten.unsqueeze.default, of.mine, 2)
         out = call(aten.where.self, mask, out, call(aten.full_like.default, out, 0))
-    return call(aten.sum.dim_IntList, out, [1]) if added else call(aten.reshape.default, out, [tokens, choices])
+    return call(aten.sum.dim_IntList, out, [1]) if added else call(aten.reshape.default, out, [of.tokens, of.choices])
 
 
-def _forward(local: Local) -> tuple[_Rows, list[Emitted]]:
+def _forward(local: Local) -> tuple[list[_Rows], list[list[Emitted]]]:
     """Emit the routing and the experts of a forward; the backward op of the same call reuses both."""
     body = local.call["body"]
     x, index, weight, params = (local.operand(name) for name in ("x", "index", "weight", "params"))
 
-    def make() -> tuple[_Rows, list[Emitted]]:
+    def make() -> tuple[list[_Rows], list[list[Emitted]]]:
         rows = _rows(local)
-        outputs = local.builder.call(
-            expert_ops.RUN, rows.x, rows.take, rows.scale, rows.ends, list(params), rows.expected, body
-        )
-        return rows, _unpack(local, outputs, 1 + len(body_of(body).saved))
+        outputs = [
+            local.builder.call(
+                expert_ops.RUN, part.x, part.take, part.scale, part.ends, list(params), part.expected,
+                _waits(part), body,
+            )
+            for part in rows
+        ]  # fmt: skip
+        return rows, [_unpack(local, out, 1 + len(body_of(body).saved)) for out in outputs]
 
     return local.builder.once((expert_ops.RUN, x, index, weight, tuple(params), body), make)
 
 
+def _waits(rows: _Rows) -> bool:
+    """Return whether the host may wait for the number of rows."""
+    return rows.sent is None or rows.sent.sends is not None
+
+
 def _call_local(local: Local) -> Emitted:
-    rows, (result, *_) = _forward(local)
-    if rows.sends is None:
-        return result
-    tokens, choices = local.builder.shape(local.operand("index"))
-    (back,) = _send(local, [result], rows.receives, rows.sends, tokens * choices, _sent(local))
-    return _by_token(local, rows, back, added=True)
+    call = local.builder.call
+    every, outputs = _forward(local)
+    if every[0].sent is None:
+        return outputs[0][0]
+    back = [rows.sent.back([result])[0] for rows, (result, *_) in zip(every, outputs, strict=True) if rows.sent]
+    out = _joined(local, [_by_token(local, *each, added=True) for each in zip(every, back, strict=True)])
+    within = every[0].sent.within
+    return out if within is None else call(aten.mul.Tensor, out, within)
+
+
+def _joined(local: Local, parts: list[Emitted]) -> Emitted:
+    """Return the results of all chunks of tokens, given those of each."""
+    return parts[0] if len(parts) == 1 else local.builder.call(aten.cat.default, parts)
 
 
 def _gradient_local(local: Local) -> Emitted:
     call = local.builder.call
-    rows, (_, *saved) = _forward(local)
-    grad, params, body = local.operand("grad"), local.operand("params"), local.call["body"]
-    tokens, choices = local.builder.shape(local.operand("index"))
-    if rows.sends is not None:
-        sent = call(aten.div.Tensor_mode, rows.order, choices, rounding_mode="floor")
-        grad = call(aten.index_select.default, grad, 0, sent)
-        (grad,) = _send(local, [grad], rows.sends, rows.receives, local.builder.shape(rows.x)[0], _sent(local))
-    grads = call(
-        expert_ops.RUN_GRADIENT,
-        grad,
-        rows.x,
-        rows.take,
-        rows.scale,
-        rows.ends,
-        list(params),
-        saved,
-        rows.expected,
-        body,
-    )
-    dx, scale, *rest = _unpack(local, grads, 2 + len(params))
-    if rows.sends is None:
-        return [dx, call(aten.reshape.default, call(aten.index_select.default, scale, 0, rows.back),
-                         [tokens, choices]), *rest]  # fmt: skip
-    scale = call(aten.index_select.default, scale, 0, rows.came_back)
-    dx, scale = _send(local, [dx, scale], rows.receives, rows.sends, tokens * choices, _sent(local))
-    return [_by_token(local, rows, dx, added=True), _by_token(local, rows, scale, added=False), *rest]
+    every, outputs = _forward(local)
+    params = list(local.operand("params"))
+    tangents = [local.operand("grad")]
+    there = []
+    for rows, grad in zip(every, tangents, strict=True):
+        if rows.sent is None:
+            there.append(grad)
+            continue
+        token = call(aten.div.Tensor_mode, rows.sent.take, rows.of.choices, rounding_mode="floor")
+        there += rows.sent.go([call(aten.index_select.default, grad, 0, token)])
+    grads = []
+    for rows, (_, *saved), grad in zip(every, outputs, there, strict=True):
+        computed = call(
+            expert_ops.RUN_GRADIENT, grad, rows.x, rows.take, rows.scale, rows.ends, params, saved, rows.expected,
+            _waits(rows), local.call["body"],
+        )  # fmt: skip
+        grads.append(_unpack(local, computed, 2 + len(params)))
+    of_params = [
+        reduce(partial(call, aten.add.Tensor), terms) for terms in zip(*(each[2:] for each in grads), strict=True)
+    ]
+    if every[0].sent is None:
+        of, (dx, scale, *_) = every[0].of, grads[0]
+        scale = call(aten.index_select.default, scale, 0, of.back)
+        return [dx, call(aten.reshape.default, scale, [of.tokens, of.choices]), *of_params]
+    back = []
+    for rows, (dx, scale, *_) in zip(every, grads, strict=True):
+        assert rows.sent is not None
+        back.append(rows.sent.back([dx, call(aten.index_select.default, scale, 0, rows.came_back)]))
+    results = [
+        _joined(local, [_by_token(local, rows, each[at], added) for rows, each in zip(every, back, strict=True)])
+        for at, added in enumerate((True, False))
+    ]
+    return [*results, *of_params]
 
 
 TABLE = table(

@@ -26,6 +26,7 @@ from shardc.runtime.gathered import gather
 from shardc.runtime.inputs import local_part
 from shardc.runtime.loops import Loops, Microstep
 from shardc.runtime.read_only import ReadOnly
+from shardc.runtime.routing import Loads
 from shardc.runtime.stage_link import StageLink
 from shardc.runtime.stage_loops import StageLoops
 from shardc.runtime.step import Runner
@@ -53,6 +54,7 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> PyTree:
     else:
         with torch.no_grad():
             results = border.held_back(half, runner.run(half, runner.local(half.takes, feed)), feed)
+        runner.check_loads(runner.routing.unchecked())
         if torch.is_grad_enabled():  # where torch refuses in-place changes of a view that was made under no_grad
             results = [x.detach() if isinstance(x, Tensor) and x._is_view() else x for x in results]
     _update_buffers(runner, results)
@@ -93,6 +95,7 @@ class StepContext(Protocol):
         call: event of the module call.
         feed: inputs of the forward that the backward needs, else None.
         versions: version counters at the forward of the tensors that the backward reads.
+        loads: of the layers of experts with a capacity.
     """
 
     runner: Runner
@@ -105,6 +108,7 @@ class StepContext(Protocol):
     call: Event | None
     feed: Feed
     versions: list[int]
+    loads: Loads
     _raw_saved_tensors: Sequence[Any]
 
     def save_for_backward(self, *tensors: Tensor | None) -> None: ...
@@ -131,7 +135,7 @@ class Step(torch.autograd.Function):
         ctx.strides = [x.stride() if isinstance(x, Tensor) else () for x in saved] if hooked else None
         ctx.changes, ctx.listened = border.watch(outputs), []
         ctx.runner, ctx.unreduced, ctx.freed = runner, runner.sync.unreduced(), False
-        ctx.call = runner.groups.consistency.call
+        ctx.call, ctx.loads = runner.groups.consistency.call, runner.routing.unchecked()
         ctx.feed = tuple(x if needed else None for x, needed in zip(feed, border.needed, strict=True))
         ctx.versions = list(_versions(runner, feed))
         ctx.set_materialize_grads(False)
@@ -166,7 +170,10 @@ class Step(torch.autograd.Function):
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.freed, ctx.others = True, []
             ctx.maybe_clear_saved_tensors()  # or they would live until the backward ends
+        if torch.is_anomaly_enabled():
+            runner.check_loads(ctx.loads)  # before the NaN of rows without room are looked for
         results = runner.run(half, local)
+        runner.check_loads(ctx.loads)
         grads = {(role.kind, role.name): grad for role, grad in zip(half.gives, results, strict=True)}
         late = runner.late(half.gives, grads, ctx.unreduced)
         takes = [port.role for port in runner.half(FORWARD).takes]
@@ -344,7 +351,9 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
         return Loops(program, run, argument, by_name, over)
 
     def step() -> Microstep:
-        return Microstep(program, loops, grad)
+        computed = Microstep(program, loops, grad)
+        runner.check_loads(runner.routing.unchecked())
+        return computed
 
     ports = {(port.role.kind, port.role.name): port for half in program.step(grad) for port in half.takes}
     changes = {("buffer", role.name) for role in program.outputs if role.kind == "buffer"}

@@ -78,7 +78,7 @@ def expert_tokens(module: nn.Module) -> dict[str, Tensor]:
         )
     out = {}
     with groups.consistency.tells(), groups.consistency.reduces("expert_tokens()"):
-        for where, (counts, over) in state.cache.tokens.items():
+        for where, (counts, over) in state.cache.routing.tokens.items():
             if over:
                 axes = group_axes(over, groups.mesh) or ()
                 started = torch.ops._c10d_functional.all_reduce(counts, "sum", groups.add([axes])[over])

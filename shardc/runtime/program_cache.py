@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import nn
 
 from shardc._compat import PyTree
 from shardc.errors import InputError, ShardcWarning
@@ -26,6 +26,7 @@ from shardc.runtime.identity_guards import IdentityGuards, ModuleSnapshot
 from shardc.runtime.inputs import no_targets, takes_loss
 from shardc.runtime.miss_reason import Wanted, compiling, reason
 from shardc.runtime.parameter_checks import ParamStore
+from shardc.runtime.routing import Routing
 from shardc.runtime.sharding_spec import ShardingSpec
 from shardc.runtime.signature import Signature, TorchGlobalState
 from shardc.runtime.step import Runner
@@ -120,7 +121,7 @@ class ProgramCache:
         explicit: whether `Namespace.lower` was called.
         shapes: (name, local shape) of an input -> its global shape.
         buffers: memory for the results of collectives, shared by all programs.
-        tokens: (tokens per expert, name of the group to sum over) of each expert layer in the last forward.
+        routing: what layers of experts recorded in the last forward.
         runners: runners of the programs that have run, by the program's id.
     """
 
@@ -134,7 +135,7 @@ class ProgramCache:
         # A local shape alone does not say whether its dims are split or, as they do not divide, replicated.
         self.shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
         # Each runner replaces the entries in its forward, so that they are those of the last forward.
-        self.tokens: dict[str, tuple[Tensor, str]] = {}
+        self.routing = Routing()
         self.runners: dict[int, Runner] = {}
         # Called with an evicted program of dynamic sizes: its runner would keep it alive.
         self.build.families.forget = lambda program: self.runners.pop(id(program), None)
@@ -347,7 +348,7 @@ class ProgramCache:
     def runner(self, program: Executable) -> Runner:
         """Returns the runner of ``program`` on this rank."""
         if id(program) not in self.runners:
-            self.runners[id(program)] = Runner(program, self.spec, self.params, self.buffers, self.tokens)
+            self.runners[id(program)] = Runner(program, self.spec, self.params, self.buffers, self.routing)
         return self.runners[id(program)]
 
 

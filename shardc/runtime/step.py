@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from shardc import _compat
-from shardc.custom_ops.expert_ops import Noted, experts_in, noting
+from shardc.custom_ops.expert_ops import noting
 from shardc.custom_ops.random import draw_key
-from shardc.errors import BackwardError, InputError
+from shardc.errors import BackwardError
 from shardc.ir import graph as ir
 from shardc.ir.certificate import Certificate
 from shardc.ir.comm_volume import collective_kind, group_axes
@@ -36,6 +36,7 @@ from shardc.runtime.inputs import in_order
 from shardc.runtime.loops import Argument
 from shardc.runtime.parameter_checks import ParamStore
 from shardc.runtime.profile import Ranges
+from shardc.runtime.routing import Loads, Routing, check_loads, is_limited
 from shardc.runtime.sharding_spec import ShardingSpec
 from shardc.runtime.shards import flat_index
 from shardc.runtime.storage import cut, padded_local
@@ -116,7 +117,7 @@ class Runner:
         spec: settings of the module, which is on a device mesh.
         params: parameters of the module, and local sums of the gradients that the program leaves unreduced.
         buffers: memory for the results of collectives.
-        tokens: filled by name of each expert layer with (tokens per expert, name of the group to sum over).
+        routing: filled by each run of a forward.
 
     Attributes:
         splits_outputs: whether gradients of outputs are of this rank's own loss, and are scaled.
@@ -131,7 +132,7 @@ class Runner:
         spec: ShardingSpec,
         params: ParamStore,
         buffers: Buffers,
-        tokens: dict[str, tuple[Tensor, str]],
+        routing: Routing,
     ) -> None:
         assert spec.groups is not None
         self.program, self.spec, self.params, self.groups = program, spec, params, spec.groups
@@ -140,7 +141,7 @@ class Runner:
         self.border.dtensors = spec.dtensor_outputs
         layouts = [role.layout for role in program.outputs if role.layout is not None]
         self.splits_outputs = any(spec.unit(program.outputs, layout) != 1 for layout in layouts)
-        self.tokens = tokens
+        self.routing = routing
         self._compiled: dict[Half, Compiled] = {}
         self._ranges: dict[Half, Ranges] = {}
         self._others: dict[int, Runner] = {}
@@ -155,7 +156,7 @@ class Runner:
         if program is self.program:
             return self
         if id(program) not in self._others:
-            self._others[id(program)] = Runner(program, self.spec, self.params, self.buffers, self.tokens)
+            self._others[id(program)] = Runner(program, self.spec, self.params, self.buffers, self.routing)
         return self._others[id(program)]
 
     def backward_of(self, used: frozenset[int]) -> Half:
@@ -171,12 +172,11 @@ class Runner:
         """Runs a forward or backward graph; empties ``inputs``. A failed collective raises CollectiveError.
 
         Args:
-            adds_tokens: whether a forward adds to ``tokens``, in place of the counts of an earlier forward.
+            adds_tokens: whether a forward adds to the counts of tokens, in place of those of an earlier forward.
         """
         compiled, consistency = self.compiled(half), self.groups.consistency
         ranges = self._ranges[half] = self._ranges.get(half) or Ranges(half)
         running: Segment | None = None
-        noted: Noted = []
 
         def enter(segment: Segment) -> None:
             nonlocal running
@@ -198,29 +198,29 @@ class Runner:
             settle()
             if watches:
                 check(half, results, first, self.groups, self._without_pad)
-            if noted and half.is_forward:
-                self._note(dict(zip(experts_in(half.graph), noted, strict=False)), adds_tokens)
+            if half.is_forward:
+                self.routing.note(half.graph, noted, adds_tokens)
             return results
-        except InputError as error:
-            where = experts_in(half.graph)[len(noted) - 1] if noted else half.name
-            raise InputError(f"{where}: {error.what}", fix=error.fix) from error
         except Exception as error:
             failed = named(error, half.gm, half.kind, self.groups, self.program.cause, running)
             if failed is None:
                 raise
             raise consistency.behind() or failed from error
 
-    def _note(self, noted: dict[str, tuple[Tensor, str]], adds: bool) -> None:
-        """Fills ``tokens`` with the counts of a forward, plus the counts that are there if ``adds``."""
-        before = dict(self.tokens) if adds else {}
-        self.tokens.clear()
-        for name, (counts, over) in noted.items():
-            self.tokens[name] = (counts + before[name][0] if name in before else counts), over
-
     def _without_pad(self, name: str, grad: Tensor) -> Tensor:
         """Returns the gradient of the parameter ``name`` without the padding of its storage; others as they are."""
         param: Any = self.params.snapshot.parameters.get(name)
         return grad if param is None or grad.dim() != param.dim() else cut(grad, param._local_tensor.shape)
+
+    def check_loads(self, loads: Loads) -> None:
+        """Raises InputError on all ranks if a layer of experts had more rows than its capacity has room for.
+
+        Args:
+            loads: those of a call, from ``routing``.
+        """
+        stages = self.program.stage_ranks  # ranks of one stage do not know the loads of another
+        if loads or stages and any(is_limited(half.graph) for half in self.program.step(self.program.trains)):
+            check_loads(loads, self.groups.any if stages else None)
 
     def planned(self) -> dict[str, int]:
         """Maps "forward", "backward" and "inference", if lowered, to the planned peak bytes of collective results."""

@@ -62,11 +62,12 @@ def test_exactly_chosen() -> None:
     trains_alike(partial(build, "mixtral"), batch(), {"dp": 2, "ep": 2}, shardc.fsdp("dp") | EP, options=options)
 
 
-def test_one_program_for_many_sizes() -> None:
+@pytest.mark.parametrize("way", [{"dispatch": "send"}, {"dispatch": "bounded", "capacity": 1.9}], ids=str)
+def test_one_program_for_many_sizes(way: dict[str, object]) -> None:
     with in_float64():
         model = build("own")
         dynamic = {"input_ids": {0: "b", 1: "t"}, "labels": {0: "b", 1: "t"}}
-        plan = shardc.ep("ep", "experts", dispatch="send")
+        plan = shardc.ep("ep", "experts", **way)
         module = shardc.compile(build("own"), shardc.Mesh(ep=2), plan, backend="eager", dynamic=dynamic)
         sim = shardc.Simulation(module)
         for rows, length in ((4, 6), (8, 5), (2, 9)):

@@ -37,8 +37,8 @@ def both(
     assert it.grouped_forward is not None and it.grouped_backward is not None
     for whether in (False, True):
         monkeypatch.setattr(expert_ops, "suits", lambda *_, whether=whether: whether)
-        made, *saved = torch.ops.shardc_experts.run(x, *given, 12, it.name)
-        gradients = torch.ops.shardc_experts.run_gradient(grad, x, *given, saved, 12, it.name)
+        made, *saved = torch.ops.shardc_experts.run(x, *given, 12, True, it.name)
+        gradients = torch.ops.shardc_experts.run_gradient(grad, x, *given, saved, 12, True, it.name)
         gradients[1] = gradients[1][: ends[-1]]
         found.append([made, *(one[: ends[-1]] for one in saved), *gradients])
     return found

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import shardc
+from shardc.errors import InputError
 from shardc.ir.mesh import Mesh
-from tests.experts.models import batch, build, experts_of, route
+from tests.experts.models import batch, build, experts_of
 from tests.models.alike import relative
 from tests.ranks import device_mesh, run_ranks
 
@@ -26,8 +28,12 @@ def plan(mesh: Mesh, name: str, **way: object) -> shardc.Plan:
 
 def trains(
     mesh: Mesh, name: str, way: dict[str, object], backend: str, dtype: torch.dtype = torch.float32, limit: float = 1e-4
-) -> None:
-    """Two steps of AdamW; the second has other batches, and so another routing, in the same program."""
+) -> nn.Module:
+    """Two steps of AdamW; the second has other batches, and so another routing, in the same program.
+
+    Returns:
+        The compiled module.
+    """
     model = build(name, dtype)
     module = shardc.compile(build(name, dtype), device_mesh(mesh), plan(mesh, name, **way), backend=backend)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, module)]
@@ -46,6 +52,7 @@ def trains(
             optimizer.zero_grad()
     held = {key: p.to_local().shape[0] for key, p in module.named_parameters() if "experts." in key and p.dim() == 3}
     assert held and set(held.values()) <= {4, 2}, f"experts are split over ep: {held}"
+    return module
 
 
 def counts_tokens(mesh: Mesh, way: str, rows: int = 8) -> None:
@@ -66,22 +73,59 @@ def counts_tokens(mesh: Mesh, way: str, rows: int = 8) -> None:
     assert found[0] == "experts" and torch.equal(found[1], expected)
 
 
+def of_two_kinds(first: bool, rows: int = 8) -> dict[str, torch.Tensor]:
+    """Tokens below 32, which `overflows` sends to experts 0 and 1, in the ``first`` half of rows; others half and half.
+
+    Tokens from 32 on go to experts 4 and 5.
+    """
+    torch.manual_seed(1)
+    ids = torch.randint(0, 32, (rows, 6))
+    ids[rows // 2 if first else 0 :, ::2] += 32
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
 def overflows(mesh: Mesh) -> None:
-    """All ranks raise the same at once; parameters are as they were, and the next batch trains."""
-    model = build("own", torch.float32)
-    route(model, "to one")
+    """One rank sends too much: all raise the same, no parameter has changed or has a gradient, the next step trains."""
+    models = []
+    for _ in range(2):
+        model = build("own", torch.float32)
+        with torch.no_grad():
+            model.router.weight.zero_()
+            for expert, factor in ((0, 1.0), (1, 0.9), (4, -1.0), (5, -0.9)):
+                model.router.weight[expert] = factor
+            model.embed.weight.abs_()[32:] *= -1
+        models.append(model)
+    model = models[0]
     module = shardc.compile(
-        model, device_mesh(mesh), plan(mesh, "own", dispatch="bounded", capacity=1.0), backend="eager"
+        models[1], device_mesh(mesh), plan(mesh, "own", dispatch="bounded", capacity=1.0), backend="eager"
     )
-    given = module.shard_inputs(**batch(8))[1]
     before = {key: p.to_local().clone() for key, p in module.named_parameters()}
-    with pytest.raises(shardc.ShardcError, match="rows come to one rank, and its capacity leaves room") as caught:
-        module(**given)["loss"].backward()
+    loss = module(**module.shard_inputs(**of_two_kinds(first=True))[1])["loss"]
+    assert loss.isnan()
+    room = 48 // mesh.ranks
+    with pytest.raises(InputError, match=f"experts: rank . has {2 * room} rows .* leaves room for {room}") as caught:
+        loss.backward()
+    with torch.autograd.detect_anomaly(check_nan=False), pytest.raises(InputError, match=f"leaves room for {room}"):
+        module(**module.shard_inputs(**of_two_kinds(first=True))[1])["loss"].backward()
     messages: list[object] = [None] * mesh.ranks
     dist.all_gather_object(messages, str(caught.value))
     assert len(set(messages)) == 1
     for key, p in module.named_parameters():
         assert p.grad is None and torch.equal(p.to_local(), before[key])
+    loss = module(**module.shard_inputs(**of_two_kinds(first=False))[1])["loss"]
+    expected = model(**of_two_kinds(first=False))["loss"]
+    assert relative(loss.detach(), expected.detach()) < 1e-4
+    loss.backward()
+    expected.backward()
+    for (key, mine), theirs in zip(module.named_parameters(), model.parameters(), strict=True):
+        assert relative(mine.grad.full_tensor(), theirs.grad, 1e-3) < 1e-3, key
+
+
+def trains_from_the_store(mesh: Mesh, way: dict[str, object]) -> None:
+    """By Inductor's code; a second module runs the program that the first has stored."""
+    trains(mesh, "own", way, "inductor")
+    (program,) = trains(mesh, "own", way, "inductor").shardc.programs.values()
+    assert program.stored.startswith("found in ")
 
 
 def in_low_precision(mesh: Mesh, way: dict[str, object]) -> None:
@@ -131,6 +175,10 @@ def test_two_ranks() -> None:
             for counts in (((1, 2), (2, 1)), ((1, 1), (1, 0)), ((0, 3), (0, 0)), ((0, 0), (0, 0)))
         ),
     )
+
+
+def test_blocks_from_the_store() -> None:
+    run_ranks(2, partial(trains_from_the_store, EP2, {"dispatch": "bounded", "capacity": 2.0}))
 
 
 @pytest.mark.slow

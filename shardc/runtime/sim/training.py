@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from shardc._compat import PyTree
+from shardc.custom_ops.expert_ops import noting
 from shardc.custom_ops.random import draw_key
 from shardc.errors import InputError, LayoutError
 from shardc.ir.executable import BACKWARD, FORWARD, Executable, Half, Port
@@ -19,6 +20,7 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime.border import counter_of, modified
 from shardc.runtime.inputs import check_kinds
 from shardc.runtime.loops import Loops, Microstep, Step
+from shardc.runtime.routing import Loads, check_loads, loads_of
 from shardc.runtime.shards import flat_index, same
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
 from shardc.runtime.sim.pipeline import Pipeline
@@ -66,6 +68,7 @@ class Simulation:
         }
         self.grads: dict[str, list[Tensor]] = {}
         self._saved: tuple[Executable, dict[str, PerRank] | Microstep] | None = None
+        self._loads: Loads = []
         self._changes: list[tuple[int, Tensor, int]] = []  # versions of outputs that a backward reads
 
     def __call__(self, *args: PyTree, grad: bool = True, **kwargs: PyTree) -> PyTree:
@@ -82,11 +85,14 @@ class Simulation:
         fed = {name: self.ranks.shard(x, layout) for (name, layout), x in zip(program.inputs, leaves, strict=True)}
         if program.microbatches > 1:
             step = self._microstep(program, fed, grad)
+            self._check_loads()
             results = [step.output(role) for role in program.outputs]
             self._saved = (program, step) if step.trains else None
         else:
             half = program.step(training=grad)[0]
-            results = self.ranks.run(half.gm, self._feed(half, fed))
+            results = self._run(half, self._feed(half, fed))
+            if half.phase != FORWARD:
+                self._check_loads()
             saved = {r.name: x for r, x in zip(half.gives, results, strict=True) if r.kind == "saved" and x is not None}
             self._saved = (program, saved) if half.phase == FORWARD else None
         count = len(program.outputs)
@@ -162,7 +168,8 @@ class Simulation:
             feed: list[Any] = [
                 shards[port.role.index] if port.role.kind == "tangent" else saved[port.name] for port in half.takes
             ]
-            results = self.ranks.run(half.gm, feed)
+            results = self._run(half, feed)
+            self._check_loads()
             grads = {role.name: x for role, x in zip(half.gives, results, strict=True) if role.kind == "grad"}
         for name, grad in grads.items():
             if grad is not None and name in self.params:
@@ -185,15 +192,25 @@ class Simulation:
         def over(function: Callable[..., Tensor], *values: PerRank) -> PerRank:
             return PerRank(function(*tensors) for tensors in zip(*values, strict=True))
 
-        def run(half: Half, feed: list[Any]) -> Sequence[Any]:
-            return self.ranks.run(half.gm, feed)
-
         def loops(program: Executable) -> Step:
             if program.stage_ranks:
-                return Pipeline(program, partial(StageLoops, program, run, argument, inputs, over))
-            return Loops(program, run, argument, inputs, over)
+                return Pipeline(program, partial(StageLoops, program, self._run, argument, inputs, over))
+            return Loops(program, self._run, argument, inputs, over)
 
         return Microstep(program, loops, grad, lambda x: PerRank(x for _ in ranks))
+
+    def _run(self, half: Half, feed: list[Any]) -> list[PerRank | None]:
+        """Runs a graph on all ranks."""
+        with noting() as noted:
+            results = self.ranks.run(half.gm, feed)
+        if half.is_forward:
+            self._loads += loads_of(half.graph, noted, self.mesh.ranks)
+        return results
+
+    def _check_loads(self) -> None:
+        """Raises InputError if a layer of experts had more rows than its capacity has room for."""
+        loads, self._loads = self._loads, []
+        check_loads(loads)
 
     def param(self, name: str) -> Tensor:
         """Returns the unsharded parameter without padding; checks that replicas are equal."""

@@ -1,0 +1,93 @@
+"""`Routing`: what the layers of experts of a module record when its graphs run, and the check of their capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, fx
+
+from shardc.custom_ops.expert_ops import NOTED, WITHIN, Load, Noted, experts_in
+from shardc.errors import InputError
+
+Loads = list[tuple[str, Load]]  # (module, its load) of layers of experts in the order in which they ran
+
+
+@dataclass
+class Routing:
+    """What the layers of experts of a module record when its graphs run.
+
+    Attributes:
+        tokens: (tokens per expert, name of the group to sum over) of each layer in the last forward.
+        loads: those of layers with a capacity that nobody has checked yet.
+    """
+
+    tokens: dict[str, tuple[Tensor, str]] = field(default_factory=dict)
+    loads: Loads = field(default_factory=list)
+
+    def note(self, graph: fx.Graph, noted: Noted, adds: bool) -> None:
+        """Keeps what a run of a forward ``graph`` recorded; counts are added to those that are there if ``adds``."""
+        before = dict(self.tokens) if adds else {}
+        if noted.counts:
+            self.tokens.clear()
+        for name, (counts, over) in zip(experts_in(graph, NOTED), noted.counts, strict=False):
+            self.tokens[name] = (counts + before[name][0] if name in before else counts), over
+        self.loads += loads_of(graph, noted)
+
+    def unchecked(self) -> Loads:
+        """Returns the loads that nobody has checked yet, and forgets them."""
+        loads, self.loads = self.loads, []
+        return loads
+
+
+def loads_of(graph: fx.Graph, noted: Noted, ranks: int = 1) -> Loads:
+    """Returns the loads that a run of ``graph`` recorded; their copies to the host are under way.
+
+    Args:
+        ranks: number of ranks that ran each op in turn.
+    """
+    names = [name for name in experts_in(graph, WITHIN) for _ in range(ranks)]
+    loads = zip(names, noted.loads, strict=False)
+    return [(name, replace(load, most=_to_host(load.most))) for name, load in loads if not _captured(load.most)]
+
+
+def is_limited(graph: fx.Graph) -> bool:
+    """Returns whether a layer of experts in ``graph`` has a capacity."""
+    return any(node.target is WITHIN for node in graph.nodes)
+
+
+def _captured(x: Tensor) -> bool:
+    """Returns whether a CUDA graph is being captured: its replays record nothing."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _to_host(x: Tensor) -> Tensor:
+    return x if x.device.type == "cpu" else torch.ops.shardc.to_host(x)
+
+
+def check_loads(loads: Loads, any_rank: Callable[[bool], bool] | None = None) -> None:
+    """Raises InputError on all ranks if a layer of experts sent more rows in a block than there is room for.
+
+    On an accelerator the host waits for the graph that recorded the loads, and for nothing behind it.
+
+    Args:
+        any_rank: returns whether a flag is true on any rank, if ranks have the loads of different layers; else None.
+    """
+    over = next((each for each in ((name, load, _most(load)) for name, load in loads) if each[2] > each[1].rows), None)
+    if over is None if any_rank is None else not any_rank(over is not None):
+        return
+    fix = 'raise the capacity of shardc.ep(..., dispatch="bounded"), or use dispatch="send", which has no limit'
+    if over is None:
+        raise InputError("experts of another stage get more rows than their capacity has room for", fix=fix)
+    name, load, most = over
+    raise InputError(
+        f"{name or 'the model'}: rank {int(load.most) % load.ranks} has {most} rows for the experts of one rank, and "
+        f"the capacity leaves room for {load.rows}",
+        fix=fix,
+    )
+
+
+def _most(load: Load) -> int:
+    """Returns the number of rows for the fullest block."""
+    return int(torch.ops._c10d_functional.wait_tensor(load.most)) // load.ranks
