@@ -182,8 +182,8 @@ BAD = {
     ),
     "a stage that is not there": (
         ["small_target.py:example", "--stage", "colectives"],
-        "--stage colectives: no such stage; use one of capture, experts, attention, canonicalize, float8, seed, pad, "
-        "propagate, objective, precision, reshard, simplify, collectives, keep_part, localize, offload, "
+        "--stage colectives: no such stage; use one of capture, experts, attention, windows, canonicalize, float8, "
+        "seed, pad, propagate, objective, precision, reshard, simplify, collectives, keep_part, localize, offload, "
         "hoist_grad_epilogue, chunk_loss, "
         "decompose, partition, partition.backward, skip_regather, skip_regather.backward, offload_saved, "
         "offload_saved.backward, bucket, bucket.backward, "

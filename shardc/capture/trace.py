@@ -36,6 +36,7 @@ from shardc.capture.capture_errors import (
     refuse_higher_order,
     refuse_sparse,
 )
+from shardc.capture.causal_convolutions import pad_at_the_begin
 from shardc.capture.decompositions import FROM_TORCH, OWN, eager_dropout, fake_like, numbers_as_tensors, without_strides
 from shardc.capture.dtypes import UNCHANGED, Dtypes, ModuleDtypes
 from shardc.capture.dynamo_reads import expressed, memories_of, reads_of, recorded
@@ -354,6 +355,7 @@ def trace(
                 traced = dynamo_graph_capture_for_export(root)(*fakes)
             memories, owners = memories_of(traced, root, places, fakes, inputs)
             write_out(traced)
+            pad_at_the_begin(traced)
             joint, dynamo = joint_of(traced), traced.meta["fake_mode"]
         except ShardcError:
             raise

@@ -15,7 +15,7 @@ from torch import Size
 from torch.utils.flop_counter import flop_registry
 
 from shardc._compat import OpOverload
-from shardc.custom_ops import attention_ops, expert_ops, flex_ops, float8_ops, recurrent_ops
+from shardc.custom_ops import attention_ops, expert_ops, flex_ops, float8_ops, recurrent_ops, window_ops
 from shardc.custom_ops.expert_functions import body_of
 
 aten = torch.ops.aten
@@ -72,6 +72,8 @@ _OTHERS: dict[object, Callable[..., int]] = {
     attention_ops.GRADIENT: _attention_gradient,
     flex_ops.FLEX: _flex,
     flex_ops.FLEX_GRADIENT: _flex_gradient,
+    window_ops.CONVOLVE: lambda x, weight, *_: 2 * x[0] * x[2] * prod(weight),
+    window_ops.CONVOLVE_WEIGHT: lambda grad, x, weight, *_: 2 * x[0] * x[2] * prod(weight),
     float8_ops.MM: lambda a, b, *_: 2 * prod(a) * b[1],
     aten._int_mm.default: lambda a, b: 2 * prod(a) * b[1],
 }

@@ -28,6 +28,7 @@ from shardc.passes.layout.propagate import Propagate as Propagate
 from shardc.passes.layout.reshard import Reshard as Reshard
 from shardc.passes.layout.seed import Seed as Seed
 from shardc.passes.layout.simplify import Simplify as Simplify
+from shardc.passes.layout.windows import Windows
 from shardc.passes.lower.chunk_loss import ChunkLoss as ChunkLoss
 from shardc.passes.lower.collectives import Collectives as Collectives
 from shardc.passes.lower.comm_hooks import OnTheWire as OnTheWire
@@ -114,6 +115,11 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: FakeTensorMode, devic
             # Normal form, before layouts are chosen.
             Experts(tuple(entry for entry in plan.plan.entries if isinstance(entry, Ep))),
             Attention(mesh, cost, tuple(entry for entry in plan.plan.entries if isinstance(entry, Cp))),
+            # Shifts and convolutions of a sequence that may be split.
+            Windows(any(
+                layout.dim_axes(dim) for place in plan.inputs for layout in [place.padded or place.layout]
+                for dim in range(1, layout.ndim)
+            ) or bool(plan.pins)),
             Canonicalize(),
             # Equal views of a matrix are one node, so that it is quantised once; weights are quantised before they are
             # gathered.

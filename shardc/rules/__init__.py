@@ -25,6 +25,7 @@ from shardc.rules import (
     routed_experts,
     slicing,
     view_ops,
+    window_rules,
 )
 from shardc.rules.fallback import fallback_rule
 from shardc.rules.notation import rule
@@ -40,6 +41,7 @@ FAMILIES = (
     indexing,
     attention_rules,
     flex_rules,
+    window_rules,
     contractions,
     routed_experts,
     factory,

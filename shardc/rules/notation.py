@@ -49,6 +49,7 @@ class Loops:
         self._sizes: dict[str, int] = {}
         self._kinds: dict[str, str] = {}
         self._indexed: set[str] = set()
+        self._ordered: set[str] = set()
 
     def dim(self, name: str, size: int, kind: str = FREE) -> Factors:
         """Declare a factor and its kind (see `Loops`); return it as the factors of a dim: ``(name,)``, or () for size
@@ -66,6 +67,11 @@ class Loops:
         """Declare, as `dim` does, the factor of a dim that the op indexes; such a dim may be padded at its end only."""
         self._indexed.add(name)
         return self.dim(name, size, kind)
+
+    def ordered(self, name: str, size: int, kind: str = FREE) -> Factors:
+        """Declare, as `indexed` does, the factor of a dim of which each rank must have one piece, in order."""
+        self._ordered.add(name)
+        return self.indexed(name, size, kind)
 
     def dims(
         self, prefix: str, shape: Sequence[int], kind: str = FREE, but: Mapping[int, Factors] | None = None
@@ -107,6 +113,7 @@ class Loops:
             moves,
             replicated=frozenset(replicated),
             indexed=frozenset(self._indexed),
+            ordered=frozenset(self._ordered),
         )
         spec.check(self.shapes, self.result_shapes, self.call.name)
         return spec

@@ -143,6 +143,8 @@ class Spec:
         flops: floating-point operations, at these sizes.
         replicated: positions of results that are the same on every rank, whatever is split (a kernel's random state).
         indexed: factors whose elements the op finds by index; such a dim may be padded at its end only.
+        ordered: factors of which each rank must have one piece, in the order of ranks; operands that are split in
+            another way are moved so.
         routed: two factors that an axis may split together.
     """
 
@@ -156,6 +158,7 @@ class Spec:
     flops: int = 0
     replicated: frozenset[int] = frozenset()
     indexed: frozenset[str] = frozenset()
+    ordered: frozenset[str] = frozenset()
     routed: Routed | None = None
     _size: dict[str, int] = field(init=False, repr=False, compare=False, hash=False)
     _reduce: dict[str, str] = field(init=False, repr=False, compare=False, hash=False)
@@ -212,7 +215,14 @@ def project(spec: Spec, dims: Dims, layout: Layout) -> Assignment:
     out: Assignment = {}
     for factors, digits in zip(dims, layout.dims, strict=True):
         out.update(_share_out(layout.mesh, tuple((f, spec.size(f), spec.splittable(f)) for f in factors), digits))
+    for factor in spec.ordered & out.keys():
+        out[factor] = canonical(layout.mesh, _in_order(out[factor]))
     return out
+
+
+def _in_order(digits: Iterable[Digit]) -> list[Digit]:
+    """Return the digits of a dim of which each rank has one piece: those bound to an axis, and then the others."""
+    return sorted(digits, key=lambda digit: digit.axis is None)
 
 
 @lru_cache(maxsize=65536)
@@ -261,7 +271,11 @@ def place(spec: Spec, dims: Dims, assignment: Mapping[str, Digits]) -> list[list
     """Return the digits of each dim of an operand or result with factors ``dims``; a factor not in ``assignment`` is
     local.
     """
-    return [[d for f in factors for d in assignment.get(f, (Digit(spec.size(f)),))] for factors in dims]
+    out = []
+    for factors in dims:
+        digits = [(f, assignment.get(f, (Digit(spec.size(f)),))) for f in factors]
+        out.append([d for f, mine in digits for d in (_in_order(mine) if f in spec.ordered else mine)])
+    return out
 
 
 def results_of(

@@ -35,6 +35,7 @@ SPECS: dict[str, tuple[Check, ...]] = {
     "capture": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
     "experts": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
     "attention": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
+    "windows": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
     "canonicalize": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
     "float8": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
     "seed": (*GRAPH, structure.legal(ops.tag, ops.reshard, ops.pad, ops.unpad), layouts.shapes, layouts.pins),

@@ -69,6 +69,22 @@ def mixture(way: str) -> shardc.Program:
     return module.lower(torch.empty(16, 8), torch.empty(16, 8))
 
 
+class CausalConvolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4, 4, 3, padding=2, groups=4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = F.pad(x, (0, 0, 1, -1))
+        return self.conv((x + before).mT)[..., : x.shape[1]].mT
+
+
+def causal_convolution() -> shardc.Program:
+    plan = shardc.cp("cp", order="contiguous")
+    x = torch.empty(2, 8, 4)
+    return shardc.compile(CausalConvolution(), shardc.Mesh(cp=2), plan, loss=F.mse_loss).lower(x, x)
+
+
 # A backend on which all-reduces are slow.
 SLOW = CostModel(
     kinds=tuple(
@@ -102,6 +118,7 @@ CASES: dict[str, Callable[[], shardc.Program]] = {
     "mixture_send": lambda: mixture("send"),
     "mixture_gather": lambda: mixture("gather"),
     "llama_ring": lambda: decoder(llama, {"cp": 2}, shardc.cp("cp", method="ring")),
+    "causal_convolution": lambda: causal_convolution(),
     "llama_pieces": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp", sequence=True), decompose=2),
     "llama_tp": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp")),
     "llama_tp_sp": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp", sequence=True)),
@@ -131,6 +148,7 @@ SHOWN = {
     "mixture_send": ["experts", "propagate", "localize"],
     "mixture_gather": ["reshard", "localize"],
     "llama_ring": ["attention", "propagate", "localize"],
+    "causal_convolution": ["windows", "localize"],
     "llama_pieces": ["decompose"],
     "llama_tp": ["collectives"],
     "llama_tp_sp": ["reshard", "simplify", "collectives"],
@@ -165,6 +183,7 @@ def before_of(case: str, stage: str) -> str | None:
 DOES = {
     "experts": "mixture_send",
     "attention": "llama_ring",
+    "windows": "causal_convolution",
     "decompose": "llama_pieces",
     "float8": "llama_float8",
     "chunk_loss": "llama_chunked",

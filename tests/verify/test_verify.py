@@ -23,6 +23,7 @@ LEGAL = {
     "capture": "tag",
     "experts": "tag",
     "attention": "tag",
+    "windows": "tag",
     "canonicalize": "tag",
     "float8": "tag",
     "seed": "pad reshard tag unpad",

@@ -80,8 +80,8 @@ def _before_transposes(node: fx.Node) -> fx.Node | None:
     source: Any = node.args[0]
     if source.op != "call_function" or source.target not in TRANSPOSES:
         return None
-    first = _permutation(source)
-    both = [first[dim] for dim in _permutation(node)]
+    first = permutation(source)
+    both = [first[dim] for dim in permutation(node)]
     return source.args[0] if both == sorted(both) else None
 
 
@@ -121,7 +121,7 @@ EQUALS: dict[object, Callable[[fx.Node], fx.Node | None]] = {
 }
 
 
-def _permutation(node: fx.Node) -> list[int]:
+def permutation(node: fx.Node) -> list[int]:
     """Returns the operand's dim at each dim of the result of a transpose."""
     rank = len(ir.value(node).shape)
     order = list(range(rank))

@@ -143,6 +143,20 @@ def _float8(d: Draw) -> dict[str, list[Sample]]:
     return {"shardc_float8.quantise": quantise, "shardc_float8.mm": products}
 
 
+def _neighbours(d: Draw) -> dict[str, list[Sample]]:
+    """Shifts by less than a rank's piece, by more, and by all; convolutions that read as far."""
+    op, x = torch.ops.shardc_window, d.normal(2, 16, 4)
+    out = {"shardc_window.shift": _calls(op.shift.default, *((x, 1, by) for by in (1, -1, 4, -6, 9, 16, -20)))}
+    out["shardc_window.shift"] += _calls(op.shift.default, (d.normal(8), 0, 3))
+    for channels, groups, geometry in ((4, 4, (3, 0, 1)), (8, 2, (0, 4, 2)), (4, 1, (2, 2, 2)), (4, 4, (11, 0, 1))):
+        k = (geometry[0] + geometry[1]) // geometry[2] + 1
+        x, weight, grad = d.normal(2, channels, 8), d.normal(4, channels // groups, k), d.normal(2, 4, 8)
+        forward, backward = (x, weight, *geometry, groups), (grad, x, weight, *geometry, groups)
+        out.setdefault("shardc_window.convolve", []).append(Sample(op.convolve.default, forward))
+        out.setdefault("shardc_window.convolve_weight", []).append(Sample(op.convolve_weight.default, backward))
+    return out
+
+
 @shardc.experts
 def _gated(rows: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     gate, inner = (rows @ up).chunk(2, -1)
@@ -196,7 +210,7 @@ def _factories(d: Draw) -> dict[str, list[Sample]]:
 
 
 _FAMILIES: tuple[Callable[[Draw], dict[str, list[Sample]]], ...] = (
-    _views, _pieces, _factories, _draws, _recurrent, _float8, _float8, _experts,
+    _views, _pieces, _factories, _draws, _recurrent, _float8, _float8, _neighbours, _experts,
 )  # fmt: skip
 
 

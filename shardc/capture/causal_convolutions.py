@@ -1,0 +1,135 @@
+"""Causal convolutions in Dynamo's graph that pad both ends and cut off the end, written with padding at the begin.
+
+``conv(x, padding=k - 1)[..., :length]`` is ``conv(pad(x, (k - 1, 0)))``. Nothing in between has another size then, so
+that a split sequence stays split (pass `Windows`); and what is cut off is not computed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+_POINTWISE = frozenset({
+    F.silu, F.relu, F.gelu, F.sigmoid, F.tanh, F.mish, F.softplus, F.elu, F.leaky_relu, F.hardswish, F.relu6,
+    torch.relu, torch.sigmoid, torch.tanh,
+})  # fmt: skip
+_POINTWISE_METHODS = frozenset(
+    {"relu", "sigmoid", "tanh", "contiguous", "clone", "float", "double", "half", "bfloat16"}
+)
+
+
+def pad_at_the_begin(gm: fx.GraphModule) -> None:
+    """Rewrites each such convolution of one dim, if all that reads it is cut to the first ``length`` elements; between
+    may be transposes and pointwise functions.
+    """
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target is torch.conv1d:
+            _rewrite(gm.graph, node)
+    gm.recompile()
+
+
+def _rewrite(graph: fx.Graph, conv: fx.Node) -> None:
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    given = dict(zip(names, conv.args, strict=False)) | dict(conv.kwargs)
+    x, weight = _shape(given["input"]), _shape(given["weight"])
+    stride, padding, dilation = (_number(given.get(name, default)) for name, default in
+                                 (("stride", 1), ("padding", 0), ("dilation", 1)))  # fmt: skip
+    if x is None or weight is None or stride != 1 or not padding or dilation is None:
+        return
+    if padding != dilation * (weight[-1] - 1):
+        return
+    cuts = _cuts(conv, len(x) - 1, x[-1])
+    if not cuts:
+        return
+    with graph.inserting_before(conv):
+        padded = graph.call_function(F.pad, (given["input"], (padding, 0)))
+    padded.meta.update({key: value for key, value in conv.meta.items() if key != "example_value"})
+    conv.args, conv.kwargs = (), {**given, "input": padded, "padding": 0}
+    for cut, dim in cuts:
+        if cut.target == "narrow":
+            cut.replace_all_uses_with(cut.args[0])
+            graph.erase_node(cut)
+        else:
+            index = list(_index(cut, len(x)) or ())
+            index[dim] = slice(None)
+            cut.args = (cut.args[0], tuple(index))
+
+
+def _shape(node: object) -> Sequence[Any] | None:
+    """Return the shape of a node's example value; None if it has none."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value.shape if isinstance(value, torch.Tensor) else None
+
+
+def _number(x: object) -> int | None:
+    """Return a number, or the only one of a tuple; None for others (``padding="same"``)."""
+    x = x[0] if isinstance(x, (tuple, list)) and len(x) == 1 else x
+    return x if isinstance(x, int) else None
+
+
+def _cuts(node: fx.Node, dim: int, length: Any) -> list[tuple[fx.Node, int]] | None:
+    """Return (slice, dim) of all that reads ``node``, each of which cuts ``dim`` to its first ``length`` elements; None
+    if something else reads it.
+    """
+    out: list[tuple[fx.Node, int]] = []
+    shape = _shape(node)
+    if shape is None:
+        return None
+    for user in node.users:
+        after = _shape(user)
+        if after is None or len(after) != len(shape):
+            return None
+        moved = _moved(user, dim, len(shape))
+        if moved is None and _begins(user, dim, len(shape)) and statically_known_true(after[dim] == length):
+            out.append((user, dim))
+            continue
+        further = None if moved is None else _cuts(user, moved, length)
+        if further is None:
+            return None
+        out += further
+    return out
+
+
+def _moved(user: fx.Node, dim: int, rank: int) -> int | None:
+    """Return where ``dim`` is behind a transpose or a pointwise function of one tensor; None behind others."""
+    if user.target in _POINTWISE or user.op == "call_method" and user.target in _POINTWISE_METHODS:
+        return dim if len(user.all_input_nodes) == 1 else None
+    order = list(range(rank))
+    if user.target is getattr and user.args[1] == "mT" and rank > 1:
+        order[-2:] = order[:-3:-1]
+    elif user.target in ("transpose", torch.transpose):
+        a, b = user.args[1:]
+        order[a], order[b] = order[b], order[a]
+    elif user.target in ("permute", torch.permute):
+        to: Any = user.args[1:] if isinstance(user.args[1], int) else user.args[1]
+        order = [d % rank for d in to]
+    else:
+        return None
+    return order.index(dim)
+
+
+def _begins(user: fx.Node, dim: int, rank: int) -> bool:
+    """Return whether ``user`` cuts ``dim`` from its begin, without steps."""
+    if user.op == "call_method" and user.target == "narrow" and len(user.args) == 4:
+        return user.args[1] in (dim, dim - rank) and user.args[2] == 0
+    index = _index(user, rank)
+    return index is not None and index[dim].start in (None, 0) and index[dim].step in (None, 1)
+
+
+def _index(user: fx.Node, rank: int) -> list[slice] | None:
+    """Return the slice of each dim of an index of slices; None for others."""
+    if user.target is not operator.getitem:
+        return None
+    index = user.args[1] if isinstance(user.args[1], tuple) else (user.args[1],)
+    if Ellipsis in index and all(isinstance(each, slice) or each is Ellipsis for each in index):
+        at = index.index(Ellipsis)
+        index = (*index[:at], *[slice(None)] * (rank - len(index) + 1), *index[at + 1 :])
+    if not all(isinstance(each, slice) for each in index) or len(index) > rank:
+        return None
+    return [*index, *[slice(None)] * (rank - len(index))]

@@ -1,0 +1,71 @@
+"""Ops whose result at a position reads a few neighbours of that position, along a dim that keeps its size.
+
+They are what shifts and convolutions of a sequence are in a graph (pass `Windows`), so that ranks which each have a
+piece of the sequence need only the edges of their neighbours' pieces. Outside of the dim everything is zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+_library = torch.library.Library("shardc_window", "DEF")
+_library.define("shift(Tensor x, int dim, int by) -> Tensor")
+_library.define("convolve(Tensor x, Tensor weight, int before, int after, int dilation, int groups) -> Tensor")
+_library.define(
+    "convolve_weight(Tensor grad, Tensor x, Tensor weight, int before, int after, int dilation, int groups) -> Tensor"
+)
+
+
+def _shift(x: Tensor, dim: int, by: int) -> Tensor:
+    """Return ``x`` moved ``by`` elements towards the end of ``dim`` (towards its begin if ``by`` is negative)."""
+    by = max(-x.shape[dim], min(by, x.shape[dim]))
+    pad = [0, 0] * (x.dim() - 1 - dim) + [by, -by]
+    return aten.constant_pad_nd.default(x, pad, 0).clone()
+
+
+def _convolve(x: Tensor, weight: Tensor, before: int, after: int, dilation: int, groups: int) -> Tensor:
+    """Return the convolution over the last dim of ``x``, which has the same number of elements.
+
+    Args:
+        x: [rows, channels in, elements].
+        weight: [channels out, channels in / groups, k].
+        before, after: number of neighbours that an element reads on each side; together ``dilation * (k - 1)``.
+    """
+    x = aten.constant_pad_nd.default(x, [before, after], 0)
+    return aten.convolution.default(x, weight, None, [1], [0], [dilation], False, [0], groups)
+
+
+def _convolve_weight(
+    grad: Tensor, x: Tensor, weight: Tensor, before: int, after: int, dilation: int, groups: int
+) -> Tensor:
+    """Return the gradient of the weight of `_convolve`, of whose result ``grad`` is the gradient."""
+    x = aten.constant_pad_nd.default(x, [before, after], 0)
+    geometry = ([1], [0], [dilation], False, [0], groups)
+    return aten.convolution_backward.default(grad, x, weight, None, *geometry, [False, True, False])[1]
+
+
+def _like_x(x: Tensor, dim: int, by: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _like_convolved(x: Tensor, weight: Tensor, before: int, after: int, dilation: int, groups: int) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], x.shape[2])
+
+
+def _like_weight(
+    grad: Tensor, x: Tensor, weight: Tensor, before: int, after: int, dilation: int, groups: int
+) -> Tensor:
+    return weight.new_empty(weight.shape)
+
+
+_library.impl("shift", _shift, "CompositeExplicitAutograd")
+_library.impl("convolve", _convolve, "CompositeExplicitAutograd")
+_library.impl("convolve_weight", _convolve_weight, "CompositeExplicitAutograd")
+torch.library.register_fake("shardc_window::shift", _like_x, lib=_library)
+torch.library.register_fake("shardc_window::convolve", _like_convolved, lib=_library)
+torch.library.register_fake("shardc_window::convolve_weight", _like_weight, lib=_library)
+SHIFT = torch.ops.shardc_window.shift.default
+CONVOLVE = torch.ops.shardc_window.convolve.default
+CONVOLVE_WEIGHT = torch.ops.shardc_window.convolve_weight.default

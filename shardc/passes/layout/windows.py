@@ -1,0 +1,301 @@
+"""Windows: replaces shifts and convolutions along a dim that keeps its size by ops whose dim may be split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.custom_ops import window_ops
+from shardc.ir import graph as ir
+from shardc.ir.comm_volume import arguments_of
+from shardc.ir.op_traits import TRANSPOSES
+from shardc.ir.rewriter import GraphRewriter, Inserter
+from shardc.passes.layout.canonicalize import permutation
+
+aten = torch.ops.aten
+
+_COPIES = (aten.clone.default, aten.detach.default, aten.alias.default, aten.copy.default)
+_FULL, _ZEROS = (aten.full.default, aten.new_full.default), (aten.zeros.default, aten.new_zeros.default)
+_SAME_ZEROS = (aten.slice.Tensor, aten.expand.default, aten.clone.default, aten.view.default)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Replaces shifts, and convolutions of one dim that keep its size, by ops of ``shardc_window``.
+
+        %p = constant_pad_nd(%x, [3, 0])
+        %y = convolution(%p, %w)              ->  %y = shardc_window::convolve(%x, %w, 3, 0, ...)
+
+        %s = slice(%x, 1, 0, -1)
+        %y = cat([%zeros, %s], 1)             ->  %y = shardc_window::shift(%x, 1, 1)
+
+    So are the gradients of these convolutions, and sums from the end (of a ``flip``, a ``cumsum`` and a ``flip``). What
+    is between has another size, which an axis does not divide as it divides that of the sequence.
+
+    *Requires:* a captured graph. *Ensures:* values are as before. Without ``enabled`` the graph is returned as it is.
+
+    Args:
+        enabled: whether the plan may split another dim of activations than the first.
+    """
+
+    enabled: bool
+    name = "windows"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        if not self.enabled:
+            return gm
+        for targets in REWRITES:
+            for node in reversed(list(gm.graph.nodes)):
+                if (
+                    node.op == "call_function"
+                    and node.target in targets
+                    and (ir.is_tensor(node) or node.target is _BACK)
+                ):
+                    targets[node.target](GraphRewriter(gm.graph), node)
+        gm.graph.eliminate_dead_code()
+        return gm
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a value reads along one dim: its element i is element ``i - by`` of ``source``, or zero.
+
+    Args:
+        source: another value, or the same.
+        dim: the dim in ``source``.
+        order: for each dim of the value, the dim of ``source``.
+        by: see above.
+        begin, end: the elements that are not zero.
+        size: number of elements of the value along the dim.
+    """
+
+    source: fx.Node
+    dim: int
+    order: tuple[int, ...]
+    by: int
+    begin: int
+    end: int
+    size: int
+
+    @property
+    def length(self) -> int:
+        """Returns the number of elements of ``source`` along the dim."""
+        return ir.value(self.source).shape[self.dim]
+
+    @property
+    def reads_all(self) -> bool:
+        """Returns whether the value has all elements of ``source``, and zeros before and after them."""
+        return (self.begin, self.end) == (self.by, self.by + self.length)
+
+    @property
+    def shifts(self) -> bool:
+        """Returns whether the value is ``source``, shifted by ``by``."""
+        ends = max(0, min(self.by, self.size)), min(self.size, max(0, self.size + self.by))
+        return self.size == self.length and (self.begin, max(self.begin, self.end)) == (ends[0], max(ends))
+
+    def placed(self, at: Inserter, x: fx.Node) -> fx.Node:
+        """Returns ``x``, which has the dims of ``source``, with those of the value."""
+        return x if list(self.order) == sorted(self.order) else at.call(aten.permute.default, x, list(self.order))
+
+
+def readings(node: fx.Node, dim: int) -> Iterator[Reading]:
+    """Yields what ``node`` reads along ``dim``: of itself, of its operand, of the operand's operand, as far as these
+    are slices, zeros around a value, transposes and copies.
+    """
+    size = ir.value(node).shape[dim]
+    now = Reading(node, dim, tuple(range(len(ir.value(node).shape))), 0, 0, size, size)
+    while True:
+        yield now
+        source = now.source
+        if source.op != "call_function":
+            return
+        if source.target in TRANSPOSES:
+            moved = permutation(source)
+            order, at = tuple(moved[d] for d in now.order), moved[now.dim]
+            now = replace(now, source=source.args[0], order=order, dim=at)
+        elif source.target in _COPIES:
+            operand: Any = source.args[source.target is aten.copy.default]
+            if not isinstance(operand, fx.Node) or ir.value(operand) != ir.value(source):
+                return
+            now = replace(now, source=operand)
+        elif (piece := sliced(source)) is not None and piece[0] == now.dim:
+            now = replace(now, source=source.args[0], by=now.by - piece[1])
+        elif (inner := surrounded(source)) is not None and inner[1] == now.dim:
+            by = now.by + inner[2]
+            end = min(now.end, by + ir.value(inner[0]).shape[now.dim])
+            now = replace(now, source=inner[0], by=by, begin=max(now.begin, by), end=end)
+        else:
+            return
+
+
+def furthest(fitting: Sequence[Reading]) -> Reading:
+    """Returns the last of these readings, or the first that differs from it by transposes and copies only."""
+    last = fitting[-1]
+    same = (last.by, last.begin, last.end, last.length)
+    return next(reading for reading in fitting if (reading.by, reading.begin, reading.end, reading.length) == same)
+
+
+def sliced(node: fx.Node) -> tuple[int, int, int] | None:
+    """Returns (dim, begin, end) of a slice without steps; None for other ops."""
+    if node.target is not aten.slice.Tensor:
+        return None
+    given = arguments_of(node)
+    dim = given.get("dim", 0) % len(ir.value(node).shape)
+    size, begin = ir.value(node.args[0]).shape[dim], given.get("start") or 0
+    if given.get("step", 1) != 1:
+        return None
+    begin = min(max(begin + size if begin < 0 else begin, 0), size)
+    return dim, begin, begin + ir.value(node).shape[dim]
+
+
+def surrounded(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+    """Returns (value, dim, elements before it) if ``node`` is a value with zeros before and after it along one dim."""
+    given = arguments_of(node) if hasattr(node.target, "_schema") else {}
+    rank = len(ir.value(node).shape) if ir.is_tensor(node) else 0
+    if node.target is aten.constant_pad_nd.default and not given.get("value", 0):
+        padded = [at // 2 for at, width in enumerate(given["pad"]) if width]
+        if len(set(padded)) != 1 or min(given["pad"]) < 0:
+            return None
+        return node.args[0], rank - 1 - padded[0], given["pad"][2 * padded[0]]
+    if node.target is aten.cat.default:
+        parts, dim = given["tensors"], given.get("dim", 0) % max(rank, 1)
+        values = [at for at, part in enumerate(parts) if not is_zero(part)]
+        if len(values) != 1 or any(len(ir.value(part).shape) != rank for part in parts):
+            return None
+        (at,) = values
+        before = sum(ir.value(part).shape[dim] for part in parts[:at])
+        return (parts[at], dim, before) if ir.value(parts[at]).dtype == ir.value(node).dtype else None
+    if node.target is aten.slice_scatter.default and is_zero(node.args[0]) and given.get("step", 1) == 1:
+        dim, begin = given.get("dim", 0) % rank, given.get("start") or 0
+        size, part = ir.value(node).shape[dim], ir.value(node.args[1])
+        begin = min(max(begin + size if begin < 0 else begin, 0), size)
+        return (node.args[1], dim, begin) if part.dtype == ir.value(node).dtype else None
+    return None
+
+
+def is_zero(node: fx.Node) -> bool:
+    """Returns whether ``node`` is a tensor of zeros."""
+    while node.op == "call_function" and node.target in _SAME_ZEROS:
+        node = node.args[0]
+    if node.op != "call_function":
+        return False
+    value = arguments_of(node).get("fill_value", 1) if node.target in _FULL else 1
+    return node.target in _ZEROS or isinstance(value, (int, float)) and value == 0
+
+
+# --- rewrites
+
+
+def _shift(rewriter: GraphRewriter, node: fx.Node) -> None:
+    """Replaces a value by a shift, or by what it is equal to."""
+    piece, inner = sliced(node), surrounded(node)
+    dim = piece[0] if piece is not None else inner[1] if inner is not None else None
+    if dim is None:
+        return
+    fitting = [reading for reading in readings(node, dim) if reading.shifts and reading.source is not node]
+    if not fitting:
+        return
+    reading, at = furthest(fitting), rewriter.before(node, like=node)
+    x = reading.source
+    if reading.by:
+        x = at.call(window_ops.SHIFT, x, reading.dim, reading.by)
+    rewriter.replace(node, reading.placed(at, x))
+
+
+def _window(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[Reading, tuple[int, ...]] | None:
+    """Returns (what a convolution reads, (elements before, after, dilation, groups)); None if it is none of one dim
+    that keeps its size.
+    """
+    given = arguments_of(node)
+    if len(ir.value(weight).shape) != 3 or len(ir.value(x).shape) != 3 or given.get("bias") is not None:
+        return None
+    (padding,), (dilation,), (stride,) = given["padding"], given["dilation"], given["stride"]
+    reach = dilation * (ir.value(weight).shape[2] - 1)
+    if given["transposed"] or stride != 1 or not reach:
+        return None
+    fitting = [
+        reading for reading in readings(x, 2)
+        if reading.reads_all and reading.by >= 0 and reading.by + reading.length <= reading.size
+        and reading.size + 2 * padding - reading.length == reach
+    ]  # fmt: skip
+    if not fitting:
+        return None
+    reading = furthest(fitting)
+    before = padding + reading.by
+    return reading, (before, reach - before, dilation, given["groups"])
+
+
+def _convolution(rewriter: GraphRewriter, node: fx.Node) -> None:
+    x, weight = node.args[:2]
+    found = _window(node, x, weight)
+    if found is not None:
+        reading, window = found
+        at = rewriter.before(node, like=node)
+        new = at.call(window_ops.CONVOLVE, reading.placed(at, reading.source), weight, *window)
+        rewriter.replace(node, new)
+
+
+def _convolution_backward(rewriter: GraphRewriter, node: fx.Node) -> None:
+    grad, x, weight = node.args[:3]
+    assert isinstance(weight, fx.Node)
+    found = _window(node, x, weight)
+    if found is None:
+        return
+    reading, (before, after, dilation, groups) = found
+    results: dict[int, list[fx.Node]] = {0: [], 1: []}
+    for user in node.users:
+        if user.target is not getitem or user.args[1] not in results:
+            return
+        results[user.args[1]].append(user)
+    inside = reading.by, reading.by + reading.length
+    if not all(_only_sliced(user, 2, *inside) for user in results[0]):
+        return
+    for user in results[1]:
+        at = rewriter.before(user, like=user)
+        source = reading.placed(at, reading.source)
+        window = (before, after, dilation, groups)
+        new = at.call(window_ops.CONVOLVE_WEIGHT, grad, source, weight, *window)
+        rewriter.replace(user, new)
+    for user in results[0]:
+        at = rewriter.before(user, like=user)
+        out, channels, taps = ir.value(weight).shape
+        turned = at.call(aten.view.default, weight, [groups, out // groups, channels, taps])
+        turned = at.call(aten.transpose.int, turned, 1, 2)
+        turned = at.call(aten.reshape.default, turned, [groups * channels, out // groups, taps])
+        turned = at.call(aten.flip.default, turned, [2])
+        new = at.call(window_ops.CONVOLVE, grad, turned, after, before, dilation, groups)
+        if (more := reading.size - inside[1]) or reading.by:
+            new = at.call(aten.constant_pad_nd.default, new, [reading.by, more])
+        rewriter.replace(user, new)
+
+
+def _only_sliced(node: fx.Node, dim: int, begin: int, end: int) -> bool:
+    """Returns whether nothing reads other elements of ``node`` along ``dim`` than those from ``begin`` to ``end``."""
+    if (begin, end) == (0, ir.value(node).shape[dim]):
+        return True
+    for user in node.users:
+        if user.target in TRANSPOSES:
+            if not _only_sliced(user, permutation(user).index(dim), begin, end):
+                return False
+        elif user.target is aten.clone.default:
+            if not _only_sliced(user, dim, begin, end):
+                return False
+        elif sliced(user) != (dim, begin, end):
+            return False
+    return True
+
+
+_BACK = aten.convolution_backward.default
+Rewrite = Callable[[GraphRewriter, fx.Node], None]
+# In order: what convolutions read is no shift, and what the gradients of their padding are is none before.
+REWRITES: tuple[dict[Any, Rewrite], ...] = (
+    {aten.convolution.default: _convolution, _BACK: _convolution_backward},
+    dict.fromkeys(
+        (aten.slice.Tensor, aten.constant_pad_nd.default, aten.cat.default, aten.slice_scatter.default), _shift
+    ),
+)

@@ -1,0 +1,194 @@
+"""Rules of shifts and convolutions that read a few neighbours (`shardc.custom_ops.window_ops`).
+
+The dim of these neighbours may be split if each rank has one piece of it, in order (`Spec.ordered`). A rank then gets
+the edges of the pieces before and after its own: messages between neighbours, of as many elements as the
+window reaches.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from itertools import product
+from operator import getitem
+
+import torch
+
+import shardc.custom_ops.window_ops  # noqa: F401  (the ops)
+from shardc.ir.comm import WAIT
+from shardc.ir.layout import Layout
+from shardc.rules.notation import FREE, Loops
+from shardc.rules.positions import positions, zero_unless
+from shardc.rules.rule import ANY, Call, Emitted, Local, Rule, table
+from shardc.rules.spec import Dims, Spec
+
+aten = torch.ops.aten
+
+
+class Pieces:
+    """The pieces of a dim of one operand, one a rank, from which a rank takes elements of other ranks.
+
+    Args:
+        local: the op.
+        at: position of the operand.
+        dim: the dim.
+    """
+
+    def __init__(self, local: Local, at: int, dim: int) -> None:
+        self.local, self.run, self.dim = local, local.builder.call, dim
+        self.layout: Layout = local.operands[at]
+        self.axes = self.layout.dim_axes(dim)
+        mesh = self.layout.mesh
+        in_group = sorted(self.axes, key=mesh.order)
+        self.ranks, self.group = local.builder.group(tuple(in_group)) if self.axes else (1, "")
+        # The index of each piece's rank in the group, whose ranks count in the order of the mesh's axes.
+        places = [dict(zip(self.axes, at, strict=True)) for at in product(*(range(mesh.size(a)) for a in self.axes))]
+        self.members = [reduce(lambda n, a: n * mesh.size(a) + place[a], in_group, 0) for place in places]
+        self.size = self.layout.local_shape[dim]
+        first = sum(len(layout.shape) for layout in local.operands[:at])
+        self.elements = local.true_size(first + dim, self.layout.shape[dim])
+
+    def without_filling(self, x: Emitted) -> Emitted:
+        """Return ``x`` with zeros behind the end of the dim's true size, where a padded dim has anything."""
+        if self.elements == self.layout.shape[self.dim]:
+            return x
+        inside = self.run(aten.lt.Scalar, positions(self.local, self.layout, self.dim, None), self.elements)
+        return zero_unless(self.local, self._along(inside, self.size), x)
+
+    def from_rank(self, x: Emitted, begin: int, end: int, away: int) -> Emitted | None:
+        """Return elements ``begin`` to ``end`` of the piece of the rank ``away`` places later, zero if there is none;
+        None if no rank has any.
+        """
+        if begin >= end or abs(away) >= self.ranks:
+            return None
+        x = self.run(aten.slice.Tensor, x, self.dim, begin, end)
+        if away == 0:
+            return x
+        to = [0] * self.ranks
+        for at, rank in enumerate(self.members):
+            to[rank] = self.members[(at - away) % self.ranks]
+        x = self.run(aten.clone.default, x, memory_format=torch.contiguous_format)
+        x = self.run(WAIT, self.run(torch.ops.shardc.permute_ranks.default, x, to, self.group))
+        piece, last = self.local.builder.coordinate(self.axes), self.ranks - away
+        exists = self.run(aten.ge.Scalar, piece, -away) if away < 0 else self.run(aten.lt.Scalar, piece, last)
+        return zero_unless(self.local, self._along(exists, 1), x)
+
+    def extended(self, x: Emitted, before: int, after: int) -> Emitted:
+        """Return ``x`` with the ``before`` elements before this rank's piece and the ``after`` elements behind it,
+        zeros where the dim has none.
+        """
+        if after:
+            x = self.without_filling(x)
+        parts, shape = [x], self.layout.shape[self.dim]
+        reach = [min(count, shape - self.size) for count in (before, after)]
+        for side, count in zip((-1, 1), reach, strict=True):
+            for away in range(1, -(-count // self.size) + 1 if self.size else 1):
+                edge = min(count - (away - 1) * self.size, self.size)
+                begin = self.size - edge if side < 0 else 0
+                part = self.from_rank(x, begin, begin + edge, side * away)
+                assert part is not None
+                parts = [part, *parts] if side < 0 else [*parts, part]
+        if len(parts) > 1:
+            x = self.run(aten.cat.default, parts, self.dim)
+        return self._padded(x, before - reach[0], after - reach[1])
+
+    def moved(self, x: Emitted, by: int) -> Emitted:
+        """Return the elements that the ones ``by`` places earlier have, zero where there are none."""
+        if by < 0:
+            x = self.without_filling(x)
+        away, begin = divmod(-by, self.size)
+        parts = [self.from_rank(x, begin, self.size, away), self.from_rank(x, 0, begin, away + 1)]
+        got = [part for part in parts if part is not None]
+        if not got:
+            return self.run(aten.full_like.default, x, 0)
+        moved = self.run(aten.cat.default, got, self.dim) if len(got) > 1 else got[0]
+        short = self.size - self.local.builder.shape(moved)[self.dim]
+        return self._padded(moved, *((0, short) if parts[1] is None else (short, 0)))
+
+    def _padded(self, x: Emitted, before: int, after: int) -> Emitted:
+        if not before and not after:
+            return x
+        pad = [0, 0] * (self.layout.ndim - 1 - self.dim) + [before, after]
+        return self.run(aten.constant_pad_nd.default, x, pad, 0)
+
+    def _along(self, mask: Emitted, size: int) -> Emitted:
+        """Return a mask of ``size`` elements with the dims behind the dim, so that it broadcasts."""
+        return self.run(aten.reshape.default, mask, [size, *[1] * (self.layout.ndim - 1 - self.dim)])
+
+
+def _shift(call: Call) -> Spec:
+    loops = Loops(call)
+    shape = loops.shapes[0]
+    x = loops.dims("d", shape, but={call["dim"]: loops.ordered("l", shape[call["dim"]])})
+    return loops.spec([x], [x], linear=[{0}])
+
+
+def _shift_local(local: Local) -> Emitted:
+    return Pieces(local, 0, local.call["dim"]).moved(local.args[0], local.call["by"])
+
+
+def _dims(loops: Loops, x: tuple[int, ...], w: tuple[int, ...], *, backward: bool = False) -> tuple[Dims, Dims, Dims]:
+    """Return the factors of input ``n (g c) l``, weight ``(g o) c k`` and output ``n (g o) l``."""
+    groups = loops.call["groups"]
+    n, line = loops.dim("n", x[0], "sum" if backward else FREE), loops.ordered("l", x[2], "sum" if backward else FREE)
+    g, o, k = loops.dim("g", groups), loops.dim("o", w[0] // groups), loops.dim("k", w[2], "whole")
+    c = loops.dim("c", w[1], FREE if backward else "sum")
+    return (n, (*g, *c), line), ((*g, *o), c, k), (n, (*g, *o), line)
+
+
+def _convolve(call: Call) -> Spec:
+    loops = Loops(call)
+    x, w, y = _dims(loops, *loops.shapes)
+    return loops.spec([x, w], [y], linear=[{0}, {1}])
+
+
+def _convolve_weight(call: Call) -> Spec:
+    loops = Loops(call)
+    x, w, y = _dims(loops, *loops.shapes[1:], backward=True)
+    return loops.spec([y, x, w], [w], linear=[{0}, {1}])
+
+
+def _geometry(local: Local) -> tuple[object, ...]:
+    """Return stride, padding, dilation and so on of the local convolution, whose groups are those of local channels."""
+    channels = local.operand_layout("x").local_shape[1] // local.operand_layout("weight").local_shape[1]
+    return [1], [0], [local.call["dilation"]], False, [0], channels
+
+
+def _extended(local: Local) -> Emitted:
+    at = local.call.position("x")
+    assert at is not None
+    return Pieces(local, at, 2).extended(local.operand("x"), local.call["before"], local.call["after"])
+
+
+def _convolve_local(local: Local) -> Emitted:
+    return local.builder.call(
+        aten.convolution.default, _extended(local), local.operand("weight"), None, *_geometry(local)
+    )
+
+
+def _convolve_weight_local(local: Local) -> Emitted:
+    run, weight = local.builder.call, local.operand("weight")
+    grad, mask = local.operand("grad"), [False, True, False]
+    grads = run(aten.convolution_backward.default, grad, _extended(local), weight, None, *_geometry(local), mask)
+    return run(getitem, grads, 1)
+
+
+_TEXT = "n (g c) l, (g o) c k -> n (g o) l"
+
+TABLE = table(
+    Rule("shardc_window.shift", _shift, "... l ... -> ... l ...    l: in order    linear", _shift_local, opaque=True),
+    Rule(
+        "shardc_window.convolve",
+        _convolve,
+        f"{_TEXT}    c: sum; k: whole; l: in order    linear in x, weight",
+        _convolve_local,
+        opaque=True,
+    ),
+    Rule(
+        "shardc_window.convolve_weight",
+        _convolve_weight,
+        "n (g o) l, n (g c) l, (g o) c k -> (g o) c k    n: sum; l: sum, in order; k: whole    linear in grad, x",
+        _convolve_weight_local,
+        opaque=True,
+    ),
+    strides=ANY,
+)

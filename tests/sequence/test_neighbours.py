@@ -1,0 +1,160 @@
+"""Layers that read neighbours in the sequence: ranks exchange the edges of their pieces, and results are those of one
+device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardc
+from shardc.ir.comm_volume import collective_kind
+from tests.models.alike import trains_alike
+
+WIDTH, TAPS = 4, 4
+
+
+class Layer(nn.Module):
+    """A function of a sequence [rows, length, WIDTH] and of a convolution, between two linear layers."""
+
+    def __init__(self, function: Callable[[Tensor, nn.Conv1d], Tensor], **options: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        given = {"kernel_size": TAPS, "groups": WIDTH, **options}
+        self.conv = nn.Conv1d(WIDTH, WIDTH, **given)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        return x + self.after(F.silu(self.function(x, self.conv)))
+
+
+def cut(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    return conv(x.mT)[..., : x.shape[1]].mT
+
+
+def cut_behind_an_activation(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    return F.silu(conv(x.transpose(1, 2)).transpose(1, 2))[:, : x.shape[1], :]
+
+
+def cut_from_the_end(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    return F.relu(conv(x.mT)[:, :, : -conv.padding[0]].contiguous()).mT
+
+
+def padded(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    reach = conv.dilation[0] * (conv.kernel_size[0] - 1)
+    return conv(F.pad(x.mT, (reach, 0))).mT
+
+
+def padded_before_it_is_turned(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    return conv(F.pad(x, (0, 0, conv.kernel_size[0] - 1, 0)).mT).mT
+
+
+def centred(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    return conv(x.mT).mT
+
+
+def after_zeros(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1) - x
+
+
+def zero_pad(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    return x * nn.ZeroPad2d((0, 0, 1, -1))(x)
+
+
+def padded_and_cut(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    return F.pad(x, (0, 0, 2, 0))[:, :-2] + F.pad(x[:, 3:], (0, 0, 0, 3))
+
+
+def written(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    y = torch.zeros_like(x)
+    y[:, 1:] = x[:, :-1]
+    return y
+
+
+def far(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    """Taps further away than a rank's piece is long."""
+    return sum((F.pad(x, (0, 0, by, -by)) for by in (1, 5, 6, 7)), torch.zeros_like(x))
+
+
+def not_only_cut(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    """The end is read as well: no causal convolution."""
+    y = conv(x.mT)
+    return (y[..., : x.shape[1]] + y[..., -x.shape[1] :]).mT
+
+
+CONVOLUTIONS = {
+    "cut": Layer(cut, padding=TAPS - 1),
+    "cut_behind_an_activation": Layer(cut_behind_an_activation, padding=TAPS - 1),
+    "cut_from_the_end": Layer(cut_from_the_end, padding=TAPS - 1, groups=1),
+    "padded": Layer(padded, groups=2),
+    "padded_dilated": Layer(padded, dilation=2),
+    "padded_long": Layer(padded, kernel_size=9),
+    "padded_before_it_is_turned": Layer(padded_before_it_is_turned),
+    "centred": Layer(centred, kernel_size=5, padding=2),
+}
+SHIFTS = {f.__name__: Layer(f) for f in (after_zeros, zero_pad, padded_and_cut, written, far)}
+ALL = {**CONVOLUTIONS, **SHIFTS, "not_only_cut": Layer(not_only_cut, padding=TAPS - 1)}
+MESHES = (({"cp": 2}, 16), ({"cp": 3}, 18), ({"cp": 4}, 16), ({"dp": 2, "cp": 2}, 8), ({"cp": 3}, 16), ({"cp": 4}, 7))
+
+
+QUICK = ({"cp": 2}, 16, "contiguous"), ({"cp": 3}, 16, "striped")
+CASES = [
+    pytest.param(mesh, length, order, marks=() if (mesh, length, order) in QUICK else pytest.mark.slow)
+    for mesh, length in MESHES
+    for order in ("contiguous", "striped")
+]
+
+
+def plan(mesh: dict[str, int], order: str = "contiguous") -> shardc.Plan:
+    cp = shardc.cp("cp", order=order)
+    return shardc.fsdp(("dp", "cp")) | cp if "dp" in mesh else cp
+
+
+@pytest.mark.parametrize(("mesh", "length", "order"), CASES)
+@pytest.mark.parametrize("layer", ALL)
+def test_equals_one_device(layer: str, mesh: dict[str, int], length: int, order: str) -> None:
+    trains_alike(ALL[layer], (torch.randn(2, length, WIDTH),), mesh, plan(mesh, order), steps=1)
+
+
+def halos(layer: str, ranks: int, length: int = 16) -> tuple[list[int], int]:
+    """Elements that a rank sends to neighbours in forward and in backward; and whether it sends anything else but sums
+    of gradients.
+    """
+    module = shardc.compile(
+        copy.deepcopy(ALL[layer]), shardc.Mesh(cp=ranks), plan({"cp": ranks}), loss=lambda y: y.square().mean()
+    )
+    program = module.lower(torch.empty(2, length, WIDTH))
+    sent, others = [], 0
+    for half in ("partition", "partition.backward"):
+        nodes = [node for node in program.graph(half).nodes if node.op == "call_function"]
+        kinds = [(node, collective_kind(node)) for node in nodes]
+        sent.append(sum(node.meta["val"].numel() for node, kind in kinds if kind == "permute_ranks"))
+        others += sum(kind not in (None, "permute_ranks", "all_reduce") for _, kind in kinds)
+    return sent, others
+
+
+ROW = 2 * WIDTH  # elements of all rows of the batch at one place of the sequence
+
+
+@pytest.mark.parametrize(
+    ("layer", "places"),
+    [
+        ("cut_behind_an_activation", 3),
+        ("padded_and_cut", 2 + 3),
+        *(
+            pytest.param(layer, places, marks=pytest.mark.slow)
+            for layer, places in (("cut", 3), ("padded_dilated", 6), ("padded_long", 8), ("centred", 4), ("written", 1))
+        ),
+    ],
+)
+def test_a_rank_sends_the_edges_of_its_piece(layer: str, places: int) -> None:
+    """As many places as the window reaches, and as many of the gradient, however long the sequence is."""
+    for ranks, length in ((2, 16), (4, 64)):
+        assert halos(layer, ranks, length) == ([places * ROW] * 2, 0)
