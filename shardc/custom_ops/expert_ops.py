@@ -24,7 +24,7 @@ _library = torch.library.Library("shardc_experts", "DEF")
 
 # --- the ops of a graph
 
-_MANY = "Tensor x, Tensor index, Tensor weight, Tensor[] params, str body, str way, float bound, str held"
+_MANY = "Tensor x, Tensor index, Tensor weight, Tensor[] params, str body, str way, float bound, int chunks, str held"
 _library.define(f"call({_MANY}) -> Tensor")
 _library.define(f"gradient(Tensor grad, {_MANY}) -> Tensor[]")
 _library.define(

@@ -147,7 +147,7 @@ def cp(axis: str, method: str = "auto", modules: str = "*", order: str = "auto",
 
 
 @renamed(way="dispatch", bound="capacity")
-def ep(axis: str, experts: str | Sequence[str], dispatch: str = "auto", capacity: float = 0.0) -> Plan:
+def ep(axis: str, experts: str | Sequence[str], dispatch: str = "auto", capacity: float = 0.0, chunks: int = 1) -> Plan:
     """Expert parallel: each rank along ``axis`` stores some of the experts, and rows are exchanged.
 
     The batch is split over ``axis``, too. The experts' weights are never gathered over it.
@@ -163,17 +163,19 @@ def ep(axis: str, experts: str | Sequence[str], dispatch: str = "auto", capacity
             the same `InputError` before any gradient is there.
             "auto": the cheaper of the first two by the cost model, for each layer.
         capacity: for "bounded", the rows of a block, as a multiple of those of an even load; at least 1.0.
+        chunks: for "send" and "bounded", the number of chunks of a rank's tokens. The rows of one chunk travel while
+            those of another are computed.
 
     Raises:
-        PlanError: the dispatch is unknown, or the capacity is below 1.0; when the plan is used, a glob matches no
-            module.
+        PlanError: the dispatch is unknown, the capacity is below 1.0, or rows in chunks are not sent; when the plan is
+            used, a glob matches no module.
 
     >>> print(ep("ep", "*.experts", dispatch="bounded", capacity=1.5))
     ep("ep", experts="*.experts", dispatch="bounded", capacity=1.5)
     """
     (name,) = axis_names([axis], f"ep({axis!r})")
     globs = (experts,) if isinstance(experts, str) else checked(experts, tuple[str, ...], "experts", PlanError)
-    return Plan.of(Ep(name, glob, dispatch, float(capacity)) for glob in globs)
+    return Plan.of(Ep(name, glob, dispatch, float(capacity), chunks) for glob in globs)
 
 
 def precision(

@@ -5,8 +5,10 @@ Over an axis that splits both, rows are exchanged.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from itertools import pairwise
 from math import ceil, prod
 from operator import getitem
 
@@ -122,7 +124,8 @@ class _Sent:
         take: choice in each row that is sent, int64 [r].
         home: row in which each choice comes back, int64 [s].
         sends, receives: rows sent to and received from each rank, int64 [ranks]; None if all are sent in blocks.
-        within: NaN if a block has too little room for its rows, else 1; None without blocks.
+        most: rows of the fullest block of all ranks, as `shardc.custom_ops.expert_ops.WITHIN` takes it; None without
+            blocks.
     """
 
     local: Local
@@ -132,7 +135,7 @@ class _Sent:
     home: Emitted
     sends: Emitted | None = None
     receives: Emitted | None = None
-    within: Emitted | None = None
+    most: Emitted | None = None
 
     def go(self, tensors: list[Emitted]) -> list[Emitted]:
         """Emit the exchange of rows that are sorted by destination; return the received rows, sorted by source."""
@@ -214,6 +217,13 @@ def _sent(local: Local) -> tuple[str, ...]:
     return tuple(sorted((a for a in local.operand_layout("index").dim_axes(0) if a in split), key=mesh.order))
 
 
+def _everyone(local: Local) -> tuple[tuple[str, ...], int]:
+    """Return (all axes of the mesh, number of its ranks)."""
+    mesh = local.operands[0].mesh
+    axes = tuple(axis for axis in mesh.axes if axis != mesh.time)
+    return axes, prod(mesh.size(axis) for axis in axes)
+
+
 def _noted(local: Local) -> Emitted:
     """Emit the op that counts this rank's choices by expert; return the choices."""
     mesh = local.operands[0].mesh
@@ -257,9 +267,8 @@ def _bounded(local: Local, every: list[_Choices]) -> list[tuple[_Sent, Emitted]]
     Returns:
         for each chunk of choices, (the exchange, number of rows that come from each rank for each expert).
     """
-    call, mesh = local.builder.call, local.operands[0].mesh
-    axes = tuple(axis for axis in mesh.axes if axis != mesh.time)
-    ranks, everywhere = local.builder.group(axes)
+    call, (axes, ranks) = local.builder.call, _everyone(local)
+    _, everywhere = local.builder.group(axes)
     out, fullest = [], None
     block = max(min(of.most, ceil(local.call["bound"] * of.tokens * of.choices / of.ranks)) for of in every)
     for of in every:
@@ -269,19 +278,21 @@ def _bounded(local: Local, every: list[_Choices]) -> list[tuple[_Sent, Emitted]]
         out.append((_Sent(local, of, of.ranks * block, take, home), counts))
     number = call(aten.add.Tensor, call(aten.mul.Tensor, fullest, ranks), local.builder.coordinate(axes))
     number = call(WAIT, call(torch.ops._c10d_functional.all_reduce.default, number, "max", everywhere))
-    dtype = body_of(local.call["body"]).result.dtype
-    within = call(expert_ops.WITHIN, number, block, ranks, dtype)
     _, group = local.builder.group(_sent(local))
 
     def arriving(of: _Choices, counts: Emitted) -> Emitted:
         sizes = [of.experts] * of.ranks
         return call(WAIT, call(_ALL_TO_ALL, counts, sizes, sizes, group))
 
-    return [(replace(sent, within=within), arriving(sent.of, counts)) for sent, counts in out]
+    return [(replace(sent, most=number), arriving(sent.of, counts)) for sent, counts in out]
 
 
-def _rows(local: Local) -> list[_Rows]:
-    """Emit the ops that sort this rank's rows by expert and, if axes split tokens and experts both, exchange them."""
+def _rows(local: Local) -> Iterator[_Rows]:
+    """Emit the ops that sort this rank's rows by expert and, if axes split tokens and experts both, exchange them.
+
+    Yields:
+        the rows of each chunk. The rows of all chunks are under way then, and those of later chunks are not waited for.
+    """
     call = local.builder.call
     x, index, weight = local.operand("x"), _noted(local), local.operand("weight")
     mesh, unsent = local.operands[0].mesh, set(local.operand_layout("params").dim_axes(0)).difference(_sent(local))
@@ -290,20 +301,32 @@ def _rows(local: Local) -> list[_Rows]:
         of = _choices(local, x, index, weight)
         take = call(aten.div.Tensor_mode, of.order, of.choices, rounding_mode="floor")
         scale = call(aten.index_select.default, of.scale, 0, of.order)
-        return [_Rows(of, x, take, scale, of.ends, -(-of.tokens * of.choices // divided))]
-    every = [_choices(local, x, index, weight)]
+        yield _Rows(of, x, take, scale, of.ends, -(-of.tokens * of.choices // divided))
+        return
+    parts = zip(*(_cut(local, tensor) for tensor in (x, index, weight)), strict=True)
+    every = [_choices(local, *tensors) for tensors in parts]
     bounded = local.call["bound"] != 0
-    out = []
+    arriving = []
     for sent, came in _bounded(local, every) if bounded else [_exact(local, of) for of in every]:
+        token = call(aten.div.Tensor_mode, sent.take, sent.of.choices, rounding_mode="floor")
+        rows = [call(aten.index_select.default, x, 0, at) for x, at in ((sent.of.x, token), (sent.of.scale, sent.take))]
+        arriving.append((sent, came, sent.go(rows)))
+    for sent, came, (there, scale) in arriving:
         of = sent.of
-        token = call(aten.div.Tensor_mode, sent.take, of.choices, rounding_mode="floor")
-        rows = call(aten.index_select.default, of.x, 0, token), call(aten.index_select.default, of.scale, 0, sent.take)
-        there, scale = sent.go(list(rows))
         arrived = call(expert_ops.ARRIVED, came, of.ranks, sent.rows, bounded)
         take, came_back, ends = _unpack(local, arrived, 3)
         scale = call(aten.index_select.default, scale, 0, take)
-        out.append(_Rows(of, there, take, scale, ends, -(-of.tokens * of.choices // divided), sent, came_back))
-    return out
+        yield _Rows(of, there, take, scale, ends, -(-of.tokens * of.choices // divided), sent, came_back)
+
+
+def _cut(local: Local, x: Emitted) -> list[Emitted]:
+    """Return the chunks of ``x``, a tensor whose dim 0 is this rank's tokens."""
+    tokens = local.builder.shape(x)[0]
+    count = min(local.call["chunks"], tokens)
+    if not _sent(local) or count == 1:
+        return [x]
+    ends = [tokens * at // count for at in range(count + 1)]
+    return [local.builder.call(aten.slice.Tensor, x, 0, start, end) for start, end in pairwise(ends)]
 
 
 def _unpack(local: Local, outputs: Emitted, count: int) -> list[Emitted]:
@@ -331,15 +354,15 @@ def _forward(local: Local) -> tuple[list[_Rows], list[list[Emitted]]]:
     x, index, weight, params = (local.operand(name) for name in ("x", "index", "weight", "params"))
 
     def make() -> tuple[list[_Rows], list[list[Emitted]]]:
-        rows = _rows(local)
-        outputs = [
-            local.builder.call(
-                expert_ops.RUN, part.x, part.take, part.scale, part.ends, list(params), part.expected,
-                _waits(part), body,
-            )
-            for part in rows
-        ]  # fmt: skip
-        return rows, [_unpack(local, out, 1 + len(body_of(body).saved)) for out in outputs]
+        every, outputs = [], []
+        for rows in _rows(local):
+            computed = local.builder.call(
+                expert_ops.RUN, rows.x, rows.take, rows.scale, rows.ends, list(params), rows.expected, _waits(rows),
+                body,
+            )  # fmt: skip
+            every.append(rows)
+            outputs.append(_unpack(local, computed, 1 + len(body_of(body).saved)))
+        return every, outputs
 
     return local.builder.once((expert_ops.RUN, x, index, weight, tuple(params), body), make)
 
@@ -356,8 +379,11 @@ def _call_local(local: Local) -> Emitted:
         return outputs[0][0]
     back = [rows.sent.back([result])[0] for rows, (result, *_) in zip(every, outputs, strict=True) if rows.sent]
     out = _joined(local, [_by_token(local, *each, added=True) for each in zip(every, back, strict=True)])
-    within = every[0].sent.within
-    return out if within is None else call(aten.mul.Tensor, out, within)
+    if (first := every[0].sent).most is None:
+        return out
+    _, ranks = _everyone(local)
+    room, dtype = first.rows // first.of.ranks, body_of(local.call["body"]).result.dtype
+    return call(aten.mul.Tensor, out, call(expert_ops.WITHIN, first.most, room, ranks, dtype))
 
 
 def _joined(local: Local, parts: list[Emitted]) -> Emitted:
@@ -369,34 +395,29 @@ def _gradient_local(local: Local) -> Emitted:
     call = local.builder.call
     every, outputs = _forward(local)
     params = list(local.operand("params"))
-    tangents = [local.operand("grad")]
     there = []
-    for rows, grad in zip(every, tangents, strict=True):
+    for rows, grad in zip(every, _cut(local, local.operand("grad")), strict=True):
         if rows.sent is None:
             there.append(grad)
             continue
         token = call(aten.div.Tensor_mode, rows.sent.take, rows.of.choices, rounding_mode="floor")
         there += rows.sent.go([call(aten.index_select.default, grad, 0, token)])
-    grads = []
+    every_back, terms = [], []
     for rows, (_, *saved), grad in zip(every, outputs, there, strict=True):
         computed = call(
             expert_ops.RUN_GRADIENT, grad, rows.x, rows.take, rows.scale, rows.ends, params, saved, rows.expected,
             _waits(rows), local.call["body"],
         )  # fmt: skip
-        grads.append(_unpack(local, computed, 2 + len(params)))
-    of_params = [
-        reduce(partial(call, aten.add.Tensor), terms) for terms in zip(*(each[2:] for each in grads), strict=True)
-    ]
+        dx, scale, *of_params = _unpack(local, computed, 2 + len(params))
+        terms.append(of_params)
+        scale = call(aten.index_select.default, scale, 0, rows.of.back if rows.sent is None else rows.came_back)
+        every_back.append([dx, scale] if rows.sent is None else rows.sent.back([dx, scale]))
+    of_params = [reduce(partial(call, aten.add.Tensor), each) for each in zip(*terms, strict=True)]
     if every[0].sent is None:
-        of, (dx, scale, *_) = every[0].of, grads[0]
-        scale = call(aten.index_select.default, scale, 0, of.back)
-        return [dx, call(aten.reshape.default, scale, [of.tokens, of.choices]), *of_params]
-    back = []
-    for rows, (dx, scale, *_) in zip(every, grads, strict=True):
-        assert rows.sent is not None
-        back.append(rows.sent.back([dx, call(aten.index_select.default, scale, 0, rows.came_back)]))
+        (rows,), ((dx, scale),) = every, every_back
+        return [dx, call(aten.reshape.default, scale, [rows.of.tokens, rows.of.choices]), *of_params]
     results = [
-        _joined(local, [_by_token(local, rows, each[at], added) for rows, each in zip(every, back, strict=True)])
+        _joined(local, [_by_token(local, rows, back[at], added) for rows, back in zip(every, every_back, strict=True)])
         for at, added in enumerate((True, False))
     ]
     return [*results, *of_params]

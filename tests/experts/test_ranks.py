@@ -169,6 +169,7 @@ def test_two_ranks() -> None:
         partial(trains, EP2, "qwen3-moe", {}, "eager"),
         *(partial(in_low_precision, EP2, way) for way in ways),
         partial(overflows, EP2),
+        partial(trains, EP2, "own", {"dispatch": "send", "chunks": 3}, "eager"),
         *(partial(counts_tokens, EP2, way, rows) for way in ("send", "gather") for rows in (8, 5)),
         *(
             partial(sends_rows, counts)
@@ -178,7 +179,7 @@ def test_two_ranks() -> None:
 
 
 def test_blocks_from_the_store() -> None:
-    run_ranks(2, partial(trains_from_the_store, EP2, {"dispatch": "bounded", "capacity": 2.0}))
+    run_ranks(2, partial(trains_from_the_store, EP2, {"dispatch": "bounded", "capacity": 2.0, "chunks": 2}))
 
 
 @pytest.mark.slow

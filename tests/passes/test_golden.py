@@ -63,8 +63,8 @@ class Mixture(nn.Module):
         return squared(x, chosen, scores, self.experts["up"], self.experts["down"])
 
 
-def mixture(way: str) -> shardc.Program:
-    plan = shardc.fsdp("ep") | shardc.ep("ep", "experts", dispatch=way)
+def mixture(way: str, **options: object) -> shardc.Program:
+    plan = shardc.fsdp("ep") | shardc.ep("ep", "experts", dispatch=way, **options)
     module = shardc.compile(Mixture(), shardc.Mesh(ep=2), plan, loss=F.mse_loss)
     return module.lower(torch.empty(16, 8), torch.empty(16, 8))
 
@@ -117,6 +117,7 @@ CASES: dict[str, Callable[[], shardc.Program]] = {
     "mlp_direct": lambda: mlp({"dp": 2}, shardc.fsdp("dp"), p2p_collectives=True),
     "mixture_send": lambda: mixture("send"),
     "mixture_gather": lambda: mixture("gather"),
+    "mixture_blocks": lambda: mixture("bounded", capacity=1.5, chunks=2),
     "llama_ring": lambda: decoder(llama, {"cp": 2}, shardc.cp("cp", method="ring")),
     "causal_convolution": lambda: causal_convolution(),
     "llama_pieces": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp", sequence=True), decompose=2),
@@ -147,6 +148,7 @@ SHOWN = {
     "mlp_direct": ["plan_memory"],
     "mixture_send": ["experts", "propagate", "localize"],
     "mixture_gather": ["reshard", "localize"],
+    "mixture_blocks": ["localize", "schedule", "schedule.backward"],
     "llama_ring": ["attention", "propagate", "localize"],
     "causal_convolution": ["windows", "localize"],
     "llama_pieces": ["decompose"],

@@ -74,7 +74,7 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
     body = register(build.body(rows, forward, results, backward, tangent, where))
     module = _owner(params[0])
     entry = next((e for e in reversed(entries) if e.says(module)), None)
-    routing = ("auto", 0.0, "") if entry is None else (entry.dispatch, entry.capacity, entry.axis)
+    routing = ("auto", 0.0, 1, "") if entry is None else (entry.dispatch, entry.capacity, entry.chunks, entry.axis)
     how = (params, body.name, *routing)
     names = NameScope.of(end.graph)
     _replace(end, expert_ops.CALL, (x, index, weight, *how), names.fresh(f"{module}.call".lstrip(".")))

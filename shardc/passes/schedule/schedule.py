@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import fx
 
 from shardc.cost.compute import is_dense
-from shardc.ir.comm import is_stored, move_kind, waits_of
+from shardc.ir.comm import WAIT, is_stored, move_kind, waits_of
+from shardc.ir.comm_volume import collective_kind
+from shardc.ir.graph import output_node
 from shardc.ir.rewriter import positions, reorder
 from shardc.passes.op_calls import is_start, leaving, result_bytes
 from shardc.passes.schedule.prefetch import ask, check, prefetchable, sink_to_first_use
@@ -28,6 +30,8 @@ class Schedule:
     - A collective starts as soon as its inputs are computed. If these need only inputs of the graph (a parameter's
       gather; see `prefetchable`), it starts under the compute before an earlier collective's first use, as far ahead as
       ``max_in_flight`` allows. A move to the device starts ahead of its gather (or first use) in the same way.
+    - Ops that read what an all-to-all brings are computed where the first other op needs them, up to a matrix product:
+      rows that come back are in flight while other rows are computed.
     - A wait stands before the first use. For a collective whose results only leave the graph, it stands where more than
       ``max_in_flight`` would otherwise be in flight.
     - A reduced gradient that is reduced over other axes too, or goes to the host, is waited for when the next reduction
@@ -55,6 +59,8 @@ class Schedule:
     requires = ("partition",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        if not self.blocking:
+            _sink_arrivals(gm.graph)
         priority = positions(gm.graph)
         starts = [n for n in gm.graph.nodes if is_start(n)]
         if self.blocking:
@@ -114,6 +120,25 @@ class Schedule:
                 ahead -= 1
             place = uses[gathers[ahead - 1]] + 0.3 if ahead > 0 else first
             priority[node] = min(place, uses[node] - 0.5)
+
+
+def _sink_arrivals(graph: fx.Graph) -> None:
+    """Moves each op between an all-to-all and the next matrix product or collective to just before its first use."""
+    priority = positions(graph)
+    end = output_node(graph)
+    dense = [priority[node] for node in graph.nodes if is_dense(node)]
+    arrived = {wait for node in graph.nodes if collective_kind(node) == "all_to_all" for wait in waits_of(node)}
+    for node in graph.nodes:
+        if node.op == "call_function" and not is_start(node) and not is_dense(node) and node.target is not WAIT:
+            if not arrived.isdisjoint(node.all_input_nodes):
+                arrived.add(node)
+    for node in reversed(graph.nodes):
+        users = [user for user in node.users if user is not end]
+        if node in arrived and node.target is not WAIT and users and not any(map(is_start, users)):
+            first = min(priority[user] for user in users)
+            if bisect_right(dense, priority[node]) < bisect_left(dense, first):
+                priority[node] = first - 1e-3
+    reorder(graph, priority)
 
 
 def _drain(

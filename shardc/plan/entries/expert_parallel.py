@@ -11,7 +11,7 @@ from shardc.plan.constructor_calls import Call
 from shardc.plan.entries.entry import BatchEntry
 from shardc.plan.match import matching, must_match
 from shardc.plan.placed import Placed
-from shardc.validate import check_fields
+from shardc.validate import Range, check_fields
 
 WAYS = ("auto", "gather", "send", "bounded")
 
@@ -26,6 +26,7 @@ class Ep(BatchEntry):
     glob: str
     dispatch: Annotated[str, Literal["auto", "gather", "send", "bounded"]] = "auto"
     capacity: float = 0.0
+    chunks: Annotated[int, Range(1)] = 1
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "", plan_entry=str(self))
@@ -40,6 +41,13 @@ class Ep(BatchEntry):
                 f"a capacity of {self.capacity} has no room for the rows of an even load",
                 plan_entry=str(self),
                 fix="write a capacity of 1.0 or more",
+            )
+
+        if self.chunks > 1 and self.dispatch not in ("send", "bounded"):
+            raise PlanError(
+                f"chunks={self.chunks} cut the rows that are sent, and the dispatch is {self.dispatch!r}",
+                plan_entry=str(self),
+                fix='write dispatch="send", or dispatch="bounded" with a capacity, or leave chunks out',
             )
 
     @property
@@ -69,10 +77,11 @@ class Ep(BatchEntry):
 
     @property
     def call(self) -> Call:
-        options = {name: value for name, value in super().call[1].items() if name in ("dispatch", "capacity")}
+        options = {name: value for name, value in super().call[1].items() if name in ("dispatch", "capacity", "chunks")}
         return "ep", {"axis": self.axis, "experts": self.glob, **options}
 
     @property
     def row(self) -> tuple[str, str, str]:
         how = "" if self.dispatch == "auto" else f", {self.dispatch}{f' {self.capacity:g}' if self.capacity else ''}"
+        how += f" in {self.chunks} chunks" if self.chunks > 1 else ""
         return "experts", self.glob, f"over {self.axis}{how}"
