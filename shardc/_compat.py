@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from datetime import timedelta
 from types import CodeType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest.mock import patch
@@ -88,9 +89,29 @@ def new_group(ranks: Sequence[int], members_only: bool = False) -> dist.ProcessG
         )
     options: dict[str, Any] = {"sort_ranks": ordered} if keeps_order else {}
     world = dist.group.WORLD
-    if world is not None and dist.get_backend(world) == "gloo":  # else torch's 30 minutes, whatever the world has
-        options["timeout"] = world._get_backend(torch.device("cpu")).options._timeout
+    if world is not None and (timeout := timeout_of(world)):  # else torch's 30 minutes, whatever the world has
+        options["timeout"] = timeout
     return dist.new_group(list(ranks), use_local_synchronization=members_only, **options)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Returns the timeout of a gloo group, as ``Work.wait`` takes it; of other groups 0, which is their own there."""
+    if dist.get_backend(group) != "gloo":
+        return timedelta(0)
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout
+
+
+def take_timeout_of_world(group: dist.ProcessGroup) -> None:
+    """Gives a gloo group the timeout of the world, if it has torch's default of 30 minutes.
+
+    A DeviceMesh makes its groups with the default, whatever the world has. Only collectives follow the new one: each
+    wait for a message needs `timeout_of` the group.
+    """
+    world = dist.group.WORLD
+    if world is not None and timeout_of(group) == dist.distributed_c10d.default_pg_timeout:
+        if timeout := timeout_of(world):
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 @contextmanager

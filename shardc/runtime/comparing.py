@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from shardc.errors import MeshError
 from shardc.ir.code import is_versioned
-from shardc.runtime.events import Event, Lines, ended, late_ranks
+from shardc.runtime.events import Event, Lines, Place, ended, late_ranks
 
 # An event's number, or a list with a name (or the rank that failed) first; sent as JSON.
 Message = int | Sequence[int | str | None]
@@ -36,13 +36,17 @@ _LONGEST_PAUSE = 0.05  # seconds between reads of the store
 class Comparisons:
     """Compares events (calls, backwards) with other ranks through the store, under keys that start with ``prefix``.
 
+    Args:
+        rank, ranks: global rank of this process, and those of the mesh.
+        place: returns a rank as text.
+
     Attributes:
         asked: numbers of events that other ranks compare and at which this rank has not arrived.
         answered: numbers of the latest events at which it has.
     """
 
-    def __init__(self, prefix: str, rank: int, ranks: Sequence[int]) -> None:
-        self.prefix, self.rank, self.ranks = prefix, rank, ranks
+    def __init__(self, prefix: str, rank: int, ranks: Sequence[int], place: Place) -> None:
+        self.prefix, self.rank, self.ranks, self.place = prefix, rank, ranks, place
         self.asked: set[int] = set()
         self.answered: deque[int] = deque(maxlen=64)
         self._last: int | None = None
@@ -127,10 +131,10 @@ class Comparisons:
                 gone = [r for r in self.ranks if pause == _LONGEST_PAUSE and store.check([f"{self.prefix}gone/{r}"])]
                 missing = next((rank for rank in gone if not store.check([f"{at}here/{rank}"])), None)
             except RuntimeError as error:  # every store's error class is one
-                raise late_ranks(store, at, self.ranks) or error from error
+                raise late_ranks(store, at, self.ranks, self.place) or error from error
             if missing is not None:
-                raise ended(missing, self.ranks)
-            if time.monotonic() > end and (late := late_ranks(store, at, self.ranks)) is not None:
+                raise ended(self.place(missing), self.ranks)
+            if time.monotonic() > end and (late := late_ranks(store, at, self.ranks, self.place)) is not None:
                 raise late
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -176,13 +180,14 @@ class Meeting:
     Args:
         prefix: prefix of the keys in the store.
         rank, ranks: global rank of this process, and those of the mesh.
+        place: returns a rank as text.
 
     Attributes:
         invited: another rank's attempt that this one has not joined: the number of the event before it, and its name.
     """
 
-    def __init__(self, prefix: str, rank: int, ranks: Sequence[int]) -> None:
-        self.prefix, self.rank, self.ranks = prefix, rank, ranks
+    def __init__(self, prefix: str, rank: int, ranks: Sequence[int], place: Place) -> None:
+        self.prefix, self.rank, self.ranks, self.place = prefix, rank, ranks, place
         self.invited: tuple[int, str] | None = None
         self._joined = ""
         self._failed: tuple[int, str] = (-1, "")  # event and reason of its last failed attempt
@@ -237,7 +242,7 @@ class Meeting:
             gone = [rank for rank in self.ranks if pause == 0.05 and store.check([f"{self.prefix}gone/{rank}"])]
             if gone:
                 self._refuse(store, number, attempt, f"rank {gone[0]} has ended")
-            elif time.monotonic() > end and (late := late_ranks(store, at, self.ranks)) is not None:
+            elif time.monotonic() > end and (late := late_ranks(store, at, self.ranks, self.place)) is not None:
                 raise late
         return store.get(f"{at}verdict").decode()
 

@@ -28,6 +28,7 @@ from shardc.runtime.signature import Constant, Like, Signature
 SAME = "the same"
 _LONGEST = 4000  # characters of another rank's error
 Lines = Sequence[Sequence[str]]
+Place = Callable[[int], str]  # returns a global rank as text
 
 # Prefix of a topic -> the fix if ranks differ in it.
 _FIXES = {
@@ -209,8 +210,8 @@ def difference(rank: int, rank_lines: Lines, other_rank: int, other_lines: Lines
     )
 
 
-def raised(rank: int, error: BaseException) -> tuple[str, str | None, str]:
-    """Returns (text, source line, fix) of the error that other ranks raise after ``rank`` raised ``error``."""
+def raised(rank: str, error: BaseException) -> tuple[str, str | None, str]:
+    """Returns (text, source line, fix) of what other ranks raise after ``rank``, as text, raised ``error``."""
     shardc_error = error if isinstance(error, ShardcError) else None
     text = (shardc_error.what if shardc_error else str(error))[:_LONGEST]
     fix = f"mend it on rank {rank}" + (
@@ -229,23 +230,23 @@ def _lines_of_user(error: BaseException) -> Iterator[str]:
     yield from (f"{x.f_code.co_filename}:{line}" for x, line in frames if not is_versioned(x.f_code))
 
 
-def late_ranks(store: dist.Store, at: str, ranks: Sequence[int]) -> MeshError | None:
+def late_ranks(store: dist.Store, at: str, ranks: Sequence[int], place: Place) -> MeshError | None:
     """Returns the error for those of ``ranks`` that did not arrive at a comparison in time; None if all have arrived.
 
     Args:
         at: prefix of the store keys under which ranks publish that they have arrived.
+        place: returns a rank as text.
     """
     waited = f"{store.timeout.total_seconds():g} seconds"  # type: ignore[attr-defined]
     try:
         late = [rank for rank in ranks if not store.check([f"{at}here/{rank}"])]
     except RuntimeError:
         return MeshError(
-            "the store in which ranks compare what they run is gone",
-            fix="look first at the process that keeps it (rank 0, or torchrun): it died; then restart all ranks",
+            "the store in which ranks compare what they run is gone, or does not answer", fix=look_at_store(place(0))
         )
     if not late:
         return None
-    which = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
+    which = f"rank {place(late[0])}" if len(late) == 1 else f"ranks {', '.join(map(place, late))}"
     return MeshError(
         f"{which} of {list(ranks)} did not come to compare what they run within {waited}",
         fix=f"look at {which} first: it died, raised, never called the module, or still compiles (then give "
@@ -253,23 +254,48 @@ def late_ranks(store: dist.Store, at: str, ranks: Sequence[int]) -> MeshError | 
     )
 
 
-def ended(rank: int, ranks: Sequence[int]) -> MeshError:
-    """Returns the error for ``rank``, which does not arrive because its program has ended."""
+def ended(rank: str, ranks: Sequence[int]) -> MeshError:
+    """Returns the error for ``rank``, as text, which does not arrive because its program has ended."""
     return MeshError(
         f"rank {rank} of {list(ranks)} has ended, or left its process group, and does not come to compare what it runs",
         fix=f"look at rank {rank} first: it raised, or took fewer steps (drop_last=True, or a sampler that pads)",
     )
 
 
-def lost(error: RuntimeError, rank: int, ranks: Sequence[int]) -> RuntimeError:
-    """Returns a CollectiveError for ``error`` of ``rank`` if a connection was lost or timed out; else ``error``."""
+def is_lost(error: RuntimeError) -> bool:
+    """Whether ``error`` of torch is of a connection that was lost, or of a wait that timed out."""
     text = str(error).partition("\n")[0]
-    if isinstance(error, ShardcError) or not re.search(r"gloo|NCCL|[Cc]onnection|[Tt]imed out", text):
-        return error
+    return not isinstance(error, ShardcError) and bool(re.search(r"gloo|NCCL|[Cc]onnection|[Tt]imed out", text))
+
+
+def lost(error: RuntimeError, rank: str, ranks: Sequence[int], fix: str) -> CollectiveError:
+    """Returns the CollectiveError for ``error`` of ``rank`` in a collective of torch's with ``ranks``."""
+    text = str(error).partition("\n")[0]
     return CollectiveError(
         f"rank {rank} was in a collective with ranks {list(ranks)}, between two graphs, when it failed: {text}",
-        fix="look at the others first: one of them died, raised, ended or came too late; then restart all ranks from "
-        "the last checkpoint",
+        fix=fix,
+    )
+
+
+def look_at(first: Sequence[str]) -> str:
+    """Returns what to do if a wait for other ranks failed.
+
+    Args:
+        first: the ranks to look at first, as text.
+    """
+    which = f"rank {first[0]} first: it" if len(first) == 1 else f"ranks {', '.join(first)} first: one of them"
+    return f"look at {which} died, raised or came too late; then restart all ranks from the last checkpoint"
+
+
+def look_at_store(rank: str) -> str:
+    """Returns what to do if the store is gone.
+
+    Args:
+        rank: rank 0, which keeps it if no launcher does, as text.
+    """
+    return (
+        f"look first at the process that keeps the store (rank {rank}, or torchrun): it died or was stopped; then "
+        "restart all ranks"
     )
 
 

@@ -89,6 +89,7 @@ class Groups:
             self.mesh, self._global = self.mesh.of_stage(stages), self.of_stage(self.stage)
             self.rank = self._global.index(dist.get_rank())
             self.consistency: RankConsistency = whole.consistency
+            self.consistency.place = self.place
             return
         if max(self._global) >= dist.get_world_size():
             raise MeshError(
@@ -103,6 +104,8 @@ class Groups:
         _check_carries(self.mesh, device_mesh.device_type)
         self.rank = self._global.index(dist.get_rank())
         self.consistency = RankConsistency(self.prefix, dist.get_rank(), self._global, self._interrupt)
+        for dim in range(device_mesh.ndim):
+            _compat.take_timeout_of_world(device_mesh.get_group(dim))
 
     @classmethod
     def of(cls, device_mesh: DeviceMesh, stages: str = "") -> Groups:
@@ -214,6 +217,15 @@ class Groups:
         """Returns the global ranks of this rank's group along ``axes``, in group order (first mesh axis slowest)."""
         return next(group for group in self._groups(self._ordered(axes)) if dist.get_rank() in group)
 
+    def place(self, rank: int) -> str:
+        """Returns a global rank as text, with its stage if it is on the mesh: "3 (pp=1)"."""
+        ranks = self.whole._global
+        return (
+            f"{rank} ({self.stages}={self.whole.mesh.index(self.stages, ranks.index(rank))})"
+            if rank in ranks
+            else str(rank)
+        )
+
     def of_first(self, x: torch.Tensor) -> torch.Tensor:
         """Broadcasts ``x`` from the device mesh's first rank, in place, and returns it."""
         for axis, group in self.whole._along_each_axis():
@@ -321,6 +333,9 @@ def named(
 ) -> CollectiveError | None:
     """Returns the CollectiveError for ``error``, raised while running ``gm``; None if it was not in a collective.
 
+    Raises:
+        MeshError: it failed as ranks differ, or as another one raised.
+
     Args:
         which: "forward", "backward", "inference" or "reduction".
         cause: maps a collective of ``gm`` to its plan entry and source line.
@@ -332,14 +347,13 @@ def named(
     name = next(key for key, value in groups.rename.items() if value == arguments_of(node)["group_name"])
     axes = group_axes(name, groups.mesh) or ()
     ranks, why = groups.ranks(axes), cause(node)
-    text = str(error).partition("\n")[0]
+    text, rank = str(error).partition("\n")[0], dist.get_rank()
     return CollectiveError(
-        f"rank {torch.distributed.get_rank()} was in {collective_kind(node)} over {','.join(axes)} of "
+        f"rank {groups.consistency.place(rank)} was in {collective_kind(node)} over {','.join(axes)} of "
         f"{_results(node)}, in {which}, when it failed: {text}",
         plan_entry=why.entry or None,
         source=why.source or None,
-        fix=f"look at the others of ranks {ranks} first: one of them died, raised or came too late; then restart all "
-        "ranks from the last checkpoint",
+        fix=groups.consistency.lost([peer for peer in ranks if peer != rank]),
     )
 
 

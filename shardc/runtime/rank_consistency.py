@@ -28,9 +28,22 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardc.errors import CollectiveError, MeshError
+from shardc.runtime.bounded_store import BoundedStore
 from shardc.runtime.comparing import BEFORE, Comparisons, Meeting, Message, StackSamples
-from shardc.runtime.events import ErrorReport, Event, difference, different_waits, lost, raised
+from shardc.runtime.events import (
+    ErrorReport,
+    Event,
+    Place,
+    difference,
+    different_waits,
+    is_lost,
+    look_at,
+    look_at_store,
+    lost,
+    raised,
+)
 from shardc.runtime.gloo.listen import END, NOTHING, Listener, Stopped, raise_in
+from shardc.runtime.lost_ranks import LostRanks
 
 _PAST = 4096  # events that are remembered
 _AGAIN = 1 << 40  # each epoch starts to number at a multiple of this
@@ -53,6 +66,7 @@ class RankConsistency:
         modules: number of modules that ran on the mesh in this epoch.
         alone: whether there is no other rank, so that nothing is compared.
         call: the last call of a module.
+        place: returns a rank of the mesh as text.
     """
 
     def __init__(self, prefix: str, rank: int, ranks: Sequence[int], interrupt: Callable[[], None]) -> None:
@@ -61,8 +75,10 @@ class RankConsistency:
         self.call: Event | None = None
         # Two meshes of the same ranks number their own events.
         self._prefix = f"{prefix}{','.join(map(str, ranks))}/"
-        self._meeting = Meeting(self._prefix, rank, self.ranks)
-        self._comparisons = Comparisons(self._prefix, rank, self.ranks)
+        self.place: Place = str
+        self._meeting = Meeting(self._prefix, rank, self.ranks, lambda rank: self.place(rank))
+        self._comparisons = Comparisons(self._prefix, rank, self.ranks, lambda rank: self.place(rank))
+        self._lost = LostRanks(self._prefix, rank, self.ranks)
         self._samples = StackSamples()
         self._interrupt = WeakMethod(interrupt)
         self._past: deque[str] = deque(maxlen=_PAST)
@@ -79,7 +95,7 @@ class RankConsistency:
         self._found = threading.Event()
         self._heard: str | None = None
         self._broken = False
-        self._store: dist.Store | None = None
+        self._store: BoundedStore | None = None
         # The fake backend has no other ranks.
         self.alone = len(self.ranks) == 1 or dist.get_backend() == "fake"
 
@@ -160,7 +176,7 @@ class RankConsistency:
             with self.runs(method):
                 yield
         except RuntimeError as error:
-            raise self.behind() or lost(error, self.rank, self.ranks) from error
+            raise self._lost_between(error) from error
 
     @contextmanager
     def waits(self) -> Iterator[None]:
@@ -170,7 +186,7 @@ class RankConsistency:
             self._check(self.number + 1)
             yield
         except RuntimeError as error:
-            raise self.behind() or lost(error, self.rank, self.ranks) from error
+            raise self._lost_between(error) from error
         finally:
             self.running = self._between = False
 
@@ -211,25 +227,33 @@ class RankConsistency:
             number = self.number - (self._inside or self._waits is not None)
             self._begin_anew()
         with suppress(RuntimeError):  # the store is gone
-            self._log(self._connected(), [self.rank, number, *raised(self.rank, error)])
+            self._log(self._connected(), [self.rank, number, *raised(self.place(self.rank), error)])
 
     def behind(self) -> MeshError | None:
         """Returns the MeshError to raise if a collective failed as ranks differ or one raised; None after a second."""
         return self._raised() if not self.alone and self._found.wait(_HEARD / 2) else None
 
-    def lost_by(self, rank: int) -> None:
-        """Notes for the other ranks that this one gave up to wait for ``rank``."""
-        with suppress(RuntimeError):  # the store is gone
-            self._connected().set(f"{self._prefix}lost/{self.rank}", str(rank))
+    def lost(self, ranks: Sequence[int]) -> str:
+        """Returns what to do after a wait for ``ranks`` has failed: the ranks to look at first (see `LostRanks`).
 
-    def first_lost(self, rank: int) -> int:
-        """Returns the rank that ``rank`` gave up to wait for, and so on: the one that is not known to wait."""
-        seen = {self.rank}
-        with suppress(RuntimeError):
-            while rank not in seen and self._connected().check([f"{self._prefix}lost/{rank}"]):
-                seen.add(rank)
-                rank = int(self._connected().get(f"{self._prefix}lost/{rank}"))
-        return rank
+        Raises:
+            MeshError: it failed as ranks differ, or as another one raised.
+        """
+        with suppress(RuntimeError):  # the store is gone
+            self._lost.give_up(self._connected(), ranks, lambda store: self._log(store, ["roll"]))
+        if (different := self.behind()) is not None:
+            raise different
+        try:
+            return look_at(list(map(self.place, self._lost.first(self._connected(), ranks))))
+        except RuntimeError:
+            return f"{look_at_store(self.place(0))}. If it is well, {look_at(list(map(self.place, ranks)))}"
+
+    def _lost_between(self, error: RuntimeError) -> MeshError | RuntimeError:
+        """Returns the error to raise for ``error`` of a collective of torch's, between two graphs."""
+        if not is_lost(error):
+            return self.behind() or error
+        fix = self.lost([rank for rank in self.ranks if rank != self.rank])
+        return lost(error, self.place(self.rank), self.ranks, fix)
 
     def _raised(self) -> MeshError:
         """Returns the error to raise on this rank, once others have had time to read it; restarts the numbering."""
@@ -301,7 +325,8 @@ class RankConsistency:
         """Handles a message on the listener thread; `NOTHING` if there is no new one, `END` when the thread ends.
 
         Args:
-            entry: JSON of a `Message`: an event to compare, a difference, a method to join, a wait or an error.
+            entry: JSON of a `Message`: an event to compare, a difference, a method to join, a wait, a roll call or an
+                error.
         """
         if entry == NOTHING:
             self._meeting.look(store)
@@ -318,6 +343,8 @@ class RankConsistency:
             self._on_difference(store, *message[1:])
         elif message[0] == "waits":
             self._on_wait(store, *message[1:])
+        elif message[0] == "roll":
+            self._lost.answer(store)
         else:
             self._on_failure(store, *message)
 
@@ -452,11 +479,10 @@ class RankConsistency:
             self._broken = True
             store.set(f"{self._prefix}broken", "")
 
-    def _connected(self) -> dist.Store:
+    def _connected(self) -> BoundedStore:
         """Returns this rank's connection to the store. The first call opens it, and starts the listener thread."""
         if self._store is None:
             store: Any = c10d._get_default_store()
-            self._store = store.clone()
-            self._store.set_timeout(store.timeout)
-            Listener(store.clone(), f"{self._prefix}log", self.heard).start()
+            self._store = BoundedStore(store.clone(), store.timeout)
+            Listener(self._store, f"{self._prefix}log", self.heard).start()
         return self._store

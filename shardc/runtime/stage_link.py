@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardc._compat import timeout_of
 from shardc.errors import CollectiveError
 from shardc.ir.executable import Executable
 from shardc.ir.stage_runs import Message
@@ -30,29 +32,31 @@ class StageLink:
     def __init__(self, groups: Groups, program: Executable, device: torch.device) -> None:
         self.groups, self.program, self.device = groups, program, device
         self._groups = [groups.along_stages(back) for back in (False, True)]
+        self._timeout = timeout_of(self._groups[0])
         # Coordinate of a rank -> number of messages to it that are known to have left; and what the later ones send.
         self._left: dict[int, int] = {}
-        self._pending: dict[int, deque[list[tuple[Any, Tensor]]]] = {}
+        self._pending: dict[int, deque[tuple[Message, list[tuple[Any, Tensor]]]]] = {}
 
     def _group(self, message: Message) -> dist.ProcessGroup:
         """Returns the process group of the messages of one direction."""
         return self._groups[message.source > message.target]
 
     def send(self, message: Message, values: list[Any]) -> None:
-        sends = []
+        sends: list[tuple[Any, Tensor]] = []
         for x in map(_bytes, values):
             if x.numel():
-                with self.groups.consistency.waits():
+                with self._naming(message):
                     sends.append((dist.isend(x, group=self._group(message), group_dst=message.target), x))
-        self._pending.setdefault(message.target, deque()).append(sends)
+        self._pending.setdefault(message.target, deque()).append((message, sends))
 
     def _leave(self, rank: int, count: int) -> None:
         """Drops the values of the first ``count`` messages to a rank, when they have left."""
         pending = self._pending.get(rank, deque())
         while pending and self._left.get(rank, 0) < count:
-            for work, _ in pending.popleft():
-                with self.groups.consistency.waits():
-                    work.wait()
+            message, sends = pending.popleft()
+            for work, _ in sends:
+                with self._naming(message):
+                    work.wait(self._timeout)
             self._left[rank] = self._left.get(rank, 0) + 1
 
     def arrived(self, message: Message) -> bool:
@@ -62,7 +66,9 @@ class StageLink:
         out = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in message.examples]
         for x in out:
             if x.numel():
-                self._wait(message, dist.irecv(_bytes(x), group=self._group(message), group_src=message.source))
+                with self._naming(message):
+                    work: Any = dist.irecv(_bytes(x), group=self._group(message), group_src=message.source)
+                    work.wait(self._timeout)
         self._leave(message.source, received)
         return out
 
@@ -71,35 +77,28 @@ class StageLink:
             self._leave(rank, self._left.get(rank, 0) + len(pending))
         self._left.clear()
 
-    def _wait(self, message: Message, work: Any) -> None:
-        """Waits for ``work``, a receive.
+    @contextmanager
+    def _naming(self, message: Message) -> Iterator[None]:
+        """Context manager around a send or receive of a part of ``message``, and the wait for it.
 
         Raises:
             CollectiveError: the other rank is gone, or too late.
         """
-        consistency = self.groups.consistency
+        consistency, place = self.groups.consistency, self.groups.consistency.place
         try:
             with consistency.runs():
-                work.wait()
+                yield
         except RuntimeError as error:
             group = self._group(message)
-            peer = dist.get_global_rank(group, message.source)
-            consistency.lost_by(peer)
-            if (different := consistency.behind()) is not None:
-                raise different from error
-            first = consistency.first_lost(peer)  # others have had the time of `behind` to note for whom they wait
-            places = dict(zip(dist.get_process_group_ranks(group), range(dist.get_world_size(group)), strict=True))
-            waits = "" if first == peer else f", which waits for rank {first}"
-            waits += f", at {places[first]}" if first != peer and first in places else ""
+            sends = dist.get_rank(group) == message.source
+            peer = dist.get_global_rank(group, message.target if sends else message.source)
             kind, name, at = message.keys[0]
             more = f" and {len(message.keys) - 1} more" if len(message.keys) > 1 else ""
             raise CollectiveError(
-                f"rank {dist.get_rank()}, at {message.target} of the pipeline, waited for {kind} %{name}{more} of "
-                f"microbatch {at} from rank {peer}, at {message.source}{waits}, when it failed: "
-                f"{str(error).splitlines()[0]}",
+                f"rank {place(dist.get_rank())} {'sent' if sends else 'waited for'} {kind} %{name}{more} of microbatch "
+                f"{at} {'to' if sends else 'from'} rank {place(peer)} when it failed: {str(error).splitlines()[0]}",
                 plan_entry=str(self.program.key.plan.setting("pp")),
-                fix=f"look at rank {first} first: it died, raised or came too late; then restart all ranks from the "
-                "last checkpoint",
+                fix=consistency.lost([peer]),
             ) from error
 
 

@@ -205,7 +205,7 @@ class Runner:
             failed = named(error, half.gm, half.kind, self.groups, self.program.cause, running)
             if failed is None:
                 raise
-            raise consistency.behind() or failed from error
+            raise failed from error
 
     def _without_pad(self, name: str, grad: Tensor) -> Tensor:
         """Returns the gradient of the parameter ``name`` without the padding of its storage; others as they are."""

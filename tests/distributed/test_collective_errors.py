@@ -104,8 +104,8 @@ def expected(fault: Callable[[], None], text: str) -> None:
     assert rest == [
         '  plan entry: fsdp("dp", level=3)',
         f"  source: {source_line()}",
-        "  fix: look at the others of ranks [0, 1] first: one of them died, raised or came too late; then restart all "
-        "ranks from the last checkpoint",
+        "  fix: look at rank 1 first: it died, raised or came too late; then restart all ranks from the last "
+        "checkpoint",
     ]
 
 

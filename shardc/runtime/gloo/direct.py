@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import accumulate, pairwise
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, fx
 from torch._C._distributed_c10d import _register_work
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from shardc._compat import timeout_of
 from shardc.ir.arena import LARGEST, Packing
 from shardc.ir.comm import IN_MESSAGES, is_ring
 from shardc.runtime.gloo.buffers import empty, lend, let_compute_first
@@ -30,6 +32,7 @@ from shardc.runtime.shards import COMBINE
 
 # Differs from tags of the user's messages on the same groups.
 _TAG = 0x5A
+_OWN = timedelta(0)  # as timeout of a wait: that of the group at its creation
 
 
 @dataclass(frozen=True)
@@ -137,17 +140,24 @@ class _MessageWork(dist.Work):
         messages: handles to wait for.
         keep: tensors to keep alive until then.
         finish: called after the last message.
+        timeout: of the wait for each message.
     """
 
-    def __init__(self, messages: Sequence[dist.Work], keep: Sequence[Tensor], finish: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        messages: Sequence[dist.Work],
+        keep: Sequence[Tensor],
+        finish: Callable[[], None],
+        timeout: timedelta = _OWN,
+    ) -> None:
         super().__init__()
-        self._messages, self._keep = messages, keep
+        self._messages, self._keep, self._timeout = messages, keep, timeout
         self._finish: Callable[[], None] | None = finish
 
     def wait(self, timeout: object = None) -> bool:
         messages, self._messages = self._messages, ()
         for message in messages:
-            message.wait()
+            message.wait(self._timeout)
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -174,7 +184,7 @@ def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: S
             came = mail.unpacked(peer, flat)
             torch._foreach_copy_([parts[at][peer] for at in came], list(came.values()))
 
-    return _started(gathered, _MessageWork(mail.messages, [*inputs, *mail.packs], unpack))
+    return _started(gathered, _MessageWork(mail.messages, [*inputs, *mail.packs], unpack, timeout_of(group)))
 
 
 def _reduce_scatter(
@@ -245,7 +255,7 @@ def _reduced(
             if op == "avg":
                 total.div_(ranks)
 
-    return _started(results, _MessageWork(mail.messages, [*terms, *mail.packs], finish))
+    return _started(results, _MessageWork(mail.messages, [*terms, *mail.packs], finish, timeout_of(group)))
 
 
 def _group(name: str) -> tuple[dist.ProcessGroup, int, list[int]]:
@@ -333,7 +343,7 @@ def _send_by_messages(
             for place, part in zip(places, parts, strict=True):
                 _bytes_into(place, part)
 
-    return _started(received, _MessageWork(messages, keep, finish))
+    return _started(received, _MessageWork(messages, keep, finish, timeout_of(group)))
 
 
 def _bytes_into(place: Tensor, part: Tensor) -> None:
