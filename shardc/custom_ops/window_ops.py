@@ -11,18 +11,37 @@ from torch import Tensor
 
 aten = torch.ops.aten
 _library = torch.library.Library("shardc_window", "DEF")
-_library.define("shift(Tensor x, int dim, int by) -> Tensor")
+_library.define("shift(Tensor x, Tensor? fill, int dim, int by) -> Tensor")
+_library.define("edge(Tensor x, int dim, int begin, int end) -> Tensor")
+_library.define("cumsum(Tensor x, int dim, bool reverse) -> Tensor")
 _library.define("convolve(Tensor x, Tensor weight, int before, int after, int dilation, int groups) -> Tensor")
 _library.define(
     "convolve_weight(Tensor grad, Tensor x, Tensor weight, int before, int after, int dilation, int groups) -> Tensor"
 )
 
 
-def _shift(x: Tensor, dim: int, by: int) -> Tensor:
-    """Return ``x`` moved ``by`` elements towards the end of ``dim`` (towards its begin if ``by`` is negative)."""
+def _shift(x: Tensor, fill: Tensor | None, dim: int, by: int) -> Tensor:
+    """Return ``x`` moved ``by`` elements towards the end of ``dim`` (towards its begin if ``by`` is negative).
+
+    Args:
+        fill: the elements that come in, as many along ``dim``; None for zeros.
+    """
     by = max(-x.shape[dim], min(by, x.shape[dim]))
     pad = [0, 0] * (x.dim() - 1 - dim) + [by, -by]
-    return aten.constant_pad_nd.default(x, pad, 0).clone()
+    moved = aten.constant_pad_nd.default(x, pad, 0).clone()
+    if fill is not None:
+        moved.narrow(dim, 0 if by > 0 else x.shape[dim] + by, abs(by)).copy_(fill)
+    return moved
+
+
+def _edge(x: Tensor, dim: int, begin: int, end: int) -> Tensor:
+    """Return elements ``begin`` to ``end`` of ``x``: few, so that they are best sent to all ranks that need them."""
+    return aten.slice.Tensor(x, dim, begin, end).clone()
+
+
+def _cumsum(x: Tensor, dim: int, reverse: bool) -> Tensor:
+    """Return the sums up to each element, or from each on if ``reverse``."""
+    return x.flip([dim]).cumsum(dim).flip([dim]) if reverse else x.cumsum(dim)
 
 
 def _convolve(x: Tensor, weight: Tensor, before: int, after: int, dilation: int, groups: int) -> Tensor:
@@ -46,7 +65,15 @@ def _convolve_weight(
     return aten.convolution_backward.default(grad, x, weight, None, *geometry, [False, True, False])[1]
 
 
-def _like_x(x: Tensor, dim: int, by: int) -> Tensor:
+def _like_shifted(x: Tensor, fill: Tensor | None, dim: int, by: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _like_edge(x: Tensor, dim: int, begin: int, end: int) -> Tensor:
+    return x.new_empty([*x.shape[:dim], end - begin, *x.shape[dim + 1 :]])
+
+
+def _like_sums(x: Tensor, dim: int, reverse: bool) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -61,11 +88,17 @@ def _like_weight(
 
 
 _library.impl("shift", _shift, "CompositeExplicitAutograd")
+_library.impl("edge", _edge, "CompositeExplicitAutograd")
+_library.impl("cumsum", _cumsum, "CompositeExplicitAutograd")
 _library.impl("convolve", _convolve, "CompositeExplicitAutograd")
 _library.impl("convolve_weight", _convolve_weight, "CompositeExplicitAutograd")
-torch.library.register_fake("shardc_window::shift", _like_x, lib=_library)
+torch.library.register_fake("shardc_window::shift", _like_shifted, lib=_library)
+torch.library.register_fake("shardc_window::edge", _like_edge, lib=_library)
+torch.library.register_fake("shardc_window::cumsum", _like_sums, lib=_library)
 torch.library.register_fake("shardc_window::convolve", _like_convolved, lib=_library)
 torch.library.register_fake("shardc_window::convolve_weight", _like_weight, lib=_library)
 SHIFT = torch.ops.shardc_window.shift.default
+EDGE = torch.ops.shardc_window.edge.default
+CUMSUM = torch.ops.shardc_window.cumsum.default
 CONVOLVE = torch.ops.shardc_window.convolve.default
 CONVOLVE_WEIGHT = torch.ops.shardc_window.convolve_weight.default

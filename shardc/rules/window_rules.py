@@ -17,7 +17,7 @@ import shardc.custom_ops.window_ops  # noqa: F401  (the ops)
 from shardc.ir.comm import WAIT
 from shardc.ir.layout import Layout
 from shardc.rules.notation import FREE, Loops
-from shardc.rules.positions import positions, zero_unless
+from shardc.rules.positions import owned, positions, zero_unless
 from shardc.rules.rule import ANY, Call, Emitted, Local, Rule, table
 from shardc.rules.spec import Dims, Spec
 
@@ -45,7 +45,7 @@ class Pieces:
         self.members = [reduce(lambda n, a: n * mesh.size(a) + place[a], in_group, 0) for place in places]
         self.size = self.layout.local_shape[dim]
         first = sum(len(layout.shape) for layout in local.operands[:at])
-        self.elements = local.true_size(first + dim, self.layout.shape[dim])
+        self.elements: int = local.true_size(first + dim, self.layout.shape[dim])
 
     def without_filling(self, x: Emitted) -> Emitted:
         """Return ``x`` with zeros behind the end of the dim's true size, where a padded dim has anything."""
@@ -104,6 +104,37 @@ class Pieces:
         short = self.size - self.local.builder.shape(moved)[self.dim]
         return self._padded(moved, *((0, short) if parts[1] is None else (short, 0)))
 
+    def entered(self, moved: Emitted, fill: Emitted, by: int) -> Emitted:
+        """Return ``moved``, shifted by ``by``, with the elements of ``fill`` where it has none."""
+        count, at = abs(by), positions(self.local, self.layout, self.dim, None)
+        if by > 0:
+            come = self.run(aten.lt.Scalar, at, count)
+        else:
+            at = self.run(aten.sub.Tensor, at, self.elements - count)
+            come = self.run(aten.ge.Scalar, at, 0)
+        index = self.run(aten.clamp.default, at, 0, count - 1)
+        entering = self.run(aten.index_select.default, fill, self.dim, index)
+        return self.run(aten.where.self, self._along(come, self.size), entering, moved)
+
+    def earlier_sums(self, sums: Emitted, reverse: bool) -> Emitted:
+        """Return the sum of the last elements of ``sums`` on all ranks of earlier pieces (of the first on those of
+        later ones, if ``reverse``), with one element along the dim.
+        """
+        edge = (0, 1) if reverse else (self.size - 1, self.size)
+        total = self.run(aten.slice.Tensor, sums, self.dim, *edge)
+        shape = self.local.builder.shape(total)
+        total = self.run(aten.clone.default, total, memory_format=torch.contiguous_format)
+        started = self.run(torch.ops._c10d_functional.all_gather_into_tensor.default, total, self.ranks, self.group)
+        totals = self.run(aten.reshape.default, self.run(WAIT, started), [self.ranks, *shape])
+        piece = self.local.builder.coordinate(self.axes)
+        added = None
+        for at, rank in enumerate(self.members[1:] if reverse else self.members[:-1], int(reverse)):
+            earlier = self.run(aten.lt.Scalar, piece, at) if reverse else self.run(aten.gt.Scalar, piece, at)
+            earlier = self.run(aten.reshape.default, earlier, [1] * self.layout.ndim)
+            term = zero_unless(self.local, earlier, self.run(aten.select.int, totals, 0, rank))
+            added = term if added is None else self.run(aten.add.Tensor, added, term)
+        return added
+
     def _padded(self, x: Emitted, before: int, after: int) -> Emitted:
         if not before and not after:
             return x
@@ -117,13 +148,55 @@ class Pieces:
 
 def _shift(call: Call) -> Spec:
     loops = Loops(call)
+    shape, dim = loops.shapes[0], call["dim"]
+    x = loops.dims("d", shape, but={dim: loops.ordered("l", shape[dim])})
+    if len(loops.shapes) == 1:
+        return loops.spec([x], [x], linear=[{0}])
+    fill = (*x[:dim], loops.dim("fill", loops.shapes[1][dim], "whole"), *x[dim + 1 :])
+    return loops.spec([x, fill], [x], linear=[{0, 1}])
+
+
+def _shift_local(local: Local) -> Emitted:
+    pieces, by, fill = Pieces(local, 0, local.call["dim"]), local.call["by"], local.operand("fill")
+    moved = pieces.moved(local.operand("x"), by)
+    return moved if fill is None else pieces.entered(moved, fill, by)
+
+
+def _edge(call: Call) -> Spec:
+    loops = Loops(call)
+    shape, dim = loops.shapes[0], call["dim"]
+    x = loops.dims("d", shape, but={dim: loops.indexed("l", shape[dim], "sum")})
+    edge = (*x[:dim], loops.dim("edge", loops.result_shapes[0][dim], "whole"), *x[dim + 1 :])
+    return loops.spec([x], [edge], linear=[{0}])
+
+
+def _edge_local(local: Local) -> Emitted:
+    run, dim, layout = local.builder.call, local.call["dim"], local.operands[0]
+    begin, end = local.call["begin"], local.call["end"]
+    x = local.operand("x")
+    if not layout.dim_axes(dim):
+        return run(aten.slice.Tensor, x, dim, begin, end)
+    index, here = owned(local, layout, dim, run(aten.arange.start, begin, end, dtype=torch.int64))
+    here = run(aten.reshape.default, here, [end - begin, *[1] * (layout.ndim - 1 - dim)])
+    return zero_unless(local, here, run(aten.index_select.default, x, dim, index))
+
+
+def _cumsum(call: Call) -> Spec:
+    loops = Loops(call)
     shape = loops.shapes[0]
     x = loops.dims("d", shape, but={call["dim"]: loops.ordered("l", shape[call["dim"]])})
     return loops.spec([x], [x], linear=[{0}])
 
 
-def _shift_local(local: Local) -> Emitted:
-    return Pieces(local, 0, local.call["dim"]).moved(local.args[0], local.call["by"])
+def _cumsum_local(local: Local) -> Emitted:
+    run, dim, reverse = local.builder.call, local.call["dim"], local.call["reverse"]
+    pieces, x = Pieces(local, 0, dim), local.operand("x")
+    if reverse:
+        x = run(aten.flip.default, pieces.without_filling(x), [dim])
+    sums = run(aten.cumsum.default, x, dim)
+    if reverse:
+        sums = run(aten.flip.default, sums, [dim])
+    return run(aten.add.Tensor, sums, pieces.earlier_sums(sums, reverse)) if pieces.axes else sums
 
 
 def _dims(loops: Loops, x: tuple[int, ...], w: tuple[int, ...], *, backward: bool = False) -> tuple[Dims, Dims, Dims]:
@@ -176,6 +249,10 @@ _TEXT = "n (g c) l, (g o) c k -> n (g o) l"
 
 TABLE = table(
     Rule("shardc_window.shift", _shift, "... l ... -> ... l ...    l: in order    linear", _shift_local, opaque=True),
+    Rule("shardc_window.edge", _edge, "... l ... -> ... m ...    l: sum; m: whole    linear", _edge_local, opaque=True),
+    Rule(
+        "shardc_window.cumsum", _cumsum, "... l ... -> ... l ...    l: in order    linear", _cumsum_local, opaque=True
+    ),
     Rule(
         "shardc_window.convolve",
         _convolve,

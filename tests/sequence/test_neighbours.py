@@ -83,6 +83,25 @@ def far(x: Tensor, conv: nn.Conv1d) -> Tensor:
     return sum((F.pad(x, (0, 0, by, -by)) for by in (1, 5, 6, 7)), torch.zeros_like(x))
 
 
+def after_a_row(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    """Other elements than zeros come in."""
+    return torch.cat([conv.bias[None, None].expand(x.shape[0], 2, -1), x[:, :-2]], 1) * torch.cat(
+        [x[:, 1:], x[:, :1]], 1
+    )
+
+
+def rolled(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    return x.roll(1, 1) - x.roll(-1, -2)
+
+
+def summed(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    return x.cumsum(1) * torch.flip(torch.cumsum(torch.flip(x, [1]), 1), [1])
+
+
+def ends(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    return x - x[:, -1:] * x[:, :1]
+
+
 def not_only_cut(x: Tensor, conv: nn.Conv1d) -> Tensor:
     """The end is read as well: no causal convolution."""
     y = conv(x.mT)
@@ -99,7 +118,10 @@ CONVOLUTIONS = {
     "padded_before_it_is_turned": Layer(padded_before_it_is_turned),
     "centred": Layer(centred, kernel_size=5, padding=2),
 }
-SHIFTS = {f.__name__: Layer(f) for f in (after_zeros, zero_pad, padded_and_cut, written, far)}
+SHIFTS = {
+    f.__name__: Layer(f)
+    for f in (after_zeros, zero_pad, padded_and_cut, written, far, after_a_row, rolled, summed, ends)
+}
 ALL = {**CONVOLUTIONS, **SHIFTS, "not_only_cut": Layer(not_only_cut, padding=TAPS - 1)}
 MESHES = (({"cp": 2}, 16), ({"cp": 3}, 18), ({"cp": 4}, 16), ({"dp": 2, "cp": 2}, 8), ({"cp": 3}, 16), ({"cp": 4}, 7))
 

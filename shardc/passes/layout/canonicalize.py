@@ -85,6 +85,17 @@ def _before_transposes(node: fx.Node) -> fx.Node | None:
     return source.args[0] if both == sorted(both) else None
 
 
+def _selected(node: fx.Node) -> fx.Node | None:
+    """Returns what ``select_scatter`` has put where ``node`` selects; reads what it was put into if that is elsewhere."""
+    rank, dim, at = len(ir.value(node).shape) + 1, node.args[1], node.args[2]
+    size = ir.value(node.args[0]).shape[dim]
+    while (source := node.args[0]).target is aten.select_scatter.default and source.args[2] % rank == dim % rank:
+        if source.args[3] % size == at % size:
+            return source.args[1] if ir.value(source.args[1]) == ir.value(node) else None
+        node.args = (source.args[0], *node.args[1:])
+    return None
+
+
 def _of_same_shape(node: fx.Node) -> fx.Node | None:
     """Returns the operand of a view or expand whose result has the operand's shape; else None."""
     source: Any = node.args[0]
@@ -117,6 +128,7 @@ EQUALS: dict[object, Callable[[fx.Node], fx.Node | None]] = {
     **dict.fromkeys(TRANSPOSES, _before_transposes),
     **dict.fromkeys((*RESHAPES, aten.expand.default), _of_same_shape),
     CAST: _of_same_type,
+    aten.select.int: _selected,
     aten.copy.default: _copied,
 }
 

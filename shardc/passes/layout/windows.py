@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from operator import getitem
 from typing import Any
 
@@ -34,8 +35,9 @@ class Windows:
         %s = slice(%x, 1, 0, -1)
         %y = cat([%zeros, %s], 1)             ->  %y = shardc_window::shift(%x, 1, 1)
 
-    So are the gradients of these convolutions, and sums from the end (of a ``flip``, a ``cumsum`` and a ``flip``). What
-    is between has another size, which an axis does not divide as it divides that of the sequence.
+    So are the gradients of these convolutions, rolls, running sums (also from the end: of a ``flip``, a ``cumsum`` and a
+    ``flip``) and slices of few elements. What shifts have in between has another size, which an axis does not divide as
+    it divides that of the sequence.
 
     *Requires:* a captured graph. *Ensures:* values are as before. Without ``enabled`` the graph is returned as it is.
 
@@ -191,20 +193,94 @@ def is_zero(node: fx.Node) -> bool:
 # --- rewrites
 
 
-def _shift(rewriter: GraphRewriter, node: fx.Node) -> None:
-    """Replaces a value by a shift, or by what it is equal to."""
+def _shift(rewriter: GraphRewriter, node: fx.Node) -> bool:
+    """Replaces a value by a shift, or by what it is equal to; returns whether it is one."""
     piece, inner = sliced(node), surrounded(node)
     dim = piece[0] if piece is not None else inner[1] if inner is not None else None
     if dim is None:
-        return
+        return False
     fitting = [reading for reading in readings(node, dim) if reading.shifts and reading.source is not node]
     if not fitting:
-        return
+        return False
     reading, at = furthest(fitting), rewriter.before(node, like=node)
     x = reading.source
     if reading.by:
-        x = at.call(window_ops.SHIFT, x, reading.dim, reading.by)
+        x = at.call(window_ops.SHIFT, x, None, reading.dim, reading.by)
     rewriter.replace(node, reading.placed(at, x))
+    return True
+
+
+def _joined(rewriter: GraphRewriter, node: fx.Node) -> None:
+    """Replaces a ``cat`` by a shift, of zeros or other elements that come in at one end."""
+    if _shift(rewriter, node) or len(node.args[0]) != 2:
+        return
+    dim, (first, second) = (*node.args[1:], 0)[0] % len(ir.value(node).shape), node.args[0]
+    size = ir.value(node).shape[dim]
+    for part, fill in ((second, first), (first, second)):
+        count = ir.value(fill).shape[dim]
+        by = count if fill is first else -count
+        of_part = [reading for reading in readings(part, dim) if reading.length == size]
+        begin = 0 if fill is first else count
+        fitting = [x for x in of_part if (x.by, x.begin, x.end) == (-begin, 0, size - count)]
+        if not fitting or count > size // 2 or ir.value(fill).dtype != ir.value(node).dtype:
+            continue
+        reading, at = furthest(fitting), rewriter.before(node, like=node)
+        rewriter.replace(node, at.call(window_ops.SHIFT, reading.placed(at, reading.source), fill, dim, by))
+        return
+
+
+def _roll(rewriter: GraphRewriter, node: fx.Node) -> None:
+    """Replaces a roll of few elements along one dim by a shift, in which they come in at the other end."""
+    given = arguments_of(node)
+    if len(given.get("dims", ())) != 1:
+        return
+    rank, (by,), x = len(ir.value(node).shape), given["shifts"], node.args[0]
+    dim, at = given["dims"][0] % rank, rewriter.before(node, like=node)
+    size = ir.value(node).shape[dim]
+    by = (by + size // 2) % max(size, 1) - size // 2
+    if by and few(abs(by), size):
+        ends = (size - by, size) if by > 0 else (0, -by)
+        rewriter.replace(node, at.call(window_ops.SHIFT, x, at.call(window_ops.EDGE, x, dim, *ends), dim, by))
+
+
+def few(count: int, size: int) -> bool:
+    """Returns whether ``count`` of ``size`` elements are so few that the others are not gathered for them."""
+    return _FEW * count <= size
+
+
+def _cut(rewriter: GraphRewriter, node: fx.Node) -> None:
+    """Replaces a slice by a shift, by what it is equal to, or, if it has few elements, by an edge.
+
+    Slices of features stay, if they are cut at multiples of their size.
+    """
+    piece = None if _shift(rewriter, node) else sliced(node)
+    if piece is None:
+        return
+    dim, begin, end = piece
+    shape = ir.value(node.args[0]).shape
+    blocks = gcd(begin, end - begin, shape[dim])  # by which an axis may split both
+    if few(end - begin, shape[dim]) and (blocks == 1 or dim < len(shape) - 1):
+        at = rewriter.before(node, like=node)
+        rewriter.replace(node, at.call(window_ops.EDGE, node.args[0], *piece))
+
+
+def _cumsum(rewriter: GraphRewriter, node: fx.Node) -> None:
+    given, value = arguments_of(node), ir.value(node)
+    if value.shape and value.dtype.is_floating_point and ir.value(node.args[0]).dtype == value.dtype:
+        at, dim = rewriter.before(node, like=node), given["dim"] % len(value.shape)
+        rewriter.replace(node, at.call(window_ops.CUMSUM, node.args[0], dim, False))
+
+
+def _flip(rewriter: GraphRewriter, node: fx.Node) -> None:
+    """Replaces a flip of sums of a flip."""
+    sums: Any = node.args[0]
+    if sums.target is not aten.cumsum.default or sums.args[0].target is not aten.flip.default:
+        return
+    x, rank = sums.args[0].args[0], len(ir.value(node).shape)
+    dims = [[d % rank for d in flip.args[1]] for flip in (node, sums.args[0])]
+    if dims != [[sums.args[1] % rank]] * 2 or ir.value(x).dtype != ir.value(sums).dtype:
+        return
+    rewriter.replace(node, rewriter.before(node, like=node).call(window_ops.CUMSUM, x, dims[0][0], True))
 
 
 def _window(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[Reading, tuple[int, ...]] | None:
@@ -290,12 +366,18 @@ def _only_sliced(node: fx.Node, dim: int, begin: int, end: int) -> bool:
     return True
 
 
+_FEW = 8  # times
 _BACK = aten.convolution_backward.default
-Rewrite = Callable[[GraphRewriter, fx.Node], None]
+Rewrite = Callable[[GraphRewriter, fx.Node], object]
 # In order: what convolutions read is no shift, and what the gradients of their padding are is none before.
 REWRITES: tuple[dict[Any, Rewrite], ...] = (
     {aten.convolution.default: _convolution, _BACK: _convolution_backward},
-    dict.fromkeys(
-        (aten.slice.Tensor, aten.constant_pad_nd.default, aten.cat.default, aten.slice_scatter.default), _shift
-    ),
+    {aten.flip.default: _flip},
+    {
+        aten.cumsum.default: _cumsum,
+        aten.roll.default: _roll,
+        aten.cat.default: _joined,
+        aten.slice.Tensor: _cut,
+        **dict.fromkeys((aten.constant_pad_nd.default, aten.slice_scatter.default), _shift),
+    },
 )

@@ -146,8 +146,12 @@ def _float8(d: Draw) -> dict[str, list[Sample]]:
 def _neighbours(d: Draw) -> dict[str, list[Sample]]:
     """Shifts by less than a rank's piece, by more, and by all; convolutions that read as far."""
     op, x = torch.ops.shardc_window, d.normal(2, 16, 4)
-    out = {"shardc_window.shift": _calls(op.shift.default, *((x, 1, by) for by in (1, -1, 4, -6, 9, 16, -20)))}
-    out["shardc_window.shift"] += _calls(op.shift.default, (d.normal(8), 0, 3))
+    out = {"shardc_window.shift": _calls(op.shift.default, *((x, None, 1, by) for by in (1, -1, 4, -6, 9, 16, -20)))}
+    out["shardc_window.shift"] += _calls(
+        op.shift.default, (d.normal(8), None, 0, 3), (x, d.normal(2, 3, 4), 1, 3), (x, d.normal(2, 6, 4), 1, -6)
+    )
+    out["shardc_window.edge"] = _calls(op.edge.default, (x, 1, 0, 2), (x, 1, 11, 16), (d.normal(8), 0, 3, 4))
+    out["shardc_window.cumsum"] = _calls(op.cumsum.default, *((x, 1, reverse) for reverse in (False, True)))
     for channels, groups, geometry in ((4, 4, (3, 0, 1)), (8, 2, (0, 4, 2)), (4, 1, (2, 2, 2)), (4, 4, (11, 0, 1))):
         k = (geometry[0] + geometry[1]) // geometry[2] + 1
         x, weight, grad = d.normal(2, channels, 8), d.normal(4, channels // groups, k), d.normal(2, 4, 8)
