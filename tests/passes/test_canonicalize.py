@@ -53,6 +53,31 @@ PAIRS = {
   %c: f32[6,4] = add.Tensor(%a, %a)
 """,
     ),
+    "selections read past what other places were set to": (
+        """
+  %row: f32[6] = select.int(%x, 0, 1)
+  %a: f32[4,6] = select_scatter(%x, %row, 0, 3)
+  %b: f32[4,6] = select_scatter(%a, %row, -2, 0)
+  %d: f32[4] = select.int(%x, 1, 0)
+  %e: f32[4,6] = select_scatter(%b, %d, 1, 5)
+  %set: f32[6] = select.int(%b, 0, -1)
+  %other: f32[6] = select.int(%b, 0, 2)
+  %across: f32[6] = select.int(%e, 0, 2)
+  %f: f32[6] = add.Tensor(%set, %other)
+  %c: f32[6] = add.Tensor(%f, %across)
+""",
+        """
+  %row: f32[6] = select.int(%x, 0, 1)
+  %a: f32[4,6] = select_scatter(%x, %row, 0, 3)
+  %b: f32[4,6] = select_scatter(%a, %row, -2, 0)
+  %d: f32[4] = select.int(%x, 1, 0)
+  %e: f32[4,6] = select_scatter(%b, %d, 1, 5)
+  %other: f32[6] = select.int(%x, 0, 2)
+  %across: f32[6] = select.int(%e, 0, 2)
+  %f: f32[6] = add.Tensor(%row, %other)
+  %c: f32[6] = add.Tensor(%f, %across)
+""",
+    ),
     "a real cast, and what nothing reads": (
         """
   %unused: f32[4,6] = neg(%x)

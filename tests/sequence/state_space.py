@@ -1,4 +1,4 @@
-"""Layers that pass a state along the sequence, as their papers' code writes them, at toy size: ``[rows, length, WIDTH]``."""
+"""Layers that pass a state along the sequence, as their papers' code writes them, of ``[rows, length, WIDTH]``."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def _before_transposes(node: fx.Node) -> fx.Node | None:
 
 
 def _selected(node: fx.Node) -> fx.Node | None:
-    """Returns what ``select_scatter`` has put where ``node`` selects; reads what it was put into if that is elsewhere."""
+    """Returns what a ``select_scatter`` has put where ``node`` selects; ``node`` reads past those of other places."""
     rank, dim, at = len(ir.value(node).shape) + 1, node.args[1], node.args[2]
     size = ir.value(node.args[0]).shape[dim]
     while (source := node.args[0]).target is aten.select_scatter.default and source.args[2] % rank == dim % rank:

@@ -35,7 +35,7 @@ class Windows:
         %s = slice(%x, 1, 0, -1)
         %y = cat([%zeros, %s], 1)             ->  %y = shardc_window::shift(%x, 1, 1)
 
-    So are the gradients of these convolutions, rolls, running sums (also from the end: of a ``flip``, a ``cumsum`` and a
+    So are the gradients of these convolutions, rolls, running sums (also from the end: of a ``flip``, ``cumsum`` and a
     ``flip``) and slices of few elements. What shifts have in between has another size, which an axis does not divide as
     it divides that of the sequence.
 
@@ -222,7 +222,7 @@ def _joined(rewriter: GraphRewriter, node: fx.Node) -> None:
         of_part = [reading for reading in readings(part, dim) if reading.length == size]
         begin = 0 if fill is first else count
         fitting = [x for x in of_part if (x.by, x.begin, x.end) == (-begin, 0, size - count)]
-        if not fitting or count > size // 2 or ir.value(fill).dtype != ir.value(node).dtype:
+        if not fitting or not few(count, size) or ir.value(fill).dtype != ir.value(node).dtype:
             continue
         reading, at = furthest(fitting), rewriter.before(node, like=node)
         rewriter.replace(node, at.call(window_ops.SHIFT, reading.placed(at, reading.source), fill, dim, by))
