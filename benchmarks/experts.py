@@ -2,6 +2,7 @@
 
     python benchmarks/experts.py
     python benchmarks/experts.py --ranks 4 --choices 8 --rows 'shardc/*,peer/*'
+    benchmarks/two_hosts.sh 1gbit python benchmarks/experts.py --rows 'shardc/fsdp+ep/*,peer/*'
 
 Every row trains the same model of transformers on the same batches (forward and backward, float32, gloo, one thread a
 rank). All rows are in memory at once and take turns step by step. Sent are the bytes that a rank's link carried.
@@ -75,17 +76,22 @@ def rows() -> dict[str, Callable[..., tuple[nn.Module, Step]]]:
     base = shardc.fsdp("ep")
     plans = {"shardc/fsdp3": base, "shardc/fsdp+ep/auto": base | shardc.ep("ep", EXPERTS)}
     plans |= {f"shardc/fsdp+ep/{way}": base | shardc.ep("ep", EXPERTS, dispatch=way) for way in ("gather", "send")}
-    plans |= {"shardc/fsdp+ep/bounded": base | shardc.ep("ep", EXPERTS, dispatch="bounded", capacity=2.0)}
+    for chunks in (1, 2, 4):
+        entry = shardc.ep("ep", EXPERTS, dispatch="bounded", capacity=2.0, chunks=chunks)
+        plans["shardc/fsdp+ep/bounded" + f", {chunks} chunks" * (chunks > 1)] = base | entry
+    plans["shardc/fsdp+ep/send, 2 chunks"] = base | shardc.ep("ep", EXPERTS, dispatch="send", chunks=2)
     out: dict[str, Callable[..., tuple[nn.Module, Step]]] = {n: partial(ours, plan=p) for n, p in plans.items()}
     out |= {f"peer/ep/{product}": partial(peer, product=product) for product in PRODUCTS}
     return out | {"fsdp2/blocks": fsdp2}
 
 
-def measure(rank: int, ranks: int, store: str, options: argparse.Namespace, found: str) -> None:
+def measure(rank: int, ranks: int, store: str | None, options: argparse.Namespace, found: str) -> None:
+    """Measures all rows on one rank, and saves what rank 0 found; without a ``store``, as a rank of the environment."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    given = {} if store is None else {"store": dist.FileStore(store, ranks), "rank": rank, "world_size": ranks}
+    dist.init_process_group("gloo", **given)
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
     batches = torch.randint(0, 512, (4, options.tokens // 128, 128), generator=torch.Generator().manual_seed(rank))
     chosen = {name: make for name, make in rows().items() if any(fnmatch(name, glob) for glob in options.rows)}
@@ -151,10 +157,16 @@ def main() -> None:
     options = parser.parse_args()
     options.rows = options.rows.split(",")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for ranks in map(int, options.ranks.split(",")):
+    rank, world = os.environ.get("RANK"), int(os.environ.get("WORLD_SIZE", 1))
+    for ranks in map(int, options.ranks.split(",")) if rank is None else (world,):
         with tempfile.TemporaryDirectory() as folder:
             found = str(Path(folder) / "found")
-            mp.spawn(measure, (ranks, str(Path(folder) / "store"), options, found), nprocs=ranks)
+            if rank is None:
+                mp.spawn(measure, (ranks, str(Path(folder) / "store"), options, found), nprocs=ranks)
+            else:
+                measure(int(rank), world, None, options, found)
+                if rank != "0":
+                    continue
             print(f"\n{ranks} ranks, {options.experts} experts, {options.choices} of them a token, load "
                   f"{', '.join(f'{x:.1f}' for x in os.getloadavg())}")  # fmt: skip
             print(table(*torch.load(found, weights_only=False)))
