@@ -188,6 +188,26 @@ def test_an_op_of_another_stage(shift: int, monkeypatch: pytest.MonkeyPatch) -> 
         lowered("blocks").step()
 
 
+def counts(on: str, op: object) -> list[int]:
+    """How often ``op`` runs in each graph of a stage whose backward is in two: forward, for inputs, for weights."""
+    case, plan = blocks(), shardc.pp("pp", "zb", microbatches=4) | shardc.save("blocks.*", on=on)
+    program = shardc.compile(case.model, shardc.Mesh(pp=2), plan, loss=case.loss, backend="eager").lower(*case.args)
+    halves = {str(half.phase): half for half in program.step()}
+    names = ("forward", "backward of inputs", "backward of weights")
+    graphs = [halves[f"{name} of stage 2"].graph for name in names]
+    return [sum(node.target is op for node in graph.nodes) for graph in graphs]
+
+
+def test_a_backward_in_two_computes_a_value_again_once() -> None:
+    assert counts("recompute", torch.ops.aten.tanh.default) == [1, 1, 0]
+
+
+def test_a_backward_in_two_gets_a_value_from_the_host_in_each_part() -> None:
+    """On the device it would wait for the second part: of up to 2n - 1 microbatches on the last of n ranks."""
+    assert counts("host", torch.ops.shardc.to_host.default) == [1, 0, 0]
+    assert counts("host", torch.ops.shardc.to_device.default) == [0, 1, 1]
+
+
 def halves_planted(monkeypatch: pytest.MonkeyPatch, change: Callable[[fx.Graph, fx.Graph], None]) -> None:
     def halves(self: passes.SplitBackward, gm: fx.GraphModule) -> tuple[fx.GraphModule | None, fx.GraphModule | None]:
         inputs, weights = right_halves(self, gm)

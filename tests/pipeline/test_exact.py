@@ -86,6 +86,12 @@ def test_plans(name: str) -> None:
     agrees(decoder(masks=True, layers=2), mesh, plan | pp())
 
 
+@pytest.mark.parametrize("schedule", ["zb", "zbv"])
+@pytest.mark.parametrize("on", ["host", "recompute"])
+def test_saved_values_of_backwards_in_two(on: str, schedule: str) -> None:
+    agrees(blocks(), shardc.Mesh(pp=2), shardc.save("blocks.*", on=on) | pp(schedule), steps=2)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_tied_weights_at_each_level(level: int, schedule: str) -> None:

@@ -406,6 +406,15 @@ def test_two_ranks(name: str) -> None:
     run_ranks(2, *SMALL[name])
 
 
+@pytest.mark.slow
+def test_saved_values_of_backwards_in_two() -> None:
+    run_ranks(
+        2,
+        partial(of_case, "blocks", PP2, shardc.save("blocks.*", on="host") | pp("zbv"), backend="inductor"),
+        partial(of_case, "blocks", PP2, shardc.save("blocks.*", on="recompute") | pp("zb")),
+    )
+
+
 def stages_of_experts() -> None:
     """Expert parallel inside of a stage, against one device."""
     torch.set_default_dtype(torch.float64)

@@ -22,6 +22,9 @@ class SplitBackward:
         %dw = mm(%x, %da)                    ->              saves %da
         %dx = mul(%da, %a)    (transfer)           weights:  %dw = mm(%x, %da)
 
+    What both read and the first computes, also again, is computed once. A value that the plan keeps on the host is
+    moved to the device by both: else it would lie there for each microbatch whose second part is still to run.
+
     *Requires:* the backward of a stage. *Ensures:* each op is in one of the graphs; the second takes what the first
     saves. One of them is None if it has no results.
     """
