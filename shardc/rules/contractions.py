@@ -78,7 +78,7 @@ def transforms(ops: str) -> list[Rule]:
     """Return rules for Fourier transforms over the dims of argument ``dim``, which must not be split."""
 
     def spec(call: Call) -> Spec:
-        return replace(mixed(call, call["dim"], linear=[{0}]), moves_axes=True)
+        return mixed(call, call["dim"], linear=[{0}])
 
     return rules_for(ops, spec, "... x -> ... y    x y: whole    linear in self")
 

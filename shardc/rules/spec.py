@@ -145,7 +145,6 @@ class Spec:
         indexed: factors whose elements the op finds by index; such a dim may be padded at its end only.
         ordered: factors of which each rank must have one piece, in the order of ranks; operands that are split in
             another way are moved so.
-        moves_axes: whether an axis that splits a ``whole`` factor of an operand may split another one, as in dense ops.
         routed: two factors that an axis may split together.
     """
 
@@ -160,7 +159,6 @@ class Spec:
     replicated: frozenset[int] = frozenset()
     indexed: frozenset[str] = frozenset()
     ordered: frozenset[str] = frozenset()
-    moves_axes: bool = False
     routed: Routed | None = None
     _size: dict[str, int] = field(init=False, repr=False, compare=False, hash=False)
     _reduce: dict[str, str] = field(init=False, repr=False, compare=False, hash=False)
@@ -401,7 +399,7 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
             for _, axis in digits:
                 if axis is not None:
                     options.setdefault(axis, []).append(("split", (factor, at)))
-    if spec.flops or spec.moves_axes:
+    if spec.flops:
         lost = {axis for layout in operands for axis in layout.bound if axis in mesh.axes}
         lost.difference_update(split_part(axis)[0] for axis in bound)
         for axis in sorted(lost, key=mesh.order):
