@@ -30,8 +30,8 @@ class Schedule:
     - A collective starts as soon as its inputs are computed. If these need only inputs of the graph (a parameter's
       gather; see `prefetchable`), it starts under the compute before an earlier collective's first use, as far ahead as
       ``max_in_flight`` allows. A move to the device starts ahead of its gather (or first use) in the same way.
-    - Ops that read what an all-to-all brings are computed where the first other op needs them, up to a matrix product:
-      rows that come back are in flight while other rows are computed.
+    - Ops between an all-to-all and the matrix products beside it are computed as soon as what they send is there, and
+      where what they received is needed: rows are in flight while others are computed.
     - A wait stands before the first use. For a collective whose results only leave the graph, it stands where more than
       ``max_in_flight`` would otherwise be in flight.
     - A reduced gradient that is reduced over other axes too, or goes to the host, is waited for when the next reduction
@@ -60,7 +60,7 @@ class Schedule:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         if not self.blocking:
-            _sink_arrivals(gm.graph)
+            _spread_all_to_alls(gm.graph)
         priority = positions(gm.graph)
         starts = [n for n in gm.graph.nodes if is_start(n)]
         if self.blocking:
@@ -122,22 +122,46 @@ class Schedule:
             priority[node] = min(place, uses[node] - 0.5)
 
 
-def _sink_arrivals(graph: fx.Graph) -> None:
-    """Moves each op between an all-to-all and the next matrix product or collective to just before its first use."""
+def _spread_all_to_alls(graph: fx.Graph) -> None:
+    """Moves what an all-to-all sends to behind its inputs, and what reads its results to before their first use.
+
+    That is, the ops between an all-to-all and the next matrix product or collective. All-to-alls that can start before
+    the same product start in the order in which their results are needed. An op that needs only inputs of the graph
+    stays where it is, since its result would be held from the start.
+    """
     priority = positions(graph)
     end = output_node(graph)
     dense = [priority[node] for node in graph.nodes if is_dense(node)]
-    arrived = {wait for node in graph.nodes if collective_kind(node) == "all_to_all" for wait in waits_of(node)}
-    for node in graph.nodes:
-        if node.op == "call_function" and not is_start(node) and not is_dense(node) and node.target is not WAIT:
-            if not arrived.isdisjoint(node.all_input_nodes):
-                arrived.add(node)
-    for node in reversed(graph.nodes):
+    starts = [node for node in graph.nodes if collective_kind(node) == "all_to_all"]
+    light = [n for n in graph.nodes if n.op == "call_function" and not (is_start(n) or is_dense(n) or n.target is WAIT)]
+    arrived = {wait for node in starts for wait in waits_of(node)}
+    for node in light:
+        if not arrived.isdisjoint(node.all_input_nodes):
+            arrived.add(node)
+    for node in reversed(light):
         users = [user for user in node.users if user is not end]
-        if node in arrived and node.target is not WAIT and users and not any(map(is_start, users)):
+        if node in arrived and users and not any(map(is_start, users)):
             first = min(priority[user] for user in users)
             if bisect_right(dense, priority[node]) < bisect_left(dense, first):
                 priority[node] = first - 1e-3
+    departing = set(starts)
+    for node in reversed(light):
+        if not departing.isdisjoint(node.users):
+            departing.add(node)
+    together: dict[int, list[tuple[float, float, fx.Node]]] = {}
+    for node in filter(departing.__contains__, graph.nodes):
+        ready = max((priority[x] for x in node.all_input_nodes if x.op != "placeholder"), default=None)
+        if node in starts:
+            need = _first_use(node, priority)
+            together.setdefault(bisect_right(dense, ready or 0.0), []).append((need, ready or 0.0, node))
+        elif ready is not None and bisect_right(dense, ready) < bisect_left(dense, priority[node]):
+            priority[node] = ready + 1e-3
+    for group in together.values():
+        ready = max(at for _, at, _ in group)
+        for number, (_, _, node) in enumerate(sorted(group, key=lambda each: each[:2])):
+            for x in node.all_input_nodes if len(group) > 1 else ():
+                if x in departing and x.op == "call_function":
+                    priority[x] = ready + 1e-3 * (number + 1)
     reorder(graph, priority)
 
 
