@@ -52,10 +52,11 @@ def positions(
     """Return the global index along ``dim`` of each of the n elements that a rank holds: int64 [n].
 
     Args:
+        device: device of the result; None for that of coordinates.
         at: axis -> index (int, or int64 [1]) of another rank; axes that are missing have this rank's index.
     """
     call = local.builder.call
-    out = None
+    out, device = None, device or local.builder.device
     digits = layout.dims[dim]
     for (radix, axis), stride in zip(digits, strides(digits), strict=True):
         if axis is None:

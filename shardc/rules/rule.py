@@ -73,6 +73,11 @@ class Call:
 class Builder(Protocol):
     """Interface that emits local ops: into a graph (`passes.localize`), or by a run on all ranks (`runtime.sim`)."""
 
+    @property
+    def device(self) -> torch.device:
+        """Return the device of coordinates, and of other tensors that are made of none."""
+        ...
+
     def call(self, target: Callable[..., object], *args: object, **kwargs: object) -> Emitted:
         """Emit one op on local tensors and return its result."""
         ...

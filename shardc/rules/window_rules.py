@@ -176,7 +176,9 @@ def _edge_local(local: Local) -> Emitted:
     x = local.operand("x")
     if not layout.dim_axes(dim):
         return run(aten.slice.Tensor, x, dim, begin, end)
-    index, here = owned(local, layout, dim, run(aten.arange.start, begin, end, dtype=torch.int64))
+    index, here = owned(
+        local, layout, dim, run(aten.arange.start, begin, end, dtype=torch.int64, device=local.builder.device)
+    )
     here = run(aten.reshape.default, here, [end - begin, *[1] * (layout.ndim - 1 - dim)])
     return zero_unless(local, here, run(aten.index_select.default, x, dim, index))
 

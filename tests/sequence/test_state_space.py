@@ -101,7 +101,10 @@ def language_model(name: str) -> nn.Module:
             hf.BambaForCausalLM,
             hf.BambaConfig(**sizes | {"num_hidden_layers": 2}, **attention, **scan, attn_layer_indices=[1]),
         ),
-        "rwkv": (hf.RwkvForCausalLM, hf.RwkvConfig(**sizes, intermediate_size=24, context_length=32)),
+        "rwkv": (
+            hf.RwkvForCausalLM,
+            hf.RwkvConfig(**sizes | {"num_hidden_layers": 2}, intermediate_size=24, context_length=32),
+        ),
         "qwen3_next": (hf.Qwen3NextForCausalLM, hf.Qwen3NextConfig(**sizes, **attention, **delta, num_experts=0)),
     }
     make, config = configs[name]

@@ -40,6 +40,8 @@ class PerRank(list[Any]):
 class Lockstep:
     """Runs ops eagerly on all ranks of ``mesh``: implements `shardc.passes.lower.collectives.Builder`."""
 
+    device = torch.device("cpu")
+
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self._key: torch.Tensor | None = None
