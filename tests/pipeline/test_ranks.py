@@ -9,12 +9,13 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
 from examples.models import gpt2, llama
-from shardc.errors import BackwardError
+from shardc.errors import BackwardError, InputError
 from shardc.ir.mesh import Mesh
 from tests.microbatches.programs import Case, contrastive
 from tests.microbatches.test_outputs import Averages
@@ -423,6 +424,24 @@ def stages_of_experts() -> None:
     trained(case, DP_PP, plan, within=1e-5)
 
 
+def stages_over_capacity() -> None:
+    """The last layer's router chooses two experts of one rank: ranks of both stages raise."""
+    torch.set_default_dtype(torch.float64)
+    case = CASES["experts"]()
+    with torch.no_grad():
+        for layer, second in zip(case.model.model.model.layers, (2, 2, 2, 1), strict=True):
+            weight = layer.mlp.gate.weight
+            weight.copy_(torch.tensor([-0.9] * 4).unsqueeze(1).expand_as(weight))
+            weight[0], weight[second], weight[3 - second] = 1.0, 0.9, -1.0
+    blocks = {"dispatch": "bounded", "capacity": 1.0}
+    plan = shardc.ddp("dp") | shardc.ep("dp", "model.model.layers.*.mlp.experts", **blocks) | pp()
+    module = compiled(case.model, DP_PP, plan)
+    with pytest.raises(InputError, match="layers.3.mlp.experts: rank|experts of another stage") as caught:
+        module(*module.shard_inputs(*case.args))
+    assert ("another stage" in str(caught.value)) == (dist.get_rank() % 2 == 0)
+    assert all(p.grad is None for p in module.parameters())
+
+
 FOUR: list[Callable[[], None]] = [
     partial(of_case, "blocks", PP4, pp("zb", stages_per_rank=1)),
     partial(scalars, DP_PP, shardc.fsdp("dp") | pp()),
@@ -435,6 +454,7 @@ FOUR: list[Callable[[], None]] = [
     partial(of_case, "masked", Mesh(pp=2, tp=2), llama.llama_tp("tp") | pp()),
     partial(dropout, DP_PP, shardc.fsdp("dp") | pp()),
     stages_of_experts,
+    stages_over_capacity,
     partial(of_case, "balanced experts", DP_PP, shardc.fsdp("dp", level=2) | pp("interleaved")),
 ]
 
