@@ -7,6 +7,7 @@ any cut and schedule is a play of lists.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -67,6 +68,7 @@ def parts_of(captured_model: CapturedModel, program: InspectedProgram, hardware:
     """
     schedule, halves = program.first_and_last(hardware)
     step, phase = schedule.step, [half.phase for half in halves]
+    runs = Counter(phase)  # the first and the last microbatch may run the same graph
     forward = next(half for half in halves if half.phase in (FIRST_FORWARD, FORWARD))
     names = _names(captured_model, forward)
     chains = {half: _chain(half, names) for half in dict.fromkeys(halves)}
@@ -79,7 +81,7 @@ def parts_of(captured_model: CapturedModel, program: InspectedProgram, hardware:
         if end > start:
             name = _part(names, op.node)
             key = phase[run], op.node in chains[halves[run]]
-            sums[name][key] = sums[name].get(key, 0.0) + end - start
+            sums[name][key] = sums[name].get(key, 0.0) + (end - start) / runs[phase[run]]
     sizes: dict[str, dict[str, int]] = {name: {} for name in names}
     for x in schedule.memory.held:
         of_part = sizes[_longest(names, x.module or x.name)]

@@ -60,14 +60,18 @@ def test_it_is_no_slower_than_the_cut_by_weights(found: Found) -> None:
     assert found.schedule.seconds <= plain.schedule("h100").seconds
 
 
-def test_estimates_are_near_the_schedules() -> None:
+@pytest.mark.parametrize(
+    "stored", [shardc.fsdp("dp", level=2), shardc.ddp("dp")], ids=["gathered once", "not gathered"]
+)
+def test_estimates_are_near_the_schedules(stored: shardc.Plan) -> None:
+    """Where nothing is gathered once, the first microbatch runs the forward of the others."""
     config = llama.LlamaConfig(vocab=1024, dim=512, layers=6, heads=4, kv_heads=4, hidden=2048)
     llama6, args = llama.build(config, "meta", size=16, length=512, targets=True)
     source = ModelCall(llama6.train(), args, {}, llama.loss, torch.device("cpu"))
     mesh, options = Mesh(dp=2), shardc.Options(cost=H100, bucket_size=H100, verify=False)
     captured_model = CapturedModel.of(source, shardc.Plan(), mesh)
     assert captured_model.repeats, "six blocks are captured as four"
-    plan = shardc.fsdp("dp", level=2) | shardc.microbatches(4)
+    plan = stored | shardc.microbatches(4)
     few = captured_model.program(mesh, plan, options, few=True)
     whole = captured_model.program(mesh, plan, options).schedule(H100)
     estimate = captured_model.estimate(few.schedule(H100))
