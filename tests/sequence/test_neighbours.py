@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.ir.comm_volume import collective_kind
-from tests.models.alike import trains_alike
+from tests.models.alike import relative, trains_alike
 
 WIDTH, TAPS = 4, 4
 
@@ -180,3 +180,80 @@ def test_a_rank_sends_the_edges_of_its_piece(layer: str, places: int) -> None:
     """As many places as the window reaches, and as many of the gradient, however long the sequence is."""
     for ranks, length in ((2, 16), (4, 64)):
         assert halos(layer, ranks, length) == ([places * ROW] * 2, 0)
+
+
+# --- layers that are not, or not only, shifts and causal convolutions
+
+
+def one_place_later(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    return conv(F.pad(x.mT, (4, 0)))[..., 1:].mT
+
+
+def after_a_state(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    return conv(torch.cat([conv.bias[None, :, None].expand(x.shape[0], -1, 3), x.mT], -1)).mT
+
+
+def around(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    return conv(F.pad(x.mT, (2, 1), mode="circular")).mT
+
+
+def windows(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    return F.pad(x, (0, 0, 3, 0)).unfold(1, 4, 1).mul(conv.weight[:, 0]).sum(-1)
+
+
+def both_ends(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    y = F.conv1d(x.mT, conv.weight, conv.bias, padding=3, groups=WIDTH)
+    return (y[..., : x.shape[1]] * y[..., 3:]).mT
+
+
+def in_place(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    y = F.conv1d(x.mT, conv.weight, conv.bias, padding=3, groups=WIDTH)
+    return F.relu(y, inplace=True)[..., : x.shape[1]].mT
+
+
+def shifts_of_shifts(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    y = F.pad(x, (0, 0, 1, -1))
+    z = F.pad(y, (0, 0, 2, -2))
+    return y * z + torch.cat([torch.zeros_like(z[:, :1]), z[:, :-1]], 1)
+
+
+def parts_of_zeros(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    return torch.cat([x[:, :5], torch.zeros_like(x[:, 5:])], 1) + torch.cat([x[:, :3], x[:, 2:-1]], 1)
+
+
+def step_by_step(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    out, state = torch.zeros_like(x), torch.zeros_like(x[:, 0])
+    for at in range(x.shape[1]):
+        state = 0.5 * state + x[:, at]
+        out[:, at] = state
+    return out
+
+
+OTHERS = (
+    one_place_later, after_a_state, around, windows, both_ends, in_place, shifts_of_shifts, parts_of_zeros,
+    step_by_step,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "length", "order"),
+    [({"cp": 2}, 16, "contiguous"), ({"cp": 3}, 13, "contiguous"), ({"cp": 4}, 16, "striped")],
+)
+@pytest.mark.parametrize("function", OTHERS)
+def test_others_equal_one_device(
+    function: Callable[[Tensor, nn.Conv1d], Tensor], mesh: dict[str, int], length: int, order: str
+) -> None:
+    trains_alike(Layer(function), (torch.randn(2, length, WIDTH),), mesh, plan(mesh, order), steps=1)
+
+
+@pytest.mark.medium
+def test_dynamic_lengths() -> None:
+    """One program for all lengths that the ranks divide."""
+    model = Layer(cut_behind_an_activation, padding=TAPS - 1).double()
+    dynamic = {"x": {1: "length"}}
+    module = shardc.compile(copy.deepcopy(model), shardc.Mesh(cp=2), plan({"cp": 2}), backend="eager", dynamic=dynamic)
+    sim = shardc.Simulation(module)
+    for length in (16, 32, 48):
+        x = torch.randn(2, length, WIDTH, dtype=torch.float64)
+        assert relative(sim(x), model(x).detach()) < 1e-9
