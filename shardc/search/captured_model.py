@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +29,8 @@ from shardc.lower.min_cut import min_cut, must_recompute, must_save
 from shardc.passes.layout.propagate import Chooser, Problem, Propagate
 from shardc.passes.options import Options
 from shardc.passes.unfold import NotPeriodic
-from shardc.plan.resolve import ParamPlan, resolve_params
+from shardc.plan.entries.raw import Activation
+from shardc.plan.resolve import ParamPlan, check_axes, resolve_params
 from shardc.plan.stages import PipelineStages
 from shardc.plan.value import Plan
 from shardc.report.inspected import InspectedProgram
@@ -45,6 +46,7 @@ class ModelCall:
         args, kwargs: arguments of one call, those of the loss last in ``args``; ``meta`` tensors are enough.
         loss: the loss to compile with the model; None for none.
         device: the device to compile for.
+        resolved: (mesh, entries) -> layouts of parameters, filled by `request`.
     """
 
     model: nn.Module
@@ -52,6 +54,7 @@ class ModelCall:
     kwargs: dict[str, PyTree]
     loss: Callable[..., Any] | None
     device: torch.device
+    resolved: dict[tuple[Mesh, tuple[str, ...]], dict[str, ParamPlan]] = field(default_factory=dict, compare=False)
 
     @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], int]]:
@@ -70,11 +73,20 @@ class ModelCall:
         """Return the `Request` to compile the model on ``mesh`` under ``plan`` with ``options``."""
         stages = PipelineStages.of(plan, mesh, self.model)
         mesh = (mesh if stages is None else mesh.of_stage(stages.entry.axis)).timed(plan.setting("microbatches"))
-        params = resolve_params(plan, mesh, self.shapes)
+        params = self._resolved(plan, mesh)
         return Request(
             self.model, mesh, plan, params, self.args, self.kwargs, self.device, self.loss, options, keep_stages=False,
             pp=stages,
         )  # fmt: skip
+
+    def _resolved(self, plan: Plan, mesh: Mesh) -> dict[str, ParamPlan]:
+        """Return parameter -> its layouts by the plan; pins of activations do not change them."""
+        check_axes(plan, mesh)
+        entries = [entry for entry in plan.entries if not isinstance(entry, Activation)]
+        key = mesh, tuple(map(str, entries))
+        if key not in self.resolved:
+            self.resolved[key] = resolve_params(Plan.of(entries), mesh, self.shapes)
+        return self.resolved[key]
 
 
 @dataclass(frozen=True)
@@ -214,12 +226,13 @@ class CapturedModel:
             return 1.0
         return (place[0].count - 2) / (self.repeats.keep - 2)
 
-    def floor(self, hardware: Hardware) -> float:
-        """Return the seconds in which one rank computes all dense ops of a step at the rates of ``hardware``."""
+    def floor(self, hardware: Hardware, phases: Sequence[str] = ("forward", "backward")) -> float:
+        """Return the seconds in which one rank computes all dense ops of ``phases`` at the rates of ``hardware``."""
         return sum(
             flops * self.weight(node) / (hardware.peak(_dtype(node), attention) * _rate(hardware, attention))
             for node, flops in self._products
             for attention in (is_attention(node.target),)
+            if ir.info(node).origin.phase in phases
         )
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from shardc.search.result import Found, Report, Trial
 from shardc.search.stage_search import AXIS, StageSearch
 
 NAMES = ("rep", "dp", "tp")  # axis names, from across nodes to within a node
+UNCOLLECTED = 20_000_000  # objects that are made between two garbage collections: some 3 GB
+GAP = 2e-3  # of solutions on one of several meshes: these differ by more, and proofs take longer than answers
 
 
 def meshes_of(ranks: int, node: int, axes: int = 2, required: Collection[str] = ()) -> list[Mesh]:
@@ -131,12 +134,16 @@ class SearchOverMeshes:
         for mesh in sorted(least, key=lambda mesh: (bool(meshes[mesh]), least[mesh])):
             search = searches[mesh]
             search.most = min(other.limit() for other in searches.values())
+            search.gap = GAP if len(searches) > 1 else 0.0
             if least[mesh] > MARGIN * search.most:
                 bound = min(least[mesh], MARGIN * search.most)
                 left_out.append(f"on {mesh}: no plan takes less than {bound * 1e3:.4g} ms")
                 continue
             with self._noted(errors):
                 search.run()
+            search.stated = None
+            if gc.get_count()[0] > UNCOLLECTED:
+                gc.collect()
         trials = [trial for search in searches.values() for trial in search.tried.values()]
         while (best := self.best(trials)) is not None and best.estimate is not None:
             searches[best.mesh].confirm(best)

@@ -31,7 +31,7 @@ from shardc.search.captured_model import CapturedModel, PlannedGraph
 from shardc.search.memory_fit import LEAST, Fit, PriceSearch, kept_whole
 from shardc.search.plan_writer import Pinner, Writer, borders
 from shardc.search.result import Report, Trial
-from shardc.solver import Infeasible, solve
+from shardc.solver import WORK, Infeasible, solve
 
 COPIES = 4.0  # copies of a parameter in memory: itself, its gradient and two of AdamW's
 # Initial weights of a second of (parameter gathers, gradient reductions), most of which overlap with compute.
@@ -39,7 +39,7 @@ HIDDEN = ((0.2, 0.2), (0.05, 0.5))
 ROUNDS = 3
 KEPT = 3  # number of solutions per round that are scheduled
 MARGIN = 1.02  # solutions up to this multiple of the best step time are considered: a schedule may hide more
-GLANCE = 1e8  # table entries that the solver may visit to bound the step time of a mesh
+GLANCE = 3e7  # table entries that the solver may visit to bound the step time of a mesh
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,7 @@ class Search:
         options: the options to compile with.
         report: called with each plan when it is scheduled.
         most: seconds of the best schedule on any other mesh so far; slower solutions are not scheduled.
+        gap: share of its cost by which a solution of the layout problem may miss the least one.
         tried: text of a plan -> the scheduled plan.
         prices: axes that split storage only -> price of a byte at which a solution was last expected to fit.
         beyond: the same axes -> predicted peak of the last plan that did not fit, minus the bytes of its solution.
@@ -115,6 +116,7 @@ class Search:
     options: Options
     report: Report | None = None
     most: float = inf
+    gap: float = 0.0
     tried: dict[str, Trial] = field(default_factory=dict)
     prices: dict[tuple[str, ...], float] = field(default_factory=dict)
     beyond: dict[tuple[str, ...], float] = field(default_factory=dict)
@@ -123,6 +125,7 @@ class Search:
     def __post_init__(self) -> None:
         self.writer = Writer(self.captured_model.source.model, self.mesh, self.captured_model.repeats)
         self.pinner = Pinner(self.captured_model, self.writer, self.mesh, self.options)
+        self.stated: PlanProblem | None = None  # the last layout problem; others take from it what they share
         self.param_plans = self.captured_model.params(self.mesh, self.hand)
 
     def forms(self) -> None:
@@ -139,10 +142,20 @@ class Search:
         than `MARGIN` times the best plan so far, or if there is none.
         """
         gather, reduce = map(min, *HIDDEN)
-        problem = self.problem(None, Weights(gather, reduce, self.captured_model.weight))
+        return self._cost_of_any(Weights(gather, reduce, self.captured_model.weight), GLANCE)
+
+    def _cost_of_any(self, weights: Weights, work: float = WORK) -> float:
+        """Return a lower bound in seconds of the cost of solutions whose storage is split over any axes; inf if none
+        costs less than `MARGIN` times the best plan so far.
+
+        Args:
+            weights: weights of communication.
+            work: table entries that the solver may visit.
+        """
         ceiling = MARGIN * self.limit() + LEAST * self.memory
         try:
-            return solve(problem.energy(LEAST), work=GLANCE, ceiling=ceiling).bound
+            energy = self.problem(None, weights).energy(LEAST)
+            return solve(energy, work=work, ceiling=ceiling, gap=self.gap).bound
         except Infeasible:
             return inf
 
@@ -200,6 +213,8 @@ class Search:
         """Predict the schedules of the fastest solutions that are expected to fit, under these weights of
         communication.
         """
+        if self.limit() == self.most < inf and self._cost_of_any(weights) > MARGIN * self.most:
+            return
         by_price: dict[tuple[str, ...], dict[float, Candidate]] = {over: {} for over in self._overs()}
         problems = {over: cache(partial(self.problem, over, weights)) for over in by_price}
         solved = [self._fastest(over, problems[over], points) for over, points in by_price.items()]
@@ -254,18 +269,24 @@ class Search:
             weights: weights of communication.
         """
         start = time.perf_counter()
-        planned = self.captured_model.graph(self.mesh, self.hand, replace(self.options, cost=self.hardware), None)
+        like = self.stated
+        planned = like.planned if like is not None else self._planned()
         storages = self._anywhere if over is None else partial(self._storages, over)
         free = StorageChoice(over or (), storages, tuple(self._batches()), COPIES)
-        problem = PlanProblem(planned.problem, planned.graph, weights, free, planned=planned)
+        problem = PlanProblem(planned.problem, planned.graph, weights, free, planned=planned, like=like)
         problem.seconds = time.perf_counter() - start
+        self.stated = problem
         return problem
+
+    def _planned(self) -> PlannedGraph:
+        """Return the graph with the layouts of the user's entries."""
+        return self.captured_model.graph(self.mesh, self.hand, replace(self.options, cost=self.hardware), None)
 
     def _solved(self, problem: PlanProblem, byte: float, ceiling: float) -> Candidate | None:
         """Return the best solution at ``byte`` seconds per byte; None if none costs less than ``ceiling``."""
         start = time.perf_counter()
         try:
-            solution = solve(problem.energy(byte), ceiling=ceiling)
+            solution = solve(problem.energy(byte), ceiling=ceiling, gap=self.gap)
         except Infeasible:
             return None
         solved = time.perf_counter()

@@ -17,6 +17,7 @@ from shardc.capture import as_module, loss_arity
 from shardc.cost.hardware import Hardware
 from shardc.cost.hardware import find as find_hardware
 from shardc.errors import InputError, MeshError, PlanError, ShardcError, ShardcWarning
+from shardc.ir.gc_control import uncollected
 from shardc.ir.mesh import Mesh, split_part
 from shardc.passes.options import Options
 from shardc.plan.entries import Pp
@@ -153,6 +154,7 @@ class Auto:
         several = isinstance(self.inputs, tuple | list)
         return ModelCall(model, tuple(self.inputs) if several else (self.inputs,), {}, loss, device)
 
+    @uncollected()
     def search(
         self,
         source: ModelCall,

@@ -154,13 +154,13 @@ class StageSearch(Search):
 
         In 1F1B a stage waits for the first microbatch in front of it, and for the last behind it. With the sum c of a
         microbatch in all p stages and m microbatches, no cut is faster than c / (1 - (1 - 1/m)^p). Other schedules run
-        something in these times, and have no bubble here.
+        something in these times. They take as long as the forward of one microbatch, which runs in one stage at a time.
         """
-        ideal = self.captured_model.floor(self.hardware) / self.mesh.ranks
+        count, floor = order.microbatches, self.captured_model.floor
+        ideal = floor(self.hardware) / self.mesh.ranks
         if order.name not in ("1f1b", "gpipe"):
-            return ideal
-        count, stages = order.microbatches, order.stages
-        return ideal * stages / count / (1 - (1 - 1 / count) ** stages)
+            return max(ideal, floor(self.hardware, ("forward",)) / self.mesh.ranks * self.ranks / count)
+        return ideal * order.stages / count / (1 - (1 - 1 / count) ** order.stages)
 
     @property
     def _message(self) -> tuple[float, float]:

@@ -286,6 +286,8 @@ LARGE, WORTHWHILE_LARGE = 10_000_000, 0.5
 STALLED_WHOLE, STALLED_PART = 0.002, 0.02
 # Batches that may fail to give a labelling of finite cost.
 HOPEFUL = 5
+# Labels of each variable, those of the least bounds, among which a labelling is improved exactly.
+LIKELY = 5
 # Components are solved one by one down to this depth, and as one graph below it.
 DEEPEST = 50
 # A gap of at most this share of the value counts as closed.
@@ -299,6 +301,7 @@ class Effort:
     Attributes:
         clock: the budget of work and time.
         table: the largest number of entries that a table of an elimination may have.
+        gap: share of the value by which a labelling may miss the least cost.
         iterations: number of pairs of sweeps.
         branches: number of graphs that were split in two.
         depth: number of nested searches in progress.
@@ -306,6 +309,7 @@ class Effort:
 
     clock: Clock
     table: int
+    gap: float = 0.0
     iterations: int = 0
     branches: int = 0
     depth: int = 0
@@ -368,11 +372,16 @@ class Search:
             halves = split(graph, labels)
             self.effort.clock.spend(sum(table.size for half in halves for *_, table in half.edges()))
             open_graphs += [(bound, half) for half in halves]
-        return self.chosen, self.value, min(self.value, *bounds)
+        return self.chosen, self.value, min(self.wanted, *bounds)
 
     def closes(self, bound: float) -> bool:
         """Return whether a graph of lower bound ``bound`` cannot improve on the best labelling so far."""
-        return bound >= self.value - CLOSED * abs(self.value)
+        return bound >= self.wanted - CLOSED * abs(self.value)
+
+    @property
+    def wanted(self) -> float:
+        """Return the cost below which a labelling improves on the best so far by more than the allowed gap."""
+        return self.value if self.chosen is None else self.value - self.effort.gap * abs(self.value)
 
     def propose(self, value: float, chosen: dict[int, int], graph: Graph) -> None:
         """Record a labelling of ``graph`` of cost ``value`` if it improves on the best so far."""
@@ -389,7 +398,7 @@ class Search:
         try:
             return self._tighten(graph, bound)
         except Infeasible:
-            # What was dropped before costs no less than the best labels.
+            # What was dropped before does not improve on the best labels.
             return self.value, None
 
     def _tighten(self, graph: Graph, bound: float) -> tuple[float, Mapping[int, np.ndarray] | None]:
@@ -405,10 +414,12 @@ class Search:
             bound = max(bound, graph.constant + self.sweep(messages))
             batches += 1
             with clock.stage("rounding"):
-                self.round(graph, messages)
+                chosen = self.round(graph, messages)
+                if not batches & (batches - 1) and not self.closes(bound):  # seldom, once there have been many
+                    self.improve(graph, messages, chosen)
             if self.closes(bound) or clock.over():
                 return bound, None
-            limit = self.value - graph.constant
+            limit = self.wanted - graph.constant
             masks = {i: costs < limit for i, costs in messages.bounds.items()}
             dropped = sum(int((~mask).sum()) for mask in masks.values())
             stalled = self.stalls(before, bound, batches)
@@ -460,12 +471,30 @@ class Search:
             self.propose(graph.constant, {}, graph)
             return True
 
-    def round(self, graph: Graph, messages: Messages) -> None:
-        """Round the messages to labellings, improve these by local search, and record the best one."""
+    def round(self, graph: Graph, messages: Messages) -> Labelling:
+        """Round the messages to labellings, improve these by local search; record the best one and return it."""
         rounded = [descend(graph, round_messages(messages, forward)) for forward in (True, False)]
         value, chosen = min(((cost(graph, labels), labels) for labels in rounded), key=lambda pair: pair[0])
         if value < self.value:
             self.propose(value, {i: int(graph.labels[i][x]) for i, x in chosen.items()}, graph)
+        return chosen
+
+    def improve(self, graph: Graph, messages: Messages, chosen: Labelling) -> None:
+        """Solve the graph exactly with a few labels of each variable: the likeliest, and those of a labelling."""
+        masks = {}
+        for i, bounds in messages.bounds.items():
+            few = np.zeros(len(bounds), dtype=bool)
+            few[np.argpartition(bounds, LIKELY)[:LIKELY] if len(bounds) > LIKELY else slice(None)] = True
+            few[chosen[i]] = True
+            masks[i] = few
+        part = graph.copy()
+        try:
+            reduce(part, part.keep(masks))
+        except Infeasible:
+            return
+        order = plan_order(part, self.effort.table)
+        if order is not None and eliminate(part, order, self.effort.clock):
+            self.propose(part.constant, {}, part)
 
 
 def split(graph: Graph, bounds: Mapping[int, np.ndarray]) -> list[Graph]:

@@ -49,7 +49,7 @@ class Solution:
 
 def solve(
     energy: Energy, *, work: float = WORK, table: int = 20_000_000, seconds: float = math.inf,
-    ceiling: float = math.inf,
+    ceiling: float = math.inf, gap: float = 0.0,
 ) -> Solution:  # fmt: skip
     """Return a labelling of least cost, or the best one found within the budget, with a lower bound.
 
@@ -61,6 +61,7 @@ def solve(
         table: the largest table, in entries of 8 bytes, that dynamic programming may create.
         seconds: time limit.
         ceiling: only labellings that cost less are of interest, which ends the search early if there is none.
+        gap: share of its value by which the labelling may miss the least cost.
 
     Raises:
         Infeasible: every labelling costs inf, or ``ceiling`` and more.
@@ -70,7 +71,7 @@ def solve(
     >>> solve(Energy((np.zeros(2), np.array([1.0, 0.0])), ((0, 1, differ),))).labels
     (0, 1)
     """
-    effort = Effort(Clock(seconds, work), table)
+    effort = Effort(Clock(seconds, work), table, gap)
     with effort.clock.stage("reduce"):
         graph = Graph.of(energy)
         reduce(graph)

@@ -152,6 +152,32 @@ def test_a_ceiling_leaves_what_is_below_it(table: int) -> None:
     assert len(works) > 50 and sum(after for _, after in works) <= sum(before for before, _ in works)
 
 
+@pytest.mark.parametrize("gap", [0.0, 1e-3, 0.05])
+def test_a_gap_bounds_what_a_labelling_misses(gap: float) -> None:
+    """The value is within the gap of the optimum, the bound is one, and a ceiling is kept as it is."""
+    energies = [grid(6, 6, 6, seed) for seed in range(3)] + [dense(9, 3, 1), Training(100, noise=0.3).energy()]
+    iterations = []
+    for energy in energies:
+        best = solve(energy)
+        rough = solve(energy, table=100, gap=gap)
+        assert best.value - 1e-9 <= rough.value <= best.value + gap * abs(rough.value) + 1e-9
+        assert rough.bound <= best.value + 1e-9 and rough.gap <= gap + 1e-9
+        at_ceiling = solve(energy, table=100, gap=gap, ceiling=best.value + 1e-6 * abs(best.value))
+        assert at_ceiling.value == pytest.approx(best.value, rel=1e-6)
+        iterations.append((rough.iterations, solve(energy, table=100).iterations))
+    assert sum(few for few, _ in iterations) <= sum(all_ for _, all_ in iterations)
+    if gap == 0.05:
+        assert sum(few for few, _ in iterations) < sum(all_ for _, all_ in iterations)
+
+
+def test_likely_labels_are_searched_exactly() -> None:
+    """Where tables suffice for a few labels of each variable, fewer sweeps are needed."""
+    energy = Training(60, axes=3, noise=0.3).energy()
+    swept, searched = solve(energy, table=2_000), solve(energy, table=100_000)
+    assert searched.value == pytest.approx(swept.value, abs=1e-9)
+    assert searched.iterations < swept.iterations
+
+
 def test_less_work_finds_no_more() -> None:
     """With little work a hard energy stays open; the limit, and not the time, says where."""
     energy = dense(9, 3, 1)

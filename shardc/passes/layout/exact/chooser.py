@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import getitem
+from typing import Any
 
 import numpy as np
 from torch import fx
@@ -25,9 +26,17 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
 from shardc.passes import local_regions
-from shardc.passes.layout.exact.axis_strategies import Closure, Slot, combine_axes, nested, slot_of, spec_at
+from shardc.passes.layout.exact.axis_strategies import (
+    AxisStrategy,
+    Closure,
+    Slot,
+    combine_axes,
+    nested,
+    slot_of,
+    spec_at,
+)
 from shardc.passes.layout.exact.prices import Traffic, prices, traffic_of
-from shardc.passes.layout.exact.problem import Builder, Label, Use, kernel_seconds
+from shardc.passes.layout.exact.problem import Builder, Label, Table, Use, kernel_seconds
 from shardc.passes.layout.greedy import Greedy
 from shardc.passes.layout.propagate import Problem, decide, padded, pin, take
 from shardc.passes.layout.seed import gathered
@@ -74,29 +83,50 @@ class LayoutProblem:
         problem: the layouts that the plan fixes, and the cost model.
         graph: the seeded joint graph.
         weights: weights of seconds in the total cost.
+        like: a problem of the same layouts and graph, with other weights or choices; what they share is taken from it.
 
     Attributes:
         options: node -> its strategies, which are the labels of its variable.
         variable: node -> number of its variable.
         labels: value -> (number of its variable, labels of that).
         ways: for each axis of more than one rank, node -> its strategies over that axis alone.
+        kernels: op -> predicted seconds of each of its strategies, without weights.
     """
 
     problem: Problem
     graph: fx.Graph
     weights: Weights = Weights()
+    like: LayoutProblem | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self.mesh, self.cost = self.problem.mesh, self.problem.cost
         self.builder = Builder(self.cost)
         self.options: dict[fx.Node, tuple[Strategy, ...]] = {}
         self.variable: dict[fx.Node, int] = {}
-        self.outside = _outside(self.problem, self.graph)
-        self.traffic = traffic_of(self.graph)
+        self.kernels: dict[fx.Node, Table] = {}
+        self.seeded: list[tuple[fx.Node, Any, dict[str, Any], ir.Info]]
+        self.boundary: Outside
+        self.traffic: dict[fx.Node, Traffic]
+        self.closures: list[Closure]
+        self.ways: list[dict[fx.Node, list[AxisStrategy]]]
+        like, self.like = self.like, None  # of a chain of problems, only the last one is kept
+        if like is None:
+            self.seeded = [(x, x.target, x.kwargs, ir.info(x)) for x in self.graph.nodes if x.op != "output"]
+            self.boundary, self.traffic = _outside(self.problem, self.graph), traffic_of(self.graph)
+        else:
+            self.seeded, self.boundary, self.traffic = like.seeded, like.boundary, like.traffic
+            for node, target, kwargs, record in self.seeded:  # without a solution that was written on them
+                node.target, node.kwargs = target, kwargs
+                ir.set_info(node, record)
+        self.outside = replace(self.boundary, fixed=dict(self.boundary.fixed), wanted=dict(self.boundary.wanted))
         self._start()
-        seeds, axes = self._seeds(), [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]
-        self.closures = [Closure(self.graph, self.mesh, axis, seeds) for axis in axes]
-        self.ways = [closure.run() for closure in self.closures]
+        self.seeds, axes = self._seeds(), [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]
+        if like is not None and like.seeds == self.seeds and like.outside.fixed == self.outside.fixed:
+            self.closures, self.ways, self.kernels = like.closures, like.ways, like.kernels
+            self.options = {node: like.options[node] for node in like.kernels}
+        else:
+            self.closures = [Closure(self.graph, self.mesh, axis, self.seeds) for axis in axes]
+            self.ways = [closure.run() for closure in self.closures]
         self._ops()
         self._values()
         self._finish()
@@ -154,20 +184,25 @@ class LayoutProblem:
         for node in self.graph.nodes:
             if node.op == "output" or node.target is getitem or not ir.info(node).tensors:
                 continue
-            self.options[node] = options = self._options(node)
+            if node not in self.kernels:
+                self.options[node] = self._options(node)
+            options = self.options[node]
             self.variable[node] = self.builder.variable(self._costs(node, options), self._memory(node))
 
-    def _costs(self, node: fx.Node, options: tuple[Strategy, ...]) -> np.ndarray:
+    def _costs(self, node: fx.Node, options: tuple[Strategy, ...]) -> Table:
         """Returns the seconds on a rank for each of a node's strategies."""
         costs = np.zeros(len(options))
         if node.target is ops.tag:
             item = ir.value(node).itemsize
             costs = np.array([redistribute.seconds(o.operands[0], o.results[0], item, self.cost) for o in options])
+        elif node in self.kernels:
+            costs = self.kernels[node]
         elif (spec := spec_at(node)) is not None:
             costs = kernel_seconds(node, spec, options, self.traffic.get(node, Traffic()), self.cost)
+            self.kernels[node] = costs
         return self.weights.of(node) * costs
 
-    def _memory(self, node: fx.Node) -> np.ndarray | float:
+    def _memory(self, node: fx.Node) -> Table | float:
         """Returns the bytes on a rank that each of a node's strategies holds through the step."""
         return 0.0
 
@@ -404,7 +439,7 @@ class OpenLayoutProblem(LayoutProblem):
             return tuple(Strategy((), (compute,)) for compute, _ in self.storages[node])
         return super()._options(node)
 
-    def _costs(self, node: fx.Node, options: tuple[Strategy, ...]) -> np.ndarray:
+    def _costs(self, node: fx.Node, options: tuple[Strategy, ...]) -> Table:
         """Returns the seconds for each strategy; for an open parameter, those of its gathers."""
         if node not in self.storages:
             return super()._costs(node, options)
@@ -412,7 +447,7 @@ class OpenLayoutProblem(LayoutProblem):
         gathers = [prices((storage,), (compute,), item, self.cost)[0, 0] for compute, storage in self.storages[node]]
         return self.weights.of(node) * self.weights.gather * self.free.gathers * np.array(gathers)
 
-    def _memory(self, node: fx.Node) -> np.ndarray | float:
+    def _memory(self, node: fx.Node) -> Table | float:
         """Returns the bytes for each strategy: of an open parameter's shard, its gradient and optimizer states."""
         if node not in self.storages:
             return super()._memory(node)
