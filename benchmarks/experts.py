@@ -78,8 +78,8 @@ def rows() -> dict[str, Callable[..., tuple[nn.Module, Step]]]:
     plans |= {f"shardc/fsdp+ep/{way}": base | shardc.ep("ep", EXPERTS, dispatch=way) for way in ("gather", "send")}
     for chunks in (1, 2, 4):
         entry = shardc.ep("ep", EXPERTS, dispatch="bounded", capacity=2.0, chunks=chunks)
-        plans["shardc/fsdp+ep/bounded" + f", {chunks} chunks" * (chunks > 1)] = base | entry
-    plans["shardc/fsdp+ep/send, 2 chunks"] = base | shardc.ep("ep", EXPERTS, dispatch="send", chunks=2)
+        plans["shardc/fsdp+ep/bounded" + f"/{chunks} chunks" * (chunks > 1)] = base | entry
+    plans["shardc/fsdp+ep/send/2 chunks"] = base | shardc.ep("ep", EXPERTS, dispatch="send", chunks=2)
     out: dict[str, Callable[..., tuple[nn.Module, Step]]] = {n: partial(ours, plan=p) for n, p in plans.items()}
     out |= {f"peer/ep/{product}": partial(peer, product=product) for product in PRODUCTS}
     return out | {"fsdp2/blocks": fsdp2}
