@@ -125,11 +125,43 @@ def lowered(gm: fx.GraphModule, kind: str, settings: Callable[[], str]) -> tuple
         key = cache_folder("keys") / name_of(gm, kind, settings()) if plain else None
         if key is not None and (cached := _cached_graph(key, inputs, kind)) is not None:
             check_order(gm.graph, cached.source_code)
-            return cached, cached.source_code
+            return _with_strides(cached, gm), cached.source_code
         compiled, source = lowered_for(gm, inputs, kind)
     if key is not None and (graph_key := getattr(compiled, "_fx_graph_cache_key", None)):
         write_atomic(str(key), graph_key)
-    return compiled, source
+    return _with_strides(compiled, gm), source
+
+
+def _with_strides(run: BoxedRun, gm: fx.GraphModule) -> BoxedRun:
+    """Return ``run`` with the traced strides of results that have gaps in memory: of views, Inductor keeps the order of
+    strides only, and the backward half is compiled for those of the trace.
+    """
+    results = output_node(gm.graph).all_input_nodes
+    with_gaps = {x: x.meta["val"].stride() for x in results if _has_gaps(x.meta.get("val"))}
+    wanted = {at: with_gaps[x] for at, x in enumerate(pytree.tree_leaves(output_node(gm.graph).args)) if x in with_gaps}
+    if not wanted:
+        return run
+
+    def with_strides(inputs: list[Any]) -> list[Any]:
+        out: list[Any] = list(run(inputs))
+        for at, stride in wanted.items():
+            if (x := out[at]).stride() != stride:
+                out[at] = torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+        return out
+
+    return with_strides
+
+
+def _has_gaps(x: object) -> bool:
+    """Return whether a tensor's elements do not lie side by side in memory, in some order of its dims."""
+    if not isinstance(x, Tensor) or not x.numel() or 0 in x.stride():  # elements of an expanded one share memory
+        return False
+    size = 1
+    for stride, length in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n != 1):
+        if stride != size:
+            return True
+        size *= length
+    return False
 
 
 def _cached_graph(key: Path, inputs: Sequence[InputType], kind: str) -> CompiledFxGraph | None:
