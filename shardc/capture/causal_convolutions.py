@@ -35,8 +35,7 @@ def pad_at_the_begin(gm: fx.GraphModule) -> None:
 
 
 def _rewrite(graph: fx.Graph, conv: fx.Node) -> None:
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    given = dict(zip(names, conv.args, strict=False)) | dict(conv.kwargs)
+    given = _named(conv, "input", "weight", "bias", "stride", "padding", "dilation", "groups")
     x, weight = _shape(given["input"]), _shape(given["weight"])
     stride, padding, dilation = (_number(given.get(name, default)) for name, default in
                                  (("stride", 1), ("padding", 0), ("dilation", 1)))  # fmt: skip
@@ -59,6 +58,11 @@ def _rewrite(graph: fx.Graph, conv: fx.Node) -> None:
             index = list(_index(cut, len(x)) or ())
             index[dim] = slice(None)
             cut.args = (cut.args[0], tuple(index))
+
+
+def _named(node: fx.Node, *names: str) -> dict[str, Any]:
+    """Return the arguments of a call by name, given the names of the positional ones."""
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def _shape(node: object) -> Sequence[Any] | None:
@@ -104,11 +108,12 @@ def _moved(user: fx.Node, dim: int, rank: int) -> int | None:
     if user.target is getattr and user.args[1] == "mT" and rank > 1:
         order[-2:] = order[:-3:-1]
     elif user.target in ("transpose", torch.transpose):
-        a, b = user.args[1:]
+        given = _named(user, "input", "dim0", "dim1")
+        a, b = given["dim0"], given["dim1"]
         order[a], order[b] = order[b], order[a]
     elif user.target in ("permute", torch.permute):
-        to: Any = user.args[1:] if isinstance(user.args[1], int) else user.args[1]
-        order = [d % rank for d in to]
+        to = _named(user, "input", "dims")["dims"]
+        order = [d % rank for d in (user.args[1:] if isinstance(to, int) else to)]
     else:
         return None
     return order.index(dim)

@@ -229,9 +229,14 @@ def step_by_step(x: Tensor, conv: nn.Conv1d) -> Tensor:
     return out
 
 
+def by_keyword(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    y = F.conv1d(input=x.permute(dims=(0, 2, 1)), weight=conv.weight, bias=conv.bias, padding=3, groups=WIDTH)
+    return torch.transpose(y.permute(dims=(0, 2, 1)).transpose(dim0=1, dim1=2), dim0=-2, dim1=-1)[:, : x.shape[1]]
+
+
 OTHERS = (
     one_place_later, after_a_state, around, windows, both_ends, in_place, shifts_of_shifts, parts_of_zeros,
-    step_by_step,
+    step_by_step, by_keyword,
 )  # fmt: skip
 
 
