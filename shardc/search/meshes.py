@@ -21,7 +21,7 @@ from shardc.search.stage_search import AXIS, StageSearch
 
 NAMES = ("rep", "dp", "tp")  # axis names, from across nodes to within a node
 UNCOLLECTED = 20_000_000  # objects that are made between two garbage collections: some 3 GB
-GAP = 2e-3  # of solutions on one of several meshes: these differ by more, and proofs take longer than answers
+GAP = 1e-2  # of solutions on one of several meshes: these differ by more, and proofs take longer than answers
 
 
 def meshes_of(ranks: int, node: int, axes: int = 2, required: Collection[str] = ()) -> list[Mesh]:
