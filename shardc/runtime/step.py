@@ -7,7 +7,9 @@ source line.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -107,6 +109,11 @@ def check(
         fix="look at what this line takes: a division by zero, the root or the logarithm of 0, inf - inf; nothing was "
         "added to any .grad",
     )
+
+
+# First graph of a program -> names of graphs -> the event by which ranks compare these. Behind an error a program gets
+# a new `Runner`, and graphs then have the names of this process's groups.
+_COMPARED: WeakKeyDictionary[fx.GraphModule, dict[tuple[str, ...], Event]] = WeakKeyDictionary()
 
 
 class Runner:
@@ -234,7 +241,7 @@ class Runner:
         """Returns the lowered graph. At first use, ranks compare the graphs of a step, and lower them together."""
         if half not in self._compiled:
             together = self.program.step() if half in self.program.step() else (half,)
-            self._compile(together, certificate_of(together))
+            self._compile(together, partial(certificate_of, together))
         return self._compiled[half]
 
     def prepare(self, training: bool) -> None:
@@ -251,7 +258,7 @@ class Runner:
             )
         key = training and self.program.trains
         if key not in self._prepared:  # alike on all ranks, whichever graphs they run
-            self._compile(self.program.step(training), self.program.certificate(training))
+            self._compile(self.program.step(training), partial(self.program.certificate, training))
             self._prepared.add(key)
         self.groups.consistency.enter(self._step_event)
 
@@ -259,12 +266,15 @@ class Runner:
         """Returns whether this rank runs ``half``."""
         return half.stage is None or self.program.order(True).rank_of[half.stage] == self.groups.stage
 
-    def _compile(self, together: Sequence[Half], certificate: Certificate) -> None:
+    def _compile(self, together: Sequence[Half], certificate: Callable[[], Certificate]) -> None:
         """Compares graphs and their certificate with the other ranks, and lowers the graphs that this rank runs."""
         keep_heap()
         with self.groups.consistency.compiles(), frozen(), _compat.no_autocast():  # the graphs have their casts
             graphs = {peer.name: peer.gm for peer in together}
-            self.groups.consistency.enter(program_event(certificate.text(), graphs, together[0].mesh))
+            known, names = _COMPARED.setdefault(together[0].gm, {}), tuple(graphs)
+            if names not in known:
+                known[names] = program_event(certificate().text(), graphs, together[0].mesh)
+            self.groups.consistency.enter(known[names])
             mine = [peer for peer in together if self._runs_here(peer) and peer not in self._compiled]
             for peer in mine:
                 use_groups(peer.gm, self.groups)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import shardc
 from shardc.errors import MeshError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -77,8 +81,27 @@ def check_interrupts() -> None:
             gathered(name, 2)
 
 
+def check_goes_on() -> None:
+    """Behind an error of a call, the same program runs again, whose graphs have the names of a stage's groups."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    plan = shardc.fsdp("dp") | shardc.pp("pp", "gpipe", microbatches=2, cut=["2"])
+    module = shardc.compile(
+        copy.deepcopy(model), device_mesh(Mesh(pp=2, dp=2)), plan, loss=lambda y: y.square().mean(), backend="eager"
+    )
+    x = torch.randn(8, 4)
+    whole = model(x).square().mean()
+    for wrong in (False, True, True):
+        if wrong:
+            with pytest.raises(MeshError, match="input 'input'"):
+                module(torch.randn(4, 5 if dist.get_rank() == 0 else 4))
+        loss = module(module.shard_inputs(x))
+        loss.backward()
+        torch.testing.assert_close(loss.detach(), whole.detach())
+
+
 def test_two_stages_of_two() -> None:
-    run_ranks(4, check_shared, check_views, check_interrupts)
+    run_ranks(4, check_shared, check_views, check_interrupts, check_goes_on)
 
 
 @pytest.mark.slow
