@@ -35,7 +35,15 @@ def counted(sample: Sample) -> tuple[int, int]:
 
 
 # What torch's counter does not know.
-OTHERS = ("for_cpu", "shardc_recurrent", "shardc_experts", "shardc_attention", "shardc_float8", "_int_mm")
+OTHERS = (
+    "for_cpu",
+    "shardc_recurrent",
+    "shardc_experts",
+    "shardc_attention",
+    "shardc_window",
+    "shardc_float8",
+    "_int_mm",
+)
 
 
 @pytest.mark.parametrize("op", [op for op in DENSE if not any(other in op for other in OTHERS)])
@@ -60,6 +68,15 @@ def test_attention_of_a_sequence_counts_the_same(op: str, products: int) -> None
         query, key = (x.shape for x in sample.args[int(op == "gradient") :][:2])
         batch, heads, rows, width = query
         assert counted(sample)[0] == products * 2 * batch * heads * rows * key[2] * width
+
+
+@pytest.mark.parametrize("op", ["convolve", "convolve_weight"])
+def test_a_convolution_of_a_sequence_counts_as_in_torch(op: str) -> None:
+    for sample in samples(f"shardc_window.{op}"):
+        x, weight, before, after, dilation, groups = sample.args[int(op == "convolve_weight") :]
+        with FlopCounterMode(display=False) as counter:
+            F.conv1d(F.pad(x, (before, after)), weight, dilation=dilation, groups=groups)
+        assert counted(sample)[0] == counter.get_total_flops() > 0
 
 
 @pytest.mark.parametrize("op", ["steps", "steps_backward"])

@@ -179,7 +179,7 @@ def _experts(d: Draw) -> dict[str, list[Sample]]:
     given = [one.requires_grad_() if one.is_floating_point() else one for one in (x, index, weight, *params)]
     program = shardc.compile(_Gated(), shardc.Mesh(x=1), shardc.ddp("x"), backend="eager").lower(*given)
     (call,) = (node for node in program.graph("experts").nodes if "experts.call" in str(node.target))
-    said = (call.args[4], "auto", 0.0, "")
+    said = (call.args[4], "auto", 0.0, 1, "")
     x, index, weight, *params = (one.detach() for one in given)
     op = torch.ops.shardc_experts
     return {
