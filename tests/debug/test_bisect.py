@@ -194,8 +194,8 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_dump_stops_after_some_passes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     target = f"{ROOT / 'examples/models/mlp.py'}:example"
-    _, stopped, _ = command(capsys, "dump", target, "--passes", "0:6")
+    _, stopped, _ = command(capsys, "dump", target, "--passes", "0:7")
     _, named_stage, _ = command(capsys, "dump", target, "--stage", "seed")
     assert stopped == named_stage != ""
-    command(capsys, "dump", target, "--passes", "3:6", "--out", str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["03_canonicalize.txt", "04_float8.txt", "05_seed.txt"]
+    command(capsys, "dump", target, "--passes", "4:7", "--out", str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["04_canonicalize.txt", "05_float8.txt", "06_seed.txt"]

@@ -214,8 +214,11 @@ def _joined(rewriter: GraphRewriter, node: fx.Node) -> None:
     """Replaces a ``cat`` by a shift, of zeros or other elements that come in at one end."""
     if _shift(rewriter, node) or len(node.args[0]) != 2:
         return
-    dim, (first, second) = (*node.args[1:], 0)[0] % len(ir.value(node).shape), node.args[0]
-    size = ir.value(node).shape[dim]
+    shape, (first, second) = ir.value(node).shape, node.args[0]
+    if any(len(ir.value(part).shape) != len(shape) for part in (first, second)):  # an empty tensor of one dim
+        return
+    dim = (*node.args[1:], 0)[0] % len(shape)
+    size = shape[dim]
     for part, fill in ((second, first), (first, second)):
         count = ir.value(fill).shape[dim]
         by = count if fill is first else -count
