@@ -225,7 +225,7 @@ def _joined(rewriter: GraphRewriter, node: fx.Node) -> None:
         of_part = [reading for reading in readings(part, dim) if reading.length == size]
         begin = 0 if fill is first else count
         fitting = [x for x in of_part if (x.by, x.begin, x.end) == (-begin, 0, size - count)]
-        if not fitting or not few(count, size) or ir.value(fill).dtype != ir.value(node).dtype:
+        if not fitting or not count or not few(count, size) or ir.value(fill).dtype != ir.value(node).dtype:
             continue
         reading, at = furthest(fitting), rewriter.before(node, like=node)
         rewriter.replace(node, at.call(window_ops.SHIFT, reading.placed(at, reading.source), fill, dim, by))
