@@ -262,7 +262,7 @@ def _cut(rewriter: GraphRewriter, node: fx.Node) -> None:
     dim, begin, end = piece
     shape = ir.value(node.args[0]).shape
     blocks = gcd(begin, end - begin, shape[dim])  # by which an axis may split both
-    if few(end - begin, shape[dim]) and (blocks == 1 or dim < len(shape) - 1):
+    if begin < end and few(end - begin, shape[dim]) and (blocks == 1 or dim < len(shape) - 1):
         at = rewriter.before(node, like=node)
         rewriter.replace(node, at.call(window_ops.EDGE, node.args[0], *piece))
 
