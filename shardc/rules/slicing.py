@@ -28,7 +28,8 @@ def _ranges(call: Call, dim: int, starts: Sequence[int]) -> Spec:
     """Return the spec of results that are consecutive ranges of ``dim``, beginning at ``starts``."""
     loops = Loops(call)
     shape = loops.shapes[0]
-    block = reduce(gcd, [*starts, *(out[dim] for out in loops.result_shapes)], shape[dim])
+    sizes = [out[dim] for out in loops.result_shapes]
+    block = reduce(gcd, [*starts, *sizes], shape[dim]) if all(sizes) else 0
 
     def dims(name: str, size: int) -> Dims:
         return loops.dims("d", shape, but={dim: loops.blocks(name, size, block)})
@@ -196,7 +197,7 @@ def _pad(call: Call) -> Spec:
     for i, (size, size_after, (left, right)) in enumerate(
         zip(loops.shapes[0], loops.result_shapes[0], _pads(call), strict=True)
     ):
-        block = gcd(size, left, right)
+        block = gcd(size, left, right) if size else 0
         before.append(loops.blocks(f"x{i}", size, block, f"d{i}"))
         after.append(loops.blocks(f"y{i}", size_after, block, f"d{i}"))
     zero = not call["value"]
