@@ -249,9 +249,14 @@ class RankConsistency:
             return f"{look_at_store(self.place(0))}. If it is well, {look_at(list(map(self.place, ranks)))}"
 
     def _lost_between(self, error: RuntimeError) -> MeshError | RuntimeError:
-        """Returns the error to raise for ``error`` of a collective of torch's, between two graphs."""
+        """Returns the error to raise for ``error`` of a collective of torch's; raises what another rank raised."""
         if not is_lost(error):
             return self.behind() or error
+        # A rank that raised closes its connections, and what it raised may be read after that.
+        end = time.monotonic() + _HEARD / 2
+        while self._failure is None and self._different is None and time.monotonic() < end:
+            time.sleep(0.02)
+        self._check(self.number)
         fix = self.lost([rank for rank in self.ranks if rank != self.rank])
         return lost(error, self.place(self.rank), self.ranks, fix)
 
