@@ -35,9 +35,9 @@ def pad_at_the_begin(gm: fx.GraphModule) -> None:
 
 
 def _rewrite(graph: fx.Graph, conv: fx.Node) -> None:
-    given = _named(conv, "input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    x, weight = _shape(given["input"]), _shape(given["weight"])
-    stride, padding, dilation = (_number(given.get(name, default)) for name, default in
+    arguments = _named(conv, "input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    x, weight = _shape(arguments["input"]), _shape(arguments["weight"])
+    stride, padding, dilation = (_number(arguments.get(name, default)) for name, default in
                                  (("stride", 1), ("padding", 0), ("dilation", 1)))  # fmt: skip
     if x is None or weight is None or stride != 1 or not padding or dilation is None:
         return
@@ -47,9 +47,9 @@ def _rewrite(graph: fx.Graph, conv: fx.Node) -> None:
     if not cuts:
         return
     with graph.inserting_before(conv):
-        padded = graph.call_function(F.pad, (given["input"], (padding, 0)))
+        padded = graph.call_function(F.pad, (arguments["input"], (padding, 0)))
     padded.meta.update({key: value for key, value in conv.meta.items() if key != "example_value"})
-    conv.args, conv.kwargs = (), {**given, "input": padded, "padding": 0}
+    conv.args, conv.kwargs = (), {**arguments, "input": padded, "padding": 0}
     for cut, dim in cuts:
         if cut.target == "narrow":
             cut.replace_all_uses_with(cut.args[0])
@@ -108,8 +108,8 @@ def _moved(user: fx.Node, dim: int, rank: int) -> int | None:
     if user.target is getattr and user.args[1] == "mT" and rank > 1:
         order[-2:] = order[:-3:-1]
     elif user.target in ("transpose", torch.transpose):
-        given = _named(user, "input", "dim0", "dim1")
-        a, b = given["dim0"], given["dim1"]
+        arguments = _named(user, "input", "dim0", "dim1")
+        a, b = arguments["dim0"], arguments["dim1"]
         order[a], order[b] = order[b], order[a]
     elif user.target in ("permute", torch.permute):
         to = _named(user, "input", "dims")["dims"]

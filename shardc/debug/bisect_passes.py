@@ -25,16 +25,8 @@ from shardc.verify import window
 
 TOLERANCE = 1e-9
 FLOOR = 1e-6  # errors are relative to a tensor's largest element, but at least to this
-GLOBAL = (
-    "capture",
-    "experts",
-    "attention",
-    "windows",
-    "canonicalize",
-    "float8",
-    "seed",
-    "pad",
-)  # before layouts are chosen
+# Before layouts are chosen.
+GLOBAL = ("capture", "experts", "attention", "windows", "canonicalize", "float8", "seed", "pad")
 LOCAL = (
     "localize",
     "offload",

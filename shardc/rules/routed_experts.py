@@ -311,12 +311,12 @@ def _rows(local: Local) -> Iterator[_Rows]:
         token = call(aten.div.Tensor_mode, sent.take, sent.of.choices, rounding_mode="floor")
         rows = [call(aten.index_select.default, x, 0, at) for x, at in ((sent.of.x, token), (sent.of.scale, sent.take))]
         arriving.append((sent, came, sent.go(rows)))
-    for sent, came, (there, scale) in arriving:
+    for sent, came, (received, scale) in arriving:
         of = sent.of
         arrived = call(expert_ops.ARRIVED, came, of.ranks, sent.rows, bounded)
         take, came_back, ends = _unpack(local, arrived, 3)
         scale = call(aten.index_select.default, scale, 0, take)
-        yield _Rows(of, there, take, scale, ends, -(-of.tokens * of.choices // divided), sent, came_back)
+        yield _Rows(of, received, take, scale, ends, -(-of.tokens * of.choices // divided), sent, came_back)
 
 
 def _cut(local: Local, x: Emitted) -> list[Emitted]:
@@ -395,15 +395,15 @@ def _gradient_local(local: Local) -> Emitted:
     call = local.builder.call
     every, outputs = _forward(local)
     params = list(local.operand("params"))
-    there = []
+    grads = []
     for rows, grad in zip(every, _cut(local, local.operand("grad")), strict=True):
         if rows.sent is None:
-            there.append(grad)
+            grads.append(grad)
             continue
         token = call(aten.div.Tensor_mode, rows.sent.take, rows.of.choices, rounding_mode="floor")
-        there += rows.sent.go([call(aten.index_select.default, grad, 0, token)])
+        grads += rows.sent.go([call(aten.index_select.default, grad, 0, token)])
     every_back, terms = [], []
-    for rows, (_, *saved), grad in zip(every, outputs, there, strict=True):
+    for rows, (_, *saved), grad in zip(every, outputs, grads, strict=True):
         computed = call(
             expert_ops.RUN_GRADIENT, grad, rows.x, rows.take, rows.scale, rows.ends, params, saved, rows.expected,
             _waits(rows), local.call["body"],

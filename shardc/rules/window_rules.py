@@ -176,11 +176,11 @@ def _edge_local(local: Local) -> Emitted:
     x = local.operand("x")
     if not layout.dim_axes(dim):
         return run(aten.slice.Tensor, x, dim, begin, end)
-    index, here = owned(
+    index, mask = owned(
         local, layout, dim, run(aten.arange.start, begin, end, dtype=torch.int64, device=local.builder.device)
     )
-    here = run(aten.reshape.default, here, [end - begin, *[1] * (layout.ndim - 1 - dim)])
-    return zero_unless(local, here, run(aten.index_select.default, x, dim, index))
+    mask = run(aten.reshape.default, mask, [end - begin, *[1] * (layout.ndim - 1 - dim)])
+    return zero_unless(local, mask, run(aten.index_select.default, x, dim, index))
 
 
 def _cumsum(call: Call) -> Spec:

@@ -172,11 +172,11 @@ class RankConsistency:
     @contextmanager
     def reduces(self, method: str) -> Iterator[None]:
         """Context manager like `runs`, around a ``method`` that calls torch's own collectives."""
-        try:
-            with self.runs(method):
+        with self.runs(method):
+            try:
                 yield
-        except RuntimeError as error:
-            raise self._lost_between(error) from error
+            except RuntimeError as error:  # in `runs` still: a rank that raised closes its connections, and tells later
+                raise self._lost_between(error) from error
 
     @contextmanager
     def waits(self) -> Iterator[None]:
@@ -252,11 +252,6 @@ class RankConsistency:
         """Returns the error to raise for ``error`` of a collective of torch's; raises what another rank raised."""
         if not is_lost(error):
             return self.behind() or error
-        # A rank that raised closes its connections, and what it raised may be read after that.
-        end = time.monotonic() + _HEARD / 2
-        while self._failure is None and self._different is None and time.monotonic() < end:
-            time.sleep(0.02)
-        self._check(self.number)
         fix = self.lost([rank for rank in self.ranks if rank != self.rank])
         return lost(error, self.place(self.rank), self.ranks, fix)
 

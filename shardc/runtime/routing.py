@@ -28,6 +28,8 @@ class Routing:
 
     def note(self, graph: fx.Graph, noted: Noted, adds: bool) -> None:
         """Keeps what a run of a forward ``graph`` recorded; counts are added to those that are there if ``adds``."""
+        if not noted.counts and not noted.loads:
+            return
         before = dict(self.tokens) if adds else {}
         if noted.counts:
             self.tokens.clear()

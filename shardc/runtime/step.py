@@ -7,7 +7,7 @@ source line.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -225,9 +225,14 @@ class Runner:
         Args:
             loads: those of a call, from ``routing``.
         """
-        stages = self.program.stage_ranks  # ranks of one stage do not know the loads of another
-        if loads or stages and any(is_limited(half.graph) for half in self.program.step(self.program.trains)):
-            check_loads(loads, self.groups.any if stages else None)
+        if loads or self._limits_stages:
+            check_loads(loads, self.groups.any if self._limits_stages else None)
+
+    @cached_property
+    def _limits_stages(self) -> bool:
+        """Whether a layer in a stage has a capacity: ranks of one stage do not know the loads of another."""
+        halves = self.program.step(self.program.trains) if self.program.stage_ranks else ()
+        return any(is_limited(half.graph) for half in halves)
 
     def planned(self) -> dict[str, int]:
         """Maps "forward", "backward" and "inference", if lowered, to the planned peak bytes of collective results."""
@@ -271,10 +276,10 @@ class Runner:
         keep_heap()
         with self.groups.consistency.compiles(), frozen(), _compat.no_autocast():  # the graphs have their casts
             graphs = {peer.name: peer.gm for peer in together}
-            known, names = _COMPARED.setdefault(together[0].gm, {}), tuple(graphs)
-            if names not in known:
-                known[names] = program_event(certificate().text(), graphs, together[0].mesh)
-            self.groups.consistency.enter(known[names])
+            events, names = _COMPARED.setdefault(together[0].gm, {}), tuple(graphs)
+            if names not in events:
+                events[names] = program_event(certificate().text(), graphs, together[0].mesh)
+            self.groups.consistency.enter(events[names])
             mine = [peer for peer in together if self._runs_here(peer) and peer not in self._compiled]
             for peer in mine:
                 use_groups(peer.gm, self.groups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -226,13 +226,15 @@ class CapturedModel:
             return 1.0
         return (place[0].count - 2) / (self.repeats.keep - 2)
 
-    def floor(self, hardware: Hardware, phases: Sequence[str] = ("forward", "backward")) -> float:
-        """Return the seconds in which one rank computes all dense ops of ``phases`` at the rates of ``hardware``."""
+    def floor(self, hardware: Hardware, phase: str | None = None) -> float:
+        """Return the seconds in which one rank computes all dense ops of a step, or of its forward or backward
+        (``phase``), at the rates of ``hardware``.
+        """
         return sum(
             flops * self.weight(node) / (hardware.peak(_dtype(node), attention) * _rate(hardware, attention))
             for node, flops in self._products
             for attention in (is_attention(node.target),)
-            if ir.info(node).origin.phase in phases
+            if phase in (None, ir.info(node).origin.phase)
         )
 
     @cached_property

@@ -20,7 +20,7 @@ from shardc.search.result import Found, Report, Trial
 from shardc.search.stage_search import AXIS, StageSearch
 
 NAMES = ("rep", "dp", "tp")  # axis names, from across nodes to within a node
-UNCOLLECTED = 20_000_000  # objects that are made between two garbage collections: some 3 GB
+UNCOLLECTED = 20_000_000  # new objects, some 3 GB, at which garbage is collected between two meshes
 GAP = 1e-2  # of solutions on one of several meshes: these differ by more, and proofs take longer than answers
 
 

@@ -159,7 +159,7 @@ class StageSearch(Search):
         count, floor = order.microbatches, self.captured_model.floor
         ideal = floor(self.hardware) / self.mesh.ranks
         if order.name not in ("1f1b", "gpipe"):
-            return max(ideal, floor(self.hardware, ("forward",)) / self.mesh.ranks * self.ranks / count)
+            return max(ideal, floor(self.hardware, "forward") / self.mesh.ranks * self.ranks / count)
         return ideal * order.stages / count / (1 - (1 - 1 / count) ** order.stages)
 
     @property

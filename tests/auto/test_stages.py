@@ -79,6 +79,11 @@ def test_estimates_are_near_the_schedules(stored: shardc.Plan) -> None:
     assert estimate.memory == pytest.approx(whole.peak, rel=0.05)
     assert captured_model.floor(H100) / 2 <= whole.seconds
     parts = parts_of(captured_model, few, H100)
+    forward = captured_model.floor(H100, "forward")
+    assert 0 < forward < captured_model.floor(H100) == pytest.approx(forward + captured_model.floor(H100, "backward"))
+    assert forward / 2 / 4 <= sum(x.seconds[Kind.FORWARD] for x in parts), (
+        "no schedule runs a microbatch's forward faster"
+    )
     inside = ("attn_norm", "attn", "mlp_norm", "mlp")
     assert [x.name for x in parts] == ["embed", *(f"layers.{k}.{c}" for k in range(6) for c in inside), "norm", "head"]
     total = sum(4 * x.total + x.before + x.behind for x in parts)

@@ -146,10 +146,10 @@ def sliced(node: fx.Node) -> tuple[int, int, int] | None:
     """Returns (dim, begin, end) of a slice without steps; None for other ops."""
     if node.target is not aten.slice.Tensor:
         return None
-    given = arguments_of(node)
-    dim = given.get("dim", 0) % len(ir.value(node).shape)
-    size, begin = ir.value(node.args[0]).shape[dim], given.get("start") or 0
-    if given.get("step", 1) != 1:
+    arguments = arguments_of(node)
+    dim = arguments.get("dim", 0) % len(ir.value(node).shape)
+    size, begin = ir.value(node.args[0]).shape[dim], arguments.get("start") or 0
+    if arguments.get("step", 1) != 1:
         return None
     begin = min(max(begin + size if begin < 0 else begin, 0), size)
     return dim, begin, begin + ir.value(node).shape[dim]
@@ -157,23 +157,23 @@ def sliced(node: fx.Node) -> tuple[int, int, int] | None:
 
 def surrounded(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     """Returns (value, dim, elements before it) if ``node`` is a value with zeros before and after it along one dim."""
-    given = arguments_of(node) if hasattr(node.target, "_schema") else {}
+    arguments = arguments_of(node) if hasattr(node.target, "_schema") else {}
     rank = len(ir.value(node).shape) if ir.is_tensor(node) else 0
-    if node.target is aten.constant_pad_nd.default and not given.get("value", 0):
-        padded = [at // 2 for at, width in enumerate(given["pad"]) if width]
-        if len(set(padded)) != 1 or min(given["pad"]) < 0:
+    if node.target is aten.constant_pad_nd.default and not arguments.get("value", 0):
+        padded = [at // 2 for at, width in enumerate(arguments["pad"]) if width]
+        if len(set(padded)) != 1 or min(arguments["pad"]) < 0:
             return None
-        return node.args[0], rank - 1 - padded[0], given["pad"][2 * padded[0]]
+        return node.args[0], rank - 1 - padded[0], arguments["pad"][2 * padded[0]]
     if node.target is aten.cat.default:
-        parts, dim = given["tensors"], given.get("dim", 0) % max(rank, 1)
+        parts, dim = arguments["tensors"], arguments.get("dim", 0) % max(rank, 1)
         values = [at for at, part in enumerate(parts) if not is_zero(part)]
         if len(values) != 1 or any(len(ir.value(part).shape) != rank for part in parts):
             return None
         (at,) = values
         before = sum(ir.value(part).shape[dim] for part in parts[:at])
         return (parts[at], dim, before) if ir.value(parts[at]).dtype == ir.value(node).dtype else None
-    if node.target is aten.slice_scatter.default and is_zero(node.args[0]) and given.get("step", 1) == 1:
-        dim, begin = given.get("dim", 0) % rank, given.get("start") or 0
+    if node.target is aten.slice_scatter.default and is_zero(node.args[0]) and arguments.get("step", 1) == 1:
+        dim, begin = arguments.get("dim", 0) % rank, arguments.get("start") or 0
         size, part = ir.value(node).shape[dim], ir.value(node.args[1])
         begin = min(max(begin + size if begin < 0 else begin, 0), size)
         return (node.args[1], dim, begin) if part.dtype == ir.value(node).dtype else None
@@ -234,11 +234,11 @@ def _joined(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 def _roll(rewriter: GraphRewriter, node: fx.Node) -> None:
     """Replaces a roll of few elements along one dim by a shift, in which they come in at the other end."""
-    given = arguments_of(node)
-    if len(given.get("dims", ())) != 1:
+    arguments = arguments_of(node)
+    if len(arguments.get("dims", ())) != 1:
         return
-    rank, (by,), x = len(ir.value(node).shape), given["shifts"], node.args[0]
-    dim, at = given["dims"][0] % rank, rewriter.before(node, like=node)
+    rank, (by,), x = len(ir.value(node).shape), arguments["shifts"], node.args[0]
+    dim, at = arguments["dims"][0] % rank, rewriter.before(node, like=node)
     size = ir.value(node).shape[dim]
     by = (by + size // 2) % max(size, 1) - size // 2
     if by and few(abs(by), size):
@@ -268,9 +268,9 @@ def _cut(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def _cumsum(rewriter: GraphRewriter, node: fx.Node) -> None:
-    given, value = arguments_of(node), ir.value(node)
+    arguments, value = arguments_of(node), ir.value(node)
     if value.shape and value.dtype.is_floating_point and ir.value(node.args[0]).dtype == value.dtype:
-        at, dim = rewriter.before(node, like=node), given["dim"] % len(value.shape)
+        at, dim = rewriter.before(node, like=node), arguments["dim"] % len(value.shape)
         rewriter.replace(node, at.call(window_ops.CUMSUM, node.args[0], dim, False))
 
 
@@ -290,12 +290,12 @@ def _window(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[Reading, tuple[
     """Returns (what a convolution reads, (elements before, after, dilation, groups)); None if it is none of one dim
     that keeps its size.
     """
-    given = arguments_of(node)
-    if len(ir.value(weight).shape) != 3 or len(ir.value(x).shape) != 3 or given.get("bias") is not None:
+    arguments = arguments_of(node)
+    if len(ir.value(weight).shape) != 3 or len(ir.value(x).shape) != 3 or arguments.get("bias") is not None:
         return None
-    (padding,), (dilation,), (stride,) = given["padding"], given["dilation"], given["stride"]
+    (padding,), (dilation,), (stride,) = arguments["padding"], arguments["dilation"], arguments["stride"]
     reach = dilation * (ir.value(weight).shape[2] - 1)
-    if given["transposed"] or stride != 1 or not reach:
+    if arguments["transposed"] or stride != 1 or not reach:
         return None
     fitting = [
         reading for reading in readings(x, 2)
@@ -306,14 +306,13 @@ def _window(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[Reading, tuple[
         return None
     reading = furthest(fitting)
     before = padding + reading.by
-    return reading, (before, reach - before, dilation, given["groups"])
+    return reading, (before, reach - before, dilation, arguments["groups"])
 
 
 def _convolution(rewriter: GraphRewriter, node: fx.Node) -> None:
     x, weight = node.args[:2]
-    found = _window(node, x, weight)
-    if found is not None:
-        reading, window = found
+    if (form := _window(node, x, weight)) is not None:
+        reading, window = form
         at = rewriter.before(node, like=node)
         new = at.call(window_ops.CONVOLVE, reading.placed(at, reading.source), weight, *window)
         rewriter.replace(node, new)
@@ -322,10 +321,9 @@ def _convolution(rewriter: GraphRewriter, node: fx.Node) -> None:
 def _convolution_backward(rewriter: GraphRewriter, node: fx.Node) -> None:
     grad, x, weight = node.args[:3]
     assert isinstance(weight, fx.Node)
-    found = _window(node, x, weight)
-    if found is None:
+    if (form := _window(node, x, weight)) is None:
         return
-    reading, (before, after, dilation, groups) = found
+    reading, (before, after, dilation, groups) = form
     results: dict[int, list[fx.Node]] = {0: [], 1: []}
     for user in node.users:
         if user.target is not getitem or user.args[1] not in results:
