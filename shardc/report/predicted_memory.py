@@ -3,7 +3,8 @@
 A kernel's results are allocated before it runs and its inputs are freed after it, so both are counted while it runs. A
 value that moves to the host is counted on the device until the wait for its move. If results of collectives are in an
 arena (CPU ranks), the arena is counted for the whole step, as communication. Not counted: rounding and fragmentation of
-the caching allocator, library workspaces, temporaries of the optimizer.
+the caching allocator, library workspaces, temporaries of the optimizer, messages between stages that a CPU rank
+receives before it reads them (two at most).
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ memory must not change before a copy has read it: the runtime calls `settle` bef
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +33,7 @@ from shardc.ir.comm import HOST
 
 # The largest block that moves glibc's thresholds, DEFAULT_MMAP_THRESHOLD_MAX, less malloc's header.
 _BLOCK = (32 << 20) - 8192
+_M_TRIM_THRESHOLD = -1  # of malloc.h
 _OBJECTS = 20_000  # new objects per collection, instead of Python's 700
 
 
@@ -38,11 +41,16 @@ _OBJECTS = 20_000  # new objects per collection, instead of Python's 700
 def keep_heap() -> None:
     """Makes glibc keep the memory that a step frees, so that the next one takes no page faults (thousands a step).
 
-    Glibc trims the heap's top when more than a threshold is free. The threshold adapts to twice the largest freed
-    block, up to 64 MiB (mallopt(3), M_MMAP_THRESHOLD), so this frees such a block once per process, untouched. It does
-    nothing if thresholds are set by hand, or under another malloc.
+    Glibc gives the heap's top back to the system when more than a threshold is free, M_TRIM_THRESHOLD, and takes blocks
+    above another, M_MMAP_THRESHOLD, from the system each time. Freeing a block raises the second to its size, up to
+    32 MiB (mallopt(3)), so this frees such a block once per process, untouched. Then it turns the first off. Larger
+    blocks go back to the system as before. It does nothing if thresholds are set by hand, or under another malloc.
     """
     torch.empty(_BLOCK, dtype=torch.uint8)
+    if not any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")):
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+        if mallopt is not None:
+            mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 @contextmanager

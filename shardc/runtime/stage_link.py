@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,15 +13,20 @@ from torch import Tensor
 
 from shardc._compat import timeout_of
 from shardc.errors import CollectiveError
-from shardc.ir.executable import Executable
+from shardc.ir.executable import Executable, Run
 from shardc.ir.stage_runs import Message
 from shardc.runtime.groups import Groups
+
+# Messages of a rank that are received at once, on CPUs.
+_AHEAD = 2
 
 
 class StageLink:
     """Connection of this rank to those of other stages that have the same place in their stage.
 
-    Messages between two ranks arrive in the order of their sends, since gloo and NCCL match them in order.
+    Messages between two ranks arrive in the order of their sends, since gloo and NCCL match them in order. On CPUs
+    the next messages of each rank are asked for ahead: gloo's sender then writes them at once. Else a thread of the
+    sender does so when it is asked, and waits some milliseconds for a core that computes.
 
     Args:
         groups: this rank's groups.
@@ -36,10 +41,24 @@ class StageLink:
         # Coordinate of a rank -> number of messages to it that are known to have left; and what the later ones send.
         self._left: dict[int, int] = {}
         self._pending: dict[int, deque[tuple[Message, list[tuple[Any, Tensor]]]]] = {}
+        # Coordinate of a rank -> messages from it that are being received, and those behind them.
+        self._receiving: dict[int, deque[list[tuple[Any, Tensor]]]] = {}
+        self._coming: dict[int, deque[Message]] = {}
 
     def _group(self, message: Message) -> dist.ProcessGroup:
         """Returns the process group of the messages of one direction."""
         return self._groups[message.source > message.target]
+
+    def begin(self, actions: Iterable[Run | Message]) -> None:
+        if self.device.type != "cpu":
+            return  # NCCL's receives keep a part of the GPU busy
+        self._coming.clear()
+        self._receiving.clear()
+        for action in actions:
+            if isinstance(action, Message) and action.source != self.groups.stage:
+                self._coming.setdefault(action.source, deque()).append(action)
+        for source in self._coming:
+            self._ask(source)
 
     def send(self, message: Message, values: list[Any]) -> None:
         sends: list[tuple[Any, Tensor]] = []
@@ -63,14 +82,33 @@ class StageLink:
         return True  # `receive` waits
 
     def receive(self, message: Message, received: int) -> Sequence[Any]:
-        out = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in message.examples]
-        for x in out:
+        source = message.source
+        receiving = self._receiving.get(source)
+        receives = receiving.popleft() if receiving else self._receive(message)
+        for work, _ in receives:
+            if work is not None:
+                with self._naming(message):
+                    work.wait(self._timeout)
+        self._ask(source)
+        self._leave(source, received)
+        return [x for _, x in receives]
+
+    def _ask(self, source: int) -> None:
+        """Starts to receive the next messages of a rank."""
+        receiving, coming = self._receiving.setdefault(source, deque()), self._coming.get(source)
+        while coming and len(receiving) < _AHEAD:
+            receiving.append(self._receive(coming.popleft()))
+
+    def _receive(self, message: Message) -> list[tuple[Any, Tensor]]:
+        """Starts to receive a message; returns its values, each with what to wait for, None if it has no elements."""
+        receives: list[tuple[Any, Tensor]] = []
+        for example in message.examples:
+            x, work = torch.empty(example.shape, dtype=example.dtype, device=self.device), None
             if x.numel():
                 with self._naming(message):
-                    work: Any = dist.irecv(_bytes(x), group=self._group(message), group_src=message.source)
-                    work.wait(self._timeout)
-        self._leave(message.source, received)
-        return out
+                    work = dist.irecv(_bytes(x), group=self._group(message), group_src=message.source)
+            receives.append((work, x))
+        return receives
 
     def finish(self) -> None:
         for rank, pending in self._pending.items():

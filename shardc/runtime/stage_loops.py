@@ -15,6 +15,9 @@ from shardc.runtime.loops import Loops, Results
 class Link(Protocol):
     """Connection of a rank of a pipeline to the others."""
 
+    def begin(self, actions: Iterable[Run | Message]) -> None:
+        """Begins a step of ``actions``: may start to receive their messages."""
+
     def send(self, message: Message, values: list[Any]) -> None:
         """Sends values; does not wait until they are received."""
 
@@ -64,6 +67,7 @@ class StageLoops(Loops):
     def steps(self, training: bool, tangents: Mapping[int, Any], results: Results) -> Iterator[None]:
         """Runs a step, and fills ``results``; yields where a message has not arrived."""
         actions = self.program.actions(self.rank, training)
+        self.link.begin(actions)
         parts = Results()
         received = self.program.received(self.rank, training)
         for action, done, before in zip(actions, self.program.last_uses(self.rank, training), received, strict=True):

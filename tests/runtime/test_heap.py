@@ -19,7 +19,7 @@ libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p,
 
 def step():
     # Blocks that malloc takes from the heap, all free at the end; more of them than it keeps by itself.
-    blocks = [libc.malloc(1 << 20) for _ in range(24)]
+    blocks = [libc.malloc(1 << 20) for _ in range(160)]
     for block in blocks:
         ctypes.memset(block, 1, 1 << 20)
     for block in blocks:
@@ -52,6 +52,6 @@ def _faults(kept: bool) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
 def test_steps_do_not_get_their_pages_anew() -> None:
-    """24 MiB a step are 6144 pages: without it they are taken anew by every step, with it by the first."""
-    assert _faults(kept=False) > 3000
+    """160 MiB a step are 40,960 pages: without it they are taken anew by every step, with it by the first."""
+    assert _faults(kept=False) > 30000
     assert _faults(kept=True) < 100

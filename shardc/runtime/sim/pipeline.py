@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardc.ir.executable import Executable
+from shardc.ir.executable import Executable, Run
 from shardc.ir.stage_runs import Key, Message
 from shardc.runtime.loops import Results
 from shardc.runtime.stage_loops import StageLoops
@@ -19,6 +19,8 @@ class Wires:
 
     queues: dict[tuple[int, int], deque[tuple[tuple[Key, ...], list[Any]]]] = field(default_factory=dict)
     moved: int = 0
+
+    def begin(self, actions: Iterable[Run | Message]) -> None: ...
 
     def send(self, message: Message, values: list[Any]) -> None:
         self.queues.setdefault((message.source, message.target), deque()).append((message.keys, values))
