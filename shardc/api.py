@@ -32,9 +32,9 @@ from shardc.passes.layout.objective import unit_of
 from shardc.passes.options import Options
 from shardc.plan.constructors import fsdp
 from shardc.plan.from_dtensor import check_kept, drop_style_hooks, dtensor_entries
+from shardc.plan.pipeline_stages import PipelineStages
 from shardc.plan.ports import batch_axes, resolve_activations, resolve_inputs
 from shardc.plan.resolve import Sizes, check_axes
-from shardc.plan.stages import PipelineStages
 from shardc.plan.value import Plan
 from shardc.precompiled import Precompiled, load
 from shardc.report.inspected import InspectedProgram, InspectedSizedProgram

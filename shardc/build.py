@@ -32,9 +32,9 @@ from shardc.passes import in_pieces
 from shardc.passes.options import Options
 from shardc.passes.unfold import Folded
 from shardc.plan.layout_spec import PerRank
+from shardc.plan.pipeline_stages import PipelineStages
 from shardc.plan.ports import numbered, resolve_activations, resolve_inputs
 from shardc.plan.resolve import Sizes, resolve_params
-from shardc.plan.stages import PipelineStages
 from shardc.plan.value import Plan
 from shardc.precompiled import ProgramKey, Store, load
 from shardc.precompiled.program_key import described

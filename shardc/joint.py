@@ -24,9 +24,9 @@ from shardc.passes.options import Options
 from shardc.plan import ports
 from shardc.plan.entries import Policies
 from shardc.plan.layout_spec import Form
+from shardc.plan.pipeline_stages import PipelineStages
 from shardc.plan.placed import SavePolicy
 from shardc.plan.resolve import BoundPlan, ParamPlan
-from shardc.plan.stages import PipelineStages
 from shardc.plan.value import Plan
 
 CUT = passes.Partition.name

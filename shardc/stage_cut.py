@@ -34,7 +34,7 @@ from shardc.ir.graph import Role
 from shardc.ir.op_traits import communicates
 from shardc.ir.phases import Phases, Staged
 from shardc.passes.lower.microbatch import closed, closing_forward, marked_terms, opened, part
-from shardc.plan.stages import PipelineStages
+from shardc.plan.pipeline_stages import PipelineStages
 from shardc.step_cut import MicrobatchCut
 
 

@@ -15,8 +15,8 @@ from shardc.cli.target import Command
 from shardc.errors import InputError
 from shardc.ir.mesh import Mesh
 from shardc.report.export import gigabytes, milliseconds, plain, write
-from shardc.report.pipeline import answer
 from shardc.report.stage_schedule import PipelineSchedule
+from shardc.report.stage_timeline import answer
 from shardc.search.request import Auto
 from shardc.search.result import Found, Trial
 

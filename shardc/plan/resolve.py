@@ -22,9 +22,9 @@ from shardc.ir.mesh import Mesh, split_part
 from shardc.ir.placements import parts_of, view_of
 from shardc.plan.entries import Policies
 from shardc.plan.layout_spec import Form, check_axis, to_layout
+from shardc.plan.pipeline_stages import PipelineStages
 from shardc.plan.placed import ParamPlan, Placed, SavePolicy, as_dtensor, grown_layout
 from shardc.plan.ports import ActivationPin, InputPlan, batch_axes
-from shardc.plan.stages import PipelineStages
 from shardc.plan.value import Plan
 
 

@@ -44,7 +44,7 @@ from shardc.ir.schedules import Schedule
 from shardc.lower.inductor import fakes, give_values, load_artifacts
 from shardc.passes import PlanMemory, PruneUnusedGrads
 from shardc.passes.pipeline import Hook, Pipeline
-from shardc.plan.stages import PipelineStages
+from shardc.plan.pipeline_stages import PipelineStages
 from shardc.plan.value import Plan
 from shardc.precompiled.program_key import described
 from shardc.precompiled.record import (

@@ -30,8 +30,8 @@ from shardc.passes.layout.propagate import Chooser, Problem, Propagate
 from shardc.passes.options import Options
 from shardc.passes.unfold import NotPeriodic
 from shardc.plan.entries.raw import Activation
+from shardc.plan.pipeline_stages import PipelineStages
 from shardc.plan.resolve import ParamPlan, check_axes, resolve_params
-from shardc.plan.stages import PipelineStages
 from shardc.plan.value import Plan
 from shardc.report.inspected import InspectedProgram
 from shardc.report.predicted_schedule import Schedule

@@ -21,8 +21,8 @@ from shardc.ir.gc_control import uncollected
 from shardc.ir.mesh import Mesh, split_part
 from shardc.passes.options import Options
 from shardc.plan.entries import Pp
+from shardc.plan.pipeline_stages import blocks_of
 from shardc.plan.resolve import check_axes, resolve_params
-from shardc.plan.stages import blocks_of
 from shardc.plan.value import Plan
 from shardc.runtime.events import Event
 from shardc.runtime.groups import Groups

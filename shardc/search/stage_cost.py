@@ -21,7 +21,7 @@ from shardc.ir import graph as ir
 from shardc.ir.actions import advance
 from shardc.ir.executable import BACKWARD, FIRST_FORWARD, FORWARD, KNOWN, LAST_BACKWARD, Half
 from shardc.ir.schedules import RECEIVES, SENDS, Action, Kind, Schedule, in_flight
-from shardc.plan.stages import blocks_of
+from shardc.plan.pipeline_stages import blocks_of
 from shardc.report.inspected import InspectedProgram
 from shardc.search.captured_model import CapturedModel
 

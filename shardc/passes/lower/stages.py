@@ -24,7 +24,7 @@ from shardc.ir.phases import Phases, Staged, StagedLoop
 from shardc.ir.rewriter import GraphRewriter, Inserter
 from shardc.passes.lower.microbatch import Outputs, behind_tangent, part
 from shardc.passes.lower.partition import moved_alone
-from shardc.plan.stages import PipelineStages
+from shardc.plan.pipeline_stages import PipelineStages
 
 
 @dataclass(frozen=True)

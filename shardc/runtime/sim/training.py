@@ -23,7 +23,7 @@ from shardc.runtime.loops import Loops, Microstep, Step
 from shardc.runtime.routing import Loads, check_loads, loads_of
 from shardc.runtime.shards import flat_index, same
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
-from shardc.runtime.sim.pipeline import Pipeline
+from shardc.runtime.sim.pipeline_ranks import PipelineRanks
 from shardc.runtime.stage_loops import StageLoops
 from shardc.runtime.storage import cut, shard_tensor
 
@@ -194,7 +194,7 @@ class Simulation:
 
         def loops(program: Executable) -> Step:
             if program.stage_ranks:
-                return Pipeline(program, partial(StageLoops, program, self._run, argument, inputs, over))
+                return PipelineRanks(program, partial(StageLoops, program, self._run, argument, inputs, over))
             return Loops(program, self._run, argument, inputs, over)
 
         return Microstep(program, loops, grad, lambda x: PerRank(x for _ in ranks))

@@ -10,7 +10,7 @@ import pytest
 from shardc.errors import InputError
 from shardc.ir.schedules import COMPUTATIONS, Kind, Timeline, clock, schedule
 from shardc.report.page import save
-from shardc.report.pipeline import draw, text
+from shardc.report.stage_timeline import draw, text
 from tests import golden
 
 SECONDS = {

@@ -1,4 +1,4 @@
-"""`Pipeline`: all ranks of a pipeline in one process, whose lists of actions are played against each other."""
+"""`PipelineRanks`: all ranks of a pipeline in one process, whose lists of actions are played against each other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Wires:
 
 
 @dataclass
-class Pipeline:
+class PipelineRanks:
     """Runs the graphs of all stages of a program in turn.
 
     Args:
