@@ -16,7 +16,7 @@ from shardc.cost.compute import buffers, kernels
 from shardc.cost.step_sequence import Sequence, of_runs
 from shardc.ir.executable import Executable
 from shardc.ir.schedules import Timeline
-from shardc.report import export, page, pipeline, schedule_text
+from shardc.report import export, page, schedule_text, stage_timeline
 from shardc.report.findings import Finding
 from shardc.report.played_stages import NAMES, Parts, Played, RankCost, StageCost
 from shardc.report.predicted_memory import Memory, memory_of
@@ -108,7 +108,7 @@ class PipelineSchedule(Schedule):
 
     def plot(self, path: str | Path) -> None:
         """Write a picture of the timeline of all ranks (png, svg or pdf, by the suffix of ``path``)."""
-        page.save(pipeline.draw(self.timeline), path)
+        page.save(stage_timeline.draw(self.timeline), path)
 
 
 def _table(schedule: PipelineSchedule, rows: int | None) -> str:
@@ -119,7 +119,11 @@ def _table(schedule: PipelineSchedule, rows: int | None) -> str:
     _, *others = schedule_text.lines(schedule)
     most = max(schedule.ranks, key=lambda rank: (rank.peak, -rank.rank))
     where = f"of rank {most.rank}, in {most.peak_op}"
-    answer = [*pipeline.answer(schedule.timeline, schedule.call), *others, schedule_text.memory_line(schedule, where)]
+    answer = [
+        *stage_timeline.answer(schedule.timeline, schedule.call),
+        *others,
+        schedule_text.memory_line(schedule, where),
+    ]
     count = len(schedule.timeline.schedule.lists)
     shown = f"rank {schedule.rank} of {schedule.axis} ({count}), the busiest, in all microbatches:"
     parts = [
