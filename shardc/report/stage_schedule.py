@@ -104,7 +104,7 @@ class PipelineSchedule(Schedule):
 
     def to_html(self, findings: Iterable[Finding] = ()) -> str:
         """Return a page as `Schedule.to_html`, with the pipeline on top."""
-        return page.page(self, findings, pipeline.svg(self.timeline))
+        return page.page(self, findings, stage_timeline.svg(self.timeline))
 
     def plot(self, path: str | Path) -> None:
         """Write a picture of the timeline of all ranks (png, svg or pdf, by the suffix of ``path``)."""
@@ -128,7 +128,7 @@ def _table(schedule: PipelineSchedule, rows: int | None) -> str:
     shown = f"rank {schedule.rank} of {schedule.axis} ({count}), the busiest, in all microbatches:"
     parts = [
         "\n".join([f"{title}, {schedule.order} order", *answer, *schedule.notes]),
-        "\n".join(pipeline.rows(schedule.timeline, schedule_text.WIDTH)),
+        "\n".join(stage_timeline.rows(schedule.timeline, schedule_text.WIDTH)),
         _stages(schedule),
         _ranks(schedule),
         shown,
