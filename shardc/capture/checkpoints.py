@@ -2,6 +2,7 @@
 
 - The composable ``checkpoint(module)`` is a pair of hooks, which run a generator around forward.
 - ``checkpoint_sequential`` is among the functions that Dynamo skips; its code can be traced.
+- A ``context_fn`` that forward defines, or that is a method, is one that Dynamo does not take.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch._dynamo import trace_rules
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.variables import NestedUserFunctionVariable, UserFunctionVariable, UserMethodVariable
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch.distributed._composable import checkpoint_activation
 from torch.utils.checkpoint import CheckpointFunction, checkpoint, checkpoint_sequential
 
@@ -41,8 +46,34 @@ def _refused(*args: PyTree) -> None:
     torch._dynamo.graph_break(msg="CheckpointFunction.apply")
 
 
+_call = CheckpointHigherOrderVariable._call_function
+
+
+def _call_with_function(
+    self: CheckpointHigherOrderVariable, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """Calls Dynamo's checkpoint; a ``context_fn`` of forward's own, or a method, is passed as a plain function."""
+    given = kwargs.get("context_fn")
+    if isinstance(given, NestedUserFunctionVariable | UserMethodVariable):
+        kwargs = {**kwargs, "context_fn": UserFunctionVariable(_plain(given))}
+    return _call(self, tx, args, kwargs)
+
+
+def _plain(given: NestedUserFunctionVariable | UserMethodVariable) -> FunctionType:
+    if isinstance(given, UserMethodVariable) and hasattr(given.obj, "value"):
+        method = MethodType(given.fn, given.obj.value)
+        return cast(FunctionType, lambda: method())
+    try:
+        return given.as_python_constant()
+    except NotImplementedError as error:
+        raise Unsupported(f"context_fn of a checkpoint: {error}") from error
+
+
 # (owner, attribute name, replacement)
-OTHER_FORMS: tuple[tuple[object, str, object], ...] = ((CheckpointFunction, "forward", staticmethod(_refused)),)
+OTHER_FORMS: tuple[tuple[object, str, object], ...] = (
+    (CheckpointFunction, "forward", staticmethod(_refused)),
+    (CheckpointHigherOrderVariable, "_call_function", _call_with_function),
+)
 
 
 def composed(module: nn.Module) -> dict[str, object]:

@@ -16,7 +16,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from sysconfig import get_paths
 from types import CodeType
@@ -86,6 +86,7 @@ class Change:
         value: Dynamo's variable of the new value.
         line: the user's line.
         owner: the expression of the changed object: the module, list or dict.
+        stored: Dynamo's attributes of objects that forward makes.
     """
 
     expression: str
@@ -93,13 +94,17 @@ class Change:
     value: VariableTracker
     line: str
     owner: str
+    stored: Mapping[VariableTracker, Mapping[str, VariableTracker]] = field(default_factory=dict, repr=False)
 
     @property
     def tensors(self) -> list[fx.Node]:
-        """The traced nodes of the tensors in the new value."""
-        items = vars(_traced(self.value)).get("items")
-        inside = list(items.values()) if isinstance(items, dict) else items if isinstance(items, list) else []
-        proxies = [vars(_traced(variable)).get("proxy") for variable in (self.value, *inside)]
+        """The traced nodes of the tensors in the new value: in lists, dicts, attributes, and closures of functions."""
+        todo, inside, seen = [self.value], list[VariableTracker](), dict[int, Any]()
+        while todo:
+            known = len(inside)
+            VariableTracker.visit(inside.append, todo.pop(), seen)
+            todo += chain.from_iterable(self.stored.get(variable, {}).values() for variable in inside[known:])
+        proxies = [vars(_traced(variable)).get("proxy") for variable in inside]
         return [proxy.node for proxy in proxies if proxy is not None]
 
     @property
@@ -122,7 +127,7 @@ def changes_recorded() -> Iterator[list[Change]]:
     changes: list[Change] = []
     store, mutation, set_cell = SideEffects.store_attr, SideEffects.mutation, SideEffects.store_cell
 
-    def note(item: VariableTracker, name: str | None, value: VariableTracker) -> None:
+    def note(self: SideEffects, item: VariableTracker, name: str | None, value: VariableTracker) -> None:
         source = getattr(item, "source", None)
         source = None if type(source) is Source else source  # of the stack of modes, which has no name
         text = source and (source.name if isinstance(source.name, str) else source.name())
@@ -132,19 +137,20 @@ def changes_recorded() -> Iterator[list[Change]]:
         attribute = name or expression.rpartition(".")[2]
         if attribute not in _TORCHS and "_hooks[" not in expression:
             frames = [f"{frame.filename}:{frame.lineno}" for frame in TracingContext.extract_stack()]
-            changes.append(Change(expression, attribute, value, user_frame(frames), text.replace(MODEL, "model")))
+            owner, stored = text.replace(MODEL, "model"), self.store_attr_mutations
+            changes.append(Change(expression, attribute, value, user_frame(frames), owner, stored))
 
     def store_attr(self: SideEffects, item: VariableTracker, name: str, value: VariableTracker, *kind: Any) -> None:
         store(self, item, name, value, *kind)
-        note(item, name, value)
+        note(self, item, name, value)
 
     def mutate(self: SideEffects, var: VariableTracker) -> None:
         mutation(self, var)
-        note(var, None, var)
+        note(self, var, None, var)
 
     def store_cell(self: SideEffects, cell: VariableTracker, value: VariableTracker) -> None:
         set_cell(self, cell, value)
-        note(cell, "cell_contents", value)
+        note(self, cell, "cell_contents", value)
 
     with (
         patch.object(SideEffects, "store_attr", store_attr),

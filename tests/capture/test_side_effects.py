@@ -62,6 +62,28 @@ def fills_a_table(self: Any, x: Tensor) -> Tensor:
     return self.inner(x) + self.table * self.cache["mask"]
 
 
+class Tables:
+    """Holds tensors in an attribute, in a list of a dict, and in the closure of a function."""
+
+    def __init__(self, plain: Tensor, nested: Tensor, closed: Tensor) -> None:
+        self.plain, self.nested, self.scaled = plain, {"all": [nested]}, lambda x: x * closed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.scaled(x) * self.nested["all"][0] + self.plain
+
+
+def fills_an_object(self: Any, x: Tensor) -> Tensor:
+    if self.table is None:
+        self.table = Tables(torch.arange(4.0), torch.full((4,), 2.0), torch.full((4,), 3.0))
+    return self.table(self.inner(x))  # type: ignore[no-any-return]
+
+
+def keeps_the_first_in_a_function(self: Any, x: Tensor) -> Tensor:
+    if self.table is None:
+        self.table = Tables(torch.arange(4.0), torch.ones(4), x.detach().mean(0))
+    return self.table(self.inner(x))  # type: ignore[no-any-return]
+
+
 def keeps_what_it_computes(self: Any, x: Tensor) -> Tensor:
     self.seen = self.inner(x)
     return x
@@ -100,10 +122,11 @@ def keeps_in_a_dict(self: Any, x: Tensor) -> Tensor:
 
 
 SILENT = [counts, reads_what_it_set]
-WARNED = [fills_a_table, keeps_what_it_computes]
+WARNED = [fills_a_table, fills_an_object, keeps_what_it_computes]
 REFUSED = {
     schedules: "step", schedules_by_name: "step", averages: "average", remembers_the_first: "table",
     counts_in_a_list: "listed", keeps_in_a_dict: "cache",
+    keeps_the_first_in_a_function: "table",
 }  # fmt: skip
 
 

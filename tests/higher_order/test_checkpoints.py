@@ -78,18 +78,38 @@ class Net(nn.Module):
         if self.kind == "sequential":
             return checkpoint_sequential(self.blocks, 2, x, use_reentrant=False)
         for block in self.blocks:
-            if self.kind in POLICIES:
+            if self.kind in CONTEXTS:
+                x = checkpoint(block, x, use_reentrant=False, context_fn=CONTEXTS[self.kind](self))
+            elif self.kind in POLICIES:
                 x = checkpoint(block, x, use_reentrant=False, context_fn=contexts(self.kind))
             else:
                 x = block(x)
         return x
+
+    def contexts(self) -> Any:
+        return contexts("one function")()
 
 
 def contexts(kind: str) -> Callable[[], Any]:
     return partial(create_selective_checkpoint_contexts, partial(policy, *POLICIES[kind]))
 
 
-KINDS = (*POLICIES, "sequential", "composable")
+def closure() -> Callable[[], Any]:
+    saved = [aten.tanh.default]
+
+    def tanh_alone(_: object, op: object, *args: Any, **kwargs: Any) -> Any:
+        return CheckpointPolicy.MUST_SAVE if op in saved else MUST
+
+    return lambda: create_selective_checkpoint_contexts(tanh_alone)
+
+
+# forms of ``context_fn`` that save what "one function" does
+CONTEXTS: dict[str, Callable[[Net], Callable[[], Any]]] = {
+    "lambda": lambda net: lambda: contexts("one function")(),
+    "closure": lambda net: closure(),
+    "method": lambda net: net.contexts,
+}
+KINDS = (*POLICIES, *CONTEXTS, "sequential", "composable")
 
 
 @pytest.mark.parametrize(("mesh", "plan"), MESHES)
@@ -131,7 +151,8 @@ def kept(kind: str) -> set[str]:
 
 def test_what_a_policy_saves_is_kept_and_the_rest_runs_again() -> None:
     assert kept("products") == {"up.add"} and computed_again("products") == {"tanh": 4, "sin": 4}
-    assert kept("one function") == {"tanh"} and computed_again("one function") == {"sin": 4}
+    for kind in ("one function", *CONTEXTS):
+        assert kept(kind) == {"tanh"} and computed_again(kind) == {"sin": 4}
     assert kept("nothing") == set() and computed_again("nothing") == {"mm": 4, "tanh": 4, "sin": 4}
     assert kept("everything") == {"tanh", "sin"}
 
