@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardc.capture.capture_errors import COLLECTIVES, line_of
 from shardc.capture.decompositions import numbers_as_tensors
-from shardc.custom_ops.function_ops import OPS, Function, register
+from shardc.custom_ops.flops import of_function
+from shardc.custom_ops.function_ops import OPS, Function, named, register
 from shardc.errors import CaptureError, VerifyError
 from shardc.ir.code import calling_line
 from shardc.ir.op_traits import draws
@@ -50,7 +51,7 @@ def _replace(gm: fx.GraphModule, node: fx.Node, kind: str) -> None:
     if not all(isinstance(x, fx.Node) for x in flat):
         raise _error(node, f"{kind} is given a number among its operands", "pass it as a tensor")
     graphs = tuple(graph_of_function(getattr(gm, module.target), node, kind) for module in modules)
-    function = register(Function(kind, graphs, counts))
+    function = register(Function(kind, graphs, counts, of_function(kind, graphs)))
     node.target, node.args, node.kwargs = OPS[kind], (flat, function.name), {}
     node.meta["val"] = list(node.meta["val"])
     places = {old: new for new, old in enumerate(at for at, x in enumerate(node.meta["val"]) if isinstance(x, Tensor))}
@@ -87,8 +88,7 @@ def graph_of_function(gm: fx.GraphModule, node: fx.Node | None, kind: str) -> fx
     results = graph.graph_copy(gm.graph, env)
     wanted = list(results) if isinstance(results, (list, tuple)) else [results]
     graph.output(tuple(x for x in wanted if x is not None))
-    for at, copy in enumerate(graph.nodes):  # names that do not depend on where the function is called
-        copy._rename(f"v{at}") if copy.op != "output" else None
+    named(graph)
     try:
         Function(kind, (graph,)).to_json()
     except VerifyError as error:

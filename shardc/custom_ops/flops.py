@@ -9,13 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
-from torch import Size
+from torch import Size, fx
 from torch.utils.flop_counter import flop_registry
 
 from shardc._compat import OpOverload
-from shardc.custom_ops import attention_ops, expert_ops, flex_ops, float8_ops, recurrent_ops, window_ops
+from shardc.custom_ops import (
+    attention_ops,
+    expert_ops,
+    flex_ops,
+    float8_ops,
+    function_ops,
+    recurrent_ops,
+    window_ops,
+)
 from shardc.custom_ops.expert_functions import body_of
 
 aten = torch.ops.aten
@@ -55,6 +64,13 @@ def _flex_gradient(
     return int(_attention_gradient(grad, q, k, v) * share)
 
 
+def _function(operands: list[Size], body: str) -> int:
+    """Return the operations of all steps of a function; of a while loop, of one."""
+    function = function_ops.function_of(body)
+    carries, sequences = function.counts
+    return function.flops * (operands[carries][0] if sequences else 1)
+
+
 _KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 # Ops that torch's counter does not know, or not with fewer heads of keys than of queries (torch 2.11).
 _OTHERS: dict[object, Callable[..., int]] = {
@@ -75,6 +91,7 @@ _OTHERS: dict[object, Callable[..., int]] = {
     window_ops.CONVOLVE: lambda x, weight, *_: 2 * x[0] * x[2] * prod(weight),
     window_ops.CONVOLVE_WEIGHT: lambda grad, x, weight, *_: 2 * x[0] * x[2] * prod(weight),
     float8_ops.MM: lambda a, b, *_: 2 * prod(a) * b[1],
+    **dict.fromkeys(function_ops.OPS.values(), _function),
     aten._int_mm.default: lambda a, b: 2 * prod(a) * b[1],
 }
 
@@ -106,3 +123,18 @@ def flops(
     if target in _OTHERS:
         return int(_OTHERS[target](*args, **(dict(kwargs) if target in _FLEX else {})))
     return int(flop_registry[target.overloadpacket](*args, **dict(kwargs), out_val=result))
+
+
+def of_function(kind: str, graphs: tuple[fx.Graph, ...]) -> int:
+    """Return the operations of a function with these ``graphs``, whose nodes have fake values; see `Function.flops`."""
+
+    def shape(x: fx.Node) -> Any:
+        val = x.meta["val"]
+        return val.shape if isinstance(val, torch.Tensor) else tuple(y.shape for y in val)
+
+    def count(node: fx.Node) -> int:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), shape)
+        return flops(node.target, args, tuple(kwargs.items()), shape(node))  # type: ignore[arg-type]
+
+    counts = [sum(count(node) for node in graph.nodes if is_dense(node.target)) for graph in graphs]
+    return max(counts) if kind == "cond" else sum(counts)

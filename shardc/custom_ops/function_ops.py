@@ -35,11 +35,13 @@ class Function:
             (carries, the rest) -> a predicate, and of the same -> carries; ``flex``: see `shardc.custom_ops.flex_ops`.
         counts: number of operands that are carries, and of those that are sequences; of ``flex``, number of tensors
             that each graph captures.
+        flops: floating-point operations of one step, or of the larger of two branches.
     """
 
     kind: str
     graphs: tuple[fx.Graph, ...]
     counts: tuple[int, int] = (0, 0)
+    flops: int = 0
 
     @cached_property
     def name(self) -> str:
@@ -54,7 +56,7 @@ class Function:
     def to_json(self) -> dict[str, object]:
         """Return the function as dicts, lists, strings and numbers, for `from_json`."""
         graphs = [list(graph_to_json(graph)) for graph in self.graphs]
-        return {"kind": self.kind, "graphs": graphs, "counts": list(self.counts)}
+        return {"kind": self.kind, "graphs": graphs, "counts": list(self.counts), "flops": self.flops}
 
     @classmethod
     def from_json(cls, data: Any, allowed: Callable[[Any], bool]) -> Function:
@@ -66,7 +68,7 @@ class Function:
             kind, (carries, sequences) = data["kind"], map(int, data["counts"])
             if len(graphs) != len(KINDS[kind]):
                 raise ValueError(f"{kind} has {len(graphs)} graphs")
-            return cls(kind, graphs, (carries, sequences))
+            return cls(kind, graphs, (carries, sequences), int(data["flops"]))
         except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
             raise TextError(f"this is no function of an op: {error}") from error
 
@@ -76,6 +78,13 @@ KINDS = {
     "flex": ("score", "mask"),  # of `shardc.custom_ops.flex_ops`
 }  # fmt: skip
 _functions: dict[str, Function] = {}
+
+
+def named(graph: fx.Graph) -> None:
+    """Gives the nodes names that do not depend on where the function is called."""
+    for at, node in enumerate(graph.nodes):
+        node._rename(f"v{at}") if node.op != "output" else None
+        node.target = node.name if node.op == "placeholder" else node.target
 
 
 def register(function: Function) -> Function:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from shardc.rules import (
     contractions,
     factory,
     flex_rules,
+    function_rules,
     indexing,
     pointwise,
     reduction,
@@ -46,7 +46,6 @@ FAMILIES = (
     routed_experts,
     factory,
 )
-RULES: Mapping[str, Rule] = table(list(chain.from_iterable(family.TABLE.values() for family in FAMILIES)))
 _registered: dict[str, Rule] = {}
 _linear: dict[str, str] = {}  # of these
 _ANY_STRIDES = ("_c10d_functional", "c10d_functional", "shardc")
@@ -112,6 +111,12 @@ def spec_of(call: Call) -> Spec | None:
     return replace(
         spec, flops=flops(call.target, args, kwargs, result_shapes[0] if len(result_shapes) == 1 else result_shapes)
     )
+
+
+# Ops with functions have the rules of the ops in these.
+RULES: Mapping[str, Rule] = table(
+    [rule for family in FAMILIES for rule in family.TABLE.values()] + function_rules.rules(find_rule, spec_of)
+)
 
 
 def _shapes(x: Any) -> Any:

@@ -1,0 +1,278 @@
+"""The factors of ``cond``, ``scan`` and ``while_loop`` (`shardc.custom_ops.function_ops`), from the ops in their functions.
+
+Each op in a function joins the sub-dims of its operands and results, as its own rule says, and a step joins those of
+what it carries. What is then one sub-dim everywhere is a factor of the whole op. A factor that an op in the function
+sums leaves a pending sum, if all that follows is linear in it; what is carried is then a pending sum from the first
+step on. A factor that is needed whole inside, such as one that a predicate depends on, is never split: functions do not
+communicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc._compat import FakeTensorMode
+from shardc.custom_ops.function_ops import Function, function_of
+from shardc.ir.comm_volume import arguments_of
+from shardc.ir.graph import Value, value_of
+from shardc.rules.rule import Call
+from shardc.rules.spec import Spec, carries
+from shardc.rules.sub_dims import Row, Rows, SubDims
+
+Pending = frozenset[int]  # sub-dims over whose split a value is a pending sum
+NOTHING: Pending = frozenset()
+SpecOf = Callable[[Call], Spec | None]
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op in a function: its call at global shapes, its rule's factors as sub-dims, and the nodes of its operands."""
+
+    node: fx.Node
+    call: Call
+    spec: Spec | None
+    factors: Mapping[str, Row]
+    operands: list[fx.Node]
+
+    def summed(self, sub_dims: SubDims, rows: Rows) -> set[int]:
+        """Return the sub-dims that a result with ``rows`` is a sum over."""
+        return set(sub_dims.leaves(_row(self.factors, self.factors))) - _held(sub_dims, rows)
+
+
+class Graph:
+    """A graph of a function at global shapes, with the sub-dims of its values.
+
+    Args:
+        graph: the graph.
+        operands: types of its arguments.
+        rows: their sub-dims.
+        sub_dims: those of all graphs of the function.
+        spec_of: rules of the ops.
+
+    Attributes:
+        rows: node -> the sub-dims of each of its results.
+        pending: node -> pending sums of each of its results, by the last `propagate`.
+        outputs: the nodes that it returns.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, operands: Sequence[Value], rows: Sequence[Rows], sub_dims: SubDims, spec_of: SpecOf
+    ) -> None:
+        self.graph, self.sub_dims, self._spec_of = graph, sub_dims, spec_of
+        self.device = _device(graph)
+        self.vals = self._run(operands)
+        self.rows: dict[fx.Node, list[Rows]] = {}
+        self.pending: dict[fx.Node, list[Pending]] = {}
+        self.ops: dict[fx.Node, Op] = {}
+        given = iter(rows)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self.rows[node] = [next(given)]
+            elif node.target is getitem:
+                self.rows[node] = [self.rows[node.args[0]][node.args[1]]]
+            elif node.op == "call_function":
+                self._add(node)
+        output: Any = next(iter(reversed(graph.nodes))).args[0]
+        self.outputs: list[fx.Node] = list(output)
+
+    @property
+    def results(self) -> list[Rows]:
+        """Return the sub-dims of what it returns."""
+        return [self.rows[node][0] for node in self.outputs]
+
+    def _run(self, operands: Sequence[Value]) -> dict[fx.Node, Any]:
+        """Return node -> its fake value."""
+        vals: dict[fx.Node, Any] = {}
+        given = iter(operands)
+        with FakeTensorMode():
+            for node in self.graph.nodes:
+                if node.op == "placeholder":
+                    value = next(given)
+                    vals[node] = torch.empty(value.shape, dtype=value.dtype, device=self.device)
+                elif node.op == "call_function":
+                    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: vals[x])
+                    vals[node] = node.target(*args, **kwargs)
+        return vals
+
+    def _add(self, node: fx.Node) -> None:
+        """Adds an op, and joins the sub-dims of its operands with its rule's factors."""
+        call, new = self._call(node), self.sub_dims.new
+        spec = self._spec_of(call)
+        arguments = arguments_of(node)
+        named = [arguments.get(argument.name) for argument in call.target._schema.arguments]
+        flat = [x for item in named for x in (item if isinstance(item, (list, tuple)) else (item,))]
+        operands = [x for x in flat if isinstance(x, fx.Node)]
+        if spec is None:
+            self.ops[node] = Op(node, call, None, {}, operands)
+            self.sub_dims.keep_whole(s for x in operands for row in self.rows[x][0] for s in row)
+            self.rows[node] = [[new(n, whole=True) for n in value.shape] if value else [] for value in call.results]
+            return
+        routed = () if spec.routed is None else (spec.routed.rows, spec.routed.owners)
+        placed = {*spec.indexed, *spec.ordered, *routed}
+        factors = {f: new(n, f in placed or not _splits(spec, f)) for f, n in spec.sizes}
+        for x, dims in zip(operands, spec.operands, strict=True):
+            for row, names in zip(self.rows[x][0], dims, strict=True):
+                self.sub_dims.join(row, _row(factors, names))
+        results = iter(spec.results)
+        self.rows[node] = [[_row(factors, names) for names in next(results)] if value else [] for value in call.results]
+        self.ops[node] = Op(node, call, spec, factors, operands)
+
+    def _call(self, node: fx.Node) -> Call:
+        def plain(x: Any) -> Any:
+            if isinstance(x, (list, tuple)):
+                return tuple(map(plain, x))
+            return value_of(self.vals[x]) if isinstance(x, fx.Node) else x
+
+        value: Any = value_of(self.vals[node])
+        kwargs = tuple(sorted((name, plain(x)) for name, x in node.kwargs.items()))
+        target: Any = node.target
+        return Call(target, plain(node.args), kwargs, value if isinstance(value, tuple) else (value,))
+
+    def propagate(self, given: Sequence[Pending]) -> list[Pending]:
+        """Return the pending sums of what it returns, for ``given`` ones of the arguments.
+
+        A sub-dim over which an op cannot carry a pending sum is kept whole from then on.
+        """
+        arguments = iter(given)
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self.pending[node] = [next(arguments)]
+            elif node.target is getitem:
+                self.pending[node] = [self.pending[node.args[0]][node.args[1]]]
+            elif node in self.ops:
+                self.pending[node] = self._pending(self.ops[node])
+        return [self.pending[node][0] for node in self.outputs]
+
+    def _pending(self, op: Op) -> list[Pending]:
+        before, whole = [self.pending[x][0] for x in op.operands], self.sub_dims.whole
+        carried, own = NOTHING.union(*before), op.summed(self.sub_dims, [])
+        for sub_dim in carried:
+            positions = frozenset(at for at, pending in enumerate(before) if sub_dim in pending)
+            if sub_dim in own or op.spec is None or not carries(op.spec, "sum", positions):
+                whole.add(sub_dim)
+        replicated = NOTHING if op.spec is None else op.spec.replicated
+        return [
+            (carried | (set() if at in replicated else op.summed(self.sub_dims, rows))) - whole
+            for at, rows in enumerate(self.rows[op.node])
+        ]
+
+
+def _splits(spec: Spec, factor: str) -> bool:
+    """Return whether a split of ``factor`` splits all results, or leaves sums."""
+    return spec.splittable(factor) and (spec.carried_by_all(factor) or dict(spec.reduce)[factor] == "sum")
+
+
+def _row(factors: Mapping[str, Row], names: Iterable[str]) -> Row:
+    return tuple(sub_dim for name in names for sub_dim in factors[name])
+
+
+def _held(sub_dims: SubDims, rows: Rows) -> set[int]:
+    return {sub_dim for row in rows for sub_dim in sub_dims.leaves(row)}
+
+
+def _device(graph: fx.Graph) -> Any:
+    """Return the device of the constants of a graph; a CPU, on which shapes do not depend, if it has none."""
+    return next((x for node in graph.nodes if (x := node.kwargs.get("device")) is not None), torch.device("cpu"))
+
+
+class Factored:
+    """The graphs of a call of ``cond``, ``scan`` or ``while_loop``, and its factors.
+
+    Attributes:
+        operands, results: sub-dims of the operands and of the results.
+        pending: pending sums of each result.
+        carries: number of operands that are carried from step to step.
+    """
+
+    def __init__(self, call: Call, spec_of: SpecOf) -> None:
+        self.function: Function = function_of(call["body"])
+        self.sub_dims = SubDims()
+        self.operands = [[self.sub_dims.new(size) for size in value.shape] for value in call.operands]
+        self.pending: list[Pending] = []
+        kind, (self.carries, sequences) = self.function.kind, self.function.counts
+        leading = 1 if kind == "cond" else 0  # the predicate
+        values, rows = list(call.operands[leading:]), list(self.operands[leading:])
+        time: Row = ()
+        for at in range(self.carries, self.carries + sequences):
+            (steps, *shape), (row, *rows[at]) = values[at].shape, rows[at]
+            time = time or self.sub_dims.new(steps, whole=True)
+            self.sub_dims.join(row, time)
+            values[at] = Value(values[at].dtype, tuple(shape))
+        self.graphs = [Graph(graph, values, rows, self.sub_dims, spec_of) for graph in self.function.graphs]
+        last = self.graphs[-1].results
+        self._join(rows[: self.carries], last[: self.carries])
+        if kind == "cond":
+            self._join(self.graphs[0].results, last)
+        stacked = last[self.carries :] if kind == "cond" else [[time, *rows] for rows in last[self.carries :]]
+        self.results = [*last[: self.carries], *stacked]
+        self._keep_distinct()
+        self._settle(len(values))
+
+    def _join(self, left: Iterable[Rows], right: Iterable[Rows]) -> None:
+        for rows, others in zip(left, right, strict=True):
+            for row, other in zip(rows, others, strict=True):
+                self.sub_dims.join(row, other)
+
+    def _keep_distinct(self) -> None:
+        """Keeps sub-dims whole that are two factors of an op, or two dims of a value."""
+        for graph in self.graphs:
+            for op in graph.ops.values():
+                self.sub_dims.keep_distinct(list(op.factors.values()))
+        for rows in (*self.operands, *self.results):
+            self.sub_dims.keep_distinct(rows)
+
+    def _settle(self, arguments: int) -> None:
+        """Finds the pending sums of the results, and keeps sub-dims whole until what is carried stays as it is."""
+        whole, rest = self.sub_dims.whole, [NOTHING] * (arguments - self.carries)
+        carried = [NOTHING] * self.carries
+        while True:
+            before = len(whole)
+            given = [graph.propagate([*carried, *rest]) for graph in self.graphs]
+            if self.function.kind == "while_loop":
+                whole.update(given[0][0])  # all ranks take as many steps
+            of_both = [NOTHING.union(*x) for x in zip(*given, strict=True)] if self.function.kind == "cond" else []
+            self.pending = of_both or given[-1]
+            after = self.pending[: self.carries]
+            for old, new in zip(carried, after, strict=True):
+                whole.update(old - new)
+            self._keep_consistent()
+            if len(whole) == before and after == carried:
+                return
+            carried = after if len(whole) == before else [NOTHING] * self.carries
+
+    def _keep_consistent(self) -> None:
+        """Keeps sub-dims whole over which one result is a pending sum and another is not, though it is not split."""
+        for sub_dim in NOTHING.union(*self.pending):
+            for rows, pending in zip(self.results, self.pending, strict=True):
+                split = sub_dim in _held(self.sub_dims, rows)
+                if split == (sub_dim in pending) and (split or pending):
+                    self.sub_dims.whole.add(sub_dim)
+
+    def dims(self, rows: Rows) -> tuple[tuple[str, ...], ...]:
+        """Return the factors of each dim."""
+        return tuple(tuple(map(self.factor, self.sub_dims.leaves(row))) for row in rows)
+
+    @staticmethod
+    def factor(sub_dim: int) -> str:
+        return f"f{sub_dim}"
+
+    def spec(self) -> Spec:
+        """Return the factors of the call."""
+        held = [_held(self.sub_dims, rows) for rows in self.results]
+        every = sorted(_held(self.sub_dims, [row for rows in (*self.operands, *self.results) for row in rows]))
+        free, pending = set(every) - self.sub_dims.whole, NOTHING.union(*self.pending)
+        same = (at for at, summed in enumerate(self.pending) if not summed and free - held[at])
+        return Spec(
+            tuple(map(self.dims, self.operands)),
+            tuple(map(self.dims, self.results)),
+            tuple(sorted((self.factor(x), self.sub_dims.size(x)) for x in every)),
+            tuple((self.factor(x), "sum") for x in every if x in pending),
+            frozenset(self.factor(x) for x in every if x not in free),
+            replicated=frozenset(same),
+        )

@@ -1,0 +1,201 @@
+"""Rules for ``cond``, ``scan`` and ``while_loop``: on one rank, the same op with functions of local shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import getitem
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+from shardc._compat import FakeTensorMode
+from shardc.custom_ops.flops import of_function
+from shardc.custom_ops.function_ops import OPS, Function, named, register
+from shardc.ir.layout import Digit, Digits, Layout
+from shardc.rules.function_factors import Factored, Graph, Pending, SpecOf
+from shardc.rules.rule import Builder, Call, Emitted, Local, Rule
+from shardc.rules.spec import project
+from shardc.rules.sub_dims import Rows
+
+aten = torch.ops.aten
+T = TypeVar("T")
+FindRule = Callable[[object], Rule | None]
+
+
+def rules(find_rule: FindRule, spec_of: SpecOf) -> list[Rule]:
+    """Return the rules; the ops in functions have those of ``find_rule`` and ``spec_of``."""
+    text = "as the ops in its functions"
+
+    def localize(local: Local) -> Emitted:
+        return _localize(local, find_rule, spec_of)
+
+    return [
+        Rule(f"shardc_function.{kind}", lambda call: Factored(call, spec_of).spec(), text, localize) for kind in OPS
+    ]
+
+
+def _localize(local: Local, find_rule: FindRule, spec_of: SpecOf) -> Emitted:
+    whole = all(
+        not layout.axes and layout.shape == value.shape
+        for layout, value in zip(local.operands, local.call.operands, strict=True)
+    )
+    if whole:
+        return local.same()
+    factored = Factored(local.call, spec_of)
+    on_rank = _OnRank(local, factored, find_rule)
+    operands: list[Emitted] = list(local.operand("operands"))
+    for at in range(factored.carries):
+        operands[at] = term(local.builder, operands[at], [axis for axis, _ in local.results[at].partial])
+    bodies = [on_rank.body(graph) for graph in factored.graphs]
+    graphs, kind = tuple(body.finish() for body in bodies), factored.function.kind
+    function = register(Function(kind, graphs, factored.function.counts, of_function(kind, graphs)))
+    coordinates = [local.builder.coordinate(axes) for axes in on_rank.coordinates]
+    return local.builder.call(local.call.target, [*operands, *coordinates], function.name)
+
+
+def term(builder: Builder, x: Emitted, axes: Sequence[str]) -> Emitted:
+    """Emit a rank's term of ``x``, which is whole on every rank, as a pending sum over ``axes``."""
+    if not axes:
+        return x
+    elsewhere = builder.call(aten.ne.Scalar, builder.coordinate(tuple(axes)), 0)
+    elsewhere = builder.call(aten.view.default, elsewhere, [1] * len(builder.shape(x)))
+    return builder.call(aten.masked_fill.Scalar, x, elsewhere, 0)
+
+
+class _OnRank:
+    """The graphs of a call's functions on one rank.
+
+    Attributes:
+        coordinates: axes of the coordinates that the graphs read, as further operands.
+    """
+
+    def __init__(self, local: Local, factored: Factored, find_rule: FindRule) -> None:
+        self.local, self.factored, self.find_rule = local, factored, find_rule
+        self.mesh = local.operands[0].mesh
+        self.coordinates: dict[tuple[str, ...], None] = {}
+        self.digits: dict[int, Digits] = {}  # by sub-dim
+        sides = [*zip(factored.operands, local.operands, strict=True), *zip(factored.results, local.results, strict=True)]
+        for rows, layout in sides:
+            self._learn(rows, layout)
+
+    def _learn(self, rows: Rows, layout: Layout) -> None:
+        leaves = [tuple(self.factored.sub_dims.leaves(row)) for row in rows]
+        parts = project(self.local.spec, self.factored.dims(rows), layout) if any(len(x) > 1 for x in leaves) else {}
+        for row, digits in zip(leaves, layout.dims, strict=True):
+            for sub_dim in row:  # a dim may be padded, if it is one sub-dim
+                self.digits[sub_dim] = digits if len(row) == 1 else parts[self.factored.factor(sub_dim)]
+
+    def _digits(self, row: Iterable[int]) -> list[Digit]:
+        sub_dims = self.factored.sub_dims
+        return [d for x in sub_dims.leaves(row) for d in self.digits.get(x, (Digit(sub_dims.size(x)),))]
+
+    def axes(self, pending: Pending) -> list[str]:
+        """Return the axes over which ``pending`` sub-dims are split."""
+        return [axis for _, axis in self._digits(sorted(pending)) if axis is not None]
+
+    def layouts(self, graph: Graph, node: fx.Node) -> tuple[Layout, ...]:
+        """Return the layout of each result of ``node``."""
+        return tuple(
+            Layout(self.mesh, list(map(self._digits, rows)), [(axis, "sum") for axis in self.axes(pending)])
+            for rows, pending in zip(graph.rows[node], graph.pending[node], strict=True)
+        )
+
+    def body(self, graph: Graph) -> _Body:
+        """Return ``graph`` on one rank."""
+        builder = _Body(self.local.builder.device, self.coordinates)
+        env: dict[fx.Node, Any] = {}
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                (layout,) = self.layouts(graph, node)
+                env[node] = builder.argument(layout.local_shape, graph.vals[node].dtype)
+            elif node.target is getitem:
+                results, index = env[node.args[0]], node.args[1]
+                env[node] = results[index] if isinstance(results, list | tuple) else builder.call(getitem, results, index)
+            elif node.op == "call_function":
+                env[node] = self._op(graph, node, env, builder)
+        builder.results = [env[node] for node in graph.outputs]
+        if self.factored.function.kind == "cond":
+            wanted = zip(builder.results, graph.outputs, self.factored.pending, strict=True)
+            builder.results = [term(builder, x, self.axes(all - graph.pending[node][0])) for x, node, all in wanted]
+        return builder
+
+    def _op(self, graph: Graph, node: fx.Node, env: dict[fx.Node, Any], builder: _Body) -> Emitted:
+        op = graph.ops[node]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env[x])
+        rule = self.find_rule(node.target)
+        if rule is None or op.spec is None:
+            return builder.call(op.call.target, *args, **kwargs)
+        operands = tuple(self.layouts(graph, x)[0] for x in op.operands)
+        results = tuple(x for x, value in zip(self.layouts(graph, node), op.call.results, strict=True) if value)
+        return rule.localize(Local(builder, op.call, op.spec, operands, results, args, kwargs))
+
+
+class _Body:
+    """Builder of a function's graph on one rank.
+
+    Args:
+        device: device of its values.
+        wanted: axes of the coordinates that graphs of the function take, behind other arguments.
+
+    Attributes:
+        results: the nodes that it returns.
+    """
+
+    def __init__(self, device: torch.device, wanted: dict[tuple[str, ...], None]) -> None:
+        self.device, self.wanted, self.inner, self._mode = device, wanted, fx.Graph(), FakeTensorMode()
+        self.results: list[Any] = []
+        self._arguments: list[fx.Node] = []
+        self._coordinates: dict[tuple[str, ...], fx.Node] = {}
+        self._once: dict[object, Any] = {}
+
+    def argument(self, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
+        """Return the placeholder of a tensor."""
+        self._arguments.append(self._placeholder(shape, dtype))
+        return self._arguments[-1]
+
+    def _placeholder(self, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
+        node = self.inner.placeholder("argument")
+        with self._mode:
+            node.meta["val"] = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        return node
+
+    def call(self, target: Callable[..., object], *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.inner.call_function(target, args, kwargs)
+        with self._mode:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+            node.meta["val"] = target(*args, **kwargs)
+        return node
+
+    def coordinate(self, axes: tuple[str, ...]) -> fx.Node:
+        self.wanted[axes] = None
+        if axes not in self._coordinates:
+            self._coordinates[axes] = self._placeholder([1], torch.int64)
+        return self._coordinates[axes]
+
+    def key(self) -> Emitted:
+        raise AssertionError("a function draws no random numbers")
+
+    def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
+        raise AssertionError(f"a function does not communicate over {axes}")
+
+    def shape(self, x: Any) -> tuple[int, ...]:
+        return tuple(x.meta["val"].shape)
+
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        if key not in self._once:
+            self._once[key] = make()
+        value: T = self._once[key]
+        return value
+
+    def finish(self) -> fx.Graph:
+        """Return the graph."""
+        for axes in self.wanted:
+            coordinate = self.coordinate(axes)
+            self._arguments[-1].append(coordinate)
+            self._arguments.append(coordinate)
+        self.inner.output(tuple(self.results))
+        self.inner.eliminate_dead_code()
+        named(self.inner)
+        self.inner.lint()
+        return self.inner
