@@ -134,10 +134,11 @@ class Graph:
         target: Any = node.target
         return Call(target, plain(node.args), kwargs, value if isinstance(value, tuple) else (value,))
 
-    def propagate(self, given: Sequence[Pending]) -> list[Pending]:
+    def propagate(self, given: Sequence[Pending], check: bool) -> list[Pending]:
         """Return the pending sums of what it returns, for ``given`` ones of the arguments.
 
-        A sub-dim over which an op cannot carry a pending sum is kept whole from then on.
+        Args:
+            check: keep whole, from then on, what an op cannot carry a pending sum over; else any op carries it.
         """
         arguments = iter(given)
         for node in self.graph.nodes:
@@ -146,13 +147,13 @@ class Graph:
             elif node.target is getitem:
                 self.pending[node] = [self.pending[node.args[0]][node.args[1]]]
             elif node in self.ops:
-                self.pending[node] = self._pending(self.ops[node])
+                self.pending[node] = self._pending(self.ops[node], check)
         return [self.pending[node][0] for node in self.outputs]
 
-    def _pending(self, op: Op) -> list[Pending]:
+    def _pending(self, op: Op, check: bool) -> list[Pending]:
         before, whole = [self.pending[x][0] for x in op.operands], self.sub_dims.whole
         carried, own = NOTHING.union(*before), op.summed(self.sub_dims, [])
-        for sub_dim in carried:
+        for sub_dim in carried if check else ():
             positions = frozenset(at for at, pending in enumerate(before) if sub_dim in pending)
             if sub_dim in own or op.spec is None or not carries(op.spec, "sum", positions):
                 whole.add(sub_dim)
@@ -230,21 +231,22 @@ class Factored:
     def _settle(self, arguments: int) -> None:
         """Finds the pending sums of the results, and keeps sub-dims whole until what is carried stays as it is."""
         whole, rest = self.sub_dims.whole, [NOTHING] * (arguments - self.carries)
-        carried = [NOTHING] * self.carries
-        while True:
-            before = len(whole)
-            given = [graph.propagate([*carried, *rest]) for graph in self.graphs]
+        before = -1
+        while before < len(whole):
+            before, carried, check = len(whole), [NOTHING] * self.carries, False
+            while True:  # first what may be pending from step to step, then whether all ops carry it
+                given = [graph.propagate([*carried, *rest], check) for graph in self.graphs]
+                of_both = [NOTHING.union(*x) for x in zip(*given, strict=True)] if self.function.kind == "cond" else []
+                self.pending = of_both or given[-1]
+                after = [old | new for old, new in zip(carried, self.pending, strict=False)]
+                if check:
+                    break
+                check, carried = after == carried, after
+            for old, new in zip(carried, self.pending, strict=False):
+                whole.update(old ^ new)
             if self.function.kind == "while_loop":
                 whole.update(given[0][0])  # all ranks take as many steps
-            of_both = [NOTHING.union(*x) for x in zip(*given, strict=True)] if self.function.kind == "cond" else []
-            self.pending = of_both or given[-1]
-            after = self.pending[: self.carries]
-            for old, new in zip(carried, after, strict=True):
-                whole.update(old - new)
             self._keep_consistent()
-            if len(whole) == before and after == carried:
-                return
-            carried = after if len(whole) == before else [NOTHING] * self.carries
 
     def _keep_consistent(self) -> None:
         """Keeps sub-dims whole over which one result is a pending sum and another is not, though it is not split."""
