@@ -134,7 +134,7 @@ def of_function(kind: str, graphs: tuple[fx.Graph, ...]) -> int:
 
     def count(node: fx.Node) -> int:
         args, kwargs = fx.map_arg((node.args, node.kwargs), shape)
-        return flops(node.target, args, tuple(kwargs.items()), shape(node))  # type: ignore[arg-type]
+        return flops(node.target, args, tuple(kwargs.items()), shape(node))
 
     counts = [sum(count(node) for node in graph.nodes if is_dense(node.target)) for graph in graphs]
     return max(counts) if kind == "cond" else sum(counts)

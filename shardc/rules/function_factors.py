@@ -1,4 +1,4 @@
-"""The factors of ``cond``, ``scan`` and ``while_loop`` (`shardc.custom_ops.function_ops`), from the ops in their functions.
+"""The factors of ``cond``, ``scan`` and ``while_loop`` (`shardc.custom_ops.function_ops`), from the ops in them.
 
 Each op in a function joins the sub-dims of its operands and results, as its own rule says, and a step joins those of
 what it carries. What is then one sub-dim everywhere is a factor of the whole op. A factor that an op in the function
@@ -15,7 +15,7 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from shardc._compat import FakeTensorMode
 from shardc.custom_ops.function_ops import Function, function_of

@@ -14,7 +14,7 @@ from shardc.custom_ops.flops import of_function
 from shardc.custom_ops.function_ops import OPS, Function, named, register
 from shardc.ir.layout import Digit, Digits, Layout
 from shardc.rules.function_factors import Factored, Graph, Pending, SpecOf
-from shardc.rules.rule import Builder, Call, Emitted, Local, Rule
+from shardc.rules.rule import Builder, Emitted, Local, Rule
 from shardc.rules.spec import project
 from shardc.rules.sub_dims import Rows
 
@@ -75,7 +75,10 @@ class _OnRank:
         self.mesh = local.operands[0].mesh
         self.coordinates: dict[tuple[str, ...], None] = {}
         self.digits: dict[int, Digits] = {}  # by sub-dim
-        sides = [*zip(factored.operands, local.operands, strict=True), *zip(factored.results, local.results, strict=True)]
+        sides = [
+            *zip(factored.operands, local.operands, strict=True),
+            *zip(factored.results, local.results, strict=True),
+        ]
         for rows, layout in sides:
             self._learn(rows, layout)
 
@@ -111,7 +114,9 @@ class _OnRank:
                 env[node] = builder.argument(layout.local_shape, graph.vals[node].dtype)
             elif node.target is getitem:
                 results, index = env[node.args[0]], node.args[1]
-                env[node] = results[index] if isinstance(results, list | tuple) else builder.call(getitem, results, index)
+                env[node] = (
+                    results[index] if isinstance(results, list | tuple) else builder.call(getitem, results, index)
+                )
             elif node.op == "call_function":
                 env[node] = self._op(graph, node, env, builder)
         builder.results = [env[node] for node in graph.outputs]

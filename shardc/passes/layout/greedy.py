@@ -9,7 +9,7 @@ sliced is computed sliced, if that adds no communication.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem, itemgetter
 
@@ -122,6 +122,9 @@ class _Sweep:
         options = priced(spec, layouts, have, pins, Work.of(call), grad, self.cost)
         _, chosen = min(options, key=itemgetter(0))  # on a tie the first
         self._decide(node, chosen)
+        if node.target in function_ops.OPS.values():
+            kept = {axis for layout in chosen.operands for axis in layout.bound}
+            self._warn_whole(node, {axis for layout in layouts for axis in layout.bound} - kept)
         if node.target in RESHAPES and ir.info(node).origin.phase == "forward":
             self._warn_cut(node, layouts[0], chosen.operands[0], spec)
         if operands[0] in self.pinned and (spec.moves or node.target is torch.ops.aten._to_copy.default):
@@ -173,15 +176,22 @@ class _Sweep:
         error = LayoutError(text, source=ir.info(node).origin.source or None, fix=fix)
         warnings.warn(str(error), ShardcWarning, stacklevel=2)
 
-    def _warn_whole(self, node: fx.Node) -> None:
-        """Warns that an op has no rule and is computed whole on every rank; raises RuleError if ``strict``."""
+    def _warn_whole(self, node: fx.Node, axes: Collection[str] | None = None) -> None:
+        """Warns that an op has no rule and is computed whole on every rank, or that its functions cannot be split over
+        ``axes``; raises RuleError if ``strict``.
+        """
         record = ir.info(node)
-        moved = sum(ir.value(x).itemsize * ir.layout(x).numel for x in operands_of(node) if ir.layout(x).axes)
-        runs_functions = node.target in function_ops.OPS.values()
-        op = record.name if runs_functions else written_op(node.target) or node.target
-        text = f"no rule for {op} ({record.name}): computed whole on every rank, {moved} bytes gathered"
-        if self.problem.strict:
-            fix = "strict=False" if runs_functions else "shardc.register_rule(op, ...) or strict=False"
+        gathered = [
+            x for x in operands_of(node) if (ir.layout(x).axes if axes is None else set(axes) & {*ir.layout(x).bound})
+        ]
+        moved = sum(ir.value(x).itemsize * ir.layout(x).numel for x in gathered)
+        over = f" along {', '.join(sorted(axes, key=self.mesh.order))}" if axes else ""
+        why = f"no rule for {written_op(node.target) or node.target} ({record.name})"
+        if axes is not None:
+            why = f"{record.name} cannot be split{over}, as its functions need the values of all ranks at once"
+        text = f"{why}: computed whole on every rank{over}, {moved} bytes gathered"
+        if self.problem.strict and (moved or axes is None):
+            fix = "shardc.register_rule(op, ...) or strict=False" if axes is None else "strict=False"
             raise RuleError(text, source=record.origin.source, fix=fix)
         if moved:
             fix = "\n  fix: write one expert as a function under @shardc.experts" if "grouped_mm" in text else ""

@@ -8,13 +8,15 @@ from shardc.rules.attention_rules import SEQUENCE
 from shardc.rules.flex_rules import TABLE as FLEX
 from shardc.rules.pointwise import TABLE as POINTWISE
 from shardc.rules.proof import Sample
-from tests.rules.samples import attention, elements, indexing, matrices, pointwise, structured, windows
+from tests.rules.samples import attention, elements, functions, indexing, matrices, pointwise, structured, windows
 
 
 def samples(op: str) -> list[Sample]:
     """The samples of the rule named ``op``, e.g. ``aten.mm``; none where it has none."""
     if op.startswith("shardc_float8"):
         return elements.samples(op)
+    if op.startswith("shardc_function"):
+        return functions.samples(op)
     if op in POINTWISE:
         return list(pointwise.samples(op))
     if op in ATTENTION:
