@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -62,6 +63,22 @@ def backwards(net: Net, h: Tensor) -> Tensor:
     return scan(step, torch.ones_like(h[:, 0]), h, dim=1, reverse=True)[1]
 
 
+def gates(net: Net, h: Tensor) -> Tensor:
+    """Batch and features are each their own."""
+
+    def step(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        carry = carry * torch.sigmoid(x) + x
+        return carry, torch.tanh(carry)
+
+    return net.b(scan(step, torch.ones_like(h[:, 0]), h.repeat(1, 60, 1), dim=1)[1])
+
+
+def totals(net: Net, h: Tensor) -> Tensor:
+    """A branch sums over the batch, the other has the same on every rank."""
+    rows = torch.cond(h.sum() > 1e9, lambda h, b: h.sum((0, 1)), lambda h, b: b * 2, (h, net.b.bias))
+    return net.b(h) + rows
+
+
 def nested(net: Net, h: Tensor) -> Tensor:
     def step(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         carry = torch.cond(x.sum() > 0, lambda c, x: c + net.b(x), lambda c, x: c - x, (carry, x))
@@ -82,13 +99,15 @@ KINDS: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "a scan from the end": backwards,
     "a long scan": lambda net, h: steps(net, h.repeat(1, 40, 1)),
     "a long scan from the end": lambda net, h: backwards(net, h.repeat(1, 40, 1)),
+    "a long scan of gates": gates,
+    "a branch that sums": totals,
     "a branch in a scan": nested,
     "a map over rows": lambda net, h: map_slices(lambda h: torch.tanh(net.b(h)), h),
     "a map over a dim": lambda net, h: map_slices(lambda x, y: x + net.b(y).mean(0), h.transpose(0, 1), h[0].clone()),
     "an associative scan": lambda net, h: associative_scan(torch.mul, net.b(h), 1, combine_mode="generic"),
     "a region": lambda net, h: region(net, h) + region(net, h * 2),
 }
-FREE = ("a scan", "a scan from the end", "a map over rows", "a map over a dim", "an associative scan", "a region")
+WHOLE = "a branch in a scan"  # decided by values of all rows
 
 
 @pytest.mark.parametrize(("mesh", "plan"), MESHES)
@@ -102,45 +121,82 @@ def total(out: Tensor) -> Tensor:
     return out.sum()
 
 
-def lowered(function: Callable[[Net, Tensor], Tensor], loss: Any = total) -> shardc.Program:
+Function = Callable[[Net, Tensor], Tensor]
+
+
+def lowered(function: Function, loss: Any = total, mesh: Any = None, plan: Any = None) -> shardc.Program:
     class Other(Net):
         def forward(self, x: Tensor) -> Tensor:
             return function(self, self.a(x))
 
-    module = shardc.compile(Other(""), shardc.Mesh(dp=2), shardc.ddp("dp"), loss=loss, backend="eager")
+    mesh = shardc.Mesh(mesh or {"dp": 2})
+    module = shardc.compile(Other(""), mesh, plan or shardc.ddp("dp"), loss=loss, backend="eager")
     program = module.lower(torch.randn(6, 5, 4))
     assert isinstance(program, shardc.Program)
     return program
 
 
+def kinds_of_collectives(program: shardc.Program) -> set[str]:
+    tally = program.text("collectives").rpartition("comm:")[2].splitlines()
+    return {line.split(" x")[0].strip() for line in tally if line.strip()}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_and_parse(kind: str) -> None:
+def test_text_and_what_is_gathered(kind: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error" if kind in FREE else "ignore", shardc.ShardcWarning)
-        text = lowered(KINDS[kind]).text("localize")
+        warnings.simplefilter("ignore" if kind == WHOLE else "error", shardc.ShardcWarning)
+        program = lowered(KINDS[kind])
+    text = program.text("localize")
     assert dump(parse(text), shardc.Mesh(dp=2)) == text
+    assert (kinds_of_collectives(program) == {"all_reduce(dp)"}) == (kind != WHOLE)
+
+
+def test_features_stay_split() -> None:
+    plan = shardc.ddp("dp") | shardc.tp("tp", colwise=["a"], rowwise=["b"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", shardc.ShardcWarning)
+        program = lowered(gates, mesh={"dp": 2, "tp": 2}, plan=plan)
+    assert kinds_of_collectives(program) == {"all_reduce(dp)", "all_reduce(tp)"}
+
+
+def test_a_product_of_split_features_is_computed_whole_with_a_warning() -> None:
+    plan = shardc.ddp("dp") | shardc.tp("tp", colwise=["a"], rowwise=["b"])
+    with pytest.warns(shardc.ShardcWarning) as caught:
+        lowered(KINDS["a long scan"], mesh={"dp": 2, "tp": 2}, plan=plan)
+    what = r"scan cannot be split along tp.*along tp, 19264 bytes gathered\n  source: .*test_functions.py:\d+"
+    assert [x for x in caught if re.match(what, str(x.message))], [str(x.message) for x in caught]
 
 
 def test_under_strict_an_op_that_is_computed_whole_is_an_error() -> None:
-    module = shardc.compile(Net("a branch"), shardc.Mesh(dp=2), FSDP, options=shardc.Options(strict=True))
-    what = r"no rule for cond .*whole on every rank(.|\n)*source: .*test_functions.py:\d+(.|\n)*fix: strict=False"
+    module = shardc.compile(Net(WHOLE), shardc.Mesh(dp=2), FSDP, options=shardc.Options(strict=True))
+    what = r"scan cannot be split along dp(.|\n)*source: .*test_functions.py:\d+(.|\n)*fix: strict=False"
     with pytest.raises(RuleError, match=what):
         module.lower(torch.randn(6, 5, 4))
 
 
-def loop(net: Net, h: Tensor) -> Tensor:
+def loop(condition: Callable[..., Tensor], net: Net, h: Tensor) -> Tensor:
     start = torch.zeros((), dtype=torch.int64), h
-    return while_loop(lambda n, h: (n < 7) & (h.abs().max() > 0.1), lambda n, h: (n + 1, torch.tanh(net.b(h))), start)[
-        1
-    ]
+    return while_loop(condition, lambda n, h: (n + 1, torch.tanh(net.b(h))), start)[1]
 
 
-def test_a_while_loop_without_gradients() -> None:
-    KINDS["a while loop"] = loop
-    net, x = Net("a while loop").double(), torch.randn(6, 5, 4, dtype=torch.float64)
-    module = shardc.compile(net, shardc.Mesh(dp=2), FSDP, backend="eager")
+LOOPS: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "a loop by a count": partial(loop, lambda n, h: n < 7),
+    "a loop by values": partial(loop, lambda n, h: (n < 7) & (h.abs().max() > 0.1)),
+}
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_while_loop_without_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, kind, LOOPS[kind])
+    net, x = Net(kind).double(), torch.randn(6, 5, 4, dtype=torch.float64)
+    module = shardc.compile(net, shardc.Mesh(dp=2), shardc.ddp("dp"), backend="eager")
     with torch.no_grad():
-        torch.testing.assert_close(shardc.Simulation(module)(x, grad=False), net(x), rtol=1e-9, atol=1e-12)
+        simulation = shardc.Simulation(module)
+        torch.testing.assert_close(simulation(x, grad=False), net(x), rtol=1e-9, atol=1e-12)
+        program = module.lower(x)
+    assert isinstance(program, shardc.Program)
+    forward = program.text("collectives").partition("backward:")[0]
+    assert ("all_gather" in forward) == (kind == "a loop by values")
     simulation = shardc.Simulation(shardc.compile(net, shardc.Mesh(dp=2), FSDP, loss=total, backend="eager"))
     simulation(x)
     with pytest.raises(InputError, match=r"while_loop has no gradient(.|\n)*fix: write a scan"):

@@ -42,6 +42,7 @@ OTHERS = (
     "shardc_attention",
     "shardc_window",
     "shardc_float8",
+    "shardc_function",
     "_int_mm",
 )
 
@@ -51,6 +52,11 @@ def test_a_dense_op_counts_as_in_torch(op: str) -> None:
     for sample in samples(op):
         ours, theirs = counted(sample)
         assert ours == theirs > 0, str(sample)
+
+
+def test_a_scan_counts_the_products_of_all_steps() -> None:
+    forward, backward = samples("shardc_function.scan")[:2]
+    assert (counted(forward)[0], counted(backward)[0]) == (3 * 2 * 4**3, 3 * 2 * 2 * 4**3)
 
 
 @pytest.mark.parametrize(("op", "products"), [("", 2), ("_backward", 5)])

@@ -45,7 +45,7 @@ def counted(count: Tensor, total: Tensor, h: Tensor, x: Tensor) -> tuple[Tensor,
 
 def by_heads(state: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     heads = x.view(x.shape[0], 4, 2)
-    state = state * 0.9 + torch.einsum("bhd,bhe->bhde", heads, heads.softmax(-1))
+    state = state * 0.9 + torch.einsum("bhd,bhe->bhde", heads, heads / heads.square().sum(-1, True))
     return state, state.sum(-1).flatten(1)
 
 
