@@ -5,7 +5,7 @@ Dynamo's graph.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._dynamo import functional_export
 from torch._dynamo.convert_frame import CaptureOutput
 from torch._dynamo.exc import ObservedAttributeError
@@ -94,8 +95,13 @@ def _overlaps_itself(x: Tensor) -> bool:
 
 
 def _memory(node: fx.Node) -> int:
-    """Return the identity of the storage of ``node``: equal for tensors that share memory."""
+    """Return the identity of the storage of ``node``: equal for tensors that share memory.
+
+    A tensor of a transform of ``torch.func`` has that of the tensor that it wraps.
+    """
     x = node.meta["example_value"]
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
     return int(x.untyped_storage()._cdata) if x.layout is torch.strided else id(x)
 
 
@@ -165,10 +171,14 @@ def _wrapper_code(model: nn.Module) -> set[CodeType]:
 
 
 def reads_of(
-    trace: CaptureOutput, model: nn.Module, loss: Callable[..., object] | None, states: Iterable[Read] = ()
+    trace: CaptureOutput,
+    model: nn.Module,
+    loss: Callable[..., object] | None,
+    states: Iterable[Read],
+    taken: Collection[int],
 ) -> Reads:
     """Return the `Reads` of a trace of ``loss(model(...))``: attributes, globals and their properties that it read, and
-    the given ``states`` of torch.
+    the given ``states`` of torch. ``taken`` has the ``id`` of each tensor that the traced graph takes.
 
     Raises:
         CaptureError: the code asks for the class of a tensor; or it reads a tensor that is no parameter, buffer or
@@ -207,6 +217,8 @@ def reads_of(
             if id(value) in tensor_ids:
                 continue
             if value.requires_grad and not text.startswith("loss"):
+                if id(value) not in taken:  # `torch.func.functional_call` reads what it puts others in the place of
+                    continue
                 raise _foreign_tensor_error(text, value, guard)
             if refused := why_refused(value):
                 kind_of_tensor, instead = refused
