@@ -418,8 +418,8 @@ def refuse_sparse(graph: fx.Graph) -> None:
 
 
 _IN_PLACE_OF = {
-    "triton_kernel_wrapper": "wrap the kernel in a torch.library.custom_op, whose mutates_args say what it writes "
-    "to, with shardc.register_rule for its rule",
+    "triton_kernel_wrapper": "launch the kernel in an op of torch.library.triton_op or custom_op, which runs on each "
+    "rank at the shapes of its shards, with shardc.register_rule for its rule",
 }
 
 

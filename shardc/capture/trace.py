@@ -341,6 +341,8 @@ def trace(
             fakes = [fake(name, x) for name, x in named]
         # Backward runs outside of the autocast that forward runs in, as torch advises.
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
+        # The functions of Triton ops compute grids from shapes: they run on a rank, at its own.
+        stack.enter_context(torch._functorch.config.patch(decompose_custom_triton_ops=False))
 
         def joint_of(module: nn.Module) -> Any:
             with mode:  # AOTAutograd looks for a fake mode among the tensors, of which there may be none
