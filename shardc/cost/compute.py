@@ -72,6 +72,12 @@ class Kernel:
     dtype: torch.dtype
     attention: bool = False
 
+    @property
+    def kind(self) -> str:
+        """Return "attention" or "product" with the dtype, as ``product, bf16``, or "fused" if it has no dense op."""
+        dtype = ir.DTYPE_NAMES.get(self.dtype, self.dtype)
+        return f"attention, {dtype}" if self.attention else f"product, {dtype}" if self.flops else "fused"
+
 
 def flops_of(node: fx.Node) -> int:
     """Return the operations of ``node`` at its (global or local) shapes, by torch's counter; 0 if it is not dense."""

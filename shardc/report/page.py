@@ -1,4 +1,6 @@
-"""A schedule as a self-contained HTML page (`page`; ``page.html`` is its code) and as a matplotlib figure (`draw`)."""
+"""A schedule as a self-contained HTML page (`page`, with ``page.html`` and ``page.js``) and as a matplotlib figure
+(`draw`).
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,12 @@ def page(schedule: Prediction, findings: Iterable[Finding] = (), drawn: str = ""
     # Only these three characters can end a script element or begin a comment in it.
     for sign in "<>&":
         data = data.replace(sign, f"\\u{ord(sign):04x}")
-    text = resources.files("shardc.report").joinpath("page.html").read_text()
+    text, script = (resources.files("shardc.report").joinpath(name).read_text() for name in ("page.html", "page.js"))
     above = f"<section><h2>Pipeline</h2>\n{drawn}</section>\n" if drawn else ""
-    return text.replace("@TITLE@", escape(schedule.title)).replace("@DRAWN@", above).replace("@DATA@", data)
+    parts = {"TITLE": escape(schedule.title), "DRAWN": above, "SCRIPT": script, "DATA": data}
+    for name, part in parts.items():
+        text = text.replace(f"@{name}@", part)
+    return text
 
 
 def record(schedule: Prediction, findings: Iterable[Finding] = ()) -> dict[str, object]:
@@ -59,7 +64,7 @@ def record(schedule: Prediction, findings: Iterable[Finding] = ()) -> dict[str, 
         "kernels": [
             {
                 "name": run.kernel.name, "ops": run.kernel.ops, "flops": run.kernel.flops, "bytes": run.kernel.bytes,
-                "start": _us(run.start), "end": _us(run.end), "phase": schedule.phase_of(run),
+                "start": _us(run.start), "end": _us(run.end), "phase": schedule.phase_of(run), "kind": run.kernel.kind,
             }
             for run in schedule.runs
         ],
@@ -161,7 +166,7 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 4)
 
 
-# The same colours as in page.html.
+# The same colours as in page.js.
 KINDS = {
     "forward": "#74a9d8", "backward": "#4a6fa5", "recompute": "#b08968",
     "all_gather": "#2f9e44", "reduce_scatter": "#e8590c", "all_reduce": "#ae3ec9",

@@ -8,7 +8,7 @@ from shardc.cost.compute import layers_of
 from shardc.ir import graph as ir
 from shardc.report.export import shorten
 from shardc.report.predicted_memory import Held
-from shardc.report.prediction import HOST, Collective, Prediction, Run, Total, grouped
+from shardc.report.prediction import HOST, Collective, Prediction, Total, grouped
 from shardc.report.units import duration, operations, percent, size
 
 WIDTH = 120  # columns of a table
@@ -95,13 +95,7 @@ def _phases(schedule: Prediction) -> str:
 
 def _kernels(schedule: Prediction) -> str:
     """Return the table of kernels by kind, with the rates that the prediction assumes and their shares of the peaks."""
-
-    def kind(run: Run) -> str:
-        if run.kernel.attention:
-            return f"attention, {ir.DTYPE_NAMES.get(run.kernel.dtype, run.kernel.dtype)}"
-        return f"product, {ir.DTYPE_NAMES.get(run.kernel.dtype, run.kernel.dtype)}" if run.kernel.flops else "fused"
-
-    groups = grouped(schedule.runs, kind)
+    groups = grouped(schedule.runs, lambda run: run.kernel.kind)
     body = []
     for name, of in sorted(groups.items(), key=lambda item: (-sum(run.seconds for run in item[1]), item[0])):
         seconds = sum(run.seconds for run in of)

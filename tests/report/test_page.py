@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shardc
 from examples.models import llama
@@ -161,16 +162,20 @@ console.log(JSON.stringify({
 """
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="no JS engine")
-def test_what_the_script_computes(schedule: Schedule, tmp_path: Path) -> None:
+def run_script(ask: str, schedule: Schedule, folder: Path) -> Any:
+    """Runs ``ask`` in a JS engine with the script and the data of a page; returns the JSON that it prints."""
     held = Page(schedule.to_html()).held
-    for name in ("script", "data"):
-        (tmp_path / name).write_text(held[name])
-    (tmp_path / "ask.js").write_text(ASK)
-    command = ["node", *(tmp_path / name for name in ("ask.js", "script", "data"))]
+    for name, text in (("script", held["script"]), ("data", held["data"]), ("ask.js", ask)):
+        (folder / name).write_text(text)
+    command = ["node", *(folder / name for name in ("ask.js", "script", "data"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    said, data = json.loads(done.stdout), json.loads(held["data"])
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no JS engine")
+def test_what_the_script_computes(schedule: Schedule, tmp_path: Path) -> None:
+    said, data = run_script(ASK, schedule, tmp_path), json.loads(Page(schedule.to_html()).held["data"])
     rows: list[dict[str, Any]] = data["collectives"]
     assert said["lanes"] == ["compute", *dict.fromkeys(c.axis for c in schedule.collectives)]
     assert said["middle"] == list(range(len(rows))) and said["none"] is None
@@ -190,6 +195,51 @@ def test_what_the_script_computes(schedule: Schedule, tmp_path: Path) -> None:
     assert sum(map(len, said["causes"])) == sum(len(row["from"]) for row in rows)
     assert said["users"] == [[at for at, op in enumerate(data["ops"]) if n in op[6]] for n in range(len(texts))]
     assert said["held"] == [sample for sample in data["memory"]["samples"] if sample[0] <= data["us"] / 2][-1]
+
+
+FOLDS = """
+const fs = require("fs");
+const [script, data] = process.argv.slice(2).map((path) => fs.readFileSync(path, "utf8"));
+const m = eval(script + ";model")(JSON.parse(data)), axis = m.axis(m.folds, m.data.us);
+const times = [...Array(101).keys()].map((n) => n * m.data.us / 100);
+const rows = m.data.collectives.map((c) => ({ ...c, count: 1, us: c.end - c.start }));
+console.log(JSON.stringify({
+  folds: m.folds, end: axis.end, times, back: times.map((us) => axis.time(axis.place(us))),
+  places: times.map(axis.place), wide: m.folds.map((f) => axis.place(f.to) - axis.place(f.from)),
+  ticks: axis.ticks(0, axis.end),
+  open: m.axis([], m.data.us).end, merged: m.merged(rows).map((row) => [row.count, row.tensor, row.wire]),
+}));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no JS engine")
+def test_alike_layers_fold(tmp_path: Path) -> None:
+    """One layer is shown and the others are counted; places on the axis and times map to each other."""
+    with torch.device("meta"):
+        layers = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(12)))
+        program = shardc.compile(layers, Mesh(dp=8), shardc.fsdp("dp")).lower(torch.empty(4096, 1024))
+    schedule = program.schedule("a100")
+    said = run_script(FOLDS, schedule, tmp_path)
+    forward, backward = said["folds"]
+    for fold, layers_inside in ((forward, range(1, 12)), (backward, range(10, 0, -1))):
+        expected = [str(layer) for layer in layers_inside]
+        assert (fold["name"], fold["count"]) == (f"{expected[0]} to {expected[-1]}", len(expected))
+        first, last = fold["ops"]
+        runs = [run for run in schedule.runs if first <= run.kernel.ops[0] and run.kernel.ops[-1] <= last]
+        products = [run.kernel.module.split(".")[0] for run in runs if run.kernel.flops]
+        assert list(dict.fromkeys(products)) == expected
+        assert (fold["from"], fold["to"]) == pytest.approx((runs[0].start * 1e6, runs[-1].end * 1e6))
+    for fold, wide in zip(said["folds"], said["wide"], strict=True):
+        assert wide == pytest.approx(fold["wide"]) and wide < fold["to"] - fold["from"]
+    assert said["open"] == pytest.approx(schedule.seconds * 1e6)
+    hidden = sum(fold["to"] - fold["from"] - fold["wide"] for fold in said["folds"])
+    assert said["end"] == pytest.approx(said["open"] - hidden)
+    assert said["back"] == pytest.approx(said["times"]) and said["places"] == sorted(said["places"])
+    assert said["ticks"] == sorted(said["ticks"])
+    assert not any(fold["from"] < tick < fold["to"] for fold in said["folds"] for tick in said["ticks"])
+    assert sum(count for count, _, _ in said["merged"]) == len(schedule.collectives)
+    assert sum(wire for _, _, wire in said["merged"]) == schedule.wire
+    assert len(said["merged"]) < len(schedule.collectives) / 2
 
 
 DRIVE = """
