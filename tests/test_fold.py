@@ -97,6 +97,14 @@ def check(make: Callable[[], Any], plan: shardc.Plan, folds: bool, **axes: int) 
     return folded
 
 
+def test_lint_of_padded_inputs_folds() -> None:
+    def make() -> tuple[nn.Module, tuple[Tensor, ...], Any]:
+        return Stack(*(Layer() for _ in range(6))), (torch.empty(3, 4, WIDTH),), None
+
+    whole, folded = (program(make(), shardc.fsdp("dp"), fold, dp=2) for fold in (False, True))
+    assert folded.folded is not None and folded.lint("cpu") == whole.lint("cpu")
+
+
 MLP_TP = shardc.tp("tp", colwise=["layers.*.up"], rowwise=["layers.*.down"])
 PLANS = {
     "ddp": (lambda tp: shardc.ddp("dp"), {"dp": 2}),

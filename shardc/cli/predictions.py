@@ -9,7 +9,8 @@ from shardc.cli import target
 from shardc.cli.target import Command
 from shardc.cost import hardware
 from shardc.errors import MeshError
-from shardc.report.export import Limit, broken, compare, load, plain, write
+from shardc.report.beside import HEAD, answer, rows
+from shardc.report.export import Limit, broken, compare, load, record, write
 from shardc.report.findings import SEVERITIES, merged
 from shardc.report.formulas import unrounded
 from shardc.report.inspected import InspectedProgram
@@ -51,6 +52,8 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", type=target.count_of, default=DEFAULT_ROWS, help="rows of collectives to print; 0 for all"
     )
+    parser.add_argument("--beside", metavar="PLAN", help="another plan to compare with, in text and on the page")
+    parser.add_argument("--beside-mesh", metavar="MESH", help="the mesh of --beside, if it is another one")
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto")
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page: timeline, memory, tables, the annotated graph")
@@ -60,15 +63,37 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
 def _run_schedule(options: argparse.Namespace) -> None:
     """Print the table; write the files of ``--trace``, ``--json``, ``--html`` and ``--plot``."""
     program, predicted = predict(options)
+    beside = _beside(options)
+    if beside is not None:
+        _print_beside(predicted, beside)
     print(predicted.table(options.rows or None), end="")
     for path, text in ((options.trace, predicted.to_trace), (options.json, predicted.to_json)):
         if path is not None:
             write(path, text())
     if options.html is not None:
         has_stages = program.stage_ranks > 0  # which lint does not know
-        write(options.html, predicted.to_html([] if has_stages else program.lint(options.hardware)))
+        write(options.html, predicted.to_html([] if has_stages else program.lint(options.hardware), beside))
     if options.plot is not None:
         predicted.plot(options.plot)
+
+
+def _beside(options: argparse.Namespace) -> Schedule | None:
+    """Return the schedule of ``--beside`` on ``--beside-mesh``, either as in the schedule itself by default; None if
+    neither is given.
+    """
+    if options.beside is None and options.beside_mesh is None:
+        return None
+    changed = {"plan": options.beside or options.plan, "mesh": options.beside_mesh or options.mesh}
+    return predict(argparse.Namespace(**{**vars(options), **changed}))[1]
+
+
+def _print_beside(above: Schedule, beside: Schedule) -> None:
+    """Print the step, exposed communication and memory of two schedules, then what they are and what differs."""
+    changes = compare(record(above), record(beside))
+    print(answer(changes))
+    for name, schedule in (("before", above), ("after", beside)):
+        print(fill(f"{name:<8}  mesh {schedule.mesh}, {schedule.plan}", WIDTH, subsequent_indent=" " * 10))
+    print(f"\n{aligned(rows(changes), HEAD, left=HEAD[:1])}\n")
 
 
 # --- lint
@@ -89,13 +114,13 @@ def _run_lint(options: argparse.Namespace) -> int:
     """
     program, _ = predict(options)
     findings = program.lint(options.hardware, stage=options.stage)
-    rows = [
+    found = [
         (f.severity, f.rule, str(f.count), duration(f.seconds), size(f.bytes), f.subject, in_folder(f.source))
         for f in merged(findings)
     ]
     head = ("severity", "rule", "count", "time", "a rank", "subject", "source")
     left = ("severity", "rule", "subject", "source")
-    print(aligned(rows, head, left=left, cut=("subject", "source")) if rows else "nothing found")
+    print(aligned(found, head, left=left, cut=("subject", "source")) if found else "nothing found")
     for (rule, change), alike in grouped(merged(findings), lambda f: (f.rule, f.change)).items():
         print("\n" + fill(f"{rule}: {change}", WIDTH, subsequent_indent="    "))
         for f in alike:
@@ -163,9 +188,8 @@ def _run_diff(options: argparse.Namespace) -> int:
     limits = [Limit.parse(text) for text in options.fail_if]
     changes = compare(load(options.before), load(options.after))
     failed = broken(changes, limits)
-    rows = [(c.metric, f"{c.before:g}", f"{c.after:g}", f"{c.relative:+.1%}") for c in changes if c.before != c.after]
-    head = ("number", "before", "after", "change")
-    print(plain(rows, head) if rows else "no difference")
+    differ = rows(changes)
+    print(f"{answer(changes)}\n\n{aligned(differ, HEAD, left=HEAD[:1])}" if differ else "no difference")
     for limit, change in failed:
         number = f"{limit.number:+.1%}" if limit.relative else f"{limit.number:{'+' if limit.change else ''}g}"
         side = "above" if limit.above else "below"

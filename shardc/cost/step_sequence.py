@@ -347,7 +347,8 @@ def aliased(node: fx.Node) -> fx.Node | None:
         return None
     first = node.all_input_nodes[0]
     if target is aten.reshape.default:
-        return first if _reshapes_in_place(first.meta["val"], result) else None
+        source = first.meta.get("val")  # before localize, what a pass has put in has none
+        return first if isinstance(source, Tensor) and _reshapes_in_place(source, result) else None
     if is_view(target):
         return first
     storage = result.untyped_storage()._cdata

@@ -235,7 +235,7 @@ def load(path: str) -> dict[str, Any]:
         raise InputError(f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise InputError(f"{path} is not JSON: {error}") from None
-    if not isinstance(record, dict) or not {"seconds", "totals", "memory"} <= record.keys():
+    if not isinstance(record, dict) or not {"seconds", "totals", "memory", "collectives"} <= record.keys():
         raise InputError(
             f"{path} is not a saved schedule", fix="write one with python -m shardc schedule ... --json FILE"
         )
@@ -245,6 +245,9 @@ def load(path: str) -> dict[str, Any]:
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """Return metric -> number of a saved schedule: step totals, then ``wire`` and ``exposed`` by axis and kind."""
     out = {name: record["memory"]["peak"] if name == "memory" else record[name] for name in METRICS}
+    out["count"] = len(record["collectives"])
+    if record.get("tokens"):
+        out["tokens_per_second"] = record["tokens"] / record["seconds"]
     out |= {f"memory.{owner}": size for owner, size in record["memory"]["by_owner"].items()}
     for by in ("axis", "kind"):
         for key, total in record["totals"][by].items():

@@ -1,5 +1,6 @@
 "use strict";
 // What the page shows is computed here, without a document; what shows it is `show`, below.
+const BESIDE = "  beside";
 function model(data) {
   const ops = data.ops.map(([text, kind, phase, module, source, cause, reads, us], at) => ({
     at, text, kind, phase, module: data.words[module], source: data.words[source], cause: data.words[cause], reads, us,
@@ -11,8 +12,14 @@ function model(data) {
     ops[c.op].collective = at;
     for (const op of c.from) ops[op].causes.push(at);
   });
-  const lanes = ["compute", ...new Set(data.collectives.map((c) => c.axis))];
-  const spans = lanes.map((lane) => lane === "compute"
+  // Under each lane is that of the step beside, if there is one.
+  const beside = data.beside, us = Math.max(data.us, beside ? beside.us : 0) || 1;
+  const below = (beside ? beside.bars : []).map((bar) => bar.lane);
+  const own = ["compute", ...new Set([...data.collectives.map((c) => c.axis), ...below.filter((lane) => lane !== "compute")])];
+  const lanes = own.flatMap((lane) => beside ? [lane, BESIDE] : [lane]);
+  const bars = (lane) => beside.bars.filter((bar) => bar.lane === lane).map((bar) => ({ ...bar, op: null, at: null }));
+  const spans = lanes.map((lane, n) => lane === BESIDE ? bars(lanes[n - 1])
+    : lane === "compute"
     ? data.kernels.map((k, at) => ({ start: k.start, end: k.end, exposed: 0, kind: k.phase, kernel: k.kind, at, op: k.ops[0] }))
     : data.collectives.flatMap((c, at) => c.axis !== lane ? [] :
         [{ start: c.start, end: c.end, exposed: c.exposed, kind: c.kind, at, op: c.op }]));
@@ -139,7 +146,7 @@ function model(data) {
     }
     return [...out.values()];
   }
-  return { data, ops, lanes, spans, folds: repeats(), axis, merged, sorted, filtered, search, hit, held, ticks };
+  return { data, ops, lanes, spans, us, folds: beside ? [] : repeats(), axis, merged, sorted, filtered, search, hit, held, ticks };
 }
 const bytes = (n) => {
   const units = ["B", "kB", "MB", "GB", "TB"];
@@ -171,6 +178,7 @@ function show(m) {
   let chosen = { op: null };
 
   $("title").textContent = data.title;
+  if (data.beside) $("under").textContent = `Under each row: ${data.beside.title}`;
   for (const [name, value, bad] of [
     ["step", time(data.us)], ["compute", time(data.compute)], ["exposed", time(data.exposed)],
     ["on the wire, a rank", bytes(data.wire)], ["MFU at most", `${(100 * data.mfu).toFixed(1)} %`],
@@ -184,7 +192,7 @@ function show(m) {
   // --- timeline
 
   const canvas = $("time"), LANE = 24, LEFT = 96, CURVE = 170, AXIS = 20;
-  let folds = m.folds, axis = m.axis(folds, data.us || 1), from = 0, to = axis.end, dragged = null, lanesEnd = 0;
+  let folds = m.folds, axis = m.axis(folds, m.us), from = 0, to = axis.end, dragged = null, lanesEnd = 0;
   const height = AXIS + m.lanes.length * LANE + 10 + CURVE;
   canvas.style.height = `${height}px`;
   const most = 1.05 * Math.max(data.memory.peak, 1);
@@ -217,17 +225,17 @@ function show(m) {
           c.fillStyle = "#e03131";
           c.fillRect(x(span.end - span.exposed), y + LANE - 6, Math.max(x(span.end) - x(span.end - span.exposed), 0.7), 3);
         }
-        if (span.op === chosen.op || (span.kernel && chosen.op !== null && ops[chosen.op].kernel === span.at)) {
+        if ((span.op !== null && span.op === chosen.op) || (span.kernel && chosen.op !== null && ops[chosen.op].kernel === span.at)) {
           c.strokeStyle = text; c.lineWidth = 2; c.strokeRect(x(span.start), y + 2, Math.max(wide, 3), LANE - 5);
         }
         if (wide > 60) {
           c.save(); c.beginPath(); c.rect(x(span.start), y, wide - 4, LANE); c.clip(); c.fillStyle = "#fff";
-          const name = span.kernel ? data.kernels[span.at].name : `${span.kind} ${data.collectives[span.at].tensor}`;
+          const name = span.at === null ? span.name : span.kernel ? data.kernels[span.at].name : `${span.kind} ${data.collectives[span.at].tensor}`;
           c.fillText(name, Math.max(x(span.start), LEFT) + 4, y + LANE / 2 - 1); c.restore();
         }
       }
       c.restore();
-      c.fillStyle = text; c.fillText(m.lanes[lane], 6, y + LANE / 2);
+      c.fillStyle = m.lanes[lane] === BESIDE ? dim : text; c.fillText(m.lanes[lane], 6, y + LANE / 2);
     });
     lanesEnd = AXIS + m.lanes.length * LANE;
     const floor = height - 4, y = (size) => floor - size / most * (CURVE - 8);
@@ -274,7 +282,7 @@ function show(m) {
   // Folds `kept` and shows the rest; the part of the axis that is seen stays, if it is a part.
   function fold(kept) {
     const all = to - from >= axis.end, low = axis.time(from), high = axis.time(to);
-    folds = kept; axis = m.axis(folds, data.us || 1);
+    folds = kept; axis = m.axis(folds, m.us);
     [from, to] = all ? [0, axis.end] : [axis.place(low), axis.place(high)];
     $("fold").checked = folds.length > 0;
     draw(); count(rows.fill()); fillGraph();
@@ -295,7 +303,7 @@ function show(m) {
     if (!was || was.far || event.target !== canvas) return;
     const { us, y } = at(event), lane = Math.floor((y - AXIS) / LANE), folded = foldAt(us);
     if (folded) fold(folds.filter((one) => one !== folded));
-    else if (lane >= 0 && lane < m.lanes.length) { const span = m.hit(lane, us); if (span) go(span.op); }
+    else if (lane >= 0 && lane < m.lanes.length) { const span = m.hit(lane, us); if (span && span.op !== null) go(span.op); }
   });
   window.addEventListener("pointermove", (event) => {
     if (!dragged) return;
@@ -310,7 +318,7 @@ function show(m) {
   if (!m.folds.length) $("fold").parentElement.remove();
   canvas.addEventListener("mousemove", (event) => {
     const { us, y } = at(event), lane = Math.floor((y - AXIS) / LANE);
-    if (us < 0 || us > data.us) return;
+    if (us < 0 || us > m.us) return;
     const folded = foldAt(us);
     if (folded) { $("span").textContent = `${folded.name}: ${folded.count} more alike, ${time(folded.to - folded.from)}; a click shows them`; return; }
     if (y > lanesEnd) {
@@ -320,7 +328,7 @@ function show(m) {
       return;
     }
     const span = lane >= 0 && lane < m.lanes.length ? m.hit(lane, us) : null;
-    $("span").textContent = span ? `${time(span.end - span.start)}: ${ops[span.op].text}` : "";
+    $("span").textContent = span ? `${time(span.end - span.start)}: ${span.op === null ? span.name : ops[span.op].text}` : "";
   });
   window.addEventListener("resize", draw);
   const legend = (color, name) => {
@@ -378,6 +386,19 @@ function show(m) {
     ["severity", "severity", text], ["us", "costs", time], ["bytes", "a rank", bytes], ["subject", "subject", text],
     ["message", "what", text], ["change", "instead", text], ["source", "source", text],
   ], data.findings, "us").fill(); else $("advice").remove();
+  for (const { title, head, rows: body, wordy } of data.beside ? data.beside.tables : []) {
+    const left = (n) => n === 0 || (wordy && n === head.length - 1) ? "" : "n", top = make("tr"), shown = make("table");
+    head.forEach((name, n) => top.append(make("th", name, left(n))));
+    shown.append(top);
+    for (const row of body) {
+      const line = make("tr");
+      row.forEach((cell, n) => line.append(make("td", cell, left(n))));
+      shown.append(line);
+    }
+    const box = make("div", undefined, "table");
+    box.append(shown);
+    $("differs").append(make("h2", title), box);
+  }
   const count = (n) => { $("count").textContent = `${n} of ${data.collectives.length}`; };
   count(rows.fill());
   $("filter").addEventListener("input", () => count(rows.filter($("filter").value)));

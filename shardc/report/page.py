@@ -17,6 +17,7 @@ from shardc.cost.step_sequence import Sequence
 from shardc.errors import InputError
 from shardc.ir import graph as ir
 from shardc.ir.text import op_line, placeholder_text
+from shardc.report.beside import Step, step_of
 from shardc.report.findings import Finding, merged
 from shardc.report.predicted_memory import OWNERS
 from shardc.report.prediction import Collective, Prediction, grouped
@@ -28,14 +29,18 @@ if TYPE_CHECKING:
 TOTALS = ("axis", "kind", "phase", "entry", "module", "tensor")
 
 
-def page(schedule: Prediction, findings: Iterable[Finding] = (), drawn: str = "") -> str:
+def page(
+    schedule: Prediction, findings: Iterable[Finding] = (), drawn: str = "", beside: Prediction | Step | None = None
+) -> str:
     """Return a schedule as the text of an HTML page; it is byte-identical for the same program.
 
     Args:
         findings: of `lint`, for a table.
         drawn: an SVG element for the top of the page; "" for none.
+        beside: a second step, on the same axis of time.
     """
-    data = json.dumps(record(schedule, findings), separators=(",", ":"))
+    under = step_of(beside, schedule) if isinstance(beside, Prediction) else beside
+    data = json.dumps(record(schedule, findings, under), separators=(",", ":"))
     # Only these three characters can end a script element or begin a comment in it.
     for sign in "<>&":
         data = data.replace(sign, f"\\u{ord(sign):04x}")
@@ -47,13 +52,14 @@ def page(schedule: Prediction, findings: Iterable[Finding] = (), drawn: str = ""
     return text
 
 
-def record(schedule: Prediction, findings: Iterable[Finding] = ()) -> dict[str, object]:
+def record(schedule: Prediction, findings: Iterable[Finding] = (), beside: Step | None = None) -> dict[str, object]:
     """Return the data of the page, in microseconds and bytes; ops are numbered by their position in the step."""
     words: dict[str, int] = {}
     places = _Places(schedule.step)
     by_position = zip(schedule.step.starts, schedule.transfers, strict=True)
     return {
         "title": schedule.title,
+        "beside": None if beside is None else beside.record(),
         "us": _us(schedule.seconds),
         "compute": _us(schedule.compute_seconds),
         "exposed": _us(schedule.exposed),

@@ -26,6 +26,7 @@ from shardc.ir.comm import SEND_ROWS, is_ring, move_kind
 from shardc.ir.gc_control import uncollected
 from shardc.ir.mesh import Mesh, split_part
 from shardc.report import export, page, schedule_text
+from shardc.report.beside import Step
 from shardc.report.findings import Finding
 from shardc.report.predicted_memory import memory_of
 from shardc.report.prediction import HOST, ORDERS, Collective, Prediction, Run, Span, Timeline, simulate
@@ -71,13 +72,14 @@ class Schedule(Prediction):
         """Return a Chrome trace as JSON (for Perfetto): compute, a track per axis, memory by owner, arrows to waits."""
         return json.dumps(export.trace(self)) + "\n"
 
-    def to_html(self, findings: Iterable[Finding] = ()) -> str:
+    def to_html(self, findings: Iterable[Finding] = (), beside: Prediction | Step | None = None) -> str:
         """Return a self-contained HTML page: timeline, memory by owner, sortable tables, the graph with links.
 
         Args:
             findings: of ``program.lint()``, for a table of them.
+            beside: another schedule, drawn under this one on the same axis of time, with a table of what differs.
         """
-        return page.page(self, findings)
+        return page.page(self, findings, "", beside)
 
     def plot(self, path: str | Path) -> None:
         """Write a picture of the timeline and of memory by owner (png, svg or pdf, by the suffix of ``path``).

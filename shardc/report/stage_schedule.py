@@ -17,11 +17,12 @@ from shardc.cost.step_sequence import Sequence, of_runs
 from shardc.ir.executable import Executable
 from shardc.ir.schedules import Timeline
 from shardc.report import export, page, schedule_text, stage_timeline
+from shardc.report.beside import Step
 from shardc.report.findings import Finding
 from shardc.report.played_stages import NAMES, Parts, Played, RankCost, StageCost
 from shardc.report.predicted_memory import Memory, memory_of
 from shardc.report.predicted_schedule import Schedule
-from shardc.report.prediction import Collective
+from shardc.report.prediction import Collective, Prediction
 from shardc.report.units import duration, percent, size
 
 
@@ -102,9 +103,9 @@ class PipelineSchedule(Schedule):
         """Return a Chrome trace as JSON: what all ranks compute, and kernels and collectives of the rank shown."""
         return json.dumps(export.pipeline_trace(self, self.timeline, self.rank, self.axis)) + "\n"
 
-    def to_html(self, findings: Iterable[Finding] = ()) -> str:
+    def to_html(self, findings: Iterable[Finding] = (), beside: Prediction | Step | None = None) -> str:
         """Return a page as `Schedule.to_html`, with the pipeline on top."""
-        return page.page(self, findings, stage_timeline.svg(self.timeline))
+        return page.page(self, findings, stage_timeline.svg(self.timeline), beside)
 
     def plot(self, path: str | Path) -> None:
         """Write a picture of the timeline of all ranks (png, svg or pdf, by the suffix of ``path``)."""

@@ -31,11 +31,29 @@ def test_a_schedule_does_not_differ_from_itself(saved: tuple[str, str], capsys: 
 
 def test_fewer_gathers_move_less(saved: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", *saved, "--fail-if", "wire>+0", "--fail-if", "exposed>+0.0%"]) == 0
-    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line}
+    assert rows["step"][0] == rows["seconds"][0] and rows["number"] == ["before", "after", "change"]
     assert rows["count.all_gather"] == ["14", "10", "-28.6%"]  # ten parameters; the weights of four are gathered again
     assert [name for name in rows if "reduce_scatter" in name] == []
     assert main(["diff", saved[1], saved[0], "--fail-if", "wire.dp>+5%"]) == 1
     assert "broken: wire.dp is" in capsys.readouterr().out
+
+
+def test_a_plan_beside_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The answer is the first line, and the numbers are those of `diff`; then come the tables of the schedule."""
+    page, saved = tmp_path / "page.html", [tmp_path / "before.json", tmp_path / "after.json"]
+    others = ["--beside", 'fsdp("dp", level=2)', "--beside-mesh", "dp=4"]
+    assert main([*BASE, "--plan", 'fsdp("dp")', *others, "--json", str(saved[0]), "--html", str(page)]) == 0
+    text = capsys.readouterr().out
+    first, before, after, _, *table = text.partition("\n\nMLP, mesh dp=2 on h100")[0].splitlines()
+    assert before == 'before    mesh dp=2, fsdp("dp", level=3)' and after == 'after     mesh dp=4, fsdp("dp", level=2)'
+    arguments = ["--mesh", "dp=4", "--plan", 'fsdp("dp", level=2)', "--json", str(saved[1])]
+    assert main([*BASE, *arguments]) == 0
+    capsys.readouterr()
+    assert main(["diff", *map(str, saved)]) == 0
+    assert capsys.readouterr().out.splitlines() == [first, "", *table]
+    assert first.startswith("step ") and max(map(len, text.splitlines())) <= 120
+    assert "Under each row" in page.read_text() and '"beside":{"title":"MLP, fsdp(' in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -162,9 +162,9 @@ console.log(JSON.stringify({
 """
 
 
-def run_script(ask: str, schedule: Schedule, folder: Path) -> Any:
+def run_script(ask: str, schedule: Schedule, folder: Path, beside: Schedule | None = None) -> Any:
     """Runs ``ask`` in a JS engine with the script and the data of a page; returns the JSON that it prints."""
-    held = Page(schedule.to_html()).held
+    held = Page(schedule.to_html(beside=beside)).held
     for name, text in (("script", held["script"]), ("data", held["data"]), ("ask.js", ask)):
         (folder / name).write_text(text)
     command = ["node", *(folder / name for name in ("ask.js", "script", "data"))]
@@ -240,6 +240,33 @@ def test_alike_layers_fold(tmp_path: Path) -> None:
     assert sum(count for count, _, _ in said["merged"]) == len(schedule.collectives)
     assert sum(wire for _, _, wire in said["merged"]) == schedule.wire
     assert len(said["merged"]) < len(schedule.collectives) / 2
+
+
+LANES = """
+const fs = require("fs");
+const [script, data] = process.argv.slice(2).map((path) => fs.readFileSync(path, "utf8"));
+const m = eval(script + ";model")(JSON.parse(data));
+console.log(JSON.stringify({
+  lanes: m.lanes, us: m.us, folds: m.folds, spans: m.spans, hit: m.hit(1, m.spans[1][0].end - 1e-3),
+}));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no JS engine")
+def test_another_schedule_is_drawn_under_each_row(tmp_path: Path) -> None:
+    above, beside = (stack_program(plan, dp=2).schedule() for plan in (shardc.fsdp("dp"), shardc.ddp("dp")))
+    said = run_script(LANES, above, tmp_path, beside=beside)
+    assert said["lanes"] == ["compute", "  beside", "dp", "  beside"] and said["folds"] == []
+    assert said["us"] == pytest.approx(max(above.seconds, beside.seconds) * 1e6)
+    for schedule, (compute, moved) in ((above, said["spans"][::2]), (beside, said["spans"][1::2])):
+        assert [span["end"] for span in compute] == pytest.approx([run.end * 1e6 for run in schedule.runs], abs=1e-3)
+        assert [span["kind"] for span in moved] == [c.kind for c in schedule.transfers]
+    assert said["hit"]["name"] == beside.runs[0].kernel.name and said["hit"]["op"] is None
+    (table,) = json.loads((tmp_path / "data").read_text())["beside"]["tables"]
+    rows = {name: rest for name, *rest in table["rows"]}
+    assert rows["count"][:2] == [str(len(above.collectives)), str(len(beside.collectives))]
+    assert rows["count.all_gather"][1:] == ["0", "-100.0%"]
+    assert rows["wire.all_gather"][1:] == ["0 B", "-100.0%"]
 
 
 DRIVE = """

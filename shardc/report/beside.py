@@ -1,0 +1,113 @@
+"""A second step under the one that a page draws (`Step`), and the numbers in which two schedules differ as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from shardc.report.export import Change, compare, record
+from shardc.report.prediction import Prediction
+from shardc.report.units import duration, operations, percent, size
+
+HEAD = ("number", "before", "after", "change")
+ANSWERS = {"seconds": "step", "exposed": "exposed", "memory": "memory"}  # the metrics of the first line
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A span of a step on the page: its lane ("compute" or an axis), kind, name, and seconds since the step's start.
+
+    Args:
+        exposed: seconds at its end in which the rank waits for it.
+    """
+
+    lane: str
+    kind: str
+    name: str
+    start: float
+    end: float
+    exposed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text on the page; the first column is aligned left, and so is the last one if it is ``wordy``."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    wordy: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that is drawn under another one, on the same axis of time.
+
+    Args:
+        title: what it is of.
+        seconds: its duration.
+        bars: its spans.
+        tables: what it shares with the other step, and what differs.
+    """
+
+    title: str
+    seconds: float
+    bars: tuple[Bar, ...]
+    tables: tuple[Table, ...]
+
+    def record(self) -> dict[str, object]:
+        """Return the data for the page, with times in microseconds."""
+        bars = [
+            {**asdict(bar), **{name: round(getattr(bar, name) * 1e6, 4) for name in ("start", "end", "exposed")}}
+            for bar in self.bars
+        ]
+        tables = [asdict(table) for table in self.tables]
+        return {"title": self.title, "us": round(self.seconds * 1e6, 4), "bars": bars, "tables": tables}
+
+
+def step_of(schedule: Prediction, against: Prediction) -> Step:
+    """Return ``schedule`` as a step to be drawn under ``against``, with the numbers that differ."""
+    runs = [Bar("compute", schedule.phase_of(run), run.kernel.name, run.start, run.end) for run in schedule.runs]
+    moved = [
+        Bar(c.axis, c.kind, f"{c.kind} {c.cause.tensor}", c.start, c.end, c.exposed) for c in schedule.transfers
+    ]  # fmt: skip
+    differ = rows(compare(record(against), record(schedule)))
+    head = ("number", "above", "beside", "change")
+    return Step(schedule.title, schedule.seconds, (*runs, *moved), (Table("What differs", head, differ),))
+
+
+def rows(changes: Iterable[Change]) -> list[tuple[str, ...]]:
+    """Return (metric, before, after, change) of the metrics that differ, with units."""
+    return [
+        (c.metric, _written(c.metric, c.before), _written(c.metric, c.after), _relative(c))
+        for c in changes
+        if c.before != c.after
+    ]
+
+
+def answer(changes: Sequence[Change]) -> str:
+    """Return step, exposed communication and memory before and after, on one line."""
+    metrics = {c.metric: c for c in changes}
+    parts = []
+    for name, title in ANSWERS.items():
+        c = metrics[name]
+        change = f" ({_relative(c)})" if c.before != c.after else ""
+        parts.append(f"{title} {_written(name, c.before)} -> {_written(name, c.after)}{change}")
+    return ", ".join(parts)
+
+
+def _written(metric: str, value: float) -> str:
+    """Return a number of a schedule in the unit of its metric."""
+    kind = metric.partition(".")[0]
+    if kind in ("seconds", "compute_seconds", "exposed"):
+        return duration(value)
+    if kind in ("wire", "memory"):
+        return size(value)
+    if kind == "mfu":
+        return percent(value)
+    return operations(value).strip() if kind == "flops" else f"{value:,.0f}"
+
+
+def _relative(change: Change) -> str:
+    """Return a change in percent of the number before; "new" if that was 0."""
+    return f"{change.relative:+.1%}" if change.before else "new"
