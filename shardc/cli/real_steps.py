@@ -24,19 +24,19 @@ import shardc
 from shardc._compat import PyTree, pytree
 from shardc.cli import target
 from shardc.cli.compile_options import options_of
+from shardc.cli.measured import Comparison, off, pairs_of, phases_of, step_of
 from shardc.cli.target import Command
 from shardc.cost import hardware
-from shardc.cost.compute import layers_of
 from shardc.cost.hardware import Hardware, calibrated
 from shardc.cost.model import CostModel
 from shardc.errors import InputError, PlanError
-from shardc.ir.comm_volume import wire_elements
 from shardc.ir.mesh import Mesh
 from shardc.plan.resolve import check_axes
-from shardc.report.export import gigabytes, milliseconds, plain, shorten, write
+from shardc.report.export import write
 from shardc.report.predicted_schedule import Schedule
-from shardc.report.prediction import Collective, grouped
-from shardc.runtime.profile import Profiled, Ran, alive, profile_step
+from shardc.report.schedule_text import aligned
+from shardc.report.units import duration, size
+from shardc.runtime.profile import Profiled, alive, profile_step
 from shardc.validate import checked
 
 WARM_UP = 2  # steps that are not timed; the first compiles
@@ -52,6 +52,7 @@ class Work:
         backend: backend of `shardc.compile`.
         steps: number of timed steps per plan.
         option: options of `shardc.compile`, as ``NAME=VALUE``.
+        html: file for a page; None for none.
     """
 
     target: str
@@ -59,66 +60,7 @@ class Work:
     backend: str
     steps: int
     option: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One collective as predicted and as measured.
-
-    Args:
-        kind, axis, tensor: the predicted kind, axes and tensor.
-        ran: the kind that ran.
-        predicted_bytes: bytes that a rank sends, as predicted.
-        bytes: bytes that this rank sent; None if the profiler does not report them.
-        predicted_seconds, seconds: time from start to end, predicted and measured.
-    """
-
-    kind: str
-    axis: str
-    tensor: str
-    ran: str
-    predicted_bytes: int
-    bytes: int | None
-    predicted_seconds: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One step as predicted and as measured on rank 0.
-
-    Args:
-        plan: the plan, as text.
-        pairs: the collectives, in order.
-        counts: number of collectives (predicted, measured).
-        seconds: step time (predicted, median of the timed steps).
-        timed: time of each step on its slowest rank.
-        exposed: seconds (predicted; measured in calls and waits of collectives, with the profiler on).
-        memory: bytes at the peak (predicted, measured).
-    """
-
-    plan: str
-    pairs: tuple[Pair, ...]
-    counts: tuple[int, int]
-    seconds: tuple[float, float]
-    timed: tuple[float, ...]
-    exposed: tuple[float, float]
-    memory: tuple[int, int]
-
-    @property
-    def bytes(self) -> tuple[int, int | None]:
-        """Return (predicted, measured) bytes that the rank sent; None if a collective's bytes were not reported."""
-        counted = [pair.bytes for pair in self.pairs if pair.bytes is not None]
-        complete = len(counted) == len(self.pairs)
-        return sum(p.predicted_bytes for p in self.pairs), sum(counted) if complete else None
-
-    @property
-    def noise(self) -> float:
-        """Return the uncertainty of the median in seconds: half of its notch (McGill, Tukey and Larsen, 1978)."""
-        if len(self.timed) < 2:
-            return float("inf")
-        low, _, high = statistics.quantiles(self.timed, n=4)
-        return 1.57 * (high - low) / len(self.timed) ** 0.5
+    html: str | None = None
 
 
 @dataclass(frozen=True)
@@ -168,7 +110,7 @@ def compare(work: Work, plans: Sequence[tuple[str, shardc.Mesh]], described: Har
             training.update()
     slowest = torch.tensor(times, dtype=torch.float64)[:, WARM_UP:]
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return [_compared(x, tuple(seconds)) for x, seconds in zip(trained, slowest.tolist(), strict=True)]
+    return [_compared(x, tuple(seconds), work.html) for x, seconds in zip(trained, slowest.tolist(), strict=True)]
 
 
 def _training(work: Work, plan: str, mesh: shardc.Mesh, described: Hardware) -> _Training:
@@ -200,33 +142,35 @@ def _timed(step: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def _compared(training: _Training, timed: tuple[float, ...]) -> Comparison:
-    """Return the comparison of one plan, after one more step under the profiler; ``timed`` are seconds of steps."""
+def _compared(training: _Training, timed: tuple[float, ...], html: str | None) -> Comparison:
+    """Return the comparison of one plan, after one more step under the profiler.
+
+    Args:
+        timed: seconds of steps.
+        html: file for a page of it, which rank 0 writes.
+    """
     dist.barrier()
     module, schedule = training.module, training.schedule
     allocated = alive([*module.parameters(), *module.buffers(), *training.inputs, *_state(training.optimizer)])
     seen: Profiled = profile_step(training.step)
     training.optimizer.zero_grad()
     memory = allocated + seen.allocated + module.shardc.memory().arena
-    pairs = [_pair(c, r) for c, r in zip(schedule.collectives, seen.collectives, strict=False)]
-    waited = seen.waited + sum(collective.called for collective in seen.collectives)
-    return Comparison(
-        training.plan, tuple(pairs), (len(schedule.collectives), len(seen.collectives)),
+    waited = sum(end - start for start, end in seen.waits) + sum(ran.called for ran in seen.collectives)
+    comparison = Comparison(
+        training.plan, pairs_of(schedule, seen, _latest(seen)), (len(schedule.collectives), len(seen.collectives)),
         (schedule.seconds, statistics.median(timed)), timed, (schedule.exposed, waited),
-        (schedule.memory.peak.total, memory),
+        (schedule.memory.peak.total, memory), phases_of(schedule, seen),
     )  # fmt: skip
+    if html is not None and dist.get_rank() == 0:
+        write(html, schedule.to_html(beside=step_of(schedule, seen, comparison.tables(), "a step of rank 0, profiled")))
+    return comparison
 
 
-def _pair(predicted: Collective, ran: Ran) -> Pair:
-    """Return the `Pair` (predicted and measured bytes and seconds) of a collective."""
-    counted = ran.sent
-    if counted is None and ran.payload is not None:
-        elements, size = ran.payload
-        counted = wire_elements(ran.kind, predicted.ranks, elements) * size
-    return Pair(
-        predicted.kind, predicted.axis, predicted.cause.tensor, ran.kind, predicted.wire, counted, predicted.seconds,
-        ran.end - ran.start,
-    )  # fmt: skip
+def _latest(seen: Profiled) -> list[float]:
+    """Return when the last rank started each collective, in seconds since the start of this rank's step."""
+    starts = torch.tensor([seen.begin + round(ran.start * 1e9) for ran in seen.collectives], dtype=torch.int64)
+    dist.all_reduce(starts, dist.ReduceOp.MAX)
+    return [(start - seen.begin) / 1e9 for start in starts.tolist()]
 
 
 def _real(x: PyTree) -> PyTree:
@@ -262,6 +206,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each plan (default: 5)")
     parser.add_argument("--cost", metavar="FILE", help="what `calibrate` wrote; by default the rough description 'cpu'")
     parser.add_argument("--json", metavar="FILE", help="write the comparisons, a list")
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a page of one plan: the measured step under the predicted"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -274,7 +221,7 @@ def run(options: argparse.Namespace) -> None:
     described = hardware.CPU if options.cost is None else calibrated(CostModel.load(options.cost))
     for _, mesh in plans:
         described.check(mesh)
-    work = Work(options.target, options.loss, options.backend, options.steps, tuple(options.option))
+    work = Work(options.target, options.loss, options.backend, options.steps, tuple(options.option), options.html)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, (work, plans, described, folder, options.nproc), nprocs=options.nproc)
         records = json.loads((Path(folder) / "comparisons.json").read_text())
@@ -300,6 +247,8 @@ def _check(options: argparse.Namespace) -> Plans:
     """
     if options.nproc < 1 or options.steps < 1:
         raise InputError("--nproc and --steps are 1 or more")
+    if options.html is not None and len(options.plans) > 1:
+        raise InputError(f"--html: a page is of one plan, and there are {len(options.plans)}")
     loaded, _ = target.load_with_loss(options.target, options.loss)
     plans = []
     for text in options.plans:
@@ -337,27 +286,12 @@ def _rank(rank: int, work: Work, plans: Plans, described: Hardware, folder: str,
 
 
 def _print_one(comparison: Comparison) -> None:
-    """Print the collectives of one plan, equal ones grouped, and the totals."""
-    groups = grouped(comparison.pairs, lambda pair: (pair.kind, pair.axis, layers_of(pair.tensor), pair.ran))
-    body = []
-    for (kind, axis, tensor, ran), of in groups.items():
-        counted = None if any(p.bytes is None for p in of) else sum(p.bytes or 0 for p in of)
-        body.append((
-            kind if kind == ran else f"{kind}, ran {ran}", axis, shorten(tensor, 48), str(len(of)),
-            str(sum(p.predicted_bytes for p in of)), "-" if counted is None else str(counted),
-            milliseconds(sum(p.predicted_seconds for p in of)), milliseconds(sum(p.seconds for p in of)),
-        ))  # fmt: skip
-    head = ("kind", "axis", "tensor", "count", "predicted B", "counted B", "predicted ms", "measured ms")
-    print(plain(body, head) + "\n")
-    sent, counted = comparison.bytes
-    rows = [
-        ("collectives", str(comparison.counts[0]), str(comparison.counts[1]), _off(*comparison.counts)),
-        ("bytes sent", str(sent), "-" if counted is None else str(counted), _off(sent, counted)),
-        ("step ms", *map(milliseconds, comparison.seconds), _off(*comparison.seconds)),
-        ("exposed ms", *map(milliseconds, comparison.exposed), _off(*comparison.exposed)),
-        ("peak GB", *map(gigabytes, comparison.memory), _off(*comparison.memory)),
-    ]
-    print(plain(rows, ("of a step", "predicted", "measured", "off by")))
+    """Print the step, then the tables of one plan: totals, phases, collectives and lost overlap."""
+    predicted, measured = comparison.seconds
+    print(f"step {duration(measured)} measured, {duration(predicted)} predicted: off by {off(predicted, measured)}")
+    for table in comparison.tables():
+        if table.rows:
+            print("\n" + table.text())
 
 
 def _print_all(comparisons: list[Comparison]) -> None:
@@ -366,15 +300,26 @@ def _print_all(comparisons: list[Comparison]) -> None:
     for row in comparisons:
         sent, counted = row.bytes
         body.append((
-            row.plan, *map(milliseconds, row.seconds), _off(*row.seconds), milliseconds(row.noise),
-            milliseconds(min(row.timed)), *map(gigabytes, row.memory), _off(*row.memory),
-            str(sent), "-" if counted is None else "equal" if counted == sent else str(counted),
+            row.plan, *map(duration, row.seconds), off(*row.seconds), duration(row.noise), duration(min(row.timed)),
+            *map(size, row.memory), off(*row.memory), str(sent),
+            "-" if counted is None else "equal" if counted == sent else str(counted),
         ))  # fmt: skip
     head = (
-        "plan", "step ms", "measured", "off by", "+-", "fastest", "peak GB", "measured", "off by", "bytes sent",
+        "plan",
+        "step",
+        "measured",
+        "off by",
+        "+-",
+        "fastest",
+        "peak",
+        "measured",
+        "off by",
+        "bytes sent",
         "counted",
-    )  # fmt: skip
-    print(plain(body, head) + "\n")
+    )
+    fastest = min(comparisons, key=lambda row: row.seconds[1])
+    print(f"fastest: {fastest.plan}, {duration(fastest.seconds[1])} a step")
+    print("\n" + aligned(body, head, left=("plan",), cut=("plan",)) + "\n")
     for at, name in enumerate(("predicted", "measured")):
         print(f"{name} order: {', '.join(row.plan for row in sorted(comparisons, key=lambda c: c.seconds[at]))}")
     print("\n".join(order(comparisons)))
@@ -389,16 +334,11 @@ def order(comparisons: list[Comparison]) -> list[str]:
             noise = (first.noise**2 + second.noise**2) ** 0.5
             significance = "more" if difference > noise else "not more"
             lines.append(
-                f"{second.plan} is faster than {first.plan}, by {milliseconds(difference)} ms, {significance} than "
+                f"{second.plan} is faster than {first.plan}, by {duration(difference)}, {significance} than "
                 f"these medians may be off; predicted was slower, by "
-                f"{milliseconds(second.seconds[0] - first.seconds[0])} ms"
+                f"{duration(second.seconds[0] - first.seconds[0])}"
             )
     return lines or ["the orders agree"]
-
-
-def _off(predicted: float, measured: float | None) -> str:
-    """Return the relative error of a prediction as text; "-" if nothing was measured."""
-    return f"{predicted / measured - 1:+.1%}" if measured else "-"
 
 
 COMMANDS = (Command("measure", "run steps on gloo ranks; compare with predicted", add_arguments, run),)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from shardc.report.export import Change, compare, record
 from shardc.report.prediction import Prediction
+from shardc.report.schedule_text import aligned
 from shardc.report.units import duration, operations, percent, size
 
 HEAD = ("number", "before", "after", "change")
@@ -31,12 +32,16 @@ class Bar:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text on the page; the first column is aligned left, and so is the last one if it is ``wordy``."""
+    """A table of text; the first column and those named in ``left`` are aligned left."""
 
     title: str
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
-    wordy: bool = False
+    left: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """Return it as text of at most 120 columns; columns of words are cut where it is wider."""
+        return aligned(self.rows, self.head, left=(self.head[0], *self.left), cut=self.left)
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def trace(schedule: Prediction) -> dict[str, object]:
         k = run.kernel
         args = {"module": k.module, "source": k.source, "flops": k.flops, "bytes": k.bytes}
         events.append(_event(k.name, 0, run.start, run.end, args))
-    waits = _first_waits(schedule.step)
+    waits = {start: at for at, start in reversed(waits_of(schedule.step))}  # the first of each
     for number, (at, c) in enumerate(zip(schedule.step.starts, schedule.transfers, strict=True)):
         args = {"wire": c.wire, "exposed_us": c.exposed * 1e6, **vars(c.cause)}
         name, tid = f"{c.kind} {c.cause.tensor}", 1 + axes.index(c.axis)
@@ -138,16 +138,16 @@ def pipeline_trace(schedule: Prediction, timeline: Timeline, rank: int, axis: st
     return out
 
 
-def _first_waits(step: Sequence) -> dict[int, int]:
-    """Return position of each start -> position of the first wait for it."""
+def waits_of(step: Sequence) -> list[tuple[int, int]]:
+    """Return (position of the wait, position of the start that it waits for) of each wait, in order."""
     start_of = {at: at for at in step.starts}  # op -> the start whose result it is, for views and waits, too
-    first: dict[int, int] = {}
+    out = []
     for at, op in enumerate(step.ops):
         if op.kind in (MOVE, WAIT) and (starts := [start_of[read] for read in op.reads if read in start_of]):
             start_of[at] = starts[0]
             if op.kind == WAIT:
-                first.setdefault(starts[0], at)
-    return first
+                out.append((at, starts[0]))
+    return out
 
 
 def _named(what: str, tid: int, name: str | int, key: str = "name") -> dict[str, object]:

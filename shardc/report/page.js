@@ -386,8 +386,8 @@ function show(m) {
     ["severity", "severity", text], ["us", "costs", time], ["bytes", "a rank", bytes], ["subject", "subject", text],
     ["message", "what", text], ["change", "instead", text], ["source", "source", text],
   ], data.findings, "us").fill(); else $("advice").remove();
-  for (const { title, head, rows: body, wordy } of data.beside ? data.beside.tables : []) {
-    const left = (n) => n === 0 || (wordy && n === head.length - 1) ? "" : "n", top = make("tr"), shown = make("table");
+  for (const { title, head, rows: body, left: words } of data.beside ? data.beside.tables.filter((one) => one.rows.length) : []) {
+    const left = (n) => n === 0 || words.includes(head[n]) ? "" : "n", top = make("tr"), shown = make("table");
     head.forEach((name, n) => top.append(make("th", name, left(n))));
     shown.append(top);
     for (const row of body) {

@@ -107,17 +107,24 @@ class Ran:
 
 @dataclass(frozen=True)
 class Profiled:
-    """Profile of one step on this rank: its collectives, seconds of waits and peak memory.
+    """Profile of one step on this rank: its collectives, waits, ranges and peak memory; times are seconds since its
+    start.
 
     Args:
         collectives: in the order of their start.
-        waited: seconds spent in waits for their results.
+        waits: (start, end) of each wait for a result.
+        ranges: (name, start, end) of each graph that ran, as `Ranges` names it.
         allocated: peak bytes allocated since the start, without the arenas of collectives.
+        seconds: duration of the step.
+        begin: its start in nanoseconds, by the clock of the machine.
     """
 
     collectives: tuple[Ran, ...]
-    waited: float
+    waits: tuple[tuple[float, float], ...]
+    ranges: tuple[tuple[str, float, float], ...]
     allocated: int
+    seconds: float
+    begin: int
 
 
 def profile_step(step: Callable[[], object]) -> Profiled:
@@ -150,7 +157,16 @@ def profile_step(step: Callable[[], object]) -> Profiled:
             kind, sent, None if mine else _payload(native), (event.start_ns() - first) / 1e9, (ended - first) / 1e9,
             event.duration_ns() / 1e9,
         ))  # fmt: skip
-    return Profiled(tuple(ran), sum(wait.duration_ns() for wait in waits) / 1e9, _peak(events))
+
+    def span(event: _Event) -> tuple[float, float]:
+        """Returns start and end in seconds since the start of the step."""
+        return (event.start_ns() - first) / 1e9, (_end(event) - first) / 1e9
+
+    ranges = tuple(
+        (name, *span(event)) for event in events if (name := event.name()).startswith("shardc ") and "," not in name
+    )
+    seconds = (max(map(_end, events)) - first) / 1e9
+    return Profiled(tuple(ran), tuple(map(span, waits)), ranges, _peak(events), seconds, first)
 
 
 def peak_of(step: Callable[[], object]) -> int:

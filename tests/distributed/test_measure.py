@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardc.__main__ import main
-from shardc.cli.real_steps import Comparison, order
+from shardc.cli.measured import Comparison, Pair, lost_table
+from shardc.cli.real_steps import order
 from tests.test_cli import SMALL
 
 LLAMA = str(Path(__file__).parents[2] / "examples/models/llama.py")
@@ -46,9 +47,22 @@ def check(made: dict[str, object]) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_send_what_is_predicted(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    made = measured(f"{target}:real", "--nproc", "2", "--plan", 'fsdp("dp")', "--loss", "loss")
+    made = measured(f"{target}:real", "--nproc", "2", "--plan", 'fsdp("dp")', "--loss", "loss", "--html", "made.html")
     check(made)
-    lines = capsys.readouterr().out.splitlines()
+    # Each wait is that of a collective, and phases have all of them.
+    pairs, phases = made["pairs"], made["phases"]
+    assert all(p["exposed"] > 0 for p in pairs)  # type: ignore[attr-defined]
+    assert [p["name"] for p in phases] == ["forward", "backward"]  # type: ignore[attr-defined]
+    exposed = sum(p["exposed"] for p in pairs)  # type: ignore[attr-defined]
+    assert exposed == pytest.approx(made["exposed"][1])  # type: ignore[index]
+    assert sum(p["exposed"] for p in phases) == pytest.approx(exposed)  # type: ignore[attr-defined]
+    page = Path("made.html").read_text()
+    beside = json.loads(page.partition('id="data">')[2].partition("</script>")[0])["beside"]
+    assert [bar["kind"] for bar in beside["bars"] if bar["lane"] == "dp"] == [p["ran"] for p in pairs]  # type: ignore[attr-defined]
+    assert {bar["kind"] for bar in beside["bars"] if bar["lane"] == "compute"} == {"forward", "backward"}
+    text = capsys.readouterr().out
+    assert text.startswith("step ") and max(map(len, text.splitlines())) <= 120
+    lines = text.splitlines()
     total = sum(p["bytes"] for p in made["pairs"])  # type: ignore[attr-defined]
     assert [line.split()[2:] for line in lines if line.startswith("bytes sent")] == [[str(total)] * 2 + ["+0.0%"]]
 
@@ -63,7 +77,7 @@ def test_several_plans_take_turns(target: str, capsys: pytest.CaptureFixture[str
         check(one)
     assert [(one["plan"], len(one["timed"])) for one in made] == [(plan, 3) for plan in plans]
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [row[-2:] for row in rows[1:3]] == [[str(sum(p["bytes"] for p in one["pairs"])), "equal"] for one in made]
+    assert [row[-2:] for row in rows[3:5]] == [[str(sum(p["bytes"] for p in one["pairs"])), "equal"] for one in made]
 
 
 def timed(plan: str, predicted: float, *seconds: float) -> Comparison:
@@ -75,12 +89,31 @@ def test_orders_are_compared_pair_by_pair() -> None:
     assert order([slow, fast]) == ["the orders agree"]
     wrong = timed("wrong", 0.05, 0.150, 0.151, 0.152)
     assert order([slow, wrong, fast]) == [
-        "fast is faster than wrong, by 50.000 ms, more than these medians may be off; predicted was slower, "
-        "by 50.000 ms"
+        "fast is faster than wrong, by 50.0 ms, more than these medians may be off; predicted was slower, by 50.0 ms"
     ]
     close = timed("close", 0.09, 0.09, 0.102, 0.12)
-    assert order([fast, close])[0].startswith("fast is faster than close, by 1.000 ms, not more than these medians")
+    assert order([fast, close])[0].startswith("fast is faster than close, by 1.00 ms, not more than these medians")
     assert timed("once", 0.1, 0.1).noise == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("cause", "text"),
+    [
+        ({"call": 0.03}, "its call takes 30.0 ms more than predicted"),
+        ({"late": 0.03}, "another rank starts it 30.0 ms later"),
+        ({"wire": 0.03, "late": 0.01}, "it is on its way for 30.0 ms more"),
+        ({"beside": 0.03, "call": -0.1}, "30.0 ms less compute between call and wait"),
+        ({}, "-"),
+    ],
+)
+def test_lost_overlap_names_its_cause(cause: dict[str, float], text: str) -> None:
+    common = ("dp", "layers.1.up", "forward", "all_gather", 8, 8, 0.01, 0.05)
+    lost = Pair("all_gather", *common, predicted_exposed=0.0, exposed=0.04, **cause)
+    hidden = Pair("reduce_scatter", *common, predicted_exposed=0.04, exposed=0.04, wire=1.0)
+    unknown = Pair("all_reduce", *common, predicted_exposed=0.0)
+    table = lost_table([lost, hidden, unknown], 1.0)
+    assert table.rows == [("all_gather(dp)", "layers.1.up", "1", "40.0 ms", text)]
+    assert lost_table([lost], 100.0).rows == []
 
 
 PLANS = {
