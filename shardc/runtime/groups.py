@@ -350,7 +350,7 @@ def named(
     text, rank = str(error).partition("\n")[0], dist.get_rank()
     return CollectiveError(
         f"rank {groups.consistency.place(rank)} was in {collective_kind(node)} over {','.join(axes)} of "
-        f"{_results(node)}, in {which}, when it failed: {text}",
+        f"{results_of(node)}, in {which}, when it failed: {text}",
         plan_entry=why.entry or None,
         source=why.source or None,
         fix=groups.consistency.lost([peer for peer in ranks if peer != rank]),
@@ -392,7 +392,7 @@ def _start(node: fx.Node) -> fx.Node | None:
     return node
 
 
-def _results(start: fx.Node) -> str:
+def results_of(start: fx.Node) -> str:
     """Returns the names of a collective's results as text: ``%a, %b, %c and 2 more``."""
     work, names = list(start.users), []
     while work:

@@ -5,8 +5,9 @@ on this rank: collectives, bytes sent and memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from os.path import commonprefix
 from typing import Any, Protocol
@@ -14,13 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardc.ir import graph as ir
-from shardc.ir.comm_volume import KINDS
+from shardc.ir.comm_volume import KINDS, collective_kind, group_of
 from shardc.ir.executable import Half
 from shardc.ir.op_traits import NAMESPACE, OWN_NAMESPACE
 from shardc.ir.repeat import Segment
+from shardc.runtime.groups import results_of
 
 _SIZES = {
     "double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2,
@@ -29,7 +32,8 @@ _SIZES = {
 
 
 class Ranges:
-    """Names the runs of a graph in a profile: a range "shardc forward", and in it one of each segment, by its module.
+    """Names the runs of a graph in a profile: a range "shardc forward", and in it one of each segment, by its module,
+    and one of the start of each bucket's collective.
 
     Without a profiler there are none. Under ``torch.autograd.profiler.emit_nvtx()`` they are NVTX ranges.
     """
@@ -46,7 +50,8 @@ class Ranges:
             yield
             return
         try:
-            with record_function(f"shardc {self.half.name}"), ExitStack() as self._segment:
+            buckets = _Buckets(self._bucket_names)
+            with record_function(f"shardc {self.half.name}"), ExitStack() as self._segment, buckets:
                 yield
         finally:
             self._segment = None
@@ -59,12 +64,35 @@ class Ranges:
             self._segment.close()
             self._segment.enter_context(record_function(self._names[segment.gives]))
 
+    @cached_property
+    def _bucket_names(self) -> list[str]:
+        """The name of the range of each collective, in the order in which the graph starts them."""
+        calls = [(node, kind) for node in self.half.graph.nodes if (kind := collective_kind(node)) is not None]
+        over = [",".join(group_of(node, self.half.mesh)[0]) for node, _ in calls]
+        return [
+            f"shardc {self.half.name}, {kind}({axes}) of {results_of(node)}"
+            for (node, kind), axes in zip(calls, over, strict=True)
+        ]
+
     def _module(self, segment: Segment) -> str:
         """Returns the module that all results of a segment are of, or the modules of its first and last result."""
         results = [node for node in self.half.graph.nodes if node.name in {*segment.gives}]
         modules = [module.split(".") for node in results if (module := ir.info(node).origin.module)]
         shared = commonprefix(modules)
         return ".".join(shared) or " to ".join(".".join(module) for module in (modules[:1] + modules[-1:])) or "inputs"
+
+
+class _Buckets(TorchFunctionMode):
+    """Opens a range for each collective that is started, with the next of ``names``."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        self._names = iter(names)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = next(self._names, None) if _kind(str(func).replace(".", "::", 1).partition(".")[0]) else None
+        with nullcontext() if name is None else record_function(name):
+            return func(*args, **kwargs or {})
 
 
 class _Event(Protocol):

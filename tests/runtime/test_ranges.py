@@ -45,3 +45,31 @@ def stages() -> None:
 
 def test_ranges() -> None:
     run_ranks(1, partial(segments, "eager"), partial(segments, "inductor"), stages)
+
+
+def buckets(backend: str) -> None:
+    """Each collective of a step runs in the range of its bucket, and each bucket has a range."""
+    options = shardc.Options(bucket_size=4096)
+    model = Blocks(layers=4, dim=16)
+    module = shardc.compile(model, device_mesh(Mesh(dp=2)), shardc.fsdp("dp"), backend=backend, options=options)
+    x = torch.randn(4, 16)
+    module(x).sum().backward()
+    with torch.profiler.profile() as profile:
+        module(x).sum().backward()
+    program = module.shardc.lower(torch.empty(8, 16))
+    expected = [(c.phase, c.kind, c.cause.tensors) for c in program.schedule("cpu").collectives]
+    ranges = [event for event in profile.events() if "(dp) of %" in event.name]
+    ranges.sort(key=lambda event: event.time_range.start)
+    assert len(ranges) == len(expected) > 6
+    for event, (phase, kind, tensors) in zip(ranges, expected, strict=True):
+        where, _, what = event.name.partition(", ")
+        assert where == f"shardc {phase}" and what.startswith(f"{kind}(dp) of %"), event.name
+        assert phase == "backward" or what.split("%")[1].startswith(tensors[0]), event.name
+        ops = [child.name for child in event.cpu_children]
+        assert any(kind in name for name in ops), ops
+    started = [event for event in profile.events() if event.name.startswith("shardc::")]
+    assert len(started) == len(ranges)
+
+
+def test_ranges_of_buckets() -> None:
+    run_ranks(2, partial(buckets, "eager"), partial(buckets, "inductor"))
