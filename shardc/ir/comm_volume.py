@@ -15,6 +15,7 @@ receives the same number of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +31,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.op_traits import communicates
 
 GROUP_PREFIX = "shardc:"
+_GROUP = re.compile(r"shardc(?:\.\d+)?:(.*)")
 
 # torch op -> the kind that it counts as; other ops of the two namespaces send nothing.
 KINDS: dict[str, str] = {
@@ -97,8 +99,12 @@ def group_axes(group: str, mesh: Mesh) -> tuple[str, ...] | None:
 
 
 def named_axes(group: str) -> tuple[str, ...] | None:
-    """Return the axes in the name of a process group, such as ``shardc:dp,tp``; None if shardc did not name it."""
-    return tuple(group[len(GROUP_PREFIX) :].split(",")) if group.startswith(GROUP_PREFIX) else None
+    """Return the axes in the name of a process group, such as ``shardc:dp,tp``; None if shardc did not name it.
+
+    In a graph that has run on a process's second mesh, the name is ``shardc.1:dp,tp``.
+    """
+    match = _GROUP.fullmatch(group)
+    return tuple(match[1].split(",")) if match else None
 
 
 def group_of(node: fx.Node, mesh: Mesh) -> tuple[tuple[str, ...], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 
@@ -49,6 +50,8 @@ def test_ranges() -> None:
 
 def buckets(backend: str) -> None:
     """Each collective of a step runs in the range of its bucket, and each bucket has a range."""
+    # The second mesh of a process has groups of other names.
+    shardc.compile(nn.Linear(4, 4), device_mesh(Mesh(tp=2)), shardc.fsdp("tp"), backend="eager")(torch.randn(2, 4))
     options = shardc.Options(bucket_size=4096)
     model = Blocks(layers=4, dim=16)
     module = shardc.compile(model, device_mesh(Mesh(dp=2)), shardc.fsdp("dp"), backend=backend, options=options)
@@ -71,5 +74,6 @@ def buckets(backend: str) -> None:
     assert len(started) == len(ranges)
 
 
+@pytest.mark.medium
 def test_ranges_of_buckets() -> None:
     run_ranks(2, partial(buckets, "eager"), partial(buckets, "inductor"))
