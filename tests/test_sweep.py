@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,11 @@ def test_rows_are_what_schedule_predicts(target: str, capsys: pytest.CaptureFixt
             schedule.seconds, schedule.exposed, schedule.memory.peak.total, schedule.wire, schedule.mfu,
         )  # fmt: skip
         assert row["tokens_per_second"] == schedule.tokens_per_second
-    table = [line for line in capsys.readouterr().out.splitlines() if "dp=" in line]
-    assert len(table) == len(rows)
+    first, *lines = capsys.readouterr().out.splitlines()
+    best = min(rows, key=lambda row: row["seconds"])
+    assert first.startswith("fastest: ") and first.endswith(f" on {best['mesh']} with {best['plan']}")
+    table = [line for line in lines if "dp=" in line]
+    assert len(table) == len(rows) and max(map(len, lines)) <= 120
     assert (tmp_path / "out/rows.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -142,3 +146,6 @@ def test_the_picture_names_meshes_and_chooses_units() -> None:
         measured, ideal = ([float(y) for y in line.get_ydata()] for line in drawn.axes[0].lines)
         assert ideal == [measured[0] * 8 / row.ranks for row in rows][: len(measured)]
     assert list(drawn.axes[0].lines[0].get_ydata()) == [20.0, 12.0]
+    tokens = draw([replace(row, tokens_per_second=1e5 * row.ranks / 2) for row in large]).axes[1]
+    assert tokens.get_ylabel() == "tokens/s a GPU"
+    assert [list(line.get_ydata()) for line in tokens.lines] == [[5e4, 5e4], [5e4, 5e4]]

@@ -57,6 +57,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto")
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page: timeline, memory, tables, the annotated graph")
+    parser.add_argument("--tries", action="store_true", help="put changes that `lint` tries on the page of --html too")
     parser.add_argument("--plot", metavar="FILE", help="write a picture (png, svg, pdf); needs shardc[plot]")
 
 
@@ -72,7 +73,9 @@ def _run_schedule(options: argparse.Namespace) -> None:
             write(path, text())
     if options.html is not None:
         has_stages = program.stage_ranks > 0  # which lint does not know
-        write(options.html, predicted.to_html([] if has_stages else program.lint(options.hardware), beside))
+        tried = program.advise(options.hardware) if options.tries else []
+        found = [] if has_stages else [*(one.finding() for one in tried), *program.lint(options.hardware)]
+        write(options.html, predicted.to_html(found, beside))
     if options.plot is not None:
         predicted.plot(options.plot)
 

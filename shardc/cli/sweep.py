@@ -23,7 +23,9 @@ from shardc.errors import InputError, ShardcError, ShardcWarning
 from shardc.ir.mesh import Mesh
 from shardc.plan import Plan
 from shardc.report import page
-from shardc.report.export import gigabytes, milliseconds, plain, shorten, write
+from shardc.report.export import write
+from shardc.report.schedule_text import aligned
+from shardc.report.units import duration, size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -125,9 +127,9 @@ def _meshes(axes: Sequence[str], ranks: int, fixed: dict[str, int], described: H
             return
         name, *rest = names
         tried = [fixed[name]] if name in fixed else [2**n for n in range(1, max(room, 1).bit_length()) if 2**n <= room]
-        for size in tried:
-            for others in sizes(rest, room // size):
-                yield {name: size, **others}
+        for count in tried:
+            for others in sizes(rest, room // count):
+                yield {name: count, **others}
 
     for inner in sizes(axes[1:], described.node):
         left, rest = divmod(ranks, prod(inner.values()))
@@ -163,16 +165,19 @@ def _print(rows: Sequence[Row], described: Hardware) -> None:
     good = sorted((row for row in rows if not row.error), key=lambda row: (row.ranks, row.seconds))
     body = [
         (
-            str(row.ranks), row.mesh, shorten(row.plan, 36), milliseconds(row.seconds), milliseconds(row.exposed),
-            f"{row.exposed / row.seconds:.1%}", gigabytes(row.memory), "yes" if row.fits else "no", f"{row.mfu:.1%}",
-            f"{row.tokens_per_second / row.ranks:,.0f}" if row.tokens_per_second else "-",
+            str(row.ranks), row.mesh, row.plan, duration(row.seconds), duration(row.exposed),
+            f"{row.exposed / row.seconds:.1%}", size(row.memory), "yes" if row.fits else "no", f"{row.mfu:.1%}",
+            f"{row.tokens_per_rank:,.0f}" if row.tokens_per_second else "-",
         )
         for row in good
     ]  # fmt: skip
-    head = ("ranks", "mesh", "plan", "step ms", "exposed ms", "exposed", "GB/rank", "fits", "MFU", "tokens/s/GPU")
+    head = ("ranks", "mesh", "plan", "step", "exposed", "of step", "a rank", "fits", "MFU", "tokens/s/GPU")
     if body:
-        print(f"{described.name}, {described.memory / 1e9:g} GB a rank; one global batch, whatever the ranks\n")
-        print(plain(body, head))
+        best = min(good, key=lambda row: (not row.fits, row.seconds))
+        fits = "" if best.fits else ", which does not fit"
+        print(f"fastest: {duration(best.seconds)} a step on {best.mesh} with {best.plan}{fits}")
+        print(f"{described.name}, {size(described.memory)} a rank; one global batch, whatever the ranks\n")
+        print(aligned(body, head, left=("mesh", "plan"), cut=("plan",)))
     for row in rows:
         if row.error:
             print(f"cannot be: {row.mesh}, {row.plan}: {row.error}")
@@ -207,39 +212,56 @@ class Row:
     tokens_per_second: float = 0.0
     error: str = ""
 
+    @property
+    def tokens_per_rank(self) -> float:
+        """Return the tokens per second of each rank; 0 if the inputs have no tokens."""
+        return self.tokens_per_second / self.ranks
+
 
 def draw(rows: Sequence[Row]) -> Figure:
     """Return a figure of each plan's fastest mesh over the number of ranks, hollow if it does not fit in memory.
 
-    A dashed line is ideal scaling from a plan's fewest ranks: the same work, shared by more.
+    A dashed line is ideal scaling from a plan's fewest ranks: the same work, shared by more. If the inputs have tokens,
+    the second panel has tokens per second of each GPU.
     """
-    drawn = page.figure(9, 7)
-    times, memory = drawn.subplots(2, 1, sharex=True)
+    has_tokens = any(row.tokens_per_second for row in rows)
+    drawn = page.figure(9, 10 if has_tokens else 7)
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    panels = list(drawn.subplots(3 if has_tokens else 2, 1, sharex=True))
+    times, memory = panels[0], panels[-1]
     unit, second = page.time_unit(max(row.seconds for row in rows))
-    size, byte = page.size_unit(max(row.memory for row in rows))
+    scale, byte = page.size_unit(max(row.memory for row in rows))
     for number, plan in enumerate(dict.fromkeys(row.plan for row in rows)):
         best: dict[int, Row] = {}
         for row in rows:
             if row.plan == plan and (row.ranks not in best or row.seconds < best[row.ranks].seconds):
                 best[row.ranks] = row
         line = [best[ranks] for ranks in sorted(best)]
-        for axes, values in ((times, [r.seconds * unit for r in line]), (memory, [r.memory / size for r in line])):
-            ranks, colour = [r.ranks for r in line], f"C{number}"
+        drawn_values = {0: [r.seconds * unit for r in line], -1: [r.memory / scale for r in line]}
+        ideals = {0: [line[0].seconds * unit * line[0].ranks / row.ranks for row in line]}
+        if has_tokens:
+            drawn_values[1] = [r.tokens_per_rank for r in line]
+            ideals[1] = [line[0].tokens_per_rank] * len(line)
+        for at, values in drawn_values.items():
+            axes, ranks, colour = panels[at], [r.ranks for r in line], f"C{number}"
             axes.plot(ranks, values, color=colour, label=plan)
             faces = [colour if r.fits else "white" for r in line]
             axes.scatter(ranks, values, c=faces, edgecolors=colour, zorder=3)
-        ideal = [line[0].seconds * unit * line[0].ranks / row.ranks for row in line]
-        times.plot([row.ranks for row in line], ideal, color=f"C{number}", linestyle="--", linewidth=0.8)
+            if at in ideals:
+                axes.plot(ranks, ideals[at], color=colour, linestyle="--", linewidth=0.8)
         for row in line:
             place = row.ranks, row.seconds * unit
             near = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
             times.annotate(row.mesh, place, fontsize=7, color=f"C{number}", **near)
-    for axes, title in ((times, f"step, {second}"), (memory, f"memory at the peak, {byte} a rank")):
+    titles = [f"step, {second}", *(["tokens/s a GPU"] * has_tokens), f"memory at the peak, {byte} a rank"]
+    for axes, title in zip(panels, titles, strict=True):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.margins(x=0.1, y=0.15)
-        for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            ticks("{x:g}")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter("{x:,.10g}")
         axes.set_ylabel(title)
         axes.grid(alpha=0.3)
     counts = sorted({row.ranks for row in rows})

@@ -15,7 +15,7 @@ from shardc import passes
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.report.findings import Finding
-from shardc.report.lint_rules import MEDIUM
+from shardc.report.lint_rules import MEDIUM, severity_of
 from shardc.report.prediction import Prediction
 from shardc.report.units import duration, percent, size
 
@@ -47,6 +47,12 @@ class Advice:
     seconds: float
     memory: int
     change: int
+
+    def finding(self) -> Finding:
+        """Return it as a finding, for the page: its cost is the gain, and its change the line to paste."""
+        share = self.gain / (self.seconds + self.gain)
+        rules = ", ".join(self.rules)
+        return Finding(rules, severity_of(share), "tried", "", "", self.gain, self.change, str(self), self.line)
 
     def __str__(self) -> str:
         does = "hides" if self.exposed >= 0.9 * self.gain else "saves"

@@ -156,6 +156,11 @@ REPLICATED_SHARE = 0.01  # share of a rank's operations from which replicated wo
 HIGH, MEDIUM = 0.05, 0.005  # shares of the step's time from which a finding has that severity
 
 
+def severity_of(share: float) -> str:
+    """Return the severity of a cost that is this share of the step's time."""
+    return "high" if share >= HIGH else "medium" if share >= MEDIUM else "low"
+
+
 @dataclass(frozen=True)
 class Subject:
     """The program to lint.
@@ -187,8 +192,7 @@ class Subject:
     ) -> Finding:
         """Return a finding about ``at`` (subject, module, source); its severity follows from its cost."""
         share = seconds / self.step.seconds if self.step.seconds else 0.0
-        severity = "high" if share >= HIGH else "medium" if share >= MEDIUM else "low"
-        return Finding(rule, severity, *at, seconds, nbytes, message, change, count)
+        return Finding(rule, severity_of(share), *at, seconds, nbytes, message, change, count)
 
     def wasted(self, rule: str, node: fx.Node, part: float, message: str, change: str) -> Iterator[Finding]:
         """Yield a finding: the share ``part`` of the collective that ``node`` marks is unnecessary."""

@@ -20,6 +20,7 @@ from torch import nn
 
 import shardc
 from examples.models import llama
+from shardc.__main__ import main
 from shardc.ir import graph as ir
 from shardc.ir.mesh import Mesh
 from shardc.report.findings import Finding
@@ -122,6 +123,28 @@ def test_findings_have_a_table() -> None:
         }
     ]  # fmt: skip
     assert json.loads(Page(program.schedule().to_html()).held["data"])["findings"] == []
+
+
+STACK = """
+import torch
+from torch import nn
+
+def example():
+    layers = nn.Sequential(*(nn.Linear(1024, 1024, device="meta") for _ in range(12)))
+    return layers, (torch.empty(4096, 1024, device="meta"),)
+"""
+
+
+def test_the_page_has_lines_to_paste(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stacked.py").write_text(STACK)
+    monkeypatch.chdir(tmp_path)
+    target = ["schedule", "stacked.py:example", "--mesh", "dp=64", "--plan", 'fsdp("dp")', "--rows", "1"]
+    assert main([*target, "--option", "bucket_size=8 MiB", "--html", "page.html", "--tries"]) == 0
+    findings = json.loads(Page((tmp_path / "page.html").read_text()).held["data"])["findings"]
+    tried = [finding for finding in findings if finding["subject"] == "tried"]
+    assert tried and all(finding["change"].startswith("Options(") for finding in tried)
+    assert all(finding["message"].startswith(finding["change"]) for finding in tried)
+    assert len(findings) > len(tried)
 
 
 PRINT = """
