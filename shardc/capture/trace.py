@@ -42,6 +42,7 @@ from shardc.capture.dtypes import UNCHANGED, Dtypes, ModuleDtypes
 from shardc.capture.dynamo_reads import expressed, memories_of, reads_of, recorded
 from shardc.capture.functions import functions_as_ops
 from shardc.capture.lookups import lookups_by_place
+from shardc.capture.loop_gradients import loop_gradients
 from shardc.capture.markers import Tag, mark, tagged
 from shardc.capture.queried_states import recorded_states, value_numbers
 from shardc.capture.raises import without_raising
@@ -254,6 +255,7 @@ class Traced(Captured):
         """Return the captured model; annotates ``graph`` in place."""
         refuse_sparse(self.graph.graph)
         functions_as_ops(self.graph)
+        loop_gradients(self.graph, decompositions())
         without_strides(self.graph.graph, self.fake_mode)
         numbers_as_tensors(self.graph.graph)
         lookups_by_place(self.graph.graph, self.fake_mode)

@@ -6,7 +6,7 @@
 - ``scan`` over few steps: one step after the other (`_WRITTEN_STEPS`).
 - ``invoke_subgraph`` (of ``nested_compile_region``): the graph that it calls.
 
-A ``while_loop`` stays one, traced without sizes that depend on values. Its gradient raises where it is computed.
+A ``while_loop`` stays one, traced without sizes that depend on values. `loop_gradients` makes an op of its gradient.
 """
 
 from __future__ import annotations
@@ -78,22 +78,23 @@ def _run(body: fx.GraphModule, *operands: Any) -> Any:
 
 
 class _Loop(torch.autograd.Function):
-    """A while loop whose gradient, of as many steps as values say, is an op that raises."""
+    """A while loop whose gradient is marked, with the results by which to find the loop (`loop_gradients`)."""
 
     @staticmethod
     def forward(ctx: Any, condition: Any, step: Any, count: int, *operands: Any) -> Any:
-        ctx.save_for_backward(*operands)
         one_step = {FakeTensorMode: lambda mode, condition, step, carries, rest: _one_step(mode, step, carries, rest)}
         with patch.dict(while_loop_op.python_key_table, one_step), torch._C._AutoDispatchBelowAutograd():
             results: Any = while_loop_op(condition, step, operands[:count], operands[count:])
+        ctx.save_for_backward(*operands, *results)
+        ctx.operands = len(operands)
         ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        operands = ctx.saved_tensors
+        operands, results = _split(ctx.saved_tensors, ctx.operands)
         wanted = [x for x in operands if x.is_floating_point()]
-        values = iter(NO_GRADIENT([x for x in grads if x.is_floating_point()], wanted))
+        values = iter(NO_GRADIENT([x for x in grads if x.is_floating_point()], wanted, list(results)))
         return (None, None, None, *(next(values) if x.is_floating_point() else None for x in operands))
 
 

@@ -68,7 +68,7 @@ def _function(operands: list[Size], body: str) -> int:
     """Return the operations of all steps of a function; of a while loop, of one."""
     function = function_ops.function_of(body)
     carries, sequences = function.counts
-    return function.flops * (operands[carries][0] if sequences else 1)
+    return function.flops * (operands[carries][0] if function.kind == "scan" and sequences else 1)
 
 
 _KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")

@@ -32,9 +32,11 @@ class Function:
         kind: name of the op, a key of `KINDS`.
         graphs: ``cond``: of (operands without the predicate) -> results, one if it is true and one if not; ``scan``: of
             (carries, a slice of each sequence, the rest) -> (carries, a slice of each result); ``while_loop``: of
-            (carries, the rest) -> a predicate, and of the same -> carries; ``flex``: see `shardc.custom_ops.flex_ops`.
-        counts: number of operands that are carries, and of those that are sequences; of ``flex``, number of tensors
-            that each graph captures.
+            (carries, the rest) -> a predicate, and of the same -> carries; ``loop_gradient``: those of its loop, and of
+            (gradients of the carries that have some, sums of those of the rest, carries, the rest) -> the first two
+            before that step; ``flex``: see `shardc.custom_ops.flex_ops`.
+        counts: number of operands that are carries, and of those that are sequences; of ``loop_gradient``,
+            number of gradients, and of carries; of ``flex``, number of tensors that each graph captures.
         flops: floating-point operations of one step, or of the larger of two branches.
     """
 
@@ -75,6 +77,7 @@ class Function:
 
 KINDS = {
     "cond": ("true", "false"), "scan": ("step",), "while_loop": ("condition", "step"),
+    "loop_gradient": ("condition", "step", "gradient"),
     "flex": ("score", "mask"),  # of `shardc.custom_ops.flex_ops`
 }  # fmt: skip
 _functions: dict[str, Function] = {}
@@ -160,22 +163,37 @@ def _own(results: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
     return out
 
 
-def _no_gradient(grads: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+def _loop_gradient(operands: list[Tensor], body: str) -> list[Tensor]:
+    function = function_of(body)
+    (condition, step, gradient), (count, carries) = function.calls, function.counts
+    grads, carried, rest = operands[:count], operands[count : count + carries], operands[count + carries :]
+    results = [*grads, *(torch.zeros_like(x) for x in rest if x.is_floating_point())]
+    steps: list[list[Tensor]] = []
+    while not is_fake(operands[0]) and _predicate(condition(*carried, *rest)):
+        steps.append(carried)
+        carried = list(step(*carried, *rest))
+    for carried in reversed(steps):
+        results = list(gradient(*results, *carried, *rest))
+    return _own(results, operands)
+
+
+def _no_gradient(grads: list[Tensor], like: list[Tensor], results: list[Tensor]) -> list[Tensor]:
     if is_fake(like[0]):
         return [torch.empty_like(x) for x in like]
     raise InputError(
-        "a while_loop has no gradient: its backward would keep values of every step, as many as values say",
+        "a while_loop in whose step, or around which, there is a loop or branch has no gradient",
         fix="write a scan over a fixed number of steps, or call the loop under torch.no_grad()",
     )
 
 
 _library = torch.library.Library(NAMESPACE, "DEF")
-_library.define("no_gradient(Tensor[] grads, Tensor[] like) -> Tensor[]")
+_library.define("no_gradient(Tensor[] grads, Tensor[] like, Tensor[] results) -> Tensor[]")
 _library.impl("no_gradient", _no_gradient, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::no_gradient", _no_gradient, lib=_library)
 NO_GRADIENT = torch.ops.shardc_function.no_gradient.default
-for _kind, _function in (("cond", _cond), ("scan", _scan), ("while_loop", _while_loop)):
+_KERNELS = {"cond": _cond, "scan": _scan, "while_loop": _while_loop, "loop_gradient": _loop_gradient}
+for _kind, _kernel in _KERNELS.items():
     _library.define(f"{_kind}(Tensor[] operands, str body) -> Tensor[]")
-    _library.impl(_kind, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{_kind}", _function, lib=_library)
-OPS = {kind: getattr(torch.ops.shardc_function, kind).default for kind in ("cond", "scan", "while_loop")}
+    _library.impl(_kind, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{_kind}", _kernel, lib=_library)
+OPS = {kind: getattr(torch.ops.shardc_function, kind).default for kind in _KERNELS}

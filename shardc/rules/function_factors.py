@@ -182,13 +182,38 @@ def _device(graph: fx.Graph) -> Any:
     return next((x for node in graph.nodes if (x := node.kwargs.get("device")) is not None), torch.device("cpu"))
 
 
+Flow = tuple[list[tuple[int, int | None]], list[int | None]]
+
+
+def _flows(kind: str, counts: tuple[int, int], floating: Sequence[bool]) -> tuple[list[int], list[Flow]]:
+    """Return how values flow from step to step: the operand whose sub-dims each value that is carried has; and for each
+    graph, of each argument, (operand, number of the carried value that it is), and of each result that number. None for
+    others.
+    """
+    first, second = counts
+    operands = len(floating)
+    if kind == "loop_gradient":
+        initial = first + second
+        summed = [at for at in range(initial, operands) if floating[at]]
+        totals = [(at, initial + number) for number, at in enumerate(summed)]
+        plain = [(at, at if at < initial else None) for at in range(first, operands)]
+        gradients: list[int | None] = [*range(first), *(number for _, number in totals)]
+        back = [*((at, at) for at in range(first)), *totals, *plain]
+        return [*range(initial), *summed], [(plain, [None]), (plain, [*range(first, initial)]), (back, gradients)]
+    arguments = [(at, at if at < first else None) for at in range(operands)]
+    step: Flow = arguments, [*range(first)]
+    others: dict[str, list[Flow]] = {"scan": [], "cond": [step], "while_loop": [(arguments, [None])]}
+    return [*range(first)], [*others[kind], step]
+
+
 class Factored:
-    """The graphs of a call of ``cond``, ``scan`` or ``while_loop``, and its factors.
+    """The graphs of a call of an op that runs functions, and its factors.
 
     Attributes:
         operands, results: sub-dims of the operands and of the results.
         pending: pending sums of each result.
-        carries: number of operands that are carried from step to step.
+        carried: pending sums of each value that is carried from step to step.
+        initial: number of these that start with an operand's value; others start with zero.
     """
 
     def __init__(self, call: Call, spec_of: SpecOf) -> None:
@@ -196,29 +221,37 @@ class Factored:
         self.sub_dims = SubDims()
         self.operands = [[self.sub_dims.new(size) for size in value.shape] for value in call.operands]
         self.pending: list[Pending] = []
-        kind, (self.carries, sequences) = self.function.kind, self.function.counts
+        kind, counts = self.function.kind, self.function.counts
         leading = 1 if kind == "cond" else 0  # the predicate
         values, rows = list(call.operands[leading:]), list(self.operands[leading:])
         time: Row = ()
-        for at in range(self.carries, self.carries + sequences):
+        for at in range(counts[0], sum(counts)) if kind == "scan" else ():
             (steps, *shape), (row, *rows[at]) = values[at].shape, rows[at]
             time = time or self.sub_dims.new(steps, whole=True)
             self.sub_dims.join(row, time)
             values[at] = Value(values[at].dtype, tuple(shape))
-        self.graphs = [Graph(graph, values, rows, self.sub_dims, spec_of) for graph in self.function.graphs]
-        last = self.graphs[-1].results
-        self._join(rows[: self.carries], last[: self.carries])
+        carried, self.flows = _flows(kind, counts, [value.dtype.is_floating_point for value in values])
+        self.carried, self.initial = [NOTHING] * len(carried), counts[0] + counts[1] * (kind == "loop_gradient")
+        self.graphs = []
+        for graph, (arguments, results) in zip(self.function.graphs, self.flows, strict=True):
+            given = [(values[at], rows[at]) for at, _ in arguments]
+            self.graphs.append(Graph(graph, [x for x, _ in given], [x for _, x in given], self.sub_dims, spec_of))
+            for result, number in zip(self.graphs[-1].results, results, strict=False):
+                if number is not None:
+                    self._join(rows[carried[number]], result)
+        self.results = self.graphs[-1].results
         if kind == "cond":
-            self._join(self.graphs[0].results, last)
-        stacked = last[self.carries :] if kind == "cond" else [[time, *rows] for rows in last[self.carries :]]
-        self.results = [*last[: self.carries], *stacked]
+            for one, other in zip(self.graphs[0].results, self.results, strict=True):
+                self._join(one, other)
+        if kind == "scan":
+            last = self.results
+            self.results = [*last[: counts[0]], *([time, *result] for result in last[counts[0] :])]
         self._keep_distinct()
-        self._settle(len(values))
+        self._settle()
 
-    def _join(self, left: Iterable[Rows], right: Iterable[Rows]) -> None:
-        for rows, others in zip(left, right, strict=True):
-            for row, other in zip(rows, others, strict=True):
-                self.sub_dims.join(row, other)
+    def _join(self, rows: Rows, others: Rows) -> None:
+        for row, other in zip(rows, others, strict=True):
+            self.sub_dims.join(row, other)
 
     def _keep_distinct(self) -> None:
         """Keeps sub-dims whole that are two factors of an op, or two dims of a value."""
@@ -228,25 +261,34 @@ class Factored:
         for rows in (*self.operands, *self.results):
             self.sub_dims.keep_distinct(rows)
 
-    def _settle(self, arguments: int) -> None:
+    def _settle(self) -> None:
         """Finds the pending sums of the results, and keeps sub-dims whole until what is carried stays as it is."""
-        whole, rest = self.sub_dims.whole, [NOTHING] * (arguments - self.carries)
+        whole, kind = self.sub_dims.whole, self.function.kind
         before = -1
         while before < len(whole):
-            before, carried, check = len(whole), [NOTHING] * self.carries, False
-            while True:  # first what may be pending from step to step, then whether all ops carry it
-                given = [graph.propagate([*carried, *rest], check) for graph in self.graphs]
-                of_both = [NOTHING.union(*x) for x in zip(*given, strict=True)] if self.function.kind == "cond" else []
-                self.pending = of_both or given[-1]
-                after = [old | new for old, new in zip(carried, self.pending, strict=False)]
-                if check:
-                    break
-                check, carried = after == carried, after
-            for old, new in zip(carried, self.pending, strict=False):
+            before, self.carried = len(whole), [NOTHING] * len(self.carried)
+            while (
+                after := [old | new for old, new in zip(self.carried, self._step(False), strict=True)]
+            ) != self.carried:
+                self.carried = after
+            for old, new in zip(self.carried, self._step(True), strict=True):
                 whole.update(old ^ new)
-            if self.function.kind == "while_loop":
-                whole.update(given[0][0])  # all ranks take as many steps
+            if kind in ("while_loop", "loop_gradient"):
+                whole.update(self._given[0][0])  # all ranks take as many steps
+            of_both = [NOTHING.union(*x) for x in zip(*self._given, strict=True)] if kind == "cond" else []
+            self.pending = of_both or self._given[-1]
             self._keep_consistent()
+
+    def _step(self, check: bool) -> list[Pending]:
+        """Return the pending sums of what is carried after a step; see `Graph.propagate`."""
+        after, self._given = list(self.carried), []
+        for graph, (arguments, results) in zip(self.graphs, self.flows, strict=True):
+            given = [NOTHING if number is None else self.carried[number] for _, number in arguments]
+            self._given.append(graph.propagate(given, check))
+            for number, pending in zip(results, self._given[-1], strict=False):
+                if number is not None:
+                    after[number] = pending
+        return after
 
     def _keep_consistent(self) -> None:
         """Keeps sub-dims whole over which one result is a pending sum and another is not, though it is not split."""

@@ -45,8 +45,8 @@ def _localize(local: Local, find_rule: FindRule, spec_of: SpecOf) -> Emitted:
     factored = Factored(local.call, spec_of)
     on_rank = _OnRank(local, factored, find_rule)
     operands: list[Emitted] = list(local.operand("operands"))
-    for at in range(factored.carries):
-        operands[at] = term(local.builder, operands[at], [axis for axis, _ in local.results[at].partial])
+    for at, pending in enumerate(factored.carried[: factored.initial]):
+        operands[at] = term(local.builder, operands[at], on_rank.axes(pending))
     bodies = [on_rank.body(graph) for graph in factored.graphs]
     graphs, kind = tuple(body.finish() for body in bodies), factored.function.kind
     function = register(Function(kind, graphs, factored.function.counts, of_function(kind, graphs)))

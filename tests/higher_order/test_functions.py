@@ -87,6 +87,20 @@ def nested(net: Net, h: Tensor) -> Tensor:
     return scan(step, torch.zeros_like(h[:, 0]), h.repeat(1, 20, 1), dim=1)[1]
 
 
+def looped(condition: Callable[..., Tensor], net: Net, h: Tensor) -> Tensor:
+    """A loop; on one device, where torch's has no gradient, a loop of Python's."""
+
+    def step(n: Tensor, h: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return n + 1, torch.tanh(net.b(h)), total * 0.5 + h.sum((0, 1))
+
+    values = torch.zeros((), dtype=torch.int64), h, net.b.bias * 2
+    if torch.compiler.is_compiling():
+        return sum(while_loop(condition, step, values)[1:])
+    while condition(*values):
+        values = step(*values)
+    return values[1] + values[2]
+
+
 @torch.compiler.nested_compile_region
 def region(net: Net, h: Tensor) -> Tensor:
     return torch.tanh(net.b(h)) * 2
@@ -101,13 +115,15 @@ KINDS: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "a long scan from the end": lambda net, h: backwards(net, h.repeat(1, 40, 1)),
     "a long scan of gates": gates,
     "a branch that sums": totals,
+    "a loop by a count": partial(looped, lambda n, h, total: n < 7),
+    "a loop by values": partial(looped, lambda n, h, total: (n < 7) & (h.abs().max() > 0.1)),
     "a branch in a scan": nested,
     "a map over rows": lambda net, h: map_slices(lambda h: torch.tanh(net.b(h)), h),
     "a map over a dim": lambda net, h: map_slices(lambda x, y: x + net.b(y).mean(0), h.transpose(0, 1), h[0].clone()),
     "an associative scan": lambda net, h: associative_scan(torch.mul, net.b(h), 1, combine_mode="generic"),
     "a region": lambda net, h: region(net, h) + region(net, h * 2),
 }
-WHOLE = "a branch in a scan"  # decided by values of all rows
+WHOLE = ("a branch in a scan", "a loop by values")  # which values of all rows decide
 
 
 @pytest.mark.parametrize(("mesh", "plan"), MESHES)
@@ -144,11 +160,11 @@ def kinds_of_collectives(program: shardc.Program) -> set[str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_and_what_is_gathered(kind: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if kind == WHOLE else "error", shardc.ShardcWarning)
+        warnings.simplefilter("ignore" if kind in WHOLE else "error", shardc.ShardcWarning)
         program = lowered(KINDS[kind])
     text = program.text("localize")
     assert dump(parse(text), shardc.Mesh(dp=2)) == text
-    assert (kinds_of_collectives(program) == {"all_reduce(dp)"}) == (kind != WHOLE)
+    assert (kinds_of_collectives(program) == {"all_reduce(dp)"}) == (kind not in WHOLE)
 
 
 def test_features_stay_split() -> None:
@@ -168,38 +184,31 @@ def test_a_product_of_split_features_is_computed_whole_with_a_warning() -> None:
 
 
 def test_under_strict_an_op_that_is_computed_whole_is_an_error() -> None:
-    module = shardc.compile(Net(WHOLE), shardc.Mesh(dp=2), FSDP, options=shardc.Options(strict=True))
+    module = shardc.compile(Net(WHOLE[0]), shardc.Mesh(dp=2), FSDP, options=shardc.Options(strict=True))
     what = r"scan cannot be split along dp(.|\n)*source: .*test_functions.py:\d+(.|\n)*fix: strict=False"
     with pytest.raises(RuleError, match=what):
         module.lower(torch.randn(6, 5, 4))
 
 
-def loop(condition: Callable[..., Tensor], net: Net, h: Tensor) -> Tensor:
-    start = torch.zeros((), dtype=torch.int64), h
-    return while_loop(condition, lambda n, h: (n + 1, torch.tanh(net.b(h))), start)[1]
-
-
-LOOPS: dict[str, Callable[[Net, Tensor], Tensor]] = {
-    "a loop by a count": partial(loop, lambda n, h: n < 7),
-    "a loop by values": partial(loop, lambda n, h: (n < 7) & (h.abs().max() > 0.1)),
-}
-
-
-@pytest.mark.parametrize("kind", LOOPS)
-def test_a_while_loop_without_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KINDS, kind, LOOPS[kind])
-    net, x = Net(kind).double(), torch.randn(6, 5, 4, dtype=torch.float64)
-    module = shardc.compile(net, shardc.Mesh(dp=2), shardc.ddp("dp"), backend="eager")
+def test_a_loop_without_gradients() -> None:
+    net, x = Net("a loop by values").double(), torch.randn(6, 5, 4, dtype=torch.float64)
+    simulation = shardc.Simulation(shardc.compile(net, shardc.Mesh(dp=2), FSDP, backend="eager"))
     with torch.no_grad():
-        simulation = shardc.Simulation(module)
         torch.testing.assert_close(simulation(x, grad=False), net(x), rtol=1e-9, atol=1e-12)
-        program = module.lower(x)
-    assert isinstance(program, shardc.Program)
-    forward = program.text("collectives").partition("backward:")[0]
-    assert ("all_gather" in forward) == (kind == "a loop by values")
+
+
+def test_a_loop_with_a_branch_in_its_step_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choosing(net: Net, h: Tensor) -> Tensor:
+        def step(n: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            return n + 1, torch.cond(n > 1, lambda h: h * 2, lambda h: net.b(h), (h,))
+
+        return while_loop(lambda n, h: n < 7, step, (torch.zeros((), dtype=torch.int64), h))[1]
+
+    monkeypatch.setitem(KINDS, "a loop with a branch", choosing)
+    net, x = Net("a loop with a branch").double(), torch.randn(6, 5, 4, dtype=torch.float64)
     simulation = shardc.Simulation(shardc.compile(net, shardc.Mesh(dp=2), FSDP, loss=total, backend="eager"))
-    simulation(x)
-    with pytest.raises(InputError, match=r"while_loop has no gradient(.|\n)*fix: write a scan"):
+    torch.testing.assert_close(simulation(x), net(x).sum(), rtol=1e-9, atol=1e-12)
+    with pytest.raises(InputError, match=r"while_loop in whose step(.|\n)*has no gradient(.|\n)*fix: write a scan"):
         simulation.backward()
 
 
@@ -219,8 +228,11 @@ def test_a_number_that_a_loop_carries_is_refused_with_its_line() -> None:
         lowered(counted)
 
 
+ON_RANKS = ("a branch", "a branch that sums", "a long scan", "a loop by a count", "a branch in a scan")
+
+
 def on_ranks(found: bool) -> None:
-    models = [partial(Net, kind) for kind in ("a branch", "a scan", "a long scan", "a branch in a scan")]
+    models = [partial(Net, kind) for kind in ON_RANKS]
     equal_one_device(models, (torch.randn(6, 5, 4, dtype=torch.float64),), ("eager", "inductor"), found)
 
 

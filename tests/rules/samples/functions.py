@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardc.capture.functions import graph_of_function
@@ -18,12 +18,19 @@ STEPS = 3
 Functions = tuple[Callable[..., Any], ...]
 
 
+def _graph(kind: str, function: Callable[..., Any], given: list[Tensor]) -> fx.Graph:
+    return graph_of_function(make_fx(function)(*given), None, kind)
+
+
+def _registered(kind: str, graphs: list[fx.Graph], operands: list[Tensor], counts: tuple[int, int]) -> Sample:
+    function = register(Function(kind, tuple(graphs), counts, of_function(kind, tuple(graphs))))
+    return Sample(OPS[kind], (operands, function.name))
+
+
 def _sample(kind: str, functions: Functions, operands: list[Tensor], counts: tuple[int, int] = (0, 0)) -> Sample:
     arguments, (carries, sequences) = operands[1:] if kind == "cond" else operands, counts
     given = [x[0] if carries <= at < carries + sequences else x for at, x in enumerate(arguments)]
-    graphs = tuple(graph_of_function(make_fx(function)(*given), None, kind) for function in functions)
-    function = register(Function(kind, graphs, counts, of_function(kind, graphs)))
-    return Sample(OPS[kind], (operands, function.name))
+    return _registered(kind, [_graph(kind, function, given) for function in functions], operands, counts)
 
 
 def recurrent(h: Tensor, x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
@@ -90,6 +97,22 @@ def _loops(draw: Draw) -> Iterator[Sample]:
     yield _sample("while_loop", (lambda n, h, total, x: (n < 4) & (h.amax() < 5), step), operands, (3, 0))
 
 
+def _loop_gradients(draw: Draw) -> Iterator[Sample]:
+    def step(n: Tensor, h: Tensor, c: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        return n + 1, torch.tanh(h) * c + x
+
+    def gradient(g: Tensor, of_c: Tensor, of_x: Tensor, n: Tensor, h: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        y = torch.tanh(h)
+        return g * rest[0] * (1 - y * y), of_c + (g * y).sum(0), of_x + g
+
+    grads, operands = draw.normal(4, 8), [torch.tensor(0), draw.normal(4, 8), draw.normal(8), draw.normal(4, 8)]
+    graphs = [_graph("while_loop", f, operands) for f in (lambda n, h, c, x: n < 3, step)]
+    graphs.append(_graph("while_loop", gradient, [grads, *operands[2:], *operands]))
+    yield _registered("loop_gradient", graphs, [grads, *operands], (1, 2))
+
+
 def samples(op: str) -> list[Sample]:
     kind = op.removeprefix("shardc_function.")
-    return list({"scan": _scans, "cond": _branches, "while_loop": _loops}[kind](Draw(op)))
+    return list(
+        {"scan": _scans, "cond": _branches, "while_loop": _loops, "loop_gradient": _loop_gradients}[kind](Draw(op))
+    )
