@@ -1,4 +1,4 @@
-"""Gradients of while loops as ops of the graph, which run a loop again and then the gradients of its steps backwards."""
+"""Gradients of while loops as ops of the graph, which run a loop again and then its steps' gradients backwards."""
 
 from __future__ import annotations
 
