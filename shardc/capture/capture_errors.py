@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import Enum
+from itertools import chain
 
 import numpy as np
 import torch
@@ -361,9 +362,10 @@ def line_with(text: str, model: nn.Module) -> str | None:
 
 
 def _layer_drops(model: nn.Module) -> list[str]:
-    """Return the names of the nonzero LayerDrop rates in the config of ``model``."""
-    config = vars(model.config) if hasattr(model, "config") and model.training else {}
-    return [name for name, rate in config.items() if "layerdrop" in name and rate]
+    """Return the names of the nonzero LayerDrop rates in the configs of ``model`` and of the modules in it."""
+    configs = [vars(module).get("config") for module in model.modules()] if model.training else []
+    rates = chain.from_iterable(getattr(config, "__dict__", {}).items() for config in configs)
+    return list(dict.fromkeys(name for name, rate in rates if "layerdrop" in name and rate))
 
 
 def _inputs_text(inputs: Sequence[tuple[str, Tensor]]) -> str:

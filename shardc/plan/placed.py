@@ -224,7 +224,7 @@ class SavePolicy:
     Args:
         module: the module's qualified name, "" for the root; what is in it counts too.
         where: "host", "device" or "recompute".
-        ops: names of the ops that it is about; () for all.
+        ops: names of the ops that it is about; () for all. Those that capture writes as others stand for these.
         entry: the plan entry, as text.
     """
 
@@ -235,4 +235,13 @@ class SavePolicy:
 
     def names(self, op: object) -> bool:
         """Return whether it is about results of ``op``, the target of a node."""
-        return not self.ops or any(f"{op}.".startswith(f"{name}.") for name in self.ops)
+        return not self.ops or any(is_named(op, name) for name in self.ops)
+
+
+# Ops that capture writes as others: their product is the one result that takes long.
+_PRODUCTS = {"aten.linear": "aten.mm", "aten.addmm": "aten.mm", "aten.baddbmm": "aten.bmm"}
+
+
+def is_named(op: object, name: str) -> bool:
+    """Return whether ``name``, with or without an overload, is that of ``op`` or of what capture writes as ``op``."""
+    return f"{op}.".startswith(f"{_PRODUCTS.get(name.removesuffix('.default'), name)}.")

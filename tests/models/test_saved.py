@@ -119,6 +119,9 @@ def test_ops_select_what_is_saved() -> None:
     assert stored(lowered(again | shardc.save("layers.*", on="host", ops="aten.sin"))) == [
         f"layers.{at}.sin" for at in range(LAYERS)
     ]
+    names = ["aten.linear", "aten.addmm.default", "aten.mm"]  # a product and its bias are two ops of a program
+    products = {tuple(stored(lowered(again | shardc.save("layers.*", on="host", ops=name)))) for name in names}
+    assert len(products) == 1 and products.pop()
     sines = [node for node in program.backward.graph.nodes if node.target is aten.sin.default]
     assert len(sines) < sum(node.target is aten.sin.default for node in lowered(again).backward.graph.nodes)  # type: ignore[union-attr]
 

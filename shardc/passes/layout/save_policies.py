@@ -14,7 +14,7 @@ from shardc.ir.graph import Origin
 from shardc.ir.module_paths import is_in
 from shardc.ir.op_traits import moves_data
 from shardc.plan.match import shorten
-from shardc.plan.placed import SavePolicy
+from shardc.plan.placed import SavePolicy, is_named
 from shardc.validate import near
 
 
@@ -102,7 +102,7 @@ def _check_ops(calls: Sequence[fx.Node], saves: Sequence[SavePolicy]) -> None:
         inside = [x for x in calls if any(not p.module or is_in(ir.info(x).origin.module, p.module) for p in policies)]
         ops = sorted({str(node.target) for node in inside if hasattr(node.target, "_schema")})
         for name in policies[0].ops:
-            if not any(f"{op}.".startswith(f"{name}.") for op in ops):
+            if not any(is_named(op, name) for op in ops):
                 raise PlanError(
                     f"there is no op {name!r} in the forward of {shorten([p.module for p in policies], 3)}",
                     plan_entry=entry,
