@@ -14,9 +14,11 @@ from shardc.cli.compile_options import options_of
 from shardc.cli.target import Command
 from shardc.errors import InputError
 from shardc.ir.mesh import Mesh
-from shardc.report.export import gigabytes, milliseconds, plain, write
+from shardc.report.export import gigabytes, milliseconds, write
+from shardc.report.schedule_text import aligned
 from shardc.report.stage_schedule import PipelineSchedule
 from shardc.report.stage_timeline import answer
+from shardc.report.units import duration, size
 from shardc.search.request import Auto
 from shardc.search.result import Found, Trial
 
@@ -66,11 +68,12 @@ def run(options: argparse.Namespace) -> None:
 def text(result: Found, options: argparse.Namespace) -> str:
     """Return the text about a search's result: the plan, its cost, and the command that compiles it."""
     schedule = result.schedule
+    step, exposed = duration(schedule.seconds), duration(schedule.exposed)
     lines = [
+        f"found: {step} a step, {exposed} of it exposed, {size(result.memory)} a rank, on mesh {result.mesh}",
         f"{len(result.trials)} plans scheduled, meshes: {len({t.mesh for t in result.trials})}; "
         f"{schedule.hardware.name}, {result.best.limit / 1e9:g} GB a rank",
         "",
-        f"mesh: {result.mesh}",
         result.plan.describe() if result.plan else "no entries: every rank holds and computes everything",
         "",
     ]
@@ -89,7 +92,7 @@ def text(result: Found, options: argparse.Namespace) -> str:
     if result.form is not None and result.form is not result.best:
         rows.append(_row("as given" if result.hand else "best form", result.form))
     head = ("", "mesh", "step ms", "exposed ms", "GB/rank", "MFU", "plan")
-    lines += ["", plain(rows, head), "", *_commands(result, options)]
+    lines += ["", aligned(rows, head, left=("", "mesh", "plan"), cut=("plan",)), "", *_commands(result, options)]
     return "\n".join(lines)
 
 

@@ -52,14 +52,15 @@ def test_the_plan_that_it_prints_is_the_one_that_it_writes(
     found = load(target)
     plan = shardc.Plan.load(tmp_path / "out/plan.json")
     lines = printed.out.splitlines()
-    best = next(line for line in lines if line.startswith("found"))
-    mesh = next(line.removeprefix("mesh: ") for line in lines if line.startswith("mesh: "))
+    best = next(line for line in lines if line.startswith("found "))
+    first, _, mesh = lines[0].partition(" a rank, on mesh ")
+    assert first.startswith("found: ")
     assert best.endswith(str(plan)) and mesh in best
     assert plan.describe() in printed.out
     assert any(line.startswith("best form") for line in lines)
     assert any(line.startswith("problem: ") and "gap" in line for line in lines)
     came = printed.err.splitlines()
-    assert len(came) == int(lines[0].split()[0])  # a line for each plan, as they came
+    assert len(came) == int(lines[1].split()[0])  # a line for each plan, as they came
     step = best.partition(mesh)[2].split()[0]
     assert any(line.startswith(f"{mesh}: {step} ms a step, ") for line in came)
     assert all((" ms exposed, " in line or ": ~" in line) and " GB a rank" in line for line in came)
@@ -92,7 +93,7 @@ def test_a_mesh_and_a_part_by_hand(target: str, capsys: pytest.CaptureFixture[st
     asked = ["plan", target, "--loss", "loss", "--mesh", "dp=2,tp=2", "--plan", "given()", "--hardware", "a100"]
     assert main(asked) == 0
     out = capsys.readouterr().out
-    assert "plans scheduled, meshes: 1; a100, 80 GB a rank" in out.splitlines()[0]
+    assert "plans scheduled, meshes: 1; a100, 80 GB a rank" in out.splitlines()[1]
     assert ["param", "0.weight", '("tp",', "None)"] in [line.split() for line in out.splitlines()]
     assert "as given" in out
 
