@@ -309,16 +309,55 @@ addEventListener("load", () => {
 """
 
 
+def browsed(text: str, folder: Path) -> str:
+    """Returns the document of a page after its script has run in a browser."""
+    (folder / "page.html").write_text(text)
+    done = subprocess.run(
+        ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}",
+         "--virtual-time-budget=3000", "--dump-dom", f"file://{folder / 'page.html'}"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    return done.stdout
+
+
+UNFOLD = """
+<script>
+addEventListener("load", () => {
+  const rows = () => document.querySelectorAll("#collectives tbody tr").length;
+  const lines = () => parseInt(document.getElementById("space").style.height) / 18;
+  const box = document.getElementById("fold"), seen = [box.checked, rows(), lines()];
+  const label = document.querySelector(".op.fold").textContent;
+  box.click(); seen.push(box.checked, rows(), lines());
+  box.click(); seen.push(box.checked, rows(), lines());
+  addEventListener("hashchange", () => { document.title = JSON.stringify([...seen, label, lines()]); });
+  location.hash = "op=@OP@";
+});
+</script>
+"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
+def test_a_browser_folds_and_unfolds(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        layers = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(12)))
+        program = shardc.compile(layers, Mesh(dp=8), shardc.fsdp("dp")).lower(torch.empty(4096, 1024))
+    schedule = program.schedule("a100")
+    inside = next(run.kernel.ops[0] for run in schedule.runs if run.kernel.module == "5.0")
+    shown = browsed(schedule.to_html() + UNFOLD.replace("@OP@", str(inside)), tmp_path)
+    title = re.findall("<title>(.*)</title>", shown)[-1]
+    seen = json.loads(title)
+    folded, unfolded, again = seen[:3], seen[3:6], seen[6:9]
+    assert folded == again and unfolded == [False, len(schedule.collectives), len(schedule.step.ops)]
+    assert folded[0] is True and folded[1] < unfolded[1] / 2 and folded[2] < unfolded[2] / 2
+    label = re.fullmatch(r"1 to 11: 11 more alike, (\d+) lines; a click shows them", seen[9])
+    # An op in a fold unfolds it, and no other one.
+    assert label and seen[10] == folded[2] + int(label[1]) - 1
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
 def test_a_browser_shows_it(schedule: Schedule, tmp_path: Path) -> None:
     """Filter, sort and choose a row: the side names its cause, the graph shows its line."""
-    (tmp_path / "page.html").write_text(schedule.to_html() + DRIVE)
-    done = subprocess.run(
-        ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-         "--virtual-time-budget=3000", "--dump-dom", f"file://{tmp_path / 'page.html'}"],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    shown = done.stdout
+    shown = browsed(schedule.to_html() + DRIVE, tmp_path)
     assert "<title>Caused by (1): param %layers.0.mlp.up.weight: f32[32,64]</title>" in shown
     owners = {owner for sample in schedule.memory.samples for owner, n in zip(OWNERS, sample.sizes, strict=True) if n}
     legend = re.search(r'<div class="legend" id="legend">(.*?)</div>', shown)
