@@ -180,9 +180,9 @@ function show(m) {
   $("title").textContent = data.title;
   if (data.beside) $("under").textContent = `Under each row: ${data.beside.title}`;
   for (const [name, value, bad] of [
-    ["step", time(data.us)], ["compute", time(data.compute)], ["exposed", time(data.exposed)],
+    ["step", time(data.us)], ...(data.tokens ? [["tokens/s", Math.round(data.tokens).toLocaleString("en")]] : []), ["compute", time(data.compute)], ["exposed", time(data.exposed)],
     ["on the wire, a rank", bytes(data.wire)], ["MFU at most", `${(100 * data.mfu).toFixed(1)} %`],
-    [`peak memory of ${bytes(data.memory.capacity)}`, bytes(data.memory.peak), data.memory.peak > data.memory.capacity],
+    [`peak memory of ${bytes(data.memory.capacity)}`, bytes(data.peak), data.peak > data.memory.capacity],
   ]) {
     const box = make("div", undefined, bad ? "number bad" : "number");
     box.append(make("b", value), make("span", name));

@@ -65,6 +65,8 @@ def record(schedule: Prediction, findings: Iterable[Finding] = (), beside: Step 
         "exposed": _us(schedule.exposed),
         "wire": schedule.wire,
         "mfu": schedule.mfu,
+        "tokens": schedule.tokens_per_second,
+        "peak": schedule.peak,
         "ops": [_op(schedule, at, words) for at in range(len(schedule.step.ops))],
         "words": list(words),
         "kernels": [
