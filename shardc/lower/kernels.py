@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch._inductor import config, cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CodeCacheFuture, CppPythonBindingsCodeCache, write_atomic
@@ -148,8 +149,22 @@ def _load(text: str, by: AsyncCompile) -> Load:
     """
     # `load_async` submits while it holds the lock that the work takes. With one thread, that would wait for itself.
     submit = by.submit if get_compile_threads() > 1 else None
-    load: Load = CppPythonBindingsCodeCache.load_async(text, submit_fn=submit)
-    return load
+    return partial(_whole, CppPythonBindingsCodeCache.load_async(text, submit_fn=submit))
+
+
+def _whole(load: Load) -> ModuleType:
+    """Return the module of ``load``, compiled again if its file is one that a compiler which was killed has left."""
+    try:
+        return load()
+    except ImportError as error:
+        if not error.path:
+            raise
+        with FileLock(f"{error.path}.lock"):
+            try:
+                return load()  # another rank has compiled it in the meantime
+            except ImportError:
+                Path(error.path).unlink(missing_ok=True)
+                return load()
 
 
 def _place(kernel: _Kernel) -> Path:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor import cpu_vec_isa
 from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.cpp_builder import CppBuilder
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -92,6 +93,28 @@ def test_a_kernel_of_several_graphs_is_compiled_once(files: list[str], tmp_path:
     (tmp_path / "fxgraph").rename(tmp_path / "gone")
     (all_new,) = run(second)
     assert all_new.count("_py(PyObject") == 2
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_file_that_a_killed_compiler_left_is_compiled_again(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, killed = CppBuilder.build, list[str]()
+
+    def empty_at_first(self: CppBuilder) -> None:
+        path = self.get_target_file_path()
+        if path.endswith(".main.so") and path not in killed:  # others test the compiler
+            killed.append(path)
+            Path(path).touch()
+        else:
+            build(self)
+
+    monkeypatch.setattr(CppBuilder, "build", empty_at_first)
+    x = torch.rand(48, 48)
+    with FakeTensorMode():
+        gm = make_fx(lambda x: [x.sin() + threads])(torch.empty(48, 48))
+    with inductor_config.patch(compile_threads=threads):
+        torch.testing.assert_close(lowered(gm, INFERENCE)([x]), [x.sin() + threads])
+    assert len(killed) == 1
 
 
 def test_kernels_of_several_graphs_are_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch, files: list[str]) -> None:
