@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardc.capture.capture_errors import COLLECTIVES, line_of
 from shardc.capture.decompositions import numbers_as_tensors
+from shardc.capture.invariants import hoist
 from shardc.custom_ops.flops import of_function
 from shardc.custom_ops.function_ops import OPS, Function, named, register
 from shardc.errors import CaptureError, VerifyError
@@ -51,14 +52,29 @@ def _replace(gm: fx.GraphModule, node: fx.Node, kind: str) -> None:
     if not all(isinstance(x, fx.Node) for x in flat):
         raise _error(node, f"{kind} is given a number among its operands", "pass it as a tensor")
     graphs = tuple(graph_of_function(getattr(gm, module.target), node, kind) for module in modules)
-    function = register(Function(kind, graphs, counts, of_function(kind, graphs)))
-    node.target, node.args, node.kwargs = OPS[kind], (flat, function.name), {}
     node.meta["val"] = list(node.meta["val"])
     places = {old: new for new, old in enumerate(at for at, x in enumerate(node.meta["val"]) if isinstance(x, Tensor))}
     for user in list(node.users):  # without the results that are None
         if user.target is getitem and user.args[1] in places:
             user.args = (node, places[user.args[1]])
     node.meta["val"] = [x for x in node.meta["val"] if isinstance(x, Tensor)]
+    before = list(flat)
+    if kind == "scan":
+        counts = counts[0], hoist(gm.graph, node, graphs[0], flat, counts)
+        named(graphs[0])
+    function = register(Function(kind, graphs, counts, of_function(kind, graphs)))
+    node.target, node.args, node.kwargs = OPS[kind], (flat, function.name), {}
+    for operand in before:
+        _erase_unused(gm.graph, operand)
+
+
+def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+    """Erases ``node``, and what it is computed from, as far as nothing else uses it."""
+    if node.op == "call_function" and not node.users:
+        sources = node.all_input_nodes
+        graph.erase_node(node)
+        for source in sources:
+            _erase_unused(graph, source)
 
 
 def graph_of_function(gm: fx.GraphModule, node: fx.Node | None, kind: str) -> fx.Graph:

@@ -167,6 +167,11 @@ def test_text_and_what_is_gathered(kind: str) -> None:
     assert (kinds_of_collectives(program) == {"all_reduce(dp)"}) == (kind not in WHOLE)
 
 
+def test_what_no_step_changes_is_saved_once() -> None:
+    """Torch's scan saves the transpose of the weight at each step."""
+    assert "[200,4,4]" not in lowered(KINDS["a long scan"]).text("propagate")
+
+
 def test_features_stay_split() -> None:
     plan = shardc.ddp("dp") | shardc.tp("tp", colwise=["a"], rowwise=["b"])
     with warnings.catch_warnings():

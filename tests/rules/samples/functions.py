@@ -63,6 +63,12 @@ def by_place(h: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     return h, h[:, 2] * places.squeeze(1)
 
 
+def bounded(total: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    """A sum over the batch, of which each step takes a function that is not linear."""
+    total = torch.tanh(total + x.sum(0))
+    return total, total * 2
+
+
 def decided(h: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     """A branch in a step, by the first row: the batch must be whole."""
     larger = x[0, 0] > 0
@@ -77,6 +83,7 @@ def _scans(draw: Draw) -> Iterator[Sample]:
     yield _sample("scan", (counted,), [torch.tensor(2.0).double(), draw.normal(), h, x], (3, 1))
     yield _sample("scan", (by_heads,), [draw.normal(4, 4, 2, 2), draw.normal(STEPS, 4, 8)], (1, 1))
     yield _sample("scan", (by_place,), [h, x], (1, 1))
+    yield _sample("scan", (bounded,), [b, x], (1, 1))
     yield _sample("scan", (decided,), [h, x], (1, 1))
 
 
@@ -94,6 +101,7 @@ def _loops(draw: Draw) -> Iterator[Sample]:
     operands = [count, h, draw.normal(8), x]
     yield _sample("while_loop", (lambda n, h, total, x: n < 4, step), operands, (3, 0))
     # By values: those of all rows must be there.
+    yield _sample("while_loop", (lambda n, h, total, x: (n < 4) & (h.sum() < 50), step), operands, (3, 0))
     yield _sample("while_loop", (lambda n, h, total, x: (n < 4) & (h.amax() < 5), step), operands, (3, 0))
 
 
