@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from math import inf, prod
 
 from shardc.cost.hardware import Hardware
 from shardc.errors import PlanError, ShardcError
@@ -125,6 +125,7 @@ class SearchOverMeshes:
                 search = kind(
                     self.captured_model, mesh, self.hand, self.hardware, self.memory, self.options, self.report
                 )
+                search.most = min((other.limit() for other in searches.values()), default=inf)
                 search.forms()
                 searches[mesh] = search
         for mesh, search in searches.items():
@@ -149,8 +150,7 @@ class SearchOverMeshes:
             searches[best.mesh].confirm(best)
             trials = [trial for search in searches.values() for trial in search.tried.values()]
         if best is not None:
-            staged = [search for search in searches.values() if isinstance(search, StageSearch)]
-            left_out += [text for search in staged for text in search.left_out.values()]
+            left_out += [text for search in searches.values() for text in search.left_out.values()]
             return Found(best.plan, best.mesh, tuple(trials), self.hand, tuple(left_out))
         if trials:
             raise self._too_large(trials, list(meshes))

@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import combinations
-from math import inf
+from math import ceil, inf, prod
+from operator import itemgetter
 
 from shardc.cost.hardware import Hardware
 from shardc.custom_ops.flops import is_attention
@@ -24,6 +25,7 @@ from shardc.passes.options import Options
 from shardc.passes.unfold import NotPeriodic
 from shardc.plan.constructors import cp, ddp, fsdp
 from shardc.plan.entries import Fsdp
+from shardc.plan.entries.data_parallel import Data
 from shardc.plan.placed import ParamPlan, Placed
 from shardc.plan.value import Plan
 from shardc.report.predicted_schedule import Schedule
@@ -106,6 +108,7 @@ class Search:
         prices: axes that split storage only -> price of a byte at which a solution was last expected to fit.
         beyond: the same axes -> predicted peak of the last plan that did not fit, minus the bytes of its solution.
         beside: factor of the memory of estimates, by the schedules that took more.
+        left_out: what was not scheduled -> the bound that shows why, as text.
     """
 
     captured_model: CapturedModel
@@ -121,6 +124,7 @@ class Search:
     prices: dict[tuple[str, ...], float] = field(default_factory=dict)
     beyond: dict[tuple[str, ...], float] = field(default_factory=dict)
     beside: float = 1.0
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.writer = Writer(self.captured_model.source.model, self.mesh, self.captured_model.repeats)
@@ -130,12 +134,24 @@ class Search:
 
     def forms(self) -> None:
         """Predict the schedules of the ready-made plans (ddp, fsdp, ...), and of the best of them with parameters kept
-        unsharded for backward.
+        unsharded for backward. Those whose products alone take longer than the best plan so far are left out.
         """
-        for name, plan in self.forms_of():
-            self._schedule(plan, name)
+        forms = [(self._products(plan), name, plan) for name, plan in self.forms_of()]
+        for bound, name, plan in sorted(forms, key=itemgetter(0)):
+            if bound > MARGIN * self.limit():
+                self.left_out[name] = f"{name} on {self.mesh}: its products alone take {bound * 1e3:.4g} ms"
+            else:
+                self._schedule(plan, name)
         if (best := self.best()) is not None:
             self._schedule(kept_whole(best.plan, self.hand), best.origin)
+
+    def _products(self, plan: Plan) -> float:
+        """Return the seconds of a rank's products under a form that splits nothing but the batch; 0 for other plans."""
+        rows = max((shape[0] for _, shape in self.captured_model.source.inputs if shape), default=0)
+        if not rows or self.hand or not all(isinstance(entry, Data) for entry in plan.entries):
+            return 0.0
+        ways = prod(self.mesh.size(axis) for axis in plan.axes)
+        return self.captured_model.floor(self.hardware) * ceil(rows / ways) / rows
 
     def least(self) -> float:
         """Return a lower bound of the cost of every solution in seconds, within `GLANCE` work; inf if none costs less

@@ -45,18 +45,23 @@ class Pinner:
     options: Options
 
     def pinned(self, plan: Plan, wanted: Mapping[str, Layout]) -> Plan:
-        """Return ``plan`` with pins that give module boundaries (by tag name) the layouts ``wanted``."""
+        """Return ``plan`` with pins that give module boundaries (by tag name) the layouts ``wanted``.
+
+        Pins are added by the layouts that the forward alone gets, and then by those of the whole step: the backward may
+        change what the forward's values are needed at.
+        """
         pins: dict[str, str] = {}
-        while len(pins) < MOST:
-            trial = plan | Plan(activations=pins) if pins else plan
-            now = borders(self.captured_model.graph(self.mesh, trial, self.options, Greedy()))
-            missing = next(
-                (name for name in wanted if now.get(name) != wanted[name] and self._target(name) not in pins), None
-            )
-            if missing is None:
-                return trial
-            pins |= self._pins(missing, wanted)
-        return plan | Plan(activations=pins)
+        for model in (self.captured_model.forward, self.captured_model):
+            while len(pins) < MOST:
+                trial = plan | Plan(activations=pins) if pins else plan
+                now = borders(model.graph(self.mesh, trial, self.options, Greedy()))
+                missing = next(
+                    (name for name in wanted if now.get(name) != wanted[name] and self._target(name) not in pins), None
+                )
+                if missing is None:
+                    break
+                pins |= self._pins(missing, wanted)
+        return plan | Plan(activations=pins) if pins else plan
 
     def _target(self, name: str) -> str:
         """Return the name, or the glob for repeated blocks, by which plan entries mean the module boundary that tag

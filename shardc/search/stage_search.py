@@ -7,7 +7,7 @@ the schedule are chosen by playing lists with these numbers, and the fastest pla
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from math import inf
 
@@ -36,11 +36,9 @@ class StageSearch(Search):
 
     Args:
         axis: the axis of the stages.
-        left_out: schedules that were not played -> the bound that shows why, as text.
     """
 
     axis: str = AXIS
-    left_out: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         entry: Pp | None = self.hand.setting("pp")
