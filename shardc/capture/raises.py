@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.bytecode_transformation import Instruction
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables import TensorVariable
 from torch.distributions import constraints, kl
 
@@ -88,6 +88,26 @@ def _raises(instructions: list[Instruction], at: int) -> bool:
     return False
 
 
+_item = TensorVariable.method_item
+# What code may do with a number between taking it out of a tensor and a check of it.
+_COMPARES = ("LOAD_", "COMPARE_OP", "UNARY_", "BINARY_OP", "TO_BOOL", "PUSH_NULL", "PRECALL", "CALL", "CACHE", "NOP")
+
+
+def _item_to_check(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:
+    """Return the tensor itself in the place of ``item()`` if the number goes nowhere but to a check."""
+    tx: Any = InstructionTranslator.current_tx().output.current_tx
+    at = tx.instruction_pointer
+    is_called = any(x.argval == "item" for x in tx.instructions[max(0, at - 4) : at])  # not by ``bool`` or ``float``
+    for instruction in tx.instructions[at:] if is_called else ():
+        if instruction.opname in _JUMPS:
+            sides = (tx.indexof[instruction] + 1, tx.indexof[instruction.target])
+            if _raises(tx.instructions, sides[0]) != _raises(tx.instructions, sides[1]):
+                return self.call_method(tx, "detach", [], {})
+        if not instruction.opname.startswith(_COMPARES):
+            break
+    return _item(self, *args, **kwargs)
+
+
 # torch's checking functions, in a form that `without_raising` leaves out if they read values.
 
 
@@ -132,6 +152,7 @@ OTHER_FORMS = (
     (constraints._Symmetric, "check", _is_symmetric),
     (constraints._PositiveDefinite, "check", _is_positive_definite),
     (constraints, "is_dependent", _is_dependent),  # on Dynamo's list of functions that it does not trace
+    (TensorVariable, "method_item", _item_to_check),
     (torch, "_assert", _assert),
     (torch, "_assert_async", _assert),
     (torch, "_check_tensor_all", _check_tensor_all),

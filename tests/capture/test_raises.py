@@ -49,8 +49,30 @@ def checks_all_with(x: Tensor) -> None:
     torch._check_tensor_all_with(ValueError, x.isfinite())
 
 
+def checks_a_number(x: Tensor) -> None:
+    if x.max().item() >= 100 * len(x):
+        raise ValueError("too large")
+
+
+def checks_a_bool(x: Tensor) -> None:
+    if not x.isfinite().all().item():
+        raise ValueError("no number")
+
+
+ASSERTS_OF_ITEM = of_source("def asserts(x):\n    assert x.max().item() < 100, 'too large'\n")
 ASSERTS = of_source("def asserts(x):\n    assert x.isfinite().all(), 'no number'\n")
-CHECKS = [raises, ASSERTS, calls_assert, calls_assert_async, calls_assert_async_with_text, checks_all, checks_all_with]
+CHECKS = [
+    raises,
+    checks_a_number,
+    checks_a_bool,
+    ASSERTS,
+    ASSERTS_OF_ITEM,
+    calls_assert,
+    calls_assert_async,
+    calls_assert_async_with_text,
+    checks_all,
+    checks_all_with,
+]
 
 TEXT = "raises where values are wrong; the compiled program looks at no values there and goes on"
 
@@ -74,6 +96,29 @@ def warned(check: Check) -> list[str]:
 def test_a_check_of_values_is_left_out_with_a_warning(check: Check) -> None:
     code = check.__code__
     assert warned(check) == [f"{code.co_filename}:{code.co_firstlineno + 1} {TEXT}"]
+
+
+def branches(x: Tensor) -> Tensor:
+    return x * 2 if x.max().item() > 0 else x
+
+
+def keeps_the_number(x: Tensor) -> Tensor:
+    largest = x.max().item()
+    if largest > 100:
+        raise ValueError("too large")
+    return x * largest
+
+
+def checks_a_float(x: Tensor) -> Tensor:
+    if bool((x > 100).any()) or float(x.min()) < -100:
+        raise ValueError("too large")
+    return x
+
+
+@pytest.mark.parametrize("uses", [branches, keeps_the_number, checks_a_float], ids=lambda uses: uses.__name__)
+def test_other_uses_of_numbers_are_refused(uses: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureError, match="takes a number out of a tensor"):
+        shardc.compile(uses, shardc.Mesh(dp=2), shardc.ddp("dp"), backend="eager").lower(torch.randn(4, 3))
 
 
 def test_checks_of_transformers_are_left_out() -> None:
