@@ -238,7 +238,7 @@ def _is_pair(item: object) -> bool:
     return isinstance(item, list) and len(item) == 2 and type(item[0]) in _PLAIN
 
 
-VERSION = 14
+VERSION = 15
 RECORD, ARTIFACTS = "program.json", "inductor.bin"
 LARGEST_TEXT = 1 << 30  # bytes of a file that is parsed
 _COPY = "copy the files themselves into the folder"
