@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import shardc
 from shardc.__main__ import main
-from shardc.cli.measured import Comparison, Pair, lost_table
+from shardc.cli.measured import Comparison, Pair, lost_table, pairs_of
 from shardc.cli.real_steps import order
+from shardc.report.export import waits_of
+from shardc.report.predicted_schedule import Schedule
+from shardc.runtime.profile import Profiled, Ran
+from tests.report.test_schedule import stack_program
 from tests.test_cli import SMALL
 
 LLAMA = str(Path(__file__).parents[2] / "examples/models/llama.py")
@@ -114,6 +120,49 @@ def test_lost_overlap_names_its_cause(cause: dict[str, float], text: str) -> Non
     table = lost_table([lost, hidden, unknown], 1.0)
     assert table.rows == [("all_gather(dp)", "layers.1.up", "1", "40.0 ms", text)]
     assert lost_table([lost], 100.0).rows == []
+
+
+def as_predicted(schedule: Schedule) -> tuple[list[Ran], list[tuple[float, float]], list[int]]:
+    """The collectives and the waits of a step that runs as predicted; for each wait the number of its collective."""
+    clock = (*schedule.clock, schedule.seconds)
+    ran = [
+        Ran(c.kind, c.wire, None, clock[at], c.end, clock[at + 1] - clock[at])
+        for at, c in zip(schedule.step.starts, schedule.collectives, strict=True)
+    ]
+    waits, of, done = [], [], set[int]()
+    for wait, start in waits_of(schedule.step):
+        number = schedule.step.starts.index(start)
+        due = clock[wait] if number in done else max(clock[wait], ran[number].end)
+        waits.append((clock[wait], due))
+        of.append(number)
+        done.add(number)
+    return ran, waits, of
+
+
+def test_what_runs_as_predicted_loses_nothing_and_what_does_not_says_why() -> None:
+    schedule = stack_program(shardc.fsdp("dp"), dp=2).schedule("cpu")
+    ran, waits, of = as_predicted(schedule)
+    latest = [x.start for x in ran]
+
+    def compared() -> tuple[Pair, ...]:
+        return pairs_of(schedule, Profiled(tuple(ran), tuple(waits), (), 0, schedule.seconds, 0), latest)
+
+    for pair, c in zip(compared(), schedule.collectives, strict=True):
+        assert [pair.call, pair.late, pair.wire, pair.beside] == pytest.approx([0, 0, 0, 0], abs=1e-12)
+        assert pair.exposed == pytest.approx(c.exposed) and pair.bytes == pair.predicted_bytes == c.wire
+    assert lost_table(compared(), schedule.seconds).rows == []
+    # The last collective: another rank comes 10 ms later, and so it ends later.
+    last = len(ran) - 1
+    first = of.index(last)
+    latest[last] += 0.01
+    ran[last] = replace(ran[last], end=ran[last].end + 0.01)
+    waits[first] = (waits[first][0], waits[first][1] + 0.01)
+    assert (compared()[last].late, compared()[last].wire) == pytest.approx((0.01, 0.0))
+    (row,) = lost_table(compared(), schedule.seconds).rows
+    assert row[3:] == ("10.0 ms", "another rank starts it 10.0 ms later")
+    # Where waits cannot be told apart, nothing is said.
+    waits.pop()
+    assert {pair.exposed for pair in compared()} == {None}
 
 
 PLANS = {
