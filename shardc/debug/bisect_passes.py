@@ -20,7 +20,7 @@ from shardc.ir.mesh import Mesh
 from shardc.passes.check import Verify
 from shardc.plan.ports import batch_axes
 from shardc.program import Program
-from shardc.report.export import plain
+from shardc.report.schedule_text import aligned
 from shardc.verify import window
 
 TOLERANCE = 1e-9
@@ -73,12 +73,12 @@ class Verdict:
     def text(self) -> str:
         """Returns one line per stage and the verdict, as text."""
         rows = [(c.stage, f"{c.error:.1e}", c.result or "-") for c in self.checked]
-        shown = plain(rows, ("stage", "error", "worst result"))
+        shown = aligned(rows, ("stage", "error", "worst result"), left=("stage", "worst result"))
         if self.stage is None:
-            return f"{shown}\n\nevery stage computes what one device does\n"
+            return f"every stage computes what one device does\n\n{shown}\n"
         named = f", at %{self.node}" if self.node else ""
         lines = [f"{self.stage} is the first that does not{named}: {self.reason}"]
-        return "\n".join([shown, "", *lines, *(f"  | {line}" for line in self.program.splitlines()), ""])
+        return "\n".join([*lines, *(f"  | {line}" for line in self.program.splitlines()), "", shown, ""])
 
 
 def bisect(

@@ -15,9 +15,10 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
 from shardc.passes.op_calls import Work, call_of, operands_of, priced
-from shardc.report.export import milliseconds, plain
 from shardc.report.inspected import InspectedProgram as Program
 from shardc.report.prediction import Collective
+from shardc.report.schedule_text import aligned
+from shardc.report.units import duration, size
 from shardc.rules import find_rule, spec_of
 from shardc.rules.spec import Strategy
 from shardc.validate import did_you_mean
@@ -105,27 +106,31 @@ class Explanation:
         """Return the explanation as text: layouts, strategies, uses, collectives and totals."""
         parts = [f"{self.kind} {self.name}" + (f" of {self.module}" if self.module else "") + self._at()]
         parts[0] += f"\nthe same in each of {self.represents}" if self.represents else ""
-        parts.append(plain([(d.what, d.type, d.who) for d in self.decisions], ("", "lies as", "because")))
+        head: tuple[str, ...] = ("", "lies as", "because")
+        parts.append(aligned([(d.what, d.type, d.who) for d in self.decisions], head, left=head, cut=head[:0:-1]))
         if self.alternatives:
             rows = [
-                (mark, f"{seconds * 1e6:.3f}", operands, result)
+                (mark, duration(seconds), operands, result)
                 for mark, (seconds, operands, result) in zip(
                     ["chosen", *[""] * len(self.alternatives)], self.alternatives, strict=False
                 )
             ]
-            parts.append(plain(rows, ("strategy", "us", "operands", "result")))
-        uses = [(u.phase, u.op, u.takes, u.rule or "-", _short(u.source), str(u.wire)) for u in self.uses]
-        parts.append(plain(uses, ("phase", "used by", "taken as", "rule", "source", "B/rank")))
+            head = ("strategy", "time", "operands", "result")
+            parts.append(aligned(rows, head, left=("strategy", *head[2:]), cut=head[2:]))
+        uses = [(u.phase, u.op, u.takes, u.rule or "-", _short(u.source), size(u.wire)) for u in self.uses]
+        head = ("phase", "used by", "taken as", "rule", "source", "a rank")
+        parts.append(aligned(uses, head, left=head[:-1], cut=("rule", "used by", "taken as")))
         moves = [
-            (m.kind, m.axis, m.phase, str(m.wire), milliseconds(m.seconds),
+            (m.kind, m.axis, m.phase, size(m.wire), duration(m.seconds),
              m.cause.entry or m.cause.reason or "-", _short(m.cause.source))
             for m in self._moves()
         ]  # fmt: skip
-        total = f"{len(moves)} collectives, {self.wire} B/rank"
+        total = f"{len(moves)} collectives, {size(self.wire)} a rank"
         if moves:
-            parts.append(plain(moves, ("kind", "axis", "phase", "B/rank", "ms alone", "cause", "source")))
-            alone = milliseconds(sum(m.seconds for m in self._moves()))
-            total += f"; {alone} ms if each ran alone, before they share buckets and run beside compute"
+            head = ("kind", "axis", "phase", "a rank", "alone", "cause", "source")
+            parts.append(aligned(moves, head, left=(*head[:3], *head[5:]), cut=("cause",)))
+            alone = duration(sum(m.seconds for m in self._moves()))
+            total += f"; {alone} if each ran alone, before they share buckets and run beside compute"
         parts.append(total)
         return "\n\n".join(parts) + "\n"
 
