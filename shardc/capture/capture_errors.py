@@ -217,6 +217,11 @@ REFUSALS = (
         "let a method that shardc.register_forward_method makes a program call parts of the module, and not the module",
     ),
     (
+        "Calling subclass default constructor",
+        "makes a tensor of a class with arguments of its own, such as torch.nn.attention.bias.CausalBias",
+        "write it with a plain tensor: attention with is_causal=True, or with a mask of torch.ones(n, m).tril()",
+    ),
+    (
         "_local_scalar_dense|data-dependent expression",
         "takes a number out of a tensor, and a program looks at no values",
         "keep it a tensor: torch.where in the place of if, and no .item(), int(), float() or bool() of it",

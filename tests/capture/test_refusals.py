@@ -17,6 +17,7 @@ import torch
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import CheckpointFunction
 
 import shardc
@@ -114,8 +115,14 @@ def reduces(net: Any, x: Tensor) -> Any:
     return funcol.all_reduce(net.linear(x), "sum", "0")
 
 
+def takes_a_causal_bias(net: Any, x: Tensor) -> Tensor:
+    bias = causal_lower_right(4, 4)
+    return nn.functional.scaled_dot_product_attention(x, x, net.linear(x), attn_mask=bias)
+
+
 # What forward does -> (what the error says, a part of the line that it names, what it advises).
 REFUSED: dict[Callable[[Any, Tensor], Any], tuple[str, str, str]] = {
+    takes_a_causal_bias: ("makes a tensor of a class", "bias = causal_lower_right", "is_causal=True"),
     asks_inference: ("one of inference mode", "is_inference", "h.requires_grad"),
     asks_inference_by_function: ("one of inference mode", "is_inference", "h.requires_grad"),
     applies_checkpoint: ("CheckpointFunction.apply", "apply", "use_reentrant=False"),
