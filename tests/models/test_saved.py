@@ -60,7 +60,10 @@ PLANS: dict[str, tuple[dict[str, int], shardc.Plan]] = {
     "parameters too": ({"dp": 2}, shardc.fsdp("dp") | HOST | shardc.offload("*")),
     "in microbatches": ({"dp": 2}, shardc.fsdp("dp") | HOST | shardc.microbatches(3)),
     "in stages": ({"pp": 2}, HOST | shardc.pp("pp", microbatches=3)),
-    "in stages, backwards in two": ({"pp": 2}, HOST | shardc.pp("pp", schedule="zb", microbatches=3)),
+    "in stages, backwards in two": (
+        {"pp": 2},
+        HOST | shardc.pp("pp", schedule="zb", microbatches=3, stages_per_rank=1),
+    ),
     "computed again": ({"dp": 2}, shardc.fsdp("dp") | shardc.recompute("layers.*")),
     "inputs of regions": ({"dp": 2}, shardc.fsdp("dp") | HOST | shardc.recompute("layers.*")),
     "products of regions": (
