@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +19,17 @@ def loss_of(out: Any) -> Tensor:
     return sum((x.square().mean() for x in (out if isinstance(out, tuple) else (out,))), torch.zeros(()))
 
 
+class Reasons(logging.Handler):
+    """Collects what the log says of programs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 def equal_one_device(
     models: Iterable[Callable[[], nn.Module]], inputs: tuple[Any, ...], backends: Iterable[str], found: bool,
     plan: shardc.Plan | None = None,
@@ -30,6 +42,9 @@ def equal_one_device(
         found: whether programs must come from the store.
     """
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    reasons = Reasons()
+    logging.getLogger("shardc.cache").addHandler(reasons)
+    logging.getLogger("shardc.cache").setLevel(logging.INFO)
     for model_of in models:
         for backend in backends:
             torch.manual_seed(3)
@@ -50,4 +65,5 @@ def equal_one_device(
                 assert (param.grad is None) == (grad is None), f"{name}: {key}"
                 if grad is not None:
                     assert relative(param.grad.full_tensor(), grad) < 1e-9, f"{name}: {key}"
-            assert not found or all(program.from_store for program in module.shardc.programs.values()), name
+            stored = all(program.from_store for program in module.shardc.programs.values())
+            assert stored or not found, f"{name}: {reasons.messages}"
