@@ -7,7 +7,7 @@ that the solver found.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TypeVar
 
@@ -37,19 +37,27 @@ class Pinner:
         writer: writes globs for repeated blocks.
         mesh: the mesh.
         options: the options to compile with.
+        known: (plan as text, layouts that were wanted) -> the plan with pins.
     """
 
     captured_model: CapturedModel
     writer: Writer
     mesh: Mesh
     options: Options
+    known: dict[tuple[str, frozenset[tuple[str, Layout]]], Plan] = field(default_factory=dict)
 
     def pinned(self, plan: Plan, wanted: Mapping[str, Layout]) -> Plan:
         """Return ``plan`` with pins that give module boundaries (by tag name) the layouts ``wanted``.
 
         Pins are added by the layouts that the forward alone gets, and then by those of the whole step: the backward may
-        change what the forward's values are needed at.
+        change what the forward's values are needed at. Solutions under other weights of communication are often equal.
         """
+        key = str(plan), frozenset(wanted.items())
+        if key not in self.known:
+            self.known[key] = self._pinned(plan, wanted)
+        return self.known[key]
+
+    def _pinned(self, plan: Plan, wanted: Mapping[str, Layout]) -> Plan:
         pins: dict[str, str] = {}
         for model in (self.captured_model.forward, self.captured_model):
             while len(pins) < MOST:

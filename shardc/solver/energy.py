@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -47,6 +48,17 @@ class PairCosts:
         if costs.shape == (len(used), len(also)):
             return cls(costs, rows, columns)
         return cls(np.ascontiguousarray(costs[np.ix_(used, also)]), small, few)
+
+    @cached_property
+    def cheapest(self) -> np.ndarray:
+        """For each class of the first variable, the class of the second that is cheapest with it."""
+        return self.costs.argmin(axis=1)
+
+    @cached_property
+    def finite(self) -> tuple[np.ndarray, float]:
+        """Return (which costs are finite, their share)."""
+        finite = np.isfinite(self.costs)
+        return finite, float(finite.mean())
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -171,42 +171,38 @@ def _dominations(costs: np.ndarray, tables: list[PairCosts]) -> tuple[np.ndarray
         costs: cost of each label.
         tables: pair costs with each neighbour, of which there is at least one; this variable's labels come first.
     """
-    cheapest = [table.costs.argmin(axis=1) for table in tables]
     pairs = []
-    for better, worse in _candidates(costs, tables, cheapest):
+    for better, worse in _candidates(costs, tables):
         excess = costs[better] - costs[worse]  # of y over x; a lower bound of the worst case
-        for table, least in zip(tables, cheapest, strict=True):
-            excess += _excess(table, least, better, worse)
+        for table in tables:
+            excess += _excess(table, better, worse)
         hold = excess <= 0
         pairs.append((better[hold], worse[hold], excess[hold]))
     better, worse, at_worst = map(np.concatenate, zip(*pairs, strict=True))
-    for table, least in zip(tables, cheapest, strict=True):
+    for table in tables:
         if not len(better):
             break
-        at_worst = at_worst - _excess(table, least, better, worse)
+        at_worst = at_worst - _excess(table, better, worse)
         at_worst += _worst_excess(table.costs, table.rows[better], table.rows[worse])
         hold = at_worst <= 0
         better, worse, at_worst = better[hold], worse[hold], at_worst[hold]
     return better, worse
 
 
-def _excess(table: PairCosts, cheapest: np.ndarray, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
+def _excess(table: PairCosts, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
     """Return the cost of each label y minus that of x, if the neighbour has the label that is cheapest with x.
 
     Args:
         table: pair costs with the neighbour.
-        cheapest: for each class of this variable's labels, the neighbour's class that is cheapest with it.
         better, worse: the labels y and x.
     """
     of_worse = table.rows[worse]
-    at = cheapest[of_worse]
+    at = table.cheapest[of_worse]
     excess: np.ndarray = table.costs[table.rows[better], at] - table.costs[of_worse, at]
     return excess
 
 
-def _candidates(
-    costs: np.ndarray, tables: list[PairCosts], cheapest: list[np.ndarray]
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _candidates(costs: np.ndarray, tables: list[PairCosts]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield arrays (y, x) of pairs of labels in which y may dominate x: it does for some labels of the neighbours.
 
     Strategies can replace each other only if they produce the same layout. So in the table with the most infinite
@@ -216,7 +212,6 @@ def _candidates(
     Args:
         costs: cost of each label.
         tables: pair costs with each neighbour, of which there is at least one; this variable's labels come first.
-        cheapest: for each table and class of this variable's labels, the neighbour's class that is cheapest with it.
     """
     scores = []
     for probe in range(PROBES):
@@ -224,15 +219,14 @@ def _candidates(
         scores.append(sum((table.costs[table.rows, y] for table, y in zip(tables, at, strict=True)), costs))
     order = np.argsort(np.minimum(scores, HUGE).sum(axis=0), kind="stable")
     scores = [score[order] for score in scores]
-    finite = [np.isfinite(table.costs) for table in tables]
-    least = min(range(len(tables)), key=lambda at: finite[at].mean())
-    rows = tables[least].rows[order]
+    strictest = min(tables, key=lambda table: table.finite[1])
+    allowed, rows = strictest.finite[0].T, strictest.rows[order]
     for start in range(0, len(costs), BLOCK):
         part, before = slice(start, start + BLOCK), slice(start + BLOCK)
         mask = np.ones((len(costs[part]), len(costs[before])), dtype=bool)
         for score in scores:
             mask &= score[before] <= score[part, None]
-        mask &= finite[least].T[cheapest[least][rows[part]]][:, rows[before]]
+        mask &= allowed[strictest.cheapest[rows[part]]][:, rows[before]]
         mask[np.arange(len(mask)), np.arange(start, start + len(mask))] = False
         mask &= mask.cumsum(axis=1, dtype=np.int32) <= TRIED
         worse, better = np.nonzero(mask)
