@@ -20,7 +20,7 @@ from shardc.custom_ops.random import draw_key
 from shardc.errors import BackwardError
 from shardc.ir import graph as ir
 from shardc.ir.certificate import Certificate
-from shardc.ir.comm_volume import collective_kind, group_axes
+from shardc.ir.comm_volume import GROUP_PREFIX, collective_kind, group_axes
 from shardc.ir.deferred import Deferred
 from shardc.ir.executable import BACKWARD, FORWARD, REDUCTION, Compiled, Executable, Half, Port, certificate_of
 from shardc.ir.graph import Role
@@ -383,13 +383,16 @@ class Runner:
 
 
 def use_groups(graph: fx.GraphModule, groups: Groups) -> None:
-    """Creates the process groups that ``graph`` names, and puts their registered names in its nodes."""
+    """Creates the process groups that ``graph`` names, and puts their registered names in its nodes, which may have
+    them already.
+    """
     named = named_groups(graph, groups.mesh)
-    rename = groups.add(named.values())
+    registered = groups.add(named.values())
+    rename = {x: registered[GROUP_PREFIX + ",".join(axes)] for x, axes in named.items()}
     for node in graph.graph.nodes:
         if any(isinstance(x, str) and x in named for x in (*node.args, *node.kwargs.values())):
-            node.args = tuple(rename[x] if isinstance(x, str) and x in named else x for x in node.args)
-            node.kwargs = {k: rename[x] if isinstance(x, str) and x in named else x for k, x in node.kwargs.items()}
+            node.args = tuple(rename.get(x, x) if isinstance(x, str) else x for x in node.args)
+            node.kwargs = {k: rename.get(x, x) if isinstance(x, str) else x for k, x in node.kwargs.items()}
     graph.recompile()
 
 
