@@ -53,18 +53,19 @@ def _call_with_function(
     self: CheckpointHigherOrderVariable, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
     """Calls Dynamo's checkpoint; a ``context_fn`` of forward's own, or a method, is passed as a plain function."""
-    given = kwargs.get("context_fn")
-    if isinstance(given, NestedUserFunctionVariable | UserMethodVariable):
-        kwargs = {**kwargs, "context_fn": UserFunctionVariable(_plain(given))}
+    context_fn = kwargs.get("context_fn")
+    if isinstance(context_fn, NestedUserFunctionVariable | UserMethodVariable):
+        kwargs = {**kwargs, "context_fn": UserFunctionVariable(_plain(context_fn))}
     return _call(self, tx, args, kwargs)
 
 
-def _plain(given: NestedUserFunctionVariable | UserMethodVariable) -> FunctionType:
-    if isinstance(given, UserMethodVariable) and hasattr(given.obj, "value"):
-        method = MethodType(given.fn, given.obj.value)
+def _plain(context_fn: NestedUserFunctionVariable | UserMethodVariable) -> FunctionType:
+    """Returns a plain function that does what the traced ``context_fn`` does; Unsupported if it closes over values."""
+    if isinstance(context_fn, UserMethodVariable) and hasattr(context_fn.obj, "value"):
+        method = MethodType(context_fn.fn, context_fn.obj.value)
         return cast(FunctionType, lambda: method())
     try:
-        return given.as_python_constant()
+        return context_fn.as_python_constant()
     except NotImplementedError as error:
         raise Unsupported(f"context_fn of a checkpoint: {error}") from error
 

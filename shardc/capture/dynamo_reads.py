@@ -175,10 +175,10 @@ def reads_of(
     model: nn.Module,
     loss: Callable[..., object] | None,
     states: Iterable[Read],
-    taken: Collection[int],
+    graph_inputs: Collection[int],
 ) -> Reads:
     """Return the `Reads` of a trace of ``loss(model(...))``: attributes, globals and their properties that it read, and
-    the given ``states`` of torch. ``taken`` has the ``id`` of each tensor that the traced graph takes.
+    the given ``states`` of torch. ``graph_inputs`` has the ``id`` of each tensor that the traced graph takes.
 
     Raises:
         CaptureError: the code asks for the class of a tensor; or it reads a tensor that is no parameter, buffer or
@@ -217,7 +217,9 @@ def reads_of(
             if id(value) in tensor_ids:
                 continue
             if value.requires_grad and not text.startswith("loss"):
-                if id(value) not in taken:  # `torch.func.functional_call` reads what it puts others in the place of
+                if (
+                    id(value) not in graph_inputs
+                ):  # `torch.func.functional_call` reads what it puts others in the place of
                     continue
                 raise _foreign_tensor_error(text, value, guard)
             if refused := why_refused(value):

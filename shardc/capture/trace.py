@@ -357,7 +357,7 @@ def trace(
         try:
             with recorded() as traces, changes_recorded() as sets, recorded_states() as states:
                 traced = dynamo_graph_capture_for_export(root)(*fakes)
-            taken = set(map(id, traced._dynamo_bytecode_flatten(*fakes)))
+            graph_inputs = set(map(id, traced._dynamo_bytecode_flatten(*fakes)))
             memories, owners = memories_of(traced, root, places, fakes, inputs)
             write_out(traced)
             pad_at_the_begin(traced)
@@ -406,7 +406,7 @@ def trace(
     if run is not None:
         reads = run.reads()
     else:
-        reads = reads_of(traces[-1], model, loss, states, taken)
+        reads = reads_of(traces[-1], model, loss, states, graph_inputs)
         codes = traced_code(traces[-1].graph_capture_output)
         sets = expressed(traces[-1], sets, reads)
         reads = changed_reads(sets, reads, model, loss, codes, retrace if retraces else lambda _: None)

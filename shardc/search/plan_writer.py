@@ -37,14 +37,14 @@ class Pinner:
         writer: writes globs for repeated blocks.
         mesh: the mesh.
         options: the options to compile with.
-        known: (plan as text, layouts that were wanted) -> the plan with pins.
+        plans: (plan as text, layouts that were wanted) -> the plan with pins.
     """
 
     captured_model: CapturedModel
     writer: Writer
     mesh: Mesh
     options: Options
-    known: dict[tuple[str, frozenset[tuple[str, Layout]]], Plan] = field(default_factory=dict)
+    plans: dict[tuple[str, frozenset[tuple[str, Layout]]], Plan] = field(default_factory=dict)
 
     def pinned(self, plan: Plan, wanted: Mapping[str, Layout]) -> Plan:
         """Return ``plan`` with pins that give module boundaries (by tag name) the layouts ``wanted``.
@@ -53,9 +53,9 @@ class Pinner:
         change what the forward's values are needed at. Solutions under other weights of communication are often equal.
         """
         key = str(plan), frozenset(wanted.items())
-        if key not in self.known:
-            self.known[key] = self._pinned(plan, wanted)
-        return self.known[key]
+        if key not in self.plans:
+            self.plans[key] = self._pinned(plan, wanted)
+        return self.plans[key]
 
     def _pinned(self, plan: Plan, wanted: Mapping[str, Layout]) -> Plan:
         pins: dict[str, str] = {}
