@@ -177,6 +177,12 @@ def qwen3_14b(layers: int = 40, targets: bool = False) -> tuple[Llama, tuple[Ten
     return build(config, "meta", size=8, length=8192, targets=targets)
 
 
+def llama3_70b(layers: int = 80, size: int = 32, targets: bool = False) -> tuple[Llama, tuple[Tensor, ...]]:
+    """Llama 3 70B (or its first ``layers`` layers) on meta, with ``size`` sequences of 8,192 tokens."""
+    config = LlamaConfig(128256, 8192, layers, heads=64, kv_heads=8, hidden=28672, rope_theta=500000.0)
+    return build(config, "meta", size=size, length=8192, targets=targets)
+
+
 def llama3_405b(layers: int = 126, size: int = 2048, targets: bool = False) -> tuple[Llama, tuple[Tensor, ...]]:
     """Llama 3 405B (or its first ``layers`` layers) on meta, with ``size`` sequences of 8,192 tokens."""
     config = LlamaConfig(128256, 16384, layers, heads=128, kv_heads=8, hidden=53248, rope_theta=500000.0)
