@@ -328,6 +328,7 @@ def trace(
     places = {PREFIX + name: PREFIX + first for name, first in first_places(model).items()}
     model = faked(model, mode, device, dtypes)
     root = _Root(model, flat, input_spec, loss)
+    first_names = _first_names(root) | places  # before the trace: torch leaves other tensors in modules of two names
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         stack.enter_context(dtypes.cast(model))  # before the tags: the layout of a plan is that of the cast tensor
@@ -425,7 +426,7 @@ def trace(
         fake_mode=mode,
         reads=reads,
         returned=(),
-        names=_first_names(root) | places,
+        names=first_names,
         stored=stored,
         dynamo=dynamo,
         uncast=uncast,

@@ -272,6 +272,8 @@ def constant_text(value: object) -> str:
     """
     if value is None or type(value) in (bool, int, float):
         return repr(value)
+    if type(value) is complex:
+        return f"{value.real!r}{value.imag:+}j"
     if isinstance(value, str):
         return json.dumps(value)
     if isinstance(value, torch.dtype):

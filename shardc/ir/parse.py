@@ -26,6 +26,7 @@ from shardc.ir.ops import MARKERS
 TENSOR = re.compile(r"(\w+)(<host>)?(\[[^\]]*\](?:\{[^}]*\})?)(\?)?")
 LAYOUT = re.compile(r"\[[^\]]*\](?:\{[^}]*\})?")
 NUMBER = re.compile(r"-?(?:\d+\.?\d*(?:e[+-]?\d+)?|inf\b)")
+COMPLEX = re.compile(r"(-?(?:[\d.]+(?:e[+-]?\d+)?|inf|nan))([+-](?:[\d.]+(?:e[+-]?\d+)?|inf|nan))j\b")
 WORD = re.compile(r"[A-Za-z_][\w.:]*")
 KEYWORD = re.compile(r"(\w+)=")
 AXIS = re.compile(r"\w+(?::\d+x\d+)?")
@@ -329,6 +330,8 @@ class _Parser:
             return reader.listed("]", lambda: self._argument(reader))
         if quoted := reader.match(STRING):
             return json.loads(quoted[0])
+        if parts := reader.match(COMPLEX):
+            return complex(float(parts[1]), float(parts[2]))
         if number := reader.match(NUMBER):
             return int(number[0]) if re.fullmatch(r"-?\d+", number[0]) else float(number[0])
         start = reader.at

@@ -32,6 +32,8 @@ forward:
   %full: f64[4,8] = full([4, 8], -inf, dtype=f64, device=cpu, pin_memory=False)
   %ones: f32[4] = full([4], 1e-05, layout=strided, device=cuda:0)
   %nan: f32[] = full([], nan)
+  %phase: c64[4,8] = mul.Tensor(%x, 0.0+1.0j)
+  %odd: c64[] = full([], -inf-1e-05j)
   %cat: f32[8,8] = cat([%x, %x])
   %sum: f32[1,8] = sum.dim_IntList(%x, [0], True)
   %index: f32[4] = index.Tensor(%x, [None, %rank])

@@ -103,6 +103,18 @@ class Twice(nn.Module):
         return self.last(self.two(torch.tanh(self.one(torch.tanh(self.one(x))))))
 
 
+class TwiceAndTied(nn.Module):
+    """One module at two places, whose weight has another name too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.back = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.back.weight, self.alike = self.mix.weight, self.back
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.alike(torch.tanh(self.mix(x)))
+
+
 def rows() -> tuple[Tensor]:
     return (torch.randn(2 * BATCH, WIDTH),)
 
@@ -118,6 +130,7 @@ CASES = {
     "in place": (InPlace, rows, {"colwise": ["up"], "rowwise": ["down"]}),
     "views": (Views, rows, {"colwise": ["linear"]}),
     "twice": (Twice, rows, {"colwise": ["one.0"], "rowwise": ["last"]}),
+    "twice and tied": (TwiceAndTied, rows, {"colwise": ["mix"]}),
 }
 
 
