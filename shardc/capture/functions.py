@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardc.capture.capture_errors import COLLECTIVES, line_of
 from shardc.capture.decompositions import numbers_as_tensors
+from shardc.capture.flips import turn
 from shardc.capture.invariants import hoist
 from shardc.custom_ops.flops import of_function
 from shardc.custom_ops.function_ops import OPS, Function, named, register
@@ -58,12 +59,13 @@ def _replace(gm: fx.GraphModule, node: fx.Node, kind: str) -> None:
         if user.target is getitem and user.args[1] in places:
             user.args = (node, places[user.args[1]])
     node.meta["val"] = [x for x in node.meta["val"] if isinstance(x, Tensor)]
-    before = list(flat)
+    before, reverse = list(flat), False
     if kind == "scan":
         counts = counts[0], hoist(gm.graph, node, graphs[0], flat, counts)
+        reverse = turn(gm.graph, node, flat, counts)
         named(graphs[0])
     function = register(Function(kind, graphs, counts, of_function(kind, graphs)))
-    node.target, node.args, node.kwargs = OPS[kind], (flat, function.name), {}
+    node.target, node.args, node.kwargs = OPS[kind], (flat, function.name, *([True] if reverse else [])), {}
     for operand in before:
         _erase_unused(gm.graph, operand)
 

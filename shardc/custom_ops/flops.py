@@ -64,7 +64,7 @@ def _flex_gradient(
     return int(_attention_gradient(grad, q, k, v) * share)
 
 
-def _function(operands: list[Size], body: str) -> int:
+def _function(operands: list[Size], body: str, *_: object) -> int:
     """Return the operations of all steps of a function; of a while loop, of one."""
     function = function_ops.function_of(body)
     carries, sequences = function.counts

@@ -121,7 +121,14 @@ def _cond(operands: list[Tensor], body: str) -> list[Tensor]:
     return _own(chosen(*rest), operands)
 
 
-def _scan(operands: list[Tensor], body: str) -> list[Tensor]:
+def _scan(operands: list[Tensor], body: str, reverse: bool = False, steps: Tensor | None = None) -> list[Tensor]:
+    """Return what the last step carries, and the results of all steps, stacked along dim 0.
+
+    Args:
+        reverse: whether the last slices come first.
+        steps: number of slices, the first ones, that there are steps for, int64 [1]; None for all. Results of others
+            are zero.
+    """
     function = function_of(body)
     (step,), (carries, sequences) = function.calls, function.counts
     carried, xs, rest = operands[:carries], operands[carries : carries + sequences], operands[carries + sequences :]
@@ -129,12 +136,17 @@ def _scan(operands: list[Tensor], body: str) -> list[Tensor]:
         results = step(*carried, *(x[0] for x in xs), *rest)
         stacked = [y.new_empty((len(xs[0]), *y.shape)) for y in results[carries:]]
         return _own([*results[:carries], *stacked], operands)
-    every: list[Sequence[Tensor]] = []
-    for slices in zip(*xs, strict=True):
-        results = step(*carried, *slices, *rest)
-        carried = list(results[:carries])
-        every.append(results[carries:])
-    return _own([*carried, *map(torch.stack, zip(*every, strict=True))], operands)
+    size = len(xs[0])
+    count = size if steps is None else int(steps)
+    stacked = []
+    for at in (range(count)[::-1] if reverse else range(count)) or [0]:
+        results = step(*carried, *(x[at] for x in xs), *rest)
+        stacked = stacked or [y.new_zeros((size, *y.shape)) for y in results[carries:]]
+        if count:
+            carried = list(results[:carries])
+            for every, y in zip(stacked, results[carries:], strict=True):
+                every[at] = y
+    return _own([*carried, *stacked], operands)
 
 
 def _while_loop(operands: list[Tensor], body: str) -> list[Tensor]:
@@ -193,7 +205,8 @@ torch.library.register_fake(f"{NAMESPACE}::no_gradient", _no_gradient, lib=_libr
 NO_GRADIENT = torch.ops.shardc_function.no_gradient.default
 _KERNELS = {"cond": _cond, "scan": _scan, "while_loop": _while_loop, "loop_gradient": _loop_gradient}
 for _kind, _kernel in _KERNELS.items():
-    _library.define(f"{_kind}(Tensor[] operands, str body) -> Tensor[]")
+    _more = ", bool reverse=False, Tensor? steps=None" if _kind == "scan" else ""
+    _library.define(f"{_kind}(Tensor[] operands, str body{_more}) -> Tensor[]")
     _library.impl(_kind, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_kind}", _kernel, lib=_library)
 OPS = {kind: getattr(torch.ops.shardc_function, kind).default for kind in _KERNELS}

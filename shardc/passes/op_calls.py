@@ -211,8 +211,20 @@ def compute_seconds(spec: Spec, strategy: Strategy, work: Work, cost: Pricing) -
         return 0.0
     layouts = (*strategy.operands, *strategy.results)
     moved = sum(layout.local_numel * dtype.itemsize for layout, dtype in zip(layouts, work.dtypes, strict=True))
-    computed = cost.compute_seconds(spec.flops / shares(layouts), moved, work.dtypes[0], work.attention)
+    computed = cost.compute_seconds(operations(spec, strategy), moved, work.dtypes[0], work.attention)
     return with_sending(spec, strategy.operands, work, cost, computed)
+
+
+def operations(spec: Spec, strategy: Strategy) -> float:
+    """Returns the floating-point operations of a rank, and of those that it waits for."""
+    layouts = (*strategy.operands, *strategy.results)
+    if spec.in_turn:
+        waits = {
+            axis for layout, dims in zip(strategy.operands, spec.operands, strict=True)
+            for dim, factors in enumerate(dims) if spec.in_turn & set(factors) for axis in layout.dim_axes(dim)
+        }  # fmt: skip
+        layouts = tuple(layout.unbind(waits) for layout in layouts)
+    return spec.flops / shares(layouts)
 
 
 def with_sending(spec: Spec, operands: Sequence[Layout], work: Work, cost: Pricing, computed: float) -> float:

@@ -211,9 +211,11 @@ class Factored:
 
     Attributes:
         operands, results: sub-dims of the operands and of the results.
+        time: that of the steps of a scan.
         pending: pending sums of each result.
         carried: pending sums of each value that is carried from step to step.
         initial: number of these that start with an operand's value; others start with zero.
+        replicated: see `shardc.rules.spec.Spec`.
     """
 
     def __init__(self, call: Call, spec_of: SpecOf) -> None:
@@ -227,7 +229,7 @@ class Factored:
         time: Row = ()
         for at in range(counts[0], sum(counts)) if kind == "scan" else ():
             (steps, *shape), (row, *rows[at]) = values[at].shape, rows[at]
-            time = time or self.sub_dims.new(steps, whole=True)
+            time = time or self.sub_dims.new(steps)
             self.sub_dims.join(row, time)
             values[at] = Value(values[at].dtype, tuple(shape))
         carried, self.flows = _flows(kind, counts, [value.dtype.is_floating_point for value in values])
@@ -246,8 +248,14 @@ class Factored:
         if kind == "scan":
             last = self.results
             self.results = [*last[: counts[0]], *([time, *result] for result in last[counts[0] :])]
+            if not all(value.dtype.is_floating_point for value in values[: counts[0]]):
+                self.sub_dims.keep_whole(time)
+        self.time = time
         self._keep_distinct()
         self._settle()
+        self.replicated = self._replicated()
+        for at in range(counts[0] if self.time else 0):  # the last rank has what the last step carries
+            self.pending[at] |= frozenset(self.sub_dims.leaves(self.time)) - self.sub_dims.whole
 
     def _join(self, rows: Rows, others: Rows) -> None:
         for row, other in zip(rows, others, strict=True):
@@ -298,6 +306,13 @@ class Factored:
                 if split == (sub_dim in pending) and (split or pending):
                     self.sub_dims.whole.add(sub_dim)
 
+    def _replicated(self) -> frozenset[int]:
+        """Return the positions of the results that are the same on every rank, whatever else than steps is split."""
+        held = [_held(self.sub_dims, rows) for rows in self.results]
+        every = _held(self.sub_dims, [row for rows in (*self.operands, *self.results) for row in rows])
+        free = every - self.sub_dims.whole - set(self.sub_dims.leaves(self.time))
+        return frozenset(at for at, summed in enumerate(self.pending) if not summed and free - held[at])
+
     def dims(self, rows: Rows) -> tuple[tuple[str, ...], ...]:
         """Return the factors of each dim."""
         return tuple(tuple(map(self.factor, self.sub_dims.leaves(row))) for row in rows)
@@ -308,15 +323,17 @@ class Factored:
 
     def spec(self) -> Spec:
         """Return the factors of the call."""
-        held = [_held(self.sub_dims, rows) for rows in self.results]
         every = sorted(_held(self.sub_dims, [row for rows in (*self.operands, *self.results) for row in rows]))
         free, pending = set(every) - self.sub_dims.whole, NOTHING.union(*self.pending)
-        same = (at for at, summed in enumerate(self.pending) if not summed and free - held[at])
+        time = frozenset(map(self.factor, self.sub_dims.leaves(self.time)))
         return Spec(
             tuple(map(self.dims, self.operands)),
             tuple(map(self.dims, self.results)),
             tuple(sorted((self.factor(x), self.sub_dims.size(x)) for x in every)),
             tuple((self.factor(x), "sum") for x in every if x in pending),
             frozenset(self.factor(x) for x in every if x not in free),
-            replicated=frozenset(same),
+            replicated=self.replicated,
+            indexed=time,
+            ordered=time,
+            in_turn=time,
         )

@@ -13,6 +13,7 @@ from shardc._compat import FakeTensorMode
 from shardc.custom_ops.flops import of_function
 from shardc.custom_ops.function_ops import OPS, Function, named, register
 from shardc.ir.layout import Digit, Digits, Layout
+from shardc.rules import scans
 from shardc.rules.function_factors import Factored, Graph, Pending, SpecOf
 from shardc.rules.rule import Builder, Emitted, Local, Rule
 from shardc.rules.spec import project
@@ -49,9 +50,12 @@ def _localize(local: Local, find_rule: FindRule, spec_of: SpecOf) -> Emitted:
         operands[at] = term(local.builder, operands[at], on_rank.axes(pending))
     bodies = [on_rank.body(graph) for graph in factored.graphs]
     graphs, kind = tuple(body.finish() for body in bodies), factored.function.kind
-    function = register(Function(kind, graphs, factored.function.counts, of_function(kind, graphs)))
-    coordinates = [local.builder.coordinate(axes) for axes in on_rank.coordinates]
-    return local.builder.call(local.call.target, [*operands, *coordinates], function.name)
+    function = Function(kind, graphs, factored.function.counts, of_function(kind, graphs))
+    register(function)  # one of this name may be there, loaded, without values
+    operands += [local.builder.coordinate(axes) for axes in on_rank.coordinates]
+    if kind == "scan":
+        return scans.on_rank(local, function, operands)
+    return local.builder.call(local.call.target, operands, function.name)
 
 
 def term(builder: Builder, x: Emitted, axes: Sequence[str]) -> Emitted:

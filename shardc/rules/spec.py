@@ -145,6 +145,9 @@ class Spec:
         indexed: factors whose elements the op finds by index; such a dim may be padded at its end only.
         ordered: factors of which each rank must have one piece, in the order of ranks; operands that are split in
             another way are moved so.
+        in_turn: factors over whose split the ranks compute one after another, each from what the one before sends: a
+            split saves memory and no time. The op leaves the filling of a padded dim out. A result without such a
+            factor is a sum, also if it is `replicated`.
         routed: two factors that an axis may split together.
     """
 
@@ -159,6 +162,7 @@ class Spec:
     replicated: frozenset[int] = frozenset()
     indexed: frozenset[str] = frozenset()
     ordered: frozenset[str] = frozenset()
+    in_turn: frozenset[str] = frozenset()
     routed: Routed | None = None
     _size: dict[str, int] = field(init=False, repr=False, compare=False, hash=False)
     _reduce: dict[str, str] = field(init=False, repr=False, compare=False, hash=False)
@@ -286,7 +290,9 @@ def results_of(
     """
     out, routed = [], routed_axes(spec, assignment)
     for at, dims in enumerate(spec.results):
-        present = {f for factors in dims for f in factors} if at not in spec.replicated else assignment.keys()
+        present = {f for factors in dims for f in factors}
+        if at in spec.replicated:
+            present |= assignment.keys() - spec.in_turn
         # An axis that splits both factors of a `Routed` leaves a sum where a result has neither.
         inside = routed if spec.routed and present & {spec.routed.rows, spec.routed.owners} else frozenset[str]()
         pending = dict(carried)
@@ -405,7 +411,7 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
         for axis in sorted(lost, key=mesh.order):
             size = mesh.size(axis)
             fresh = [{f: canonical(mesh, [Digit(size, axis), Digit(n // size)])} for f, n in spec.sizes
-                     if spec.splittable(f) and n % size == 0]  # fmt: skip
+                     if spec.splittable(f) and n % size == 0 and f not in spec.in_turn]  # fmt: skip
             options[axis] = [("split", (next(iter(p)), len(proposals) + at)) for at, p in enumerate(fresh)]
             proposals += fresh
     if spec.routed is not None:

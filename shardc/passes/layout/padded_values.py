@@ -279,6 +279,8 @@ def reduction_identity(call: Call, spec: Spec, factor: str) -> float | None:
     """
     if spec.routed is not None and factor == spec.routed.owners:
         return 0.0  # padded experts get no rows
+    if factor in spec.in_turn:
+        return 0.0  # there are no steps for it
     plain = PLAIN.get(call.name.rpartition(".")[0])
     if plain is None and dict(spec.reduce).get(factor) == "sum":
         runs = {at for at, dims in enumerate(spec.operands) if any(factor in factors for factors in dims)}

@@ -19,7 +19,7 @@ from torch import fx
 from shardc.cost.model import Pricing
 from shardc.ir.layout import Layout
 from shardc.passes.layout.exact.prices import Traffic, one_axis, prices
-from shardc.passes.op_calls import Work, call_of, shares, with_sending
+from shardc.passes.op_calls import Work, call_of, operations, with_sending
 from shardc.rules.spec import Spec, Strategy
 from shardc.solver import Energy, PairCosts
 
@@ -213,13 +213,12 @@ def kernel_seconds(
     dtypes = work.dtypes
     out = []
     for strategy in strategies:
-        layouts = (*strategy.operands, *strategy.results)
         moved = sum(strategy.operands[at].local_numel * dtypes[at].itemsize for at in traffic.reads)
         if traffic.writes:
             results = zip(strategy.results, dtypes[len(strategy.operands) :], strict=True)
             moved += sum(x.local_numel * dtype.itemsize for x, dtype in results)
         if traffic.dense:
-            computed = cost.compute_seconds(spec.flops / shares(layouts), moved, dtypes[0], work.attention)
+            computed = cost.compute_seconds(operations(spec, strategy), moved, dtypes[0], work.attention)
             out.append(with_sending(spec, strategy.operands, work, cost, computed))
         else:
             out.append(cost.copy_seconds(moved) - cost.copy_seconds(0))  # part of a kernel

@@ -1,0 +1,62 @@
+"""Scans of flipped sequences, as torch writes those that begin at the end: scans of the sequences in reverse order.
+
+A flip moves each element of a sequence to another place, so to another rank if the sequence is split.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+def turn(outer: fx.Graph, scan: fx.Node, operands: list[fx.Node], counts: tuple[int, int]) -> bool:
+    """Return whether ``scan`` is to begin at the end; then changes the uses of its results, and ``operands``.
+
+    Args:
+        outer: the graph of ``scan``, whose results are tensors.
+        counts: numbers of carries and of sequences.
+    """
+    carries, end = counts[0], sum(counts)
+    sources = list(map(_unflipped, operands[carries:end]))
+    reverse = 2 * sum(flipped for _, flipped in sources) > len(sources)
+    for at, (source, flipped) in enumerate(sources, carries):
+        with outer.inserting_before(scan):
+            operands[at] = source if flipped == reverse else _flip(outer, source)
+    for result in list(scan.users):
+        if reverse and result.args[1] >= carries:
+            with outer.inserting_after(result):
+                flipped_result = _flip(outer, result)
+            result.replace_all_uses_with(
+                flipped_result, delete_user_cb=lambda user, own=flipped_result: user is not own
+            )
+        for flip in filter(_flips, list(result.users)):
+            for user in filter(_flips, list(flip.users)):
+                user.replace_all_uses_with(result)
+                outer.erase_node(user)
+            if not flip.users:
+                outer.erase_node(flip)
+    return reverse
+
+
+def _flips(node: fx.Node) -> bool:
+    return node.target is aten.flip.default and node.args[1] == [0]
+
+
+def _unflipped(node: fx.Node) -> tuple[fx.Node, bool]:
+    """Return what ``node`` is along dim 0 without its flips, and whether their number is odd."""
+    flipped = False
+    while _flips(node):
+        source: Any = node.args[0]
+        node, flipped = source, not flipped
+    return node, flipped
+
+
+def _flip(outer: fx.Graph, x: fx.Node) -> fx.Node:
+    node = outer.call_function(aten.flip.default, (x, [0]))
+    with x.meta["val"].fake_mode:
+        node.meta = {**x.meta, "val": x.meta["val"].flip([0])}
+    return node

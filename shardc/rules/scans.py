@@ -1,0 +1,130 @@
+"""Scans on one rank, where ranks may each have one piece of the slices, in order.
+
+The ranks compute one after another what the scan carries from piece to piece, and send it on. Then all of them compute
+the results of their steps. What steps only add to is not sent: each rank adds up its own terms.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.custom_ops.flops import of_function
+from shardc.custom_ops.function_ops import Function, named, register
+from shardc.ir.comm import WAIT
+from shardc.rules.positions import zero_unless
+from shardc.rules.rule import Emitted, Local
+from shardc.rules.window_rules import Pieces
+
+aten = torch.ops.aten
+
+
+def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitted:
+    """Emit a scan by ``function`` over the slices of one rank."""
+    carries, reverse = function.counts[0], local.call["reverse"]
+    pieces, run = Pieces(local, carries, 0), local.builder.call
+    steps = _steps(pieces)
+    if not pieces.axes:
+        return run(local.call.target, operands, function.name, reverse, steps)
+    places = range(pieces.ranks)[::-1] if reverse else range(pieces.ranks)
+    here = local.builder.coordinate(pieces.axes)
+    turns = [run(aten.eq.Scalar, here, place) for place in places]
+    carried = _Carried(function)
+    states = {at: operands[at] for at in carried.sent}
+    state, rest = carried.step(), [*operands[carries:], *(operands[at] for at in carried.same)]
+    size = pieces.size if steps is None else steps
+    for (before, now), turn, next_turn in zip(pairwise(places), turns, turns[1:], strict=False) if states else ():
+        count = run(aten.mul.Tensor, turn, size)
+        after = run(local.call.target, [*states.values(), *rest], state.name, reverse, count)
+        for number, at in enumerate(states):
+            moved = _passed(pieces, run(getitem, after, number), before, now)
+            states[at] = run(aten.where.self, _wide(local, next_turn, moved), moved, states[at])
+    first = [_only(local, turns[0], x) if at in carried.sums else states.get(at, x) for at, x in enumerate(operands)]
+    results = run(local.call.target, first, function.name, reverse, steps)
+    out = [run(getitem, results, at) for at in range(len(local.results))]
+    return [_only(local, turns[-1], x) if at in (*carried.sent, *carried.same) else x for at, x in enumerate(out)]
+
+
+def _steps(pieces: Pieces) -> Emitted | None:
+    """Return the number of slices of this rank that are no filling, int64 [1]; None if all are."""
+    run, builder = pieces.local.builder.call, pieces.local.builder
+    if pieces.elements == pieces.layout.shape[0]:
+        return None
+    if not pieces.axes:
+        return run(aten.full.default, [1], pieces.elements, dtype=torch.int64, device=builder.device)
+    before = run(aten.mul.Scalar, builder.coordinate(pieces.axes), -pieces.size)
+    return run(aten.clamp.default, run(aten.add.Scalar, before, pieces.elements), 0, pieces.size)
+
+
+def _passed(pieces: Pieces, x: Emitted, before: int, now: int) -> Emitted:
+    """Return, on the rank of piece ``now``, what the one of piece ``before`` has as ``x``."""
+    to, ranks = list(range(pieces.ranks)), (pieces.members[before], pieces.members[now])
+    to[ranks[0]], to[ranks[1]] = ranks[1], ranks[0]
+    return pieces.run(WAIT, pieces.run(torch.ops.shardc.permute_ranks.default, x, to, pieces.group))
+
+
+def _wide(local: Local, mask: Emitted, x: Emitted) -> Emitted:
+    return local.builder.call(aten.view.default, mask, [1] * len(local.builder.shape(x)))
+
+
+def _only(local: Local, mask: Emitted, x: Emitted) -> Emitted:
+    return zero_unless(local, _wide(local, mask, x), x)
+
+
+class _Carried:
+    """What a step of a scan does with its carries, by their positions.
+
+    Attributes:
+        sums: the step only adds something to them.
+        same: they stay as they are.
+        sent: all others.
+    """
+
+    def __init__(self, function: Function) -> None:
+        (graph,), (carries, self.sequences) = function.graphs, function.counts
+        self.results: Any = next(iter(reversed(graph.nodes))).args[0]
+        self.nodes, self.arguments = list(graph.nodes), list(graph.find_nodes(op="placeholder"))
+        self.sums = [at for at in range(carries) if self._adds(self.arguments[at], self.results[at])]
+        self.same = [at for at in range(carries) if _copied(self.results[at]) is self.arguments[at]]
+        self.sent = [at for at in range(carries) if at not in (*self.sums, *self.same)]
+
+    def _adds(self, before: fx.Node, after: fx.Node) -> bool:
+        return (
+            list(before.users) == [after]
+            and after.target is aten.add.Tensor
+            and not after.kwargs
+            and after.args.count(before) == 1
+            and len(after.users) == 1
+            and self.results.count(after) == 1
+        )
+
+    def step(self) -> Function:
+        """Return the function of a step from the carries that are sent to these, with the ones that stay as the last
+        arguments.
+        """
+        graph, carries = fx.Graph(), len(self.sums) + len(self.same) + len(self.sent)
+        env: dict[fx.Node, fx.Node] = {}
+        first, last = ([self.arguments[at] for at in places] for places in (self.sent, self.same))
+        for node in (*first, *self.arguments[carries:], *last):
+            env[node] = graph.node_copy(node)
+        for node in self.nodes:
+            if node.op == "call_function":
+                env[node] = graph.node_copy(node, env.get)
+        graph.output(tuple(env[self.results[at]] for at in self.sent))
+        graph.eliminate_dead_code()
+        named(graph)
+        return register(Function("scan", (graph,), (len(first), self.sequences), of_function("scan", (graph,))))
+
+
+def _copied(node: fx.Node) -> Any:
+    """Return what ``node`` is a copy of."""
+    while node.target in _COPIES:
+        node = node.args[0]
+    return node
+
+
+_COPIES = (aten.clone.default, aten.detach_copy.default, aten.alias_copy.default)
