@@ -27,7 +27,7 @@ class ModuleDtypes:
     Args:
         takes: dtype of the arguments.
         gives: dtype of the results.
-        scaled: scaling of float8 products, "tensorwise" or "rowwise"; "" for products in the dtypes of their operands.
+        scaled: scaling of float8 products, as in `Precision`; "" for products in the dtypes of their operands.
     """
 
     param: torch.dtype | None = None

@@ -3,13 +3,19 @@
 ``quantise(x, amax, dtype)`` is ``x * scale`` in float8, and ``mm`` multiplies two such matrices and divides by their
 scales. With one scale for a tensor, ``amax`` has no dims, and the scale brings it to the largest number of the dtype.
 With one for each row or column, ``amax`` is a matrix in which the other dim has size 1, and scales are rounded down to
-powers of two. A maximum is exact, so that scales and operands in float8 do not depend on how tensors are split.
+powers of two. With one for each block of a row (or column), ``amax`` is that of ``x`` cut to [rows, blocks, block],
+with 1 in place of the last (or to [blocks, block, columns], with 1 in the middle), and scales are those of MX (OCP
+Microscaling Formats 1.0, 2023): powers of two with the exponent of ``amax``. A maximum is exact, so that scales and
+operands in float8 do not depend on how tensors are split.
 
 GPUs from compute capability 8.9 on multiply in float8. Elsewhere the same operands are multiplied in float32, or in
-float64 if the result is.
+float64 if the result is. So are operands with a scale for each block, on all devices.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
@@ -23,15 +29,21 @@ _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define("quantise(Tensor x, Tensor amax, ScalarType dtype) -> Tensor", tags=(*_tags, torch.Tag.pointwise))
 _library.define(
     "mm(Tensor a, Tensor b, Tensor amax_a, Tensor amax_b, ScalarType dtype) -> Tensor", tags=_tags
-)  # amax_a is [], or [rows of a, 1]; amax_b is [], or [1, columns of b]
+)  # amax_a is [], [rows of a, 1] or [rows of a, blocks, 1]; amax_b is [], [1, columns of b] or [blocks, 1, columns]
 
 _LEAST = 1e-12  # of amax, so that scales are finite
-_EXPONENT = -(1 << 23)  # mask of sign and exponent of a float32
+_MANTISSA, _BIAS = 23, 127  # bits of a float32's mantissa; bias of its exponent
+_EXPONENT = -(1 << _MANTISSA)  # mask of sign and exponent
 UNIT = 16  # the kernel takes columns of a, and rows and columns of b, in multiples of this
+BLOCK = 32  # numbers with a scale of their own, by MX
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the float32 scale of a tensor whose largest absolute value is ``amax``, for numbers of ``dtype``."""
+    if amax.ndim == 3:
+        exponent = amax.to(torch.float32).view(torch.int32) >> _MANTISSA
+        top = math.frexp(torch.finfo(dtype).max)[1] - 1
+        return (((2 * _BIAS + top - exponent).clamp(max=2 * _BIAS)) << _MANTISSA).view(torch.float32)
     scale = torch.finfo(dtype).max / amax.to(torch.float32).clamp_min(_LEAST)
     return (scale.view(torch.int32) & _EXPONENT).view(torch.float32) if amax.ndim else scale
 
@@ -39,15 +51,32 @@ def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
 def quantise(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x`` times its scale, in float8."""
     most = torch.finfo(dtype).max
-    return (x.to(torch.float32) * scale_of(amax, dtype)).clamp(-most, most).to(dtype)
+    return _scaled(x.to(torch.float32), amax, scale_of(amax, dtype)).clamp(-most, most).to(dtype)
+
+
+def _scaled(x: Tensor, amax: Tensor, scale: Tensor) -> Tensor:
+    """Return ``x`` times its scale, or the inverse of it."""
+    if amax.ndim < 3:
+        return x * scale
+    dim = dim_of_blocks(x.shape, amax.shape)
+    return (x.unflatten(dim, (amax.shape[dim], -1)) * scale).flatten(dim, dim + 1)
+
+
+def dim_of_blocks(x: Sequence[int], amax: Sequence[int]) -> int:
+    """Return the dim of a matrix of shape ``x`` that has blocks, whose maxima have shape ``amax``."""
+    return int(amax[2] == 1 and amax[0] == x[0])
 
 
 def multiply(a: Tensor, b: Tensor, amax_a: Tensor, amax_b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the product of the matrices that ``a`` and ``b`` are in float8, in ``dtype``."""
     inverse_a, inverse_b = scale_of(amax_a, a.dtype).reciprocal(), scale_of(amax_b, b.dtype).reciprocal()
-    if _has_kernel(a.device):
+    blocks = amax_a.ndim == 3
+    if _has_kernel(a.device) and not blocks:
         return _by_kernel(a, b, inverse_a, inverse_b, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if blocks:
+        operands = _scaled(a.to(wide), amax_a, inverse_a), _scaled(b.to(wide), amax_b, inverse_b)
+        return torch.mm(*operands).to(dtype)
     product = torch.mm(a.to(wide), b.to(wide))
     return (product * inverse_a * inverse_b).to(dtype)
 

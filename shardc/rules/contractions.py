@@ -29,11 +29,17 @@ def biased(op: str, text: str, *summed: str) -> Rule:
 
 
 def _scaled(call: Call) -> Spec:
-    """Return the spec of a float8 product, whose operands have a scale each, or one for each row and column."""
+    """Return the spec of a float8 product, whose operands have a scale each, one for each row and column, or one for
+    each block of these.
+    """
     loops = Loops(call)
     (rows, inner), (_, columns), of_a, of_b = loops.shapes
-    i, k, j = loops.dim("i", rows), loops.dim("k", inner, "sum"), loops.dim("j", columns)
+    i, j, blocks = loops.dim("i", rows), loops.dim("j", columns), of_a[1] if len(of_a) == 3 else inner
+    k = loops.dim("k", blocks, "sum")
     scales: list[Dims] = [(i, ()) if of_a else (), ((), j) if of_b else ()]
+    if len(of_a) == 3:
+        scales = [(i, k, ()), (k, (), j)]
+    k = (*k, *loops.dim("block", inner // blocks, "sum"))
     return loops.spec([(i, k), (k, j), *scales], [(i, j)])
 
 
@@ -49,7 +55,7 @@ CONTRACTIONS = table(
     biased("addbmm", "i j, b i k, b k j -> i j", "b", "k"),
     biased("addmv", "i, i k, k -> i", "k"),
     biased("addr", "i j, i, j -> i j"),
-    Rule("shardc_float8.mm", _scaled, "i k, k j, (i 1), (1 j) -> i j    k: sum"),
+    Rule("shardc_float8.mm", _scaled, "i (k block), (k block) j, (i k 1), (k 1 j) -> i j    k block: sum"),
     strides=ANY,
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from shardc.custom_ops import float8_ops
 from shardc.rules.notation import Loops
 from shardc.rules.rule import ANY, Call, Rule, rules_for, table
 from shardc.rules.spec import Spec
@@ -45,6 +46,19 @@ def named_sets(call: Call, linear: str) -> tuple[frozenset[int], ...]:
 def _div(call: Call) -> Spec:
     exact = "mode" not in call.name
     return pointwise_spec(call, named_sets(call, "self") if exact else ())
+
+
+def _quantise(call: Call) -> Spec:
+    """Return the spec of numbers in float8, which may have a scale for each block of a dim."""
+    loops = Loops(call)
+    shape, amax = loops.shapes
+    if len(amax) < 3:
+        return pointwise_spec(call)
+    dim = float8_ops.dim_of_blocks(shape, amax)
+    blocks, other = loops.dim("blocks", amax[dim]), loops.dim("d", shape[1 - dim])
+    cut = (*blocks, *loops.dim("block", shape[dim] // amax[dim]))
+    x, of_amax = ((other, cut), (other, blocks, ())) if dim else ((cut, other), (blocks, (), other))
+    return loops.spec([x, of_amax], [x])
 
 
 def _cast(call: Call) -> Spec:
@@ -97,7 +111,7 @@ TABLE = table(
     ),
     Rule("aten.div", _div, "... -> ...    linear in self"),
     Rule("aten._to_copy", _cast, "... -> ...    linear in self"),
-    Rule("shardc_float8.quantise", pointwise_spec, "... -> ..."),
+    Rule("shardc_float8.quantise", _quantise, "..., ... -> ...; or (blocks block) k, blocks 1 k -> (blocks block) k"),
     Rule("aten.masked_fill", _masked_fill, "... -> ...    linear in self where the value is 0"),
     strides=ANY,
 )

@@ -24,7 +24,17 @@ def quantised(x: Tensor, dim: int | None, dtype: torch.dtype) -> Quantised:
     return (x.float() * scale).clamp(-top, top).to(dtype), 1 / scale
 
 
+def in_blocks(x: Tensor) -> Tensor:
+    """The numbers that ``x`` has in MX: in float8, with a power of two for each 32 along the last dim."""
+    parts = x.float().unflatten(-1, (-1, 32))
+    exponent = torch.frexp(x.abs().unflatten(-1, (-1, 32)).amax(-1, keepdim=True).float()).exponent - 1 - 8
+    scale = torch.ldexp(torch.ones_like(parts[..., :1]), exponent.clamp(min=-127))
+    return ((parts / scale).clamp(-448, 448).to(E4).to(scale) * scale).flatten(-2)
+
+
 def product(a: Tensor, b: Tensor, scaling: str, of_a: torch.dtype = E4) -> Tensor:
+    if scaling == "mxfp8":
+        return (in_blocks(a).to(a) @ in_blocks(b.t()).to(a).t()).to(a)
     rows = scaling == "rowwise"
     (qa, ua), (qb, ub) = quantised(a, 1 if rows else None, of_a), quantised(b, 0 if rows else None, E4)
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32

@@ -48,7 +48,7 @@ def same_step(
     of: tuple[Net, Tensor, Tensor] | None = None,
 ) -> None:
     """Loss and gradients are those of one device that takes ``count`` microbatches, of rows from ``parts`` ranks."""
-    model, x, target = case() if of is None else of
+    model, x, target = of or (case(64, 96, 24) if scaling == "mxfp8" else case())
     expected, loss = on_one_device(model, scaling, lambda name: name.startswith("layers.")), torch.tensor(0.0)
     rows = torch.arange(len(x)).unflatten(0, (parts, count, -1)).transpose(0, 1).flatten(1)
     for mine in rows:
@@ -62,7 +62,7 @@ def same_step(
     torch.testing.assert_close(grads, {name: p.grad for name, p in expected.named_parameters()}, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "mxfp8"])
 @pytest.mark.parametrize("name", PLANS)
 def test_a_step_is_that_of_one_device(name: str, scaling: str) -> None:
     same_step(*PLANS[name], scaling)
@@ -103,6 +103,19 @@ def test_scales_are_those_of_a_microbatch(name: str, scaling: str) -> None:
 def test_scales_are_those_of_a_microbatch_on_stages() -> None:
     plan = fsdp("dp", 2) | shardc.pp("pp", microbatches=2)
     same_step(Mesh(pp=2, dp=2), plan, "tensorwise", 2, 2)
+
+
+def test_a_block_may_be_of_several_ranks() -> None:
+    """Of 16 rows with 4 tokens, each of 4 ranks has half of a block of the sums over tokens, and of those over 64."""
+    same_step(Mesh(dp=4), fsdp("dp"), "mxfp8", of=case(64, 96, 16))
+    same_step(Mesh(tp=4), SPLIT, "mxfp8", of=case(64, 64, 16))
+
+
+def test_blocks_of_a_microbatch() -> None:
+    plan = fsdp("dp") | shardc.microbatches(2)
+    same_step(Mesh(dp=2), plan, "mxfp8", 2, 2, case(64, 96, 32))
+    with pytest.raises(PlanError, match="scales of blocks of 32 tokens, which microbatches cut"):
+        same_step(Mesh(dp=2), plan, "mxfp8", 2, 2, case(64, 96, 16))
 
 
 # --- what is sent
@@ -165,6 +178,22 @@ def test_a_size_that_is_no_multiple_of_16_is_refused() -> None:
     assert "'layers.0.gate.weight' has shape [96, 40]" in text and "multiples of 16" in text
     assert 'precision(modules="layers", matmul="float8", scaling="rowwise")' in text
     assert "modules='layers.0.gate'" in text and "float8.py:" in text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "what"),
+    [
+        (
+            (48, 96, 16),
+            "'layers.0.gate.weight' has shape [96, 48], and float8 products take sizes that are multiples of 32",
+        ),
+        ((64, 96, 15), "the gradient of 'layers.0.gate.weight' is a sum over 60 tokens"),
+    ],
+)
+def test_what_is_no_multiple_of_a_block_is_refused(sizes: tuple[int, int, int], what: str) -> None:
+    model, x, target = case(*sizes)
+    with pytest.raises(PlanError, match=re.escape(what)):
+        shardc.compile(model, Mesh(dp=1), ddp("dp") | float8("mxfp8"), loss=F.mse_loss).lower(x, target)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from shardc.custom_ops.float8_ops import MM, QUANTISE, UNIT
+from shardc.custom_ops.float8_ops import BLOCK, MM, QUANTISE, UNIT
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.op_traits import CAST, RESHAPES, TRANSPOSES
@@ -35,18 +35,19 @@ class Float8:
                                             %y: f32[4,16] = mm(%x.quantise, t(%w.quantise), %x.amax, %w.amax)
 
     A weight is quantised from the dtype in which it is stored, whatever dtype the model casts it to. A matrix is
-    quantised once for all products that it is in, or with ``rowwise`` once for those over its rows and once for those
-    over its columns.
+    quantised once for all products that it is in, or with ``rowwise`` and ``mxfp8`` once for those over its rows and
+    once for those over its columns.
 
     *Requires:* a captured graph in canonical form. *Ensures:* results have the dtypes that they had. The product of a
     weight that is computed from parameters stays.
 
     Args:
-        scaled: module -> "tensorwise" or "rowwise".
+        scaled: module -> "tensorwise", "rowwise" or "mxfp8".
         entry: the plan entry, for errors.
 
     Raises:
-        PlanError: there is no such product, or a size of a weight is no multiple of 16.
+        PlanError: there is no such product, or a size of a weight is no multiple of 16, or of 32 with ``mxfp8``, or the
+            number of tokens is none of 32 with it.
     """
 
     scaled: Mapping[str, str]
@@ -125,22 +126,27 @@ class _Quantiser:
                     yield _Product(node, param, gradients[0])
 
     def _check(self, product: _Product) -> None:
-        """Raises PlanError if the weight has a size that the kernels do not take."""
+        """Raises PlanError if the weight has a size that the kernels do not take, or tokens are no number of blocks."""
         name, shape = ir.info(product.param).name, ir.value(product.param).shape
-        if any(size % UNIT for size in shape):
+        unit = BLOCK if self._scaling(product.node) == "mxfp8" else UNIT
+        summed = ir.value(product.node.args[0]).shape[1]
+        if any(size % unit for size in shape):
+            what = f"{name!r} has shape {list(shape)}, and float8 products take sizes that are multiples of {unit}"
             module = name.rpartition(".")[0]
-            raise PlanError(
-                f"{name!r} has shape {list(shape)}, and float8 products take sizes that are multiples of {UNIT}",
-                plan_entry=self.options.entry or None,
-                source=ir.info(product.node).origin.source or None,
-                fix=f"pad it, or leave the layer as it is: add precision(..., modules={module!r}) without matmul "
-                "behind this entry",
-            )
+            fix = f"pad it, or leave the layer as it is: add precision(..., modules={module!r}) without matmul "
+            fix += "behind this entry"
+        elif unit == BLOCK and summed % unit:
+            what = f"the gradient of {name!r} is a sum over {summed} tokens, which are no multiple of {BLOCK}"
+            fix = f"make rows times length a multiple of {BLOCK}, as mxfp8 products are sums over blocks of so many"
+        else:
+            return
+        source = ir.info(product.node).origin.source or None
+        raise PlanError(what, plan_entry=self.options.entry or None, source=source, fix=fix)
 
     def _replace(self, product: _Product) -> None:
         """Replaces a product by that of its operands in float8."""
         node, operands, maxima = product.node, [], []
-        scaling = self.options.scaled[ir.info(node).origin.module]
+        scaling = self._scaling(node)
         for position, x in enumerate(node.args):
             source, turned = _operand(x)
             wide = source is product.gradient and scaling == "tensorwise"
@@ -151,10 +157,16 @@ class _Quantiser:
             quantised, amax = self.quantised[key]
             at = self.rewriter.before(node, like=quantised)
             operands.append(at.call(aten.t.default, quantised) if turned else quantised)
-            maxima.append(at.call(aten.t.default, amax) if turned and dim is not None else amax)
+            if turned and dim is not None:
+                order = ([1, 0], [1, 0]) if scaling == "rowwise" else ([2, 0, 1], [1, 2, 0])
+                amax = at.call(aten.permute.default, amax, order[position])
+            maxima.append(amax)
         dtype = ir.value(node).dtype
         scaled = self.rewriter.before(node).call(MM, *operands, *maxima, dtype)
         self.rewriter.replace(node, scaled, rename=True)
+
+    def _scaling(self, product: fx.Node) -> str:
+        return self.options.scaled[ir.info(product).origin.module]
 
     def _quantise(self, product: fx.Node, x: fx.Node, dim: int | None, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
         """Inserts, before ``product``, ``x`` in float8 and its largest absolute values over ``dim``."""
@@ -162,9 +174,12 @@ class _Quantiser:
         at = self.rewriter.before(
             product, like=x, module=origin.module, source=origin.source, phase=origin.phase, region=origin.region
         )
-        amax = at.call(
-            aten.amax.default, at.call(aten.abs.default, x), [0, 1] if dim is None else [dim], dim is not None
-        )
+        magnitudes, over = at.call(aten.abs.default, x), [0, 1] if dim is None else [dim]
+        if dim is not None and self._scaling(product) == "mxfp8":
+            shape = list(ir.value(x).shape)
+            shape[dim : dim + 1], over = [shape[dim] // BLOCK, BLOCK], [dim + 1]
+            magnitudes = at.call(aten.view.default, magnitudes, shape)
+        amax = at.call(aten.amax.default, magnitudes, over, dim is not None)
         return at.call(QUANTISE, x, amax, dtype), amax
 
 

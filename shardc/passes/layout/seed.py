@@ -16,6 +16,7 @@ from shardc.ir import ops
 from shardc.ir.graph import Value
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.op_traits import RESHAPES
 from shardc.ir.rewriter import GraphRewriter
 from shardc.passes.layout.save_policies import mark_saves
 from shardc.plan.placed import SavePolicy
@@ -192,7 +193,10 @@ def gathered(param: fx.Node, padded: bool = False) -> dict[fx.Node, list[fx.Node
 
 def _magnitudes(form: fx.Node) -> tuple[fx.Node, ...]:
     """Returns the absolute values whose maximum scales a float8 form; () for another node."""
-    return (form.args[1].args[0],) if form.target is QUANTISE else ()
+    if form.target is not QUANTISE:
+        return ()
+    magnitudes = form.args[1].args[0]
+    return (magnitudes.args[0] if magnitudes.target in RESHAPES else magnitudes,)
 
 
 def _narrows(cast: fx.Node) -> bool:

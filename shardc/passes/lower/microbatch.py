@@ -18,7 +18,7 @@ from torch.fx.node import Argument
 
 from shardc._compat import LazyGraphModule
 from shardc.cost.compute import flops_of
-from shardc.custom_ops.float8_ops import is_scale
+from shardc.custom_ops.float8_ops import BLOCK, is_scale
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT
@@ -186,6 +186,12 @@ class Microbatch:
         That of all microbatches is known behind their forwards only.
         """
         for node in [node for node in graph.nodes if _in_time(node, self.mesh) and is_scale(node)]:
+            if node.meta["val"].ndim == 3:
+                raise PlanError(
+                    f"{ir.info(node).name} are the scales of blocks of {BLOCK} tokens, which microbatches cut",
+                    source=ir.info(node).origin.source or None,
+                    fix=f"give each rank a multiple of {BLOCK} tokens in each microbatch",
+                )
             (wait,) = node.users
             wait.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(wait)

@@ -37,7 +37,8 @@ class Precision(Entry):
             their largest value. Weights are scaled and cast before their gather.
         scaling: what has a scale of its own with ``matmul="float8"``. "tensorwise": each operand; gradients are in
             float8_e5m2. "rowwise": each row or column that is multiplied; scales are powers of two, and everything is
-            in float8_e4m3fn. None: "tensorwise".
+            in float8_e4m3fn. "mxfp8": each block of 32 numbers that are multiplied with one row or column, otherwise
+            as "rowwise". None: "tensorwise".
         modules: module globs. The policy applies to these modules and everything inside; () is the complete model. A
             module has the last policy that matches it, and no other. An entry with ``matmul`` alone leaves the dtypes
             of earlier ones as they are.
@@ -52,7 +53,7 @@ class Precision(Entry):
     cast_forward_inputs: Annotated[bool | str, Literal[True, False, "model"]] = True
     modules: tuple[str, ...] = ()
     matmul: Annotated[str | None, Literal["float8", None]] = None
-    scaling: Annotated[str | None, Literal["tensorwise", "rowwise", None]] = None
+    scaling: Annotated[str | None, Literal["tensorwise", "rowwise", "mxfp8", None]] = None
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "", plan_entry="precision(...)")
@@ -102,7 +103,7 @@ class Precision(Entry):
 
     @property
     def scaled(self) -> str:
-        """Return the scaling of float8 products, "tensorwise" or "rowwise"; "" without them."""
+        """Return the scaling of float8 products, "tensorwise", "rowwise" or "mxfp8"; "" without them."""
         return (self.scaling or "tensorwise") if self.matmul == "float8" else ""
 
     @property

@@ -140,6 +140,10 @@ def _float8(d: Draw) -> dict[str, list[Sample]]:
         Sample(op.mm.default, (op.quantise(x, a, dtype), op.quantise(y, b, dtype), a, b, f64))
         for a, b in zip(of_x, of_y, strict=True)
     ]
+    blocks = x.unflatten(1, (3, -1)).abs().amax(2, keepdim=True), y.unflatten(0, (3, -1)).abs().amax(1, keepdim=True)
+    quantise += [Sample(op.quantise.default, (z, a, torch.float32)) for z, a in zip((x, y), blocks, strict=True)]
+    in_blocks = (op.quantise(z, a, dtype) for z, a in zip((x, y), blocks, strict=True))
+    products.append(Sample(op.mm.default, (*in_blocks, *blocks, f64)))
     return {"shardc_float8.quantise": quantise, "shardc_float8.mm": products}
 
 
