@@ -44,6 +44,12 @@ class Raises(Branch):
         raise ValueError(f"{y.ndim} dims")
 
 
+class Linearizes(Branch):
+    def step(self, y: Tensor) -> Tensor:
+        value, along = torch.func.linearize(torch.tanh, y)
+        return value + along(torch.ones_like(y))
+
+
 class Mismatch(Branch):
     def step(self, y: Tensor) -> Tensor:
         return y @ y
@@ -105,6 +111,12 @@ def line_of(function: Callable[..., Any], text: str) -> str:
             "ComparesNumber takes a number out of a tensor, and a program looks at no values",
             line_of(ComparesNumber.step, ".item()"),
             r"keep it a tensor: .*",
+        ),
+        (
+            Linearizes(),
+            "Linearizes calls torch.func.linearize, which keeps values of this call, without their gradients, .*",
+            line_of(Linearizes.step, "linearize"),
+            r"call torch\.func\.jvp\(function, \(x,\), \(tangent,\)\) for each tangent: .*",
         ),
         (
             Raises(),

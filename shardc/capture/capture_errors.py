@@ -212,6 +212,11 @@ REFUSALS = (
         "register that tensor as a buffer of a module, or make it on the device of those that it is used with",
     ),
     (
+        r"`disallow_in_graph`",
+        "calls torch.func.linearize, which keeps values of this call, without their gradients, for its linear function",
+        "call torch.func.jvp(function, (x,), (tangent,)) for each tangent: with the same results, and all gradients",
+    ),
+    (
         "maximum recursion depth exceeded",
         "calls itself without end",
         "let a method that shardc.register_forward_method makes a program call parts of the module, and not the module",

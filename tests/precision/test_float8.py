@@ -187,7 +187,7 @@ def test_a_size_that_is_no_multiple_of_16_is_refused() -> None:
             (48, 96, 16),
             "'layers.0.gate.weight' has shape [96, 48], and float8 products take sizes that are multiples of 32",
         ),
-        ((64, 96, 15), "the gradient of 'layers.0.gate.weight' is a sum over 60 tokens"),
+        ((64, 96, 15), "the gradient of 'layers.1.down.weight' is a sum over 60 tokens"),
     ],
 )
 def test_what_is_no_multiple_of_a_block_is_refused(sizes: tuple[int, int, int], what: str) -> None:

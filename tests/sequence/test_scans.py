@@ -46,7 +46,6 @@ def plan(mesh: dict[str, int], order: str = "contiguous") -> shardc.Plan:
     return shardc.fsdp(("dp", "cp"), threshold=0) | cp if "dp" in mesh else cp
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_equals_one_device(mesh: dict[str, int], reverse: bool) -> None:
