@@ -1,4 +1,4 @@
-"""Loggers of shardc by topic, and the switch ``SHARDC_LOGS``.
+"""Loggers of shardc by topic, the switch ``SHARDC_LOGS``, and the progress bar of a compile.
 
 Messages go to the standard loggers ``shardc.<topic>`` at level INFO. Nothing is printed unless a program gives them a
 handler, or the environment variable names topics: ``SHARDC_LOGS=cache,stages``, or ``all``.
@@ -13,10 +13,12 @@ from time import perf_counter
 from typing import TypeVar
 
 import torch.distributed as dist
+from tqdm import tqdm
 
 from shardc.errors import WARNINGS, InputError
 from shardc.validate import near
 
+PATIENCE = 3.0  # seconds before the progress bar appears
 T = TypeVar("T")
 
 ROOT = logging.getLogger("shardc")
@@ -81,3 +83,10 @@ def timed_each(items: Collection[T], what: str) -> Iterator[T]:
             "%s, %s: %.3f s", what, getattr(item, "name", f"{number + 1} of {len(items)}"), perf_counter() - start
         )
     STAGES.info("%s, all %d: %.3f s", what, len(items), perf_counter() - begin)
+
+
+def steps(items: Collection[T], what: str) -> Iterator[T]:
+    """Yields ``items``, with a progress bar on the first rank's terminal after 3 seconds; logs the seconds of each."""
+    speaks = not dist.is_initialized() or dist.get_rank() == 0
+    bar = tqdm(items, f"shardc: {what}", leave=False, delay=PATIENCE, disable=None if speaks else True)
+    yield from timed_each(bar, what) if STAGES.isEnabledFor(logging.INFO) else bar

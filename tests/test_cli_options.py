@@ -12,7 +12,7 @@ import pytest
 
 import shardc
 from shardc.__main__ import main
-from shardc.cli.compile_options import options_of, parsed
+from shardc.cli.target import options_of, parsed
 from shardc.cost import hardware
 from shardc.cost.model import CostModel
 from shardc.errors import InputError

@@ -17,7 +17,7 @@ from torch import nn
 import shardc
 from shardc import logs
 from shardc.errors import InputError, ShardcWarning
-from shardc.lower.bucket_log import log_collectives
+from shardc.lower import log_collectives
 
 
 class Scaled(nn.Module):

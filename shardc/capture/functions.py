@@ -1,25 +1,29 @@
-"""Makes ops of `shardc.custom_ops.function_ops` of torch's higher-order ops in a traced graph."""
+"""Makes ops of `shardc.custom_ops.function_ops` of torch's higher-order ops in a traced graph.
+
+The gradient of a while loop is an op too, which runs the loop again and then its steps' gradients backwards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardc.capture.capture_errors import COLLECTIVES, line_of
 from shardc.capture.decompositions import numbers_as_tensors
 from shardc.capture.flips import turn
-from shardc.capture.invariants import hoist
 from shardc.custom_ops.flops import of_function
-from shardc.custom_ops.function_ops import OPS, Function, named, register
+from shardc.custom_ops.function_ops import NO_GRADIENT, OPS, Function, function_of, named, register
 from shardc.errors import CaptureError, VerifyError
 from shardc.ir.code import calling_line
 from shardc.ir.op_traits import draws
 
+aten = torch.ops.aten
 _MARKS = torch.ops.shardc.tag.default
 
 
@@ -61,7 +65,7 @@ def _replace(gm: fx.GraphModule, node: fx.Node, kind: str) -> None:
     node.meta["val"] = [x for x in node.meta["val"] if isinstance(x, Tensor)]
     before, reverse = list(flat), False
     if kind == "scan":
-        counts = counts[0], hoist(gm.graph, node, graphs[0], flat, counts)
+        counts = counts[0], _hoist(gm.graph, node, graphs[0], flat, counts)
         reverse = turn(gm.graph, node, flat, counts)
         named(graphs[0])
     function = register(Function(kind, graphs, counts, of_function(kind, graphs)))
@@ -123,10 +127,127 @@ def _number(gm: fx.GraphModule, constant: fx.Node, node: fx.Node | None, kind: s
         number = value.item()
     with gm.graph.inserting_before(constant):
         kwargs = {"dtype": value.dtype, "device": value.device}
-        tensor = gm.graph.call_function(torch.ops.aten.scalar_tensor.default, (number,), kwargs)
+        tensor = gm.graph.call_function(aten.scalar_tensor.default, (number,), kwargs)
     constant.replace_all_uses_with(tensor)
     gm.graph.erase_node(constant)
 
 
 def _error(node: fx.Node | None, what: str, fix: str) -> CaptureError:
     return CaptureError(what, source=(line_of(node) if node else "") or calling_line(), fix=fix)
+
+
+def _hoist(outer: fx.Graph, scan: fx.Node, step: fx.Graph, operands: list[fx.Node], counts: tuple[int, int]) -> int:
+    """Computes what is the same in each step of a scan once, before the scan, and gives it as the rest: changes the
+    graph ``step``, the ``operands`` of ``scan`` and the uses of its results; returns the number of sequences left.
+
+    torch's scan saves for backward whatever its steps compute of weights, such as their transposes, once for each step.
+
+    Args:
+        outer: the graph of ``scan``, whose results are tensors.
+        counts: numbers of carries and of sequences.
+    """
+    carries, sequences = counts
+    arguments = list(step.find_nodes(op="placeholder"))
+    steps = operands[carries].meta["val"].shape[0] if sequences else 0
+    for at in reversed(range(carries + 1, carries + sequences)):  # the first one says how many steps there are
+        if (same := _repeated(operands[at])) is not None:
+            operands[:] = [*operands[:at], *operands[at + 1 :], same]
+            argument = arguments.pop(at)
+            arguments[-1].append(argument)
+            arguments.append(argument)
+            sequences -= 1
+    env = dict(zip(arguments[carries + sequences :], operands[carries + sequences :], strict=True))
+    results: list[Any] = list(next(iter(reversed(step.nodes))).args[0])
+    for node in step.nodes:
+        if node.op == "call_function" and all(x in env for x in node.all_input_nodes) and node.all_input_nodes:
+            env[node] = node  # until it is needed outside
+    kept = [at for at, x in enumerate(results) if at < carries or x not in env]
+    for user in list(scan.users):
+        if user.args[1] in kept:
+            user.args = (scan, kept.index(user.args[1]))
+            continue
+        with outer.inserting_before(scan):
+            value = _outside(outer, scan, results[user.args[1]], env)
+            shape = [steps, *value.meta["val"].shape]
+            every = _call(outer, scan, aten.expand.default, _call(outer, scan, aten.unsqueeze.default, value, 0), shape)
+        user.replace_all_uses_with(every)
+        outer.erase_node(user)
+    next(iter(reversed(step.nodes))).args = (tuple(results[at] for at in kept),)
+    step.eliminate_dead_code()
+    scan.meta["val"] = [scan.meta["val"][at] for at in kept]
+    return sequences
+
+
+def _repeated(node: fx.Node) -> fx.Node | None:
+    """Return what ``node`` repeats along dim 0, also backwards, if it does."""
+    while node.target is aten.flip.default and node.args[1] == [0]:
+        (node, _) = node.args
+    source: Any = node.args[0] if node.target is aten.expand.default else None
+    if source is None or source.target is not aten.unsqueeze.default or source.args[1] != 0:
+        return None
+    return source.args[0] if node.meta["val"].shape[1:] == source.meta["val"].shape[1:] else None
+
+
+def _outside(outer: fx.Graph, scan: fx.Node, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Return a copy of ``node``, of a step, and of what it is computed from, in ``outer``."""
+    if env[node] is node:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: _outside(outer, scan, x, env))
+        env[node] = _call(outer, scan, node.target, *args, **kwargs)
+    return env[node]
+
+
+def _call(outer: fx.Graph, scan: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    node = outer.call_function(target, args, kwargs)
+    args, kwargs = fx.map_arg((args, kwargs), lambda x: x.meta["val"])
+    with scan.meta["val"][0].fake_mode:
+        node.meta = {**scan.meta, "val": target(*args, **kwargs)}
+    return node
+
+
+def loop_gradients(gm: fx.GraphModule, decompositions: Mapping[Any, Callable[..., object]]) -> None:
+    """Replaces the marks of loops' gradients in a traced graph, except those of loops whose steps have loops or
+    branches.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=NO_GRADIENT):
+        grads, _, results = node.args
+        loop: Any = results[0]
+        while loop.target is not OPS["while_loop"]:
+            loop = loop.args[0]
+        operands, name = loop.args
+        function = function_of(name)
+        condition, step = function.graphs
+        if any(inner.target in OPS.values() for inner in step.nodes):
+            continue
+        carries = function.counts[0]
+        graphs = condition, step, _gradient(step, carries, loop, decompositions)
+        gradient = Function("loop_gradient", graphs, (len(grads), carries), of_function("loop_gradient", graphs))
+        node.target, node.args = OPS["loop_gradient"], ([*grads, *operands], register(gradient).name)
+
+
+def _gradient(
+    step: fx.Graph, carries: int, loop: fx.Node, decompositions: Mapping[Any, Callable[..., object]]
+) -> fx.Graph:
+    """Return the graph of (gradients of what a step carries on, sums of the gradients of the rest so far, what it
+    carries, the rest) -> these gradients before the step, and these sums with its terms.
+    """
+    vals: list[Tensor] = [node.meta["val"] for node in step.nodes if node.op == "placeholder"]
+    floating = [x.is_floating_point() for x in vals]
+    count, run = sum(floating[:carries]), fx.GraphModule({}, step)
+
+    def back(*flat: Tensor) -> tuple[Tensor, ...]:
+        grads, totals, given = flat[:count], flat[count : sum(floating)], flat[sum(floating) :]
+
+        def of_floating(*inputs: Tensor) -> tuple[Tensor, ...]:
+            left = iter(inputs)
+            results = run(*(next(left) if is_one else x for x, is_one in zip(given, floating, strict=True)))
+            return tuple(x for x in results if x.is_floating_point())
+
+        pull: Any = torch.func.vjp(of_floating, *(x for x, is_one in zip(given, floating, strict=True) if is_one))[1]
+        terms = pull(grads)
+        return (*terms[:count], *map(torch.add, totals, terms[count:]))
+
+    mode: Any = getattr(vals[0], "fake_mode")  # noqa: B009
+    with mode:
+        like = [torch.empty_like(x) for x, is_one in zip(vals, floating, strict=True) if is_one]
+        traced = make_fx(back, decomposition_table=dict(decompositions))(*like, *map(torch.empty_like, vals))
+    return graph_of_function(traced, loop, "while_loop")

@@ -40,9 +40,8 @@ from shardc.capture.causal_convolutions import pad_at_the_begin
 from shardc.capture.decompositions import FROM_TORCH, OWN, eager_dropout, fake_like, numbers_as_tensors, without_strides
 from shardc.capture.dtypes import UNCHANGED, Dtypes, ModuleDtypes
 from shardc.capture.dynamo_reads import expressed, memories_of, reads_of, recorded
-from shardc.capture.functions import functions_as_ops
+from shardc.capture.functions import functions_as_ops, loop_gradients
 from shardc.capture.lookups import lookups_by_place
-from shardc.capture.loop_gradients import loop_gradients
 from shardc.capture.markers import Tag, mark, tagged
 from shardc.capture.queried_states import recorded_states, value_numbers
 from shardc.capture.raises import without_raising

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.cli import target
-from shardc.cli.compile_options import options_of
-from shardc.cli.target import Command
+from shardc.cli.target import Command, options_of
 from shardc.cost import hardware
 from shardc.debug.bisect_passes import TOLERANCE, bisect
 from shardc.debug.explain_layout import explain

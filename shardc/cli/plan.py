@@ -10,8 +10,7 @@ from tqdm import tqdm
 
 import shardc
 from shardc.cli import target
-from shardc.cli.compile_options import options_of
-from shardc.cli.target import Command
+from shardc.cli.target import Command, options_of
 from shardc.errors import InputError
 from shardc.ir.mesh import Mesh
 from shardc.report.export import gigabytes, milliseconds, write

@@ -23,9 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardc
 from shardc._compat import PyTree, pytree
 from shardc.cli import target
-from shardc.cli.compile_options import options_of
 from shardc.cli.measured import Comparison, off, pairs_of, phases_of, step_of
-from shardc.cli.target import Command
+from shardc.cli.target import Command, options_of
 from shardc.cost import hardware
 from shardc.cost.hardware import Hardware, calibrated
 from shardc.cost.model import CostModel

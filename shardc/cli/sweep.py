@@ -15,8 +15,7 @@ from tqdm import tqdm
 import shardc
 from shardc.capture import CaptureOnce
 from shardc.cli import target
-from shardc.cli.compile_options import options_of
-from shardc.cli.target import Command
+from shardc.cli.target import Command, options_of
 from shardc.cost import hardware
 from shardc.cost.hardware import Hardware
 from shardc.errors import InputError, ShardcError, ShardcWarning

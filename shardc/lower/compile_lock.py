@@ -19,7 +19,7 @@ from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from shardc.ir.repeat import type_of
-from shardc.progress import steps
+from shardc.logs import steps
 
 PATIENCE = 600.0  # seconds; a rank that waits longer compiles the graph itself
 _POLL = 0.05  # seconds

@@ -10,7 +10,7 @@ from torch import fx
 
 from shardc import _compat
 from shardc.errors import InputError
-from shardc.progress import steps
+from shardc.logs import steps
 from shardc.validate import near
 
 

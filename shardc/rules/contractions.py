@@ -60,33 +60,25 @@ CONTRACTIONS = table(
 )
 
 
-def matrices(ops: str) -> list[Rule]:
-    """Return rules for ops on the last two dims (the last one for pivots) of tensors with equal batch dims."""
+def _matrices(call: Call) -> Spec:
+    """Return the spec of an op on the last two dims (the last one for pivots) of tensors with equal batch dims."""
+    loops = Loops(call)
+    ranks = {len(shape) + (name in PIVOTS) for name, shape in zip(loops.names, loops.shapes, strict=True)}
+    # Operands of different ranks broadcast, and the batch dims may come from any of them: split nothing then.
+    lead = min(ranks) - 2 if len(ranks) == 1 else 0
+    batches = {shape[:lead] for shape in (*loops.shapes, *loops.result_shapes)}
+    lead = lead if len(batches) == 1 else 0
 
-    def spec(call: Call) -> Spec:
-        loops = Loops(call)
-        ranks = {len(shape) + (name in PIVOTS) for name, shape in zip(loops.names, loops.shapes, strict=True)}
-        # Operands of different ranks broadcast, and the batch dims may come from any of them: split nothing then.
-        lead = min(ranks) - 2 if len(ranks) == 1 else 0
-        batches = {shape[:lead] for shape in (*loops.shapes, *loops.result_shapes)}
-        lead = lead if len(batches) == 1 else 0
+    def dims(name: str, shape: Sequence[int]) -> Dims:
+        return loops.dims(name, shape, WHOLE, but=dict(enumerate(loops.dims("b", shape[:lead]))))
 
-        def dims(name: str, shape: Sequence[int]) -> Dims:
-            return loops.dims(name, shape, WHOLE, but=dict(enumerate(loops.dims("b", shape[:lead]))))
-
-        operands = [dims(f"x{at}.", shape) for at, shape in enumerate(loops.shapes)]
-        return loops.spec(operands, [dims(f"y{at}.", shape) for at, shape in enumerate(loops.result_shapes)])
-
-    return rules_for(ops, spec, "b... x... -> b... y...    x y: whole")
+    operands = [dims(f"x{at}.", shape) for at, shape in enumerate(loops.shapes)]
+    return loops.spec(operands, [dims(f"y{at}.", shape) for at, shape in enumerate(loops.result_shapes)])
 
 
-def transforms(ops: str) -> list[Rule]:
-    """Return rules for Fourier transforms over the dims of argument ``dim``, which must not be split."""
-
-    def spec(call: Call) -> Spec:
-        return mixed(call, call["dim"], linear=[{0}])
-
-    return rules_for(ops, spec, "... x -> ... y    x y: whole    linear in self")
+def _transform(call: Call) -> Spec:
+    """Return the spec of a Fourier transform over the dims of argument ``dim``, which must not be split."""
+    return mixed(call, call["dim"], linear=[{0}])
 
 
 def _trilinear(call: Call) -> Spec:
@@ -109,12 +101,14 @@ def _trilinear(call: Call) -> Spec:
 PIVOTS = ("pivots", "LU_pivots")
 
 MATRIX_FUNCTIONS = table(
-    matrices(
+    rules_for(
         "_linalg_eigh _linalg_solve_ex _linalg_svd cholesky cholesky_inverse cholesky_solve linalg_cholesky_ex "
         "linalg_eig linalg_inv_ex linalg_ldl_factor_ex linalg_ldl_solve linalg_lu linalg_lu_factor_ex linalg_lu_solve "
-        "linalg_matrix_exp linalg_qr linalg_solve_triangular lu_unpack triangular_solve"
+        "linalg_matrix_exp linalg_qr linalg_solve_triangular lu_unpack triangular_solve",
+        _matrices,
+        "b... x... -> b... y...    x y: whole",
     ),
-    transforms("_fft_c2c _fft_r2c _fft_c2r"),
+    rules_for("_fft_c2c _fft_r2c _fft_c2r", _transform, "... x -> ... y    x y: whole    linear in self"),
     # Complex numbers as a last dim of (real, imaginary), and back.
     [rule(op, "... -> ... parts", parts="whole", linear="0") for op in ("view_as_real", "view_as_real_copy")],
     [rule(op, "... parts -> ...", parts="whole", linear="0") for op in ("view_as_complex", "view_as_complex_copy")],

@@ -14,10 +14,9 @@ from shardc.custom_ops.flops import of_function
 from shardc.custom_ops.function_ops import OPS, Function, named, register
 from shardc.ir.layout import Digit, Digits, Layout
 from shardc.rules import scans
-from shardc.rules.function_factors import Factored, Graph, Pending, SpecOf
+from shardc.rules.function_factors import Factored, Graph, Pending, Rows, SpecOf
 from shardc.rules.rule import Builder, Emitted, Local, Rule
 from shardc.rules.spec import project
-from shardc.rules.sub_dims import Rows
 
 aten = torch.ops.aten
 T = TypeVar("T")

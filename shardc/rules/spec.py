@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 from math import gcd, prod
-from typing import Protocol
 
 from shardc.errors import RuleError
 from shardc.ir.layout import Digit, Digits, Layout, canonical, cut_digits, refine, strides
@@ -51,17 +50,7 @@ class Routed:
     required: tuple[tuple[str, tuple[frozenset[str], ...]], ...] = ()
 
 
-class SpecLike(Protocol):
-    """Interface of `shardc.rules.spec.Spec`, as far as this module reads it."""
-
-    @property
-    def routed(self) -> Routed | None: ...
-    @property
-    def sizes(self) -> tuple[tuple[str, int], ...]: ...
-    def size(self, factor: str) -> int: ...
-
-
-def routed_axes(spec: SpecLike, assignment: Mapping[str, Digits]) -> frozenset[str]:
+def routed_axes(spec: Spec, assignment: Mapping[str, Digits]) -> frozenset[str]:
     """Return the axes over which an op exchanges data: those that split both factors of its `Routed`, such as tokens
     and experts.
     """
@@ -73,7 +62,7 @@ def routed_axes(spec: SpecLike, assignment: Mapping[str, Digits]) -> frozenset[s
     return frozenset(rows & owners)
 
 
-def required_splits(spec: SpecLike, mesh: Mesh, routed: Routed, proposals: Sequence[Assignment]) -> list[Assignment]:
+def required_splits(spec: Spec, mesh: Mesh, routed: Routed, proposals: Sequence[Assignment]) -> list[Assignment]:
     """Return further proposals (factor -> digits) that split factors over an axis as `Routed.required` demands."""
     out: list[Assignment] = []
     pair = (routed.rows, routed.owners)
@@ -97,7 +86,7 @@ def required_splits(spec: SpecLike, mesh: Mesh, routed: Routed, proposals: Seque
     return list({str(assignment): assignment for assignment in out}.values())
 
 
-def in_part(spec: SpecLike, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
+def in_part(spec: Spec, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
     """Return whether an axis of one factor of a `Routed` is a part of (or overlaps) an axis of the other, without being
     equal.
     """
@@ -108,7 +97,7 @@ def in_part(spec: SpecLike, mesh: Mesh, assignment: Mapping[str, Digits]) -> boo
     return any(a != b and mesh.overlap(a, b) for a in rows for b in owners)
 
 
-def meets_requirements(spec: SpecLike, assignment: Mapping[str, Digits], axes: Iterable[str]) -> bool:
+def meets_requirements(spec: Spec, assignment: Mapping[str, Digits], axes: Iterable[str]) -> bool:
     """Return whether ``assignment`` splits as the plan requires: by `Routed.way`, and by `Routed.required` over the
     axes in ``axes``.
     """

@@ -34,12 +34,8 @@ from shardc.ir.layout import Layout
 
 Run = Callable[[Half, list[Any]], Sequence[Any]]
 Map = Callable[..., Any]  # applies a function of tensors to values, such as one tensor per rank
-
-
-class Argument(Protocol):
-    """Returns the value of a parameter, buffer, coordinate or key that a graph takes, for a microbatch."""
-
-    def __call__(self, port: Port, microbatch: int) -> Any: ...
+# Returns the value of a parameter, buffer, coordinate or key that a graph takes, for a microbatch.
+Argument = Callable[[Port, int], Any]
 
 
 @dataclass

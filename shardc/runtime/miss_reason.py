@@ -6,14 +6,13 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from shardc.ir.deferred import Deferred
-from shardc.ir.guards import Guards
 from shardc.logs import CACHE, timed
-from shardc.runtime.signature import Signature
+from shardc.runtime.signature import CacheKey, Signature
 
 _SHOWN = 3  # differences in a message
 # Field of `Mode` -> what it holds for each module, parameter or tensor.
@@ -22,19 +21,6 @@ _MODES = {
     "grads": "requires_grad of {} parameters",
     "dtypes": "the dtype of {} tensors",
 }
-
-
-class Key(Protocol):
-    """The key of a program (`shardc.runtime.program_cache.CacheKey`)."""
-
-    @property
-    def call(self) -> Signature: ...
-
-    @property
-    def guards(self) -> Guards: ...
-
-    @property
-    def deferred(self) -> Deferred: ...
 
 
 class Wanted(NamedTuple):
@@ -47,7 +33,7 @@ class Wanted(NamedTuple):
 
 
 @contextmanager
-def compiling(programs: Collection[Key], wanted: Wanted) -> Iterator[None]:
+def compiling(programs: Collection[CacheKey], wanted: Wanted) -> Iterator[None]:
     """Log that a call has no program, and why, before the block compiles one; then the seconds of the block.
 
     Args:
@@ -60,7 +46,7 @@ def compiling(programs: Collection[Key], wanted: Wanted) -> Iterator[None]:
         yield
 
 
-def reason(programs: Sequence[Key], wanted: Wanted) -> str:
+def reason(programs: Sequence[CacheKey], wanted: Wanted) -> str:
     """Return how a call differs from the nearest call that has a program, or what the model reads differently."""
     if not programs:
         return "the first call"

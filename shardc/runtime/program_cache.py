@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
@@ -28,19 +28,11 @@ from shardc.runtime.miss_reason import Wanted, compiling, reason
 from shardc.runtime.parameter_checks import ParamStore
 from shardc.runtime.routing import Routing
 from shardc.runtime.sharding_spec import ShardingSpec
-from shardc.runtime.signature import Signature, TorchGlobalState
+from shardc.runtime.signature import CacheKey, Signature, TorchGlobalState
 from shardc.runtime.step import Runner
 
 _MANY_SIZES = 4  # programs of calls that differ in sizes of tensors
 _MANY = 8  # programs of one call that differ in what was read; as Dynamo's limit
-
-
-class CacheKey(NamedTuple):
-    """Key of a program, which serves calls of this signature that defer these gradients, while the guards hold."""
-
-    call: Signature
-    guards: Guards
-    deferred: Deferred
 
 
 @dataclass

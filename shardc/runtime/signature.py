@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -17,7 +17,8 @@ from shardc._compat import PyTree
 from shardc.errors import InputError
 from shardc.ir.code import calling_line
 from shardc.ir.deferred import Deferred
-from shardc.ir.layout import Layout
+from shardc.ir.executable import Executable
+from shardc.ir.guards import Guards
 from shardc.runtime.identity_guards import Mode
 from shardc.runtime.inputs import check_constants, check_inputs
 
@@ -207,26 +208,25 @@ def _flat_spec(count: int, *names: str) -> pytree.TreeSpec:
     return pytree.tree_structure(((None,) * count, dict.fromkeys(names)))
 
 
-class Compiled(Protocol):
-    """A program that `fitting` chooses from, with (name, layout) of its inputs."""
+class CacheKey(NamedTuple):
+    """Key of a program, which serves calls of this signature that defer these gradients, while the guards hold."""
 
-    inputs: tuple[tuple[str, Layout], ...]
+    call: Signature
+    guards: Guards
+    deferred: Deferred
 
 
-P = TypeVar("P", bound=Compiled)
-
-
-def fitting(call: Signature, tensors: Sequence[Tensor], programs: dict[Any, P]) -> P:
+def fitting(call: Signature, tensors: Sequence[Tensor], programs: Mapping[CacheKey, Executable]) -> Executable:
     """Returns the latest of ``programs`` that takes a call with local ``tensors``, whatever the model's mode.
 
     Raises:
         InputError: no program fits; the text is for the one that fits best.
     """
     errors: list[tuple[int, InputError]] = []
-    for (compiled_for, *_), program in reversed(programs.items()):
+    for key, program in reversed(programs.items()):
         for passed, check in enumerate((_check_structure, _check_constants, _check_tensors)):
             try:
-                check(call, compiled_for, program, tensors)
+                check(call, key.call, program, tensors)
             except InputError as error:
                 errors.append((passed, error))
                 break
@@ -235,7 +235,7 @@ def fitting(call: Signature, tensors: Sequence[Tensor], programs: dict[Any, P]) 
     raise max(errors, key=lambda error: error[0])[1]
 
 
-def _check_structure(call: Signature, expected: Signature, program: Compiled, tensors: Sequence[Tensor]) -> None:
+def _check_structure(call: Signature, expected: Signature, program: Executable, tensors: Sequence[Tensor]) -> None:
     """Raises InputError if ``call`` and ``expected`` differ in pytree structure, or in which leaves are tensors."""
     if call.kinds != expected.kinds:
         raise InputError(
@@ -244,13 +244,13 @@ def _check_structure(call: Signature, expected: Signature, program: Compiled, te
         )
 
 
-def _check_constants(call: Signature, expected: Signature, program: Compiled, tensors: Sequence[Tensor]) -> None:
+def _check_constants(call: Signature, expected: Signature, program: Executable, tensors: Sequence[Tensor]) -> None:
     """Raises InputError if an argument that is no tensor has another value than in ``expected``."""
     names = [name for name, _ in call.constants]
     check_constants(names, [value for _, value in call.constants], [value for _, value in expected.constants])
 
 
-def _check_tensors(call: Signature, expected: Signature, program: Compiled, tensors: Sequence[Tensor]) -> None:
+def _check_tensors(call: Signature, expected: Signature, program: Executable, tensors: Sequence[Tensor]) -> None:
     """Raises InputError if a tensor does not fit its layout, or its dtype differs."""
     names, dtypes = [name for name, _ in call.tensors], [like.dtype for _, like in expected.tensors]
     check_inputs(names, tensors, [layout for _, layout in program.inputs], dtypes)

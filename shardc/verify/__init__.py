@@ -15,7 +15,7 @@ from shardc.ir import comm, grammar, ops, text
 from shardc.ir.graph import KEY, Info, info, output_node
 from shardc.ir.mesh import Mesh
 from shardc.ir.phases import Phases, Staged
-from shardc.verify import cut_in_stages, cut_in_time, halves, layouts, local_graph, structure
+from shardc.verify import cuts, halves, layouts, local_graph, structure
 from shardc.verify.subject import Agrees, Check, Subject, no_rules
 
 Names = list[list[str]]  # of the values that cross each boundary
@@ -135,7 +135,7 @@ def verify_phases(cut: Phases, mesh: Mesh, split: Iterable[str | int]) -> None:
     once = [(f"opened {at}", x.once.graph) for at, x in enumerate(cut.openings, 1)]
     once += [] if cut.gathers is None else [("gathers", cut.gathers.graph)]
     once.append(("closing", cut.closing.graph))
-    if (fault := cut_in_time.in_time(cut.joint.graph, each, once, mesh, split)) is not None:
+    if (fault := cuts.in_microbatches(cut.joint.graph, each, once, mesh, split)) is not None:
         graph, reason = fault
         subject = Subject(cut.joint, mesh, no_rules)
         raise broken(subject, "microbatch", output_node(cut.joint.graph), f"{graph}: {reason}")
@@ -158,7 +158,7 @@ def verify_ends(
         last: the last backward, which also closes the step.
         mesh: the mesh.
     """
-    lost = cut_in_time.closes(backward.graph, cut.closing.graph, last.graph, cut.reduce)
+    lost = cuts.closes(backward.graph, cut.closing.graph, last.graph, cut.reduce)
     if lost is not None:
         raise broken(Subject(last, mesh, no_rules), "microbatch", output_node(last.graph), lost)
     verify_first(forward, cut.gathers, first, mesh)
@@ -169,7 +169,7 @@ def verify_first(
 ) -> None:
     """Check the forward of the first microbatch, which also gathers parameters; raises VerifyError."""
     if first is not None and gathers is not None:
-        lost = cut_in_time.opens(forward.graph, gathers.graph, first.graph)
+        lost = cuts.opens(forward.graph, gathers.graph, first.graph)
         if lost is not None:
             raise broken(Subject(first, mesh, no_rules), "microbatch", output_node(first.graph), lost)
 
@@ -182,7 +182,7 @@ def verify_stages(staged: Staged, mesh: Mesh) -> None:
 
     def check(whole: fx.GraphModule, bodies: Sequence[fx.GraphModule], up: Names, down: Names) -> None:
         graphs = [gm.graph for gm in bodies]
-        fault = cut_in_stages.in_stages(whole.graph, _of_stages(graphs)) or cut_in_stages.in_time(graphs, up, down)
+        fault = cuts.in_stages(whole.graph, _of_stages(graphs)) or cuts.in_time(graphs, up, down)
         _raise_cut(whole, mesh, fault)
 
     check(staged.parts.body, staged.bodies, names(staged.up), names(staged.down))
@@ -190,7 +190,7 @@ def verify_stages(staged: Staged, mesh: Mesh) -> None:
         if loop.each is not None and cut is not None:
             check(loop.each, cut.bodies, names(cut.up), [[] for _ in cut.up])
     closings = _of_stages([gm.graph for gm in staged.closings])
-    _raise_cut(staged.parts.closing, mesh, cut_in_stages.in_stages(staged.parts.closing.graph, closings))
+    _raise_cut(staged.parts.closing, mesh, cuts.in_stages(staged.parts.closing.graph, closings))
 
 
 def _of_stages(graphs: Sequence[fx.Graph]) -> list[tuple[str, fx.Graph]]:
@@ -210,7 +210,7 @@ def verify_two_backwards(
 ) -> None:
     """Check the two graphs that the backward of a stage is cut into; raises VerifyError."""
     graphs = [None if gm is None else gm.graph for gm in (inputs, weights)]
-    if (lost := cut_in_stages.in_two(backward.graph, *graphs)) is not None:
+    if (lost := cuts.in_two(backward.graph, *graphs)) is not None:
         raise broken(Subject(backward, mesh, no_rules), "split_backward", output_node(backward.graph), lost)
 
 
@@ -223,7 +223,7 @@ def verify_closing(
     mesh: Mesh,
 ) -> None:
     """Check the last backward of a stage, which also closes the step; raises VerifyError. Arguments as of `closed`."""
-    lost = cut_in_time.closes(backward.graph, closing.graph, last.graph, reduce, left)
+    lost = cuts.closes(backward.graph, closing.graph, last.graph, reduce, left)
     if lost is not None:
         raise broken(Subject(last, mesh, no_rules), "stages", output_node(last.graph), lost)
 
