@@ -216,7 +216,7 @@ class CacheKey(NamedTuple):
     deferred: Deferred
 
 
-def fitting(call: Signature, tensors: Sequence[Tensor], programs: Mapping[CacheKey, Executable]) -> Executable:
+def fitting(call: Signature, tensors: Sequence[Tensor], programs: dict[CacheKey, Executable]) -> Executable:
     """Returns the latest of ``programs`` that takes a call with local ``tensors``, whatever the model's mode.
 
     Raises:
