@@ -19,7 +19,6 @@ from shardc.custom_ops.expert_functions import body_of
 from shardc.custom_ops.grouped import suits
 from shardc.ir.graph import info
 
-aten = torch.ops.aten
 _library = torch.library.Library("shardc_experts", "DEF")
 
 # --- the ops of a graph

@@ -19,7 +19,6 @@ from functools import cached_property
 from math import prod
 from operator import getitem
 
-import torch
 from torch import Tensor, fx
 
 from shardc.cost.compute import dense, layers_of, tensor_bytes
@@ -36,8 +35,6 @@ from shardc.ir.op_traits import COPIES
 from shardc.report.findings import SEVERITIES, Finding
 from shardc.report.predicted_schedule import Schedule
 from shardc.report.prediction import HOST, Collective, Run, grouped
-
-aten = torch.ops.aten
 
 # Values of `Copy.reason`.
 OWN_SHARD = "own shard to its place in the gathered result"

@@ -1,4 +1,4 @@
-"""The timeline of a pipeline step as text (`text`) and as a matplotlib figure (`draw`): a row for each rank."""
+"""The timeline of a pipeline step as text (`rows`) and as a matplotlib figure (`draw`): a row for each rank."""
 
 from __future__ import annotations
 
@@ -28,17 +28,12 @@ _WAITS, _MOVES, _ONCE = ".", "~", "="
 _ONCE_NAME, _ONCE_COLOUR = "runs once", "#8d99ae"
 
 
-def text(timeline: Timeline, width: int = 120) -> str:
-    """Return a timeline as text: a row for each rank, a letter where a computation starts, then its microbatch.
+def rows(timeline: Timeline, width: int = 120) -> list[str]:
+    """Return a row for each rank, with a letter where a computation starts, then its microbatch; and their key.
 
     Args:
         width: columns of the rows, 20 or more; what is shorter than a column is left out.
     """
-    return "\n".join([*answer(timeline), "", *rows(timeline, width), ""])
-
-
-def rows(timeline: Timeline, width: int = 120) -> list[str]:
-    """Return the lines of `text` that are drawn, with their key."""
     schedule = timeline.schedule
     labels = [f"rank {rank}" for rank in range(schedule.ranks)]
     margin = max(map(len, labels)) + 2

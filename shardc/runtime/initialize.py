@@ -39,45 +39,10 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 20
 T = TypeVar("T")
-InitFn = Callable[[nn.Module], None]
-
-
-def init_weights(
-    model: nn.Module,
-    fn: InitFn | None,
-    storages: Mapping[str, Layout],
-    rank: int,
-    *,
-    seed: int | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> dict[str, torch.Tensor]:
-    """Runs ``model.apply(fn)`` shard by shard; the model keeps its own tensors.
-
-    Args:
-        model: parameters and buffers at global shapes. Those on ``meta`` must be filled by ``fn``; others keep values
-            that it does not write.
-        fn: argument of ``model.apply``; None calls ``reset_parameters`` of every module that has it.
-        storages: storage layout of each parameter by qualified name; tensors without one are replicated.
-        rank: this rank on the layouts' mesh.
-        seed: seed of the CPU generator. Without it, all ranks must have the same generator state.
-        chunk_bytes: largest buffer of random values.
-
-    Returns:
-        The padded local CPU tensor of every parameter, and every buffer, by each of their names.
-
-    Raises:
-        InitError: an op cannot run shard by shard, or a tensor on ``meta`` was not filled.
-    """
-    if seed is not None:
-        torch.manual_seed(seed)
-    with shardwise(model, storages, rank, chunk_bytes) as slots:
-        model.apply(reset_parameters if fn is None else fn)
-        check_slots(model, slots)
-        return {slot.name: slot.value() for slot in slots}
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Calls ``module.reset_parameters()`` if it exists; the default of `init_weights`."""
+    """Calls ``module.reset_parameters()`` if it exists; the default of `Namespace.init_weights`."""
     reset = getattr(module, "reset_parameters", None)
     if callable(reset):
         reset()

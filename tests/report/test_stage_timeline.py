@@ -10,7 +10,7 @@ import pytest
 from shardc.errors import InputError
 from shardc.ir.schedules import COMPUTATIONS, Kind, Timeline, clock, schedule
 from shardc.report.page import save
-from shardc.report.stage_timeline import draw, text
+from shardc.report.stage_timeline import answer, draw, rows
 from tests import golden
 
 SECONDS = {
@@ -29,6 +29,10 @@ def timeline(name: str, ranks: int, microbatches: int, trains: bool = True) -> T
         lambda kind, stage: SECONDS[kind] * ranks / lists.stages * (1 + (stage == lists.stages - 1)),
         lambda source, destination: 0.003,
     )
+
+
+def text(timeline: Timeline, width: int = 120) -> str:
+    return "\n".join([*answer(timeline), "", *rows(timeline, width), ""])
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
@@ -51,8 +55,8 @@ def test_text_of_forwards_of_one_rank() -> None:
 
 @pytest.mark.parametrize("width", [1, 20, 60, 120])
 def test_text_keeps_its_width(width: int) -> None:
-    rows = [line for line in text(timeline("zb", 4, 12), width).splitlines() if line.startswith("rank")]
-    assert len(rows) == 4 and all(len(row) <= max(width, 9) for row in rows)
+    lines = [line for line in text(timeline("zb", 4, 12), width).splitlines() if line.startswith("rank")]
+    assert len(lines) == 4 and all(len(line) <= max(width, 9) for line in lines)
 
 
 def test_nothing_takes_no_time() -> None:

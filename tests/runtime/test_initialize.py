@@ -14,11 +14,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardc.errors import InitError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.runtime.initialize import init_weights
+from shardc.runtime.initialize import CHUNK_BYTES, check_slots, reset_parameters, shardwise
 from shardc.runtime.sharded_init import Piece, Virtual, draw
 from shardc.runtime.storage import shard_tensor
 
 MESH = Mesh(dp=2, tp=2)
+
+
+def init_weights(
+    model: nn.Module,
+    fn: Callable[[nn.Module], None] | None,
+    storages: dict[str, Layout],
+    rank: int,
+    *,
+    seed: int | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> dict[str, torch.Tensor]:
+    """The padded local tensors after ``model.apply(fn)`` of one rank; the model keeps its own tensors."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    with shardwise(model, storages, rank, chunk_bytes) as slots:
+        model.apply(reset_parameters if fn is None else fn)
+        check_slots(model, slots)
+        return {slot.name: slot.value() for slot in slots}
 
 
 class Net(nn.Module):

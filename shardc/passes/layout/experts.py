@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
 
-import torch
 from torch import fx
 from torch.fx.node import Argument
 
@@ -22,8 +21,6 @@ from shardc.ir.rewriter import GraphRewriter
 from shardc.passes.op_calls import call_of, operands_of
 from shardc.plan.entries import Ep
 from shardc.rules import spec_of
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)

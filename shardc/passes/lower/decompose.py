@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import fx, nn
 
 from shardc.cost.compute import flops_of
@@ -18,7 +17,6 @@ from shardc.ir.comm import WAIT
 from shardc.ir.comm_volume import arguments_of, collective_kind, group_of, wire_bytes
 from shardc.ir.mesh import Mesh
 
-aten = torch.ops.aten
 PIECES = (2, 4, 8)
 _PAYS = 0.95  # share of the unsplit time that chunks must stay below: predictions are no more accurate than this
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
