@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardc.errors import CollectiveError, MeshError
-from shardc.runtime.bounded_store import BoundedStore
 from shardc.runtime.comparing import BEFORE, Comparisons, Meeting, Message, StackSamples
 from shardc.runtime.events import (
     ErrorReport,
@@ -43,7 +42,7 @@ from shardc.runtime.events import (
     raised,
 )
 from shardc.runtime.gloo.listen import END, NOTHING, Listener, Stopped, raise_in
-from shardc.runtime.lost_ranks import LostRanks
+from shardc.runtime.lost_ranks import BoundedStore, LostRanks
 
 _PAST = 4096  # events that are remembered
 _AGAIN = 1 << 40  # each epoch starts to number at a multiple of this

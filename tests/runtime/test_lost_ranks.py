@@ -11,8 +11,7 @@ from threading import Event, Thread
 import pytest
 import torch.distributed as dist
 
-from shardc.runtime.bounded_store import BoundedStore
-from shardc.runtime.lost_ranks import LostRanks
+from shardc.runtime.lost_ranks import BoundedStore, LostRanks
 
 RANKS = [4, 5, 6, 7]  # of a mesh that begins at rank 4
 

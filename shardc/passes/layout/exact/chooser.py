@@ -44,6 +44,8 @@ from shardc.passes.op_calls import operands_of
 from shardc.rules.spec import Spec, Strategy, merge, strategies
 from shardc.solver import Energy, solve
 
+GATHERS = 2.0  # of a parameter per step
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -343,14 +345,12 @@ class StorageChoice:
             and none for a compute layout that the plan does not allow.
         batch: the sets of axes that may split the batch, each in mesh order; none if the plan fixes them.
         copies: copies of a parameter's shard in memory: itself, its gradient, the states of its optimizer.
-        gathers: number of gathers of a parameter per step.
     """
 
     over: tuple[str, ...]
     params: Callable[[str, Layout], Sequence[Layout]]
     batch: tuple[tuple[str, ...], ...]
     copies: float = 0.0
-    gathers: float = 2.0
 
 
 @dataclass
@@ -445,7 +445,7 @@ class OpenLayoutProblem(LayoutProblem):
             return super()._costs(node, options)
         item = max(ir.value(x).itemsize for x in gathered(node) or (node,))
         gathers = [prices((storage,), (compute,), item, self.cost)[0, 0] for compute, storage in self.storages[node]]
-        return self.weights.of(node) * self.weights.gather * self.free.gathers * np.array(gathers)
+        return self.weights.of(node) * self.weights.gather * GATHERS * np.array(gathers)
 
     def _memory(self, node: fx.Node) -> Table | float:
         """Returns the bytes for each strategy: of an open parameter's shard, its gradient and optimizer states."""
