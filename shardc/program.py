@@ -85,7 +85,7 @@ class Program(Executable):
         self.mesh, self.plan, self.options = self.bound.mesh.devices, self.bound.plan, joint.options
         self.pipeline, captured = joint.pipeline, joint.captured
         inputs = tuple((n, x.layout) for n, x in zip(captured.inputs, self.bound.inputs, strict=True))
-        self.input_spec, self.output_spec = captured.input_spec, captured.output_spec
+        self.output_spec = captured.output_spec
         self.returned = captured.returned
         self.constants = captured.constants
         levels = self.pipeline[passes.Partition].levels(joint.local.graph)

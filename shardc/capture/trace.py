@@ -147,7 +147,6 @@ class Captured:
     Args:
         graph: the joint graph; every node has its `Info`, the output node its roles.
         inputs: dotted name of each flat tensor input, in placeholder order.
-        input_spec: pytree spec of ``(args, kwargs)``.
         constants: the non-tensor leaves of ``(args, kwargs)`` by flat position.
         output_spec: pytree spec of the model's outputs.
         fake_mode: the mode of the graph's fake values.
@@ -157,7 +156,6 @@ class Captured:
 
     graph: fx.GraphModule
     inputs: tuple[str, ...]
-    input_spec: pytree.TreeSpec
     constants: tuple[tuple[int, object], ...]
     output_spec: pytree.TreeSpec
     fake_mode: FakeTensorMode
@@ -419,7 +417,6 @@ def trace(
     return Traced(
         graph=joint.graph_module,
         inputs=inputs,
-        input_spec=input_spec,
         constants=tuple((i, x) for i, x in enumerate(flat) if not isinstance(x, Tensor)),
         output_spec=joint.out_spec,
         fake_mode=mode,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import getitem
@@ -31,11 +30,6 @@ class Certificate:
 
     mesh: Mesh
     lines: tuple[str, ...]
-
-    @property
-    def digest(self) -> str:
-        """Return the SHA-256 of the certificate's `text`, in hex."""
-        return hashlib.sha256(self.text().encode()).hexdigest()
 
     def text(self) -> str:
         """Return the certificate as text: the mesh, then one line per collective."""

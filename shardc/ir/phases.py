@@ -59,12 +59,10 @@ class StagedLoop:
     Args:
         bodies: graph of each stage, for one microbatch. Values that it sends to later stages have the role "transfer".
         up: for each stage but the last, the values that are sent to the next one.
-        terms: name of each term -> its stage.
     """
 
     bodies: tuple[fx.GraphModule, ...]
     up: tuple[tuple[fx.Node, ...], ...]
-    terms: Mapping[str, int]
 
 
 @dataclass(frozen=True)

@@ -151,17 +151,6 @@ class Local:
         assert position is not None, f"{self.call.name} has no tensor argument {name!r} here"
         return self.operands[position]
 
-    def offset(self, layout: Layout, dim: int) -> Emitted:
-        """Return the global index along ``dim`` of this rank's first element: int64 [1].
-
-        Requires that the rank's elements are contiguous along ``dim``: every split digit is major to the local ones.
-        """
-        digits = layout.dims[dim]
-        axes = layout.dim_axes(dim)
-        assert all(d.axis is not None for d in digits[: len(axes)]), f"{layout} is not contiguous along dim {dim}"
-        start = self.builder.coordinate(axes)
-        return self.builder.call(torch.ops.aten.mul.Tensor, start, layout.local_shape[dim])
-
 
 # The strides that an op accepts: any; contiguous ones and those that were traced; or only those that were traced.
 ANY, CONTIGUOUS, TRACED = "any", "contiguous", "traced"

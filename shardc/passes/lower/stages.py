@@ -90,9 +90,8 @@ class Stages:
             bodies, up, down = self._bodies(gm, cut)
             if (late := next((x for crossing in down for x in crossing), None)) is not None:
                 raise self._refused(late, "is a gradient that all microbatches need before the forward")
-            stage = {role: cut.of_result(role, x) for role, x in ir.outputs(gm.graph)}
-            places |= {role.name: at for role, at in stage.items() if role.kind == KEPT}
-            out.append(StagedLoop(bodies, up, {role.name: at for role, at in stage.items() if role.kind != KEPT}))
+            places |= {role.name: cut.of_result(role, x) for role, x in ir.outputs(gm.graph) if role.kind == KEPT}
+            out.append(StagedLoop(bodies, up))
         return tuple(out)
 
     def _refused(self, node: fx.Node, why: str) -> PlanError:
