@@ -2,10 +2,14 @@
 
 The ranks compute one after another what the scan carries from piece to piece, and send it on. Then all of them compute
 the results of their steps. What steps only add to is not sent: each rank adds up its own terms.
+
+If a step scales each number that is carried and adds to it, ranks do not wait for the steps of others. All compute at
+once what their steps make of zeros, and the product of the scales, from which the state behind them follows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from operator import getitem
 from typing import Any
@@ -37,11 +41,16 @@ def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitte
     states = {at: operands[at] for at in carried.sent}
     state, rest = carried.step(), [*operands[carries:], *(operands[at] for at in carried.same)]
     size = pieces.size if steps is None else steps
+    scaled = _scaled(local, carried, operands, rest, steps) if states else None
     for (before, now), turn, next_turn in zip(pairwise(places), turns, turns[1:], strict=False) if states else ():
-        count = run(aten.mul.Tensor, turn, size)
-        after = run(local.call.target, [*states.values(), *rest], state.name, reverse, count)
-        for number, at in enumerate(states):
-            moved = _passed(pieces, run(getitem, after, number), before, now)
+        if scaled is None:
+            count = run(aten.mul.Tensor, turn, size)
+            results = run(local.call.target, [*states.values(), *rest], state.name, reverse, count)
+            after = [run(getitem, results, number) for number in range(len(states))]
+        else:
+            after = [run(aten.addcmul.default, b, a, x) for (a, b), x in zip(scaled, states.values(), strict=True)]
+        for at, x in zip(states, after, strict=True):
+            moved = _passed(pieces, x, before, now)
             states[at] = run(aten.where.self, _wide(local, next_turn, moved), moved, states[at])
     first = [_only(local, turns[0], x) if at in carried.sums else states.get(at, x) for at, x in enumerate(operands)]
     results = run(local.call.target, first, function.name, reverse, steps)
@@ -58,6 +67,22 @@ def _steps(pieces: Pieces) -> Emitted | None:
         return run(aten.full.default, [1], pieces.elements, dtype=torch.int64, device=builder.device)
     before = run(aten.mul.Scalar, builder.coordinate(pieces.axes), -pieces.size)
     return run(aten.clamp.default, run(aten.add.Scalar, before, pieces.elements), 0, pieces.size)
+
+
+def _scaled(
+    local: Local, carried: _Carried, operands: Sequence[Emitted], rest: Sequence[Emitted], steps: Emitted | None
+) -> list[tuple[Emitted, Emitted]] | None:
+    """Return, for each carry that is sent, what this rank's steps scale it by and what they add; None if they compute
+    otherwise.
+    """
+    function, run = carried.scaled_step(), local.builder.call
+    if function is None:
+        return None
+    like = [operands[at] for at in carried.sent]
+    first = [run(aten.full_like.default, x, value) for value in (0, 1) for x in like]
+    results = run(local.call.target, [*first, *rest], register(function).name, local.call["reverse"], steps)
+    added, scales = ([run(getitem, results, side * len(like) + at) for at in range(len(like))] for side in (0, 1))
+    return list(zip(scales, added, strict=True))
 
 
 def _passed(pieces: Pieces, x: Emitted, before: int, now: int) -> Emitted:
@@ -106,18 +131,71 @@ class _Carried:
         """Return the function of a step from the carries that are sent to these, with the ones that stay as the last
         arguments.
         """
+        graph, env, _ = self._copy()
+        return self._function(graph, [env[self.results[at]] for at in self.sent])
+
+    def scaled_step(self) -> Function | None:
+        """Return the function that also carries, behind these, the product of what steps scale each by; None if a step
+        does something else with one.
+        """
+        graph, env, scales = self._copy(scales=True)
+        others: set[fx.Node] = set()  # computed from carries in other ways
+        for node in self.nodes:
+            inputs = node.all_input_nodes if node.op == "call_function" else []
+            scaled = _scale(graph, node, env, scales) if others.isdisjoint(inputs) else None
+            if scaled is not None and node.meta["val"].shape == scaled[0].meta["val"].shape:
+                scales[node] = scaled
+            elif any(x in scales or x in others for x in inputs):
+                others.add(node)
+        own = [scales.get(self.results[at], (None, None)) for at in self.sent]
+        if any(source is not self.arguments[at] for at, (source, _) in zip(self.sent, own, strict=True)):
+            return None
+        return self._function(graph, [*(env[self.results[at]] for at in self.sent), *(scale for _, scale in own)])
+
+    def _copy(self, scales: bool = False) -> tuple[fx.Graph, dict[fx.Node, fx.Node], Scales]:
+        """Return (copy of the graph without its results, node -> its copy, carry -> itself and the product of scales,
+        an argument behind the carries).
+        """
         graph, carries = fx.Graph(), len(self.sums) + len(self.same) + len(self.sent)
-        env: dict[fx.Node, fx.Node] = {}
         first, last = ([self.arguments[at] for at in places] for places in (self.sent, self.same))
-        for node in (*first, *self.arguments[carries:], *last):
+        env = {node: graph.node_copy(node) for node in first}
+        products = {node: (node, graph.node_copy(node)) for node in (first if scales else ())}
+        for node in (*self.arguments[carries:], *last):
             env[node] = graph.node_copy(node)
         for node in self.nodes:
             if node.op == "call_function":
                 env[node] = graph.node_copy(node, env.get)
-        graph.output(tuple(env[self.results[at]] for at in self.sent))
+        return graph, env, products
+
+    def _function(self, graph: fx.Graph, results: list[Any]) -> Function:
+        graph.output(tuple(results))
         graph.eliminate_dead_code()
         named(graph)
-        return register(Function("scan", (graph,), (len(first), self.sequences), of_function("scan", (graph,))))
+        return register(Function("scan", (graph,), (len(results), self.sequences), of_function("scan", (graph,))))
+
+
+Scales = dict[fx.Node, tuple[fx.Node, Any]]
+
+
+def _scale(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], scales: Scales) -> tuple[fx.Node, Any] | None:
+    """Return (the carry that ``node`` is computed from, what scales it in it); None if it is not just scaled, and added
+    to.
+    """
+    at = [isinstance(x, fx.Node) and x in scales for x in node.args]
+    sources = {scales[x][0] for x in node.all_input_nodes if x in scales}
+    if len(sources) != 1 or node.kwargs and node.target not in _COPIES:
+        return None
+    (source,) = sources
+    if node.target is aten.add.Tensor and sum(at) == 1 or node.target is aten.sub.Tensor and at == [True, False]:
+        return source, scales[node.args[at.index(True)]][1]
+    both = node.target in (aten.add.Tensor, aten.sub.Tensor) and all(at)
+    product = node.target is aten.mul.Tensor and sum(at) == 1
+    if not both and not product and not (node.target in _LINEAR and at[0] and sum(at) == 1):
+        return None
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: scales[x][1] if x in scales else env[x])
+    scale = graph.call_function(node.target, args, kwargs)
+    scale.meta["val"] = node.meta["val"]
+    return source, scale
 
 
 def _copied(node: fx.Node) -> Any:
@@ -128,3 +206,4 @@ def _copied(node: fx.Node) -> Any:
 
 
 _COPIES = (aten.clone.default, aten.detach_copy.default, aten.alias_copy.default)
+_LINEAR = (*_COPIES, aten.neg.default, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 
 import shardc
+from shardc.custom_ops.function_ops import OPS
 from shardc.ir.comm_volume import collective_kind
 from tests.higher_order.on_ranks import equal_one_device
 from tests.models.alike import trains_alike
@@ -41,6 +42,23 @@ class Scanned(nn.Module):
         return every + last.unsqueeze(1) * total.unsqueeze(1)
 
 
+class Gated(nn.Module):
+    """A recurrence whose step scales each number of the state and adds to it, and another one of that."""
+
+    def __init__(self, reverse: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.reverse = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), reverse
+
+    def forward(self, x: Tensor) -> Tensor:
+        def step(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            state = (state * torch.sigmoid(x) - x) / 1.01
+            return state, torch.tanh(state.clone())
+
+        last, every = scan(step, torch.ones_like(x[:, 0]), self.a(x), dim=1, reverse=self.reverse)
+        return self.b(every) + last.unsqueeze(1)
+
+
 def plan(mesh: dict[str, int], order: str = "contiguous") -> shardc.Plan:
     cp = shardc.cp("cp", order=order)
     return shardc.fsdp(("dp", "cp"), threshold=0) | cp if "dp" in mesh else cp
@@ -49,7 +67,8 @@ def plan(mesh: dict[str, int], order: str = "contiguous") -> shardc.Plan:
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_equals_one_device(mesh: dict[str, int], reverse: bool) -> None:
-    trains_alike(Scanned(reverse), (torch.randn(4, LENGTH, WIDTH),), mesh, plan(mesh), steps=2)
+    for model in (Scanned, Gated):
+        trains_alike(model(reverse), (torch.randn(4, LENGTH, WIDTH),), mesh, plan(mesh), steps=1)
 
 
 @pytest.mark.slow
@@ -58,16 +77,19 @@ def test_equals_one_device(mesh: dict[str, int], reverse: bool) -> None:
     ("length", "order"), [(LENGTH + 1, "contiguous"), (LENGTH, "striped"), (LENGTH + 1, "striped")]
 )
 def test_filling_and_order(length: int, order: str, reverse: bool) -> None:
-    trains_alike(Scanned(reverse), (torch.randn(2, length, WIDTH),), {"cp": 3}, plan({"cp": 3}, order), steps=1)
+    for model in (Scanned, Gated):
+        trains_alike(model(reverse), (torch.randn(2, length, WIDTH),), {"cp": 3}, plan({"cp": 3}, order), steps=1)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_rank_sends_the_state_and_no_token(reverse: bool) -> None:
-    """To each rank but the first, forward and backward. Sums of the weights' gradients are each rank's own."""
+@pytest.mark.parametrize("model", [Scanned, Gated])
+def test_a_rank_sends_the_state_and_no_token(model: type[nn.Module], reverse: bool) -> None:
+    """To each rank but the first, forward and backward. Sums of the weights' gradients are each rank's own.
+
+    Ranks wait for the steps of each other only if these do more than scale each number of the state and add to it.
+    """
     ranks = 3
-    module = shardc.compile(
-        Scanned(reverse), shardc.Mesh(cp=ranks), plan({"cp": ranks}), loss=lambda y: y.square().sum()
-    )
+    module = shardc.compile(model(reverse), shardc.Mesh(cp=ranks), plan({"cp": ranks}), loss=lambda y: y.square().sum())
     program = module.lower(torch.empty(ROWS, LENGTH, WIDTH))
     sent: dict[str, list[int]] = {}
     for half in ("partition", "partition.backward"):
@@ -78,10 +100,13 @@ def test_a_rank_sends_the_state_and_no_token(reverse: bool) -> None:
     assert sent.pop("permute_ranks") == [ROWS * WIDTH] * 2 * (ranks - 1)
     assert sent.keys() == {"all_reduce"}  # of gradients, and of what the last step carries
     assert max(sent["all_reduce"]) == WIDTH * WIDTH
+    scans = [node for half in ("partition", "partition.backward") for node in program.graph(half).nodes
+             if node.target is OPS["scan"]]  # fmt: skip
+    assert len(scans) == 2 * (2 if model is Gated else ranks)
 
 
 def on_ranks(found: bool) -> None:
-    models = [partial(Scanned, reverse) for reverse in (False, True)]
+    models = [partial(Scanned, False), partial(Scanned, True), partial(Gated, False)]
     x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     equal_one_device(models, (x,), ("inductor",), found, plan=shardc.cp("dp", order="contiguous"))
 
