@@ -281,11 +281,16 @@ def fakes(values: Sequence[Mapping[str, Any]]) -> list[object]:
 
 
 def _keep_inputs(op: OpOverload) -> None:
-    """Make Inductor lower ``op`` as a collective, so that the memory of its inputs is not reused before the wait."""
+    """Make Inductor lower ``op`` as a collective, so that the memory of its inputs is not reused before the wait.
+
+    On a CPU, small tensors travel in one message, and results are parts of it, which lie anywhere.
+    """
 
     @register_lowering(op, type_promotion_kind=None)
     def lowered(*args: Any) -> PyTree:
-        return pytree.tree_map(inductor.TensorBox.create, inductor._CollectiveKernel.create_out_of_place(op, *args))
+        on_cpu = pytree.tree_leaves(args)[0].get_device().type == "cpu"
+        with inductor_config.patch(assume_unaligned_fallback_output=on_cpu):
+            return pytree.tree_map(inductor.TensorBox.create, inductor._CollectiveKernel.create_out_of_place(op, *args))
 
 
 for _op in (

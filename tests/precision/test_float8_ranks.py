@@ -18,7 +18,7 @@ from tests.ranks import device_mesh, run_ranks
 
 def steps(name: str, scaling: str, backend: str) -> None:
     """Losses and gradients are those of one device, before and after an update."""
-    (mesh, plan), (model, *batch) = PLANS[name], case()
+    (mesh, plan), (model, *batch) = PLANS[name], case(64, 96, 24) if scaling == "mxfp8" else case()
     expected = on_one_device(model, scaling, lambda name: name.startswith("layers."))
     module = shardc.compile(model, device_mesh(mesh), plan | float8(scaling), loss=F.mse_loss, backend=backend)
     local = module.shard_inputs(*batch)
@@ -48,6 +48,12 @@ def checks(names: Sequence[str], backend: str) -> list[partial[None]]:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_op_by_op(ranks: int) -> None:
     run_ranks(ranks, *checks(RANKS[ranks], "eager"))
+
+
+@pytest.mark.medium
+def test_blocks_by_inductor_and_from_stored_programs(tmp_path: Path) -> None:
+    for _ in range(2):
+        run_ranks(2, partial(steps, "fsdp2", "mxfp8", "inductor"), programs=tmp_path)
 
 
 @pytest.mark.slow
