@@ -147,8 +147,8 @@ def repeats_of(request: Request, keep: int) -> Repeats:
         parts = [Repeat(run.path, run.first, 0)]
         for _, group in groupby(run.names(), lambda name: _plan_settings(name, request.params, pins, saves, dtypes)):
             parts.append(Repeat(run.path, parts[-1].first + parts[-1].count, len(list(group))))
-        out.append(max(parts, key=lambda part: part.count))
-    return Repeats(tuple(part for part in out if part.count > keep), keep)
+        out += [part for part in parts if part.count > keep]
+    return Repeats(tuple(out), keep)
 
 
 def _plan_settings(
@@ -164,6 +164,6 @@ def _plan_settings(
     return (
         {name: param for name, param in own_params.items() if name is not None},
         [replace(pin, module=name) for name, pin in own_pins if name is not None],
-        [replace(policy, module=name) for policy in saves if (name := name_in(policy.module, block)) is not None],
+        [policy.alike(name) for policy in saves if (name := name_in(policy.module, block)) is not None],
         dtypes.within(block),
     )

@@ -263,6 +263,25 @@ def test_blocks_on_the_host_are_folded() -> None:
     check(lambda: stack(6), shardc.fsdp("dp") | shardc.offload("layers.*"), True, dp=2)
 
 
+@pytest.mark.parametrize(
+    ("plan", "counts"),
+    [
+        (shardc.save(["layers.[0-5]"], on="host"), [6, 6]),
+        (shardc.recompute(["layers.[0-5]"]), [6, 6]),
+        (shardc.recompute(["layers.[6-9]", "layers.1[01]"]), [6, 6]),
+        (shardc.recompute(["layers.[0-4]"]) | shardc.recompute(["layers.[5-9].up", "layers.1[01].up"]), [5, 7]),
+        (shardc.offload(["layers.[2-7].*"]), [2, 6, 4]),
+    ],
+    ids=str,
+)
+def test_parts_of_a_run_that_the_plan_treats_differently_fold_each(plan: shardc.Plan, counts: list[int]) -> None:
+    plan |= shardc.fsdp("dp")
+    folded = check(lambda: stack(12), plan, True, dp=2)
+    assert [run.count for run in folded.folded.repeats] == [count for count in counts if count > 4]
+    whole = program(stack(12), plan, False, dp=2)
+    assert folded.schedule("cpu").useful_flops == whole.schedule("cpu").useful_flops
+
+
 def test_stages_show_all_blocks() -> None:
     """From propagate on. Saved values have other names in the halves; gradients stand beside their blocks in front."""
 

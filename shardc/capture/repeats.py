@@ -283,7 +283,7 @@ def shortened(model: nn.Module, repeats: Repeats) -> Iterator[None]:
     containers = [(model.get_submodule(run.path), run) for run in repeats]
     saved = [dict(container._modules) for container, _ in containers]
     try:
-        for container, run in containers:
+        for container, run in reversed(containers):
             children = list(container._modules.values())
             remaining = children[: run.first + repeats.keep] + children[run.first + run.count :]
             container._modules.clear()

@@ -67,7 +67,7 @@ class Repeat:
 @dataclass(frozen=True)
 class Repeats:
     """The runs of repeated blocks of a model, and the number of blocks, ``keep``, that a shortened model has of each
-    run.
+    run. Runs of one container are in the order of its children.
     """
 
     runs: tuple[Repeat, ...] = ()
@@ -83,12 +83,25 @@ class Repeats:
         """Return (run, index of the block, rest of the name) of ``name``; None if it is in none of the first ``keep``
         blocks.
         """
-        places = ((run, *place) for run in self.runs if (place := run.split(name)) and place[0] < self.keep)
+        pairs = zip(self.runs, self.shortened(), strict=True)
+        places = ((run, *place) for run, short in pairs if (place := short.split(name)) and place[0] < self.keep)
         return next(places, None)
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """Return container -> number of its blocks that the shortened model does not have."""
+        counts: Counter[str] = Counter()
+        for run in self.runs:
+            counts[run.path] += run.count - self.keep
+        return dict(counts)
 
     def shortened(self) -> Repeats:
         """Return the runs in the model that has only ``keep`` blocks of each."""
-        return Repeats(tuple(replace(run, count=self.keep) for run in self.runs), self.keep)
+        runs, missing = [], Counter[str]()
+        for run in self.runs:
+            runs.append(Repeat(run.path, run.first - missing[run.path], self.keep))
+            missing[run.path] += run.count - self.keep
+        return Repeats(tuple(runs), self.keep)
 
     def short(self, name: str) -> str | None:
         """Return the name in the shortened model of ``name`` in the full one; None if its block is left out.
@@ -99,7 +112,7 @@ class Repeats:
         >>> [blocks.short(f"layers.{n}.w") for n in (0, 2, 3, 6, 7, 8)]
         ['layers.0.w', 'layers.2.w', None, None, 'layers.3.w', 'layers.4.w']
         """
-        for run in self.runs:
+        for run in reversed(self.runs):  # a run's numbers are those of the full model, in which others stand before it
             block, rest = run.split(name) or (0, "")
             if self.keep - 1 <= block < run.count - 1:
                 return None

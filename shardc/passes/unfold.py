@@ -115,7 +115,11 @@ class Folded:
 
     def times(self, name: str) -> int:
         """Returns the number of nodes of the whole model that the captured node ``name`` represents."""
-        return 1 + sum(unfold.names.missing for unfold in self.unfolds if unfold.repeats(name))
+        for unfold in self.unfolds:
+            if unfold.repeats(name):
+                return 1 + unfold.names.missing
+            name = unfold.names.behind(name)
+        return 1
 
 
 class Unfold:
@@ -151,7 +155,8 @@ class Unfold:
             pairs = [(x, y, p.block) for x, p in inner if (y := ops.get(Place(p.key, p.block + body.step)))]
             self.names.learn([(ir.info(x).name, ir.info(y).name, block) for x, y, block in pairs], body.step)
             if body.step > 0:
-                both_regions = [(ir.info(x).origin.region, ir.info(y).origin.region) for x, y, _ in pairs]
+                own = [(x, y) for x, y, block in pairs if 0 <= block < keep - 1]  # others are of what is around the run
+                both_regions = [(ir.info(x).origin.region, ir.info(y).origin.region) for x, y in own]
                 regions |= {y - x for x, y in both_regions if x or y}
         if len(regions) > 1:
             raise NotPeriodic("checkpoint regions do not repeat as blocks do")
@@ -526,6 +531,10 @@ class Names:
             record.true_sizes,
             record.piece,
         )
+
+    def behind(self, name: str) -> str:
+        """Returns the name of node ``name``, which is not in the block to copy, in the graph of all blocks."""
+        return self._node(name, 0, placed=False)
 
     def _node(self, name: str, shift: int, placed: bool) -> str:
         """Returns the name of node ``name``, shifted by ``shift`` blocks, in the graph of all blocks."""

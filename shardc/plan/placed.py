@@ -233,6 +233,10 @@ class SavePolicy:
     ops: tuple[str, ...]
     entry: str
 
+    def alike(self, module: str) -> SavePolicy:
+        """Return what the graph of ``module`` shows of the policy: the entry's text only of values on the host."""
+        return replace(self, module=module, entry=self.entry if self.where == "host" else "")
+
     def names(self, op: object) -> bool:
         """Return whether it is about results of ``op``, the target of a node."""
         return not self.ops or any(is_named(op, name) for name in self.ops)
