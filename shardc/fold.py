@@ -138,17 +138,21 @@ def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read
 
 def repeats_of(request: Request, keep: int) -> Repeats:
     """Returns the runs of more than ``keep`` blocks that compute the same and that the plan treats the same."""
-    pins, dtypes, saves = request.activations(), request.dtypes, request.policies()
     equal_runs = find_repeats(
-        request.model, request.args, request.kwargs, device=request.device, keep=keep, loss=request.loss, dtypes=dtypes
-    )
-    out = []
-    for run in equal_runs:
-        parts = [Repeat(run.path, run.first, 0)]
-        for _, group in groupby(run.names(), lambda name: _plan_settings(name, request.params, pins, saves, dtypes)):
-            parts.append(Repeat(run.path, parts[-1].first + parts[-1].count, len(list(group))))
-        out += [part for part in parts if part.count > keep]
-    return Repeats(tuple(out), keep)
+        request.model, request.args, request.kwargs, device=request.device, keep=keep, loss=request.loss,
+        dtypes=request.dtypes,
+    )  # fmt: skip
+    parts = [part for run in equal_runs for part in alike_parts(request, run)]
+    return Repeats(tuple(part for part in parts if part.count > keep), keep)
+
+
+def alike_parts(request: Request, run: Repeat) -> list[Repeat]:
+    """Returns the parts of ``run`` whose blocks the plan treats the same, in order."""
+    pins, dtypes, saves = request.activations(), request.dtypes, request.policies()
+    parts = [Repeat(run.path, run.first, 0)]
+    for _, group in groupby(run.names(), lambda name: _plan_settings(name, request.params, pins, saves, dtypes)):
+        parts.append(Repeat(run.path, parts[-1].first + parts[-1].count, len(list(group))))
+    return parts[1:]
 
 
 def _plan_settings(

@@ -13,13 +13,13 @@ from torch import Tensor, fx, nn
 
 from shardc import passes
 from shardc._compat import LazyGraphModule, PyTree, pytree
-from shardc.capture import Captured, Tag, capture, input_names, loss_arity, shortened
+from shardc.capture import Captured, Dtypes, Tag, capture, input_names, loss_arity, shortened
 from shardc.cost.compute import model_flops
 from shardc.cost.hardware import Hardware
 from shardc.cost.step_sequence import INPUT
 from shardc.custom_ops.flops import is_attention
 from shardc.errors import ShardcWarning
-from shardc.fold import KEEP, few_of, folded_of, repeats_of
+from shardc.fold import KEEP, alike_parts, few_of, folded_of, repeats_of
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.mesh import Mesh
@@ -47,6 +47,8 @@ class ModelCall:
         loss: the loss to compile with the model; None for none.
         device: the device to compile for.
         resolved: (mesh, entries) -> layouts of parameters, filled by `request`.
+        captures: (dtypes, blocks left out) -> captured graph, filled by `CapturedModel.of`. Which blocks of a run are
+            left out does not matter, since they compute the same.
     """
 
     model: nn.Module
@@ -55,6 +57,7 @@ class ModelCall:
     loss: Callable[..., Any] | None
     device: torch.device
     resolved: dict[tuple[Mesh, tuple[str, ...]], dict[str, ParamPlan]] = field(default_factory=dict, compare=False)
+    captures: dict[tuple[Dtypes, tuple[tuple[str, int], ...]], Captured] = field(default_factory=dict, compare=False)
 
     @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], int]]:
@@ -131,6 +134,9 @@ class CapturedModel:
         request = source.request(mesh, plan, Options())
         repeats = repeats_of(request, keep) if keep else Repeats()
         dtypes = few_of(request, repeats).dtypes
+        key = dtypes, tuple(repeats.missing.items())
+        if key in source.captures:
+            return cls(source, source.captures[key], repeats, plan, mesh)
         with shortened(source.model, repeats):
             tags = [
                 Tag(name, where, 0)
@@ -142,7 +148,17 @@ class CapturedModel:
                 source.model, source.args, source.kwargs, device=source.device, loss=source.loss, tags=tags,
                 dtypes=dtypes,
             )  # fmt: skip
+        source.captures[key] = captured
         return cls(source, captured, repeats, plan, mesh)
+
+    def of_plan(self, plan: Plan, mesh: Mesh) -> CapturedModel:
+        """Return a capture from which a program under ``plan`` can be built: this one if the plan treats the blocks of
+        each run alike, else one with a run for each part that it does.
+        """
+        request = self.source.request(mesh, plan, Options())
+        if all(len(alike_parts(request, run)) == 1 for run in self.repeats):
+            return self
+        return CapturedModel.of(self.source, plan, mesh, self.repeats.keep)
 
     @cached_property
     def more(self) -> CapturedModel:

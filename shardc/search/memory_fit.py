@@ -115,6 +115,7 @@ class PriceSearch(Generic[P]):
 
 
 TRIES = 4  # attempts to find the smallest number of units to which a measure must be applied
+WORTH = 1e-3  # share of a step that another attempt must be able to save
 
 
 @dataclass(frozen=True)
@@ -124,12 +125,10 @@ class Measure:
     Args:
         shares: share of each unit in the bytes that all units free.
         apply: maps (plan, number of units) to the plan with the measure applied to these units.
-        periodic: whether repeated blocks are still treated equally if it is applied to some units.
     """
 
     shares: Sequence[float]
     apply: Callable[[Plan, int], Plan]
-    periodic: bool = True
 
     def whole(self, plan: Plan) -> Plan:
         """Return the plan with the measure applied to all units."""
@@ -147,8 +146,7 @@ class Cost(Protocol):
 
 
 Blocks = list[tuple[str, int]]  # (prefix of the blocks' names, number of blocks) of each run
-# Maps (plan, whether it treats repeated blocks equally) to its cost; None if it cannot be compiled.
-Schedule = Callable[[Plan, bool], Cost | None]
+Schedule = Callable[[Plan], Cost | None]  # maps a plan to its cost; None if it cannot be compiled
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,7 @@ class Fit:
         measures.
         """
         plan = kept_whole(plan, self.hand)
-        now = self.schedule(plan, True)
+        now = self.schedule(plan)
         if now is None or now.memory <= self.memory or now.seconds >= self.limit():
             return
         regather = self._regather(plan)
@@ -201,7 +199,7 @@ class Fit:
         """
         priced = []
         for at, measure in enumerate(measures):
-            then = self.schedule(measure.whole(plan), True)
+            then = self.schedule(measure.whole(plan))
             if then is not None and then.memory < now.memory:
                 priced.append(((then.seconds - now.seconds) / (now.memory - then.memory), at, measure))
         return [measure for *_, measure in sorted(priced, key=lambda row: row[:2])]
@@ -213,22 +211,23 @@ class Fit:
             now: cost of ``plan`` without the measure; both are returned if the measure frees nothing.
         """
         more = measure.whole(plan)
-        then = self.schedule(more, True)
+        then = self.schedule(more)
         if then is None or then.memory >= now.memory:
             return plan, now
         if then.memory > self.memory:
             return more, then
+        price = (then.seconds - now.seconds) / (now.memory - then.memory)  # of a byte that the measure frees
         cumulative = [0.0, *accumulate(measure.shares)]
         low, high = (0, now.memory), (len(measure.shares), then.memory)  # (units, bytes): too few units, and enough
         for _ in range(TRIES):
-            if high[0] - low[0] < 2:
+            if high[0] - low[0] < 2 or (self.memory - high[1]) * price < WORTH * now.seconds:
                 break
             part = (low[1] - self.memory) / (low[1] - high[1])
             few = bisect_left(
                 cumulative, (cumulative[low[0]] + part * (cumulative[high[0]] - cumulative[low[0]])) * (1 - 1e-9)
             )
             few = min(max(few, low[0] + 1), high[0] - 1)
-            some = self.schedule(measure.apply(plan, few), measure.periodic)
+            some = self.schedule(measure.apply(plan, few))
             if some is None:
                 break
             low, high = (low, (few, some.memory)) if some.memory <= self.memory else ((few, some.memory), high)
@@ -264,14 +263,13 @@ class Fit:
                     _first(blocks, part, count)
                 )
 
-            yield Measure([1.0] * sum(size for _, size in blocks), with_recompute, periodic=False)
+            yield Measure([1.0] * sum(size for _, size in blocks), with_recompute)
         largest = sorted(self.globs, key=self._size, reverse=True)
         if self.host and (whole := parts_of_blocks.get("", [])):
             # In front: an entry that recomputes blocks then keeps on the host what goes into them.
             yield Measure(
                 [1.0] * sum(size for _, size in whole),
                 lambda plan, count: save(_first(whole, "", count), on="host") | plan,
-                periodic=False,
             )
         if self.host:
             yield Measure(

@@ -204,11 +204,8 @@ class Search:
         globs = [glob for glob, _ in self.writer.by_glob(dict.fromkeys(self.param_plans, ""))]
         for start in (tried[0], min(tried, key=lambda t: t.memory)) if tried else ():
 
-            def cost(plan: Plan, periodic: bool, start: Trial = start) -> Trial | None:
-                captured_model = self.captured_model
-                if not periodic and captured_model.repeats:
-                    captured_model = CapturedModel.of(captured_model.source, plan, self.mesh)
-                return self._schedule(plan, start.origin, start, captured_model)
+            def cost(plan: Plan, start: Trial = start) -> Trial | None:
+                return self._schedule(plan, start.origin, start)
 
             host = not self.hardware.is_host
             Fit(self.captured_model.source.model, globs, self.hand, self.memory, host, cost, self.limit).run(start.plan)
@@ -372,7 +369,6 @@ class Search:
         plan: Plan,
         origin: str,
         candidate: Candidate | Trial | None = None,
-        captured_model: CapturedModel | None = None,
     ) -> Trial | None:
         """Predict the schedule of a plan, unless that was done before, and record it; None if it cannot be compiled.
 
@@ -380,11 +376,10 @@ class Search:
             plan: the plan.
             origin: "found" for a solution, else the name of the ready-made plan that it is or was derived from.
             candidate: the solution that the plan was written from, or the scheduled plan that it was derived from.
-            captured_model: the capture to build it from; by default that of the search.
         """
         tried = self.tried.get(str(plan))
         if tried is None:
-            captured_model = captured_model or self.captured_model
+            captured_model = self.captured_model.of_plan(plan, self.mesh)
             if not captured_model.repeats:
                 schedule = self.schedule(plan, captured_model, by_hand=origin != "found")
                 tried = None if schedule is None else Trial(plan, self.mesh, schedule, self.memory, origin)
@@ -418,7 +413,8 @@ class Search:
         they were too low, and plans are made to fit again.
         """
         assert trial.estimate is not None
-        schedule = self.schedule(trial.plan, self.captured_model, by_hand=not trial.found)
+        captured_model = self.captured_model.of_plan(trial.plan, self.mesh)
+        schedule = self.schedule(trial.plan, captured_model, by_hand=not trial.found)
         if schedule is None:
             del self.tried[str(trial.plan)]
             return
