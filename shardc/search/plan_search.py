@@ -18,6 +18,7 @@ from operator import itemgetter
 from shardc.cost.hardware import Hardware
 from shardc.custom_ops.flops import is_attention
 from shardc.errors import PlanError, ShardcError
+from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes.layout.exact.chooser import OpenLayoutProblem, StorageChoice, Weights
@@ -41,6 +42,7 @@ HIDDEN = ((0.2, 0.2), (0.05, 0.5))
 ROUNDS = 3
 KEPT = 3  # number of solutions per round that are scheduled
 MARGIN = 1.02  # solutions up to this multiple of the best step time are considered: a schedule may hide more
+TILE = 64  # rows of queries that kernels of attention compute at once, at least
 GLANCE = 3e7  # table entries that the solver may visit to bound the step time of a mesh
 
 
@@ -353,9 +355,12 @@ class Search:
             whole |= ddp(axis)
         yield "ddp", whole
         yield "fsdp", fsdp(tuple(axes)) if axes else whole
-        graph = self.captured_model.captured.graph.graph
-        for axis in axes if any(n.op == "call_function" and is_attention(n.target) for n in graph.nodes) else ():
-            yield "fsdp and cp", fsdp(tuple(axes)) | cp(axis)
+        for axis in axes if (rows := self._attending) else ():
+            if rows < TILE * self.mesh.size(axis):
+                reason = f"a rank's {rows / self.mesh.size(axis):g} tokens of a sequence are less than a kernel's tile"
+                self.left_out[f"cp({axis})"] = f"fsdp and cp over {axis} of {self.mesh}: {reason}, {TILE}"
+            else:
+                yield "fsdp and cp", fsdp(tuple(axes)) | cp(axis)
         for axis in axes:
             rest = tuple(a for a in axes if a != axis)
             try:
@@ -363,6 +368,13 @@ class Search:
             except PlanError:
                 break
             yield "fsdp and from_hf", (fsdp(rest) if rest else Plan()) | tensor
+
+    @property
+    def _attending(self) -> int:
+        """The most rows of queries that attention reads of a sequence; 0 without attention."""
+        nodes = self.captured_model.captured.graph.graph.nodes
+        calls = [node for node in nodes if node.op == "call_function" and is_attention(node.target)]
+        return max((ir.value(node.args[0]).shape[-2] for node in calls), default=0)
 
     def _schedule(
         self,

@@ -16,6 +16,7 @@ from shardc.cost.hardware import H100
 from shardc.ir.mesh import Mesh
 from shardc.plan import resolve_params
 from shardc.plan.entries import Offload, Save
+from shardc.search.captured_model import CapturedModel, ModelCall
 from shardc.search.memory_fit import Fit
 from shardc.search.result import Found
 from tests.models.alike import trains_alike
@@ -177,13 +178,35 @@ def test_the_error_says_the_least_that_would_fit() -> None:
         find(*ACTIVATIONS, 0.99 * least)
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [shardc.save("layers.[0-6]", on="host"), shardc.recompute("layers.[0-6]"), shardc.offload("layers.[0-6].*")],
+    ids=str,
+)
+def test_measures_for_some_blocks_are_predicted_as_without_folding(plan: shardc.Plan) -> None:
+    with torch.device("meta"):
+        model, x = Net(12, 8).double(), torch.empty(16, 8, dtype=torch.float64)
+
+    def captured(keep: int) -> CapturedModel:
+        source = ModelCall(model, (x,), {}, loss, torch.device("cpu"))
+        return CapturedModel.of(source, shardc.fsdp("dp"), MESH, keep)
+
+    plan |= shardc.fsdp("dp")
+    folded, whole = captured(4), captured(0)
+    expected = whole.program(MESH, plan, shardc.Options()).schedule(H100)
+    for _ in range(2):  # the second from the capture of the first
+        schedule = folded.of_plan(plan, MESH).program(MESH, plan, shardc.Options()).schedule(H100)
+        assert (schedule.peak, schedule.seconds) == (expected.peak, pytest.approx(expected.seconds, rel=1e-9))
+        assert len(folded.source.captures) == 2
+
+
 @pytest.mark.slow
 def test_some_parameters_are_gathered_again() -> None:
     """Between levels 2 and 3: as many as has to be, those that forward uses first."""
     sizes, tried = (6, 256, 32), {}
     globs = [name for name, _ in Net(*sizes[:2]).named_parameters()]
 
-    def schedule(plan: shardc.Plan, alike: bool) -> Trial:
+    def schedule(plan: shardc.Plan) -> Trial:
         tried[str(plan)] = Trial(peak(*sizes, plan, Mesh(dp=8)), len(tried))
         return tried[str(plan)]
 
