@@ -118,7 +118,7 @@ class Folded:
         for unfold in self.unfolds:
             if unfold.repeats(name):
                 return 1 + unfold.names.missing
-            name = unfold.names.behind(name)
+            name = unfold.names.node(name)
         return 1
 
 
@@ -155,7 +155,7 @@ class Unfold:
             pairs = [(x, y, p.block) for x, p in inner if (y := ops.get(Place(p.key, p.block + body.step)))]
             self.names.learn([(ir.info(x).name, ir.info(y).name, block) for x, y, block in pairs], body.step)
             if body.step > 0:
-                own = [(x, y) for x, y, block in pairs if 0 <= block < keep - 1]  # others are of what is around the run
+                own = [(x, y) for x, y, block in pairs if 0 <= block < keep - 1]  # others are around the run
                 both_regions = [(ir.info(x).origin.region, ir.info(y).origin.region) for x, y in own]
                 regions |= {y - x for x, y in both_regions if x or y}
         if len(regions) > 1:
@@ -514,7 +514,7 @@ class Names:
         Args:
             placed: the node has a place in a period, so that it moves with its block.
         """
-        rename, origin, role = partial(self._node, shift=shift, placed=placed), record.origin, record.role
+        rename, origin, role = partial(self.node, shift=shift, placed=placed), record.origin, record.role
         return Info(
             rename(record.name),
             record.value,
@@ -532,11 +532,7 @@ class Names:
             record.piece,
         )
 
-    def behind(self, name: str) -> str:
-        """Returns the name of node ``name``, which is not in the block to copy, in the graph of all blocks."""
-        return self._node(name, 0, placed=False)
-
-    def _node(self, name: str, shift: int, placed: bool) -> str:
+    def node(self, name: str, shift: int = 0, placed: bool = False) -> str:
         """Returns the name of node ``name``, shifted by ``shift`` blocks, in the graph of all blocks."""
         if self._split(name):
             return self.module(name, shift)
