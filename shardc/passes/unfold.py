@@ -156,8 +156,8 @@ class Unfold:
             self.names.learn([(ir.info(x).name, ir.info(y).name, block) for x, y, block in pairs], body.step)
             if body.step > 0:
                 own = [(x, y) for x, y, block in pairs if 0 <= block < keep - 1]  # others are around the run
-                both_regions = [(ir.info(x).origin.region, ir.info(y).origin.region) for x, y in own]
-                regions |= {y - x for x, y in both_regions if x or y}
+                of_pairs = ((ir.info(x).origin.region, ir.info(y).origin.region) for x, y in own)
+                regions |= {y - x for x, y in of_pairs if x or y}
         if len(regions) > 1:
             raise NotPeriodic("checkpoint regions do not repeat as blocks do")
         self.names.regions = max(regions, default=0)
@@ -534,10 +534,8 @@ class Names:
 
     def node(self, name: str, shift: int = 0, placed: bool = False) -> str:
         """Returns the name of node ``name``, shifted by ``shift`` blocks, in the graph of all blocks."""
-        if self._split(name):
+        if self._split(name) or (numbered := self._family(name)) is None:
             return self.module(name, shift)
-        if (numbered := self._family(name)) is None:
-            return name
         family, at, value = numbered
         stride, behind, step = self._families[family]
         blocks = self.missing * (value >= behind)
