@@ -104,10 +104,10 @@ def test_blocks_that_differ_are_not_folded(why: str) -> None:
 
 
 def test_a_plan_of_one_block_splits_the_run() -> None:
-    """Blocks that the plan treats alike are folded, the others are not."""
+    """Blocks that the plan treats alike are folded, before that block and behind it."""
     plan = shardc.tp("tp", colwise=["layers.5.up"], rowwise=["layers.5.down"])
     folded = check(lambda: stack(11), plan, True, tp=2)
-    assert [str(each) for each in folded.folded.repeats] == ["layers.0 to layers.4"]
+    assert [str(each) for each in folded.folded.repeats] == ["layers.0 to layers.4", "layers.6 to layers.10"]
 
 
 def test_what_stands_behind_a_run_keeps_its_name() -> None:

@@ -121,7 +121,6 @@ def joint(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[fx.GraphModule, 
     traced = Traced(
         made.graph_module,
         names,
-        made.in_spec,
         (),
         made.out_spec,
         mode,
