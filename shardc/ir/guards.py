@@ -198,9 +198,15 @@ class Guards:
         """Return whether ``other`` has the same reads and values; ``==`` compares by identity, which is faster."""
         return self.values == other.values and self.reads == other.reads
 
-    def hold_in_file(self, model: nn.Module, loss: object = None) -> bool:
-        """Return `hold`, for a capture in another process: also compares plain values that the reachable code names."""
-        return self.hold(model, loss) and Guards.of(self.reads, model, loss).reached == self.reached
+    def unlike(self, model: nn.Module, loss: object = None) -> list[str]:
+        """Return what is not as it was in a capture of another process: reads, reachable code, and plain values that
+        this names.
+        """
+        now = Guards.of(self.reads, model, loss)
+        pairs = zip(now.values, self.values, strict=True)
+        reads = [name for (name, value), (_, before) in pairs if value != before]
+        names = dict.fromkeys([*self.reached, *now.reached])
+        return [*reads, *(name for name in names if now.reached.get(name) != self.reached.get(name))]
 
 
 class Lookup:

@@ -124,12 +124,12 @@ class Store:
         self, model: nn.Module, loss: Callable[..., PyTree] | None, fresh: Callable[[], Executable]
     ) -> Stored | None:
         """Return the stored program whose guards hold for ``model``, or None; repeats the warnings of its compile."""
-        unlike = 0
+        unlike: list[str] = []
         for folder in sorted(self.folder.glob("*/")):
             try:
                 notes, record = json.loads((folder / MADE).read_text()), read_record(folder, evaluates=False)
-                if not record.guards.hold_in_file(model, loss):
-                    unlike += 1
+                if others := record.guards.unlike(model, loss):
+                    unlike.append(", ".join(others[:3]))
                     continue
                 program = Stored(folder, record, fresh)
             except Exception:  # incomplete, such as of a full disk: as if it were missing
@@ -141,7 +141,8 @@ class Store:
                 warnings.warn(ShardcWarning(text), stacklevel=2)
             CACHE.info("found in the store: %s", folder)
             return program
-        CACHE.info("not in the store: %d programs of this call there, for other values or code", unlike)
+        text = "not in the store: %d programs of this call there, for other values or code: %s"
+        CACHE.info(text, len(unlike), "; ".join(unlike) or "none")
         return None
 
     @contextmanager

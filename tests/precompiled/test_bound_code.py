@@ -67,7 +67,7 @@ def as_it_was() -> Iterator[None]:
 
 def is_found(program: Program, model: nn.Module, loss: Any) -> bool:
     """As `shardc.precompiled.store.Store.find` compares."""
-    return program.guards.hold_in_file(model, loss) and described(model, loss) == program.key.model
+    return not program.guards.unlike(model, loss) and described(model, loss) == program.key.model
 
 
 def test_all_that_was_traced_is_named(program: Program) -> None:

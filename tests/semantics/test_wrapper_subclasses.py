@@ -219,7 +219,7 @@ def is_found(program: Program, module: Any) -> bool:
     from shardc.precompiled.program_key import described
 
     model = module.shardc.params.present()
-    return program.guards.hold_in_file(model, loss) and described(model, loss) == program.key.model
+    return not program.guards.unlike(model, loss) and described(model, loss) == program.key.model
 
 
 def test_the_key_names_code_and_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
