@@ -14,7 +14,8 @@ aten = torch.ops.aten
 
 
 def turn(outer: fx.Graph, scan: fx.Node, operands: list[fx.Node], counts: tuple[int, int]) -> bool:
-    """Return whether ``scan`` is to begin at the end; then changes the uses of its results, and ``operands``.
+    """Take flips out of a scan: change ``operands`` to sequences without flips, and the uses of the scan's results;
+    return whether the scan now has to run from the last slice to the first.
 
     Args:
         outer: the graph of ``scan``, whose results are tensors.

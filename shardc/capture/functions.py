@@ -161,10 +161,10 @@ def _hoist(outer: fx.Graph, scan: fx.Node, step: fx.Graph, operands: list[fx.Nod
     for node in step.nodes:
         if node.op == "call_function" and all(x in env for x in node.all_input_nodes) and node.all_input_nodes:
             env[node] = node  # until it is needed outside
-    kept = [at for at, x in enumerate(results) if at < carries or x not in env]
+    remaining = [at for at, x in enumerate(results) if at < carries or x not in env]
     for user in list(scan.users):
-        if user.args[1] in kept:
-            user.args = (scan, kept.index(user.args[1]))
+        if user.args[1] in remaining:
+            user.args = (scan, remaining.index(user.args[1]))
             continue
         with outer.inserting_before(scan):
             value = _outside(outer, scan, results[user.args[1]], env)
@@ -172,9 +172,9 @@ def _hoist(outer: fx.Graph, scan: fx.Node, step: fx.Graph, operands: list[fx.Nod
             every = _call(outer, scan, aten.expand.default, _call(outer, scan, aten.unsqueeze.default, value, 0), shape)
         user.replace_all_uses_with(every)
         outer.erase_node(user)
-    next(iter(reversed(step.nodes))).args = (tuple(results[at] for at in kept),)
+    next(iter(reversed(step.nodes))).args = (tuple(results[at] for at in remaining),)
     step.eliminate_dead_code()
-    scan.meta["val"] = [scan.meta["val"][at] for at in kept]
+    scan.meta["val"] = [scan.meta["val"][at] for at in remaining]
     return sequences
 
 
@@ -235,14 +235,16 @@ def _gradient(
     count, run = sum(floating[:carries]), fx.GraphModule({}, step)
 
     def back(*flat: Tensor) -> tuple[Tensor, ...]:
-        grads, totals, given = flat[:count], flat[count : sum(floating)], flat[sum(floating) :]
+        grads, totals, arguments = flat[:count], flat[count : sum(floating)], flat[sum(floating) :]
 
         def of_floating(*inputs: Tensor) -> tuple[Tensor, ...]:
             left = iter(inputs)
-            results = run(*(next(left) if is_one else x for x, is_one in zip(given, floating, strict=True)))
+            results = run(*(next(left) if is_one else x for x, is_one in zip(arguments, floating, strict=True)))
             return tuple(x for x in results if x.is_floating_point())
 
-        pull: Any = torch.func.vjp(of_floating, *(x for x, is_one in zip(given, floating, strict=True) if is_one))[1]
+        pull: Any = torch.func.vjp(of_floating, *(x for x, is_one in zip(arguments, floating, strict=True) if is_one))[
+            1
+        ]
         terms = pull(grads)
         return (*terms[:count], *map(torch.add, totals, terms[count:]))
 

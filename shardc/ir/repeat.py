@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, groupby
 from operator import getitem
 
@@ -83,7 +84,7 @@ class Repeats:
         """Return (run, index of the block, rest of the name) of ``name``; None if it is in none of the first ``keep``
         blocks.
         """
-        pairs = zip(self.runs, self.shortened(), strict=True)
+        pairs = zip(self.runs, self._shortened, strict=True)
         places = ((run, *place) for run, short in pairs if (place := short.split(name)) and place[0] < self.keep)
         return next(places, None)
 
@@ -97,11 +98,15 @@ class Repeats:
 
     def shortened(self) -> Repeats:
         """Return the runs in the model that has only ``keep`` blocks of each."""
-        runs, missing = [], Counter[str]()
-        for run in self.runs:
-            runs.append(Repeat(run.path, run.first - missing[run.path], self.keep))
-            missing[run.path] += run.count - self.keep
-        return Repeats(tuple(runs), self.keep)
+        return self._shortened
+
+    @cached_property
+    def _shortened(self) -> Repeats:
+        before = (Repeats(self.runs[:at], self.keep).missing for at in range(len(self.runs)))
+        runs = zip(self.runs, before, strict=True)
+        return Repeats(
+            tuple(Repeat(run.path, run.first - out.get(run.path, 0), self.keep) for run, out in runs), self.keep
+        )
 
     def short(self, name: str) -> str | None:
         """Return the name in the shortened model of ``name`` in the full one; None if its block is left out.

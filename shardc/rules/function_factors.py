@@ -384,10 +384,10 @@ class Factored:
 
     def _replicated(self) -> frozenset[int]:
         """Return the positions of the results that are the same on every rank, whatever else than steps is split."""
-        held = [_held(self.sub_dims, rows) for rows in self.results]
+        split = [_held(self.sub_dims, rows) for rows in self.results]
         every = _held(self.sub_dims, [row for rows in (*self.operands, *self.results) for row in rows])
         free = every - self.sub_dims.whole - set(self.sub_dims.leaves(self.time))
-        return frozenset(at for at, summed in enumerate(self.pending) if not summed and free - held[at])
+        return frozenset(at for at, summed in enumerate(self.pending) if not summed and free - split[at])
 
     def dims(self, rows: Rows) -> tuple[tuple[str, ...], ...]:
         """Return the factors of each dim."""

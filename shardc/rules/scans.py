@@ -35,8 +35,8 @@ def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitte
     if not pieces.axes:
         return run(local.call.target, operands, function.name, reverse, steps)
     places = range(pieces.ranks)[::-1] if reverse else range(pieces.ranks)
-    here = local.builder.coordinate(pieces.axes)
-    turns = [run(aten.eq.Scalar, here, place) for place in places]
+    coordinate = local.builder.coordinate(pieces.axes)
+    turns = [run(aten.eq.Scalar, coordinate, place) for place in places]
     carried = _Carried(function)
     states = {at: operands[at] for at in carried.sent}
     state, rest = carried.step(), [*operands[carries:], *(operands[at] for at in carried.same)]

@@ -371,10 +371,13 @@ class Search:
 
     @property
     def _attending(self) -> int:
-        """The most rows of queries that attention reads of a sequence; 0 without attention."""
+        """The most rows of queries that attention reads of a sequence; 0 without attention.
+
+        Ops of packed sequences have heads behind the rows, others before them; rows are taken to be more than heads.
+        """
         nodes = self.captured_model.captured.graph.graph.nodes
         calls = [node for node in nodes if node.op == "call_function" and is_attention(node.target)]
-        return max((ir.value(node.args[0]).shape[-2] for node in calls), default=0)
+        return max((max(ir.value(node.args[0]).shape[-3:-1]) for node in calls), default=0)
 
     def _schedule(
         self,

@@ -42,13 +42,8 @@ class Scanned(nn.Module):
         return every + last.unsqueeze(1) * total.unsqueeze(1)
 
 
-class Gated(nn.Module):
+class Gated(Scanned):
     """A recurrence whose step scales each number of the state and adds to it, and another one of that."""
-
-    def __init__(self, reverse: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.reverse = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), reverse
 
     def forward(self, x: Tensor) -> Tensor:
         def step(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
