@@ -16,8 +16,8 @@ from shardc.cli.real_steps import order
 from shardc.report.export import waits_of
 from shardc.report.predicted_schedule import Schedule
 from shardc.runtime.profile import Profiled, Ran
+from tests.cli.test_cli import SMALL
 from tests.report.test_schedule import stack_program
-from tests.test_cli import SMALL
 
 LLAMA = str(Path(__file__).parents[2] / "examples/models/llama.py")
 REAL = """

@@ -15,7 +15,7 @@ import shardc
 from shardc.__main__ import main
 from shardc.debug import bisect
 from shardc.errors import InputError, PlanError
-from tests.test_cli import SMALL
+from tests.cli.test_cli import SMALL
 
 FSDP, PLAN = 'fsdp("dp")', 'fsdp("dp") | microbatches(4)'
 

@@ -14,7 +14,7 @@ from shardc.__main__ import main
 from shardc.cli.target import load, mesh_of
 from tests import golden
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 SMALL = """\
 import torch

@@ -16,7 +16,7 @@ from shardc.capture import CaptureOnce
 from shardc.cli.sweep import Row, _meshes, _ranks, draw
 from shardc.cli.target import load
 from shardc.ir.mesh import Mesh
-from tests.test_cli import SMALL
+from tests.cli.test_cli import SMALL
 
 FSDP, BOTH = 'fsdp("dp")', 'fsdp("dp") | mlp_tp("tp")'
 
