@@ -27,7 +27,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY as REGISTRY_KEY 
 from torch.distributed._composable.contract import STATE_KEY as STATE_KEY
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute, debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, _StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -112,6 +112,15 @@ def take_timeout_of_world(group: dist.ProcessGroup) -> None:
     if world is not None and timeout_of(group) == dist.distributed_c10d.default_pg_timeout:
         if timeout := timeout_of(world):
             dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def forget_specs_of_dtensors() -> None:
+    """Clears what DTensor remembers of ops: their results' meshes, which may have groups of a world that has ended.
+
+    A mesh of a new world equals that of the old one, and names of groups, which are numbers, are of others then.
+    """
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 @contextmanager

@@ -239,7 +239,7 @@ def _spec(
     axes = batch_axes(plan, build.mesh)
     return ShardingSpec(
         mesh=build.mesh,
-        device_mesh=mesh if isinstance(mesh, DeviceMesh) else None,
+        device_mesh=groups.whole.device_mesh if groups is not None else None,
         param_mesh=groups.view(storages.values()) if groups is not None else None,
         groups=groups,
         template=template,

@@ -68,6 +68,7 @@ class Groups:
 
     Attributes:
         mesh: the abstract mesh, on which ``stages`` has size 1.
+        device_mesh: an equal of the device mesh, whose groups no other thread uses (`_apart`).
         rank: row-major index of this process on the mesh, not its global rank.
         prefix: prefix of the registered names, unique per mesh of the process.
         consistency: checks that all ranks of the device mesh run the same events.
@@ -79,7 +80,7 @@ class Groups:
         self.rename: dict[str, str] = {}
         self.stages, self._whole = stages, whole
         self._inside: dict[str, Groups] = {}
-        self._device_mesh = device_mesh
+        self.device_mesh = device_mesh
         self._views: dict[Mesh, DeviceMesh] = {}
         self._coordinates: dict[tuple[Axes, torch.device], torch.Tensor] = {}
         self.prefix = GROUP_PREFIX if tag == 0 else GROUP_PREFIX.replace(":", f".{tag}:")
@@ -106,6 +107,8 @@ class Groups:
         self.consistency = RankConsistency(self.prefix, dist.get_rank(), self._global, self._interrupt)
         for dim in range(device_mesh.ndim):
             _compat.take_timeout_of_world(device_mesh.get_group(dim))
+        self.device_mesh = _apart(device_mesh)
+        self._spans_world = self.device_mesh is not device_mesh
 
     @classmethod
     def of(cls, device_mesh: DeviceMesh, stages: str = "") -> Groups:
@@ -120,6 +123,8 @@ class Groups:
         """
         if not dist.is_initialized():
             raise MeshError("there is no process group to run on", fix="call dist.init_process_group first")
+        if _world() not in _known:
+            _compat.forget_specs_of_dtensors()
         groups_by_mesh = _known.setdefault(_world(), {})
         key = (device_mesh.mesh_dim_names, tuple(device_mesh.shape), tuple(device_mesh.mesh.flatten().tolist()))
         if key not in groups_by_mesh:
@@ -188,19 +193,21 @@ class Groups:
         parts = parts_of(self.mesh, layouts)
         view = view_of(self.mesh, parts)
         if view == self.mesh:
-            return self._device_mesh
+            return self.device_mesh
         if view not in self._views:
             rename = self.add((part,) for part in parts)
             process_groups = [c10d._resolve_process_group(rename[GROUP_PREFIX + part]) for part in parts]  # type: ignore[arg-type]
-            ranks = self._device_mesh.mesh.reshape([size for _, size in view.shape])
-            kind = self._device_mesh.device_type
+            ranks = self.device_mesh.mesh.reshape([size for _, size in view.shape])
+            kind = self.device_mesh.device_type
             self._views[view] = DeviceMesh.from_group(process_groups, kind, mesh=ranks, mesh_dim_names=view.axes)
         return self._views[view]
 
     def _interrupt(self) -> None:
         """Makes collectives in which this rank waits raise; the groups cannot be used afterwards."""
         names = [name for groups in (self, *self._inside.values()) for name in groups.rename.values()]
-        interrupt({c10d._resolve_process_group(name) for name in names})  # type: ignore[arg-type]
+        groups = {c10d._resolve_process_group(name) for name in names}  # type: ignore[arg-type]
+        # A rank may also wait in a collective of the user's, for those that do not come.
+        interrupt(groups | ({_world()} if self._spans_world else set()))
 
     def everyone(self) -> list[int]:
         """Returns the global ranks of the mesh, in mesh order; with stages, those of this rank's."""
@@ -239,7 +246,7 @@ class Groups:
 
     def most(self, number: int) -> int:
         """Returns the largest ``number`` of all ranks of the device mesh; a collective."""
-        largest = torch.tensor([number], dtype=torch.int32, device=self._device_mesh.device_type)
+        largest = torch.tensor([number], dtype=torch.int32, device=self.device_mesh.device_type)
         for _, group in self.whole._along_each_axis():
             with self.consistency.waits():
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group)
@@ -257,7 +264,7 @@ class Groups:
 
         It is cached: do not write to it.
         """
-        place = torch.device(device or self._device_mesh.device_type)
+        place = torch.device(device or self.device_mesh.device_type)
         if (axes, place) not in self._coordinates:
             self._coordinates[axes, place] = torch.tensor([flat_index(self.mesh, axes, self.rank)], device=place)
         return self._coordinates[axes, place]
@@ -282,14 +289,14 @@ class Groups:
         if self.stages:
             inside = tuple(axis for axis in axes if axis != self.stages)
             if len(inside) == 1 and inside[0] in self.mesh.axes:
-                return self._device_mesh.get_group(inside[0])
+                return self.device_mesh.get_group(inside[0])
             return _compat.new_group(self.ranks(inside), members_only=True)
         groups = self._groups(axes)
         everyone = list(range(dist.get_world_size()))
-        if groups == [everyone]:
+        if groups == [everyone] and not _is_shared(self.device_mesh):
             return _world()
         if axes[0] in self.mesh.axes and len(axes) == 1 and all(group == sorted(group) for group in groups):
-            return self._device_mesh.get_group(axes[0])
+            return self.device_mesh.get_group(axes[0])
         return self._new(axes)
 
     def _new(self, axes: Axes) -> dist.ProcessGroup:
@@ -311,6 +318,33 @@ def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
+
+
+def _is_shared(device_mesh: DeviceMesh) -> bool:
+    """Whether the world's group, if steps used it, could be in use by another thread too: on CPU ranks it could.
+
+    Gloo matches collectives of a group by their order on each rank. ``torch.distributed.checkpoint.async_save`` calls
+    them in a thread, in the world's group by default. Among those of steps their order differs from rank to rank, and
+    ranks would hang, end or read each other's numbers. (NCCL's are in order of a stream, and saving uses gloo.)
+    """
+    return device_mesh.device_type == "cpu" and dist.get_world_size() > 1
+
+
+def _apart(device_mesh: DeviceMesh) -> DeviceMesh:
+    """Returns an equal of ``device_mesh``, without the world's group, which DeviceMesh takes for an axis of all ranks.
+
+    It is ``device_mesh`` itself if that has no such axis, or if the group is not shared (`_is_shared`).
+    """
+    groups, world = [device_mesh.get_group(dim) for dim in range(device_mesh.ndim)], _world()
+    if world not in groups or not _is_shared(device_mesh):
+        return device_mesh
+    own = _compat.new_group(range(dist.get_world_size()))
+    return DeviceMesh.from_group(
+        [own if group == world else group for group in groups],
+        device_mesh.device_type,
+        mesh=device_mesh.mesh,
+        mesh_dim_names=device_mesh.mesh_dim_names,
+    )
 
 
 class Cause(Protocol):

@@ -108,7 +108,34 @@ def saved_while_it_trains(folder: Path) -> None:
 
 
 def test_checkpoints_written_asynchronously(tmp_path: Path) -> None:
-    run_ranks(2, partial(saved_while_it_trains, tmp_path / "checkpoint"))
+    run_ranks(
+        2, partial(saved_while_it_trains, tmp_path / "checkpoint"), partial(saved_beside_steps, tmp_path / "beside")
+    )
+
+
+def saved_beside_steps(folder: Path) -> None:
+    """The saving thread's collectives are in the world's group, and steps on CPU ranks are not."""
+    source, module = build(), compiled()
+    x, y = rows()
+    mine = module.shard_inputs(x, y)
+    theirs, ours = (torch.optim.AdamW(model.parameters(), 0.01) for model in (source, module))
+    for at in range(4):
+        state = {"model": module.state_dict(), "optimizer": ours.state_dict()}
+        kept = copy.deepcopy(source.state_dict())
+        writing: Any = dcp.async_save(state, checkpoint_id=folder / str(at))
+        for _ in range(10):
+            for model, optimizer in ((source, theirs), (module, ours)):
+                loss = model(*mine) if model is module else mse_loss(model(x), y)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        writing.result()
+        assert_same(module, source)
+        state = {"model": compiled().state_dict()}
+        dcp.load(state, checkpoint_id=folder / str(at))
+        for name, value in state["model"].items():
+            close(value.full_tensor(), kept[name], name)
 
 
 def profiled(model: nn.Module, loss: Any) -> list[float]:
