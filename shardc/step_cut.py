@@ -151,7 +151,9 @@ class MicrobatchCut(StepCut):
         cause = next(str(entry) for entry in reversed(self.bound.plan.entries) if "microbatches" in entry.settings)
         gathered_once = frozenset(name for name, level in self.levels.items() if level in (1, 2))
         split = frozenset((*self.in_time["inputs"], *self.in_time["outputs"]))
-        parts = passes.Microbatch(self.bound.mesh, split, gathered_once, cause)(gm)
+        inputs = zip(self.joint.captured.inputs, self.bound.inputs, strict=True)
+        layouts = {name: x.padded or x.layout for name, x in inputs}
+        parts = passes.Microbatch(self.bound.mesh, split, layouts, gathered_once, cause)(gm)
         if self.joint.options.verify:
             verify.verify_phases(parts, self.bound.mesh, split)
         return parts

@@ -71,6 +71,15 @@ class ComparesNumber(Branch):
         return y if y.sum().item() > 0 else -y
 
 
+class Renormalises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Embedding(8, 8, max_norm=0.5, norm_type=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x.long())
+
+
 class ChangesParameter(Branch):
     def step(self, y: Tensor) -> Tensor:
         with torch.no_grad():
@@ -141,6 +150,13 @@ def line_of(function: Callable[..., Any], text: str) -> str:
             "the model changes its parameter 'a.bias' in place",
             line_of(ChangesParameter.step, "mul_"),
             "compute a new tensor from it, or register it as a buffer",
+        ),
+        (
+            Renormalises(),
+            "the model changes its parameter 'a.weight' in place",
+            line_of(Renormalises.forward, "self.a"),
+            r"set the embedding's max_norm to None, .*: with torch\.no_grad\(\): "
+            r"module\.get_parameter\('a\.weight'\)\.renorm_\(1\.0, 0, 0\.5\)",
         ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",

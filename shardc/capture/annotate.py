@@ -201,8 +201,19 @@ def _name_outputs(output: fx.Node, inputs: Sequence[str], duplicates: Container[
             raise CaptureError(
                 f"the model changes its {kind} {role.name!r} in place",
                 source=line_of(result) or calling_line(),
-                fix=f"compute a new tensor from it, {instead}",
+                fix=_scaled_rows(role.name, result) or f"compute a new tensor from it, {instead}",
             )
+
+
+def _scaled_rows(name: str, result: fx.Node) -> str | None:
+    """Return the fix for an embedding with ``max_norm``, whose new weight ``name`` is ``result``; None for others."""
+    if result.target is not torch.ops.aten.embedding_renorm.default:
+        return None
+    max_norm, norm_type = result.args[2:4]
+    return (
+        "set the embedding's max_norm to None, and scale the rows between steps: with torch.no_grad(): "
+        f"module.get_parameter({name!r}).renorm_({norm_type}, 0, {max_norm})"
+    )
 
 
 def _drop_effects(graph: fx.Graph) -> None:

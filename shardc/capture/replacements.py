@@ -30,6 +30,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch.fx.traceback import annotate
 from torch.nn import _reduction as _Reduction
+from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardc._compat import PyTree
@@ -407,6 +408,14 @@ def get_cached(self: Any, instance: object, owner: type | None = None) -> object
     return instance.__dict__[self.attrname]
 
 
+def is_causal_hint(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Return the hint that a caller of `nn.Transformer` gives about ``mask``; torch compares the mask if there is none.
+
+    Attention with a causal mask is the same without the hint.
+    """
+    return is_causal is True
+
+
 # (owner, attribute name, replacement)
 _OTHER_FORMS: tuple[tuple[object, str, object], ...] = (
     (F, "embedding_bag", embedding_bag),
@@ -416,6 +425,7 @@ _OTHER_FORMS: tuple[tuple[object, str, object], ...] = (
     (torch._C, "_infer_size", torch.broadcast_shapes),  # takes symbolic shapes
     (F, "gaussian_nll_loss", gaussian_nll_loss),
     (F, "multilabel_margin_loss", multilabel_margin_loss),
+    (transformer, "_detect_is_causal_mask", is_causal_hint),
     *decompositions.OTHER_FORMS,
     *raises.OTHER_FORMS,
     *OTHER_FORMS,

@@ -251,8 +251,7 @@ def part_of(x: Tensor, layout: Layout, at: int) -> Tensor:
         layout: layout of one microbatch's shard, in which the axis of time splits a dim.
     """
     dim, above, below = _place(layout)
-    count = layout.mesh.microbatches
-    parts = x.unflatten(dim, (above, count, below)) if x.shape[dim] else x.unsqueeze(dim).unsqueeze(dim)
+    parts = x.unflatten(dim, (above, layout.mesh.microbatches, below))
     return parts.select(dim + 1, at).flatten(dim, dim + 1).contiguous()
 
 

@@ -52,6 +52,15 @@ def test_losses(name: str) -> None:
     agrees(CASES[name](), DP, shardc.fsdp("dp") | shardc.microbatches(4), steps=1 if name != "masked" else 3)
 
 
+def test_a_batch_without_rows() -> None:
+    plan = shardc.fsdp("dp") | shardc.microbatches(2)
+    module = shardc.compile(torch.nn.Linear(4, 3), DP, plan, loss=lambda out: out.sum(), backend="eager")
+    sim = shardc.Simulation(module)
+    assert sim(torch.randn(0, 4)) == 0
+    sim.backward()
+    assert not sim.grad("weight").any()
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_counts(count: int) -> None:
     """Of 8 rows a rank; of three microbatches the last has two rows."""

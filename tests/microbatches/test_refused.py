@@ -22,6 +22,19 @@ def test_batch_norm() -> None:
     assert "plan entry: microbatches(2)" in text and "convnet.py:" in text and "GroupNorm" in text
 
 
+def test_a_sequence_in_the_place_of_the_batch() -> None:
+    """Attention is refused where microbatches split its sequence, and not where the plan says which dim is the batch."""
+    layer, x = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0).double(), torch.randn(8, 4, 4, dtype=torch.float64)
+    sequence = shardc.compile(layer, shardc.Mesh(dp=2), PLAN, backend="eager")
+    with pytest.raises(PlanError, match="which split dim 0 of 'src': .*needed, one after the other") as error:
+        sequence.lower(x)
+    assert "if another dim is the batch, name it, as by Plan(inputs='_, @dp, _')" in str(error.value)
+    sim = shardc.Simulation(
+        shardc.compile(layer, shardc.Mesh(dp=2), PLAN | shardc.Plan(inputs="_, @dp, _"), backend="eager")
+    )
+    torch.testing.assert_close(sim(x), layer(x).detach(), rtol=1e-9, atol=1e-12)
+
+
 class Counts(nn.Module):
     """Writes what it last saw to a buffer."""
 

@@ -25,11 +25,13 @@ from shardc.ir.comm import WAIT
 from shardc.ir.comm_volume import arguments_of, collective_kind, named_axes
 from shardc.ir.executable import GATHER, JOIN, KEPT, KNOWN, SUM, TERM
 from shardc.ir.graph import Info, NameScope, Role
+from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.op_traits import CAST, communicates, is_view
 from shardc.ir.phases import Loop, Phases
 from shardc.ir.rewriter import GraphRewriter, Inserter
 from shardc.passes.lower.partition import moved_alone, send_once
+from shardc.plan.match import shorten
 
 aten = torch.ops.aten
 
@@ -54,6 +56,7 @@ class Microbatch:
     Args:
         mesh: the mesh, with its axis of time.
         split: names of the inputs, and indices of the outputs, that are split over the microbatches.
+        inputs: name -> layout of each input, at padded sizes.
         gathered_once: parameters that stay gathered for all microbatches.
         cause: the plan entry.
 
@@ -64,6 +67,7 @@ class Microbatch:
 
     mesh: Mesh
     split: frozenset[str | int]
+    inputs: Mapping[str, Layout]
     gathered_once: frozenset[str]
     cause: str
     name = "microbatch"
@@ -264,12 +268,21 @@ class Microbatch:
         """Returns the error for a model that does not run in microbatches, because of ``node``."""
         record = ir.info(node)
         where = f" of module {record.origin.module!r}" if record.origin.module else ""
+        dims: dict[int, list[str]] = {}
+        axes: list[str] = []
+        for name, layout in self.inputs.items():
+            if (dim := layout.dim_of(self.mesh.time)) is not None:
+                dims.setdefault(dim, []).append(name)
+                axes += layout.dim_axes(dim)
+        split = " and ".join(f"dim {dim} of {shorten(names)}" for dim, names in dims.items())
+        batch = ",".join(axis for axis in dict.fromkeys(axes) if axis != self.mesh.time)
+        other = f"if another dim is the batch, name it, as by Plan(inputs='_, @{batch}, _'); or " if batch else ""
         return PlanError(
-            f"the step cannot run in microbatches: %{record.name}{where}: {why}",
+            f"the step cannot run in microbatches, which split {split}: %{record.name}{where}: {why}",
             plan_entry=self.cause,
             source=record.origin.source or None,
-            fix="leave microbatches out and recompute activations instead (shardc.recompute), or use modules that "
-            "treat each sample by itself (GroupNorm or LayerNorm for BatchNorm)",
+            fix=f"{other}use modules that treat each sample by itself (GroupNorm or LayerNorm for BatchNorm); or leave "
+            "microbatches out, and recompute activations instead (shardc.recompute)",
         )
 
 
