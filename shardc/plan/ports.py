@@ -104,7 +104,7 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
         elif wanted is not None:
             out.append(_input(mesh, tuple(shape), wanted[0], name, wanted[1]))
         elif shape and cause:
-            out.append(_input(mesh, tuple(shape), _split(plan, mesh, shape), name, cause))
+            out.append(_input(mesh, tuple(shape), _split(plan, mesh, shape), name, cause, by_default=True))
         else:
             out.append(InputPlan(Layout.whole(mesh, shape), ""))
     return out
@@ -200,8 +200,14 @@ def _split(plan: Plan, mesh: Mesh, shape: Sequence[int]) -> Form:
     return freeze(", ".join(dims))
 
 
-def _input(mesh: Mesh, shape: tuple[int, ...], spec: Form, name: str, entry: str) -> InputPlan:
-    """Return the layout of input ``name`` by ``spec``, padded with a warning if sizes do not divide."""
+def _input(
+    mesh: Mesh, shape: tuple[int, ...], spec: Form, name: str, entry: str, by_default: bool = False
+) -> InputPlan:
+    """Return the layout of input ``name`` by ``spec``, padded with a warning if sizes do not divide.
+
+    Args:
+        by_default: ``spec`` splits dim 0 over the batch axes, because no entry is about this input.
+    """
     what = f"input {name!r}"
     uneven = grown_layout(spec, mesh, shape, what=what, entry=entry)
     if uneven is None:
@@ -215,6 +221,9 @@ def _input(mesh: Mesh, shape: tuple[int, ...], spec: Form, name: str, entry: str
     what_it_costs = f"every rank takes {what} whole over {', '.join(axes)} ({ranks} ranks) and splits it itself"
     text = f"{what} of shape {shape} does not divide: {paddings}; {what_it_costs}"
     fix = f"pass sizes that are multiples of {ranks}, or leave {', '.join(axes)} off"
+    if by_default:
+        whole_input = f"Plan(inputs={{{name!r}: '...'}})"
+        fix = f"pass sizes that are multiples of {ranks}; or {whole_input}, if dim 0 is not the batch, as of a mask"
     warnings.warn(str(LayoutError(text, plan_entry=entry, fix=fix)), ShardcWarning, stacklevel=4)
     whole = uneven.unbind(axes)
     dims = [(Digit(size),) if dim in odd else whole.dims[dim] for dim, size in enumerate(shape)]

@@ -28,9 +28,9 @@ def test_a_sequence_in_the_place_of_the_batch() -> None:
     sequence = shardc.compile(layer, shardc.Mesh(dp=2), PLAN, backend="eager")
     with pytest.raises(PlanError, match="which split dim 0 of 'src': .*needed, one after the other") as error:
         sequence.lower(x)
-    assert "if another dim is the batch, name it, as by Plan(inputs='_, @dp, _')" in str(error.value)
+    assert "if that is not the batch, say which dim is, as by Plan(inputs={'src': '_, @dp, _'})" in str(error.value)
     sim = shardc.Simulation(
-        shardc.compile(layer, shardc.Mesh(dp=2), PLAN | shardc.Plan(inputs="_, @dp, _"), backend="eager")
+        shardc.compile(layer, shardc.Mesh(dp=2), PLAN | shardc.Plan(inputs={"src": "_, @dp, _"}), backend="eager")
     )
     torch.testing.assert_close(sim(x), layer(x).detach(), rtol=1e-9, atol=1e-12)
 

@@ -275,8 +275,14 @@ class Microbatch:
                 dims.setdefault(dim, []).append(name)
                 axes += layout.dim_axes(dim)
         split = " and ".join(f"dim {dim} of {shorten(names)}" for dim, names in dims.items())
-        batch = ",".join(axis for axis in dict.fromkeys(axes) if axis != self.mesh.time)
-        other = f"if another dim is the batch, name it, as by Plan(inputs='_, @{batch}, _'); or " if batch else ""
+        batch = [axis for axis in dict.fromkeys(axes) if axis != self.mesh.time]
+        named = f"@{batch[0]}" if len(batch) == 1 else f"@({','.join(batch)})"
+        first = next((name for names in dims.values() for name in names if self.inputs[name].ndim > 1), "")
+        other = ""
+        if batch and first:
+            spec = ", ".join(["_", named, *["_"] * (self.inputs[first].ndim - 2)])
+            plan = f"Plan(inputs={{{first!r}: {spec!r}}}), or '...' for an input without one, such as a mask"
+            other = f"if that is not the batch, say which dim is, as by {plan}; or "
         return PlanError(
             f"the step cannot run in microbatches, which split {split}: %{record.name}{where}: {why}",
             plan_entry=self.cause,
