@@ -23,7 +23,7 @@ def test_batch_norm() -> None:
 
 
 def test_a_sequence_in_the_place_of_the_batch() -> None:
-    """Attention is refused where microbatches split its sequence, and not where the plan says which dim is the batch."""
+    """Attention is refused if microbatches split its sequence; a plan says which dim is the batch."""
     layer, x = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0).double(), torch.randn(8, 4, 4, dtype=torch.float64)
     sequence = shardc.compile(layer, shardc.Mesh(dp=2), PLAN, backend="eager")
     with pytest.raises(PlanError, match="which split dim 0 of 'src': .*needed, one after the other") as error:

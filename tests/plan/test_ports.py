@@ -89,7 +89,8 @@ def test_inputs_that_do_not_divide_are_whole_and_computed_with_padded() -> None:
     assert [str(one.message) for one in warned] == [
         "input 'x' of shape (6, 3) does not divide: dim 0 of 6 is padded to 8; every rank takes input 'x' whole over "
         'dp, rep (4 ranks) and splits it itself\n  plan entry: hsdp(shard="dp", replicate="rep", level=3)\n'
-        "  fix: pass sizes that are multiples of 4; or Plan(inputs={'x': '...'}), if dim 0 is not the batch, as of a mask",
+        "  fix: pass sizes that are multiples of 4; or Plan(inputs={'x': '...'}), if dim 0 is not the batch, as of a "
+        "mask",
         "input 'y' of shape (6, 3) does not divide: dim 1 of 3 is padded to 4; every rank takes input 'y' whole over "
         'tp (2 ranks) and splits it itself\n  plan entry: inputs["y"] = (None, "tp")\n'
         "  fix: pass sizes that are multiples of 2, or leave tp off",

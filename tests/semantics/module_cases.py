@@ -28,7 +28,7 @@ PLANS = {
 
 
 class Beside(nn.Module):
-    """A module between a parameter that is added to each row of its inputs with gradients, and a sum of what it returns.
+    """A module between parameters, added to each row of its inputs with gradients, and a sum of what it returns.
 
     Args:
         inner: the module.
