@@ -61,8 +61,8 @@ REFUSALS = (
         "an input with requires_grad=True",
     ),
     (
-        "`pack_padded_sequence`",
-        "packs a sequence, whose sizes depend on the values of lengths",
+        r"`pack_padded_sequence`|data-dependent expression[\s\S]*rnn\.py\S+ line \d+, in check_hidden_size",
+        "packs a sequence, or runs a layer on a packed one, whose sizes depend on the values of lengths",
         "run the layer on the padded tensor, and take of each row what its length says",
     ),
     (

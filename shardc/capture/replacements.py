@@ -31,6 +31,7 @@ from torch._dynamo.variables.misc import GetAttrVariable
 from torch.fx.traceback import annotate
 from torch.nn import _reduction as _Reduction
 from torch.nn.modules import transformer
+from torch.nn.modules.adaptive import _ASMoutput
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardc._compat import PyTree
@@ -142,6 +143,8 @@ def other_layers(root: nn.Module) -> Iterator[None]:
       number.
     - `nn.SyncBatchNorm` would call collectives: a program computes on the global batch, so it becomes a batch norm.
     - A recurrent layer has a second list of its parameters: it is rebuilt from the traced ones.
+    - An `nn.AdaptiveLogSoftmaxWithLoss` picks the rows of each cluster by their targets. Here it computes all clusters
+      for all rows.
     - The composable ``checkpoint(module)`` becomes a call of `torch.utils.checkpoint.checkpoint`.
     - Models of ``transformers`` record hidden states and attentions by hooks, which the first call that asks for some
       installs, under a lock that cannot be traced. A hook does nothing in a call that asks for none. Speech models mark
@@ -165,7 +168,7 @@ def other_layers(root: nn.Module) -> Iterator[None]:
                 module._init_flat_weights()
             elif replaced := checkpoints.composed(module):
                 vars(module).update(replaced)
-            elif isinstance(module, _BatchNorm) and "forward" not in attributes and (forward := _other_forward(module)):
+            elif "forward" not in attributes and (forward := _other_forward(module)):
                 vars(module)["forward"] = MethodType(forward, module)
             else:
                 continue
@@ -177,11 +180,23 @@ def other_layers(root: nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
 
 
-def _other_forward(module: _BatchNorm) -> Callable[..., Tensor] | None:
-    """Return the forward that replaces the one of a batch norm; None if its own can be traced."""
+def _other_forward(module: nn.Module) -> Callable[..., PyTree] | None:
+    """Return the forward that replaces that of ``module``; None if its own can be traced."""
+    if type(module).forward is nn.AdaptiveLogSoftmaxWithLoss.forward:
+        return _adaptive_log_softmax
+    if not isinstance(module, _BatchNorm):
+        return None
     if module.training and module.track_running_stats and module.momentum is None and module.running_mean is not None:
         return _cumulative
     return _BatchNorm.forward if isinstance(module, nn.SyncBatchNorm) else None
+
+
+def _adaptive_log_softmax(self: nn.AdaptiveLogSoftmaxWithLoss, input_: Tensor, target_: Tensor) -> PyTree:
+    """Computes an adaptive softmax by the log-probabilities of all classes."""
+    if target_.dim() > 1 or input_.shape[:-1] != target_.shape:
+        return nn.AdaptiveLogSoftmaxWithLoss.forward(self, input_, target_)  # which raises
+    output = self.log_prob(torch.atleast_2d(input_)).gather(1, target_.view(-1, 1)).view(target_.shape)
+    return _ASMoutput(output, -output.mean())
 
 
 def _cumulative(self: _BatchNorm, input: Tensor) -> Tensor:
@@ -408,6 +423,21 @@ def get_cached(self: Any, instance: object, owner: type | None = None) -> object
     return instance.__dict__[self.attrname]
 
 
+def instance_norm(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    use_input_stats: bool, momentum: float, eps: float, cudnn_enabled: bool,
+) -> Tensor:  # fmt: skip
+    """Computes `torch.instance_norm` with the weight as it is; torch repeats it for each sample."""
+    if not use_input_stats:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            x = input.flatten(2).to(running_mean.dtype)
+            running_mean.mul_(1 - momentum).add_(x.mean(2).mean(0), alpha=momentum)
+            running_var.mul_(1 - momentum).add_(x.var(2).mean(0), alpha=momentum)
+    return F.group_norm(input, input.shape[1], weight, bias, eps)
+
+
 def is_causal_hint(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
     """Return the hint that a caller of `nn.Transformer` gives about ``mask``; torch compares the mask if there is none.
 
@@ -425,6 +455,7 @@ _OTHER_FORMS: tuple[tuple[object, str, object], ...] = (
     (torch._C, "_infer_size", torch.broadcast_shapes),  # takes symbolic shapes
     (F, "gaussian_nll_loss", gaussian_nll_loss),
     (F, "multilabel_margin_loss", multilabel_margin_loss),
+    (torch, "instance_norm", instance_norm),
     (transformer, "_detect_is_causal_mask", is_causal_hint),
     *decompositions.OTHER_FORMS,
     *raises.OTHER_FORMS,

@@ -64,6 +64,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "BatchNorm2d, no statistics": (lambda: nn.BatchNorm2d(4, track_running_stats=False), lambda: floats(4, 3, 3)),
     "GroupNorm": (lambda: nn.GroupNorm(2, 4), lambda: floats(4, 3, 3)),
     "InstanceNorm2d": (lambda: nn.InstanceNorm2d(4, affine=True), lambda: floats(4, 3, 3)),
+    "InstanceNorm1d, statistics": (
+        lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+        lambda: floats(4, 3),
+    ),
     "LayerNorm": (lambda: nn.LayerNorm([3, 6]), lambda: floats(3, 6)),
     "RMSNorm": (lambda: nn.RMSNorm(6), lambda: floats(3, 6)),
     "LocalResponseNorm": (lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.LocalResponseNorm(2)), lambda: floats(4, 3, 3)),
@@ -76,6 +80,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), 2, enable_nested_tensor=False),
         lambda: floats(5, 8),
     ),
+    "TransformerEncoder, with a mask": (lambda: Masked(), lambda: floats(5, 8)),
+    "AdaptiveLogSoftmaxWithLoss": (lambda: Adaptive(), lambda: floats(6)),
     "GRUCell": (lambda: First(nn.GRUCell(6, 4)), lambda: floats(6)),
     "LSTMCell": (lambda: First(nn.LSTMCell(6, 4)), lambda: floats(6)),
     "PReLU": (lambda: nn.PReLU(4), lambda: floats(4, 3)),
@@ -165,6 +171,27 @@ class Bilinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x, x + 1)
+
+
+class Masked(nn.Module):
+    """An encoder that compares its mask with a causal one, for a hint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype))
+
+
+class Adaptive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.AdaptiveLogSoftmaxWithLoss(6, 20, [4, 10])
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, loss = self.inner(x, torch.tensor([3, 19, 0, 7]))
+        return output * loss
 
 
 def close(ours: Tensor, theirs: Tensor, what: str) -> None:

@@ -85,8 +85,13 @@ class Packs(nn.Module):
 
 def test_packed_sequences_are_refused() -> None:
     module = shardc.compile(Packs(), shardc.Mesh(dp=2), shardc.fsdp("dp"), backend="eager")
+    x, lengths = torch.randn(4, 3, 6), torch.tensor([3, 3, 2, 1])
     with pytest.raises(CaptureError) as caught:
-        module.lower(torch.randn(4, 3, 6), torch.tensor([3, 3, 2, 1]))
+        module.lower(x, lengths)
+    assert "fix: run the layer on the padded tensor" in str(caught.value)
+    module = shardc.compile(nn.GRU(6, 4), shardc.Mesh(dp=2), shardc.fsdp("dp"), backend="eager")
+    with pytest.raises(CaptureError) as caught:
+        module.lower(pack_padded_sequence(x, lengths, batch_first=True))
     assert "fix: run the layer on the padded tensor" in str(caught.value)
 
 

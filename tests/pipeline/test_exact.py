@@ -9,6 +9,7 @@ import shardc
 from examples.models import gpt2, llama
 from tests.microbatches.programs import contrastive
 from tests.microbatches.test_exact import agrees
+from tests.models.alike import trains_alike
 from tests.pipeline.programs import CASES, balanced, blocks, decoder, tied
 
 PP2, PP4, DP_PP = shardc.Mesh(pp=2), shardc.Mesh(pp=4), shardc.Mesh(dp=2, pp=2)
@@ -31,6 +32,18 @@ def pp(schedule: str = "1f1b", microbatches: int = 4, **more: object) -> shardc.
 @pytest.mark.parametrize("name", CASES)
 def test_models(name: str, stages: int) -> None:
     agrees(CASES[name](), shardc.Mesh(pp=stages), pp(), within=WITHIN.get(name, 1e-9))
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+def test_instance_norms(statistics: bool) -> None:
+    first, second = (torch.nn.InstanceNorm1d(5, affine=True, track_running_stats=statistics) for _ in range(2))
+    trains_alike(
+        torch.nn.Sequential(first, torch.nn.GELU(), second),
+        (torch.randn(4, 5, 8),),
+        {"pp": 2},
+        pp(microbatches=2),
+        steps=1,
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

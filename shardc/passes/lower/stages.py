@@ -101,7 +101,8 @@ class Stages:
             f"the model cannot be cut into stages: %{record.name} of module {record.origin.module!r} {why}",
             plan_entry=str(self.stages.entry),
             source=record.origin.source or None,
-            fix="leave pp out, or let the loss not depend on values of the whole batch",
+            fix="use modules that treat each sample by itself (GroupNorm or LayerNorm for BatchNorm), and a loss that "
+            "does not depend on values of the whole batch; or leave pp out",
         )
 
     def _bodies(
