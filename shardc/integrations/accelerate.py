@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,13 @@ class Accelerator(accelerate.Accelerator):
         )
         self._dataloaders.append(prepared)
         return prepared
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Like ``Accelerator.no_sync``; gradients of pipeline stages, which cannot be held back, are reduced."""
+        staged = isinstance(model, ShardedModule) and model.shardc.spec.stages
+        with nullcontext() if staged else super().no_sync(model):
+            yield
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2) -> Any:
         """Clips the gradients by their global norm, with one all-reduce, and returns the norm."""
