@@ -6,7 +6,8 @@ loses writes to it. A `GatheredView` reads the current values and writes through
 A shard may consist of several boxes of the global tensor. DTensor's checkpoint hooks describe one: an offset and the
 local shape. For a layout such as ``(3 32@tp)``, with three boxes, this is wrong (torch 2.13 refuses to save:
 "overlapping chunks"). Torch makes the DTensors of optimizer state itself, so `install_checkpointing` replaces the three
-hooks on DTensor. DTensors of one box are saved as before.
+hooks on DTensor, and what ``StateDictOptions(broadcast_from_rank0=True)`` cuts whole tensors with, which would take
+other rows. DTensors of one box are saved as before.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._collective_utils import mesh_broadcast
@@ -39,12 +41,36 @@ Box: TypeAlias = "tuple[tuple[slice, ...], ChunkStorageMetadata]"
 
 _HOOKS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
 _original = {name: getattr(DTensor, name) for name in _HOOKS}
+_distribute_boxes = _state_dict_utils._distribute_tensors
 
 
 def install_checkpointing() -> None:
     """Replaces DTensor's checkpoint hooks; a second call changes nothing."""
     for name, hook in zip(_HOOKS, (_write_items, _chunk_list, _tensor_shard), strict=True):
         setattr(DTensor, name, hook)
+    _state_dict_utils._distribute_tensors = _distribute_tensors
+
+
+def _distribute_tensors(local_state_dict: dict[str, object], keys: list[str], *args: object, **options: object) -> None:
+    """Implements torch's function of this name: sets (DTensor, whole tensor) to the DTensor with its shard's values."""
+    for key in keys:
+        pair = local_state_dict.get(key)
+        if not isinstance(pair, tuple) or not isinstance(pair[0], DTensor) or not _is_strided(pair[0]):
+            continue
+        target, part = pair
+        for dim, index in enumerate(box_indices(target)):
+            part = part.index_select(dim, index.to(part.device))
+        if target.is_meta:
+            target = DTensor(part, target._spec, requires_grad=False)
+        else:
+            target.to_local().copy_(part)
+        local_state_dict[key] = target
+    _distribute_boxes(local_state_dict, keys, *args, **options)  # type: ignore[arg-type]
+
+
+def _is_strided(tensor: DTensor) -> bool:
+    """Whether a shard may consist of several boxes of the global tensor."""
+    return any(isinstance(placement, _StridedShard) for placement in tensor.placements)
 
 
 def _write_items(self: DTensor, fqn: str, value: object) -> list[WriteItem]:
@@ -87,7 +113,7 @@ def _boxes(tensor: DTensor) -> list[Box]:
     """
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    if not any(isinstance(placement, _StridedShard) for placement in tensor.placements):
+    if not _is_strided(tensor):
         whole = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())
         return [((), whole)]
     runs = [list(_runs(index)) for index in box_indices(tensor)]

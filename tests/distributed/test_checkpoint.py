@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
@@ -110,5 +111,32 @@ def unsharded_checkpoint_resumes() -> None:
         assert_same(module, source)
 
 
+def whole_state_of_the_first_rank_resumes() -> None:
+    """What one rank has, read by all; set_state_dict of both at once hangs in torch, whatever the module."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    source = trained()
+    source.scale.requires_grad_(False)
+    theirs = adamw(source)
+    train(source, theirs, 0)
+    values = deepcopy(get_state_dict(source, theirs, options=StateDictOptions(full_state_dict=True)))
+    weights, saved = values if dist.get_rank() == 0 else ({}, {})
+    losses = train(source, theirs, STEPS)
+    for plan in ("fsdp", "tp"):
+        other = trained(7)
+        other.scale.requires_grad_(False)
+        module = sharded(other, plan)
+        ours = adamw(module)
+        set_model_state_dict(module, deepcopy(weights), options=options)
+        set_optimizer_state_dict(module, ours, deepcopy(saved), options=options)
+        for mine, right in zip(train(module, ours, STEPS), losses, strict=True):
+            close(mine, right, f"loss under {plan}")
+        assert_same(module, source)
+
+
 def test_two_ranks() -> None:
-    run_ranks(2, saved_on_one_mesh_resumes_on_others, unsharded_checkpoint_resumes)
+    run_ranks(
+        2,
+        saved_on_one_mesh_resumes_on_others,
+        unsharded_checkpoint_resumes,
+        whole_state_of_the_first_rank_resumes,
+    )
