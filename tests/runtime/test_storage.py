@@ -61,7 +61,7 @@ class Holder(nn.Module):
         self.wholes = [make(shape, dtype=torch.float64) for shape, _ in cases]
         for at, (whole, storage) in enumerate(zip(self.wholes, self.storages, strict=True)):
             padded = shard_tensor(whole, storage, self.groups.rank)
-            mesh_of = self.groups._device_mesh
+            mesh_of = self.groups.device_mesh
             self.register_parameter(f"p{at}", to_parameter(padded, storage, whole.shape, mesh_of, self.groups.rank))
 
     def set_grads(self, grads: list[torch.Tensor]) -> None:
@@ -145,7 +145,7 @@ def check_buffers(mesh: Mesh) -> None:
     storage, shape, rank = Layout.parse("[10@tp,3]", mesh), (9, 3), dist.get_rank()
     whole, groups = torch.randn(shape), Groups.of(device_mesh(mesh))
     padded = shard_tensor(whole, storage, rank)
-    param = to_parameter(padded, storage, shape, groups._device_mesh, rank)
+    param = to_parameter(padded, storage, shape, groups.device_mesh, rank)
     # The same memory, through steps in place.
     with torch.no_grad():
         param.add_(1)
@@ -157,7 +157,7 @@ def check_buffers(mesh: Mesh) -> None:
     with pytest.raises(LayoutError, match="is a Parameter, not a DTensor"):
         padded_local(nn.Parameter(whole), storage)
     # From meta to values, the same object, tied names included.
-    meta = to_parameter(torch.empty(storage.local_shape, device="meta"), storage, shape, groups._device_mesh, rank)
+    meta = to_parameter(torch.empty(storage.local_shape, device="meta"), storage, shape, groups.device_mesh, rank)
     refill(meta, padded, storage, rank)
     assert padded_local(meta, storage).data_ptr() == padded.data_ptr() and meta.requires_grad
     assert torch.equal(meta.full_tensor().detach(), whole + 1)
@@ -169,12 +169,12 @@ def check_uneven_over_two_axes(mesh: Mesh) -> None:
     padded = shard_tensor(torch.arange(10.0), storage, groups.rank)
     even_there = groups.rank in (0, 2)
     if even_there:
-        to_parameter(padded, storage, (10,), groups._device_mesh, groups.rank)
+        to_parameter(padded, storage, (10,), groups.device_mesh, groups.rank)
         return
     with pytest.raises(
         LayoutError, match=r"split the dim that does not divide over one axis only, not over \['dp', 'tp'\]"
     ):
-        to_parameter(padded, storage, (10,), groups._device_mesh, groups.rank)
+        to_parameter(padded, storage, (10,), groups.device_mesh, groups.rank)
 
 
 @pytest.mark.slow
