@@ -62,7 +62,7 @@ def check_shared() -> None:
 def check_views() -> None:
     """The view that parameters are on has all stages, and the parts of the other axes."""
     groups = Groups.of(device_mesh(Mesh(pp=2, dp=2)), stages="pp")
-    assert groups.view([Layout.parse("[4@dp]", groups.mesh)]) is Groups.of(groups.device_mesh)._device_mesh
+    assert groups.view([Layout.parse("[4@dp]", groups.mesh)]) is Groups.of(groups.device_mesh).device_mesh
     four = Groups.of(DeviceMesh("cpu", torch.arange(4)[None], mesh_dim_names=("pp", "dp")), stages="pp")
     view = four.view([Layout.parse("[4@dp:2x2]", four.mesh)])
     assert view.mesh_dim_names == ("pp", "dp_1x2", "dp_2x2") and tuple(view.shape) == (1, 2, 2)
