@@ -36,7 +36,14 @@ from shardc._compat import PyTree
 from shardc.capture.annotate import model_name
 from shardc.capture.capture_errors import line_of
 from shardc.capture.reachable_state import ReachableState
-from shardc.capture.side_effects import loaded_names, module_text, prints, reads_and_changes, replaced_buffers, restored
+from shardc.capture.side_effects import (
+    attributes_text,
+    loaded_names,
+    prints,
+    reads_and_changes,
+    replaced_buffers,
+    restored,
+)
 from shardc.errors import CaptureError, ShardcWarning
 from shardc.ir.code import calling_line, code_hash, is_of_library, is_versioned, versioned_path
 from shardc.ir.guards import GRAD_MODE, STATES, Read, Reads
@@ -223,7 +230,7 @@ class Run:
                 texts.append(f"the model changes {expression}")
             elif any(isinstance(x, Tensor) for x in pytree.tree_leaves(value)):
                 path = ".".join(re.findall(r"_modules\['([^']+)'\]", owner))
-                texts.append(f"{module_text(path)} changes its attributes")
+                texts.append(attributes_text(path, [name]))
         text = "in forward; the compiled program does not"
         return [ShardcWarning(f"{change} {text}") for change in dict.fromkeys(texts)]
 

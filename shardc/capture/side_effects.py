@@ -14,7 +14,8 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
@@ -404,7 +405,12 @@ def side_effects(
     model_changes = [change for change in sets if change.owner.startswith("model")]
     silent = {change.owner for change in model_changes} - {change.owner for change in model_changes if change.tensors}
     changed = [ref for ref in changed if ref.replace(MODEL, "model") not in silent]
-    texts += [_change_text(ref) for ref in changed if "_buffers" not in ref and "_parameters" not in ref]
+    names: dict[str, list[str]] = defaultdict(list)
+    for change in model_changes:
+        if change.tensors:
+            names[change.owner].append(change.name)
+    kept = [ref for ref in changed if "_buffers" not in ref and "_parameters" not in ref]
+    texts += [_change_text(ref, names[ref.replace(MODEL, "model")]) for ref in kept]
     text = "in forward; the compiled program does not"
     return [ShardcWarning(f"{change} {text}") for change in dict.fromkeys(texts) if change is not None]
 
@@ -484,8 +490,9 @@ def restored(model: nn.Module) -> Iterator[Before]:
             module._buffers.update(buffers)
 
 
-def _change_text(ref: str) -> str | None:
-    """Return a warning text for a changed object, ``ref`` in Dynamo's notation (``L['self']._modules['model'].count``).
+def _change_text(ref: str, names: Collection[str]) -> str | None:
+    """Return a warning text for a changed object, ``ref`` in Dynamo's notation (``L['self']._modules['model'].count``),
+    a module whose attributes ``names`` forward sets to tensors.
 
     None for globals of an installed library, which may keep a context there during a call.
     """
@@ -497,8 +504,17 @@ def _change_text(ref: str) -> str | None:
         return None if installed else f"the model changes globals of {module or scope}{name and f' ({name[1:]})'}"
     parts = re.split(r"\._(?:forward|backward)(?:_pre)?_hooks", ref)
     path = ".".join(re.findall(r"_modules\['([^']+)'\]", parts[0])[1:])
-    module = module_text(path)
-    return f"{module} changes its attributes" if len(parts) == 1 else f"a hook of {module} changes variables around it"
+    return (
+        attributes_text(path, names)
+        if len(parts) == 1
+        else f"a hook of {module_text(path)} changes variables around it"
+    )
+
+
+def attributes_text(path: str, names: Collection[str]) -> str:
+    """Return the warning text for the module ``path``, whose attributes ``names`` forward sets; they may be unknown."""
+    listed = ", ".join(map(repr, dict.fromkeys(names)))
+    return f"{module_text(path)} changes its attribute{'' if len(set(names)) == 1 else 's'}{listed and f' {listed}'}"
 
 
 def module_text(path: str) -> str:

@@ -198,7 +198,7 @@ class Cached(nn.Module):
         return x * self.table
 
 
-@pytest.mark.filterwarnings("ignore:.*changes its attributes")
+@pytest.mark.filterwarnings("ignore:.*changes its attribute")
 def test_a_cached_property() -> None:
     module = shardc.compile(Cached(), Mesh(dp=2), fsdp("dp"), backend="eager")
     assert torch.equal(shardc.Simulation(module)(torch.ones(4, 4)), torch.arange(4.0).expand(4, 4))

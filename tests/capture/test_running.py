@@ -377,7 +377,7 @@ def keeps_a_tensor(self: Any, x: Tensor) -> float:
 
 def test_a_kept_tensor_is_told() -> None:
     module = shardc.compile(Varied(keeps_a_tensor).double(), shardc.Mesh(dp=2), DP, backend="eager")
-    with pytest.warns(ShardcWarning, match="the model changes its attributes in forward"):
+    with pytest.warns(ShardcWarning, match="the model changes its attribute 'seen' in forward"):
         module.lower(*inputs_of(Forces))
     assert module.seen is None
 

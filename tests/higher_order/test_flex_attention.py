@@ -166,7 +166,7 @@ def test_batch_and_heads_are_free_and_what_functions_read_lies_with_them(kind: s
     mesh = shardc.Mesh(dp=2, tp=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error", shardc.ShardcWarning)
-        warnings.filterwarnings("ignore", message="the model changes its attributes")
+        warnings.filterwarnings("ignore", message="the model changes its attribute")
         program = lowered(kind, mesh, TP)
     text = program.text("collectives")
     forward = re.findall(r"%(\S+): .* = all_\w+\(", text.partition("backward:")[0])
