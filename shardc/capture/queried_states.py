@@ -7,6 +7,7 @@ Dynamo makes a state that code reads by a call a constant. The grad mode may als
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -79,7 +80,9 @@ def recorded_states() -> Iterator[set[Read]]:
 
     def of_python(before: CallFunction) -> CallFunction:
         def call_function(self: Any, tx: InstructionTranslatorBase, args: Args, kwargs: Kwargs) -> VariableTracker:
-            if (name := _NAMES.get(self.fn)) is not None:
+            # What Python's own code returns (`inspect.signature`) does not depend on the limit, which Inductor raises.
+            bounds_only = self.fn is sys.getrecursionlimit and is_versioned(tx.f_code)
+            if (name := _NAMES.get(self.fn)) is not None and not bounds_only:
                 note(name, args, kwargs)
             return before(self, tx, args, kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import inspect
 import os
 import random
 import sys
@@ -162,6 +163,20 @@ def test_each_value_has_its_program(what: str) -> None:
         seen.append(theirs.detach())
     assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[0], seen[1])
     assert len(module.shardc.programs) == 2
+
+
+def parameters_of_a_function() -> int:
+    """Asks for a signature, which reads the recursion limit, as `torch.nn.attention.flex_attention` does of masks."""
+    return len(inspect.signature(looked_up).parameters) + 1
+
+
+def test_a_limit_of_python_that_its_own_code_reads_makes_no_difference() -> None:
+    module, model = pair(parameters_of_a_function)
+    x = torch.ones(4, 4)
+    for limit in (sys.getrecursionlimit(), 3000):
+        with having(sys.getrecursionlimit, sys.setrecursionlimit, limit):
+            torch.testing.assert_close(shardc.Simulation(module)(x), model(x).detach())
+    assert len(module.shardc.programs) == 1
 
 
 @pytest.mark.parametrize("what", REFUSED)
