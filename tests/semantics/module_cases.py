@@ -91,15 +91,15 @@ def cases(at: int) -> Iterator[Case]:
             info, device="cpu", dtype=torch.float64, requires_grad=True, training=training
         )
         for number, sample in enumerate(samples):
-            made, called = sample.constructor_input, sample.forward_input
+            constructor, called = sample.constructor_input, sample.forward_input
             if called is None:
                 continue
             torch.manual_seed(number)
-            kwargs = {"device": "cpu", "dtype": torch.float64} | dict(made.kwargs)
+            kwargs = {"device": "cpu", "dtype": torch.float64} | dict(constructor.kwargs)
             try:
-                inner = info.module_cls(*made.args, **kwargs)
+                inner = info.module_cls(*constructor.args, **kwargs)
             except TypeError:  # modules without parameters take neither
-                inner = info.module_cls(*made.args, **made.kwargs)
+                inner = info.module_cls(*constructor.args, **constructor.kwargs)
             mode = "train" if training else "eval"
             model = Beside(inner.double().train(training), ((*called.args,), dict(called.kwargs)))
             yield Case(f"{NAMES[at]} {number} {mode}: {sample.desc}", model)
@@ -152,7 +152,7 @@ def is_random(case: Case) -> bool:
 
 def verdict(case: Case, plan: shardc.Plan, mesh: dict[str, int] = MESH) -> str:
     """``right``, ``whole`` (right, with what was warned of), ``refused`` with the error, or what is wrong."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             lazy = any(isinstance(p, UninitializedTensorMixin) for p in case.model.parameters())
@@ -171,5 +171,5 @@ def verdict(case: Case, plan: shardc.Plan, mesh: dict[str, int] = MESH) -> str:
             continue  # terms that cancel, as in the gradients of what is normalised
         if (difference := alike(named.get(name), theirs.get(name))) is not None:
             return f"WRONG: {name} is {difference}"
-    texts = [str(w.message) for w in said if issubclass(w.category, shardc.ShardcWarning)]
+    texts = [str(w.message) for w in caught if issubclass(w.category, shardc.ShardcWarning)]
     return f"whole: {texts[0]}" if texts else "right"
