@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import prod
+from time import perf_counter
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shardc._compat import PyTree, pytree
@@ -32,11 +35,30 @@ class TrainStep:
     ) -> None:
         self.norm: Tensor | None = None
         self._module, self._optimizer, self._max_norm, self._scheduler = module, optimizer, max_norm, scheduler
+        self._tokens, self._since = 0, -1.0  # tokens of the calls since then, in seconds; before the first call: -1
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Tensor:
         """Runs one training step and returns the detached loss."""
         with self._module.shardc.tells():
-            return self._step(*args, **kwargs)
+            loss = self._step(*args, **kwargs)
+        if self._since < 0:  # the first call compiles, and is not counted
+            self._since = perf_counter()
+        else:
+            self._tokens += _tokens(self._module.shardc.cache.shapes, args, kwargs)
+        return loss
+
+    def tokens_per_second(self) -> float:
+        """Returns the tokens per second of all ranks together, in the calls since this was last asked for.
+
+        The first call, which compiles, does not count. Tokens are the elements of a call's first tensor, if it holds
+        integers in two dims or more; without tokens or calls the rate is 0. An accelerator runs behind its host: read
+        the loss first (``loss.item()``).
+        """
+        now, tokens = perf_counter(), self._tokens
+        seconds = now - self._since
+        if tokens:
+            self._tokens, self._since = 0, now
+        return tokens / seconds if tokens else 0.0
 
     def _step(self, *args: PyTree, **kwargs: PyTree) -> Tensor:
         with torch.enable_grad():
@@ -140,6 +162,21 @@ def value_and_grad(
         return pytree.tree_map_only(Tensor, Tensor.detach, out), grads
 
     return call
+
+
+def _tokens(
+    shapes: Mapping[tuple[str, tuple[int, ...]], tuple[int, ...]], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> int:
+    """Returns the number of tokens of the global batch of a call; see `TrainStep.tokens_per_second`.
+
+    Args:
+        shapes: (name, local shape) of an input -> its global shape.
+    """
+    first = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)), None)
+    if first is None or first.ndim < 2 or first.is_floating_point() or first.dtype is torch.bool:
+        return 0
+    shape = tuple(first.shape)
+    return prod(shape if isinstance(first, DTensor) else next((x for (_, y), x in shapes.items() if y == shape), shape))
 
 
 def _sharded(module: nn.Module) -> ShardedModule:

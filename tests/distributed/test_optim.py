@@ -6,14 +6,16 @@ import tempfile
 from copy import deepcopy
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
@@ -207,6 +209,30 @@ def a_step_is_one_call() -> None:
         shardc.train_step(source, theirs)
 
 
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.embed(tokens).square().mean()
+
+
+def a_step_counts_its_tokens() -> None:
+    """Of the global batch, from the second call on, between two calls of `tokens_per_second`."""
+    module = shardc.compile(Scores(), DeviceMesh("cpu", range(2), mesh_dim_names=("dp",)), shardc.fsdp("dp"))
+    train_step = shardc.train_step(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    assert train_step.tokens_per_second() == 0
+    with patch("shardc.train.perf_counter", side_effect=[1.0, 3.0, 4.0, 7.0]):
+        train_step(module.shard_inputs(torch.arange(16).view(2, 8)))
+        for _ in range(2):
+            train_step(module.shard_inputs(torch.arange(16).view(4, 4)))
+        assert train_step.tokens_per_second() == 32 / (3.0 - 1.0)
+        assert train_step.tokens_per_second() == 0
+        train_step(module.shard_inputs(torch.arange(16).view(2, 8)))
+        assert train_step.tokens_per_second() == 16 / (7.0 - 3.0)
+
+
 def what_cannot_be_is_refused() -> None:
     module = sharded(model(), "fsdp")
     with pytest.raises(InputError, match="LBFGS takes all parameters for one vector"):
@@ -221,5 +247,5 @@ def what_cannot_be_is_refused() -> None:
 def test_two_ranks() -> None:
     checks = [partial(updates_are_the_plain_ones, "fsdp", kind) for kind in OPTIMIZERS]
     more = [partial(updates_are_the_plain_ones, "tp", "adamw"), steps_survive_changes, what_cannot_be_is_refused]
-    more += [low_precision_gradients_update_as_they_do, a_step_is_one_call]
+    more += [low_precision_gradients_update_as_they_do, a_step_is_one_call, a_step_counts_its_tokens]
     run_ranks(2, *checks, *more, checkpoints_are_the_plain_ones)
