@@ -211,6 +211,8 @@ FORMS: dict[str, Form] = {
     "checkpoint": Form(_FSDP, checkpoint=True),
     "checkpoint, tp+sp": Form(llama.llama_tp("tp", sequence=True), ("tp",), checkpoint=True),
     "no_sync": Form(_FSDP, check=accumulates),
+    "microbatches": Form(_FSDP | shardc.microbatches(2)),
+    "microbatches, gathered once": Form(shardc.fsdp("dp", gather="step") | shardc.microbatches(2)),
     "dynamic": Form(_FSDP, check=resizes),
     "saved": Form(_FSDP, check=loads),
     "transformers": Form(_FSDP, check=library),
