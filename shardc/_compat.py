@@ -115,9 +115,10 @@ def take_timeout_of_world(group: dist.ProcessGroup) -> None:
 
 
 def forget_specs_of_dtensors() -> None:
-    """Clears what DTensor remembers of ops: their results' meshes, which may have groups of a world that has ended.
+    """Clears DTensor's caches of how layouts propagate through ops: they have meshes of a world that may have ended.
 
-    A mesh of a new world equals that of the old one, and names of groups, which are numbers, are of others then.
+    Such a mesh equals that of a new world, so a cached result would be used. Its groups' names are numbers, which in
+    the new world belong to other groups.
     """
     debug._clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()

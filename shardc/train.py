@@ -35,7 +35,8 @@ class TrainStep:
     ) -> None:
         self.norm: Tensor | None = None
         self._module, self._optimizer, self._max_norm, self._scheduler = module, optimizer, max_norm, scheduler
-        self._tokens, self._since = 0, -1.0  # tokens of the calls since then, in seconds; before the first call: -1
+        # Tokens of the calls since a time of `perf_counter`, which is -1 before the first call.
+        self._tokens, self._since = 0, -1.0
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Tensor:
         """Runs one training step and returns the detached loss."""

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -427,7 +428,10 @@ def instance_norm(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     use_input_stats: bool, momentum: float, eps: float, cudnn_enabled: bool,
 ) -> Tensor:  # fmt: skip
-    """Computes `torch.instance_norm` with the weight as it is; torch repeats it for each sample."""
+    """Computes `torch.instance_norm` with the weight as it is; torch repeats it for each sample.
+
+    The result has the dtype of ``input`` under autocast too, which is why this calls no `torch.group_norm`.
+    """
     if not use_input_stats:
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     if running_mean is not None and running_var is not None:
@@ -435,7 +439,9 @@ def instance_norm(
             x = input.flatten(2).to(running_mean.dtype)
             running_mean.mul_(1 - momentum).add_(x.mean(2).mean(0), alpha=momentum)
             running_var.mul_(1 - momentum).add_(x.var(2).mean(0), alpha=momentum)
-    return F.group_norm(input, input.shape[1], weight, bias, eps)
+    weight, bias = (None if x is None else x.to(input.dtype) for x in (weight, bias))
+    samples, channels, size = *input.shape[:2], math.prod(input.shape[2:])
+    return torch.native_group_norm(input.contiguous(), weight, bias, samples, channels, size, channels, eps)[0]
 
 
 def is_causal_hint(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:

@@ -14,7 +14,6 @@ import inspect
 import re
 import sys
 import textwrap
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -405,12 +404,10 @@ def side_effects(
     model_changes = [change for change in sets if change.owner.startswith("model")]
     silent = {change.owner for change in model_changes} - {change.owner for change in model_changes if change.tensors}
     changed = [ref for ref in changed if ref.replace(MODEL, "model") not in silent]
-    names: dict[str, list[str]] = defaultdict(list)
-    for change in model_changes:
-        if change.tensors:
-            names[change.owner].append(change.name)
-    kept = [ref for ref in changed if "_buffers" not in ref and "_parameters" not in ref]
-    texts += [_change_text(ref, names[ref.replace(MODEL, "model")]) for ref in kept]
+    for ref in changed:
+        if "_buffers" not in ref and "_parameters" not in ref:
+            owner = ref.replace(MODEL, "model")
+            texts.append(_change_text(ref, [x.name for x in model_changes if x.owner == owner and x.tensors]))
     text = "in forward; the compiled program does not"
     return [ShardcWarning(f"{change} {text}") for change in dict.fromkeys(texts) if change is not None]
 
@@ -491,10 +488,12 @@ def restored(model: nn.Module) -> Iterator[Before]:
 
 
 def _change_text(ref: str, names: Collection[str]) -> str | None:
-    """Return a warning text for a changed object, ``ref`` in Dynamo's notation (``L['self']._modules['model'].count``),
-    a module whose attributes ``names`` forward sets to tensors.
+    """Return a warning text for a changed object; None for globals of an installed library, which may keep a context
+    there during a call.
 
-    None for globals of an installed library, which may keep a context there during a call.
+    Args:
+        ref: the object in Dynamo's notation (``L['self']._modules['model'].count``).
+        names: if it is a module, its attributes that forward sets to tensors.
     """
     if ref.startswith("G["):
         scope, _, name = ref.removeprefix("G['").partition("']")

@@ -321,7 +321,7 @@ def _world() -> dist.ProcessGroup:
 
 
 def _is_shared(device_mesh: DeviceMesh) -> bool:
-    """Whether the world's group, if steps used it, could be in use by another thread too: on CPU ranks it could.
+    """Whether another thread may use the world's group beside steps: on CPU ranks it may.
 
     Gloo matches collectives of a group by their order on each rank. ``torch.distributed.checkpoint.async_save`` calls
     them in a thread, in the world's group by default. Among those of steps their order differs from rank to rank, and

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardc
-from shardc.capture.replacements import other_forms
+from shardc.capture.replacements import instance_norm, other_forms
 from shardc.errors import CaptureError
 
 
@@ -150,3 +151,24 @@ def test_counts_without_a_bound_are_refused(count: Callable[[Tensor, Tensor], Te
     module = shardc.compile(Counts(count).double(), shardc.Mesh(dp=2), shardc.fsdp("dp"), backend="eager")
     with pytest.raises(CaptureError, match=match):
         module.lower(draw(12, 4), ids(12))
+
+
+@pytest.fixture
+def autocast_of_cuda() -> Iterator[None]:
+    """Autocast for CUDA, which `torch.autocast` leaves off on a machine without it."""
+    dtype = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    yield
+    torch.set_autocast_enabled("cuda", False)
+    torch.set_autocast_dtype("cuda", dtype)
+
+
+@pytest.mark.usefixtures("autocast_of_cuda")
+def test_an_instance_norm_keeps_its_dtype_under_autocast() -> None:
+    """A group norm would be computed, and returned, in float32."""
+    with FakeTensorMode():
+        x, weight = torch.empty(2, 4, 5, device="cuda", dtype=torch.bfloat16), torch.empty(4, device="cuda")
+        out = instance_norm(x, weight, weight, None, None, True, 0.1, 1e-5, True)
+        assert out.dtype == torch.instance_norm(x, weight, weight, None, None, True, 0.1, 1e-5, True).dtype
+        assert torch.group_norm(x, 4, weight, weight).dtype != out.dtype

@@ -65,9 +65,9 @@ def check(entries: range, every: int, count: int | None = None) -> None:
         torch._dynamo.reset()
         for case in islice(with_tiled(islice(cases(at), 0, None, every)), count):
             for plan in PLANS:
-                said = verdict(case, PLANS[plan])
-                if said.startswith("WRONG") or (said.startswith("refused") and not expected(case, plan, said)):
-                    wrong.append(f"{case.name} under {plan}: {said}")
+                text = verdict(case, PLANS[plan])
+                if text.startswith("WRONG") or (text.startswith("refused") and not expected(case, plan, text)):
+                    wrong.append(f"{case.name} under {plan}: {text}")
     assert not wrong, "\n".join(wrong)
 
 
