@@ -35,14 +35,12 @@ import torch.multiprocessing as mp
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import shardc  # noqa: E402
-from benchmarks import meters  # noqa: E402
+from benchmarks import documents, meters  # noqa: E402
 from benchmarks.peers.context_parallel import gathered, torchs  # noqa: E402
-from examples.models import llama  # noqa: E402
 from examples.models.llama import Llama, LlamaConfig, loss  # noqa: E402
 from shardc.ir.comm_volume import tally  # noqa: E402
 
@@ -77,35 +75,10 @@ def whole(options: argparse.Namespace, length: int, mesh: DeviceMesh) -> tuple[n
     return module, lambda tokens, targets: loss(compiled(tokens), targets)
 
 
-class Documents(nn.Module):
-    """The weights of `llama.Attention`; queries see the keys of their document up to themselves."""
-
-    def __init__(self, given: llama.Attention, document: Tensor) -> None:
-        super().__init__()
-        self.wq, self.wk, self.wv, self.wo, self.head_size = given.wq, given.wk, given.wv, given.wo, given.head_size
-        self.register_buffer("document", document)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        q, k = llama.rotate(q, cos, sin), llama.rotate(k, cos, sin)
-        document, length = self.document, len(self.document)
-        mask = create_block_mask(
-            lambda b, h, i, j: (document[i] == document[j]) & (i >= j), None, None, length, length, device=x.device
-        )
-        return self.wo(flex_attention(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2).flatten(-2))
-
-
-def documents(length: int) -> Tensor:
-    """Of each place, its document."""
-    sizes = torch.randint(64, 1025, (length // 64,), generator=torch.Generator().manual_seed(0))
-    return torch.arange(len(sizes)).repeat_interleave(sizes)[:length]
-
-
 def packed(options: argparse.Namespace, length: int, mesh: DeviceMesh, method: str) -> tuple[nn.Module, Step]:
-    plain = model(options)
-    for layer in plain.layers:
-        layer.attn = Documents(layer.attn, documents(length))
-    module = shardc.compile(plain, mesh, shardc.cp("cp", method=method), loss=loss)
+    module = shardc.compile(
+        documents.packed(model(options), documents.documents(length)), mesh, shardc.cp("cp", method=method), loss=loss
+    )
     return module, lambda *batch: module(*module.shard_inputs(*batch))
 
 
@@ -115,7 +88,7 @@ def rows() -> dict[str, Callable[..., tuple[nn.Module, Step]]]:
     }
     out |= {f"flex/{method}": partial(packed, method=method) for method in METHODS}
     out["flex/peer/gathered"] = lambda options, length, mesh: gathered(
-        model(options), length, mesh, document=documents(length)
+        model(options), length, mesh, document=documents.documents(length)
     )
     out["peer/gathered"] = lambda options, length, mesh: gathered(model(options), length, mesh)
     out["torch/context_parallel"] = lambda options, length, mesh: torchs(model(options), length, mesh)

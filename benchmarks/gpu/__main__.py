@@ -1,7 +1,7 @@
 """All that is to be seen on a GPU, in one table: plans beside one device, graphs, profiles, a step beside its peers.
 
     make gpu                                        (the Python that is called python3, nothing is installed)
-    python -m benchmarks.gpu --device cuda --out out/gpu --minutes 8
+    python -m benchmarks.gpu --device cuda --out out/gpu --minutes 9.5
     python -m benchmarks.gpu --device cpu --short    (the same scripts at their smallest, on gloo)
 
 Sections run one after another, the jobs of one side by side. A job that fails, or that is stopped when its section's
@@ -30,15 +30,16 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.gpu.correct import FORMS, VARIANTS
-from benchmarks.gpu.rows import Row, append, one_line, read, table
+from benchmarks.gpu.rows import Row, Skipped, append, one_line, read, table
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT = {1: ("fsdp3", "offload"), 2: ("fsdp3", "tp+sp", "offload", "no_sync", "saved")}
+SHORT = {1: ("fsdp3", "offload"), 2: ("fsdp3", "tp+sp", "offload", "no_sync", "saved", "flex, ring", "float8")}
 SHARDED = "fsdp2/blocks/reshard/bf16,shardc/fsdp3/bf16"
-STEPS = (("8b4", f"{SHARDED},ddp/compiled,shardc/ddp"), ("1b", SHARDED))
+KERNELS = "fsdp2/flex/bf16,shardc/flex/bf16,fsdp2/float8/bf16,shardc/float8/bf16"
+STEPS = (("8b4", f"{SHARDED},ddp/compiled,shardc/ddp"), ("1b", f"{SHARDED},{KERNELS}"))
 # Each form is tried in each variant, in half of them on one rank and in half on two.
 HALVES = {1: ("inductor/f32", "eager/bf16"), 2: ("eager/f32", "inductor/bf16")}
-SHORT_STEPS = (("micro", "ddp/eager,shardc/ddp"),)
+SHORT_STEPS = (("micro", "ddp/eager,shardc/ddp,fsdp2/flex/bf16"),)
 TAIL = 400  # letters of a job's last words in its row
 
 
@@ -80,10 +81,10 @@ def sections(device: str, short: bool, out: Path) -> list[Section]:
     graphs = ("-m", "benchmarks.gpu.graphs", *rows, *fewer)
     offload = ("-m", "pytest", "tests/gpu/test_offload.py", "-q", "-p", "no:cacheprovider")
     return [
-        Section("correct", (offload, *correct(2), *correct(1)), 190, many),
+        Section("correct", (offload, *correct(2), *correct(1)), 230, many),
         Section("CUDA graph", (graphs,), 50),
         Section("profile", looks, 55),
-        Section("step", steps, 175),
+        Section("step", steps, 225),
     ]
 
 
@@ -179,7 +180,10 @@ def stepped(path: Path) -> list[Row]:
     for each in json.loads(path.read_text())["rows"]:
         case = f"{each['size']}, {each['name']}"
         if each["error"]:
-            found.append(Row("step", case, "failed", 0.0, one_line(each["error"])))
+            kind, _, why = each["error"].partition(": ")
+            skipped = kind == Skipped.__name__
+            result, note = ("skipped", why) if skipped else ("failed", each["error"])
+            found.append(Row("step", case, result, 0.0, one_line(note)))
             continue
         middle = [sorted(each[name])[len(each[name]) // 2] * 1e3 for name in ("seconds", "issued")]
         note = (
@@ -214,7 +218,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--out", default=os.environ.get("OUT") or "out/gpu")
-    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--minutes", type=float, default=9.5)
     parser.add_argument("--short", action="store_true", help="fewer cases, the smallest sizes, no Inductor")
     parser.add_argument("--sections", help="names joined by commas; by default all")
     given = parser.parse_args()

@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.correct --device cuda --ranks 2 --forms ddp,fsdp3 --rows out/gpu/rows.jsonl
 
 A case is a form under one backend and dtype. It trains a small decoder for some steps beside the plain model and
-compares losses and gradients. ``bf16`` computes in it by `shardc.precision`, beside the plain model in float32.
+compares losses and gradients. ``bf16`` computes in it by `shardc.precision`, beside the plain model in float32. Forms
+of float8 are compared with a plain model that quantises the same operands, without updates.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardc
+from benchmarks.gpu.kernels import LENGTH, eager_flex, in_float8, with_documents
 from benchmarks.gpu.ranks import World, mesh_of, start
 from benchmarks.gpu.rows import Skipped, tried
 from examples.models import llama
@@ -32,6 +34,8 @@ from shardc.capture import capture
 VARIANTS = ("eager/f32", "inductor/f32", "eager/bf16", "inductor/bf16")
 # Of losses, and of all gradients together: the norm of the difference over the norm.
 CLOSE = {"f32": 1e-4, "bf16": 5e-2}
+# Two sums that differ by rounding may be rounded to neighbours in float8. Another scaling differs by 0.17 in float32.
+CLOSE_FLOAT8 = {"f32": 3e-2, "bf16": 2e-1}
 STEPS, RATE = 2, 1e-3
 Compile = Callable[..., Any]
 
@@ -45,6 +49,7 @@ class Form:
         options: of `shardc.Options`.
         checkpoint: blocks are computed again in backward.
         check: takes the form, a mesh, the device, the backend and the dtype; gives the largest difference.
+        close: the largest difference that is allowed, by dtype.
     """
 
     plan: shardc.Plan
@@ -52,6 +57,7 @@ class Form:
     options: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: bool = False
     check: Callable[..., float] = lambda *args: trains(*args)
+    close: Mapping[str, float] = field(default_factory=lambda: CLOSE)
 
     def source(self, device: torch.device) -> nn.Module:
         """The plain model."""
@@ -90,14 +96,17 @@ def loss_apart(ours: Tensor, theirs: Tensor) -> float:
     return abs(ours.item() - theirs.item()) / abs(theirs.item())
 
 
-def trains(form: Form, mesh: DeviceMesh, device: torch.device, backend: str, dtype: str) -> float:
+def trains(
+    form: Form, mesh: DeviceMesh, device: torch.device, backend: str, dtype: str, model: nn.Module | None = None,
+    **sizes: int,
+) -> float:  # fmt: skip
     """Steps of AdamW on the shards, and what evaluation gives behind them."""
-    source = form.source(device)
+    source = form.source(device) if model is None else model
     module = form.compiled(source, mesh, backend, dtype)
     ours = shardc.optim.wrap(torch.optim.AdamW, module, lr=RATE)
     theirs = torch.optim.AdamW(source.parameters(), lr=RATE)
     apart = []
-    for x, y in batches(device):
+    for x, y in batches(device, **sizes):
         mine, other = module(*module.shard_inputs(x, y)), llama.loss(source(x), y)
         mine.backward()
         other.backward()
@@ -168,6 +177,30 @@ def loads(form: Form, mesh: DeviceMesh, device: torch.device, backend: str, dtyp
     return max(loss_apart(mine, other), difference(module, source))
 
 
+def attends(form: Form, mesh: DeviceMesh, device: torch.device, backend: str, dtype: str) -> float:
+    """`flex_attention` of packed sequences; the plain model's is torch's own, without a kernel."""
+    with eager_flex():
+        return trains(form, mesh, device, backend, dtype, with_documents(device), length=LENGTH)
+
+
+def quantises(form: Form, mesh: DeviceMesh, device: torch.device, backend: str, dtype: str, scaling: str) -> float:
+    """Gradients of products in float8; beside ``f32`` also in float64, where a number in float8 is never another."""
+    apart = []
+    for wide in (torch.float64, torch.float32) if dtype == "f32" else (torch.float32,):
+        source = form.source(device).to(wide)
+        module, plain = form.compiled(source, mesh, backend, dtype), in_float8(source, scaling)
+        for x, y in batches(device):
+            mine, other = module(*module.shard_inputs(x, y)), llama.loss(plain(x), y)
+            mine.backward()
+            other.backward()
+            apart += [loss_apart(mine, other), difference(module, plain)]
+            module.zero_grad()
+            plain.zero_grad()
+        if wide == torch.float64:
+            assert max(apart) <= 1e-9, f"differs by {max(apart):.1e} in float64, allowed are 1e-09"
+    return max(apart)
+
+
 def library(form: Form, mesh: DeviceMesh, device: torch.device, backend: str, dtype: str) -> float:
     """A Llama of `transformers`, which computes its own loss."""
     if importlib.util.find_spec("transformers") is None:
@@ -194,6 +227,11 @@ def library(form: Form, mesh: DeviceMesh, device: torch.device, backend: str, dt
     return max(apart)
 
 
+def _float8(scaling: Literal["tensorwise", "rowwise"], plan: shardc.Plan, *axes: str) -> Form:
+    scaled = shardc.precision(matmul="float8", scaling=scaling, modules="layers")
+    return Form(plan | scaled, axes or ("dp",), check=partial(quantises, scaling=scaling), close=CLOSE_FLOAT8)
+
+
 _FSDP = shardc.fsdp("dp")
 FORMS: dict[str, Form] = {
     "ddp": Form(shardc.ddp("dp")),
@@ -216,6 +254,13 @@ FORMS: dict[str, Form] = {
     "dynamic": Form(_FSDP, check=resizes),
     "saved": Form(_FSDP, check=loads),
     "transformers": Form(_FSDP, check=library),
+    "flex": Form(_FSDP, check=attends),
+    **{f"flex, {method}": Form(shardc.cp("cp", method=method), ("cp",), check=attends)
+       for method in ("gather", "ring", "ulysses")},
+    "float8": _float8("tensorwise", _FSDP),
+    "float8, rowwise": _float8("rowwise", _FSDP),
+    "float8, fsdp3+tp": _float8("tensorwise", _FSDP | llama.llama_tp("tp"), "dp", "tp"),
+    "float8, rowwise, fsdp3+tp": _float8("rowwise", _FSDP | llama.llama_tp("tp"), "dp", "tp"),
 }  # fmt: skip
 
 
@@ -229,7 +274,7 @@ def run(name: str, variant: str, world: World) -> tuple[str, dict[str, Any]]:
     mesh = mesh_of(world.kind, world.ranks, form.axes)
     torch._dynamo.reset()
     apart = form.check(form, mesh, world.device, backend, dtype)
-    assert apart <= CLOSE[dtype], f"differs by {apart:.1e}, allowed are {CLOSE[dtype]:.0e}"
+    assert apart <= form.close[dtype], f"differs by {apart:.1e}, allowed are {form.close[dtype]:.0e}"
     return f"differs by {apart:.1e}", {"difference": apart}
 
 

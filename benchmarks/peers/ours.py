@@ -15,18 +15,24 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardc
 from benchmarks.peers.row import OURS, Row
 from benchmarks.work import LEARNING_RATE, Counted, Step, Work, train_step
-from examples.models.llama import llama_tp, loss
+from examples.models.llama import Llama, llama_tp, loss
 from shardc.ir.comm_volume import collective_kind
 from shardc.ir.stage_runs import Message
 
 
-def build(work: Work, mesh: DeviceMesh, plan: Callable[[str], shardc.Plan], **said: Any) -> Step:
+def build(
+    work: Work,
+    mesh: DeviceMesh,
+    plan: Callable[[str], shardc.Plan],
+    change: Callable[[Work, Llama], Llama] = lambda work, model: model,
+    **said: Any,
+) -> Step:
     assert mesh.mesh_dim_names is not None
     (axis,) = mesh.mesh_dim_names
     if mesh.device_type == "cpu":
         said = {"cost": shardc.measure_links(mesh), **said}
     options = shardc.Options(**said)
-    module = shardc.compile(work.model(mesh.device_type), mesh, plan(axis), loss=loss, options=options)
+    module = shardc.compile(change(work, work.model(mesh.device_type)), mesh, plan(axis), loss=loss, options=options)
 
     def collectives() -> int:
         (program,) = module.shardc.programs.values()
@@ -38,7 +44,7 @@ def build(work: Work, mesh: DeviceMesh, plan: Callable[[str], shardc.Plan], **sa
     return Counted(train_step(module, (), optimizer), collectives)
 
 
-def _half(axis: str, level: int) -> shardc.Plan:
+def half(axis: str, level: int) -> shardc.Plan:
     return shardc.fsdp(axis, level=level) | shardc.precision(param=torch.bfloat16, reduce=torch.float32)
 
 
@@ -56,8 +62,8 @@ ROWS = (
         partial(build, plan=partial(shardc.fsdp, level=3), compile_regions="blocks"),
     ),
     Row("shardc/fsdp2", OURS, "fsdp", partial(build, plan=partial(shardc.fsdp, level=2))),
-    Row("shardc/fsdp3/bf16", OURS, "fsdp-bf16", partial(build, plan=partial(_half, level=3))),
-    Row("shardc/fsdp2/bf16", OURS, "fsdp-bf16", partial(build, plan=partial(_half, level=2))),
+    Row("shardc/fsdp3/bf16", OURS, "fsdp-bf16", partial(build, plan=partial(half, level=3))),
+    Row("shardc/fsdp2/bf16", OURS, "fsdp-bf16", partial(build, plan=partial(half, level=2))),
     *(
         Row(
             f"shardc/{plan}{pieces}",

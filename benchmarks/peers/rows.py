@@ -9,6 +9,7 @@ from benchmarks.peers import (
     alone,
     autoparallel,
     data_parallel,
+    kernels,
     microbatches,
     ours,
     pipeline,
@@ -20,7 +21,7 @@ from benchmarks.peers.row import ALONE, OURS, Row
 
 ROWS: tuple[Row, ...] = (
     *alone.ROWS, *data_parallel.ROWS, *sharded.ROWS, *simple_fsdp.ROWS, *tensor_parallel.ROWS, *autoparallel.ROWS,
-    *ours.ROWS, *microbatches.ROWS, *pipeline.ROWS,
+    *ours.ROWS, *kernels.ROWS, *microbatches.ROWS, *pipeline.ROWS,
 )  # fmt: skip
 
 
