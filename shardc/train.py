@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shardc._compat import PyTree, pytree
 from shardc.errors import BackwardError, InputError
+from shardc.runtime.cuda_graphs import Recorder
+from shardc.runtime.graphed_step import GraphedStep, recorder_of
 from shardc.runtime.module import ShardedModule
 from shardc.validate import Range, typed
 
@@ -32,11 +34,13 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         max_norm: float | None,
         scheduler: LRScheduler | None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.norm: Tensor | None = None
         self._module, self._optimizer, self._max_norm, self._scheduler = module, optimizer, max_norm, scheduler
         # Tokens of the calls since a time of `perf_counter`, which is -1 before the first call.
         self._tokens, self._since = 0, -1.0
+        self._graphed = None if recorder is None else GraphedStep(module, optimizer, self._update, recorder)
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Tensor:
         """Runs one training step and returns the detached loss."""
@@ -62,18 +66,27 @@ class TrainStep:
         return tokens / seconds if tokens else 0.0
 
     def _step(self, *args: PyTree, **kwargs: PyTree) -> Tensor:
+        steps = not self._module.shardc.params.sync.unreduced()
+        loss, norm = self._update(*args, **kwargs) if self._graphed is None else self._graphed(args, kwargs)
+        if steps:
+            self.norm = norm
+            if self._scheduler is not None:
+                self._scheduler.step()
+        return loss
+
+    def _update(self, *args: PyTree, **kwargs: PyTree) -> tuple[Tensor, Tensor | None]:
+        """Runs a step but for the scheduler; returns the detached loss, and with ``max_norm`` the norm of an update."""
         with torch.enable_grad():
             loss = self._module(*args, **kwargs)
         _check_loss(loss, "the module")
         loss.backward()
+        norm = None
         if not self._module.shardc.params.sync.unreduced():
             if self._max_norm is not None:
-                self.norm = self._module.shardc.clip_grad_norm_(self._max_norm)
+                norm = self._module.shardc.clip_grad_norm_(self._max_norm)
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
-            if self._scheduler is not None:
-                self._scheduler.step()
-        return loss.detach()
+        return loss.detach(), norm
 
 
 @typed()
@@ -83,6 +96,7 @@ def train_step(
     *,
     max_norm: Annotated[float, Range(0)] | None = None,
     scheduler: LRScheduler | None = None,
+    cuda_graph: bool = False,
 ) -> TrainStep:
     """Returns a function that takes the arguments of ``module``, runs one training step and returns the detached loss.
 
@@ -96,10 +110,14 @@ def train_step(
         max_norm: global norm to clip the gradients to before the update; the function's ``norm`` is then that of the
             last update. ``math.inf`` clips nothing.
         scheduler: sets the learning rates of ``optimizer``; it steps after each update.
+        cuda_graph: the step is recorded as a CUDA graph, after some calls, and later calls replay it: the host then
+            launches one kernel a step. Batches of other shapes get graphs of their own; a call that accumulates runs
+            without one. Learning rates may change at any time; ``capturable`` of the optimizer is set to True.
 
     Raises:
         InputError: ``module``, ``optimizer`` or ``scheduler`` is something else, or the scheduler is of another
-            optimizer or needs a metric; when the function runs, the loss is no scalar.
+            optimizer or needs a metric; under ``cuda_graph``, the module is not on CUDA, or it or the optimizer does
+            what a graph cannot; when the function runs, the loss is no scalar, or the program waits for the device.
     """
     sharded = _sharded(module)
     mine = {id(param) for param in module.parameters()}
@@ -117,7 +135,8 @@ def train_step(
         )
     if scheduler is not None and scheduler.optimizer is not optimizer:
         raise InputError("the scheduler is of another optimizer", fix="make the scheduler of the optimizer passed here")
-    return TrainStep(sharded, optimizer, max_norm, scheduler)
+    recorder = recorder_of(sharded, optimizer) if cuda_graph else None
+    return TrainStep(sharded, optimizer, max_norm, scheduler, recorder)
 
 
 @typed()

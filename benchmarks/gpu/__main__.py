@@ -77,7 +77,7 @@ def sections(device: str, short: bool, out: Path) -> list[Section]:
         ("benchmarks/train_step.py", *rows, "--size", size, "--rows", wanted, *count)
         for size, wanted in (SHORT_STEPS if short else STEPS)
     )
-    fewer = ("--plans", "fsdp3", "--backends", "eager") if short else ("--plans", "ddp,fsdp3")
+    fewer = ("--plans", "fsdp3", "--backends", "eager") if short else ("--plans", "ddp;fsdp3;fsdp3, dropout")
     graphs = ("-m", "benchmarks.gpu.graphs", *rows, *fewer)
     offload = ("-m", "pytest", "tests/gpu/test_offload.py", "-q", "-p", "no:cacheprovider")
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any, NoReturn, SupportsIndex
@@ -212,6 +212,8 @@ def _step(state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> 
         args, kwargs = targets_last(state.params.view, args, kwargs, state.spec.targets or ())
     leaves, spec = flattened(args, kwargs)
     program, rows, compares = _program(state, args, kwargs, leaves, spec)
+    if state.admits is not None:
+        state.admits(program)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     if compares:
         compare_inputs(state.name, program.inputs, tensors, rows.axes if rows is not None else (), state.spec.groups)
@@ -237,6 +239,27 @@ def _step(state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> 
     roles = [role for role in program.outputs if role.kind == "output"]
     flat = program.output_spec.flatten_up_to(outputs)
     return pytree.tree_unflatten(as_dtensors(flat, roles, state.spec.device_mesh), program.output_spec)
+
+
+def known_program(
+    state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[Hashable, Executable] | None:
+    """Returns (key, program) of a call that has run before and for which ranks exchange nothing; None for others.
+
+    The key is that of the call among those of the module's present snapshot.
+    """
+    assert state.spec.groups is not None
+    state.check(runs=True)
+    if kwargs:
+        args, kwargs = targets_last(state.params.view, args, kwargs, state.spec.targets or ())
+    around = TorchGlobalState.now(state.spec.device)
+    key = call_key(*flattened(args, kwargs), state.params.snapshot.mode(), around, state.params.sync.deferred())
+    entry = None if key is None else state.cache.calls.get(key)
+    if entry is None or entry.program is None or any(entry.row_axes):
+        return None
+    if state.params.fresh or state.spec.groups.consistency.epoch != state.epoch:
+        return None
+    return key, entry.program
 
 
 def _program(

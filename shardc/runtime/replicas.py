@@ -23,10 +23,15 @@ _EVERY = 1024  # calls between two comparisons, in the long run
 
 
 class Turns:
-    """Counts a module's calls, to choose those at which ranks compare inputs; all ranks choose the same."""
+    """Counts a module's calls, to choose those at which ranks compare inputs; all ranks choose the same.
+
+    Attributes:
+        paused: whether no call is counted, or chosen.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
+        self.paused = False
 
     def due(self, kind: str) -> bool:
         """Counts a call; returns whether ranks compare inputs at it: calls 1 to 3 of a kind, powers of 2, every 1024th.
@@ -34,6 +39,8 @@ class Turns:
         Args:
             kind: `Event.key` of the call; kinds after the first 32 share a count.
         """
+        if self.paused:
+            return False
         counts = self._counts
         if kind not in counts and len(counts) >= _APART:
             kind = ""

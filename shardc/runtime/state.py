@@ -30,6 +30,7 @@ class State:
         params: its parameters and buffers.
         cache: its programs.
         turns: schedule of the calls at which ranks compare inputs.
+        admits: called with the program of each call before it runs; raises where it may not.
         around: forward that a user set on the module and that calls the compiled one (`forward_calls.Forward`).
         found: result of the search for the plan (`shardc.search.result.Found`); None if the user gave the plan.
         epoch: epoch of the event numbers (`RankConsistency.epoch`) at the last run.
@@ -42,6 +43,7 @@ class State:
         self.spec, self.params, self.found = spec, ParamStore(spec, owner, sync, sources), found
         self.cache = ProgramCache(spec, self.params, build)
         self.turns, self.epoch = Turns(), 0
+        self.admits: Callable[[Executable], None] | None = None
         self.around: Callable[..., PyTree] | None = None
         self._name: str | None = None
 

@@ -129,6 +129,7 @@ class Runner:
     Attributes:
         splits_outputs: whether gradients of outputs are of this rank's own loss, and are scaled.
         fits_behind: whether `shardc.runtime.autograd.check_units` has checked the inputs.
+        keys: keys of the random numbers of the next run; if there are none, they are drawn.
     """
 
     fits_behind = False
@@ -149,6 +150,7 @@ class Runner:
         layouts = [role.layout for role in program.outputs if role.layout is not None]
         self.splits_outputs = any(spec.unit(program.outputs, layout) != 1 for layout in layouts)
         self.routing = routing
+        self.keys: list[Tensor] = []
         self._compiled: dict[Half, Compiled] = {}
         self._ranges: dict[Half, Ranges] = {}
         self._others: dict[int, Runner] = {}
@@ -333,10 +335,14 @@ class Runner:
             elif port.role.kind == "coordinate":
                 feed.append(self._coordinate(port))
             elif port.role.kind == "key":
-                feed.append(self.groups.of_first(draw_key(device=port.example.device)))
+                feed.append(self.keys.pop(0) if self.keys else self.draw(port.example.device))
             else:
                 feed.append(inputs_by_name.get(port.role.name, port.example))
         return feed
+
+    def draw(self, device: torch.device) -> Tensor:
+        """Returns a key for the random numbers of a step, the same on all ranks."""
+        return self.groups.of_first(draw_key(device=device))
 
     def _coordinate(self, port: Port, microbatch: int = 0) -> Tensor:
         """Returns this rank's index along the axes that ``port`` names, of which one may be that of microbatches."""

@@ -58,15 +58,3 @@ def test_the_page_names_every_place_that_asks() -> None:
     listed = re.findall(r"^\| `(shardc\.[\w.]+)` \|", PAGE, re.MULTILINE)
     assert len(listed) == len(set(listed))
     assert set(listed) == in_package()
-
-
-def test_the_recipe_is_the_one_that_make_gpu_tries() -> None:
-    """Its lines stand, in order, in the script that captures a step."""
-    (recipe,) = re.findall(r"^```py\n(side = .*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    script = (ROOT / "benchmarks" / "gpu" / "graphs.py").read_text()
-    lines = [line.strip() for line in script.splitlines()]
-    at = -1
-    for line in recipe.splitlines():
-        bare = line.split("  #")[0].strip()
-        if bare:
-            at = lines.index(bare, at + 1)

@@ -1,0 +1,117 @@
+"""`CudaGraphs`: records functions as CUDA graphs. `host_read`: the op of a program for which the host waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, fx
+
+from shardc.custom_ops import expert_ops
+from shardc.custom_ops.function_ops import OPS
+from shardc.ir import graph as ir
+from shardc.ir.comm import MOVES, SEND_ROWS
+from shardc.ir.comm_volume import arguments_of
+from shardc.ir.executable import Executable
+
+T = TypeVar("T")
+
+
+class Recorder(Protocol):
+    """Records functions of tensors that stay in place, and repeats what they did.
+
+    Attributes:
+        capturable: whether optimizers must keep their counts of steps on the device.
+    """
+
+    capturable: bool
+
+    def warm(self, function: Callable[[], T]) -> T:
+        """Runs a function as it is to be run before it is recorded."""
+
+    def record(self, function: Callable[[], T]) -> Callable[[], T]:
+        """Returns a function that repeats the kernels of ``function``; its results are the same tensors each time.
+
+        What Python computes in ``function`` is computed once, here. It takes effect at the first repeat at the latest.
+        """
+
+
+class CudaGraphs:
+    """Records functions as CUDA graphs, which share their memory: one replay is over before the next starts."""
+
+    capturable = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side: Any = None
+        self._pool: Any = None
+
+    def warm(self, function: Callable[[], T]) -> T:
+        """Runs a function on a stream of its own, as torch asks for before a capture."""
+        if self._side is None:
+            self._side = torch.cuda.Stream(self._device)
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            result = function()
+        torch.cuda.current_stream(self._device).wait_stream(self._side)
+        return result
+
+    def record(self, function: Callable[[], T]) -> Callable[[], T]:
+        """Captures a function, without running its kernels."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (NCCL's watchdog) may ask for events meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
+            result = function()
+
+        def replayed() -> T:
+            graph.replay()
+            return result
+
+        return replayed
+
+
+def host_read(program: Executable) -> tuple[fx.Node, str] | None:
+    """Returns (node, what the host does) of the first op of a step for which the host waits; None if there is none."""
+    for half in program.step(True):
+        for node in half.graph.nodes:
+            if node.op == "call_function" and (why := _reads(node)):
+                return node, why
+    return None
+
+
+def _reads(node: fx.Node) -> str:
+    """Returns what the host does for an op, if it waits for it; else ""."""
+    if node.target in MOVES:
+        return "the host waits for its copies"
+    if node.target is SEND_ROWS:
+        return "the host reads how many rows each rank sends"
+    if node.target in _LOOPS or (node.target is OPS["scan"] and arguments_of(node).get("steps") is not None):
+        return "the host reads which function runs next"
+    if node.target in _EXPERTS:
+        if arguments_of(node)["waits"]:
+            return "the host reads how many rows the experts have"
+        x: Any = ir.value(arguments_of(node)["x"])
+        if x.dtype != torch.bfloat16:
+            return "experts outside of bfloat16 run one after another, and the host reads how many rows each has"
+    return ""
+
+
+_LOOPS = {OPS[name] for name in ("cond", "while_loop", "loop_gradient")}
+_EXPERTS = {expert_ops.RUN, expert_ops.RUN_GRADIENT}
+
+
+def hooked(parameters: Mapping[str, Tensor]) -> str | None:
+    """Returns the name of the first parameter with a hook on its gradient; None if there is none."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return next(
+            (name for name, x in parameters.items() if x._backward_hooks or x._post_accumulate_grad_hooks), None
+        )
+
+
+def address(x: Tensor) -> tuple[int, torch.dtype]:
+    """Returns where a tensor lies, or its shard of a DTensor, and its dtype."""
+    local: Tensor = getattr(x, "_local_tensor", x)
+    return local.data_ptr(), local.dtype

@@ -1,0 +1,323 @@
+"""`GraphedStep`: a training step that is recorded, and repeated for later batches of the same shapes.
+
+What a recorded step reads from memory may change between two repeats: parameters, buffers, the optimizer's state, the
+batch, learning rates and the keys of random numbers. The last three are copied to where it reads them. What it was
+recorded with otherwise (`_Call`, `_Ground`) is compared before each repeat: if it has changed, the step runs as it is,
+and is recorded again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardc._compat import PyTree, pytree
+from shardc.errors import InputError, ShardcWarning
+from shardc.ir import graph as ir
+from shardc.ir.executable import FORWARD, Executable
+from shardc.runtime.cuda_graphs import CudaGraphs, Recorder, address, hooked, host_read
+from shardc.runtime.module import ShardedModule, known_program
+
+WARM = 3  # times that a step runs before it is recorded
+MOST = 8  # recorded steps at a time, for batches of different shapes
+_OFF = "leave cuda_graph out"
+Result = tuple[Tensor, Tensor | None]  # the loss, and the norm of the gradients
+
+
+@dataclass
+class _Recorded:
+    """A recorded step.
+
+    Args:
+        program: the program of its call.
+        inputs: where it reads the tensors of a batch.
+        rates: where it reads the learning rate of each group.
+        keys: where it reads the keys of random numbers.
+        repeat: repeats it.
+    """
+
+    program: Executable
+    inputs: list[Tensor]
+    rates: list[Tensor]
+    keys: list[Tensor]
+    repeat: Callable[[], Result]
+
+
+class GraphedStep:
+    """Runs the updates of a module by recorded steps.
+
+    Args:
+        module: the compiled module.
+        optimizer: of its parameters.
+        update: runs one step, without the scheduler.
+        recorder: records steps.
+    """
+
+    def __init__(
+        self,
+        module: ShardedModule,
+        optimizer: torch.optim.Optimizer,
+        update: Callable[..., Result],
+        recorder: Recorder,
+    ) -> None:
+        self._state, self._optimizer, self._update, self._recorder = module.shardc, optimizer, update, recorder
+        self._recorded: dict[Hashable, _Recorded] = {}
+        self._ran: Counter[Hashable] = Counter()
+        self._ground: list[object] = []
+        self._warned: set[str] = set()
+
+    def __call__(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Result:
+        """Runs one step, or repeats it; the results are tensors of the caller's own."""
+        self._prepare()
+        call = self._call(args, kwargs)
+        ground = self._look()
+        if ground != self._ground:
+            self._recorded.clear()
+            self._ran.clear()
+            self._ground = ground
+        if call is None:
+            return self._warm(args, kwargs)
+        key, program = call
+        recorded = self._recorded.get(key)
+        if recorded is not None and recorded.program is program:
+            self._refresh(recorded, args, kwargs)
+        elif self._ran[key] < WARM or len(self._recorded) >= MOST:
+            self._ran[key] += 1
+            return self._warm(args, kwargs)
+        else:
+            recorded = self._recorded[key] = self._record(program, args, kwargs)
+        loss, norm = recorded.repeat()
+        self._count()
+        return loss.clone(), None if norm is None else norm.clone()
+
+    def _warm(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Result:
+        """Runs one step as it is; InputError, before anything changes, if it has an op that cannot be recorded."""
+        self._state.admits = _check_program
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*step\\(\\) is running without CUDA graph capture")
+                return self._recorder.warm(lambda: self._update(*args, **kwargs))
+        finally:
+            self._state.admits = None
+
+    def _record(self, program: Executable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> _Recorded:
+        """Records the step of a batch, which has not run yet when this returns."""
+        runner = self._state.cache.runner(program)
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        placed = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+        inputs = [x for x in placed if isinstance(x, Tensor)]
+        own_args, own_kwargs = pytree.tree_unflatten(placed, structure)
+        takes = runner.half(FORWARD).takes
+        keys = [runner.draw(port.example.device) for port in takes if port.role.kind == "key"]
+        rates = [_rate(group["lr"], self._state.device) for group in self._optimizer.param_groups]
+
+        def step() -> Result:
+            self._state.turns.paused, runner.keys = True, list(keys)
+            try:
+                with self._rates(rates):
+                    return self._update(*own_args, **own_kwargs)
+            finally:
+                self._state.turns.paused, runner.keys = False, []
+
+        try:
+            repeat = self._recorder.record(step)
+        except Exception as error:
+            raise InputError(
+                f"the step cannot be recorded as a CUDA graph: {type(error).__name__}: {str(error).splitlines()[0]}",
+                fix=f"look for what waits for the device (a custom op that reads values on the host), or {_OFF}",
+            ) from error
+        return _Recorded(program, inputs, rates, keys, repeat)
+
+    def _refresh(self, recorded: _Recorded, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
+        """Copies a batch, the learning rates of now and new keys to where a recorded step reads them."""
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        with torch.no_grad():
+            for place, x in zip(recorded.inputs, tensors, strict=True):
+                place.copy_(x)
+            for rate, group in zip(recorded.rates, self._optimizer.param_groups, strict=True):
+                _set(rate, group["lr"])
+            runner = self._state.cache.runner(recorded.program)
+            for key in recorded.keys:
+                key.copy_(runner.draw(key.device))
+
+    @contextmanager
+    def _rates(self, rates: list[Tensor]) -> Iterator[None]:
+        """Context manager in which the optimizer reads its learning rates from ``rates``."""
+        groups = self._optimizer.param_groups
+        before = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        try:
+            yield
+        finally:
+            for group, value in zip(groups, before, strict=True):
+                group["lr"] = value
+
+    def _count(self) -> None:
+        """Tells autograd that a repeat has written parameters and buffers."""
+        snapshot = self._state.params.snapshot
+        params = [x for x in snapshot.parameters.values() if x.requires_grad]
+        torch.autograd.graph.increment_version([*dict.fromkeys((*params, *snapshot.buffers.values()))])
+
+    def _prepare(self) -> None:
+        """Sets what the optimizer needs to be recorded, also after it has loaded a state."""
+        if not self._recorder.capturable:
+            return
+        self._optimizer.defaults["capturable"] = True
+        for group in self._optimizer.param_groups:
+            if not group["capturable"]:
+                group["capturable"] = True
+                for param in group["params"]:
+                    state = self._optimizer.state.get(param, {})
+                    for name, x in state.items():
+                        if isinstance(x, Tensor) and x.ndim == 0 and x.device != self._state.device:
+                            state[name] = x.to(self._state.device, torch.float32)
+
+    def _call(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[Hashable, Executable] | None:
+        """Returns (key, program) of a call whose step can be a repeat; None for others, such as one that accumulates.
+
+        The key has all that selects what the step does, besides what `_look` returns.
+        """
+        state = self._state
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if state.around is not None or torch.is_anomaly_enabled() or any(x.requires_grad for x in tensors):
+            return None
+        if state.params.sync.unreduced() or state.params.sync.sums or self._has_hooks():
+            return None
+        known = known_program(state, args, kwargs)
+        if known is None or any(x.grad is not None for x in state.params.snapshot.parameters.values()):
+            return None
+        key, program = known
+        return (key, *((x.stride(), x.device, getattr(x, "_spec", None)) for x in tensors)), program
+
+    def _has_hooks(self) -> bool:
+        """Whether Python functions run in each step, which a repeat would leave out; warns once of each kind."""
+        name = hooked(self._state.params.look().parameters)
+        of_optimizer = any(getattr(self._optimizer, f"_optimizer_step_{when}_hooks", ()) for when in ("pre", "post"))
+        what = "the optimizer" if of_optimizer else "" if name is None else f"parameter {name!r}"
+        if what and what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(
+                ShardcWarning(f"a CUDA graph would leave out a hook of {what}: steps run without one"), stacklevel=2
+            )
+        return bool(what)
+
+    def _look(self) -> list[object]:
+        """Returns what all steps are recorded with: where tensors lie, and the optimizer's options but learning rates.
+
+        The module's snapshot is among it, for which keys of calls are valid.
+        """
+        snapshot = self._state.params.look()
+        places = [address(x) for x in (*snapshot.parameters.values(), *snapshot.buffers.values())]
+        out: list[object] = [snapshot, places]
+        for group in self._optimizer.param_groups:
+            out += [name if isinstance(x, Tensor) else (name, x) for name, x in group.items() if name not in _CHANGING]
+            for param in group["params"]:
+                state = self._optimizer.state.get(param, {})
+                out += [id(param), *(address(x) if isinstance(x, Tensor) else (name, x) for name, x in state.items())]
+        return out
+
+
+_CHANGING = ("params", "lr", "initial_lr")
+
+
+def _rate(value: float | Tensor, device: torch.device) -> Tensor:
+    """Returns a learning rate in memory of its own on ``device``, as torch's kernels take it."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float32, copy=True).reshape(())
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def _set(rate: Tensor, value: float | Tensor) -> None:
+    if isinstance(value, Tensor):
+        rate.copy_(value.reshape(()))
+    else:
+        rate.fill_(value)
+
+
+def _check_program(program: Executable) -> None:
+    """Raises InputError if a program has something that a CUDA graph cannot."""
+    for setting, count in (("pp", program.stage_ranks), ("microbatches", program.microbatches - 1)):
+        if count:
+            raise InputError(
+                "a step in pipeline stages or microbatches is not recorded as a CUDA graph: its loop runs on the host",
+                plan_entry=str(program.key.plan.entry_of(setting) or ""),
+                fix=f"leave {setting}() out of the plan, or {_OFF}",
+            )
+    read = host_read(program)
+    if read is not None:
+        node, why = read
+        info = ir.info(node)
+        where = f" of module {info.origin.module!r}" if info.origin.module else ""
+        raise InputError(
+            f"%{info.name}{where} cannot be in a CUDA graph: {why}",
+            source=info.origin.source or None,
+            fix=f"{_instead(why)}, or {_OFF}",
+        )
+
+
+def _instead(why: str) -> str:
+    if "rows" in why and "bfloat16" not in why:
+        return 'give the experts room for a fixed number of rows, by shardc.ep(..., dispatch="bounded")'
+    if "bfloat16" in why:
+        return "compute the experts in bfloat16, by shardc.precision(param=torch.bfloat16)"
+    return 'leave save(..., on="host") out of the plan' if "copies" in why else "write it with torch.where"
+
+
+def recorder_of(module: ShardedModule, optimizer: torch.optim.Optimizer) -> Recorder:
+    """Returns what records the steps of a module.
+
+    Raises:
+        InputError: they cannot be recorded: by the device, a dynamic size, the optimizer, or what the host keeps.
+    """
+    state = module.shardc
+    if state.device.type != "cuda":
+        raise InputError(
+            f"cuda_graph=True, and the module is on {state.device.type!r}, which has no CUDA graphs", fix=_OFF
+        )
+    check_recordable(module, optimizer)
+    if not all("capturable" in group for group in optimizer.param_groups):
+        kind = type(optimizer).__name__.removeprefix("Sharded")
+        raise InputError(
+            f"{kind} has no option capturable: its step cannot be part of a CUDA graph",
+            fix=f"use one that has it (AdamW, Adam, NAdam, RAdam, RMSprop, Adamax, Adadelta, ASGD, Rprop), or {_OFF}",
+        )
+    return CudaGraphs(state.device)
+
+
+def check_recordable(module: ShardedModule, optimizer: torch.optim.Optimizer) -> None:
+    """Raises InputError if steps of a module cannot be recorded, whatever the device and the program."""
+    state = module.shardc
+    if state.spec.groups is None:
+        return  # the first step raises, for other reasons
+    entries = {name: home.entry for name, home in state.spec.homes.items() if home.entry}
+    if entries:
+        name, entry = next(iter(entries.items()))
+        raise InputError(
+            f"parameter {name!r} is kept on the host, and a CUDA graph cannot wait for its copies",
+            plan_entry=entry,
+            fix=f"leave offload() out of the plan, or {_OFF}",
+        )
+    if dynamic := state.cache.build.dynamic.names:
+        raise InputError(
+            f"sizes of {', '.join(sorted(map(str, dynamic)))} are dynamic, and a CUDA graph has fixed sizes",
+            fix=f"leave dynamic= out (each of a few sizes gets a graph of its own), or {_OFF}",
+        )
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise InputError("differentiable=True cannot be part of a CUDA graph", fix=f"leave it out, or {_OFF}")
+    selects = getattr(optimizer, "_selects", None)
+    names = {id(param): name for name, param in module.named_parameters()}
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if selects is not None and isinstance(param, DTensor) and selects(names[id(param)], param):
+            raise InputError(
+                f"the optimizer updates {names[id(param)]!r} whole, on a rank that the host chooses",
+                fix=f"use an optimizer that updates each element by itself, or {_OFF}",
+            )
