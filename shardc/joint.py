@@ -148,6 +148,12 @@ class Request:
         """Return the plan's policies of what backward reads, in its order."""
         return ports.resolve_saves(self.plan, self._modules()) if self.saves is None else self.saves
 
+    def lengths(self) -> frozenset[int]:
+        """Return the sizes of the dims of inputs that the plan splits as sequences."""
+        dims = {entry.sequence[0] for entry in self.plan.entries if entry.sequence is not None}
+        shapes = [x.shape for x in pytree.tree_leaves((tuple(self.args), self.kwargs)) if isinstance(x, Tensor)]
+        return frozenset(int(shape[dim]) for shape in shapes for dim in dims if dim < len(shape) and shape[dim] > 1)
+
     def _modules(self) -> list[str]:
         return [name for name, _ in self.model.named_modules()]
 
@@ -173,6 +179,7 @@ def build_joint(request: Request, captured: Captured | None = None) -> Joint:
             loss=request.loss,
             tags=tags,
             dtypes=request.dtypes,
+            lengths=request.lengths(),
         )
     bound = bound_of(request, captured, pins)
     pipeline = passes.pipeline(bound, options, captured.fake_mode, device, (min_cut, must_recompute, must_save))

@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ from shardc.capture.dtypes import UNCHANGED, Dtypes, ModuleDtypes
 from shardc.capture.dynamo_reads import expressed, memories_of, reads_of, recorded
 from shardc.capture.functions import functions_as_ops, loop_gradients
 from shardc.capture.lookups import lookups_by_place
+from shardc.capture.loops import scan_loops
 from shardc.capture.markers import Tag, mark, tagged
 from shardc.capture.queried_states import recorded_states, value_numbers
 from shardc.capture.raises import without_raising
@@ -107,6 +108,7 @@ class CaptureOnce:
         loss: Loss | None = None,
         tags: Sequence[Tag] = (),
         dtypes: Dtypes,
+        lengths: Collection[int] = (),
     ) -> Captured:
         """Return the `Captured` model, a copy from the cache after an equal call; arguments are those of `capture`."""
         leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
@@ -115,13 +117,13 @@ class CaptureOnce:
         modes = tuple(module.training for module in model.modules())
         key = (
             tuple((name, *_metadata(x)) for name, x in tensors), modes, tuple(inputs), str(spec), device, loss is None,
-            tuple(tags), dtypes,
+            tuple(tags), dtypes, frozenset(lengths),
         )  # fmt: skip
         for values, cached in self._cache.get(key, ()):
             if cached.reads.values(model, loss) == values:
                 return replace(cached, graph=_copied(cached.graph))
         self.count += 1
-        captured = capture(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=dtypes)
+        captured = capture(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=dtypes, lengths=lengths)
         copy = replace(captured, graph=_copied(captured.graph))
         self._cache.setdefault(key, []).append((captured.reads.values(model, loss), copy))
         return captured
@@ -273,6 +275,7 @@ def capture(
     loss: Loss | None = None,
     tags: Sequence[Tag] = (),
     dtypes: Dtypes = UNCHANGED,
+    lengths: Collection[int] = (),
 ) -> Captured:
     """Traces ``loss(model(*args), ...)`` to one joint graph; ``model`` is left unchanged.
 
@@ -283,6 +286,7 @@ def capture(
         loss: called on the output and the last ``loss_arity(loss)`` of ``args``.
         tags: module inputs and outputs to mark.
         dtypes: dtypes of modules' parameters, buffers, inputs and outputs in the trace.
+        lengths: numbers of places of sequences that the plan splits; loops over all of one are traced as scans.
 
     Raises:
         CaptureError: a graph break or an op that cannot be traced, with Dynamo's reason and the line; the model changes
@@ -291,7 +295,7 @@ def capture(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with timed("capture"):
         return trace(
-            model, args, kwargs, device, loss, tags, dtypes, mode, lambda _, x: fake_like(x, device)
+            model, args, kwargs, device, loss, tags, dtypes, mode, lambda _, x: fake_like(x, device), lengths
         ).annotated()
 
 
@@ -305,6 +309,7 @@ def trace(
     dtypes: Dtypes,
     mode: FakeTensorMode,
     fake: Callable[[str, Tensor], Tensor],
+    lengths: Collection[int] = (),
     retraces: bool = True,
 ) -> Traced:
     """Traces forward and backward to one joint graph, without annotations (see `capture`).
@@ -359,7 +364,15 @@ def trace(
             memories, owners = memories_of(traced, root, places, fakes, inputs)
             write_out(traced)
             pad_at_the_begin(traced)
-            joint, dynamo = joint_of(traced), traced.meta["fake_mode"]
+            undo = scan_loops(traced, lengths, decompositions())
+            try:
+                joint = joint_of(traced)
+            except Exception:  # from the gradient of a scan, which refuses some steps
+                if undo is None:
+                    raise
+                undo()
+                joint = joint_of(traced)
+            dynamo = traced.meta["fake_mode"]
         except ShardcError:
             raise
         except Exception as error:  # from Dynamo, torch's fake kernels or the model
@@ -393,7 +406,9 @@ def trace(
         with assigned(template, constants), torch.set_grad_enabled(grad), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first trace has issued these warnings
             try:
-                other = trace(template, args, kwargs, device, loss, tags, dtypes, mode, fake, retraces=grad != records)
+                other = trace(
+                    template, args, kwargs, device, loss, tags, dtypes, mode, fake, lengths, retraces=grad != records
+                )
             except ShardcError:
                 return None
         numbers: dict[Hashable, int] = {}

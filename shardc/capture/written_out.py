@@ -57,12 +57,41 @@ _WRITTEN_STEPS = 1024  # most nodes that a scan becomes; a longer one stays an o
 def _scan(step: fx.GraphModule, carries: Sequence[Any], xs: Sequence[Tensor], rest: Sequence[Any]) -> Any:
     steps = len(xs[0]) if xs else 0
     if not 0 < steps * len(step.graph.nodes) <= _WRITTEN_STEPS:
-        return scan_op(step, carries, xs, rest)
+        return scan(step, carries, xs, rest)
     results, count = [], len(carries)
     for slices in zip(*(x.unbind(0) for x in xs), strict=True):
         carries, of_step = _split(_run(step, *carries, *slices, *rest), count)
         results.append(of_step)
     return (*carries, *map(torch.stack, zip(*results, strict=True)))
+
+
+def scan(step: fx.GraphModule, carries: Sequence[Any], xs: Sequence[Tensor], rest: Sequence[Any]) -> Any:
+    """Return the results of torch's scan, in cases too in which its gradient is wrong or raises.
+
+    Before torch 2.13 it is wrong if a first carry requires no gradient. It raises if the gradients of two last carries
+    share memory.
+    """
+    if torch.is_grad_enabled():
+        carries = [x if x.requires_grad or not _has_gradient(x) else x.detach().requires_grad_() for x in carries]
+    last, every = _split(scan_op(step, carries, xs, rest), len(carries))
+    apply: Any = _OwnGradient.apply
+    return (*map(apply, last), *every)
+
+
+class _OwnGradient(torch.autograd.Function):
+    """The identity, whose gradient has memory of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()
+
+
+def _has_gradient(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _split(results: Sequence[Any], count: int) -> tuple[Sequence[Any], Sequence[Any]]:

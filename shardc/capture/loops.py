@@ -1,0 +1,498 @@
+"""Loops over the places or pieces of a sequence, which Dynamo unrolls, written as scans.
+
+    for t in range(n):                          scan(step, [state], [x.movedim(1, 0)])
+        state = f(state, x[:, t])        ->
+        out[:, t] = g(state)                    out[:] = every.movedim(0, 1)
+
+A scan over a sequence that ranks have in pieces passes its state from rank to rank (`shardc.rules.scans`). Of an
+unrolled loop, each place is an op of its own, and all ranks need all places.
+
+In the graph, a loop is a row of equal segments. What differs between them is known to be
+
+- the number of a slice that a step reads: 0 in the first segment, then 1, up to all slices of a dim;
+- values of the segment before, in whose place the first segment has others: what is carried;
+- the number of the slice that a step writes.
+
+What segments compute is used by the same and the next segment, collected by ``stack`` or ``cat``, written, or, of the
+last segment, used in other ways. If anything else differs, or if a step draws random numbers or writes to its operands,
+the loop stays as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardc.capture.functions import graph_of_function
+from shardc.capture.slices import WHOLE, Series, arguments, indexed, slices, value_of
+from shardc.capture.writes import memory_of, written
+from shardc.capture.written_out import scan
+
+STEPS = 4  # fewest steps of a loop that is written as a scan
+
+
+def scan_loops(
+    gm: fx.GraphModule, lengths: Collection[int], decompositions: dict[Any, Callable[..., object]]
+) -> Callable[[], None] | None:
+    """Writes the loops in a graph of Dynamo's that run over all of a sequence as scans; returns a function that undoes
+    it, None if there are none.
+
+    Args:
+        lengths: numbers of places of the sequences.
+        decompositions: as for AOTAutograd.
+    """
+    before: fx.Graph | None = None
+    count = 0
+    while lengths and (loop := next(_loops(gm.graph, lengths, decompositions), None)) is not None:
+        before = before or _copy(gm.graph)
+        loop.rewrite(gm, f"loop_{count}")
+        count += 1
+    if before is None:
+        return None
+    gm.graph.lint()
+    gm.recompile()
+    return lambda: setattr(gm, "graph", before)
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    copy._codegen = graph._codegen
+    return copy
+
+
+def _loops(
+    graph: fx.Graph, lengths: Collection[int], decompositions: dict[Any, Callable[..., object]]
+) -> Iterator[_Loop]:
+    """Yield the loops that can be scans."""
+    series: dict[Series, dict[int, list[fx.Node]]] = {}
+    for node in graph.nodes:
+        for one, at in slices(node):
+            series.setdefault(one, {}).setdefault(at, []).append(node)
+    every = {one: nodes for one, nodes in series.items() if len(nodes) >= STEPS and set(nodes) == {*range(one.count)}}
+    for steps in dict.fromkeys(one.count for one in every if _is_of(one, lengths)):
+        numbered = {one: nodes for one, nodes in every.items() if one.count == steps}
+        order = _Order(graph, numbered)
+        for one, nodes in numbered.items():
+            for last, size in order.strides(nodes) if _is_of(one, lengths) else ():
+                for segments in order.segments(last, size, steps):
+                    loop = _Loop(order, segments, decompositions)
+                    if loop.matches():
+                        yield loop
+                        break
+
+
+def _is_of(series: Series, lengths: Collection[int]) -> bool:
+    """Return whether the slices are the places of a sequence of one of ``lengths``, or equal pieces of it."""
+    if isinstance(value_of(series.source), nn.Parameter):  # layers that are stacked, say
+        return False
+    shape, dim = value_of(series.source).shape, series.dim
+    after = shape[dim + 1] if dim + 1 < len(shape) else 1
+    return any(length in (shape[dim], series.count * after) for length in lengths)
+
+
+class _Order:
+    """The calls of a graph in order, without slices of the same number of steps.
+
+    Attributes:
+        calls: the calls; `place` has the position of each.
+        slices: node -> (series, number) that it may be.
+    """
+
+    def __init__(self, graph: fx.Graph, numbered: dict[Series, dict[int, list[fx.Node]]]) -> None:
+        self.slices: dict[fx.Node, list[tuple[Series, int]]] = {}
+        for one, nodes in numbered.items():
+            for at, same in nodes.items():
+                for node in same:
+                    self.slices.setdefault(node, []).append((one, at))
+        self.everywhere = {node: at for at, node in enumerate(graph.nodes)}
+        called = (node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module"))
+        self.calls = [node for node in called if node not in self.slices]
+        self.place = {node: at for at, node in enumerate(self.calls)}
+        self._keys = [_key(node) for node in self.calls]
+
+    def strides(self, nodes: dict[int, list[fx.Node]]) -> Iterator[tuple[int, int]]:
+        """Yield (place of the last use, distance) of uses of slices that are as far from each other as those of the
+        next slices. Those of the first slice may be elsewhere.
+        """
+        uses = []
+        for at in range(len(nodes)):
+            users = {user for node in nodes[at] for user in node.users if user in self.place}
+            uses.append(sorted((self.place[user] for user in users), reverse=True))
+        for places in dict.fromkeys(zip(*uses[1:], strict=False)):
+            distances = {b - a for a, b in zip(places, places[1:], strict=False)}
+            if len(distances) == 1 and (size := distances.pop()) > 0:
+                yield places[-1], size
+
+    def segments(self, last: int, size: int, steps: int) -> Iterator[list[list[fx.Node]]]:
+        """Yield rows of ``steps`` equal segments of ``size`` calls, the last one with the call at ``last``."""
+        keys, begin, end = self._keys, last - size * (steps - 1), last
+        while end + 1 < len(keys) and end + 1 < last + size and keys[end + 1] == keys[end + 1 - size]:
+            end += 1
+        if begin < 0 or any(keys[at] != keys[at + size] for at in range(begin, last - size + 1)):
+            return
+        first = begin
+        while first > 0 and begin - first < size and keys[first - 1] == keys[first - 1 + size]:
+            first -= 1
+        for stop in range(end + 1, last, -1):
+            start = stop - size * steps
+            if start >= first:
+                yield [self.calls[at : at + size] for at in range(start, stop, size)]
+
+
+def _key(node: fx.Node) -> object:
+    """Return what is the same for calls of one place in different segments."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: None)
+    if node.target is operator.setitem:
+        args = ()
+    types = [(x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in pytree.tree_leaves(value_of(node))]
+    return node.op, node.target, repr(args), repr(kwargs), repr(types)
+
+
+@dataclass
+class _Loop:
+    """A row of equal segments, and what they read and write.
+
+    Attributes:
+        carries: number of the call that gives what is carried, and the value before the first segment.
+        xs: the series whose slices the segments read.
+        rest: what all segments read.
+        writes: the series whose slices they write, and the number of the call that gives the values.
+        last: the numbers of calls whose value in the last segment is used behind it.
+        collected: ``stack`` or ``cat`` -> the number of the call whose values it collects.
+    """
+
+    order: _Order
+    segments: list[list[fx.Node]]
+    decompositions: dict[Any, Callable[..., object]]
+    carries: list[tuple[int, fx.Node]] = field(default_factory=list)
+    xs: list[Series] = field(default_factory=list)
+    rest: list[fx.Node] = field(default_factory=list)
+    writes: list[tuple[Series, int]] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)
+    collected: dict[fx.Node, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.number = {node: (k, at) for k, nodes in enumerate(self.segments) for at, node in enumerate(nodes)}
+        # Operands of the calls of the first segment: (kind, number), None for values of the segment.
+        self.roles: list[list[tuple[str, int] | None]] = []
+
+    # --- what the segments are
+
+    def matches(self) -> bool:
+        """Return whether the segments are a scan; fills the attributes."""
+        return (
+            all(self._reads(at) for at in range(len(self.segments[0])))
+            and all(self._used(at) for at in range(len(self.segments[0])))
+            and bool(self.xs and self.carries and (self.writes or self.collected or self.last))
+            and self._undisturbed()
+            and self._pure()
+        )
+
+    def _reads(self, at: int) -> bool:
+        """Return whether the operands of the calls of number ``at`` differ in known ways only."""
+        calls = [nodes[at] for nodes in self.segments]
+        self.roles.append([])
+        if calls[0].target is operator.setitem:
+            return self._writes(calls)
+        if not all(isinstance(x, Tensor) for x in pytree.tree_leaves(value_of(calls[0]))):
+            return False
+        target: Any = calls[0].target
+        marks = getattr(target, "namespace", "").startswith("shardc")  # such as of activations that the plan names
+        if calls[0].op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator) or marks:
+            return False
+        operands = [list(_operands(node)) for node in calls]
+        return all(self._operand(at, list(same)) for same in zip(*operands, strict=True))
+
+    def _operand(self, at: int, nodes: list[fx.Node]) -> bool:
+        """Return whether ``nodes``, an operand of the calls of number ``at``, are one value, slices in order, values of
+        their own segments, or of the segments before; adds its role.
+        """
+        places = [self.number.get(node) for node in nodes]
+        if places[0] is not None:
+            self.roles[at].append(None)
+            return places == [(k, places[0][1]) for k in range(len(nodes))]
+        if (before := places[1]) is not None:
+            self._add(at, "carry", self.carries, (before[1], nodes[0]))
+            return places[1:] == [(k, before[1]) for k in range(len(nodes) - 1)] and _alike(nodes)
+        if any(place is not None for place in places) or not isinstance(value_of(nodes[0]), Tensor):
+            return False
+        if all(node is nodes[0] for node in nodes):
+            self._add(at, "rest", self.rest, nodes[0])
+            return True
+        for series, _ in self.order.slices.get(nodes[0], ()):
+            if all((series, k) in self.order.slices.get(node, ()) for k, node in enumerate(nodes)):
+                self._add(at, "x", self.xs, series)
+                return series.source not in self.number
+        return False
+
+    def _add(self, at: int, kind: str, items: list[Any], item: Any) -> None:
+        if item not in items:
+            items.append(item)
+        self.roles[at].append((kind, items.index(item)))
+
+    def _writes(self, calls: Sequence[fx.Node]) -> bool:
+        """Return whether ``calls`` write values of their segments to the slices of a tensor, in order."""
+        (out, index, value), *others = ([*call.args] for call in calls)
+        number = self.number.get(value) if isinstance(value, fx.Node) else None
+        if number is None or number[0] or not isinstance(value_of(out), Tensor) or out in self.number:
+            return False
+        if not all(x[0] is out and self.number.get(x[2]) == (k, number[1]) for k, x in enumerate(others, 1)):
+            return False
+        for series, first in indexed(out, index):
+            numbers = [first, *(dict(indexed(out, x[1])).get(series) for x in others)]
+            if numbers == [*range(series.count)] and series.count == len(self.segments) and not series.rest:
+                self.writes.append((series, number[1]))
+                slot = list(value_of(out).shape)
+                slot[series.dim : series.dim + 1] = [] if series.size is None else [series.size]
+                return slot == list(value_of(value).shape)
+        return False
+
+    def _used(self, at: int) -> bool:
+        """Return whether the values of the calls of number ``at`` are used in known ways only."""
+        outside: dict[fx.Node, list[int]] = {}
+        for k, nodes in enumerate(self.segments):
+            for user in nodes[at].users:
+                if user not in self.number:
+                    outside.setdefault(user, []).append(k)
+        calls = [nodes[at] for nodes in self.segments]
+        for user, ks in outside.items():
+            if _collects(user, calls):
+                self.collected[user] = at
+            elif ks == [len(calls) - 1] and isinstance(value_of(calls[0]), Tensor):
+                self.last.append(at)
+            else:
+                return False
+        return True
+
+    @property
+    def start(self) -> fx.Node:
+        return self.segments[0][0]
+
+    def _undisturbed(self) -> bool:
+        """Return whether the operands are there before the first segment and do not change until behind the last, and
+        nothing reads what segments write before all is written.
+        """
+        place, slices_of = self.order.everywhere, self.order.slices
+        begin, end = place[self.start], place[self.segments[-1][-1]]
+        operands = [*(x for _, x in self.carries), *self.rest, *(series.source for series in self.xs)]
+        if any(place[x] >= begin for x in [*operands, *(series.source for series, _ in self.writes)]):
+            return False
+        outs = [memory_of(series.source) for series, _ in self.writes]
+        if None in outs or len(set(outs)) < len(outs):
+            return False
+        memories = {memory_of(x) for x in operands}
+        if not memories.isdisjoint(outs):
+            return False
+        read = {node for nodes in self.segments for call in nodes for node in _operands(call) if node in slices_of}
+        first = min([begin, *(place[node] for node in read)])
+        for node, at in place.items():
+            inside = begin <= at <= end
+            if inside and node not in self.number and node.op not in ("placeholder", "get_attr"):
+                if node not in slices_of or memory_of(node) in outs:
+                    return False
+            if first <= at < begin and not memories.isdisjoint(map(memory_of, written(node))):
+                return False
+        return True
+
+    # --- the step
+
+    def _pure(self) -> bool:
+        """Return whether the step has an op's graph: it draws no random numbers and writes to none of its operands."""
+        body = self._body()
+        fakes = [x.meta["example_value"] for x in body.find_nodes(op="placeholder")]
+        mode = fakes[0].fake_mode
+        with mode, torch.no_grad():
+            operands = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in fakes]
+            try:
+                run = fx.Interpreter(fx.GraphModule({}, body))
+                traced = make_fx(lambda *flat: run.run(*flat), decomposition_table=self.decompositions)(*operands)
+                if any(node.op == "call_function" and _mutates(node.target) for node in traced.graph.nodes):
+                    return False
+                graph_of_function(traced, None, "scan")
+            except Exception:  # from the checks, fake kernels or autograd
+                return False
+        return True
+
+    def _body(self) -> fx.Graph:
+        """Return the graph of (carries, a slice of each of ``xs``, the rest) -> (carries, values collected)."""
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        given: dict[tuple[str, int], fx.Node] = {}
+        for kind, values in self._values().items():
+            for number, value in enumerate(values):
+                given[kind, number] = graph.placeholder(f"{kind}_{number}")
+                given[kind, number].meta["example_value"] = value
+        for number, series in enumerate(self.xs):
+            if series.rest:
+                given["x", number] = graph.call_function(operator.getitem, (given["x", number], series.index))
+        for node, roles in zip(self.segments[0], self.roles, strict=True):
+            if node.target is not operator.setitem:
+                left = iter(roles)
+                env[node] = graph.node_copy(
+                    node, lambda x, left=left: env[x] if (role := next(left)) is None else given[role]
+                )
+        nodes = [env[self.segments[0][at]] for at in (*(at for at, _ in self.carries), *self.results)]
+        # Results of a scan share no memory with each other or with operands.
+        own = [graph.call_method("clone", (node,)) for node in nodes]
+        graph.output(tuple(own))
+        return graph
+
+    @property
+    def results(self) -> list[int]:
+        """Return the numbers of the calls whose values of all segments are used."""
+        carried = [at for at, _ in self.carries]
+        numbers = [*(number for _, number in self.writes), *self.collected.values()]
+        return list(dict.fromkeys([*numbers, *(at for at in self.last if at not in carried)]))
+
+    def _values(self) -> dict[str, list[Tensor]]:
+        """Return kind of operand of the step -> an example of each."""
+        sliced: list[Tensor] = []
+        for series in self.xs:
+            x = value_of(series.source)
+            with x.fake_mode:
+                sliced.append(x.select(series.dim, 0) if series.size is None else x.narrow(series.dim, 0, series.size))
+        return {"carry": [value_of(x) for _, x in self.carries], "x": sliced, "rest": [*map(value_of, self.rest)]}
+
+    # --- the scan
+
+    def rewrite(self, gm: fx.GraphModule, name: str) -> None:
+        """Puts a scan in the place of the segments."""
+        body, results, steps = self._body(), self.results, len(self.segments)
+        gm.add_submodule(name, fx.GraphModule({}, body))
+        with gm.graph.inserting_before(self.start):
+            step = gm.graph.get_attr(name)
+        at = _At(gm.graph, self.start)
+        # Operands of a scan share no memory.
+        shared = {memory_of(series.source) for series in self.xs}
+        carries, rest = ([at.own(x, shared) for x in group] for group in ([x for _, x in self.carries], self.rest))
+        results_of_scan = at.call(scan, step, carries, [at.series(series) for series in self.xs], rest)
+        carried = [at.item(results_of_scan, number, value_of(x)) for number, (_, x) in enumerate(self.carries)]
+        every = {}
+        for number, result in enumerate(results, len(carried)):
+            value = value_of(self.segments[0][result])
+            with value.fake_mode:
+                every[result] = at.item(results_of_scan, number, value.new_empty((steps, *value.shape)))
+        for series, number in self.writes:
+            at.write(series, every[number])
+        for collector, result in self.collected.items():
+            behind = _At(gm.graph, collector)
+            collector.replace_all_uses_with(behind.collected(collector, every[result]))
+            gm.graph.erase_node(collector)
+        finals = {number: value for (number, _), value in zip(self.carries, carried, strict=True)}
+        for number in self.last:
+            value = finals.get(number)
+            value = at.call("select", every[number], 0, steps - 1) if value is None else value
+            self.segments[-1][number].replace_all_uses_with(value, delete_user_cb=lambda user: user not in self.number)
+        used = [x for nodes in self.segments for call in nodes for x in _operands(call) if x in self.order.slices]
+        for node in reversed([node for nodes in self.segments for node in nodes]):
+            gm.graph.erase_node(node)
+        for node in dict.fromkeys(used):
+            _erase(gm.graph, node)
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    """Erases a slice, and the tuple that it is of, if nothing uses it."""
+    if node.op in ("call_function", "call_method") and not node.users:
+        source = node.args[0]
+        graph.erase_node(node)
+        if isinstance(source, fx.Node) and isinstance(value_of(source), (tuple, list)):
+            _erase(graph, source)
+
+
+def _operands(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes among the arguments of ``node``, in their order and as often as they are there."""
+    leaves: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), leaves.append)
+    yield from leaves
+
+
+def _alike(nodes: Iterable[fx.Node]) -> bool:
+    """Return whether all are tensors of one type."""
+    values = list(map(value_of, nodes))
+    return all(isinstance(x, Tensor) for x in values) and len({(x.shape, x.dtype, x.device) for x in values}) == 1
+
+
+def _collects(user: fx.Node, calls: Sequence[fx.Node]) -> bool:
+    """Return whether ``user`` stacks or joins ``calls`` in their order, and nothing else."""
+    named = arguments(user, "tensors", "dim")
+    listed = named.get("tensors")
+    return (
+        user.target in _COLLECTORS
+        and named.keys() <= {"tensors", "dim"}
+        and isinstance(listed, (list, tuple))
+        and list(listed) == list(calls)
+        and isinstance(named.get("dim", 0), int)
+        and value_of(calls[0]).ndim > 0
+    )
+
+
+def _mutates(target: Any) -> bool:
+    return target is not operator.getitem and (not hasattr(target, "_schema") or target._schema.is_mutable)
+
+
+_JOINS = (torch.cat, torch.concat, torch.concatenate)
+_COLLECTORS = (torch.stack, *_JOINS)
+
+
+@dataclass(frozen=True)
+class _At:
+    """Inserts calls before ``node``, with its line and module."""
+
+    graph: fx.Graph
+    node: fx.Node
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        with self.graph.inserting_before(self.node):
+            call = self.graph.call_method(target, args) if isinstance(target, str) else self.graph.call_function(
+                target, args
+            )  # fmt: skip
+        call.meta = {key: value for key, value in self.node.meta.items() if key != "example_value"}
+        if isinstance(target, str):
+            x, *rest = args
+            with value_of(x).fake_mode:
+                call.meta["example_value"] = getattr(value_of(x), target)(*rest)
+        return call
+
+    def own(self, x: fx.Node, shared: set[Any]) -> fx.Node:
+        """Return ``x``, or a copy if its memory is among ``shared``; adds it to these."""
+        if memory_of(x) in shared:
+            return self.call("clone", x)
+        shared.add(memory_of(x))
+        return x
+
+    def item(self, scan: fx.Node, number: int, value: Any) -> fx.Node:
+        """Return a result of a scan, a tensor like ``value``."""
+        result = self.call(operator.getitem, scan, number)
+        with value.fake_mode:
+            result.meta["example_value"] = torch.empty_like(value)
+        return result
+
+    def series(self, series: Series) -> fx.Node:
+        """Return all slices, along dim 0."""
+        x, dim = series.source, series.dim
+        if series.size is not None:
+            x = self.call("unflatten", x, dim, (series.count, series.size))
+        return self.call("movedim", x, dim, 0)
+
+    def write(self, series: Series, every: fx.Node) -> None:
+        """Writes all slices, given along dim 0."""
+        x = self.call("movedim", every, 0, series.dim)
+        if series.size is not None:
+            x = self.call("flatten", x, series.dim, series.dim + 1)
+        self.call(operator.setitem, series.source, WHOLE, x)
+
+    def collected(self, collector: fx.Node, every: fx.Node) -> fx.Node:
+        """Return what ``collector`` returns, of all values along dim 0."""
+        dim = arguments(collector, "tensors", "dim").get("dim", 0)
+        joins = collector.target in _JOINS
+        dim %= value_of(every).ndim - joins
+        x = self.call("contiguous", self.call("movedim", every, 0, dim))
+        return self.call("flatten", x, dim, dim + 1) if joins else x

@@ -1,0 +1,49 @@
+"""Writes in Dynamo's graph: calls that change a tensor in place."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.capture.slices import value_of
+
+
+def memory_of(node: fx.Node) -> Any:
+    """Return what identifies the memory of a tensor, which views of it share; None for other values."""
+    value = value_of(node)
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """Return the operands of a call that it may change in place."""
+    return node.all_input_nodes if node.op not in _NO_CALL and _may_write(node) else []
+
+
+def _may_write(node: fx.Node) -> bool:
+    target: Any = node.target
+    if node.op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator):
+        return True
+    name = target if isinstance(target, str) else getattr(target, "__name__", "_")
+    if target is operator.setitem or getattr(operator, name, None) is target and name in _IN_PLACE:
+        return True
+    if hasattr(target, "_schema"):
+        return bool(target._schema.is_mutable)
+    if name.endswith("_") and not name.endswith("__") or "out" in node.kwargs or node.kwargs.get("inplace"):
+        return True
+    return isinstance(target, Callable) and any(x is True for x in node.args) and _has_inplace(target)  # type: ignore[arg-type]
+
+
+def _has_inplace(target: Callable[..., object]) -> bool:
+    try:
+        return "inplace" in inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+_NO_CALL = ("placeholder", "get_attr", "output")
+_IN_PLACE = frozenset(name for name in vars(operator) if name.startswith("i") and hasattr(operator, f"__{name}__"))
