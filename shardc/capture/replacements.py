@@ -29,6 +29,7 @@ from torch._dynamo.trace_rules import get_tensor_method, get_torch_obj_rule_map
 from torch._dynamo.variables import ConstantVariable, TorchInGraphFunctionVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import GetAttrVariable
+from torch.autograd import forward_ad
 from torch.fx.traceback import annotate
 from torch.nn import _reduction as _Reduction
 from torch.nn.modules import transformer
@@ -57,7 +58,18 @@ def _call_attribute(
     return _call_method(self, tx, name, args, kwargs)
 
 
-OTHER_FORMS: tuple[tuple[object, str, object], ...] = ((GetAttrVariable, "call_method", _call_attribute),)
+_make_dual = forward_ad.make_dual
+
+
+def _dual(tensor: Tensor, tangent: Tensor, *, level: int | None = None) -> Tensor:
+    """Makes a dual tensor of a copy: that of a view, as fake tensors, would have its tangent on another device."""
+    return _make_dual(tensor.clone(memory_format=torch.contiguous_format), tangent, level=level)
+
+
+OTHER_FORMS: tuple[tuple[object, str, object], ...] = (
+    (GetAttrVariable, "call_method", _call_attribute),
+    (forward_ad, "make_dual", _dual),
+)
 
 
 _BASES = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")

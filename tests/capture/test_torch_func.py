@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, grad_and_value, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import shardc
 from shardc.errors import CaptureError
@@ -47,6 +47,8 @@ RESULTS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "vjp": pulled_back,
     "jacrev": lambda net, x: vmap(jacrev(lambda row: net(row).tanh()))(x),
     "jacfwd": lambda net, x: vmap(jacfwd(lambda row: net(row).tanh()))(x),
+    "jvp of a view": lambda net, x: vmap(lambda row: jvp(net, (row,), (row.sin(),))[1])(torch.stack([x, x], 1)[:, 0]),
+    "hessian of a view": lambda net, x: vmap(hessian(lambda row: net(row).tanh().sum()))(torch.stack([x, x], 1)[:, 0]),
 }
 
 
