@@ -271,7 +271,8 @@ FROM_TORCH = tuple(
         "unfold_backward frac lift_fresh new_full new_ones new_zeros new_empty zeros_like ones_like "
         "empty_like stack fill zeros ones unsafe_split unsafe_split_with_sizes _prelu_kernel _prelu_kernel_backward "
         "log_sigmoid_forward log_sigmoid_backward soft_margin_loss soft_margin_loss_backward channel_shuffle "
-        "_weight_norm_interface diag_embed _unsafe_masked_index _unsafe_masked_index_put_accumulate"
+        "_weight_norm_interface diag_embed _unsafe_masked_index _unsafe_masked_index_put_accumulate "
+        "_euclidean_dist affine_grid_generator"
     ).split()
 )
 

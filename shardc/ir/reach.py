@@ -58,6 +58,8 @@ _INERT = {
     "__slotnames__", "__protocol_attrs__", "__non_callable_proto_members__", "__callable_proto_members_only__",
     "___needs_generation_tag_patch",  # on `nn.Module`, since Dynamo patched ``__init__`` and ``__setstate__``
 }  # fmt: skip
+# Attributes of functions that Dynamo has set when they were first called, as torch.utils.checkpoint's.
+_DYNAMO = ("_torchdynamo", "__dynamo_disable")
 MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "shardc", "_compiled_call_impl", STATE_KEY, REGISTRY_KEY})
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.MappingProxyType)
@@ -269,7 +271,7 @@ class Walk:
         if location is None:
             parts += [(f"default {at}", value) for at, value in enumerate(function.__defaults__ or ())]
             parts += [(f"default {key}", value) for key, value in (function.__kwdefaults__ or {}).items()]
-        parts += [(key, value) for key, value in sorted(vars(function).items()) if not key.startswith("_torchdynamo")]
+        parts += [(key, value) for key, value in sorted(vars(function).items()) if not key.startswith(_DYNAMO)]
         for part, value in parts:
             self.bind(name, part, value)
         if location is None or location.startswith(_LAYERS):

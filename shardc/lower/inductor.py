@@ -133,8 +133,8 @@ def lowered(gm: fx.GraphModule, kind: str, settings: Callable[[], str]) -> tuple
 
 
 def _with_strides(run: BoxedRun, gm: fx.GraphModule) -> BoxedRun:
-    """Return ``run`` with the traced strides of results that have gaps in memory: of views, Inductor keeps the order of
-    strides only, and the backward half is compiled for those of the trace.
+    """Return ``run`` with the traced strides of results that are expanded or have gaps in memory: of views, Inductor
+    keeps the order of strides only, and the backward half is compiled for those of the trace.
     """
     results = output_node(gm.graph).all_input_nodes
     with_gaps = {x: x.meta["val"].stride() for x in results if _has_gaps(x.meta.get("val"))}
@@ -146,7 +146,9 @@ def _with_strides(run: BoxedRun, gm: fx.GraphModule) -> BoxedRun:
         out: list[Any] = list(run(inputs))
         for at, stride in wanted.items():
             if (x := out[at]).stride() != stride:
-                out[at] = torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+                once = x[tuple(slice(None) if step else slice(1) for step in stride)]  # of equal elements, the first
+                copy = torch.empty_strided(once.shape, stride, dtype=x.dtype, device=x.device).copy_(once)
+                out[at] = copy.as_strided(x.shape, stride)
         return out
 
     return with_strides
@@ -154,7 +156,7 @@ def _with_strides(run: BoxedRun, gm: fx.GraphModule) -> BoxedRun:
 
 def _has_gaps(x: object) -> bool:
     """Return whether a tensor's elements do not lie side by side in memory, in some order of its dims."""
-    if not isinstance(x, Tensor) or not x.numel() or 0 in x.stride():  # elements of an expanded one share memory
+    if not isinstance(x, Tensor) or not x.numel():
         return False
     size = 1
     for stride, length in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n != 1):

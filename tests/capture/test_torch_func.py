@@ -14,6 +14,7 @@ from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, j
 import shardc
 from shardc.errors import CaptureError
 from tests.models.alike import relative, trains_alike
+from tests.ranks import device_mesh, run_ranks
 
 PLAN = shardc.fsdp("dp", threshold=0)
 
@@ -67,6 +68,35 @@ def test_results_are_outputs(run: str) -> None:
         assert (name in sim.grads) == (param.grad is not None)
         if param.grad is not None:  # ranks' losses are averaged
             assert relative(2 * sim.grad(name), param.grad) < 1e-9
+
+
+class Penalty(nn.Module):
+    """Backward reads a tensor of ones that forward has expanded, whose elements share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        forces = grad(lambda x: self.down(self.up(x).tanh()).sum())(x)
+        return (forces.square().sum(-1) - 1).square()
+
+
+def expanded_values_reach_backward() -> None:
+    torch.manual_seed(0)
+    model, x = Penalty().double(), torch.randn(4, 3, 6, dtype=torch.float64)
+    module = shardc.compile(copy.deepcopy(model), device_mesh(shardc.Mesh(dp=2)), PLAN, loss=lambda out: out.mean())
+    loss, expected = module(module.shard_inputs(x)), model(x).mean()
+    loss.backward()
+    expected.backward()
+    assert relative(loss.detach(), expected.detach()) < 1e-9
+    for name, param in module.named_parameters():
+        if (theirs := model.get_parameter(name).grad) is not None:
+            assert relative(param.grad.full_tensor(), theirs) < 1e-9
+
+
+def test_gradients_by_inductor() -> None:
+    run_ranks(2, expanded_values_reach_backward)
 
 
 class Hyper(nn.Module):

@@ -16,8 +16,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardc
+from shardc.ir.reach import reach
 from shardc.precompiled.program_key import described
 from shardc.program import Program
 from tests.precompiled.bound_code import OTHER_CODE, SAME_CODE, SOURCE
@@ -88,6 +90,21 @@ def test_other_code_is_another_program(what: str, program: Program) -> None:
 def test_the_same_code_is_found(what: str, program: Program) -> None:
     model, loss = model_of(changed(SAME_CODE[what]), "elsewhere/bound_code.py")
     assert is_found(program, model, loss)
+
+
+def test_a_function_of_torch_is_the_same_after_its_first_call() -> None:
+    """When a start has called ``checkpoint``, torch keeps a wrapper on it; the next start looks before its call."""
+
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    vars(checkpoint.__wrapped__).pop("__dynamo_disable", None)  # type: ignore[attr-defined]
+    before, after = Net(4, 4), Net(4, 4)
+    digest = reach(before, None).digest
+    after(torch.ones(1, 4))
+    assert "__dynamo_disable" in vars(checkpoint.__wrapped__)  # type: ignore[attr-defined]
+    assert reach(after, None).digest == digest
 
 
 def shown() -> str:

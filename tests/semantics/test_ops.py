@@ -59,6 +59,8 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "isin": lambda x: x * torch.isin((x * 3).round(), (x[:, :2] * 3).round(), invert=True),
     "cdist": lambda x: torch.cdist(x, OTHER) + torch.cdist(x, x[1:] + 1, p=1.0),
     "cdist of batches": lambda x: torch.cdist(x.view(2, 3, 8), x.view(3, 2, 8)[:2] + 2, p=3.0),
+    "cdist of many rows": lambda x: torch.cdist(x.repeat(5, 1), OTHER) + torch.cdist(x.repeat(5, 1), x[1:] + 1),
+    "affine_grid": lambda x: F.affine_grid(x[:, :6].view(6, 2, 3), [6, 1, 4, 2], align_corners=False),
     "bilinear": lambda x: F.bilinear(x, x.sin(), x.view(2, 3, 8).mT @ x[:3] * 0.3),
     "index under a mask": lambda x: torch.ops.aten._unsafe_masked_index(x, INSIDE, WINDOW, 0.5),
     "put under a mask": lambda x: torch.ops.aten._unsafe_masked_index_put_accumulate(x, INSIDE, WINDOW, x[:2, :2] * 2),
