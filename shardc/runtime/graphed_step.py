@@ -191,7 +191,8 @@ class GraphedStep:
             return None
         if state.params.sync.unreduced() or state.params.sync.sums or self._has_hooks():
             return None
-        known = known_program(state, args, kwargs)
+        with torch.enable_grad():  # as the update is called
+            known = known_program(state, args, kwargs)
         if known is None or any(x.grad is not None for x in state.params.snapshot.parameters.values()):
             return None
         key, program = known
@@ -265,7 +266,7 @@ def _check_program(program: Executable) -> None:
 
 def _instead(why: str) -> str:
     if "rows" in why and "bfloat16" not in why:
-        return 'give the experts room for a fixed number of rows, by shardc.ep(..., dispatch="bounded")'
+        return 'give the experts room for a fixed number of rows, by shardc.ep(..., dispatch="bounded", capacity=1.5)'
     if "bfloat16" in why:
         return "compute the experts in bfloat16, by shardc.precision(param=torch.bfloat16)"
     return 'leave save(..., on="host") out of the plan' if "copies" in why else "write it with torch.where"

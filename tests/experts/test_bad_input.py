@@ -127,6 +127,7 @@ def test_shapes() -> None:
     [
         (lambda: shardc.ep("ep", "*.experts", dispatch="quickly"), "dispatch is 'quickly'"),
         (lambda: shardc.ep("ep", "*.experts", capacity=2.0), "a capacity requires dispatch='bounded'"),
+        (lambda: shardc.ep("ep", "*.experts", dispatch="bounded"), "dispatch='bounded' needs a capacity"),
         (
             lambda: shardc.ep("ep", "*.experts", dispatch="bounded", capacity=0.5),
             "no room for the rows of an even load",

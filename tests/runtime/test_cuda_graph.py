@@ -20,8 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardc
 from shardc.errors import InputError, ShardcError, ShardcWarning
-from shardc.runtime.graphed_step import WARM, recorder_of
+from shardc.runtime.cuda_graphs import host_read
+from shardc.runtime.graphed_step import WARM, GraphedStep, recorder_of
 from shardc.runtime.state import State
+from tests.experts.models import Own, batch
 from tests.ranks import device_mesh, run_ranks
 
 PLAIN_LR, ROWS, WIDTH = 2.0**-6, 6, 8
@@ -372,6 +374,38 @@ def test_programs_are_refused_before_anything_changes(
     assert all(torch.equal(x, before[name]) for name, x in module.full_state_dict().items())
     assert not optimizer.state and all(param.grad is None for param in module.parameters())
     module(*batch[: 1 if model is Branch else 2]).backward()  # without a graph it runs
+
+
+BOUNDED = {"dispatch": "bounded", "capacity": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "dtype", "why"),
+    [
+        ({"dispatch": "send"}, torch.float32, "the host reads how many rows each rank sends"),
+        (BOUNDED, torch.float32, "experts outside of bfloat16 run one after another"),
+        (BOUNDED, torch.bfloat16, None),
+    ],
+)
+def test_experts(dispatch: dict[str, Any], dtype: torch.dtype, why: str | None) -> None:
+    """Only those that send a fixed number of rows, and whose products are grouped, need no host."""
+    plan = shardc.ep("ep", "experts", **dispatch)
+    module = shardc.compile(Own().to(dtype), shardc.Mesh(ep=2), plan, backend="eager")
+    read = host_read(module.lower(**batch()))
+    assert (read and read[1].split(",")[0]) == why
+
+
+def test_an_optimizer_that_has_loaded_a_state(mesh: DeviceMesh) -> None:
+    """Counts of steps move to the device, whatever the saved options say."""
+    side = Side(mesh)
+    side.train(1)
+    side.optimizer.load_state_dict(copy.deepcopy(side.optimizer.state_dict()))
+    recorder = Ops()
+    recorder.capturable = True
+    with patch.object(State, "device", torch.device("meta")):
+        GraphedStep(side.module, side.optimizer, side.step._update, recorder)._prepare()
+    assert all(group["capturable"] for group in side.optimizer.param_groups)
+    assert {state["step"].device.type for state in side.optimizer.state.values()} == {"meta"}
 
 
 # --- on ranks

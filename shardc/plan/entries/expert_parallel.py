@@ -32,7 +32,9 @@ class Ep(BatchEntry):
         check_fields(self, PlanError, "", plan_entry=str(self))
         if (self.capacity != 0) != (self.dispatch == "bounded"):
             raise PlanError(
-                f"a capacity requires dispatch='bounded', and the dispatch is {self.dispatch!r}",
+                f"a capacity requires dispatch='bounded', and the dispatch is {self.dispatch!r}"
+                if self.capacity
+                else "dispatch='bounded' needs a capacity: the rows of a block that is sent",
                 plan_entry=str(self),
                 fix='write dispatch="bounded", capacity=1.5: room for one and a half times the rows of an even load',
             )
