@@ -362,7 +362,7 @@ def trace(
                 traced = dynamo_graph_capture_for_export(root)(*fakes)
             graph_inputs = set(map(id, traced._dynamo_bytecode_flatten(*fakes)))
             memories, owners = memories_of(traced, root, places, fakes, inputs)
-            write_out(traced)
+            write_out(traced, lengths)
             pad_at_the_begin(traced)
             undo = scan_loops(traced, lengths, decompositions())
             try:

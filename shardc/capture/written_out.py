@@ -3,7 +3,7 @@
 - `flex_attention` whose functions do not broadcast (`shardc.capture.flex`), or whose largest scores are used: its
   score and mask functions, graphs of scalars, are mapped over all places, as in torch's reference.
 - ``map``: all slices at once, by ``vmap``.
-- ``scan`` over few steps: one step after the other (`_WRITTEN_STEPS`).
+- ``scan`` over few steps (`_WRITTEN_STEPS`): one step after the other, unless the plan splits what it runs over.
 - ``invoke_subgraph`` (of ``nested_compile_region``): the graph that it calls.
 
 A ``while_loop`` stays one, traced without sizes that depend on values. `loop_gradients` makes an op of its gradient.
@@ -11,7 +11,7 @@ A ``while_loop`` stays one, traced without sizes that depend on values. `loop_gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import getitem
 from typing import Any
 from unittest.mock import patch
@@ -30,14 +30,24 @@ from shardc.capture import flex
 from shardc.custom_ops.function_ops import NO_GRADIENT
 
 
-def write_out(gm: fx.GraphModule) -> None:
-    """Replaces calls of higher-order ops by functions of plain ops, in a graph of Dynamo's and in those within it."""
+def write_out(gm: fx.GraphModule, lengths: Collection[int] = ()) -> None:
+    """Replaces calls of higher-order ops by functions of plain ops, in a graph of Dynamo's and in those within it.
+
+    Args:
+        lengths: numbers of places of sequences that the plan splits; scans over all of one, or its pieces, stay scans.
+    """
+
+    def of_scan(step: fx.GraphModule, carries: Sequence[Any], xs: Sequence[Tensor], rest: Sequence[Any]) -> Any:
+        sizes = {len(x) * size for x in xs for size in (1, *x.shape[1:])}
+        return (_scan if sizes.isdisjoint(lengths) else scan)(step, carries, xs, rest)
+
+    plain = {**_PLAIN, scan_op: of_scan}
     for graph_module in gm.modules():
         if isinstance(graph_module, fx.GraphModule):
             for node in graph_module.graph.nodes:
                 if node.op == "call_function" and node.target is flex_attention and not _largest(node):
                     node.target = flex.attention
-                node.target = _PLAIN.get(node.target, node.target) if node.op == "call_function" else node.target
+                node.target = plain.get(node.target, node.target) if node.op == "call_function" else node.target
             graph_module.recompile()
 
 
@@ -141,7 +151,6 @@ def _one_step(mode: FakeTensorMode, step: Callable[..., Any], carries: Sequence[
 _PLAIN: dict[object, Callable[..., Any]] = {
     flex_attention: math_attention,
     map_impl: _map,
-    scan_op: _scan,
     invoke_subgraph: _invoke,
     while_loop_op: _while_loop,
 }

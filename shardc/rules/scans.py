@@ -183,19 +183,27 @@ def _scale(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], scales: 
     """
     at = [isinstance(x, fx.Node) and x in scales for x in node.args]
     sources = {scales[x][0] for x in node.all_input_nodes if x in scales}
-    if len(sources) != 1 or node.kwargs and node.target not in _COPIES:
+    if len(sources) != 1 or node.kwargs and node.target not in (*_COPIES, *_SUMS):
         return None
     (source,) = sources
-    if node.target is aten.add.Tensor and sum(at) == 1 or node.target is aten.sub.Tensor and at == [True, False]:
-        return source, scales[node.args[at.index(True)]][1]
-    both = node.target in (aten.add.Tensor, aten.sub.Tensor) and all(at)
+    known = [scales[x][1] if is_scaled else x for x, is_scaled in zip(node.args, at, strict=True)]
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> tuple[fx.Node, Any]:
+        args, kwargs = fx.map_arg((args, kwargs), lambda x: env.get(x, x))
+        scale = graph.call_function(target, args, kwargs)
+        scale.meta["val"] = node.meta["val"]
+        return source, scale
+
+    if node.target in _SUMS and at == [True, False]:
+        return source, known[0]
+    if node.target in _SUMS and at == [False, True]:
+        factor = node.kwargs.get("alpha", 1) * _SUMS[node.target]
+        return (source, known[1]) if factor == 1 else call(aten.mul.Scalar, known[1], factor)
     product = node.target is aten.mul.Tensor and sum(at) == 1
-    if not both and not product and not (node.target in _LINEAR and at[0] and sum(at) == 1):
-        return None
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: scales[x][1] if x in scales else env[x])
-    scale = graph.call_function(node.target, args, kwargs)
-    scale.meta["val"] = node.meta["val"]
-    return source, scale
+    both = node.target is aten.where.self and at == [False, True, True]
+    if node.target in _SUMS or product or both or node.target in _LINEAR and at[0] and sum(at) == 1:
+        return call(node.target, *known, **node.kwargs)
+    return None
 
 
 def _copied(node: fx.Node) -> Any:
@@ -206,4 +214,5 @@ def _copied(node: fx.Node) -> Any:
 
 
 _COPIES = (aten.clone.default, aten.detach_copy.default, aten.alias_copy.default)
+_SUMS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}  # with the sign of the second term
 _LINEAR = (*_COPIES, aten.neg.default, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)

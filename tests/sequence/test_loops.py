@@ -14,11 +14,15 @@ import shardc
 from shardc.custom_ops.function_ops import OPS
 from shardc.ir.comm_volume import collective_kind
 from shardc.program import Program
+from tests.experts.alike import trains_alike as trains_language_model_alike
 from tests.higher_order.on_ranks import equal_one_device
 from tests.models.alike import trains_alike
 from tests.ranks import run_ranks
 from tests.sequence import state_space
-from tests.sequence.loops import DRAWS, LOOPS, SCANS, WIDTH, Loop
+from tests.sequence.loops import DRAWS, LINEAR, LOOPS, SCANS, WIDTH, Loop
+from tests.sequence.models import batch
+from tests.sequence.test_scans import Scanned
+from tests.sequence.test_state_space import language_model
 
 ROWS, LENGTH = 2, 12
 MESHES: tuple[dict[str, int], ...] = ({"cp": 2}, {"cp": 3}, {"dp": 2, "cp": 2})
@@ -94,6 +98,30 @@ def test_a_rank_sends_the_state_and_no_token(name: str) -> None:
     assert collectives.pop("permute_ranks") == [ROWS * WIDTH] * 2 * (ranks - 1)
     assert collectives.keys() == {"all_reduce"} and max(collectives["all_reduce"]) == WIDTH * WIDTH  # of gradients
     assert sum(scans(program, half) for half in HALVES) == 2 * (2 if name == "gated" else ranks)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_ranks_do_not_wait_for_steps_that_scale_and_add(name: str) -> None:
+    """They run their steps from zeros, and again for the results; if they waited, each rank's turn would be a scan."""
+    program = lowered(Loop(LINEAR[name]), {"cp": 3}, plan({"cp": 3}))
+    assert [scans(program, half) for half in HALVES] == [2, 2]
+    trains_alike(Loop(LINEAR[name]), (torch.randn(2, LENGTH, WIDTH),), {"cp": 3}, plan({"cp": 3}), steps=1)
+
+
+def test_a_short_scan_over_the_sequence_stays_one() -> None:
+    model = Scanned()
+    assert scans(lowered(model, {"cp": 2}, plan({"cp": 2})), "capture") == 2
+    assert not scans(lowered(model, {"dp": 2}, shardc.fsdp("dp", threshold=0)), "capture")
+    trains_alike(model, (torch.randn(2, LENGTH, WIDTH),), {"cp": 2}, plan({"cp": 2}), steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "length"), [({"cp": 2}, 256), ({"cp": 3}, 384), ({"dp": 2, "cp": 2}, 256)], ids=str)
+def test_gated_delta_rule_of_transformers(mesh: dict[str, int], length: int) -> None:
+    """Chunks of 64 places."""
+    trains_language_model_alike(partial(language_model, "qwen3_next"), batch(2, length), mesh, plan(mesh))
+    module = shardc.compile(language_model("qwen3_next"), shardc.Mesh(mesh), plan(mesh))
+    assert scans(module.lower(**batch(2, length)), "capture") == 2
 
 
 @pytest.mark.parametrize("layer", ["chunked", "delta", "rwkv"])
