@@ -200,8 +200,7 @@ def _scale(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], scales: 
         factor = node.kwargs.get("alpha", 1) * _SUMS[node.target]
         return (source, known[1]) if factor == 1 else call(aten.mul.Scalar, known[1], factor)
     product = node.target is aten.mul.Tensor and sum(at) == 1
-    both = node.target is aten.where.self and at == [False, True, True]
-    if node.target in _SUMS or product or both or node.target in _LINEAR and at[0] and sum(at) == 1:
+    if node.target in _SUMS or product or node.target in _LINEAR and at[0] and sum(at) == 1:
         return call(node.target, *known, **node.kwargs)
     return None
 

@@ -239,7 +239,7 @@ LOOPS: dict[str, Mix] = {
 }  # fmt: skip
 # Steps that scale the state and add to it.
 LINEAR: dict[str, Mix] = {
-    "lerp": stepwise(lambda self, state, x, t: torch.lerp(state, x[:, t], 0.1)),
+    "average": stepwise(lambda self, state, x, t: state + 0.1 * (x[:, t] - state)),
     "addcmul": stepwise(lambda self, state, x, t: torch.addcmul(x[:, t], x[:, t].sigmoid(), state)),
     "alpha": stepwise(lambda self, state, x, t: torch.add(x[:, t], state, alpha=0.5).sub(x[:, t] ** 2, alpha=0.1)),
     "difference": stepwise(lambda self, state, x, t: x[:, t] - state * 0.5 - (state - state * x[:, t].sigmoid())),

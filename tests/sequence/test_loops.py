@@ -135,7 +135,7 @@ def test_layers_gather_no_token(layer: str) -> None:
 
 
 def on_ranks(found: bool) -> None:
-    models = [partial(Loop, SCANS[name]) for name in ("gated", "lstm", "chunks")]
+    models = [partial(Loop, mix) for mix in (SCANS["gated"], SCANS["lstm"], SCANS["chunks"], LINEAR["alpha"])]
     x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     equal_one_device(models, (x,), ("inductor",), found, plan=shardc.cp("dp", order="contiguous"))
 
