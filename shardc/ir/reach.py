@@ -247,7 +247,11 @@ class Walk:
         function = value.fget if isinstance(value, property) else value
         if isinstance(function, (staticmethod, classmethod, types.MethodType)):
             function = function.__func__
-        if not isinstance(function, types.FunctionType) or is_versioned(function.__code__):
+        while isinstance(function, types.FunctionType) and is_versioned(function.__code__):
+            if (inside := getattr(function, "__wrapped__", None)) is None:
+                return False
+            function = inside  # as that of once_differentiable or custom_bwd
+        if not isinstance(function, types.FunctionType):
             return False
         return code_hash(function.__code__) in self._traced
 

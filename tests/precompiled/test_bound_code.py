@@ -107,6 +107,30 @@ def test_a_function_of_torch_is_the_same_after_its_first_call() -> None:
     assert reach(after, None).digest == digest
 
 
+class Decorated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.sin()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+class Calls(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Decorated.apply(super().forward(x)).mean()  # type: ignore[no-any-return]
+
+
+def test_a_backward_that_torch_wraps_is_named() -> None:
+    model = Calls(4, 4)
+    module = shardc.compile(model, shardc.Mesh(dp=2), shardc.fsdp("dp"), backend="eager")
+    reads = module.lower(torch.empty(4, 4)).guards.reads
+    hashes = reads.reach(model, None).code_hashes
+    assert [where for does, where in reads.traced if does not in hashes] == []
+
+
 def shown() -> str:
     """All that a start compares of a program that it has just captured."""
     model, loss = model_of(SOURCE)
