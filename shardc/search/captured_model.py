@@ -181,27 +181,29 @@ class CapturedModel:
         request = few_of(self.source.request(mesh, plan, options), self.repeats)
         gm = LazyGraphModule(self.captured.graph, ir.copied(self.captured.graph.graph))
         marked = {node: node.kwargs["name"] for node in gm.graph.nodes if node.target is ops.tag}
-        borders: dict[str, fx.Node] = {}
+        borders: dict[str, dict[str, fx.Node]] = {"forward": {}, "backward": {}}
         for node, name in marked.items():
             source = node
             while source.target is ops.tag:
                 source = source.args[0]
-            if ir.info(node).origin.phase == "forward":
-                borders.setdefault(name, source)
+            borders[ir.info(node).origin.phase].setdefault(name, source)
         with shortened(self.source.model, self.repeats), warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardcWarning)
             bound = bound_of(request, replace(self.captured, graph=gm), request.activations())
             pipeline = passes.pipeline(
                 bound, options, self.captured.fake_mode, self.source.device, (min_cut, must_recompute, must_save)
             )
-            names = {node: ir.info(node).name for node in borders.values()}
+            names = {node: ir.info(node).name for by_name in borders.values() for node in by_name.values()}
             gm = pipeline.until(Propagate.name).run(gm)
             propagate = pipeline[Propagate]
             if chooser is not None:
                 gm = replace(propagate, chooser=chooser)(gm)
         nodes = {ir.info(node).name: node for node in gm.graph.nodes if node.op != "output"}
-        boundaries = {name: nodes[names[node]] for name, node in borders.items() if names[node] in nodes}
-        return PlannedGraph(propagate.problem, gm.graph, boundaries)
+        values, gradients = (
+            {name: nodes[names[node]] for name, node in by_name.items() if names[node] in nodes}
+            for by_name in borders.values()
+        )
+        return PlannedGraph(propagate.problem, gm.graph, values, gradients)
 
     def params(self, mesh: Mesh, plan: Plan) -> Mapping[str, ParamPlan]:
         """Return parameter of the captured model -> its `ParamPlan` (compute and storage layout) under ``plan``."""
@@ -296,9 +298,10 @@ class PlannedGraph:
     Args:
         problem: the layouts that the plan fixes, and the cost model.
         graph: the graph with the plan's layouts; with all layouts, if they were chosen.
-        borders: tag name -> the value at that module boundary.
+        borders, gradients: tag name -> the value at that module boundary, and its gradient.
     """
 
     problem: Problem
     graph: fx.Graph
     borders: Mapping[str, fx.Node]
+    gradients: Mapping[str, fx.Node]

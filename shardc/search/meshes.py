@@ -15,6 +15,7 @@ from shardc.ir.mesh import Mesh
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
 from shardc.search.captured_model import CapturedModel
+from shardc.search.memory_fit import LEAST
 from shardc.search.plan_search import MARGIN, Search
 from shardc.search.result import Found, Report, Trial
 from shardc.search.stage_search import AXIS, StageSearch
@@ -136,6 +137,7 @@ class SearchOverMeshes:
             search = searches[mesh]
             search.most = min(other.limit() for other in searches.values())
             search.gap = GAP if len(searches) > 1 else 0.0
+            search.price = min((price for other in searches.values() for price in other.prices.values()), default=LEAST)
             if least[mesh] > MARGIN * search.most:
                 bound = min(least[mesh], MARGIN * search.most)
                 left_out.append(f"on {mesh}: no plan takes less than {bound * 1e3:.4g} ms")

@@ -1,7 +1,7 @@
 """`Search`: finds the plan of least predicted step time for one model on one mesh, within a memory limit.
 
-Each round solves the exact layout problem for several splits of storage, writes the best solutions as plans, and
-schedules these. The share of communication that a schedule leaves exposed is its weight in the next round.
+The exact layout problem is solved for several splits of storage. The least of their solutions is written as a plan and
+scheduled; the share of communication that its schedule leaves exposed weighs the next solution of that split.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ from shardc.plan.value import Plan
 from shardc.report.predicted_schedule import Schedule
 from shardc.search.captured_model import CapturedModel, PlannedGraph
 from shardc.search.memory_fit import LEAST, Fit, PriceSearch, kept_whole
-from shardc.search.plan_writer import Pinner, Writer, borders
+from shardc.search.plan_writer import Border, Pinner, Writer, borders
 from shardc.search.result import Report, Trial
 from shardc.solver import WORK, Infeasible, solve
 
 COPIES = 4.0  # copies of a parameter in memory: itself, its gradient and two of AdamW's
-# Initial weights of a second of (parameter gathers, gradient reductions), most of which overlap with compute.
-HIDDEN = ((0.2, 0.2), (0.05, 0.5))
-ROUNDS = 3
-KEPT = 3  # number of solutions per round that are scheduled
+HIDDEN = 0.2  # initial weight of a second of parameter gathers and of gradient reductions: most overlap with compute
+BEST = 0.05  # weight of gathers in lower bounds
+ROUNDS = 3  # number of solutions of a split of storage that are scheduled
 MARGIN = 1.02  # solutions up to this multiple of the best step time are considered: a schedule may hide more
 TILE = 64  # rows of queries that kernels of attention compute at once, at least
 GLANCE = 3e7  # table entries that the solver may visit to bound the step time of a mesh
@@ -64,7 +63,7 @@ class Candidate:
     """
 
     plan: Plan
-    borders: Mapping[str, Layout]
+    borders: Mapping[str, Border]
     over: tuple[str, ...]
     value: float
     bound: float
@@ -93,6 +92,27 @@ class PlanProblem(OpenLayoutProblem):
 
 
 @dataclass
+class Split:
+    """A set of axes over which storage only is split, with solutions of its layout problem.
+
+    Args:
+        over: the axes.
+        problem: states the layout problem, once.
+        weights: weights of communication in it.
+        rounds: number of its solutions that were scheduled.
+        solutions: price of a byte in seconds -> solution, as known so far.
+        candidate: the fastest of them that is expected to fit; None if there is none yet.
+    """
+
+    over: tuple[str, ...]
+    problem: Callable[[], PlanProblem]
+    weights: Weights
+    rounds: int = 0
+    solutions: dict[float, Candidate] = field(default_factory=dict)
+    candidate: Candidate | None = None
+
+
+@dataclass
 class Search:
     """A search over plans for a captured model on one mesh.
 
@@ -106,6 +126,7 @@ class Search:
         report: called with each plan when it is scheduled.
         most: seconds of the best schedule on any other mesh so far; slower solutions are not scheduled.
         gap: share of its cost by which a solution of the layout problem may miss the least one.
+        price: price of a byte in seconds at which solutions on other meshes were expected to fit.
         tried: text of a plan -> the scheduled plan.
         prices: axes that split storage only -> price of a byte at which a solution was last expected to fit.
         beyond: the same axes -> predicted peak of the last plan that did not fit, minus the bytes of its solution.
@@ -122,6 +143,7 @@ class Search:
     report: Report | None = None
     most: float = inf
     gap: float = 0.0
+    price: float = LEAST
     tried: dict[str, Trial] = field(default_factory=dict)
     prices: dict[tuple[str, ...], float] = field(default_factory=dict)
     beyond: dict[tuple[str, ...], float] = field(default_factory=dict)
@@ -159,37 +181,41 @@ class Search:
         """Return a lower bound of the cost of every solution in seconds, within `GLANCE` work; inf if none costs less
         than `MARGIN` times the best plan so far, or if there is none.
         """
-        gather, reduce = map(min, *HIDDEN)
-        return self._cost_of_any(Weights(gather, reduce, self.captured_model.weight), GLANCE)
+        return self._cost_of_any(Weights(BEST, HIDDEN, self.captured_model.weight), GLANCE)
 
     def _cost_of_any(self, weights: Weights, work: float = WORK) -> float:
-        """Return a lower bound in seconds of the cost of solutions whose storage is split over any axes; inf if none
-        costs less than `MARGIN` times the best plan so far.
+        """Return a lower bound in seconds of the cost of solutions that fit in memory, whose storage is split over any
+        axes; inf if none costs less than `MARGIN` times the best plan so far.
 
         Args:
             weights: weights of communication.
             work: table entries that the solver may visit.
         """
-        ceiling = MARGIN * self.limit() + LEAST * self.memory
+        ceiling = MARGIN * self.limit() + self.price * self.memory
         try:
-            energy = self.problem(None, weights).energy(LEAST)
-            return solve(energy, work=work, ceiling=ceiling, gap=self.gap).bound
+            energy = self.problem(None, weights).energy(self.price)
+            bound = solve(energy, work=work, ceiling=ceiling, gap=self.gap).bound
         except Infeasible:
             return inf
+        return bound - (self.price - LEAST) * self.memory
 
     def run(self) -> None:
         """Run the search; `best` is then the fastest plan that fits, if there is one."""
-        weighed = [Weights(*hidden, of=self.captured_model.weight) for hidden in HIDDEN]
-        for _ in range(ROUNDS):
-            before = len(self.tried)
-            for weights in weighed:
-                self._solutions(weights)
-            best = self.best()
-            if best is not None and best.origin == "found":
-                self._schedule(kept_whole(best.plan, self.hand), "found", best)
-            if best is None or len(self.tried) == before:
-                break
-            weighed = [exposed(best.schedule, weighed[0], self.captured_model.source.shapes)]
+        weights = Weights(HIDDEN, HIDDEN, self.captured_model.weight)
+        if self.limit() == self.most < inf and self._cost_of_any(weights) > MARGIN * self.most:
+            return
+        splits = [self._split(over, weights) for over in self._overs()]
+        while splits := [split for split in splits if self._solves(split)]:
+            split = min(splits, key=_value)
+            before, best = len(self.tried), self.best()
+            trial = self._fitting(split)
+            if trial is None or len(self.tried) == before or split.rounds + 1 == ROUNDS:
+                splits.remove(split)
+                continue
+            if self.best() is not best:
+                trial = self._schedule(kept_whole(trial.plan, self.hand), "found", trial) or trial
+            new = self._split(split.over, exposed(trial.schedule, split.weights, self.captured_model.source.shapes))
+            splits[splits.index(split)] = replace(new, rounds=split.rounds + 1)
         self._fit()
 
     def _try(self, candidate: Candidate) -> Trial | None:
@@ -224,43 +250,43 @@ class Search:
 
     # --- solutions
 
-    def _solutions(self, weights: Weights) -> None:
-        """Predict the schedules of the fastest solutions that are expected to fit, under these weights of
-        communication.
+    def _split(self, over: tuple[str, ...], weights: Weights) -> Split:
+        """Return the split of storage over ``over``, not solved yet."""
+        return Split(over, cache(partial(self.problem, over, weights)), weights)
+
+    def _solves(self, split: Split) -> bool:
+        """Solve a split of storage, unless it is; return whether its solution may lead to a plan that is the best."""
+        if split.candidate is None:
+            split.candidate = self._fastest(split)
+        return split.candidate is not None and _value(split) <= MARGIN * self.limit()
+
+    def _fitting(self, split: Split) -> Trial | None:
+        """Predict the schedule of a split's solution, or of the fastest one that then fits; None if there is none whose
+        plan can be compiled.
         """
-        if self.limit() == self.most < inf and self._cost_of_any(weights) > MARGIN * self.most:
-            return
-        by_price: dict[tuple[str, ...], dict[float, Candidate]] = {over: {} for over in self._overs()}
-        problems = {over: cache(partial(self.problem, over, weights)) for over in by_price}
-        solved = [self._fastest(over, problems[over], points) for over, points in by_price.items()]
-        for best in sorted((c for c in solved if c is not None), key=lambda c: c.at(0.0))[:KEPT]:
-            over = best.over
-            candidate = best if best.bytes <= self._room(over) else self._fastest(over, problems[over], by_price[over])
-            while candidate is not None:
-                tried = self._try(candidate)
-                if tried is None or tried.fits:
-                    break
-                self.beyond[over] = tried.memory - candidate.bytes
-                smaller = self._fastest(over, problems[over], by_price[over])
-                candidate = smaller if smaller is not None and smaller.bytes < candidate.bytes else None
+        candidate = split.candidate
+        if candidate is not None and candidate.bytes > self._room(split.over):
+            candidate = self._fastest(split)
+        trial = None
+        while candidate is not None:
+            trial = self._try(candidate)
+            if trial is None or trial.fits:
+                break
+            self.beyond[split.over] = trial.memory - candidate.bytes
+            smaller = self._fastest(split)
+            candidate = smaller if smaller is not None and smaller.bytes < candidate.bytes else None
+        return trial
 
-    def _fastest(
-        self, over: tuple[str, ...], problem: Callable[[], PlanProblem], by_price: dict[float, Candidate]
-    ) -> Candidate | None:
-        """Return the fastest solution with storage split over ``over`` that is expected to fit, or else the smallest.
+    def _fastest(self, split: Split) -> Candidate | None:
+        """Return the fastest solution of a split of storage that is expected to fit, or else the smallest.
 
-        The first price per byte is the one that sufficed before, with storage split over these axes or over others.
-
-        Args:
-            over: the axes over which storage only is split.
-            problem: states the layout problem.
-            by_price: price -> solution, as known so far; updated.
+        The first price per byte is the one that sufficed before: for this split, for others, or on another mesh.
         """
-        within = PriceSearch(lambda price, ceiling: self._solved(problem(), price, ceiling), by_price)
-        first = self.prices.get(over, min(self.prices.values(), default=LEAST))
-        candidate = within.fastest(self._room(over), MARGIN * self.limit(), first)
+        within = PriceSearch(lambda price, ceiling: self._solved(split.problem(), price, ceiling), split.solutions)
+        first = self.prices.get(split.over, min(self.prices.values(), default=self.price))
+        candidate = within.fastest(self._room(split.over), MARGIN * self.limit(), first)
         if candidate is not None:
-            self.prices[over] = candidate.byte
+            self.prices[split.over] = candidate.byte
         return candidate
 
     def _room(self, over: tuple[str, ...]) -> float:
@@ -466,6 +492,11 @@ class Search:
             )
         except ShardcError:
             return None
+
+
+def _value(split: Split) -> float:
+    """Return the cost in seconds of the solution of ``split``, without memory; inf if it has none."""
+    return inf if split.candidate is None else split.candidate.at(0.0)
 
 
 def storages(over: Sequence[str], name: str, compute: Layout) -> list[Layout]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ from shardc.passes.layout.greedy import Greedy
 from shardc.passes.op_calls import operands_of
 from shardc.passes.options import Options
 from shardc.plan.constructors import ddp, fsdp, hsdp, tp
+from shardc.plan.match import by_part, matching
 from shardc.plan.value import Plan
 from shardc.search.captured_model import CapturedModel, PlannedGraph
 
@@ -44,31 +46,35 @@ class Pinner:
     writer: Writer
     mesh: Mesh
     options: Options
-    plans: dict[tuple[str, frozenset[tuple[str, Layout]]], Plan] = field(default_factory=dict)
+    plans: dict[tuple[str, frozenset[tuple[str, Border]]], Plan] = field(default_factory=dict)
 
-    def pinned(self, plan: Plan, wanted: Mapping[str, Layout]) -> Plan:
+    def pinned(self, plan: Plan, wanted: Mapping[str, Border]) -> Plan:
         """Return ``plan`` with pins that give module boundaries (by tag name) the layouts ``wanted``.
 
         Pins are added by the layouts that the forward alone gets, and then by those of the whole step: the backward may
-        change what the forward's values are needed at. Solutions under other weights of communication are often equal.
+        change what the forward's values are needed at. Those of a module's children are added together. Solutions under
+        other weights of communication are often equal.
         """
         key = str(plan), frozenset(wanted.items())
         if key not in self.plans:
             self.plans[key] = self._pinned(plan, wanted)
         return self.plans[key]
 
-    def _pinned(self, plan: Plan, wanted: Mapping[str, Layout]) -> Plan:
+    def _pinned(self, plan: Plan, wanted: Mapping[str, Border]) -> Plan:
         pins: dict[str, str] = {}
         for model in (self.captured_model.forward, self.captured_model):
             while len(pins) < MOST:
                 trial = plan | Plan(activations=pins) if pins else plan
                 now = borders(model.graph(self.mesh, trial, self.options, Greedy()))
-                missing = next(
-                    (name for name in wanted if now.get(name) != wanted[name] and self._target(name) not in pins), None
-                )
-                if missing is None:
+                missing = [
+                    name for name, border in wanted.items()
+                    if not (name in now and border.agrees(now[name])) and self._target(name) not in pins
+                ]  # fmt: skip
+                if not missing:
                     break
-                pins |= self._pins(missing, wanted)
+                for name in missing:
+                    if _parent(name) == _parent(missing[0]):
+                        pins |= self._pins(name, {at: border.pin for at, border in wanted.items()})
         return plan | Plan(activations=pins) if pins else plan
 
     def _target(self, name: str) -> str:
@@ -89,18 +95,55 @@ class Pinner:
         return {f"{glob}{end}": str(text) for glob, text in self.writer.by_glob(specs)}
 
 
-def borders(planned: PlannedGraph) -> dict[str, Layout]:
-    """Return tag name -> layout at that module boundary, in program order: the one that its uses agree on."""
+def _parent(name: str) -> str:
+    """Return the module that contains the one whose boundary the tag ``name`` marks."""
+    return name.rsplit(".", 2)[0].rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class Border:
+    """The layouts of a value at a module boundary.
+
+    Args:
+        own: the layout in which it is computed.
+        need: the layout that its uses in forward need, if they agree, else its own.
+        gradient: the layout that the uses of its gradient need, if they agree, else the gradient's own; None if there
+            is no gradient.
+    """
+
+    own: Layout
+    need: Layout
+    gradient: Layout | None
+
+    @property
+    def pin(self) -> Layout:
+        """The layout to pin, which the gradient gets, too."""
+        return self.own if self.gradient == self.own and not self.own.partial else self.need
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Return whether the gradient needs the layout to pin."""
+        return self.gradient == self.pin
+
+    def agrees(self, now: Border) -> bool:
+        """Return whether value and gradient have the layouts ``now`` that a pin would give them."""
+        return self.pin in (now.own, now.need) and (not self.holds_gradient or now.gradient in (None, self.gradient))
+
+
+def borders(planned: PlannedGraph) -> dict[str, Border]:
+    """Return tag name -> layouts at that module boundary, in program order."""
     order = {node: at for at, node in enumerate(planned.graph.nodes)}
     names = sorted(planned.borders, key=lambda name: (order[planned.borders[name]], name))
-    return {name: _border(planned.borders[name]) for name in names}
+    gradients = {name: _need(node, "backward") for name, node in planned.gradients.items()}
+    nodes = ((name, planned.borders[name]) for name in names)
+    return {name: Border(ir.layout(x), _need(x, "forward"), gradients.get(name)) for name, x in nodes}
 
 
-def _border(node: fx.Node) -> Layout:
-    """Return the layout that the forward uses of ``node`` need, if they agree; otherwise its own."""
+def _need(node: fx.Node, phase: str) -> Layout:
+    """Return the layout that the uses of ``node`` in ``phase`` need, if they agree; otherwise its own."""
     needs: dict[Layout, None] = {}
     for user in node.users:
-        if user.op != "call_function" or ir.info(user).origin.phase != "forward":
+        if user.op != "call_function" or ir.info(user).origin.phase != phase:
             continue
         if user.target is ops.reshard:
             needs[ir.layout(user)] = None
@@ -239,6 +282,7 @@ class Writer:
 
     def _module(self, glob: str) -> nn.Module:
         """Return the module, or one of the repeated blocks' modules, that ``glob`` matches."""
+        glob = glob.removeprefix("./")
         for repeat in self.repeats:
             if glob.startswith(f"{repeat.prefix}*"):
                 glob = repeat.name(0, glob.removeprefix(f"{repeat.prefix}*"))
@@ -257,7 +301,7 @@ class Writer:
                 run, block, rest = place
                 groups.setdefault((run, rest), {})[block] = value
         for (run, rest), by_block in groups.items():
-            glob, last = f"{run.prefix}*{rest}", self.repeats.keep - 1
+            glob, last = self._glob(run, rest), self.repeats.keep - 1
             if len(by_block) == self.repeats.keep and len({str(x) for x in by_block.values()}) == 1:
                 out.append((glob, by_block[0]))
                 continue
@@ -268,6 +312,24 @@ class Writer:
                 if captured in by_block and str(by_block[captured]) != str(inner):
                     out.append((run.name(block, rest), by_block[captured]))
         return out
+
+    def _glob(self, run: Repeat, rest: str) -> str:
+        """Return a glob of the name with ``rest`` in each block of ``run``, and of no other module or parameter."""
+        glob = f"{run.prefix}*{rest}"
+        if (run, rest) not in self._globs:
+            others = set(matching(glob, self._names)) - {run.name(block, rest) for block in range(run.count)}
+            self._globs[run, rest] = by_part(glob) if others else glob
+        return self._globs[run, rest]
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """The names of the model's modules and parameters."""
+        return [name for name, _ in (*self.model.named_modules(), *self.model.named_parameters())]
+
+    @cached_property
+    def _globs(self) -> dict[tuple[Repeat, str], str]:
+        """(run, rest of a name) -> its glob, as known so far."""
+        return {}
 
     def block_names(self, name: str) -> list[str]:
         """Return the names in all captured blocks of the run that ``name`` is in; ``[name]`` if it is in none."""

@@ -179,9 +179,9 @@ def test_the_mesh_that_promises_most_is_searched_first(slow: float, monkeypatch:
 def test_no_solution_costs_less_than_what_a_mesh_promises(mesh: Mesh) -> None:
     search = searched(build(512), LARGE, mesh)
     least, values = search.least(), []
-    for hidden in plan_search.HIDDEN:
+    for gather in (plan_search.BEST, plan_search.HIDDEN):
         for over in search._overs():
-            problem = search.problem(over, Weights(*hidden, of=search.captured_model.weight))
+            problem = search.problem(over, Weights(gather, plan_search.HIDDEN, search.captured_model.weight))
             values.append(solve(problem.energy(LEAST)).value)
     assert 0.5 * min(values) < least <= min(values) * (1 + 1e-12)
     storages = search.problem(None, Weights()).storages.values()
