@@ -40,7 +40,7 @@ def _localize(local: Local, find_rule: FindRule, spec_of: SpecOf) -> Emitted:
         not layout.axes and layout.shape == value.shape
         for layout, value in zip(local.operands, local.call.operands, strict=True)
     )
-    if whole:
+    if whole and not (local.call.target is OPS["scan"] and scans.is_padded(local)):
         return local.same()
     factored = Factored(local.call, spec_of)
     on_rank = _OnRank(local, factored, find_rule)

@@ -58,6 +58,12 @@ def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitte
     return [_only(local, turns[-1], x) if at in (*carried.sent, *carried.same) else x for at, x in enumerate(out)]
 
 
+def is_padded(local: Local) -> bool:
+    """Return whether operands are padded, and there may be fewer steps than slices."""
+    sizes = [size for layout in local.operands for size in layout.shape]
+    return any(local.true_size(dim, size) != size for dim, size in enumerate(sizes))
+
+
 def _steps(pieces: Pieces) -> Emitted | None:
     """Return the number of slices of this rank that are no filling, int64 [1]; None if all are."""
     run, builder = pieces.local.builder.call, pieces.local.builder

@@ -91,12 +91,33 @@ def chunks(self: Loop, x: Tensor) -> Tensor:
     return out + torch.cat(every, 1)
 
 
+def stored(self: Loop, x: Tensor) -> Tensor:
+    """The last state is written to other memory, and what is collected is changed."""
+    x, state, out, last = self.a(x), torch.zeros_like(x[:, 0]), [], torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        state = torch.tanh(self.b(state) + x[:, t])
+        out.append(state)
+    last[:, 0] = state
+    last[:, 1].copy_(state)
+    every = torch.stack(out, 1)
+    every[:, 0] = 1
+    return every + last
+
+
+def last(self: Loop, x: Tensor) -> Tensor:
+    """The last state is all that is used."""
+    y, state = self.a(x), torch.zeros_like(x[:, 0])
+    for t in range(x.shape[1]):
+        state = self.b(state).tanh() + y[:, t]
+    return x * state[:, None]
+
+
 def two(self: Loop, x: Tensor) -> Tensor:
     """A loop over what another gives."""
     return cell(self, gated(self, x))
 
 
-SCANS: dict[str, Mix] = {f.__name__: f for f in (gated, average, cell, lstm, by_time, chunks, two)}
+SCANS: dict[str, Mix] = {f.__name__: f for f in (gated, average, cell, lstm, by_time, chunks, stored, last, two)}
 
 
 # --- loops that stay loops
@@ -184,6 +205,36 @@ def changed_before(self: Loop, x: Tensor) -> Tensor:
     return torch.stack(out, 1)
 
 
+def last_changed_behind(self: Loop, x: Tensor) -> Tensor:
+    """The last state is changed in place before all are stacked."""
+    y, state, out = self.a(x), torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        state = self.b(state) + y[:, t]
+        out.append(state)
+    state.mul_(2)
+    return torch.stack(out, 1)
+
+
+def views_changed_behind(self: Loop, x: Tensor) -> Tensor:
+    """Steps give views of what is changed before they are stacked."""
+    y, state, out, views = self.a(x), torch.zeros_like(x[:, 0]), [], []
+    for t in range(x.shape[1]):
+        views.append(y[:, t].view(-1, 2, 2))
+        state = self.b(state) + views[-1].transpose(1, 2).flatten(1)
+        out.append(state)
+    y[:, 1:] = 0
+    return torch.stack(out, 1) + torch.stack(views, 1).flatten(2)
+
+
+def indexed_by_lists(self: Loop, x: Tensor) -> Tensor:
+    """A list of a number keeps the dim."""
+    y, state, out = self.a(x).transpose(0, 1), torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        state = self.b(state) + y[[t]].sum(1)
+        out.append(state)
+    return torch.stack(out, 1)
+
+
 def backwards(self: Loop, x: Tensor) -> Tensor:
     state, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
     for t in reversed(range(x.shape[1])):
@@ -233,7 +284,8 @@ LOOPS: dict[str, Mix] = {
         f.__name__: f
         for f in (
             first_is_special, from_the_second, reads_between, two_back, reads_what_it_writes, writes_what_it_reads,
-            changes_the_state, changed_before, backwards, every_second, shuffled, grows, over_features,
+            changes_the_state, changed_before, last_changed_behind,
+            views_changed_behind, indexed_by_lists, backwards, every_second, shuffled, grows, over_features,
         )
     },
 }  # fmt: skip

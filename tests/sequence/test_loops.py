@@ -72,6 +72,12 @@ def test_other_loops_equal_one_device(name: str, mesh: dict[str, int]) -> None:
     trains_alike(Loop(LOOPS[name]), (torch.randn(4, LENGTH, WIDTH),), mesh, plan(mesh), steps=1)
 
 
+@pytest.mark.parametrize("name", ["last", "lstm", "two"])
+def test_lengths_that_do_not_divide(name: str) -> None:
+    for mesh, length in (({"cp": 2}, 13), ({"cp": 3}, 11)):
+        trains_alike(Loop(SCANS[name]), (torch.randn(2, length, WIDTH),), mesh, plan(mesh), steps=1)
+
+
 @pytest.mark.parametrize("name", SCANS)
 def test_known_loops_are_scans(name: str) -> None:
     captured = lowered(Loop(SCANS[name]), {"cp": 2}, plan({"cp": 2}))
