@@ -288,6 +288,8 @@ class _Loop:
         outs = [memory_of(series.source) for series, _ in self.writes]
         if None in outs or len(set(outs)) < len(outs):
             return False
+        if not self._lasting():
+            return False
         memories = {memory_of(x) for x in operands}
         if not memories.isdisjoint(outs):
             return False
@@ -301,6 +303,14 @@ class _Loop:
             if first <= at < begin and not memories.isdisjoint(map(memory_of, written(node))):
                 return False
         return True
+
+    def _lasting(self) -> bool:
+        """Return whether nothing behind the segments writes to the memory of their values, which a scan copies."""
+        used = [*(at for at, _ in self.carries), *self.results]
+        memories = {memory_of(nodes[at]) for nodes in self.segments for at in used}
+        end = self.order.everywhere[self.segments[-1][-1]]
+        behind = (node for node, at in self.order.everywhere.items() if at > end)
+        return all(memories.isdisjoint(map(memory_of, written(node))) for node in behind)
 
     # --- the step
 

@@ -74,7 +74,7 @@ def arguments(node: fx.Node, *names: str) -> dict[str, Any]:
 def indexed(source: fx.Node, index: Any) -> Iterator[tuple[Series, int]]:
     """Yield the series, and the numbers in them, that ``source[index]`` may be."""
     shape = value_of(source).shape
-    entries = list(index) if isinstance(index, (tuple, list)) else [index]
+    entries = list(index) if isinstance(index, tuple) else [index]
     if not all(x is None or x is Ellipsis or type(x) is int or isinstance(x, slice) for x in entries):
         return
     if Ellipsis in (known := [x for x in entries if not isinstance(x, slice)]):

@@ -21,7 +21,11 @@ def memory_of(node: fx.Node) -> Any:
 
 def written(node: fx.Node) -> list[fx.Node]:
     """Return the operands of a call that it may change in place."""
-    return node.all_input_nodes if node.op not in _NO_CALL and _may_write(node) else []
+    if node.op in _NO_CALL or not _may_write(node):
+        return []
+    if node.target is operator.setitem or node.op == "call_method" and node.target.endswith("_"):
+        return [x for x in node.args[:1] if isinstance(x, fx.Node)]
+    return node.all_input_nodes
 
 
 def _may_write(node: fx.Node) -> bool:
