@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, fx
@@ -46,6 +47,7 @@ class CudaGraphs:
         self._device = device
         self._side: Any = None
         self._pool: Any = None
+        self._graphs: WeakSet[Any] = WeakSet()
 
     def warm(self, function: Callable[[], T]) -> T:
         """Runs a function on a stream of its own, as torch asks for before a capture."""
@@ -59,12 +61,13 @@ class CudaGraphs:
 
     def record(self, function: Callable[[], T]) -> Callable[[], T]:
         """Captures a function, without running its kernels."""
-        if self._pool is None:
+        if not self._graphs:  # the allocator refuses a pool whose graphs are all gone
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads (NCCL's watchdog) may ask for events meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
             result = function()
+        self._graphs.add(graph)
 
         def replayed() -> T:
             graph.replay()

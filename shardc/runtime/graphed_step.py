@@ -129,6 +129,8 @@ class GraphedStep:
         try:
             repeat = self._recorder.record(step)
         except Exception as error:
+            for x in self._state.params.snapshot.parameters.values():
+                x.grad = None  # of kernels that have not run
             raise InputError(
                 f"the step cannot be recorded as a CUDA graph: {type(error).__name__}: {str(error).splitlines()[0]}",
                 fix=f"look for what waits for the device (a custom op that reads values on the host), or {_OFF}",
@@ -219,7 +221,9 @@ class GraphedStep:
         places = [address(x) for x in (*snapshot.parameters.values(), *snapshot.buffers.values())]
         out: list[object] = [snapshot, places]
         for group in self._optimizer.param_groups:
-            out += [name if isinstance(x, Tensor) else (name, x) for name, x in group.items() if name not in _CHANGING]
+            out += [
+                (name, address(x) if isinstance(x, Tensor) else x) for name, x in group.items() if name not in _CHANGING
+            ]
             for param in group["params"]:
                 state = self._optimizer.state.get(param, {})
                 out += [id(param), *(address(x) if isinstance(x, Tensor) else (name, x) for name, x in state.items())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardc
 from shardc.errors import InputError, ShardcError, ShardcWarning
-from shardc.runtime.cuda_graphs import host_read
+from shardc.runtime.cuda_graphs import CudaGraphs, host_read
 from shardc.runtime.graphed_step import WARM, GraphedStep, recorder_of
 from shardc.runtime.state import State
 from tests.experts.models import Own, batch
@@ -304,6 +305,45 @@ def test_a_step_that_cannot_be_recorded_says_why(mesh: DeviceMesh) -> None:
     with pytest.raises(InputError, match="cannot be recorded as a CUDA graph: RuntimeError: operation not permitted"):
         side.train(9)
     assert not side.module.shardc.turns.paused
+
+
+def test_a_step_that_fails_while_recorded_leaves_no_gradients(mesh: DeviceMesh) -> None:
+    """On CUDA their kernels have not run."""
+
+    def fails() -> None:
+        raise RuntimeError("not permitted")
+
+    side = Side(mesh, Rerun())
+    with patch.object(Rerun, "record", lambda _, function: function()):
+        side.train(WARM + 1)
+        with patch.object(side.optimizer, "step", fails), pytest.raises(InputError, match="not permitted"):
+            side.train(1)
+    assert all(x.grad is None for x in side.module.parameters())
+
+
+def test_graphs_share_a_pool_until_all_are_gone() -> None:
+    """The allocator fails an assertion if a graph is captured in a pool whose graphs are gone."""
+
+    class Graph:
+        def replay(self) -> None: ...
+
+    pools: list[object] = []
+
+    def capture(_: Graph, pool: object, **__: Any) -> Any:
+        pools.append(pool)
+        return nullcontext()
+
+    with (
+        patch("torch.cuda.CUDAGraph", Graph),
+        patch("torch.cuda.graph_pool_handle", object),
+        patch("torch.cuda.graph", capture),
+    ):
+        recorder = CudaGraphs(torch.device("cuda"))
+        graphs = [recorder.record(lambda: None) for _ in range(2)]
+        graphs.clear()
+        graphs.append(recorder.record(lambda: None))
+    first, second, third = pools
+    assert first is second is not third
 
 
 # --- what is refused
