@@ -294,7 +294,18 @@ def recorder_of(module: ShardedModule, optimizer: torch.optim.Optimizer) -> Reco
             f"{kind} has no option capturable: its step cannot be part of a CUDA graph",
             fix=f"use one that has it (AdamW, Adam, NAdam, RAdam, RMSprop, Adamax, Adadelta, ASGD, Rprop), or {_OFF}",
         )
+    wrapped = hasattr(optimizer, "_selects")  # it updates local tensors
+    for group in optimizer.param_groups if isinstance(optimizer, _RATE_ON_HOST) else ():
+        plain = wrapped or not any(isinstance(param, DTensor) for param in group["params"])
+        if not (plain if group["foreach"] is None else group["foreach"]):
+            raise InputError(
+                f"{type(optimizer).__name__} without foreach reads its learning rate on the host",
+                fix=f"pass foreach=True, or {_OFF}",
+            )
     return CudaGraphs(state.device)
+
+
+_RATE_ON_HOST = (torch.optim.RMSprop, torch.optim.Adadelta)  # unless they update all parameters in one call
 
 
 def check_recordable(module: ShardedModule, optimizer: torch.optim.Optimizer) -> None:
