@@ -40,7 +40,7 @@ COPIES = 4.0  # copies of a parameter in memory: itself, its gradient and two of
 HIDDEN = 0.2  # initial weight of a second of parameter gathers and of gradient reductions: most overlap with compute
 BEST = 0.05  # weight of gathers in lower bounds
 ROUNDS = 3  # number of solutions of a split of storage that are scheduled
-MARGIN = 1.02  # solutions up to this multiple of the best step time are considered: a schedule may hide more
+MARGIN = 1.01  # solutions up to this multiple of the best step time are considered: a schedule may hide more
 TILE = 64  # rows of queries that kernels of attention compute at once, at least
 GLANCE = 3e7  # table entries that the solver may visit to bound the step time of a mesh
 
