@@ -42,13 +42,13 @@ from shardc.capture.dtypes import UNCHANGED, Dtypes, ModuleDtypes
 from shardc.capture.dynamo_reads import expressed, memories_of, reads_of, recorded
 from shardc.capture.functions import functions_as_ops, loop_gradients
 from shardc.capture.lookups import lookups_by_place
-from shardc.capture.loops import scan_loops
 from shardc.capture.markers import Tag, mark, tagged
 from shardc.capture.queried_states import recorded_states, value_numbers
 from shardc.capture.raises import without_raising
 from shardc.capture.randomness import random_decompositions, refuse_draws, without_random_numbers
 from shardc.capture.replacements import other_forms, other_layers
 from shardc.capture.running import Run, unseen
+from shardc.capture.sequence_loops import scan_loops
 from shardc.capture.side_effects import (
     assigned,
     changed_arguments,
