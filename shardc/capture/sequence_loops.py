@@ -72,16 +72,16 @@ def _loops(
     graph: fx.Graph, lengths: Collection[int], decompositions: dict[Any, Callable[..., object]]
 ) -> Iterator[_Loop]:
     """Yield the loops that can be scans."""
-    series: dict[Series, dict[int, list[fx.Node]]] = {}
+    by_series: dict[Series, dict[int, list[fx.Node]]] = {}
     for node in graph.nodes:
-        for one, at in slices(node):
-            series.setdefault(one, {}).setdefault(at, []).append(node)
-    every = {one: nodes for one, nodes in series.items() if len(nodes) >= STEPS and set(nodes) == {*range(one.count)}}
-    for steps in dict.fromkeys(one.count for one in every if _is_of(one, lengths)):
-        numbered = {one: nodes for one, nodes in every.items() if one.count == steps}
+        for series, at in slices(node):
+            by_series.setdefault(series, {}).setdefault(at, []).append(node)
+    every = {x: nodes for x, nodes in by_series.items() if len(nodes) >= STEPS and set(nodes) == {*range(x.count)}}
+    for steps in dict.fromkeys(x.count for x in every if _is_of(x, lengths)):
+        numbered = {x: nodes for x, nodes in every.items() if x.count == steps}
         order = _Order(graph, numbered)
-        for one, nodes in numbered.items():
-            for last, size in order.strides(nodes) if _is_of(one, lengths) else ():
+        for series, nodes in numbered.items():
+            for last, size in order.strides(nodes) if _is_of(series, lengths) else ():
                 for segments in order.segments(last, size, steps):
                     loop = _Loop(order, segments, decompositions)
                     if loop.matches():
@@ -108,10 +108,10 @@ class _Order:
 
     def __init__(self, graph: fx.Graph, numbered: dict[Series, dict[int, list[fx.Node]]]) -> None:
         self.slices: dict[fx.Node, list[tuple[Series, int]]] = {}
-        for one, nodes in numbered.items():
+        for series, nodes in numbered.items():
             for at, same in nodes.items():
                 for node in same:
-                    self.slices.setdefault(node, []).append((one, at))
+                    self.slices.setdefault(node, []).append((series, at))
         self.everywhere = {node: at for at, node in enumerate(graph.nodes)}
         called = (node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module"))
         self.calls = [node for node in called if node not in self.slices]
@@ -335,19 +335,21 @@ class _Loop:
         """Return the graph of (carries, a slice of each of ``xs``, the rest) -> (carries, values collected)."""
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
-        given: dict[tuple[str, int], fx.Node] = {}
+        placeholders: dict[tuple[str, int], fx.Node] = {}
         for kind, values in self._values().items():
             for number, value in enumerate(values):
-                given[kind, number] = graph.placeholder(f"{kind}_{number}")
-                given[kind, number].meta["example_value"] = value
+                placeholders[kind, number] = graph.placeholder(f"{kind}_{number}")
+                placeholders[kind, number].meta["example_value"] = value
         for number, series in enumerate(self.xs):
             if series.rest:
-                given["x", number] = graph.call_function(operator.getitem, (given["x", number], series.index))
+                placeholders["x", number] = graph.call_function(
+                    operator.getitem, (placeholders["x", number], series.index)
+                )
         for node, roles in zip(self.segments[0], self.roles, strict=True):
             if node.target is not operator.setitem:
                 left = iter(roles)
                 env[node] = graph.node_copy(
-                    node, lambda x, left=left: env[x] if (role := next(left)) is None else given[role]
+                    node, lambda x, left=left: env[x] if (role := next(left)) is None else placeholders[role]
                 )
         nodes = [env[self.segments[0][at]] for at in (*(at for at, _ in self.carries), *self.results)]
         # Results of a scan share no memory with each other or with operands.

@@ -77,11 +77,11 @@ def indexed(source: fx.Node, index: Any) -> Iterator[tuple[Series, int]]:
     entries = list(index) if isinstance(index, tuple) else [index]
     if not all(x is None or x is Ellipsis or type(x) is int or isinstance(x, slice) for x in entries):
         return
-    if Ellipsis in (known := [x for x in entries if not isinstance(x, slice)]):
+    if Ellipsis in (plain := [x for x in entries if not isinstance(x, slice)]):
         at = next(at for at, x in enumerate(entries) if x is Ellipsis)
         missing = len(shape) - sum(x is not None and x is not Ellipsis for x in entries)
         entries[at : at + 1] = [WHOLE] * missing
-        if Ellipsis in known[known.index(Ellipsis) + 1 :]:
+        if Ellipsis in plain[plain.index(Ellipsis) + 1 :]:
             return
     dims = [at - entries[:at].count(None) for at in range(len(entries))]
     for at, entry in enumerate(entries):

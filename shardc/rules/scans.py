@@ -192,7 +192,7 @@ def _scale(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], scales: 
     if len(sources) != 1 or node.kwargs and node.target not in (*_COPIES, *_SUMS):
         return None
     (source,) = sources
-    known = [scales[x][1] if is_scaled else x for x, is_scaled in zip(node.args, at, strict=True)]
+    operands = [scales[x][1] if is_scaled else x for x, is_scaled in zip(node.args, at, strict=True)]
 
     def call(target: Any, *args: Any, **kwargs: Any) -> tuple[fx.Node, Any]:
         args, kwargs = fx.map_arg((args, kwargs), lambda x: env.get(x, x))
@@ -201,13 +201,13 @@ def _scale(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], scales: 
         return source, scale
 
     if node.target in _SUMS and at == [True, False]:
-        return source, known[0]
+        return source, operands[0]
     if node.target in _SUMS and at == [False, True]:
         factor = node.kwargs.get("alpha", 1) * _SUMS[node.target]
-        return (source, known[1]) if factor == 1 else call(aten.mul.Scalar, known[1], factor)
+        return (source, operands[1]) if factor == 1 else call(aten.mul.Scalar, operands[1], factor)
     product = node.target is aten.mul.Tensor and sum(at) == 1
     if node.target in _SUMS or product or node.target in _LINEAR and at[0] and sum(at) == 1:
-        return call(node.target, *known, **node.kwargs)
+        return call(node.target, *operands, **node.kwargs)
     return None
 
 

@@ -194,10 +194,10 @@ class GraphedStep:
         if state.params.sync.unreduced() or state.params.sync.sums or self._has_hooks():
             return None
         with torch.enable_grad():  # as the update is called
-            known = known_program(state, args, kwargs)
-        if known is None or any(x.grad is not None for x in state.params.snapshot.parameters.values()):
+            entry = known_program(state, args, kwargs)
+        if entry is None or any(x.grad is not None for x in state.params.snapshot.parameters.values()):
             return None
-        key, program = known
+        key, program = entry
         return (key, *((x.stride(), x.device, getattr(x, "_spec", None)) for x in tensors)), program
 
     def _has_hooks(self) -> bool:

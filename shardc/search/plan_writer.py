@@ -62,6 +62,7 @@ class Pinner:
 
     def _pinned(self, plan: Plan, wanted: Mapping[str, Border]) -> Plan:
         pins: dict[str, str] = {}
+        layouts = {name: border.pin for name, border in wanted.items()}
         for model in (self.captured_model.forward, self.captured_model):
             while len(pins) < MOST:
                 trial = plan | Plan(activations=pins) if pins else plan
@@ -74,7 +75,7 @@ class Pinner:
                     break
                 for name in missing:
                     if _parent(name) == _parent(missing[0]):
-                        pins |= self._pins(name, {at: border.pin for at, border in wanted.items()})
+                        pins |= self._pins(name, layouts)
         return plan | Plan(activations=pins) if pins else plan
 
     def _target(self, name: str) -> str:
@@ -167,11 +168,13 @@ class Writer:
         model: the complete model.
         mesh: the mesh.
         repeats: the runs of repeated blocks of the complete model, and the number of blocks captured of each.
+        globs: (run, rest of a name in its blocks) -> its glob, filled by `by_glob`.
     """
 
     model: nn.Module
     mesh: Mesh
     repeats: Repeats
+    globs: dict[tuple[Repeat, str], str] = field(default_factory=dict, repr=False)
 
     def plan(
         self,
@@ -316,20 +319,15 @@ class Writer:
     def _glob(self, run: Repeat, rest: str) -> str:
         """Return a glob of the name with ``rest`` in each block of ``run``, and of no other module or parameter."""
         glob = f"{run.prefix}*{rest}"
-        if (run, rest) not in self._globs:
+        if (run, rest) not in self.globs:
             others = set(matching(glob, self._names)) - {run.name(block, rest) for block in range(run.count)}
-            self._globs[run, rest] = by_part(glob) if others else glob
-        return self._globs[run, rest]
+            self.globs[run, rest] = by_part(glob) if others else glob
+        return self.globs[run, rest]
 
     @cached_property
     def _names(self) -> list[str]:
         """The names of the model's modules and parameters."""
         return [name for name, _ in (*self.model.named_modules(), *self.model.named_parameters())]
-
-    @cached_property
-    def _globs(self) -> dict[tuple[Repeat, str], str]:
-        """(run, rest of a name) -> its glob, as known so far."""
-        return {}
 
     def block_names(self, name: str) -> list[str]:
         """Return the names in all captured blocks of the run that ``name`` is in; ``[name]`` if it is in none."""

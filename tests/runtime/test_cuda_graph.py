@@ -359,10 +359,10 @@ def test_devices_and_optimizers(mesh: DeviceMesh) -> None:
             params = module.parameters() if make is torch.optim.SGD else module
             with pytest.raises(InputError, match=f"{name} has no option capturable"):
                 recorder_of(module, make(params))
-        for one in (torch.optim.RMSprop, torch.optim.Adadelta):
-            assert recorder_of(module, one(module.parameters(), foreach=True))
-            assert recorder_of(module, shardc.optim.wrap(one, module))
-            for optimizer in (one(module.parameters()), shardc.optim.wrap(one, module, foreach=False)):
+        for kind in (torch.optim.RMSprop, torch.optim.Adadelta):
+            assert recorder_of(module, kind(module.parameters(), foreach=True))
+            assert recorder_of(module, shardc.optim.wrap(kind, module))
+            for optimizer in (kind(module.parameters()), shardc.optim.wrap(kind, module, foreach=False)):
                 with pytest.raises(InputError, match="without foreach reads its learning rate on the host"):
                     recorder_of(module, optimizer)
         wrapped = shardc.optim.wrap(torch.optim.AdamW, module, whole=True)

@@ -144,6 +144,8 @@ def on_ranks(found: bool) -> None:
     models = [partial(Loop, mix) for mix in (SCANS["gated"], SCANS["lstm"], SCANS["chunks"], LINEAR["alpha"])]
     x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     equal_one_device(models, (x,), ("inductor",), found, plan=shardc.cp("dp", order="contiguous"))
+    padded = x[:, : LENGTH - 1].contiguous()
+    equal_one_device([partial(Loop, SCANS["last"])], (padded,), ("inductor",), found, plan=shardc.cp("dp"))
 
 
 @pytest.mark.medium
