@@ -109,7 +109,9 @@ class _Padder(PaddedValues):
                 self._inputs()
             self.record, self.traced = (ir.info(node) if node.op != "output" else Info("", None)), node
             if node.op == "output":
-                output = self.graph.output(tuple(x and self._output(role, x) for role, x in ir.outputs(self.old)))
+                output = self.graph.output(
+                    tuple(self._output(role, x) if isinstance(x, fx.Node) else x for role, x in ir.outputs(self.old))
+                )
                 output.meta[ir.ROLES] = node.meta[ir.ROLES]
             elif node.op != "call_function":
                 self.plain[node] = self._copy(node)
