@@ -1,12 +1,14 @@
 """Lookups at all places of a dim, in order, written as the dim itself.
 
 ``x[b, i]`` with ``b = arange(x.shape[0])[:, None]`` reads entries of each row in the order of the rows. As a lookup it
-leaves a pending sum where rows are split; written as a dim it does not. Functions that `flex_attention` takes read
-in this way (``bias[head]``, ``document[batch, query]``), and their gradients add in this way.
+leaves a pending sum where rows are split; written as a dim it does not. If ``i`` is another one for each row, as in
+``logits[arange(rows), target]``, the lookup is a ``gather`` of each row. Gradients add in the same way. Functions that
+`flex_attention` takes read like this, too (``bias[head]``, ``document[batch, query]``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 aten = torch.ops.aten
 SCATTER = getattr(_trace_wrapped_higher_order_op, "zeros_and_scatter")._opoverload  # noqa: B009
+_READS = (aten.index.Tensor, aten._unsafe_index.Tensor)
+_WRITES = (aten.index_put.default, aten._unsafe_index_put.default)
 _ARANGE = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 _VIEWS = (
     aten.view.default, aten.unsqueeze.default, aten.expand.default, aten.alias.default, aten.detach.default,
@@ -26,12 +30,12 @@ _VIEWS = (
 
 
 def lookups_by_place(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Replaces lookups, and the scatters that are their gradients, whose indices are places in order."""
+    """Replaces lookups, and the writes that are their gradients, whose indices are places in order."""
     for node in graph.nodes:
-        if node.target in (aten.index.Tensor, SCATTER):
+        if node.target in (*_READS, *_WRITES, SCATTER):
             with mode, torch.no_grad(), graph.inserting_before(node):
                 lookup = _Lookup(graph, node)
-                new = lookup.read() if node.target is aten.index.Tensor else lookup.added()
+                new = lookup.read() if node.target in _READS else lookup.written()
             if new is not None:
                 node.replace_all_uses_with(new)
     graph.eliminate_dead_code()
@@ -53,7 +57,12 @@ class _Index:
 
 
 class _Lookup:
-    """The lookup (or scatter) ``node``: which dims of the table its indices read in order."""
+    """The lookup (or write) ``node``: which dims of the table its indices read in order.
+
+    Attributes:
+        by_place: of each index, whether it is the place of a dim of the result.
+        along: whether the other index varies over such a dim, too: another entry of each row, as ``gather`` reads.
+    """
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
         self.graph, self.node = graph, node
@@ -61,20 +70,23 @@ class _Lookup:
         self.table = tuple(map(int, node.args[0])) if scatters else tuple(node.args[0].meta["val"].shape)
         nodes: Sequence[Any] = node.args[1]
         self.plain = bool(nodes) and all(
-            isinstance(x, fx.Node) and not x.meta["val"].dtype == torch.bool for x in nodes
+            isinstance(x, fx.Node) and x.meta["val"].dtype not in (torch.bool, torch.uint8) for x in nodes
         )
         if not self.plain:
             return
         self.shape = torch.broadcast_shapes(*(x.meta["val"].shape for x in nodes))
         self.indices = [self._index(x, size) for x, size in zip(nodes, self.table, strict=False)]
         all_places = [x.place for x in self.indices]
-        # A dim of the result that another index varies over, too, is no dim of the table.
-        self.by_place = [
-            x.place is not None
-            and all_places.count(x.place) == 1
-            and not any(x.place in other.dims for other in self.indices if other is not x)
-            for x in self.indices
-        ]
+        self.by_place = [x.place is not None and all_places.index(x.place) == at for at, x in enumerate(self.indices)]
+        others = [x for x, by_place in zip(self.indices, self.by_place, strict=True) if not by_place]
+        self.along = any(x.dims.intersection(all_places) for x in others)
+        if self.along and len(others) > 1:
+            # Dims that other indices vary over are then no dims of the table.
+            self.by_place = [
+                by_place and not any(x.place in other.dims for other in self.indices if other is not x)
+                for x, by_place in zip(self.indices, self.by_place, strict=True)
+            ]
+            self.along = False
 
     def read(self) -> fx.Node | None:
         """Inserts the ops of the lookup; returns the node of its result, None where no index is by place."""
@@ -83,30 +95,56 @@ class _Lookup:
         ordered, others, tail = self._parts()
         x = self._call(aten.permute.default, self.node.args[0], [*ordered, *others, *tail])
         rest = self._rest()
+        if self.along:
+            x = self._call(aten.gather.default, x, len(ordered), self._entries(ordered, others[0], rest, tail))
+            return self._in_order(x, ordered, rest, tail)
         if others:
             x = self._call(aten.index.Tensor, x, [*[None] * len(ordered), *self._squeezed(others, rest)])
         return self._call(aten.expand.default, self._spread(x, ordered, rest), self.node.meta["val"].shape)
 
-    def added(self) -> fx.Node:
-        """Inserts the ops of the scatter; returns the node of its result."""
+    def written(self) -> fx.Node | None:
+        """Inserts the ops of the write; returns the node of its result, None where it stays as it is."""
+        scatters = self.node.target is SCATTER
         values: Any = self.node.args[2]
-        if not self.plain or values.meta["val"].shape != (*self.shape, *self.table[len(self.indices) :]):
-            return self._scatter(self.table, self.node.args[1], values)
+        table, adds = (None, True) if scatters else (self.node.args[0], self.node.args[3:4] == (True,))
+        whole = (*self.shape, *self.table[len(self.indices) :]) if self.plain else None
+        if whole is None or not any(self.by_place) or (scatters and values.meta["val"].shape != whole):
+            return self._scatter(self.table, self.node.args[1], values) if scatters else None
         varies = frozenset().union(*(x.dims for x in self.indices))
         fixed = [dim for dim in range(len(self.shape)) if dim not in varies]
+        if fixed and not adds:
+            return None  # one value of several stays
+        values = self._call(aten.expand.default, values, whole)
         ordered, others, tail = self._parts()
         places, rest = [self.indices[dim].place for dim in ordered], self._rest()
+        order = [*ordered, *others, *tail]
+        if table is not None and (table.target is not aten.full.default or table.args[1] != 0 or not adds):
+            table = self._call(aten.permute.default, table, order)
+        else:
+            table = None  # zeros
+        sizes = [self.table[dim] for dim in order]
+        if self.along:
+            dims = [*places, *rest, *range(len(self.shape), len(whole))]
+            values = self._call(aten.permute.default, values, dims)
+            index = self._entries(ordered, others[0], rest, tail)
+            values = self._call(aten.view.default, values, index.meta["val"].shape) if len(rest) != 1 else values
+            table = self._zeros(sizes, values) if table is None else table
+            target = aten.scatter_add.default if adds else aten.scatter.src
+            values = self._call(target, table, len(ordered), index, values)
+            return self._call(aten.permute.default, values, [order.index(dim) for dim in range(len(order))])
         if fixed:
             values = self._call(aten.sum.dim_IntList, values, fixed, True)
         dims = [*places, *(dim for dim in rest if dim not in fixed), *range(len(self.shape), values.meta["val"].ndim)]
         values = self._call(aten.squeeze.dims, values, fixed) if fixed else values
-        left = [dim for dim in range(len(self.shape) + len(tail)) if dim not in fixed]
+        left = [dim for dim in range(len(whole)) if dim not in fixed]
         values = self._call(aten.permute.default, values, [left.index(dim) for dim in dims])
         if others:
-            indices = self._squeezed(others, [dim for dim in rest if dim not in fixed])
-            sizes = [self.table[dim] for dim in (*ordered, *others, *tail)]
-            values = self._scatter(sizes, [*[None] * len(ordered), *indices], values)
-        order = [*ordered, *others, *tail]
+            squeezed = self._squeezed(others, [dim for dim in rest if dim not in fixed])
+            indices = [*[None] * len(ordered), *squeezed]
+            table = self._zeros(sizes, values) if table is None else table
+            values = self._call(aten.index_put.default, table, indices, values, adds)
+        elif table is not None and adds:
+            values = self._call(aten.add.Tensor, table, values)
         return self._call(aten.permute.default, values, [order.index(dim) for dim in range(len(order))])
 
     def _parts(self) -> tuple[list[int], list[int], list[int]]:
@@ -120,6 +158,37 @@ class _Lookup:
         """Return the dims of the indices' result that are no places of a dim of the table."""
         places = {x.place for x, by_place in zip(self.indices, self.by_place, strict=True) if by_place}
         return [dim for dim in range(len(self.shape)) if dim not in places]
+
+    def _entries(self, ordered: Sequence[int], other: int, rest: Sequence[int], tail: Sequence[int]) -> fx.Node:
+        """Return the index of ``gather`` along the table's dim ``other``, behind the dims ``ordered``: over the places,
+        the dims ``rest`` as one, and the dims ``tail``.
+        """
+        index, size = self.indices[other].node, self.table[other]
+        if index.meta["val"].dtype != torch.int64:
+            index = self._call(aten._to_copy.default, index, dtype=torch.int64)
+        from_end = self._call(aten.lt.Scalar, index, 0)
+        index = self._call(aten.where.self, from_end, self._call(aten.add.Tensor, index, size), index)
+        index = self._call(aten.expand.default, index, self.shape)
+        index = self._call(aten.permute.default, index, [*(self.indices[dim].place for dim in ordered), *rest])
+        sizes = index.meta["val"].shape[: len(ordered)]
+        if len(rest) != 1:
+            index = self._call(aten.reshape.default, index, [*sizes, math.prod(self.shape[dim] for dim in rest)])
+        for _ in tail:
+            index = self._call(aten.unsqueeze.default, index, index.meta["val"].ndim)
+        return self._call(
+            aten.expand.default,
+            index,
+            [*index.meta["val"].shape[: len(ordered) + 1], *(self.table[dim] for dim in tail)],
+        )
+
+    def _in_order(self, x: fx.Node, ordered: Sequence[int], rest: Sequence[int], tail: Sequence[int]) -> fx.Node:
+        """Return ``x``, of dims (places, all of ``rest`` as one, the tail), in the dims of the lookup's result."""
+        if len(rest) != 1:
+            sizes, after = x.meta["val"].shape[: len(ordered)], x.meta["val"].shape[len(ordered) + 1 :]
+            x = self._call(aten.view.default, x, [*sizes, *(self.shape[dim] for dim in rest), *after])
+        order: list[Any] = [*(self.indices[dim].place for dim in ordered), *rest]
+        dims = [*(order.index(dim) for dim in range(len(order))), *range(len(order), len(order) + len(tail))]
+        return self._call(aten.permute.default, x, dims)
 
     def _spread(self, x: fx.Node, ordered: Sequence[int], rest: Sequence[int]) -> fx.Node:
         """Return ``x``, of dims (places, then ``rest`` if there are other indices, then the tail), in the dims of the
@@ -150,9 +219,11 @@ class _Lookup:
         return out
 
     def _scatter(self, sizes: Sequence[int], indices: Any, values: fx.Node) -> fx.Node:
-        like = values.meta["val"]
-        zeros = self._call(aten.full.default, list(sizes), 0, dtype=like.dtype, device=like.device)
-        return self._call(aten.index_put.default, zeros, list(indices), values, True)
+        return self._call(aten.index_put.default, self._zeros(sizes, values), list(indices), values, True)
+
+    def _zeros(self, sizes: Sequence[int], like: fx.Node) -> fx.Node:
+        value = like.meta["val"]
+        return self._call(aten.full.default, list(sizes), 0, dtype=value.dtype, device=value.device)
 
     def _index(self, node: fx.Node, size: int) -> _Index:
         """Return the index tensor ``node`` of a dim of ``size``: how it varies, by the views that it is of its base."""
