@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo import _trace_wrapped_higher_order_op
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
 SCATTER = getattr(_trace_wrapped_higher_order_op, "zeros_and_scatter")._opoverload  # noqa: B009
@@ -243,16 +244,25 @@ class _Lookup:
         varies = [
             dim for dim, n in enumerate(sizes) if n > 1 and (strides[dim] != 0 or strided is None)
         ]  # fmt: skip
-        arange = base.target in _ARANGE and base.meta["val"].numel() == size and self._starts_at_zero(base)
+        arange = base.meta["val"].numel() == size and (self._is_range(base) or self._holds_range(base))
         place = varies[0] if arange and len(varies) == 1 and sizes[varies[0]] == size else None
         if place is not None and (strided is None or strides[place] != 1):
             place = None
         return _Index(node, frozenset(missing + dim for dim in varies), None if place is None else missing + place)
 
     @staticmethod
-    def _starts_at_zero(arange: fx.Node) -> bool:
-        start = 0 if arange.target is aten.arange.default else arange.args[0]
-        return start == 0 and (arange.target is not aten.arange.start_step or arange.args[2:3] in ((), (1,)))
+    def _is_range(node: fx.Node) -> bool:
+        start = 0 if node.target is aten.arange.default or node.target not in _ARANGE else node.args[0]
+        steps = node.args[2:3] if node.target is aten.arange.start_step else ()
+        return node.target in _ARANGE and start == 0 and steps in ((), (1,))
+
+    def _holds_range(self, node: fx.Node) -> bool:
+        """Whether ``node`` is a constant with the numbers of a range: Python's ``range``, or a list of them."""
+        value = getattr(self.graph.owning_module, str(node.target), None) if node.op == "get_attr" else None
+        if type(value) is not Tensor or value.is_meta or value.ndim != 1:
+            return False
+        with _disable_current_modes():
+            return value.tolist() == list(range(len(value)))
 
     def _call(self, target: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
         if target is aten.permute.default and list(args[1]) == list(range(len(args[1]))):

@@ -23,6 +23,8 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "columns of each row": (lambda x, at: x[rows()[:, None], at], True),
     "the diagonal": (lambda x, at: x[rows(), rows()], True),
     "a column of each row, from the end": (lambda x, at: x[rows(), (at[:, 0] - COLUMNS).int()], True),
+    "a column of each row, by Python's range": (lambda x, at: x[range(ROWS), at[:, 0]], True),
+    "a column of each row, by a list": (lambda x, at: x[torch.tensor([0, 1, 2, 3]), at[:, 0]], True),
     "columns of each row, turned": (lambda x, at: x[rows(), at.t()], True),
     "a table of each row": (lambda x, at: x[rows()[:, None, None], at[:, :4].view(ROWS, 2, 2)], True),
     "a row of a matrix of each row": (lambda x, at: x.view(ROWS, 3, 2)[rows(), at[:, 0] % 3], True),
