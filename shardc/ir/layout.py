@@ -215,11 +215,15 @@ class Layout:
 
     def unbind(self, axes: Iterable[str]) -> Layout:
         """Return this layout with the digits that ``axes`` split made local, so that these axes split no dim."""
-        drop = set(axes)
+        drop = set(axes).intersection(self.bound)
+        if not drop:
+            return self
         return self.replace(dims=[[Digit(d.radix) if d.axis in drop else d for d in digits] for digits in self.dims])
 
     def without_partial(self, axes: Iterable[str] | None = None) -> Layout:
         """Return this layout without the pending reductions over ``axes`` (by default all of them)."""
+        if not self.partial:
+            return self
         drop = {a for a, _ in self.partial} if axes is None else set(axes)
         return self.replace(partial=[(a, op) for a, op in self.partial if a not in drop])
 

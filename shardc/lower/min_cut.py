@@ -39,6 +39,7 @@ def min_cut(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule
             _without_random_state(),
             _dead_unread_waits(),
             _fusible_lookups(),
+            _lazy_backward(),
             _use_lazy_graph_module(True),  # no code is generated for the graphs in between
             timed("min-cut"),
         ):
@@ -109,6 +110,22 @@ def _fusible_lookups() -> Iterator[None]:
         yield
     finally:
         partitioners.get_default_op_list = listed
+
+
+@contextmanager
+def _lazy_backward() -> Iterator[None]:
+    """Context in which no code is generated for the backward, which the cut sorts into an ordinary module."""
+    sort = partitioners.reordering_to_mimic_autograd_engine
+
+    def sorted_lazily(gm: fx.GraphModule) -> fx.GraphModule:
+        new = sort(gm)
+        return LazyGraphModule(new, new.graph)
+
+    partitioners.reordering_to_mimic_autograd_engine = sorted_lazily
+    try:
+        yield
+    finally:
+        partitioners.reordering_to_mimic_autograd_engine = sort
 
 
 def must_recompute(node: fx.Node, region: int) -> None:

@@ -19,6 +19,7 @@ from shardc.ir import graph as ir
 from shardc.ir.comm_volume import arguments_of
 from shardc.ir.graph import NameScope
 from shardc.ir.mesh import Mesh
+from shardc.ir.rewriter import erase_dead_code
 from shardc.passes.op_calls import Work, call_of, passing_seconds
 from shardc.plan.entries import Cp
 from shardc.rules import spec_of
@@ -76,7 +77,7 @@ class Attention:
                         _place(kernel, entries, around)
                     else:
                         _replace(kernel, entries, around, names)
-        gm.graph.eliminate_dead_code()
+        erase_dead_code(gm.graph)
         self._check_unapplied(gm.graph, applied)
         return gm
 

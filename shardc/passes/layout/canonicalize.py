@@ -13,7 +13,7 @@ from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir.op_traits import CAST, RESHAPES, TRANSPOSES
-from shardc.ir.rewriter import GraphRewriter
+from shardc.ir.rewriter import GraphRewriter, erase_dead_code
 
 aten = torch.ops.aten
 
@@ -58,7 +58,7 @@ class Canonicalize:
                 if source.op == "call_function" and source.target in RESHAPES and len(source.users) == 1:
                     moves.pop((source.target, _frozen(source.args)), None)
                     node.args = (source.args[0], *node.args[1:])
-        gm.graph.eliminate_dead_code()
+        erase_dead_code(gm.graph)
         return gm
 
 

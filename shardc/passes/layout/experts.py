@@ -17,7 +17,7 @@ from shardc.custom_ops.flops import is_dense
 from shardc.errors import CaptureError
 from shardc.ir import graph as ir
 from shardc.ir.graph import Info, NameScope, Value
-from shardc.ir.rewriter import GraphRewriter
+from shardc.ir.rewriter import GraphRewriter, erase_dead_code
 from shardc.passes.op_calls import call_of, operands_of
 from shardc.plan.entries import Ep
 from shardc.rules import spec_of
@@ -47,7 +47,7 @@ class Experts:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         for end in [node for node in gm.graph.nodes if node.target is expert_markers.EXIT]:
             _collapse(end, self.entries)
-        gm.graph.eliminate_dead_code()
+        erase_dead_code(gm.graph)
         return gm
 
 

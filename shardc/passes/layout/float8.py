@@ -13,7 +13,7 @@ from shardc.custom_ops.float8_ops import BLOCK, MM, QUANTISE, UNIT
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.op_traits import CAST, RESHAPES, TRANSPOSES
-from shardc.ir.rewriter import GraphRewriter
+from shardc.ir.rewriter import GraphRewriter, erase_dead_code
 
 aten = torch.ops.aten
 _FINE, _WIDE = torch.float8_e4m3fn, torch.float8_e5m2
@@ -58,7 +58,7 @@ class Float8:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         if self.scaled:
             _Quantiser(self, gm.graph).run()
-            gm.graph.eliminate_dead_code()
+            erase_dead_code(gm.graph)
         return gm
 
 

@@ -39,6 +39,7 @@ from shardc.ir.layout import (
 )
 from shardc.ir.mesh import Mesh
 from shardc.ir.op_traits import CAST, RESHAPES
+from shardc.ir.rewriter import erase_dead_code
 from shardc.passes.layout.padded_values import Padded, PaddedValues, reduction_identity
 from shardc.passes.op_calls import call_of, operands_of, with_operands
 from shardc.rules import contractions, factory, find_rule, pointwise, spec_of
@@ -123,7 +124,7 @@ class _Padder(PaddedValues):
                 self._param(node)
             else:
                 self._op(node)
-        self.graph.eliminate_dead_code()
+        erase_dead_code(self.graph)
         self.graph.lint()
         return self.graph
 

@@ -11,7 +11,7 @@ from shardc.cost.model import Pricing
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
-from shardc.ir.rewriter import GraphRewriter, Inserter
+from shardc.ir.rewriter import GraphRewriter, Inserter, erase_dead_code
 from shardc.passes.op_calls import move_of
 from shardc.rules.spec import from_results
 
@@ -46,7 +46,7 @@ class Simplify:
         for node in list(gm.graph.nodes):
             if node.target is ops.reshard:
                 self._shorten(rewriter, node, reshards)
-        gm.graph.eliminate_dead_code()
+        erase_dead_code(gm.graph)
         return gm
 
     def _shorten(self, rewriter: GraphRewriter, node: fx.Node, reshards: dict[fx.Node, list[fx.Node]]) -> None:

@@ -15,7 +15,7 @@ from shardc.custom_ops import window_ops
 from shardc.ir import graph as ir
 from shardc.ir.comm_volume import arguments_of
 from shardc.ir.op_traits import TRANSPOSES
-from shardc.ir.rewriter import GraphRewriter, Inserter
+from shardc.ir.rewriter import GraphRewriter, Inserter, erase_dead_code
 from shardc.passes.layout.canonicalize import permutation
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ class Windows:
                     and (ir.is_tensor(node) or node.target is _BACK)
                 ):
                     targets[node.target](GraphRewriter(gm.graph), node)
-        gm.graph.eliminate_dead_code()
+        erase_dead_code(gm.graph)
         return gm
 
 

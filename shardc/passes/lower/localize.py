@@ -21,6 +21,7 @@ from shardc.ir import ops
 from shardc.ir.comm import group_name
 from shardc.ir.graph import Info, Origin, Role
 from shardc.ir.mesh import Mesh
+from shardc.ir.rewriter import erase_dead_code
 from shardc.passes import local_regions
 from shardc.passes.layout.padded_values import Calls
 from shardc.passes.lower.collectives import lower_collective, step_of
@@ -213,7 +214,7 @@ class Emitter(Calls):
 
     def finish(self) -> fx.Graph:
         """Returns the local graph without dead code."""
-        self.graph.eliminate_dead_code()
+        erase_dead_code(self.graph)
         self.graph.lint()
         return self.graph
 
