@@ -63,6 +63,7 @@ class Groups:
 
     Args:
         tag: number of the mesh among those of the process.
+        number: number of the mesh among those of the process that have the same ranks, so that these agree on it.
         whole: the groups of the whole device mesh; None makes these.
         stages: axis of the device mesh whose coordinates are stages, with ``whole``.
 
@@ -75,7 +76,9 @@ class Groups:
         rename: group name in a graph -> registered name.
     """
 
-    def __init__(self, device_mesh: DeviceMesh, tag: int = 0, whole: Groups | None = None, stages: str = "") -> None:
+    def __init__(
+        self, device_mesh: DeviceMesh, tag: int = 0, number: int = 0, whole: Groups | None = None, stages: str = ""
+    ) -> None:
         self.mesh = Mesh.of(device_mesh)
         self.rename: dict[str, str] = {}
         self.stages, self._whole = stages, whole
@@ -83,7 +86,7 @@ class Groups:
         self.device_mesh = device_mesh
         self._views: dict[Mesh, DeviceMesh] = {}
         self._coordinates: dict[tuple[Axes, torch.device], torch.Tensor] = {}
-        self.prefix = GROUP_PREFIX if tag == 0 else GROUP_PREFIX.replace(":", f".{tag}:")
+        self.prefix = _prefix(tag)
         # Mesh rank -> global rank: a DeviceMesh may cover any ranks in any order.
         self._global: list[int] = device_mesh.mesh.flatten().tolist()
         if whole is not None:
@@ -104,7 +107,7 @@ class Groups:
             )
         _check_carries(self.mesh, device_mesh.device_type)
         self.rank = self._global.index(dist.get_rank())
-        self.consistency = RankConsistency(self.prefix, dist.get_rank(), self._global, self._interrupt)
+        self.consistency = RankConsistency(_prefix(number), dist.get_rank(), self._global, self._interrupt)
         for dim in range(device_mesh.ndim):
             _compat.take_timeout_of_world(device_mesh.get_group(dim))
         self.device_mesh = _apart(device_mesh)
@@ -112,7 +115,7 @@ class Groups:
 
     @classmethod
     def of(cls, device_mesh: DeviceMesh, stages: str = "") -> Groups:
-        """Returns the groups of ``device_mesh``. All ranks must first use their meshes in the same order.
+        """Returns the groups of ``device_mesh``. Ranks must first use the meshes of the same ranks in the same order.
 
         Args:
             stages: axis of ``device_mesh`` whose coordinates are a pipeline's stages. The groups are those inside this
@@ -128,12 +131,13 @@ class Groups:
         groups_by_mesh = _known.setdefault(_world(), {})
         key = (device_mesh.mesh_dim_names, tuple(device_mesh.shape), tuple(device_mesh.mesh.flatten().tolist()))
         if key not in groups_by_mesh:
-            groups_by_mesh[key] = cls(device_mesh, tag=len(groups_by_mesh))
+            number = sum(ranks == key[2] for _, _, ranks, *_ in groups_by_mesh)
+            groups_by_mesh[key] = cls(device_mesh, len(groups_by_mesh), number)
         whole = groups_by_mesh[key]
         if not stages:
             return whole
         if stages not in whole._inside:
-            whole._inside[stages] = cls(device_mesh, len(groups_by_mesh), whole, stages)
+            whole._inside[stages] = cls(device_mesh, len(groups_by_mesh), whole=whole, stages=stages)
             of_stages = (*key, stages)
             groups_by_mesh[of_stages] = whole._inside[stages]
         return whole._inside[stages]
@@ -312,6 +316,11 @@ class Groups:
 # Per world: the meshes with groups, by names, shape and ranks. Like c10d's registry, whose names it tracks, it is
 # global to the process; it ends with its world.
 _known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Groups]] = WeakKeyDictionary()
+
+
+def _prefix(tag: int) -> str:
+    """Returns what names of groups begin with on the mesh number ``tag``."""
+    return GROUP_PREFIX if tag == 0 else GROUP_PREFIX.replace(":", f".{tag}:")
 
 
 def _world() -> dist.ProcessGroup:

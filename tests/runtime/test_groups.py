@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+import shardc
 from shardc.errors import MeshError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.groups import Groups
@@ -78,6 +81,17 @@ def check_part_of_the_world() -> None:
         Groups.of(mesh)
 
 
+def check_meshes_that_some_ranks_are_on() -> None:
+    """What ranks compare on a mesh does not depend on the meshes that some of them used before."""
+    rank = dist.get_rank()
+    alone = DeviceMesh("cpu", torch.tensor([0]), mesh_dim_names=("dp",))
+    whole = [device_mesh(Mesh(dp=2)), device_mesh(Mesh(tp=2))]
+    for mesh in [alone, *whole] if rank == 0 else whole:
+        module = shardc.compile(torch.nn.Linear(4, 2), mesh, shardc.ddp(), backend="eager", init_sync=True)
+        module(torch.ones(2, 4)).sum().backward()
+        assert module.weight.grad.to_local().tolist() == [[2.0] * 4] * 2
+
+
 def check_inductor() -> None:
     groups = Groups.of(device_mesh(Mesh(dp=2)))
     groups.add([("dp",)])
@@ -116,3 +130,7 @@ def test_two_ranks() -> None:
 
 def test_gloo_with_gpus() -> None:
     run_ranks(2, check_devices)
+
+
+def test_meshes_that_some_ranks_are_on() -> None:
+    run_ranks(2, check_meshes_that_some_ranks_are_on, timeout=timedelta(seconds=20))
