@@ -16,6 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from shardc._compat import pytree
+from shardc.capture.dynamo_reads import OF_LOSS
 from shardc.errors import InputError, PrecompiledError
 from shardc.ir.code import calling_line
 from shardc.ir.inner import flattened
@@ -84,6 +85,8 @@ def _check_model(model: object, loss: object) -> None:
             f"the model {type(original).__name__} is wrapped by torch.compile; shardc uses Inductor itself",
             fix="pass the model that torch.compile was given",
         )
+    if isinstance(loss, nn.Module) and (trained := [name for name, x in loss.named_parameters() if x.requires_grad]):
+        raise InputError(f"the loss {type(loss).__name__} has parameters that are trained: {trained[0]!r}", fix=OF_LOSS)
     if isinstance(model, nn.Module) and _has_own(model, "shardc"):
         raise InputError(
             f"the model {type(model).__name__} has an attribute 'shardc', which a compiled module has",
@@ -120,9 +123,17 @@ def _has_own(model: nn.Module, name: str) -> bool:
 
 
 def _check_wrappers(model: nn.Module) -> None:
-    """Raises InputError if a submodule is wrapped by DDP, FSDP or DataParallel, or is a TorchScript module."""
+    """Raises InputError if a submodule is wrapped (DDP, FSDP, DataParallel, torch.compile), compiled or TorchScript."""
     for name, module in model.named_modules():
         what = f"module {name!r}" if name else "the model"
+        if isinstance(module, ShardedModule):
+            fix = "compile the whole model once, of original parts"
+            raise InputError(f"{what}, {type(module).__name__}, is compiled already", fix=fix)
+        if "_orig_mod" in module._modules:
+            raise InputError(
+                f"{what} is wrapped by torch.compile; shardc uses Inductor itself",
+                fix=f"leave torch.compile out: put model.{name}._orig_mod in its place",
+            )
         if isinstance(module, DataParallel | DistributedDataParallel | FullyShardedDataParallel):
             kind = type(module).__name__
             raise InputError(

@@ -37,6 +37,12 @@ from shardc.ir.inner import with_inner
 from shardc.ir.kinds import lost_names, why_refused
 from shardc.ir.returned import Memory
 
+# What to do about a loss that has, or reads, tensors that need a gradient.
+OF_LOSS = (
+    "put what is trained into the model, whose forward may take the targets and return the loss; add terms of the "
+    "model's parameters to what the compiled module returns; freeze others with requires_grad_(False)"
+)
+
 
 def memories_of(
     traced: fx.GraphModule, root: nn.Module, places: dict[str, str], fakes: Sequence[Tensor], inputs: Sequence[str]
@@ -216,7 +222,7 @@ def reads_of(
         if isinstance(value, Tensor):
             if id(value) in tensor_ids:
                 continue
-            if value.requires_grad and not text.startswith("loss"):
+            if value.requires_grad:
                 if (
                     id(value) not in graph_inputs
                 ):  # `torch.func.functional_call` reads what it puts others in the place of
@@ -282,11 +288,14 @@ def _expression(text: str, imported: Mapping[str, str], scope: Mapping[str, Any]
 
 def _foreign_tensor_error(text: str, value: Tensor, guard: Guard) -> CaptureError:
     """Return the error for a read, ``text``, of a tensor that needs a gradient and is no parameter of the model."""
+    of_loss = text.startswith("loss")
     return CaptureError(
-        f"forward reads {text}, a tensor of shape {list(value.shape)} that needs a gradient and is no parameter of the "
-        "compiled model",
+        f"{'the loss' if of_loss else 'forward'} reads {text}, a tensor of shape {list(value.shape)} that needs a "
+        "gradient and is no parameter of the compiled model",
         source=_line(guard),
-        fix="reach it through self: an attribute, a list of modules, or a function that is an attribute. compile does "
+        fix=OF_LOSS
+        if of_loss
+        else "reach it through self: an attribute, a list of modules, or a function that is an attribute. compile does "
         "not copy objects of your own classes, and copy.deepcopy does not copy functions: these keep the parameters "
         "of the model that they were made with",
     )

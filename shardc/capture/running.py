@@ -247,10 +247,9 @@ class Run:
 
     def refuse_foreign(self, gm: fx.GraphModule) -> None:
         """Raises CaptureError for a traced tensor that needs a gradient and is no parameter of the model."""
-        of_loss = {id(x) for x in self._loss.parameters()} if isinstance(self._loss, nn.Module) else set()
         for node in gm.graph.find_nodes(op="get_attr"):
             x = attrgetter(str(node.target))(gm)
-            if isinstance(x, Tensor) and x.requires_grad and id(x) not in of_loss:
+            if isinstance(x, Tensor) and x.requires_grad:
                 raise CaptureError(
                     f"forward reads a tensor of shape {list(x.shape)} that needs a gradient and is no parameter of the "
                     "compiled model",

@@ -190,17 +190,20 @@ class ProgramCache:
         if key.guards.values not in variants and count >= _MANY and count & (count - 1) == 0:  # a power of 2
             warnings.warn(ShardcWarning(_changing([*variants, key.guards.values])), stacklevel=2)
         if not equal:
-            self._warn_of_sizes(key.call)
+            self._warn_of_calls(key.call)
 
-    def _warn_of_sizes(self, call: Signature) -> None:
-        """Warns if ``call`` is that of the fourth program, or of the eighth and so on, of calls with other sizes."""
-        calls: list[Signature] = []
-        for at in self.programs:
-            if at.call not in calls and at.call.is_but_for_sizes(call):
-                calls.append(at.call)
-        count = len(calls)
-        if count >= _MANY_SIZES and count & (count - 1) == 0 and calls[-1] == call:
-            warnings.warn(ShardcWarning(_of_sizes(calls)), stacklevel=3)
+    def _warn_of_calls(self, call: Signature) -> None:
+        """Warns if ``call`` is that of the fourth program, or of the eighth and so on, of calls with other sizes.
+
+        Also if it is that of the eighth and so on of calls with other constants.
+        """
+        sizes = Signature.is_but_for_sizes, _MANY_SIZES, _of_sizes
+        constants = Signature.is_but_for_constants, _MANY, _of_constants
+        for is_alike, many, text in (sizes, constants):
+            calls = [other for other in dict.fromkeys(at.call for at in self.programs) if is_alike(other, call)]
+            count = len(calls)
+            if count >= many and count & (count - 1) == 0 and calls[-1] == call:
+                warnings.warn(ShardcWarning(text(calls)), stacklevel=3)
 
     def with_loss(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> bool:
         """Whether a call passes the loss's arguments, behind the model's: the model takes the others alone.
@@ -377,6 +380,17 @@ def _of_sizes(calls: Sequence[Signature]) -> str:
         f"the module was compiled {len(calls)} times for calls that differ only in sizes (dim {dim} of {name!r} was "
         f"{', '.join(map(str, row[-4:]))}); for one program of all sizes write shardc.compile(..., dynamic={dynamic}), "
         "or pad the inputs to a few sizes"
+    )
+
+
+def _of_constants(calls: Sequence[Signature]) -> str:
+    """Returns the text of the warning for many programs of ``calls`` that differ in constants only, with the fix."""
+    values = {name: [repr(dict(call.constants)[name]) for call in calls] for name, _ in calls[0].constants}
+    name, row = next((name, row) for name, row in values.items() if len(set(row)) > 1)
+    return (
+        f"the module was compiled {len(calls)} times for calls that differ only in arguments that are no tensors "
+        f"({name!r} was {', '.join(row[-4:])}); pass a number that changes from step to step as a tensor, and leave "
+        "out what forward does not need"
     )
 
 

@@ -153,6 +153,12 @@ class Signature:
         )
         return same and replace(self, leaves=other.leaves) == other
 
+    def is_but_for_constants(self, other: Signature) -> bool:
+        """Whether ``other`` differs from this signature in arguments that are no tensors at most."""
+        pairs = zip(self.leaves, other.leaves, strict=False)
+        same = all(x == y or (isinstance(x, Constant) and isinstance(y, Constant)) for x, y in pairs)
+        return same and replace(self, leaves=other.leaves) == other
+
     @property
     def tensors(self) -> list[tuple[str, Like]]:
         return [(name, x) for name, x in zip(self.names, self.leaves, strict=True) if isinstance(x, Like)]

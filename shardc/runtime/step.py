@@ -6,6 +6,7 @@ source line.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -44,6 +45,20 @@ from shardc.runtime.shards import flat_index
 from shardc.runtime.storage import cut, padded_local
 
 _NOWHERE = 1 << 30
+# What torch's ops, and code of Inductor, raise on a CPU for an index that is out of range.
+_OUT_OF_RANGE = re.compile(
+    r"(?P<index>index -?\d+) is out of bounds for dimension \d+ with size (?P<size>\d+)"
+    r"|index out of bounds: [^\n]* < (?P<bound>\d+)?|index out of range in self"
+)
+
+
+def out_of_range(text: str) -> IndexError | None:
+    """Returns the error to raise for an error of torch with ``text``; None if that is not of an index out of range."""
+    error = _OUT_OF_RANGE.search(text)
+    if error is None:
+        return None
+    size = error["size"] or error["bound"]
+    return IndexError(f"{error['index'] or 'an index'} is out of range" + f" for a dim of {size} elements" * bool(size))
 
 
 def watched(half: Half, inputs: list[object]) -> tuple[Sequence[Any], int]:
@@ -212,9 +227,10 @@ class Runner:
             return results
         except Exception as error:
             failed = named(error, half.gm, half.kind, self.groups, self.program.cause, running)
-            if failed is None:
+            failure = failed or out_of_range(str(error))
+            if failure is None:
                 raise
-            raise failed from error
+            raise failure from error
 
     def _without_pad(self, name: str, grad: Tensor) -> Tensor:
         """Returns the gradient of the parameter ``name`` without the padding of its storage; others as they are."""

@@ -303,3 +303,22 @@ def test_the_fourth_program_for_other_sizes_says_how_there_is_one() -> None:
         "inputs to a few sizes"
     )
     assert lowered_for(lengths, dynamic={"x": {1: "n0"}, "weights": {1: "n0"}}) == []
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor, step: int = 0, name: str = "") -> torch.Tensor:
+        return super().forward(x).sum()
+
+
+def test_the_eighth_program_for_other_constants_warns() -> None:
+    module = shardc.compile(Scaled(4, 4), shardc.Mesh(dp=2), shardc.fsdp("dp"), backend="eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(7):
+            module.lower(torch.empty(4, 4), step)
+        assert caught == []
+        module.lower(torch.empty(4, 4), 7)
+    assert [str(record.message) for record in caught] == [
+        "the module was compiled 8 times for calls that differ only in arguments that are no tensors ('step' was 4, 5, "
+        "6, 7); pass a number that changes from step to step as a tensor, and leave out what forward does not need"
+    ]

@@ -97,6 +97,35 @@ def test_a_forward_that_is_put_around_the_own_one() -> None:
     alike(module, source)
 
 
+class Tempered(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0).double())
+
+    def forward(self, out: Tensor) -> Tensor:
+        return loss(out * self.temperature)
+
+
+def test_a_loss_that_is_trained_is_refused() -> None:
+    """Nothing would train it: its gradient is no result of the program."""
+    model, tempered = nn.Linear(4, 4).double(), Tempered()
+
+    def penalty(out: Tensor) -> Tensor:
+        return loss(out) + model.weight.pow(2).sum()
+
+    def compiled(loss: Any) -> Any:
+        return shardc.compile(model, shardc.Mesh(dp=2), shardc.fsdp("dp"), loss=loss, backend="eager")
+
+    with pytest.raises(ShardcError, match="the loss Tempered has parameters that are trained: 'temperature'"):
+        compiled(tempered)
+    for reads in (penalty, tempered.forward):
+        with pytest.raises(ShardcError, match=r"the loss reads loss\S*, a tensor of shape .* that needs a gradient"):
+            compiled(reads).lower(inputs())
+    compiled(tempered.requires_grad_(False)).lower(inputs())
+
+
 def test_a_parameter_that_is_not_the_compiled_modules() -> None:
     """`copy.deepcopy` copies no functions: what it holds is of the module that was copied."""
     source = Holds("the model")

@@ -88,6 +88,23 @@ def bad_ids(backend: str, which: str) -> None:
         module(ids, targets)
 
 
+def bad_ids_of_whole_tables(backend: str) -> None:
+    """The same error where no table is split for compute, of torch's ops and of Inductor's code."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    good = torch.tensor([[0, 6], [7, 0]])  # ids, targets
+    for row, size in ((0, ROWS), (1, 8)):
+        module = shardc.compile(Classifier(), mesh, shardc.fsdp("dp"), loss=F.cross_entropy, backend=backend)
+        bad = good.clone()
+        bad[row, 1] = size
+        with pytest.raises(IndexError, match="^(an index|index [78]) is out of range( for a dim of [78] elements)?$"):
+            module(*bad)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_whole_tables_on_two_ranks(backend: str) -> None:
+    run_ranks(2, partial(bad_ids_of_whole_tables, backend))
+
+
 @pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(2, partial(bad_ids, "eager", "ids"))
