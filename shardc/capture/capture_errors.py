@@ -312,7 +312,10 @@ def capture_error(
             return CaptureError(
                 f"{type(model).__name__} does not run on {_inputs_text(inputs)}: {failure}",
                 source=user_frame(stack) or calling_line(),
-                fix=fix or "pass inputs that it runs on uncompiled, of the same shapes and dtypes",
+                fix=fix
+                or "pass inputs that it runs on uncompiled, of the same shapes and dtypes; shapes are those of the "
+                "parts of all ranks together: of an input that every rank passes whole (a mask, say), write "
+                "shardc.Plan(inputs={'mask': '...'})",
             )
     stacked = any(param.dim() == 3 for param in model.parameters())  # as the weights of experts are
     for form, what, fix in REFUSALS:

@@ -226,7 +226,12 @@ class _Stages:
         return Verdict(tuple(self.checked), stage, ir.info(node).name, reason, window(gm, self.mesh, node))
 
     def _due(self, stage: str, key: Key) -> bool:
-        """Returns whether the graph of ``stage`` must compute the result ``key`` (backward: only gradients)."""
+        """Returns whether the graph of ``stage`` must compute the result ``key`` (backward: only gradients).
+
+        A buffer that forward leaves as it is is no result.
+        """
+        if key[0] == "buffer" and torch.equal(self.feed[key], self.wanted[key]):
+            return False
         return (
             not self.program.is_half(stage)
             or key[0] in ("output", "grad")

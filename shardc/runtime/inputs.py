@@ -149,11 +149,10 @@ def targets_last(
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """Returns ``(args, kwargs)`` with the loss's ``targets`` moved from the keywords to the end of the positionals.
 
-    Nothing moves unless all targets are keywords, or if ``forward`` has a parameter of a target's name or ``**kwargs``:
-    then the model takes them itself.
+    Nothing moves unless all targets are keywords, or if ``forward`` has a parameter of a target's name: then the model
+    takes them itself.
     """
-    parameters = inspect.signature(model.forward).parameters.values()
-    accepts_targets = any(p.name in targets or p.kind is p.VAR_KEYWORD for p in parameters)
+    accepts_targets = not inspect.signature(model.forward).parameters.keys().isdisjoint(targets)
     if accepts_targets or not targets or not all(name in kwargs for name in targets):
         return tuple(args), kwargs
     last = [kwargs[name] for name in targets]

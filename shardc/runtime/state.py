@@ -13,7 +13,7 @@ from shardc._compat import PyTree, pytree
 from shardc.ir.executable import Executable
 from shardc.ir.mesh import Mesh
 from shardc.runtime.gradients import Sync
-from shardc.runtime.inputs import shard_input, targets_last
+from shardc.runtime.inputs import check_kinds, shard_input, targets_last
 from shardc.runtime.parameter_checks import ParamStore
 from shardc.runtime.program_cache import Build, ProgramCache
 from shardc.runtime.replicas import Sources, Turns
@@ -109,6 +109,7 @@ class State:
 
     def cut_global(self, named: list[tuple[str, Tensor]]) -> list[Tensor]:
         """Returns this rank's shards of global inputs, given as (name, tensor); see `Namespace.shard_inputs`."""
+        check_kinds([name for name, _ in named], [x for _, x in named], values=False)
         shapes = [(name, tuple(x.shape)) for name, x in named]
         refuse_own([name for name, _ in shapes], self.cache.build.numbered([name for name, _ in shapes]))
         layouts = self.cache.build.input_layouts(shapes)

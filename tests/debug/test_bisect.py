@@ -77,6 +77,24 @@ def test_whatever_the_plan_makes_of_gradients_from_outside(setting: dict[str, An
     assert found.stage is None, found.text()
 
 
+class Tables(Net):
+    """Has buffers that forward reads alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(1, 2, SIZE))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return super().forward(x * self.scale)
+
+
+def test_buffers_that_forward_leaves_as_they_are() -> None:
+    found = verdict(Tables(), (torch.randn(8, SIZE),), MESH, PLAN)
+    assert found.stage is None, found.text()
+
+
 # --- planted miscompiles
 
 

@@ -169,6 +169,17 @@ def test_a_dict_is_cut_as_keywords() -> None:
     same(module.shard_inputs(**batch), ((), {"labels": labels[:2], "ids": IDS[:, :1]}))
 
 
+def test_what_cannot_be_cut_is_refused_by_name() -> None:
+    module = shardc.compile(TakesOne(), shardc.Mesh(dp=2), shardc.ddp("dp"))
+    for x, kind in ((torch.eye(4).to_sparse(), "a sparse_coo tensor"), (nested(), "a nested tensor")):
+        with pytest.raises(InputError, match=f"input '.*' is {kind}"):
+            module.shard_inputs(x)
+
+
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
+
+
 def test_an_object_that_holds_tensors_is_not_passed_uncut() -> None:
     class Box:
         def __init__(self) -> None:

@@ -30,6 +30,22 @@ class Scaled(nn.Module):
         return self.inner(x) if scale is None else self.inner(x) * scale
 
 
+class TakesMore(Scaled):
+    """Its forward takes any keyword, as those of transformers do, and may be called without arguments."""
+
+    def forward(self, x: Tensor | None = None, **more: Any) -> Tensor:
+        assert x is not None and not more
+        return self.inner(x)
+
+
+def test_a_model_that_takes_any_keyword() -> None:
+    model, x, target = TakesMore(), torch.randn(8, 6), torch.randint(4, (8,))
+    module: Any = shardc.compile(model, shardc.Mesh(dp=2), shardc.fsdp("dp"), loss=F.cross_entropy, backend="eager")
+    simulation = shardc.Simulation(module)
+    for value in (simulation(x, target=target), simulation(x=x, target=target), simulation(x, target)):
+        torch.testing.assert_close(value, F.cross_entropy(model(x), target).detach())
+
+
 def check_by_name() -> None:
     torch.manual_seed(0)
     model = Scaled()

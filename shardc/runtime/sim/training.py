@@ -18,7 +18,7 @@ from shardc.ir.executable import BACKWARD, FORWARD, Executable, Half, Port
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.runtime.border import counter_of, modified
-from shardc.runtime.inputs import check_kinds
+from shardc.runtime.inputs import check_kinds, targets_last
 from shardc.runtime.loops import Loops, Microstep, Step
 from shardc.runtime.routing import Loads, check_loads, loads_of
 from shardc.runtime.shards import flat_index, same
@@ -78,6 +78,7 @@ class Simulation:
                 "the module's forward was wrapped after compile, and a simulation runs programs alone",
                 fix="wrap the model's forward before shardc.compile",
             )
+        args, kwargs = targets_last(self.state.params.view, args, kwargs, self.state.spec.targets or ())
         check_kinds(self.state.cache.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=True)
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
             program: Executable = self.state.cache.program_for(args, kwargs)
