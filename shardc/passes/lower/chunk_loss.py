@@ -96,7 +96,7 @@ def _region(graph: fx.Graph, heads: list[fx.Node], chunks: int) -> _Region | str
     for count in range(chunks, 4 * chunks + 1):
         for outer in (n for n in outers if rows % (n * count) == 0):
             region = _Region(graph, heads, count, outer)
-            if (reason := region.whole()) is None:
+            if (reason := region.obstacle()) is None:
                 return region
             reasons.append(reason)
     # Some are only of chunks that do not fit a view; that logits are an output is true of all.
@@ -105,7 +105,7 @@ def _region(graph: fx.Graph, heads: list[fx.Node], chunks: int) -> _Region | str
 
 
 def _last_products(graph: fx.Graph) -> list[fx.Node]:
-    """Returns the matrix products of forward behind which there is none, but those with much smaller results."""
+    """Returns the matrix products of forward on which no other product depends, without much smaller ones."""
     leads: set[fx.Node] = set()  # nodes that lead to a product of forward
     last = []
     for node in reversed(graph.nodes):
@@ -125,13 +125,13 @@ def _numel(node: fx.Node) -> int:
 
 
 class _Region:
-    """What is computed chunk by chunk: all that reads logits, up to the products of the gradients.
+    """The nodes that are computed chunk by chunk: the users of logits, up to the products that give gradients.
 
     Attributes:
         cuts: node -> its chunks, in the graph's order.
-        totals: node that is added up over the chunks -> the chunks of its operands.
-        ends: products of the gradient of the rows.
-        copied: those of ``cuts`` that do not depend on logits; what else reads them has them as they are.
+        totals: node that is a sum over rows, so over the chunks -> the chunks of its operands.
+        ends: the products that compute the gradient of the rows ``x``.
+        copied: nodes in ``cuts`` that do not depend on logits. Nodes outside of the region read them uncut.
     """
 
     def __init__(self, graph: fx.Graph, heads: list[fx.Node], count: int, outer: int) -> None:
@@ -152,33 +152,31 @@ class _Region:
         self._climb()
         self.cuts = {node: self.cuts[node] for node in graph.nodes if node in self.cuts}
 
-    def whole(self) -> str | None:
-        """Returns why logits have to be whole at once; None if they do not."""
-        late: set[fx.Node] = set()  # nodes that are known when all chunks of their phase have been computed
+    def obstacle(self) -> str | None:
+        """Returns why the region cannot be computed chunk by chunk, so that logits stay whole; None if it can.
+
+        A node in the region must not need results of all chunks of its phase (forward or backward). A node outside
+        must not read values as wide as logits.
+        """
+        late: set[fx.Node] = set()  # nodes outside the region that need results of all chunks of their phase
         for node in self.graph.nodes:
-            mine = self.has(node)
+            chunked = [x for x in node.all_input_nodes if self.has(x) and x not in self.copied]
+            wide = next((x for x in chunked if x in self.cuts and self.is_wide(x)), None)
             if node.op == "output":
-                read = next(
-                    (x for x in node.all_input_nodes if x in self.cuts and x not in self.copied and self.is_wide(x)),
-                    None,
-                )
-                if read is not None:
-                    return f"%{ir.info(read).name} {_OUTPUT}"
+                if wide is not None:
+                    return f"%{ir.info(wide).name} {_OUTPUT}"
                 continue
             phase = ir.info(node).origin.phase
-            before = [x for x in node.all_input_nodes if ir.info(x).origin.phase == phase]
-            if mine:
+            same_phase = [x for x in node.all_input_nodes if ir.info(x).origin.phase == phase]
+            if self.has(node):
                 need = self.totals.get(node) or operands(node, self.cuts[node])
                 assert need is not None
-                if any(
-                    x in late or (self.has(x) and x not in self.copied and self.cuts.get(x) != need[x]) for x in before
-                ):
+                if any(x in late or (x in chunked and self.cuts.get(x) != need[x]) for x in same_phase):
                     return f"%{ir.info(node).name} needs a value of all rows"
                 continue
-            read = [x for x in node.all_input_nodes if self.has(x) and x not in self.copied]
-            if any(x in late or x in read for x in before):
+            if any(x in late or x in chunked for x in same_phase):
                 late.add(node)
-            if any(x in self.cuts and self.is_wide(x) for x in read):
+            if wide is not None:
                 return f"%{ir.info(node).name} ({node.target}) reads all rows at once"
         return None
 
@@ -186,11 +184,11 @@ class _Region:
         return node in self.cuts or node in self.totals
 
     def is_wide(self, node: fx.Node) -> bool:
-        """Returns whether ``node`` has more than one element for each row, and is no gradient of the rows."""
+        """Returns whether ``node`` has several elements for each row, as logits have, and does not end the region."""
         return _numel(node) > self.rows and node not in self.ends
 
     def _follow(self, node: fx.Node) -> None:
-        """Adds ``node``, if it reads chunks and can be computed from them."""
+        """Adds ``node`` if it reads chunked values and can be computed chunk by chunk."""
         read = {x: self.cuts[x] for x in node.all_input_nodes if x in self.cuts and x not in self.ends}
         if not read:
             return
@@ -202,7 +200,7 @@ class _Region:
             self.totals[node] = need
 
     def _prune(self) -> None:
-        """Drops values of one element a row that lead to nothing of logits: they are computed of all rows at once."""
+        """Drops values of one element for each row that nothing as wide as logits needs: they are not chunked."""
         useful: set[fx.Node] = set(self.totals)
         for node in reversed(self.cuts):
             phase = ir.info(node).origin.phase
@@ -212,7 +210,7 @@ class _Region:
         self.cuts = {node: cut for node, cut in self.cuts.items() if node in useful}
 
     def _climb(self) -> None:
-        """Adds what is as large as logits, or computed from that, and is read by chunks: masks, one-hot targets."""
+        """Adds operands of the region that are as large as logits, or computed from such: masks, one-hot targets."""
         for node in reversed(self.graph.nodes):
             if (
                 node.op != "call_function"
@@ -272,7 +270,7 @@ class _Loops(ChunkRewriter):
                 self.graph.erase_node(node)
 
     def _write(self, loop: list[fx.Node], before: fx.Node) -> None:
-        """Inserts the nodes of one phase, all of a chunk before the next."""
+        """Inserts the nodes of one phase (forward or backward): all nodes of a chunk, then those of the next."""
         region, backward = self.region, ir.info(loop[0]).origin.phase == "backward"
         read = {x: None for node in loop for x in node.all_input_nodes}
         self.done = [x for x in read if self.tangents[x] and not region.has(x)][:1] if backward else []
@@ -281,8 +279,8 @@ class _Loops(ChunkRewriter):
         for number in range(self.count):
             self.recomputed = {}
             for x in read if backward else ():
-                if self._runs_again(x):
-                    self._once_more(x, number, before)
+                if self._is_recomputed(x):
+                    self._recomputed_piece(x, number, before)
             for node in loop:
                 if node in region.totals:
                     self._add(node, number, before)
@@ -307,12 +305,12 @@ class _Loops(ChunkRewriter):
             term = self._emit(before, cast, cast.target, term, **cast.kwargs)
         self.sums[result] = term if total is None else self._emit(before, result, aten.add.Tensor, total, term)
 
-    def _runs_again(self, x: fx.Node) -> bool:
-        """Returns whether backward computes ``x`` again, rather than reads what forward has computed."""
+    def _is_recomputed(self, x: fx.Node) -> bool:
+        """Returns whether backward recomputes ``x``; otherwise it reads forward's result."""
         return x in self.cuts and ir.info(x).origin.phase == "forward" and self.region.is_wide(x)
 
-    def _once_more(self, x: fx.Node, number: int, before: fx.Node) -> fx.Node:
-        """Returns the piece of ``x`` that backward computes again."""
+    def _recomputed_piece(self, x: fx.Node, number: int, before: fx.Node) -> fx.Node:
+        """Returns chunk ``number`` of ``x``, recomputed in backward."""
         if x not in self.recomputed:
             self.recomputed[x] = self._piece(x, number, before, "backward")
         return self.recomputed[x]
@@ -328,8 +326,8 @@ class _Loops(ChunkRewriter):
         return x if x in self.region.copied else super()._join(x, before)
 
     def _operand(self, x: fx.Node, cut: ChunkSpec | None, number: int, before: fx.Node) -> fx.Node:
-        if self.phase == "backward" and self._runs_again(x) and self.cuts[x] == cut:
-            return self._once_more(x, number, before)
+        if self.phase == "backward" and self._is_recomputed(x) and self.cuts[x] == cut:
+            return self._recomputed_piece(x, number, before)
         return super()._operand(x, cut, number, before)
 
 
