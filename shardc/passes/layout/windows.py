@@ -36,8 +36,8 @@ class Windows:
         %y = cat([%zeros, %s], 1)             ->  %y = shardc_window::shift(%x, 1, 1)
 
     So are the gradients of these convolutions, rolls, running sums (also from the end: of a ``flip``, ``cumsum`` and a
-    ``flip``) and slices of few elements. What shifts have in between has another size, which an axis does not divide as
-    it divides that of the sequence.
+    ``flip``) and slices of few elements. Slices and padding in a shift have sizes other than the sequence's, which the
+    sequence's axes may not divide.
 
     *Requires:* a captured graph. *Ensures:* values are as before. Without ``enabled`` the graph is returned as it is.
 
@@ -52,7 +52,7 @@ class Windows:
         if not self.enabled:
             return gm
         for targets in REWRITES:
-            for node in reversed(list(gm.graph.nodes)):
+            for node in reversed(list(gm.graph.nodes)):  # a value before its operands, to find the longest chains
                 if (
                     node.op == "call_function"
                     and node.target in targets
@@ -65,14 +65,14 @@ class Windows:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a value reads along one dim: its element i is element ``i - by`` of ``source``, or zero.
+    """A value in terms of another, ``source``: along one dim, its element i is element ``i - by`` of that, or zero.
 
     Args:
-        source: another value, or the same.
-        dim: the dim in ``source``.
-        order: for each dim of the value, the dim of ``source``.
-        by: see above.
-        begin, end: the elements that are not zero.
+        source: the other value, or the value itself.
+        dim: the dim of ``source`` along which it is read.
+        order: permutation: for each dim of the value, the dim of ``source``.
+        by: by how many elements the value is shifted towards its end.
+        begin, end: the value's elements outside this range are zero.
         size: number of elements of the value along the dim.
     """
 
@@ -101,13 +101,14 @@ class Reading:
         return self.size == self.length and (self.begin, max(self.begin, self.end)) == (ends[0], max(ends))
 
     def placed(self, at: Inserter, x: fx.Node) -> fx.Node:
-        """Returns ``x``, which has the dims of ``source``, with those of the value."""
+        """Returns ``x``, whose dims are in the order of ``source``, permuted to the order of the value."""
         return x if list(self.order) == sorted(self.order) else at.call(aten.permute.default, x, list(self.order))
 
 
 def readings(node: fx.Node, dim: int) -> Iterator[Reading]:
-    """Yields what ``node`` reads along ``dim``: of itself, of its operand, of the operand's operand, as far as these
-    are slices, zeros around a value, transposes and copies.
+    """Yields ``node`` in terms of itself, of its operand, of the operand's operand, and so on, along ``dim``.
+
+    It stops at the first op that is not a slice, a padding with zeros, a transpose or a copy.
     """
     size = ir.value(node).shape[dim]
     now = Reading(node, dim, tuple(range(len(ir.value(node).shape))), 0, 0, size, size)
@@ -136,7 +137,7 @@ def readings(node: fx.Node, dim: int) -> Iterator[Reading]:
 
 
 def furthest(fitting: Sequence[Reading]) -> Reading:
-    """Returns the last of these readings, or the first that differs from it by transposes and copies only."""
+    """Returns the last of these readings without the transposes and copies before it, which need not be undone."""
     last = fitting[-1]
     same = (last.by, last.begin, last.end, last.length)
     return next(reading for reading in fitting if (reading.by, reading.begin, reading.end, reading.length) == same)
@@ -156,7 +157,7 @@ def sliced(node: fx.Node) -> tuple[int, int, int] | None:
 
 
 def surrounded(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """Returns (value, dim, elements before it) if ``node`` is a value with zeros before and after it along one dim."""
+    """Returns (value, dim, zeros before it) if ``node`` is that value, padded with zeros along one dim; else None."""
     arguments = arguments_of(node) if hasattr(node.target, "_schema") else {}
     rank = len(ir.value(node).shape) if ir.is_tensor(node) else 0
     if node.target is aten.constant_pad_nd.default and not arguments.get("value", 0):
@@ -194,7 +195,7 @@ def is_zero(node: fx.Node) -> bool:
 
 
 def _shift(rewriter: GraphRewriter, node: fx.Node) -> bool:
-    """Replaces a value by a shift, or by what it is equal to; returns whether it is one."""
+    """Replaces ``node`` by a shift of another value, or by that value if it is equal; returns whether it did."""
     piece, inner = sliced(node), surrounded(node)
     dim = piece[0] if piece is not None else inner[1] if inner is not None else None
     if dim is None:
@@ -210,8 +211,8 @@ def _shift(rewriter: GraphRewriter, node: fx.Node) -> bool:
     return True
 
 
-def _joined(rewriter: GraphRewriter, node: fx.Node) -> None:
-    """Replaces a ``cat`` by a shift, of zeros or other elements that come in at one end."""
+def _cat(rewriter: GraphRewriter, node: fx.Node) -> None:
+    """Replaces a ``cat`` of a slice and a few other elements by a shift, which takes these in at one end."""
     if _shift(rewriter, node) or len(node.args[0]) != 2:
         return
     shape, (first, second) = ir.value(node).shape, node.args[0]
@@ -233,7 +234,7 @@ def _joined(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def _roll(rewriter: GraphRewriter, node: fx.Node) -> None:
-    """Replaces a roll of few elements along one dim by a shift, in which they come in at the other end."""
+    """Replaces a roll by a few elements along one dim by a shift, which takes them in at the other end."""
     arguments = arguments_of(node)
     if len(arguments.get("dims", ())) != 1:
         return
@@ -247,14 +248,14 @@ def _roll(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def few(count: int, size: int) -> bool:
-    """Returns whether ``count`` of ``size`` elements are so few that the others are not gathered for them."""
+    """Returns whether ``count`` elements are few enough beside ``size`` to be sent instead of gathering all."""
     return _FEW * count <= size
 
 
-def _cut(rewriter: GraphRewriter, node: fx.Node) -> None:
-    """Replaces a slice by a shift, by what it is equal to, or, if it has few elements, by an edge.
+def _slice(rewriter: GraphRewriter, node: fx.Node) -> None:
+    """Replaces a slice by a shift, by an equal value, or, if it has few elements, by an edge.
 
-    Slices of features stay, if they are cut at multiples of their size.
+    Slices of the last dim at multiples of their size stay: an axis can split these.
     """
     piece = None if _shift(rewriter, node) else sliced(node)
     if piece is None:
@@ -275,7 +276,7 @@ def _cumsum(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def _flip(rewriter: GraphRewriter, node: fx.Node) -> None:
-    """Replaces a flip of sums of a flip."""
+    """Replaces the flip of a running sum of a flip by a running sum from the end."""
     sums: Any = node.args[0]
     if sums.target is not aten.cumsum.default or sums.args[0].target is not aten.flip.default:
         return
@@ -287,8 +288,9 @@ def _flip(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def _window(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[Reading, tuple[int, ...]] | None:
-    """Returns (what a convolution reads, (elements before, after, dilation, groups)); None if it is none of one dim
-    that keeps its size.
+    """Returns (the reading of a convolution's input, (elements before, after, dilation, groups)).
+
+    Returns None unless the convolution is over one dim and keeps its size.
     """
     arguments = arguments_of(node)
     if len(ir.value(weight).shape) != 3 or len(ir.value(x).shape) != 3 or arguments.get("bias") is not None:
@@ -352,7 +354,7 @@ def _convolution_backward(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def _only_sliced(node: fx.Node, dim: int, begin: int, end: int) -> bool:
-    """Returns whether nothing reads other elements of ``node`` along ``dim`` than those from ``begin`` to ``end``."""
+    """Returns whether all users of ``node`` slice it from ``begin`` to ``end`` along ``dim``."""
     if (begin, end) == (0, ir.value(node).shape[dim]):
         return True
     for user in node.users:
@@ -370,15 +372,16 @@ def _only_sliced(node: fx.Node, dim: int, begin: int, end: int) -> bool:
 _FEW = 8  # times
 _BACK = aten.convolution_backward.default
 Rewrite = Callable[[GraphRewriter, fx.Node], object]
-# In order: what convolutions read is no shift, and what the gradients of their padding are is none before.
+# The order matters: neither a convolution's padding nor the gradient of that may be rewritten before the convolution,
+# nor a running sum before the flip of it.
 REWRITES: tuple[dict[Any, Rewrite], ...] = (
     {aten.convolution.default: _convolution, _BACK: _convolution_backward},
     {aten.flip.default: _flip},
     {
         aten.cumsum.default: _cumsum,
         aten.roll.default: _roll,
-        aten.cat.default: _joined,
-        aten.slice.Tensor: _cut,
+        aten.cat.default: _cat,
+        aten.slice.Tensor: _slice,
         **dict.fromkeys((aten.constant_pad_nd.default, aten.slice_scatter.default), _shift),
     },
 )
