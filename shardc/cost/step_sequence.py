@@ -151,7 +151,7 @@ class Sequence:
         outputs: (role, position) of each output that is a tensor of the graph.
         arena: bytes allocated once for results of collectives.
         placed: position of a collective -> indices of its results that are in the arena.
-        given: (role, position) of each value of a microbatch that it adds to a sum, or that later graphs take.
+        passed_on: (role, position) of each value of a microbatch that it adds to a sum, or that later graphs take.
         begins: position of the first op of each of the graphs that run.
     """
 
@@ -159,7 +159,7 @@ class Sequence:
     outputs: tuple[tuple[Role, int], ...]
     arena: int = 0
     placed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    given: tuple[tuple[Role, int], ...] = ()
+    passed_on: tuple[tuple[Role, int], ...] = ()
     begins: tuple[int, ...] = ()
 
     @property
@@ -199,8 +199,8 @@ def of_joint(graph: fx.Graph, levels: Mapping[str, int], collectives: str = "aut
 
 
 # Kind of a result that a later graph takes -> kind of the argument.
-GIVEN = {TERM: SUM, KNOWN: KNOWN, executable.KEPT: executable.KEPT}
-_INNER = ("saved", *GIVEN)
+PASSED_ON = {TERM: SUM, KNOWN: KNOWN, executable.KEPT: executable.KEPT}
+_INNER = ("saved", *PASSED_ON)
 
 
 def of_halves(halves: Iterable[Half], levels: Mapping[str, int]) -> Sequence:
@@ -229,7 +229,7 @@ def of_runs(runs: Iterable[tuple[Half, int]], levels: Mapping[str, int]) -> Sequ
     outputs: tuple[tuple[Role, int], ...] = ()
     plans: list[MemoryPlan] = []
     placed: dict[int, tuple[int, ...]] = {}
-    given: list[tuple[Role, int]] = []
+    passed_on: list[tuple[Role, int]] = []
     begins: list[int] = []
     between: dict[tuple[object, ...], int] = {}  # of what one graph gives another, by kind and name: its position
     for half, microbatch in runs:
@@ -255,8 +255,8 @@ def of_runs(runs: Iterable[tuple[Half, int]], levels: Mapping[str, int]) -> Sequ
             if not isinstance(x, fx.Node):
                 continue
             key = _key(half, role, microbatch)
-            if role.kind in GIVEN:
-                given.append((role, builder.at[x]))
+            if role.kind in PASSED_ON:
+                passed_on.append((role, builder.at[x]))
                 between.setdefault(key, builder.at[x])
             elif role.kind in ("saved", TRANSFER):
                 between[key] = builder.at[x]
@@ -264,12 +264,12 @@ def of_runs(runs: Iterable[tuple[Half, int]], levels: Mapping[str, int]) -> Sequ
         plans.append(half.plan)
         placed |= {first + at: _placed(op, half.plan) for at, op in enumerate(builder.ops[first:]) if op.kind == START}
     arena = max(plan.size(INSIDE) for plan in plans) + max(plan.size(KEPT) for plan in plans)
-    return Sequence(tuple(builder.ops), outputs, arena, placed, tuple(given), tuple(begins))
+    return Sequence(tuple(builder.ops), outputs, arena, placed, tuple(passed_on), tuple(begins))
 
 
 def _key(half: Half, role: Role, microbatch: int) -> tuple[object, ...]:
     """Return the key, which begins with its kind, of what one graph of a step gives another."""
-    kind = GIVEN.get(role.kind, role.kind)
+    kind = PASSED_ON.get(role.kind, role.kind)
     if kind == "saved":
         return kind, role.name, half.stage, microbatch
     return (kind, role.name, microbatch) if kind == TRANSFER else (kind, role.name)

@@ -40,7 +40,7 @@ class Table:
     left: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """Return it as text of at most 120 columns; columns of words are cut where it is wider."""
+        """Return the table as text of at most 120 columns; wider ones have their columns of words cut."""
         return aligned(self.rows, self.head, left=(self.head[0], *self.left), cut=self.left)
 
 
@@ -49,7 +49,7 @@ class Step:
     """A step that is drawn under another one, on the same axis of time.
 
     Args:
-        title: what it is of.
+        title: title of its schedule.
         seconds: its duration.
         bars: its spans.
         tables: what it shares with the other step, and what differs.

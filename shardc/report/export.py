@@ -70,7 +70,7 @@ def record(schedule: Prediction) -> dict[str, object]:
             "peak_op": schedule.memory.peak_op,
             "by_owner": schedule.memory.by_owner(),
             "capacity": schedule.hardware.memory,
-            "held": [vars(x) for x in sorted(schedule.memory.held, key=lambda x: -x.bytes)[:LARGEST]],
+            "held": [vars(x) for x in sorted(schedule.memory.tensors_at_peak, key=lambda x: -x.bytes)[:LARGEST]],
             **({"host": dict(schedule.memory.host)} if schedule.memory.host else {}),
         },
         "totals": {

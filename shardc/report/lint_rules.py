@@ -265,7 +265,7 @@ def repeated_collective(subject: Subject) -> Iterator[Finding]:
 def unread_collective(subject: Subject) -> Iterator[Finding]:
     """Yield findings about collectives whose result is not read."""
     step = subject.step.step
-    live = {at for _, at in (*step.outputs, *step.given)}
+    live = {at for _, at in (*step.outputs, *step.passed_on)}
     for at in reversed(range(len(step.ops))):
         if at in live:
             live.update(step.ops[at].reads)

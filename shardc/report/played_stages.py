@@ -81,7 +81,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class RankCost:
-    """What one rank of a pipeline does in a step, and needs.
+    """Time and memory of one rank of a pipeline in a step.
 
     Args:
         rank: its coordinate along the axis.
@@ -108,7 +108,7 @@ class RankCost:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a prediction of a program with stages takes beside the program.
+    """The inputs, besides the program, of the prediction of a program with stages.
 
     Args:
         mesh: the mesh of all stages.
@@ -197,7 +197,7 @@ class Played:
                     for at in range(flow.schedule.microbatches)
                 }
                 played = clock(flow.schedule, lambda *_: 0.0, partial(self._transfer, flow=flow), begins, seconds)
-                ends = [row[-1][2] if row else begins[at] for at, row in enumerate(_own(played))]
+                ends = [row[-1][2] if row else begins[at] for at, row in enumerate(_without_sends(played))]
                 begins = self._exchanged(ends, flow.behind)
         return begins
 
@@ -216,7 +216,9 @@ class Played:
         }
         # A stage may have no graph for a part of its backward.
         played = clock(flow.schedule, lambda kind, stage: 0.0, self._transfer, begins, seconds)
-        ends = self._exchanged([row[-1][2] if row else begins[at] for at, row in enumerate(_own(played))], flow.behind)
+        ends = self._exchanged(
+            [row[-1][2] if row else begins[at] for at, row in enumerate(_without_sends(played))], flow.behind
+        )
         closed = [end + sum(self.seconds[x.half] for x in last) for end, (_, _, last) in zip(ends, lists, strict=True)]
         step = max(self._exchanged(closed, flow.last), default=0.0)
         once = tuple(
@@ -298,7 +300,7 @@ class Played:
         )  # fmt: skip
 
 
-def _own(timeline: Timeline) -> list[list[tuple[object, float, float]]]:
+def _without_sends(timeline: Timeline) -> list[list[tuple[object, float, float]]]:
     """Return the rows of a timeline without sends, which a rank does not wait for."""
     return [[x for x in row if x[0].kind not in SENDS] for row in timeline.spans]
 
@@ -319,10 +321,10 @@ def _saved(step: Sequence, halves: list[Half]) -> int:
     if first is None or first + 1 == len(halves):
         return 0
     begin, end = step.begins[first], step.begins[first + 1]
-    kept: dict[int, Buffer] = {}
+    live: dict[int, Buffer] = {}
     for at, results in enumerate(buffers(step)[:end]):
         op = step.ops[at]
         role = ir.info(op.node).role if op.node.op == "placeholder" else None
         if at >= begin and not op.gathered and (op.node.op != "placeholder" or role and role.kind == TRANSFER):
-            kept |= {id(b): b for b in results if b is not None and b.allocated >= begin and b.last >= end}
-    return sum(buffer.size for buffer in kept.values())
+            live |= {id(b): b for b in results if b is not None and b.allocated >= begin and b.last >= end}
+    return sum(buffer.size for buffer in live.values())

@@ -46,8 +46,8 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Held:
-    """Memory that is held at the peak.
+class PeakTensor:
+    """Memory that is allocated at the peak.
 
     Args:
         owner: one of ``OWNERS``.
@@ -72,14 +72,14 @@ class Memory:
         peak: the largest sample.
         peak_op: name of the op at the peak.
         host: (owner, bytes) kept in host memory instead, at the most.
-        held: the tensors at the peak, in the order in which they are allocated.
+        tensors_at_peak: the tensors at the peak, in the order in which they are allocated.
     """
 
     samples: tuple[Sample, ...]
     peak: Sample
     peak_op: str
     host: tuple[tuple[str, int], ...] = ()
-    held: tuple[Held, ...] = ()
+    tensors_at_peak: tuple[PeakTensor, ...] = ()
 
     def by_owner(self) -> dict[str, int]:
         """Return owner -> bytes at the peak."""
@@ -103,9 +103,9 @@ def memory_of(
     phases = [op.phase for op in step.ops]
     step_outputs = {id(b) for _, at in step.outputs for b in outputs[at] if b is not None}
     lasting = {id(b) for role, at in step.outputs if role.kind != TRANSFER for b in outputs[at] if b is not None}
-    summed = [(role, at) for role, at in step.given if role.kind == TERM and phases[at] == "backward"]
+    summed = [(role, at) for role, at in step.passed_on if role.kind == TERM and phases[at] == "backward"]
     # A graph returns its terms at its end, and the first is the sum.
-    until = {id(b): run_end(step, at) for role, at in step.given if role.kind == TERM for b in outputs[at] if b}
+    until = {id(b): run_end(step, at) for role, at in step.passed_on if role.kind == TERM for b in outputs[at] if b}
     leaving = [(role, at) for role, at in step.outputs if role.kind == "grad"]
     grads = {id(b) for _, at in (*leaving, *summed) for b in outputs[at] if b is not None}
     kernel_of = {at: kernel.ops for kernel in kernels.values() for at in kernel.ops}
@@ -163,12 +163,14 @@ def memory_of(
             )
     samples = _samples(changes, whole_step)
     peak = max(samples, key=lambda sample: (sample.total, -sample.at))
-    held = tuple(
-        _held(step, owner, size, by, number) for owner, size, start, end, by, number in holds if start <= peak.at <= end
+    tensors_at_peak = tuple(
+        _peak_tensor(step, owner, size, by, number)
+        for owner, size, start, end, by, number in holds
+        if start <= peak.at <= end
     )
     peak_op = ir.info(step.ops[min(peak.at, whole_step - 1)].node).name
     host = tuple((owner, max(accumulate(change for _, change in sorted(on_host[owner])))) for owner in sorted(on_host))
-    return Memory(samples, peak, peak_op, host, held)
+    return Memory(samples, peak, peak_op, host, tensors_at_peak)
 
 
 def run_end(step: Sequence, at: int) -> int:
@@ -177,17 +179,17 @@ def run_end(step: Sequence, at: int) -> int:
     return (step.begins[after] if after < len(step.begins) else len(step.ops)) - 1
 
 
-def _held(step: Sequence, owner: str, size: int, at: int, number: int) -> Held:
+def _peak_tensor(step: Sequence, owner: str, size: int, at: int, number: int) -> PeakTensor:
     """Return the `Held` of ``size`` bytes for ``owner``: result ``number`` of the op at ``at``; -1 is the arena."""
     if at < 0:
-        return Held(owner, size, "arena of collectives' results", "", "")
+        return PeakTensor(owner, size, "arena of collectives' results", "", "")
     node = step.ops[at].node
     items = (user for user in node.users if user.target is getitem and user.args[1] == number)
     node = next(items, node)
     record = ir.info(node)
     param = record.role is not None and record.role.kind == "param"
     module = record.name.rpartition(".")[0] if param else record.origin.module
-    return Held(owner, size, record.name, module, record.origin.source or _first_use(node))
+    return PeakTensor(owner, size, record.name, module, record.origin.source or _first_use(node))
 
 
 _NEAR = 64  # most nodes behind a value that are searched for a source line

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from shardc.cost.compute import layers_of
 from shardc.ir import graph as ir
 from shardc.report.export import shorten
-from shardc.report.predicted_memory import Held
+from shardc.report.predicted_memory import PeakTensor
 from shardc.report.prediction import HOST, Collective, Prediction, Total, grouped
 from shardc.report.units import duration, operations, percent, size
 
@@ -183,23 +183,23 @@ def _tensors(schedule: Prediction) -> str:
     """Return the table of the largest tensors at the peak; those that differ only in a repeated layer are one row."""
     body = [
         (size(sum(x.bytes for x in of)), str(len(of)), size(of[0].bytes), of[0].owner, *_place(of))
-        for of in largest(schedule.memory.held)
+        for of in largest(schedule.memory.tensors_at_peak)
     ]
     head = ("at the peak", "count", "each", "owner", "tensor", "module", "source")
     return aligned(body, head, left=("owner", "tensor", "module", "source"), cut=("tensor", "module", "source"))
 
 
-def largest(tensors: Seq[Held], count: int = LARGEST) -> list[list[Held]]:
+def largest(tensors: Seq[PeakTensor], count: int = LARGEST) -> list[list[PeakTensor]]:
     """Return the ``count`` largest of ``tensors``; those that differ only in a repeated layer are one item, a list."""
 
-    def key(x: Held) -> tuple[object, ...]:
+    def key(x: PeakTensor) -> tuple[object, ...]:
         return x.owner, x.bytes, layers_of(x.name), layers_of(x.module), x.source
 
     groups = grouped(tensors, key).values()
     return sorted(groups, key=lambda of: (-sum(x.bytes for x in of), of[0].name))[:count]
 
 
-def _place(of: list[Held]) -> tuple[str, str, str]:
+def _place(of: list[PeakTensor]) -> tuple[str, str, str]:
     """Return (name, module, source line) of tensors alike; of the line's file, the folder and the name."""
     first = of[0]
     name, module = (layers_of(text) if len(of) > 1 else text for text in (first.name, first.module))

@@ -148,8 +148,8 @@ def _stages(schedule: PipelineSchedule) -> str:
         seconds = (*(x.seconds.get(name, 0.0) for name in shown), x.up, x.down, x.before, x.behind)
         return *map(duration, seconds), size(x.saved)
 
-    alike = [(row, [x.stage for x in of]) for row, of in groupby(schedule.stages, cells)]
-    body = [(str(of[0]) if len(of) == 1 else f"{of[0]} to {of[-1]}", *row) for row, of in alike]
+    groups = [(row, [x.stage for x in of]) for row, of in groupby(schedule.stages, cells)]
+    body = [(str(of[0]) if len(of) == 1 else f"{of[0]} to {of[-1]}", *row) for row, of in groups]
     head = ("stage", *shown, "sends up", "sends down", "before", "behind", "saves")
     return schedule_text.aligned(body, head, left=("stage",))
 

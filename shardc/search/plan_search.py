@@ -255,14 +255,15 @@ class Search:
         return Split(over, cache(partial(self.problem, over, weights)), weights)
 
     def _solves(self, split: Split) -> bool:
-        """Solve a split of storage, unless it is; return whether its solution may lead to a plan that is the best."""
+        """Solve ``split`` if it is not solved yet; return whether its solution may lead to the best plan."""
         if split.candidate is None:
             split.candidate = self._fastest(split)
         return split.candidate is not None and _value(split) <= MARGIN * self.limit()
 
     def _fitting(self, split: Split) -> Trial | None:
-        """Predict the schedule of a split's solution, or of the fastest one that then fits; None if there is none whose
-        plan can be compiled.
+        """Predict schedules of solutions of ``split``, the fastest first, until a prediction fits in memory.
+
+        Returns the last prediction; None if no plan could be compiled.
         """
         candidate = split.candidate
         if candidate is not None and candidate.bytes > self._room(split.over):

@@ -106,20 +106,20 @@ class Border:
     """The layouts of a value at a module boundary.
 
     Args:
-        own: the layout in which it is computed.
-        need: the layout that its uses in forward need, if they agree, else its own.
-        gradient: the layout that the uses of its gradient need, if they agree, else the gradient's own; None if there
-            is no gradient.
+        computed: the layout in which it is computed.
+        need: the layout that its uses in forward need, if they agree, else the one in which it is computed.
+        gradient: the layout that the uses of its gradient need, if they agree, else the one in which that is
+            computed; None if there is no gradient.
     """
 
-    own: Layout
+    computed: Layout
     need: Layout
     gradient: Layout | None
 
     @property
     def pin(self) -> Layout:
         """The layout to pin, which the gradient gets, too."""
-        return self.own if self.gradient == self.own and not self.own.partial else self.need
+        return self.computed if self.gradient == self.computed and not self.computed.partial else self.need
 
     @property
     def holds_gradient(self) -> bool:
@@ -128,7 +128,9 @@ class Border:
 
     def agrees(self, now: Border) -> bool:
         """Return whether value and gradient have the layouts ``now`` that a pin would give them."""
-        return self.pin in (now.own, now.need) and (not self.holds_gradient or now.gradient in (None, self.gradient))
+        return self.pin in (now.computed, now.need) and (
+            not self.holds_gradient or now.gradient in (None, self.gradient)
+        )
 
 
 def borders(planned: PlannedGraph) -> dict[str, Border]:

@@ -75,8 +75,8 @@ def search_once(
     if "error" in reply:
         raise PlanError(f"the mesh's first rank found no plan: {reply['error']}")
     rest = Plan.from_json(reply["plan"])
-    given = request.plan if rest.setting("pp") is None else unstaged(request.plan)
-    return result or Found(given | rest, Mesh.of(mesh), hand=request.plan)
+    user_plan = request.plan if rest.setting("pp") is None else unstaged(request.plan)
+    return result or Found(user_plan | rest, Mesh.of(mesh), hand=request.plan)
 
 
 def unstaged(plan: Plan) -> Plan:

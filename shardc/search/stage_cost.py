@@ -83,7 +83,7 @@ def parts_of(captured_model: CapturedModel, program: InspectedProgram, hardware:
             key = phase[run], op.node in chains[halves[run]]
             sums[name][key] = sums[name].get(key, 0.0) + (end - start) / runs[phase[run]]
     sizes: dict[str, dict[str, int]] = {name: {} for name in names}
-    for x in schedule.memory.held:
+    for x in schedule.memory.tensors_at_peak:
         of_part = sizes[_longest(names, x.module or x.name)]
         of_part[x.owner] = of_part.get(x.owner, 0) + x.bytes
     received = _crossing(forward, names)

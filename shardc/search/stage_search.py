@@ -112,8 +112,8 @@ class StageSearch(Search):
 
     def _counts(self, ways: int) -> list[int]:
         """Return the numbers of microbatches to try, the largest first, if the batch is split in ``ways`` ways."""
-        if self.entry is not None and (given := self.hand.setting("microbatches")) > 1:
-            return [given]
+        if self.entry is not None and (requested := self.hand.setting("microbatches")) > 1:
+            return [requested]
         rows = min((shape[0] for _, shape in self.captured_model.source.inputs if shape), default=0)
         most = min(rows // ways, ROUNDS * self.ranks)
         return [n for n in (2**k for k in range(most.bit_length(), 0, -1)) if n <= most and rows % n == 0]
