@@ -79,7 +79,7 @@ OTHER_FORMS: tuple[tuple[object, str, object], ...] = (
 
 def composed(module: nn.Module) -> dict[str, object]:
     """Return attributes that replace the composable checkpoint of ``module``; none if it is under none."""
-    before = _own(module._forward_pre_hooks)
+    before = _composable_hook(module._forward_pre_hooks)
     if before is None:
         return {}
     hooks = {kind: _without(getattr(module, kind)) for kind in ("_forward_pre_hooks", "_forward_hooks")}
@@ -98,7 +98,8 @@ def _checkpointed(forward: Callable[..., PyTree], context_fn: Callable[..., Any]
     return checkpointed
 
 
-def _own(hooks: dict[int, Any]) -> FunctionType | None:
+def _composable_hook(hooks: dict[int, Any]) -> FunctionType | None:
+    """Return the hook that torch's composable ``checkpoint`` registered; None if there is none."""
     return next((x for x in hooks.values() if getattr(x, "__module__", "") == _MODULE), None)
 
 

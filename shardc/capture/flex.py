@@ -142,7 +142,7 @@ class _Broadcast:
         for node in self.captured:
             self.env[node] = self.new.placeholder(node.name)
         self.sizes = sizes
-        self.lookups = {node: found for node in graph.nodes if (found := _lookup(node)) is not None}
+        self.lookups = {node: lookup for node in graph.nodes if (lookup := _lookup(node)) is not None}
         self.partial = {
             node for node in self.lookups
             if node.meta["val"].ndim and any(x in self.varies for x in self.lookups[node][1])
@@ -203,10 +203,10 @@ class _Broadcast:
         """Return the index of a lookup; if all lookups of a captured tensor index ``dim`` by batch or head, that here:
         the tensor is split there as the operands are.
         """
-        for place, here, size in zip(self.places, self.here, self.sizes, strict=False):
+        for place, local_place, size in zip(self.places, self.here, self.sizes, strict=False):
             by_place = index is place and table in self.captured and table.meta["val"].shape[dim] == size
             if by_place and all(_looks_up(user, table, dim, place, self) for user in table.users):
-                return here
+                return local_place
         return self._number(index)
 
 
@@ -225,5 +225,5 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
 
 
 def _looks_up(user: fx.Node, table: fx.Node, dim: int, place: fx.Node, graph: _Broadcast) -> bool:
-    found = graph.lookups.get(user)
-    return found is not None and found[0] is table and len(found[1]) > dim and found[1][dim] is place
+    lookup = graph.lookups.get(user)
+    return lookup is not None and lookup[0] is table and len(lookup[1]) > dim and lookup[1][dim] is place

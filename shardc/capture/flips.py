@@ -32,7 +32,7 @@ def turn(outer: fx.Graph, scan: fx.Node, operands: list[fx.Node], counts: tuple[
             with outer.inserting_after(result):
                 flipped_result = _flip(outer, result)
             result.replace_all_uses_with(
-                flipped_result, delete_user_cb=lambda user, own=flipped_result: user is not own
+                flipped_result, delete_user_cb=lambda user, inserted=flipped_result: user is not inserted
             )
         for flip in filter(_flips, list(result.users)):
             for user in filter(_flips, list(flip.users)):

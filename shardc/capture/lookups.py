@@ -44,12 +44,12 @@ def lookups_by_place(graph: fx.Graph, mode: FakeTensorMode) -> None:
 
 @dataclass(frozen=True)
 class _Index:
-    """An index of one dim, as it varies over the dims of the lookup's result.
+    """The index tensor of one dim of a lookup.
 
     Args:
         node: the index tensor.
-        dims: dims of the result (of the indices alone) over which it may vary.
-        place: the dim of the result whose position it is; None if it is computed otherwise.
+        dims: dims of the broadcast indices over which it may vary.
+        place: the dim of the broadcast indices along which it is ``arange``; None if it is no such range.
     """
 
     node: fx.Node
@@ -156,13 +156,14 @@ class _Lookup:
         return ordered, others, list(range(len(self.indices), len(self.table)))
 
     def _rest(self) -> list[int]:
-        """Return the dims of the indices' result that are no places of a dim of the table."""
+        """Return the dims of the broadcast indices along which no index is a range."""
         places = {x.place for x, by_place in zip(self.indices, self.by_place, strict=True) if by_place}
         return [dim for dim in range(len(self.shape)) if dim not in places]
 
     def _entries(self, ordered: Sequence[int], other: int, rest: Sequence[int], tail: Sequence[int]) -> fx.Node:
-        """Return the index of ``gather`` along the table's dim ``other``, behind the dims ``ordered``: over the places,
-        the dims ``rest`` as one, and the dims ``tail``.
+        """Return the index for a ``gather`` along the table's dim ``other``.
+
+        Its dims are those of the ranges (``ordered``), then ``rest`` as one dim, then ``tail``.
         """
         index, size = self.indices[other].node, self.table[other]
         if index.meta["val"].dtype != torch.int64:
@@ -183,7 +184,11 @@ class _Lookup:
         )
 
     def _in_order(self, x: fx.Node, ordered: Sequence[int], rest: Sequence[int], tail: Sequence[int]) -> fx.Node:
-        """Return ``x``, of dims (places, all of ``rest`` as one, the tail), in the dims of the lookup's result."""
+        """Return ``x`` with the dims of the lookup's result.
+
+        Args:
+            x: its dims are those of the ranges, then ``rest`` as one dim, then the tail.
+        """
         if len(rest) != 1:
             sizes, after = x.meta["val"].shape[: len(ordered)], x.meta["val"].shape[len(ordered) + 1 :]
             x = self._call(aten.view.default, x, [*sizes, *(self.shape[dim] for dim in rest), *after])
@@ -192,8 +197,10 @@ class _Lookup:
         return self._call(aten.permute.default, x, dims)
 
     def _spread(self, x: fx.Node, ordered: Sequence[int], rest: Sequence[int]) -> fx.Node:
-        """Return ``x``, of dims (places, then ``rest`` if there are other indices, then the tail), in the dims of the
-        lookup's result, of size 1 where it does not vary.
+        """Return ``x`` with the dims of the lookup's result, of size 1 along those over which it does not vary.
+
+        Args:
+            x: its dims are those of the ranges, then ``rest`` if there are other indices, then the tail.
         """
         places: list[int] = [self.indices[dim].place or 0 for dim in ordered]
         have = [*places, *(rest if len(ordered) < len(self.indices) else ())]

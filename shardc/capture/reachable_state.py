@@ -132,7 +132,11 @@ class ReachableState:
         return f"scope({key!r})"
 
     def _add(self, expression: str, value: Any) -> None:
-        """Adds what ``expression`` refers to, and all that is inside."""
+        """Adds guards on ``value``, which ``expression`` evaluates to, and on all values inside it.
+
+        Plain values and classes are compared. Another object is entered at its first expression; at a later one, the
+        guard is that both give the same object.
+        """
         if is_plain(value) or isinstance(value, type | ModuleType) or (type(value) is tuple and not value):
             self.reads.add(Read(expression))
         elif isinstance(value, Tensor):

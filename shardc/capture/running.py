@@ -185,9 +185,9 @@ class Run:
 
     def reads(self) -> Reads:
         """Return the guards of the capture: all values that its code can be seen to read."""
-        found = {Read("model", "hooks"), Read(GRAD_MODE), *self._reads.reads, *self._reads.absent()}
+        guards = {Read("model", "hooks"), Read(GRAD_MODE), *self._reads.reads, *self._reads.absent()}
         traced = {code_hash(code): f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})" for code in self.codes}
-        ordered = sorted(found, key=lambda read: (read.expression, read.what, repr(read.key)))
+        ordered = sorted(guards, key=lambda read: (read.expression, read.what, repr(read.key)))
         return Reads(tuple(ordered), self._reads.scopes, tuple(sorted(traced.items())), unseen=True)
 
     def _profile(self, frame: FrameType, event: str, called: Any) -> None:

@@ -221,7 +221,7 @@ class _Loop:
             return places == [(k, places[0][1]) for k in range(len(nodes))]
         if (before := places[1]) is not None:
             self._add(at, "carry", self.carries, (before[1], nodes[0]))
-            return places[1:] == [(k, before[1]) for k in range(len(nodes) - 1)] and _alike(nodes)
+            return places[1:] == [(k, before[1]) for k in range(len(nodes) - 1)] and _have_same_type(nodes)
         if any(place is not None for place in places) or not isinstance(value_of(nodes[0]), Tensor):
             return False
         if all(node is nodes[0] for node in nodes):
@@ -353,8 +353,8 @@ class _Loop:
                 )
         nodes = [env[self.segments[0][at]] for at in (*(at for at, _ in self.carries), *self.results)]
         # Results of a scan share no memory with each other or with operands.
-        own = [graph.call_method("clone", (node,)) for node in nodes]
-        graph.output(tuple(own))
+        copies = [graph.call_method("clone", (node,)) for node in nodes]
+        graph.output(tuple(copies))
         return graph
 
     @property
@@ -384,7 +384,9 @@ class _Loop:
         at = _At(gm.graph, self.start)
         # Operands of a scan share no memory.
         shared = {memory_of(series.source) for series in self.xs}
-        carries, rest = ([at.own(x, shared) for x in group] for group in ([x for _, x in self.carries], self.rest))
+        carries, rest = (
+            [at.unaliased(x, shared) for x in group] for group in ([x for _, x in self.carries], self.rest)
+        )
         results_of_scan = at.call(scan, step, carries, [at.series(series) for series in self.xs], rest)
         carried = [at.item(results_of_scan, number, value_of(x)) for number, (_, x) in enumerate(self.carries)]
         every = {}
@@ -426,7 +428,7 @@ def _operands(node: fx.Node) -> Iterator[fx.Node]:
     yield from leaves
 
 
-def _alike(nodes: Iterable[fx.Node]) -> bool:
+def _have_same_type(nodes: Iterable[fx.Node]) -> bool:
     """Return whether all are tensors of one type."""
     values = list(map(value_of, nodes))
     return all(isinstance(x, Tensor) for x in values) and len({(x.shape, x.dtype, x.device) for x in values}) == 1
@@ -473,8 +475,8 @@ class _At:
                 call.meta["example_value"] = getattr(value_of(x), target)(*rest)
         return call
 
-    def own(self, x: fx.Node, shared: set[Any]) -> fx.Node:
-        """Return ``x``, or a copy if its memory is among ``shared``; adds it to these."""
+    def unaliased(self, x: fx.Node, shared: set[Any]) -> fx.Node:
+        """Return ``x``, whose memory is added to ``shared``; a copy if it is in there already."""
         if memory_of(x) in shared:
             return self.call("clone", x)
         shared.add(memory_of(x))

@@ -101,9 +101,9 @@ class Change:
         """The traced nodes of the tensors in the new value: in lists, dicts, attributes, and closures of functions."""
         todo, inside, seen = [self.value], list[VariableTracker](), dict[int, Any]()
         while todo:
-            known = len(inside)
+            visited = len(inside)
             VariableTracker.visit(inside.append, todo.pop(), seen)
-            todo += chain.from_iterable(self.stored.get(variable, {}).values() for variable in inside[known:])
+            todo += chain.from_iterable(self.stored.get(variable, {}).values() for variable in inside[visited:])
         proxies = [vars(_traced(variable)).get("proxy") for variable in inside]
         return [proxy.node for proxy in proxies if proxy is not None]
 

@@ -382,10 +382,10 @@ def trace(
             run = Run(root, template, loss, [(name, x.requires_grad) for name, x in named])
         if run is not None:
             with mode:
-                own = [fake(name, x) for name, x in named]
+                run_fakes = [fake(name, x) for name, x in named]
             try:
                 with run.noted():
-                    memories, owners, changes = run.look(own, mode)
+                    memories, owners, changes = run.look(run_fakes, mode)
                     vars(root)["forward"] = run
                     joint, dynamo = joint_of(root), mode
             except ShardcError:

@@ -62,7 +62,7 @@ class Load:
 
 @dataclass
 class Noted:
-    """What layers of experts record while they run, in the order of their ops.
+    """Records of the layers of experts that have run, in the order of their ops.
 
     Attributes:
         counts: (number of this rank's rows for each expert, int64 [e]; process group of the ranks that have other
@@ -79,7 +79,7 @@ _noted: Noted | None = None
 
 @contextmanager
 def noting() -> Iterator[Noted]:
-    """Context manager that yields a `Noted`, to which the layers of experts that run in it append."""
+    """Context manager: yields a `Noted`, to which layers of experts append when they run inside."""
     global _noted
     before, _noted = _noted, Noted()
     try:

@@ -83,13 +83,18 @@ def _single(call: Callable[..., Sequence[Tensor]]) -> Callable[..., Tensor]:
     return lambda *operands: call(*operands)[0]
 
 
-def _by_place(captured: fx.Node, here: Sequence[fx.Node]) -> dict[int, str]:
-    """Return dim -> place of the dims of ``captured`` that lookups index by the batch or head here."""
+def _by_place(captured: fx.Node, local_places: Sequence[fx.Node]) -> dict[int, str]:
+    """Return dim -> "batch" or "head" of the dims of ``captured`` that lookups index by this rank's batch or head.
+
+    Args:
+        captured: a captured tensor of the function's graph.
+        local_places: the graph's arguments for batch and head, counted on this rank.
+    """
     places: dict[int, str] = {}
     for user in captured.users:
         if user.target is torch.ops.aten.index.Tensor and user.args[0] is captured:
             indices: Any = user.args[1]
-            places |= {dim: _PLACES[list(here).index(x)] for dim, x in enumerate(indices) if x in here}
+            places |= {dim: _PLACES[list(local_places).index(x)] for dim, x in enumerate(indices) if x in local_places}
     return places
 
 
@@ -136,7 +141,7 @@ def flex(
             before, top = top, torch.maximum(top, scores.amax(-1))
             finite = top.masked_fill(top == -inf, 0)
             weights = (scores - finite.unsqueeze(-1)).exp_()
-            part = blocks.by_group(weights) @ blocks.wide(_taken(value[at[0]], take))
+            part = blocks.by_group(weights) @ blocks.wide(_select(value[at[0]], take))
             shrink = (before - finite).exp_()
             total = total * shrink + weights.sum(-1)
             part = part.view(*q.shape[:3], -1)
@@ -176,7 +181,7 @@ def flex_gradient(
         for take, hidden in block:
             scores, back = blocks.scores(q, at, take, hidden)
             weights = (scores - lse).exp_()
-            k, v = (blocks.wide(_taken(x[at[0]], take)) for x in (key, value))
+            k, v = (blocks.wide(_select(x[at[0]], take)) for x in (key, value))
             shares = (blocks.by_group(d) @ v.transpose(-1, -2)).view(weights.shape)
             shares = back(shares.sub_(mean).mul_(weights)) * scale
             total += (blocks.by_group(shares) @ k).view(q.shape)
@@ -218,8 +223,10 @@ class _Blocks:
         self.rows, self.columns, self.batches, self.heads = rows, columns, batches, heads
         self.here = [torch.arange(size, device=query.device) for size in query.shape[:2]]
         self.skips = _skips(query)
-        each = query.shape[1] * min(STRIP, max(len(columns), 1)) * (1 if self.functions.by_batch else query.shape[0])
-        self.length = ROWS if self.skips else max(ROWS, SCORES // max(each, 1))
+        scores_per_row = (
+            query.shape[1] * min(STRIP, max(len(columns), 1)) * (1 if self.functions.by_batch else query.shape[0])
+        )
+        self.length = ROWS if self.skips else max(ROWS, SCORES // max(scores_per_row, 1))
         self.leaves: list[Tensor] = []
         self.gradients: list[Tensor] | None = None
 
@@ -242,8 +249,8 @@ class _Blocks:
 
         The mask broadcasts to the block's scores; None for none.
         """
-        every, each = slice(None), self.functions.by_batch
-        for batch in [slice(at, at + 1) for at in range(self.batch)] if each else [every]:
+        every, by_batch = slice(None), self.functions.by_batch
+        for batch in [slice(at, at + 1) for at in range(self.batch)] if by_batch else [every]:
             for start in range(0, len(self.rows), self.length):
                 at = batch, every, slice(start, start + self.length)
                 yield at, self._of_keys(at)
@@ -281,7 +288,7 @@ class _Blocks:
         self, query: Tensor, at: _At, take: _Take, hidden: Tensor | None
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return (scores, -inf where hidden; function from their gradient to that of the products, times 1 / scale)."""
-        key = self.wide(_taken(self.key[at[0]], take))
+        key = self.wide(_select(self.key[at[0]], take))
         products = (self.by_group(query) @ key.transpose(-1, -2)).mul_(self.scale)
         products = products.view(*query.shape[:3], -1)
         if self.functions.score is None:
@@ -309,11 +316,14 @@ class _Blocks:
 
 
 def _skips(query: Tensor) -> bool:
-    """Return whether keys that no query of a block sees are left out: not where to know them waits for the device."""
+    """Return whether to leave out keys that no query of a block sees.
+
+    It does on CPUs only, since finding them would wait for a device.
+    """
     return query.device.type == "cpu"
 
 
-def _taken(x: Tensor, take: _Take) -> Tensor:
+def _select(x: Tensor, take: _Take) -> Tensor:
     """Return the keys or values ``take`` of ``x`` [b, g, k, e]."""
     return x[:, :, take] if isinstance(take, slice) else x.index_select(2, take)
 

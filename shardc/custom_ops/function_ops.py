@@ -118,7 +118,7 @@ def _cond(operands: list[Tensor], body: str) -> list[Tensor]:
     predicate, *rest = operands
     true, false = function_of(body).calls
     chosen = true if is_fake(predicate) or predicate else false
-    return _own(chosen(*rest), operands)
+    return _unaliased(chosen(*rest), operands)
 
 
 def _scan(operands: list[Tensor], body: str, reverse: bool = False, steps: Tensor | None = None) -> list[Tensor]:
@@ -135,7 +135,7 @@ def _scan(operands: list[Tensor], body: str, reverse: bool = False, steps: Tenso
     if is_fake(operands[0]):  # a step gives the shapes of all
         results = step(*carried, *(x[0] for x in xs), *rest)
         stacked = [y.new_empty((len(xs[0]), *y.shape)) for y in results[carries:]]
-        return _own([*results[:carries], *stacked], operands)
+        return _unaliased([*results[:carries], *stacked], operands)
     size = len(xs[0])
     count = size if steps is None else int(steps)
     stacked = []
@@ -146,7 +146,7 @@ def _scan(operands: list[Tensor], body: str, reverse: bool = False, steps: Tenso
             carried = list(results[:carries])
             for every, y in zip(stacked, results[carries:], strict=True):
                 every[at] = y
-    return _own([*carried, *stacked], operands)
+    return _unaliased([*carried, *stacked], operands)
 
 
 def _while_loop(operands: list[Tensor], body: str) -> list[Tensor]:
@@ -157,15 +157,15 @@ def _while_loop(operands: list[Tensor], body: str) -> list[Tensor]:
         return [x.clone() for x in carried]
     while _predicate(condition(*carried, *rest)):
         carried = list(step(*carried, *rest))
-    return _own(carried, operands)
+    return _unaliased(carried, operands)
 
 
 def _predicate(result: Any) -> bool:
     return bool(result[0] if isinstance(result, (tuple, list)) else result)
 
 
-def _own(results: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
-    """Return ``results`` in contiguous memory of their own."""
+def _unaliased(results: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
+    """Return ``results``, contiguous; copies of those that share memory with operands or with each other."""
     memory = {x.untyped_storage()._cdata for x in operands}
     out: list[Tensor] = []
     for x in results:
@@ -186,7 +186,7 @@ def _loop_gradient(operands: list[Tensor], body: str) -> list[Tensor]:
         carried = list(step(*carried, *rest))
     for carried in reversed(steps):
         results = list(gradient(*results, *carried, *rest))
-    return _own(results, operands)
+    return _unaliased(results, operands)
 
 
 def _no_gradient(grads: list[Tensor], like: list[Tensor], results: list[Tensor]) -> list[Tensor]:

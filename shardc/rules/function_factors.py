@@ -29,10 +29,10 @@ Rows = list[Row]  # one for each dim of a value
 
 
 class SubDims:
-    """Sub-dims by number. One may stand for another, to which it was joined, or for the parts into which it was cut.
+    """A union-find of sub-dims, which are numbers. A joined one stands for another, a cut one for its parts.
 
     Attributes:
-        whole: those that must not be split.
+        whole: the sub-dims that no axis may split.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,10 @@ class SubDims:
         self.whole.update(self.leaves(row))
 
     def join(self, left: Row, right: Row) -> None:
-        """Make two rows of the same dim the same, from the minor end; what is cut differently must not be split."""
+        """Unify two rows (lists of sub-dims) of one dim, from the minor end.
+
+        Sub-dims of different sizes are cut. If neither size divides the other, what remains is kept whole.
+        """
         a, b = list(self.leaves(left)), list(self.leaves(right))
         while a and b:
             (*a, x), (*b, y) = self.leaves(a), self.leaves(b)
@@ -93,7 +96,7 @@ class SubDims:
             self.whole.update(row)
 
     def keep_distinct(self, rows: Sequence[Row]) -> None:
-        """Keep whole what stands in more than one of ``rows``, as an axis cannot split two dims of a value."""
+        """Keep whole the sub-dims in more than one of ``rows``, since an axis cannot split two dims of a value."""
         seen: set[int] = set()
         for row in rows:
             leaves = set(self.leaves(row))
@@ -117,8 +120,8 @@ class Op:
     operands: list[fx.Node]
 
     def summed(self, sub_dims: SubDims, rows: Rows) -> set[int]:
-        """Return the sub-dims that a result with ``rows`` is a sum over."""
-        return set(sub_dims.leaves(_row(self.factors, self.factors))) - _held(sub_dims, rows)
+        """Return the sub-dims over which the op sums to compute a result with ``rows``: those that it lacks."""
+        return set(sub_dims.leaves(_row(self.factors, self.factors))) - _leaves_of(sub_dims, rows)
 
 
 class Graph:
@@ -146,10 +149,10 @@ class Graph:
         self.rows: dict[fx.Node, list[Rows]] = {}
         self.pending: dict[fx.Node, list[Pending]] = {}
         self.ops: dict[fx.Node, Op] = {}
-        given = iter(rows)
+        argument_rows = iter(rows)
         for node in graph.nodes:
             if node.op == "placeholder":
-                self.rows[node] = [next(given)]
+                self.rows[node] = [next(argument_rows)]
             elif node.target is getitem:
                 self.rows[node] = [self.rows[node.args[0]][node.args[1]]]
             elif node.op == "call_function":
@@ -159,17 +162,17 @@ class Graph:
 
     @property
     def results(self) -> list[Rows]:
-        """Return the sub-dims of what it returns."""
+        """Return the sub-dims of each output."""
         return [self.rows[node][0] for node in self.outputs]
 
     def _run(self, operands: Sequence[Value]) -> dict[fx.Node, Any]:
         """Return node -> its fake value."""
         vals: dict[fx.Node, Any] = {}
-        given = iter(operands)
+        values = iter(operands)
         with FakeTensorMode():
             for node in self.graph.nodes:
                 if node.op == "placeholder":
-                    value = next(given)
+                    value = next(values)
                     vals[node] = torch.empty(value.shape, dtype=value.dtype, device=self.device)
                 elif node.op == "call_function":
                     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: vals[x])
@@ -177,7 +180,7 @@ class Graph:
         return vals
 
     def _add(self, node: fx.Node) -> None:
-        """Adds an op, and joins the sub-dims of its operands with its rule's factors."""
+        """Adds an op, and unifies the sub-dims of its operands with the factors of its rule."""
         call, new = self._call(node), self.sub_dims.new
         spec = self._spec_of(call)
         arguments = arguments_of(node)
@@ -210,13 +213,15 @@ class Graph:
         target: Any = node.target
         return Call(target, plain(node.args), kwargs, value if isinstance(value, tuple) else (value,))
 
-    def propagate(self, given: Sequence[Pending], check: bool) -> list[Pending]:
-        """Return the pending sums of what it returns, for ``given`` ones of the arguments.
+    def propagate(self, pending: Sequence[Pending], check: bool) -> list[Pending]:
+        """Return the pending sums of the outputs, given those of the arguments.
 
         Args:
-            check: keep whole, from then on, what an op cannot carry a pending sum over; else any op carries it.
+            pending: pending sums of each argument.
+            check: keep a sub-dim whole if an op cannot take operands that are pending sums over it. Otherwise every op
+                is assumed to pass them on.
         """
-        arguments = iter(given)
+        arguments = iter(pending)
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 self.pending[node] = [next(arguments)]
@@ -228,10 +233,10 @@ class Graph:
 
     def _pending(self, op: Op, check: bool) -> list[Pending]:
         before, whole = [self.pending[x][0] for x in op.operands], self.sub_dims.whole
-        carried, own = NOTHING.union(*before), op.summed(self.sub_dims, [])
+        carried, summed = NOTHING.union(*before), op.summed(self.sub_dims, [])
         for sub_dim in carried if check else ():
             positions = frozenset(at for at, pending in enumerate(before) if sub_dim in pending)
-            if sub_dim in own or op.spec is None or not carries(op.spec, "sum", positions):
+            if sub_dim in summed or op.spec is None or not carries(op.spec, "sum", positions):
                 whole.add(sub_dim)
         replicated = NOTHING if op.spec is None else op.spec.replicated
         return [
@@ -249,12 +254,12 @@ def _row(factors: Mapping[str, Row], names: Iterable[str]) -> Row:
     return tuple(sub_dim for name in names for sub_dim in factors[name])
 
 
-def _held(sub_dims: SubDims, rows: Rows) -> set[int]:
+def _leaves_of(sub_dims: SubDims, rows: Rows) -> set[int]:
     return {sub_dim for row in rows for sub_dim in sub_dims.leaves(row)}
 
 
 def _device(graph: fx.Graph) -> Any:
-    """Return the device of the constants of a graph; a CPU, on which shapes do not depend, if it has none."""
+    """Return the device of a graph's constants; the CPU if it has none, as shapes are the same on all devices."""
     return next((x for node in graph.nodes if (x := node.kwargs.get("device")) is not None), torch.device("cpu"))
 
 
@@ -262,9 +267,12 @@ Flow = tuple[list[tuple[int, int | None]], list[int | None]]
 
 
 def _flows(kind: str, counts: tuple[int, int], floating: Sequence[bool]) -> tuple[list[int], list[Flow]]:
-    """Return how values flow from step to step: the operand whose sub-dims each value that is carried has; and for each
-    graph, of each argument, (operand, number of the carried value that it is), and of each result that number. None for
-    others.
+    """Return how values flow from step to step, as (operand of each carry, flow of each graph).
+
+    Returns:
+        For each carry (value that is carried from step to step), the operand with the same sub-dims. For each graph,
+        (operand, number of the carry) of each argument, and the number of the carry of each result; None for arguments
+        and results that are no carry.
     """
     first, second = counts
     operands = len(floating)
@@ -287,10 +295,10 @@ class Factored:
 
     Attributes:
         operands, results: sub-dims of the operands and of the results.
-        time: that of the steps of a scan.
+        time: sub-dim of the steps of a scan.
         pending: pending sums of each result.
-        carried: pending sums of each value that is carried from step to step.
-        initial: number of these that start with an operand's value; others start with zero.
+        carried: pending sums of each carry (value that is carried from step to step).
+        initial: number of carries that start with an operand's value; the others start with zero.
         replicated: see `shardc.rules.spec.Spec`.
     """
 
@@ -312,15 +320,15 @@ class Factored:
         self.carried, self.initial = [NOTHING] * len(carried), counts[0] + counts[1] * (kind == "loop_gradient")
         self.graphs = []
         for graph, (arguments, results) in zip(self.function.graphs, self.flows, strict=True):
-            given = [(values[at], rows[at]) for at, _ in arguments]
-            self.graphs.append(Graph(graph, [x for x, _ in given], [x for _, x in given], self.sub_dims, spec_of))
+            typed = [(values[at], rows[at]) for at, _ in arguments]
+            self.graphs.append(Graph(graph, [x for x, _ in typed], [x for _, x in typed], self.sub_dims, spec_of))
             for result, number in zip(self.graphs[-1].results, results, strict=False):
                 if number is not None:
                     self._join(rows[carried[number]], result)
         self.results = self.graphs[-1].results
         if kind == "cond":
-            for one, other in zip(self.graphs[0].results, self.results, strict=True):
-                self._join(one, other)
+            for first, other in zip(self.graphs[0].results, self.results, strict=True):
+                self._join(first, other)
         if kind == "scan":
             last = self.results
             self.results = [*last[: counts[0]], *([time, *result] for result in last[counts[0] :])]
@@ -338,7 +346,7 @@ class Factored:
             self.sub_dims.join(row, other)
 
     def _keep_distinct(self) -> None:
-        """Keeps sub-dims whole that are two factors of an op, or two dims of a value."""
+        """Keeps a sub-dim whole if it is two factors of one op, or in two dims of one value."""
         for graph in self.graphs:
             for op in graph.ops.values():
                 self.sub_dims.keep_distinct(list(op.factors.values()))
@@ -346,7 +354,10 @@ class Factored:
             self.sub_dims.keep_distinct(rows)
 
     def _settle(self) -> None:
-        """Finds the pending sums of the results, and keeps sub-dims whole until what is carried stays as it is."""
+        """Computes the pending sums of carries and results as a fixed point.
+
+        A sub-dim is kept whole if a step changes whether a carry is a pending sum over it.
+        """
         whole, kind = self.sub_dims.whole, self.function.kind
         before = -1
         while before < len(whole):
@@ -358,34 +369,34 @@ class Factored:
             for old, new in zip(self.carried, self._step(True), strict=True):
                 whole.update(old ^ new)
             if kind in ("while_loop", "loop_gradient"):
-                whole.update(self._given[0][0])  # all ranks take as many steps
-            of_both = [NOTHING.union(*x) for x in zip(*self._given, strict=True)] if kind == "cond" else []
-            self.pending = of_both or self._given[-1]
+                whole.update(self._pending_of_graphs[0][0])  # all ranks take as many steps
+            of_both = [NOTHING.union(*x) for x in zip(*self._pending_of_graphs, strict=True)] if kind == "cond" else []
+            self.pending = of_both or self._pending_of_graphs[-1]
             self._keep_consistent()
 
     def _step(self, check: bool) -> list[Pending]:
-        """Return the pending sums of what is carried after a step; see `Graph.propagate`."""
-        after, self._given = list(self.carried), []
+        """Return the pending sums of the carries after a step; see `Graph.propagate` for ``check``."""
+        after, self._pending_of_graphs = list(self.carried), []
         for graph, (arguments, results) in zip(self.graphs, self.flows, strict=True):
-            given = [NOTHING if number is None else self.carried[number] for _, number in arguments]
-            self._given.append(graph.propagate(given, check))
-            for number, pending in zip(results, self._given[-1], strict=False):
+            incoming = [NOTHING if number is None else self.carried[number] for _, number in arguments]
+            self._pending_of_graphs.append(graph.propagate(incoming, check))
+            for number, pending in zip(results, self._pending_of_graphs[-1], strict=False):
                 if number is not None:
                     after[number] = pending
         return after
 
     def _keep_consistent(self) -> None:
-        """Keeps sub-dims whole over which one result is a pending sum and another is not, though it is not split."""
+        """Keeps a sub-dim whole if one result is a pending sum over it and another is neither that nor split."""
         for sub_dim in NOTHING.union(*self.pending):
             for rows, pending in zip(self.results, self.pending, strict=True):
-                split = sub_dim in _held(self.sub_dims, rows)
+                split = sub_dim in _leaves_of(self.sub_dims, rows)
                 if split == (sub_dim in pending) and (split or pending):
                     self.sub_dims.whole.add(sub_dim)
 
     def _replicated(self) -> frozenset[int]:
-        """Return the positions of the results that are the same on every rank, whatever else than steps is split."""
-        split = [_held(self.sub_dims, rows) for rows in self.results]
-        every = _held(self.sub_dims, [row for rows in (*self.operands, *self.results) for row in rows])
+        """Return the positions of results that some split, other than that of the steps, leaves replicated."""
+        split = [_leaves_of(self.sub_dims, rows) for rows in self.results]
+        every = _leaves_of(self.sub_dims, [row for rows in (*self.operands, *self.results) for row in rows])
         free = every - self.sub_dims.whole - set(self.sub_dims.leaves(self.time))
         return frozenset(at for at, summed in enumerate(self.pending) if not summed and free - split[at])
 
@@ -399,7 +410,7 @@ class Factored:
 
     def spec(self) -> Spec:
         """Return the factors of the call."""
-        every = sorted(_held(self.sub_dims, [row for rows in (*self.operands, *self.results) for row in rows]))
+        every = sorted(_leaves_of(self.sub_dims, [row for rows in (*self.operands, *self.results) for row in rows]))
         free, pending = set(every) - self.sub_dims.whole, NOTHING.union(*self.pending)
         time = frozenset(map(self.factor, self.sub_dims.leaves(self.time)))
         return Spec(

@@ -116,8 +116,9 @@ class KeyBlocks:
         return partial(self._sent, shift=number), partial(self._sent, shift=-number)
 
     def joined(self, key: Emitted, value: Emitted) -> list[Emitted]:
-        """Return [key and value as one tensor [2 b, g, k, e]], one message, if they are sent and have equal shapes;
-        else [key, value].
+        """Concatenate key and value to one tensor [2 b, g, k, e], so that they are sent as one message.
+
+        Returns [key, value] unchanged if they are not sent or have different shapes.
         """
         shape = self.local.builder.shape
         if not self.sent or shape(key)[1:] != shape(value)[1:]:

@@ -69,7 +69,7 @@ class Loops:
         return self.dim(name, size, kind)
 
     def ordered(self, name: str, size: int, kind: str = FREE) -> Factors:
-        """Declare, as `indexed` does, the factor of a dim of which each rank must have one piece, in order."""
+        """Declare, as `indexed` does, a factor that is split only into one contiguous piece per rank, in rank order."""
         self._ordered.add(name)
         return self.indexed(name, size, kind)
 

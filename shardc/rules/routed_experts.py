@@ -109,7 +109,7 @@ class _Choices:
 
     @property
     def most(self) -> int:
-        """Return the number of rows that one rank can send to another at most."""
+        """Return the largest number of rows that one rank can send to another."""
         return self.tokens * min(self.choices, self.experts)
 
 
@@ -178,10 +178,17 @@ class _Rows:
 
 
 def _keys(local: Local, sent: tuple[str, ...], index: Emitted) -> tuple[Emitted, Emitted, int, int]:
-    """Return (sort key of each choice, mask of the reachable ones or None, number of ranks, experts per rank).
+    """Emit the keys by which choices are sorted: the destination rank, then the expert on it.
+
+    A choice is reachable if its expert is on a rank to which this rank's rows can be sent. Others are sorted last.
+
+    Args:
+        sent: the axes over which rows are exchanged.
+        index: expert of each choice.
 
     Returns:
-        the keys, flat; the mask of reachable choices (None: all); the number of destination ranks; experts per rank.
+        The keys, flat; the mask of reachable choices (None: all are); the number of destination ranks; experts per
+        rank.
     """
     call = local.builder.call
     layout = local.operand_layout("params")

@@ -59,13 +59,13 @@ def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitte
 
 
 def is_padded(local: Local) -> bool:
-    """Return whether operands are padded, and there may be fewer steps than slices."""
+    """Return whether operands are padded, so that there may be fewer steps than slices."""
     sizes = [size for layout in local.operands for size in layout.shape]
     return any(local.true_size(dim, size) != size for dim, size in enumerate(sizes))
 
 
 def _steps(pieces: Pieces) -> Emitted | None:
-    """Return the number of slices of this rank that are no filling, int64 [1]; None if all are."""
+    """Return the number of this rank's slices that are not padding, int64 [1]; None if none is."""
     run, builder = pieces.local.builder.call, pieces.local.builder
     if pieces.elements == pieces.layout.shape[0]:
         return None
@@ -78,8 +78,9 @@ def _steps(pieces: Pieces) -> Emitted | None:
 def _scaled(
     local: Local, carried: _Carried, operands: Sequence[Emitted], rest: Sequence[Emitted], steps: Emitted | None
 ) -> list[tuple[Emitted, Emitted]] | None:
-    """Return, for each carry that is sent, what this rank's steps scale it by and what they add; None if they compute
-    otherwise.
+    """Return (scale, summand) of each carry that is sent: this rank's steps map carry c to ``scale * c + summand``.
+
+    Returns None if they compute something else.
     """
     function, run = carried.scaled_step(), local.builder.call
     if function is None:
@@ -92,7 +93,7 @@ def _scaled(
 
 
 def _passed(pieces: Pieces, x: Emitted, before: int, now: int) -> Emitted:
-    """Return, on the rank of piece ``now``, what the one of piece ``before`` has as ``x``."""
+    """Send ``x`` from the rank of piece ``before`` to that of piece ``now``; return what this rank has then."""
     to, ranks = list(range(pieces.ranks)), (pieces.members[before], pieces.members[now])
     to[ranks[0]], to[ranks[1]] = ranks[1], ranks[0]
     return pieces.run(WAIT, pieces.run(torch.ops.shardc.permute_ranks.default, x, to, pieces.group))
@@ -107,12 +108,12 @@ def _only(local: Local, mask: Emitted, x: Emitted) -> Emitted:
 
 
 class _Carried:
-    """What a step of a scan does with its carries, by their positions.
+    """The carries of a scan, sorted by what a step does with them.
 
     Attributes:
-        sums: the step only adds something to them.
-        same: they stay as they are.
-        sent: all others.
+        sums: positions of the carries to which a step only adds something.
+        same: positions of those that a step does not change.
+        sent: positions of all others, which ranks send to each other.
     """
 
     def __init__(self, function: Function) -> None:
@@ -134,15 +135,17 @@ class _Carried:
         )
 
     def step(self) -> Function:
-        """Return the function of a step from the carries that are sent to these, with the ones that stay as the last
-        arguments.
+        """Return the function of a step that maps the carries ``sent`` to their next values.
+
+        The carries ``same`` are its last arguments.
         """
         graph, env, _ = self._copy()
         return self._function(graph, [env[self.results[at]] for at in self.sent])
 
     def scaled_step(self) -> Function | None:
-        """Return the function that also carries, behind these, the product of what steps scale each by; None if a step
-        does something else with one.
+        """Return `step` with more carries behind these: for each, the product of the factors by which steps scale it.
+
+        Returns None if a step is not of the form ``factor * carry + summand`` for each carry in ``sent``.
         """
         graph, env, scales = self._copy(scales=True)
         others: set[fx.Node] = set()  # computed from carries in other ways
@@ -153,10 +156,10 @@ class _Carried:
                 scales[node] = scaled
             elif any(x in scales or x in others for x in inputs):
                 others.add(node)
-        own = [scales.get(self.results[at], (None, None)) for at in self.sent]
-        if any(source is not self.arguments[at] for at, (source, _) in zip(self.sent, own, strict=True)):
+        products = [scales.get(self.results[at], (None, None)) for at in self.sent]
+        if any(source is not self.arguments[at] for at, (source, _) in zip(self.sent, products, strict=True)):
             return None
-        return self._function(graph, [*(env[self.results[at]] for at in self.sent), *(scale for _, scale in own)])
+        return self._function(graph, [*(env[self.results[at]] for at in self.sent), *(scale for _, scale in products)])
 
     def _copy(self, scales: bool = False) -> tuple[fx.Graph, dict[fx.Node, fx.Node], Scales]:
         """Return (copy of the graph without its results, node -> its copy, carry -> itself and the product of scales,
@@ -184,8 +187,10 @@ Scales = dict[fx.Node, tuple[fx.Node, Any]]
 
 
 def _scale(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], scales: Scales) -> tuple[fx.Node, Any] | None:
-    """Return (the carry that ``node`` is computed from, what scales it in it); None if it is not just scaled, and added
-    to.
+    """Return (carry, factor) if ``node`` is ``factor * carry + summand``, else None.
+
+    Args:
+        scales: (carry, factor) of the nodes before it that are of this form.
     """
     at = [isinstance(x, fx.Node) and x in scales for x in node.args]
     sources = {scales[x][0] for x in node.all_input_nodes if x in scales}
@@ -212,7 +217,7 @@ def _scale(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], scales: 
 
 
 def _copied(node: fx.Node) -> Any:
-    """Return what ``node`` is a copy of."""
+    """Return the node that ``node`` is a copy of, through any number of copies; itself if it is none."""
     while node.target in _COPIES:
         node = node.args[0]
     return node
