@@ -96,18 +96,18 @@ def batches(
     ...     print(tuple(x.shape))
     (4, 4)
     """
-    own = _has_own_rows(loader) if own_rows is None else own_rows
+    own_rows = _has_own_rows(loader) if own_rows is None else own_rows
     if isinstance(module, Simulation):
-        if own:
+        if own_rows:
             raise InputError(
                 "a simulation takes global batches, and this loader yields rows of one rank",
                 fix="leave the DistributedSampler and own_rows= out",
             )
         return Batches(loader, None, False, {})
     state = _state(module)
-    if own:
+    if own_rows:
         _check_sampler(loader, data_parts(module))
-    return Batches(loader, state, own, dict(pad or {}))
+    return Batches(loader, state, own_rows, dict(pad or {}))
 
 
 class Batches:
@@ -152,20 +152,20 @@ class Batches:
         args = tuple(plain) if several else args
 
         def cut(named: Named) -> list[Tensor]:
-            parts = self._own(state, named) if self.own_rows else self._global(state, named)
+            parts = self._cut_own_rows(state, named) if self.own_rows else self._cut_global(state, named)
             return [x if x.is_meta else x.to(state.device, non_blocking=True) for x in parts]
 
         leaves = pytree.tree_leaves(state.map_inputs(args, kwargs, cut))  # in the order of the batch
         return closed(batch, pytree.tree_unflatten(leaves, pytree.tree_structure(plain)))
 
-    def _global(self, state: Namespace, named: Named) -> list[Tensor]:
+    def _cut_global(self, state: Namespace, named: Named) -> list[Tensor]:
         """Returns this rank's shards of global inputs; at some calls, ranks compare these."""
         if state.spec.groups is not None and self._turns.due(""):
             whole = [(name, Layout.whole(state.mesh, x.shape)) for name, x in named]
             compare_inputs(state.name, whole, [x for _, x in named], (), state.spec.groups, _SAME)
         return state.cut_global(named)
 
-    def _own(self, state: Namespace, named: Named) -> list[Tensor]:
+    def _cut_own_rows(self, state: Namespace, named: Named) -> list[Tensor]:
         """Returns this rank's shards of inputs with its own rows: other dims are padded and cut."""
         if self._pad and state.spec.groups is not None:
             named = padded(state, named, self._pad)

@@ -168,6 +168,6 @@ def _plan_settings(
     return (
         {name: param for name, param in own_params.items() if name is not None},
         [replace(pin, module=name) for name, pin in own_pins if name is not None],
-        [policy.alike(name) for policy in saves if (name := name_in(policy.module, block)) is not None],
+        [policy.comparable(name) for policy in saves if (name := name_in(policy.module, block)) is not None],
         dtypes.within(block),
     )

@@ -191,7 +191,7 @@ class _OnShards(torch.optim.Optimizer):
         self._look(groups)
         whole = self._gather()
         self.param_groups = local = [
-            _local_group(group, [x for x in mine if x.here], [x.take_grad() for x in mine])
+            _local_group(group, [x for x in mine if x.is_local], [x.take_grad() for x in mine])
             for group, mine in zip(groups, self._shards, strict=True)
         ]
         for group, mine in zip(self.param_groups, self._shards, strict=True):
@@ -241,7 +241,7 @@ class _OnShards(torch.optim.Optimizer):
         """Gives all ranks their shards of the parameters ``whole``, from the owners."""
         if self._owners is not None and whole:
             with torch.no_grad():
-                self._owners.scatter([(x.at, x.local, x.data.detach() if x.here else None) for x in whole])
+                self._owners.scatter([(x.at, x.local, x.data.detach() if x.is_local else None) for x in whole])
 
     def _share(self) -> None:
         """Sets the states of whole parameters on ranks that are not their owners; a collective.
@@ -252,7 +252,9 @@ class _OnShards(torch.optim.Optimizer):
             InputError: on all ranks, if they have come to different options of groups.
         """
         assert self._owners is not None
-        mine = {x.at: pytree.tree_map(Described.of, dict(self.state.get(x.param, {}))) for x in self._whole if x.here}
+        mine = {
+            x.at: pytree.tree_map(Described.of, dict(self.state.get(x.param, {}))) for x in self._whole if x.is_local
+        }
         everyone = self._owners.share((mine, [_numbers(group) for group in self.param_groups]))
         (_, first), *others = everyone.values()
         for numbers, theirs in (
@@ -267,7 +269,7 @@ class _OnShards(torch.optim.Optimizer):
                 )
         for x in self._whole:
             described = everyone[x.owner.rank][0][x.at]
-            if described and not x.here:
+            if described and not x.is_local:
                 self.state[x.param] = pytree.tree_map_only(Described, x.described, described)
         # Where state is read, all ranks do it in one order: whole tensors are gathered.
         for param in (param for group in self.param_groups for param in group["params"]):

@@ -74,9 +74,9 @@ class PipelineCut(MicrobatchCut):
     def phases(self) -> tuple[Phase, ...]:
         openings: list[Phase] = []
         for at, (loop, cut) in enumerate(zip(self.parts.openings, self.staged.openings, strict=True)):
-            each, once = opening(at)
+            body, once = opening(at)
             stages = range(self.stages.count if cut is not None else 0)
-            openings += [AtStage(each, stage) for stage in stages] or [each] * (loop.each is not None)
+            openings += [AtStage(body, stage) for stage in stages] or [body] * (loop.body is not None)
             openings.append(once)
         out: list[AtStage] = []
         for at, backwards in enumerate(self._backwards):

@@ -133,7 +133,7 @@ class MicrobatchCut(StepCut):
 
     @cached_property
     def in_time(self) -> InTime:
-        """What is split over the microbatches."""
+        """Layouts of the inputs and outputs that are split over the microbatches."""
         inputs = zip(self.joint.captured.inputs, (x.layout for x in self.bound.inputs), strict=True)
         return in_time(inputs, [role for role, _ in ir.outputs(self.joint.local.graph)])
 
@@ -161,7 +161,7 @@ class MicrobatchCut(StepCut):
     @property
     def phases(self) -> tuple[Phase, ...]:
         loops = enumerate(self.parts.openings)
-        openings = [name for at, loop in loops for name in opening(at)[loop.each is None :]]
+        openings = [name for at, loop in loops for name in opening(at)[loop.body is None :]]
         if not self.trains:
             return (FORWARD, *openings)
         backward = [BACKWARD] if has_gradients(self.parts.body.graph) else []
@@ -185,7 +185,7 @@ class MicrobatchCut(StepCut):
         parts = self.parts
         for at, loop in enumerate(parts.openings):
             if phase in opening(at):
-                return loop.each if phase == opening(at)[0] else loop.once
+                return loop.body if phase == opening(at)[0] else loop.once
         if phase in (INFERENCE, FIRST_INFERENCE):
             half = passes.inference(parts.body)
             return half if phase == INFERENCE else opened(half, parts.gathers)

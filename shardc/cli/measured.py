@@ -130,13 +130,13 @@ def pairs_of(schedule: Prediction, seen: Profiled, latest: Sequence[float]) -> t
         latest: seconds at which the last rank starts each collective, by this rank's clock.
     """
     waits = waits_of(schedule.step)
-    known = len(waits) == len(seen.waits)  # else waits cannot be told apart
+    matches = len(waits) == len(seen.waits)  # else waits cannot be told apart
     clock = (*schedule.clock, schedule.seconds)
     positions = (at for at, c in zip(schedule.step.starts, schedule.transfers, strict=True) if c.axis != HOST)
     out = []
     for at, c, ran, last in zip(positions, schedule.collectives, seen.collectives, latest, strict=False):
         pair = _pair(c, ran)
-        if known:
+        if matches:
             mine = [(clock[wait], *span) for (wait, start), span in zip(waits, seen.waits, strict=True) if start == at]
             due, waited, _ = mine[0] if mine else (schedule.seconds, ran.end, 0.0)
             late = max(last - ran.start, 0.0)
@@ -195,7 +195,7 @@ def phase_table(phases: Sequence[Phase]) -> Table:
 def collective_table(pairs: Sequence[Pair]) -> Table:
     """Return the table of collectives, those of repeated layers as one row."""
     rows = []
-    for (kind, axis, ran), of in _alike(pairs, lambda p: (p.kind, p.axis, p.ran)):
+    for (kind, axis, ran), of in _by_layer_pattern(pairs, lambda p: (p.kind, p.axis, p.ran)):
         sent, counted = (sum(p.predicted_bytes for p in of)), [p.bytes for p in of if p.bytes is not None]
         unequal = f", counted {size(sum(counted))}" if len(counted) == len(of) and sum(counted) != sent else ""
         exposed = [p.exposed for p in of if p.exposed is not None]
@@ -208,12 +208,12 @@ def collective_table(pairs: Sequence[Pair]) -> Table:
     return Table("Collectives", ("collective", "axis", "tensor", *columns), rows, ("tensor", "axis"))
 
 
-def _alike(
+def _by_layer_pattern(
     pairs: Sequence[Pair], key: Callable[[Pair], tuple[str, ...]]
 ) -> Iterator[tuple[tuple[str, ...], list[Pair]]]:
-    """Yield (key, pairs) of those pairs that differ only in the number of a repeated layer."""
-    for (found, _), of in grouped(pairs, lambda p: (key(p), layers_of(p.tensor))).items():
-        yield found, of
+    """Yield (key, pairs) of each group of pairs with equal keys whose tensors differ only in a layer's number."""
+    for (group_key, _), of in grouped(pairs, lambda p: (key(p), layers_of(p.tensor))).items():
+        yield group_key, of
 
 
 def _tensor(of: Sequence[Pair]) -> str:
@@ -228,7 +228,7 @@ def lost_table(pairs: Sequence[Pair], seconds: float) -> Table:
         seconds: duration of the step, of which `LEAST` must be lost.
     """
     rows: list[tuple[float, tuple[str, ...]]] = []
-    for (kind, axis), of in _alike([p for p in pairs if p.exposed is not None], lambda p: (p.kind, p.axis)):
+    for (kind, axis), of in _by_layer_pattern([p for p in pairs if p.exposed is not None], lambda p: (p.kind, p.axis)):
         lost = sum((p.exposed or 0.0) - p.predicted_exposed for p in of)
         if lost < LEAST * seconds:
             continue

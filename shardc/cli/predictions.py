@@ -74,8 +74,8 @@ def _run_schedule(options: argparse.Namespace) -> None:
     if options.html is not None:
         has_stages = program.stage_ranks > 0  # which lint does not know
         tried = program.advise(options.hardware) if options.tries else []
-        found = [] if has_stages else [*(one.finding() for one in tried), *program.lint(options.hardware)]
-        write(options.html, predicted.to_html(found, beside))
+        findings = [] if has_stages else [*(one.finding() for one in tried), *program.lint(options.hardware)]
+        write(options.html, predicted.to_html(findings, beside))
     if options.plot is not None:
         predicted.plot(options.plot)
 
@@ -117,16 +117,16 @@ def _run_lint(options: argparse.Namespace) -> int:
     """
     program, _ = predict(options)
     findings = program.lint(options.hardware, stage=options.stage)
-    found = [
+    table = [
         (f.severity, f.rule, str(f.count), duration(f.seconds), size(f.bytes), f.subject, in_folder(f.source))
         for f in merged(findings)
     ]
     head = ("severity", "rule", "count", "time", "a rank", "subject", "source")
     left = ("severity", "rule", "subject", "source")
-    print(aligned(found, head, left=left, cut=("subject", "source")) if found else "nothing found")
-    for (rule, change), alike in grouped(merged(findings), lambda f: (f.rule, f.change)).items():
+    print(aligned(table, head, left=left, cut=("subject", "source")) if table else "nothing found")
+    for (rule, change), group in grouped(merged(findings), lambda f: (f.rule, f.change)).items():
         print("\n" + fill(f"{rule}: {change}", WIDTH, subsequent_indent="    "))
-        for f in alike:
+        for f in group:
             print(fill(f"  {f.subject}: {f.message}", WIDTH, subsequent_indent="    "))
     if findings and options.stage == "schedule" and not options.no_tries:
         tried = program.advise(options.hardware)

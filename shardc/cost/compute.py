@@ -337,11 +337,11 @@ def _describe(axis: str, of: _Axis, mesh: Mesh, total: int) -> str:
     """Return the text about redundant work over one axis; ``total`` are the operations of a rank and step."""
     who = "no op is split over it" if of.within >= total else f"no axis splits {_names(of.modules)} there"
     gathered = f", for which {sum(of.gathered.values()):.2g} bytes are gathered over it" if of.gathered else ""
-    alike = f"{mesh.size(axis)} ranks along axis {axis!r} of the mesh {mesh}"
+    copies = f"{mesh.size(axis)} ranks along axis {axis!r} of the mesh {mesh}"
     if axis == mesh.time:
-        alike = f"{mesh.size(axis)} microbatches"
+        copies = f"{mesh.size(axis)} microbatches"
     return (
-        f"the {alike} compute the same: {of.flops:.2g} of the "
+        f"the {copies} compute the same: {of.flops:.2g} of the "
         f"{total:.2g} operations of a rank and step are wasted ({of.flops / total:.0%}), and {of.bytes:.2g} bytes that "
         f"they read and write{gathered}; {who}"
     )

@@ -212,7 +212,7 @@ class _StateCache:
                 yield from self._fill(inside, left // places.sizes[part], bound, part + 1, blocked | places.clashes[at])
 
     def rivals_whole(self, state: State, part: int) -> bool:
-        """Return whether all axis parts that overlap ``part`` are at the location `WHOLE`: they split nothing."""
+        """Return whether no axis part that overlaps ``part`` splits anything: all are at the location `WHOLE`."""
         return all(state[rival] == WHOLE for rival in self.places.rivals[part])
 
 
@@ -315,10 +315,10 @@ class _Moves:
                 yield self._set("all_reduce", dict.fromkeys(some, WHOLE), op)
 
     def _bindings(self, parts: list[int], every: bool) -> Iterator[dict[int, int]]:
-        """Yield new locations (part -> place) for each subset of ``parts``: the target if free, else a temporary one.
+        """Yield, for each subset of ``parts``, a new location of each part: its target if free, else a temporary one.
 
         Args:
-            every: consider all temporary places of a part whose target is not free.
+            every: consider all temporary places of a part whose target is not free, not only one.
         """
         choices = {}
         for k in parts:

@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Kind(str, Enum):
-    """What an action does; the value is its short name."""
+    """The kind of an action; the value is its short name in schedules."""
 
     FORWARD = "F"
     BACKWARD = "B"

@@ -110,10 +110,10 @@ def operands(node: fx.Node, cut: ChunkSpec) -> Operands | None:
         dim = cut.dim if keepdim else [dim for dim in range(len(source_shape)) if dim not in gone][cut.dim]
         return None if dim in gone else {first: replace(cut, dim=dim)}
     if target in _ALONG:
-        alike = [x for x in node.all_input_nodes if len(value(x).shape) == len(shape)]
-        if node.args[1] % len(shape) == cut.dim or any(value(x).shape[cut.dim] != shape[cut.dim] for x in alike):
+        same_rank = [x for x in node.all_input_nodes if len(value(x).shape) == len(shape)]
+        if node.args[1] % len(shape) == cut.dim or any(value(x).shape[cut.dim] != shape[cut.dim] for x in same_rank):
             return None
-        return {x: cut if x in alike else None for x in node.all_input_nodes}
+        return {x: cut if x in same_rank else None for x in node.all_input_nodes}
     if target in _BY_ELEMENT or getattr(target, "namespace", "") == _CHECKS or is_pointwise(target):
         return {x: _broadcast(cut, value(x).shape, shape) for x in node.all_input_nodes}
     return None

@@ -413,10 +413,10 @@ class Executable(ABC):
             yield self.half(CLOSING), 0
 
     def _openings(self) -> Iterator[tuple[Half, int]]:
-        """Yield the graphs of the loops before the forward, each with the number of its microbatch."""
+        """Yield (graph, microbatch) of the runs of the loops before the forward; 0 for a graph that runs once."""
         for number in range(self.openings):
-            each, once = opening(number)
-            if (half := self.find(each)) is not None:
+            body, once = opening(number)
+            if (half := self.find(body)) is not None:
                 yield from ((half, at) for at in range(self.microbatches))
             yield self.half(once), 0
 
@@ -446,8 +446,8 @@ class Executable(ABC):
 
         The order is that of an inference, and all ranks take its sums.
         """
-        each, once = opening(number)
-        loops = [(at, half.graph) for at in range(stages) if (half := self.find(AtStage(each, at))) is not None]
+        body, once = opening(number)
+        loops = [(at, half.graph) for at in range(stages) if (half := self.find(AtStage(body, at))) is not None]
         if not loops:
             return None
         order = self.order(False)
@@ -516,12 +516,12 @@ class Executable(ABC):
             out += self._once(GATHERS, stages)
             begun |= {*stages}
         for number, loop in enumerate(runs.openings):
-            each, once = opening(number)
-            out += [Run(half, at) for half in [self.find(each)] if half is not None for at in range(self.microbatches)]
+            body, once = opening(number)
+            out += [Run(half, at) for half in [self.find(body)] if half is not None for at in range(self.microbatches)]
             for action in () if loop is None else (*loop.scheduled(rank), *loop.behind(rank)):
                 if isinstance(action, Message):
                     out.append(action)
-                elif (half := self.find(AtStage(each, action[1]))) is not None:
+                elif (half := self.find(AtStage(body, action[1]))) is not None:
                     out.append(Run(half, action[2]))
             out.append(Run(self.half(once)))
         if 0 not in stages and not begun:  # a rank that waits for others first
@@ -547,7 +547,7 @@ class Executable(ABC):
         return [*out, *runs.behind(rank), *self._once(GRADIENTS if trains else CLOSING, stages), *runs.last(rank)]
 
     def _once(self, phase: str, stages: Iterable[int]) -> list[Run]:
-        """Return the runs of a phase of each of ``stages`` that has it."""
+        """Return one run of ``phase`` for each of ``stages`` that has this phase."""
         halves = [self.find(AtStage(phase, stage)) for stage in stages]
         return [Run(half) for half in halves if half is not None]
 

@@ -13,17 +13,17 @@ from shardc.ir.graph import Role
 
 @dataclass(frozen=True)
 class Loop:
-    """Graphs of one loop over the microbatches: ``each`` gives terms, ``once`` takes their sums, behind the loop.
+    """One loop over the microbatches: ``body`` computes terms of sums for each, ``once`` takes the sums behind it.
 
-    ``each`` is None if nothing depends on the microbatches.
+    ``body`` is None if nothing depends on the microbatches.
     """
 
-    each: fx.GraphModule | None
+    body: fx.GraphModule | None
     once: fx.GraphModule
 
     def takes(self, roles: Iterable[Role]) -> bool:
         """Return whether one of the graphs takes a value of one of ``roles``."""
-        graphs = [gm.graph for gm in (self.each, self.once) if gm is not None]
+        graphs = [gm.graph for gm in (self.body, self.once) if gm is not None]
         return not set(roles).isdisjoint(ir.role(node) for graph in graphs for node in ir.placeholders(graph))
 
 

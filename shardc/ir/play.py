@@ -68,23 +68,23 @@ class _Player:
         schedule = self.schedule
         for rank, actions in enumerate(schedule.lists):
             for at, action in enumerate(actions):
-                here = (rank, at)
+                place = (rank, at)
                 text = f"rank {rank} has {action} at position {at}"
                 if not (0 <= action.stage < schedule.stages and 0 <= action.microbatch < schedule.microbatches):
                     sizes = f"{schedule.stages} stages and {schedule.microbatches} microbatches"
-                    self._fail(f"{text}, but the step has {sizes}", here)
+                    self._fail(f"{text}, but the step has {sizes}", place)
                 if schedule.rank_of[action.stage] != rank:
-                    self._fail(f"{text}, but stage {action.stage} is on rank {schedule.rank_of[action.stage]}", here)
+                    self._fail(f"{text}, but stage {action.stage} is on rank {schedule.rank_of[action.stage]}", place)
                 if action.kind in OTHER_END:
                     other = action.other_end.stage
                     if not 0 <= other < schedule.stages:
-                        self._fail(f"{text}, but there is no stage {other}", here)
+                        self._fail(f"{text}, but there is no stage {other}", place)
                     if schedule.rank_of[other] == rank:
-                        self._fail(f"{text}, but stage {other} is on the same rank", here)
+                        self._fail(f"{text}, but stage {other} is on the same rank", place)
                 if action in self.places:
                     first = self.places[action]
-                    self._fail(f"{text}, which is at position {first[1]} already{self._peer(action)}", first, here)
-                self.places[action] = here
+                    self._fail(f"{text}, which is at position {first[1]} already{self._peer(action)}", first, place)
+                self.places[action] = place
 
     def _each_microbatch_whole(self) -> None:
         """Each stage has the forward and the whole backward of each microbatch."""
@@ -110,7 +110,7 @@ class _Player:
                 self._fail(text, (rank, at))
 
     def _reads_are_there(self) -> None:
-        """What a computation or a send reads is computed or received before it."""
+        """Each computation and send has its operands: they are computed or received before it on the same rank."""
         for action, (rank, at) in self.places.items():
             for needed in reads(action, self.schedule.rank_of):
                 if needed not in self.places and needed.kind == Kind.BACKWARD:
@@ -136,10 +136,10 @@ class _Player:
         for (source, rank), receives in received.items():
             for receive, send in zip(receives, sent[source, rank], strict=True):
                 if receive != send.other_end:
-                    here, there = self.places[receive], self.places[send]
-                    text = f"rank {rank} receives {receive} at position {here[1]}, but the next message"
-                    text = f"{text} from rank {source} is {send}, at position {there[1]} there"
-                    self._fail(text, here, there)
+                    received_at, sent_at = self.places[receive], self.places[send]
+                    text = f"rank {rank} receives {receive} at position {received_at[1]}, but the next message"
+                    text = f"{text} from rank {source} is {send}, at position {sent_at[1]} there"
+                    self._fail(text, received_at, sent_at)
 
     def _no_deadlock(self) -> None:
         """No ranks wait for each other."""

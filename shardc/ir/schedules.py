@@ -279,8 +279,8 @@ def clock(
                 return False
             end = now[rank] = max(start, arrivals[action])
         else:
-            taken = others[action] if action in others else seconds(action.kind, action.stage)
-            end = now[rank] = start + taken
+            elapsed = others[action] if action in others else seconds(action.kind, action.stage)
+            end = now[rank] = start + elapsed
         spans[rank].append((action, start, end))
         return True
 

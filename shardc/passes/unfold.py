@@ -155,8 +155,8 @@ class Unfold:
             pairs = [(x, y, p.block) for x, p in inner if (y := ops.get(Place(p.key, p.block + body.step)))]
             self.names.learn([(ir.info(x).name, ir.info(y).name, block) for x, y, block in pairs], body.step)
             if body.step > 0:
-                own = [(x, y) for x, y, block in pairs if 0 <= block < keep - 1]  # others are around the run
-                of_pairs = ((ir.info(x).origin.region, ir.info(y).origin.region) for x, y in own)
+                inside = [(x, y) for x, y, block in pairs if 0 <= block < keep - 1]  # others are around the run
+                of_pairs = ((ir.info(x).origin.region, ir.info(y).origin.region) for x, y in inside)
                 regions |= {y - x for x, y in of_pairs if x or y}
         if len(regions) > 1:
             raise NotPeriodic("checkpoint regions do not repeat as blocks do")
@@ -388,7 +388,7 @@ class _Unfolding:
         return self.missing if block is not None and block > self.names.last else 0
 
     def _counterpart(self, node: fx.Node, shift: int) -> fx.Node:
-        """Returns the node that a user of ``node``, shifted by ``shift`` blocks, reads in its place."""
+        """Returns the node that a copy of a user of ``node``, ``shift`` blocks later, reads in place of ``node``."""
         if (place := self.places.get(node)) is None:
             return self.env[node, self._shift(node, None)]
         block = place.block + shift
@@ -400,9 +400,15 @@ class _Unfolding:
         return counterpart
 
     def _add(self, node: fx.Node, shift: int) -> None:
-        """Adds ``node`` to the graph of all blocks, shifted by ``shift`` blocks (0: the node itself)."""
+        """Copies ``node`` to the graph of all blocks, with operands that are ``shift`` blocks later.
+
+        A ``shift`` of 0 copies the node as it is. Operands have been copied before (`_counterpart`).
+
+        Raises:
+            NotPeriodic: an argument's new name is taken.
+        """
         place, name = self.places.get(node), node.name
-        if place is not None and place.block == self.names.last and shift:
+        if place is not None and place.block == self.names.last and shift:  # a copy of a node of the copied block
             name = self.saved_as.get((name, shift), f"{name}_block_{self.names.run.first + place.block + shift}")
         moved = partial(self._counterpart, shift=shift)
         args, kwargs = fx.node.map_arg(node.args, moved), fx.node.map_arg(node.kwargs, moved)

@@ -219,12 +219,13 @@ def warn(text: str, entry: str) -> None:
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """Where what backward reads of a module's activations lies, by an entry of the plan (`shardc.save`).
+    """How activations of a module that backward reads are saved, by an entry of the plan (`shardc.save`).
 
     Args:
-        module: the module's qualified name, "" for the root; what is in it counts too.
-        where: "host", "device" or "recompute".
-        ops: names of the ops that it is about; () for all. Those that capture writes as others stand for these.
+        module: the module's qualified name, "" for the root. Modules inside it are included.
+        where: the place until backward: "host" or "device" memory; or "recompute", which does not save them.
+        ops: names of the ops whose results are meant; () for all. An op that capture decomposes means the product in
+            its decomposition.
         entry: the plan entry, as text.
     """
 
@@ -233,12 +234,15 @@ class SavePolicy:
     ops: tuple[str, ...]
     entry: str
 
-    def alike(self, module: str) -> SavePolicy:
-        """Return what the graph of ``module`` shows of the policy: the entry's text only of values on the host."""
+    def comparable(self, module: str) -> SavePolicy:
+        """Return the policy for ``module``, without the entry's text if the graph of the module does not contain that.
+
+        Two blocks of a model whose policies are equal in this form have equal graphs.
+        """
         return replace(self, module=module, entry=self.entry if self.where == "host" else "")
 
     def names(self, op: object) -> bool:
-        """Return whether it is about results of ``op``, the target of a node."""
+        """Return whether the policy applies to results of ``op``, the target of a node."""
         return not self.ops or any(is_named(op, name) for name in self.ops)
 
 

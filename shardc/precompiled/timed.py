@@ -108,11 +108,11 @@ def complete(names: Collection[str], timed: Timed | None, evaluates: bool) -> bo
 def _complete_stages(halves: set[Phase], timed: Timed, evaluates: bool) -> bool:
     """Return `complete` for a pipeline. Each stage has a forward; its other graphs depend on the model."""
     stages = range(1 + max(timed.stage_of.values()))
-    each, once = zip(*map(opening, range(timed.openings)), strict=True) if timed.openings else ((), ())
-    possible = {*each, *once, *(AtStage(phase, at) for phase in (*OF_STAGE, *each) for at in stages)}
+    bodies, ends = zip(*map(opening, range(timed.openings)), strict=True) if timed.openings else ((), ())
+    possible = {*bodies, *ends, *(AtStage(phase, at) for phase in (*OF_STAGE, *bodies) for at in stages)}
     trains, infers = ({AtStage(phase, at) for at in stages} <= halves for phase in (FORWARD, INFERENCE))
     is_enough = infers or trains and (timed.opens_backward or not evaluates)
-    return is_enough and {*once} <= halves <= possible
+    return is_enough and {*ends} <= halves <= possible
 
 
 def check_steps(program: Executable, evaluates: bool) -> None:
@@ -137,7 +137,7 @@ def check_steps(program: Executable, evaluates: bool) -> None:
 
 def _check_actions(actions: Sequence[Run | Message], program: Executable, rank: int = 0) -> None:
     """Raises PrecompiledError if a rank runs or sends what it has not got by then."""
-    given: set[Key] = {("tangent", index, 0) for index in program.differentiates}
+    available: set[Key] = {("tangent", index, 0) for index in program.differentiates}
     parts = {name: program.in_time["inputs"].get(name, layout).local_shape for name, layout in program.inputs}
     openings = [opening(at) for at in range(program.openings)]
     once = {LAST_BACKWARD, CLOSING, GRADIENTS, *(phase for _, phase in openings)}
@@ -145,8 +145,8 @@ def _check_actions(actions: Sequence[Run | Message], program: Executable, rank: 
     for action in actions:
         if isinstance(action, Message):
             if action.source != rank:
-                given |= {*action.keys}
-            elif lost := [key for key in action.keys if key[0] in (TRANSFER, SUM) and key not in given]:
+                available |= {*action.keys}
+            elif lost := [key for key in action.keys if key[0] in (TRANSFER, SUM) and key not in available]:
                 raise PrecompiledError(f"stage {action.source} sends %{lost[0][1]}, which no graph before it gives")
             continue
         half, at = action.half, action.microbatch
@@ -154,25 +154,25 @@ def _check_actions(actions: Sequence[Run | Message], program: Executable, rank: 
         for port in half.takes:
             role, key = port.role, _key(half, port.role, port.name, at)
             is_early = role.kind == SUM and phase not in once
-            if role.kind in ("saved", "tangent", SUM, KNOWN, KEPT, TRANSFER) and (key not in given or is_early):
+            if role.kind in ("saved", "tangent", SUM, KNOWN, KEPT, TRANSFER) and (key not in available or is_early):
                 raise PrecompiledError(f"{half.name} takes %{port.name}, which no graph before it gives")
             if role.kind == "input" and isinstance(port.example, Tensor) and port.example.shape != parts[role.name]:
                 raise PrecompiledError(f"{half.name} takes {list(port.example.shape)} of input {role.name!r}")
             reads_gradients |= role.kind == "tangent" and any(phase in names for names in openings)
         if not program.stage_ranks:  # it takes all terms of its sums
-            given -= {_key(half, port.role, port.name, at) for port in half.takes if port.role.kind == SUM}
+            available -= {_key(half, port.role, port.name, at) for port in half.takes if port.role.kind == SUM}
         for role in half.gives:
             if role.kind == TERM and role.name not in program.reduce:
                 raise PrecompiledError(f"{half.name} gives terms of {role.name!r}, which is no sum")
-            given.add(_key(half, role, role.name, at))
+            available.add(_key(half, role, role.name, at))
     if reads_gradients != program.opens_backward:
         raise PrecompiledError("what the record says of gradients before the forward is not so")
     last = actions[-1]
     if program.loss is not None and isinstance(last, Run) and last.half.phase == LAST_BACKWARD:
-        taken = [port.role.index for port in last.half.takes if port.role.kind == "tangent"]
-        if taken != [program.loss]:
+        differentiated = [port.role.index for port in last.half.takes if port.role.kind == "tangent"]
+        if differentiated != [program.loss]:
             raise PrecompiledError(
-                f"the last backward takes gradients of outputs {taken}, and the loss is {program.loss}"
+                f"the last backward takes gradients of outputs {differentiated}, and the loss is {program.loss}"
             )
 
 

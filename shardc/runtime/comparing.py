@@ -201,7 +201,7 @@ class Meeting:
         log: Callable[[dist.Store, Message], None],
         check: Callable[[], None],
     ) -> None:
-        """Waits until all ranks call ``method`` of the module, with ``number`` events before it.
+        """Waits until all ranks call the collective ``method``, with ``number`` events before it.
 
         Args:
             log: sends a message to the listener threads of all ranks.

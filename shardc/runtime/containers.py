@@ -51,7 +51,7 @@ def _open(leaf: Any) -> PyTree:
 
 
 def _close(leaf: Any, part: PyTree) -> Any:
-    """Returns ``part`` as `_open` took it from ``leaf``: in a copy of the container."""
+    """Inverts `_open`: returns a copy of the container ``leaf`` with the values ``part``; ``part`` if it is none."""
     if isinstance(leaf, Tensor) or not (isinstance(leaf, Mapping) or _is_record(leaf)):
         return part
     if isinstance(leaf, Mapping):

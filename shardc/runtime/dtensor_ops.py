@@ -582,10 +582,10 @@ def _fine_norm(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTre
 
     A ``dtype`` argument would not do: DTensor's cache does not distinguish dtypes.
     """
-    asked = kwargs.get("dtype") or next((x for x in args if isinstance(x, torch.dtype)), None)
+    dtype = kwargs.get("dtype") or next((x for x in args if isinstance(x, torch.dtype)), None)
     tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, DTensor)]
     wide = pytree.tree_map_only(DTensor, lambda x: x.to(torch.promote_types(x.dtype, torch.float32)), args)
     norms, structure = pytree.tree_flatten(op(*wide, **kwargs))
     return pytree.tree_unflatten(
-        [settle(norm).to(asked or x.dtype) for norm, x in zip(norms, tensors, strict=True)], structure
+        [settle(norm).to(dtype or x.dtype) for norm, x in zip(norms, tensors, strict=True)], structure
     )

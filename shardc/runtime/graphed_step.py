@@ -163,7 +163,7 @@ class GraphedStep:
                 group["lr"] = value
 
     def _count(self) -> None:
-        """Tells autograd that a repeat has written parameters and buffers."""
+        """Increments the versions of parameters and buffers, which a repeat has written unseen by autograd."""
         snapshot = self._state.params.snapshot
         params = [x for x in snapshot.parameters.values() if x.requires_grad]
         torch.autograd.graph.increment_version([*dict.fromkeys((*params, *snapshot.buffers.values()))])
@@ -213,7 +213,9 @@ class GraphedStep:
         return bool(what)
 
     def _look(self) -> list[object]:
-        """Returns what all steps are recorded with: where tensors lie, and the optimizer's options but learning rates.
+        """Returns the state that all recorded steps assume: tensors' addresses, and the optimizer's options.
+
+        Learning rates are not among these.
 
         The module's snapshot is among it, for which keys of calls are valid.
         """

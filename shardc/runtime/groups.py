@@ -110,7 +110,7 @@ class Groups:
         self.consistency = RankConsistency(_prefix(number), dist.get_rank(), self._global, self._interrupt)
         for dim in range(device_mesh.ndim):
             _compat.take_timeout_of_world(device_mesh.get_group(dim))
-        self.device_mesh = _apart(device_mesh)
+        self.device_mesh = _without_world_group(device_mesh)
         self._spans_world = self.device_mesh is not device_mesh
 
     @classmethod
@@ -339,7 +339,7 @@ def _is_shared(device_mesh: DeviceMesh) -> bool:
     return device_mesh.device_type == "cpu" and dist.get_world_size() > 1
 
 
-def _apart(device_mesh: DeviceMesh) -> DeviceMesh:
+def _without_world_group(device_mesh: DeviceMesh) -> DeviceMesh:
     """Returns an equal of ``device_mesh``, without the world's group, which DeviceMesh takes for an axis of all ranks.
 
     It is ``device_mesh`` itself if that has no such axis, or if the group is not shared (`_is_shared`).
@@ -347,9 +347,9 @@ def _apart(device_mesh: DeviceMesh) -> DeviceMesh:
     groups, world = [device_mesh.get_group(dim) for dim in range(device_mesh.ndim)], _world()
     if world not in groups or not _is_shared(device_mesh):
         return device_mesh
-    own = _compat.new_group(range(dist.get_world_size()))
+    world_copy = _compat.new_group(range(dist.get_world_size()))
     return DeviceMesh.from_group(
-        [own if group == world else group for group in groups],
+        [world_copy if group == world else group for group in groups],
         device_mesh.device_type,
         mesh=device_mesh.mesh,
         mesh_dim_names=device_mesh.mesh_dim_names,

@@ -84,7 +84,16 @@ class Slot:
 def shardwise(
     model: nn.Module, storages: Mapping[str, Layout], rank: int, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[list[Slot]]:
-    """Context manager: each parameter and buffer of ``model`` is a `Virtual`; the tensors are restored at exit."""
+    """Context manager: replaces each parameter and buffer of ``model`` by a `Virtual`; restores the tensors at exit.
+
+    Yields the replaced entries.
+
+    Args:
+        model: the model, with tensors of global shape.
+        storages: name -> storage layout; a tensor without one is not split.
+        rank: this rank, on the mesh.
+        chunk_bytes: limit of the memory in which a fill draws values of the whole tensor.
+    """
     slots, stand_ins = [], {}
     for name, module, kind, key in _named_slots(model):
         tensor = getattr(module, kind)[key]

@@ -67,9 +67,10 @@ def _is_elementwise(op: OpOverload) -> bool:
 
 
 def _operands(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[Tensor] | None:
-    """Returns the operand whose layout each result has; None if operands that are treated together differ in layout.
+    """Returns, for each result, the operand whose layout it gets; None if the op's operands differ in layout.
 
-    Replicated tensors of one element fit any layout, unless the op writes to them.
+    The i-th tensors in the lists of a ``foreach`` op belong together. Replicated tensors of one element fit any layout,
+    unless the op writes to them.
     """
     values = [*args, *kwargs.values()]
     lists = [x for x in values if isinstance(x, list | tuple) and any(isinstance(y, Tensor) for y in x)]
@@ -90,14 +91,17 @@ def _operands(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree
 
 
 def _is_scalar(x: object) -> bool:
-    """Whether ``x`` is a tensor of one element which all ranks have."""
+    """Whether ``x`` is a replicated tensor of one element."""
     if not isinstance(x, Tensor) or x.numel() != 1:
         return False
     return not isinstance(x, DTensor) or all(placement.is_replicate() for placement in x.placements)
 
 
 def _local(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], like: Sequence[Tensor]) -> PyTree:
-    """Runs ``op`` on local tensors; its results are laid out as ``like``, and those it writes are the operands."""
+    """Runs ``op`` on local tensors; each result has the layout of its operand in ``like``.
+
+    In place of an operand that the op wrote, the operand is returned.
+    """
     operands = {id(x._local_tensor): x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DTensor)}
     result = op(*pytree.tree_map_only(DTensor, _part, args), **pytree.tree_map_only(DTensor, _part, kwargs))
 
@@ -136,14 +140,14 @@ def _norms(
     Of replicas, those at coordinate 0 count.
     """
     tensors: list[Any] = [x] if isinstance(x, Tensor) else list(x)
-    if dim is not None or keepdim or not order > 0 or not all(isinstance(each, DTensor) for each in tensors):
+    if dim is not None or keepdim or not order > 0 or not all(isinstance(tensor, DTensor) for tensor in tensors):
         return NotImplemented
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     largest, terms = order == float("inf"), []
-    for each in tensors:
-        local = each._local_tensor
-        counts = all(not at or not p.is_replicate() for at, p in zip(coordinate, each.placements, strict=True))
+    for tensor in tensors:
+        local = tensor._local_tensor
+        counts = all(not at or not p.is_replicate() for at, p in zip(coordinate, tensor.placements, strict=True))
         wide = dtype or torch.promote_types(local.dtype, torch.float32)
         norm = torch.linalg.vector_norm(local, order, dtype=wide) if local.numel() and counts else torch.zeros(())
         terms.append(norm.to(mesh.device_type, torch.float64))
@@ -153,7 +157,7 @@ def _norms(
             dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, mesh.get_group(mesh_dim))
     total = total if largest else total.pow(1.0 / order)
     norms = [
-        replicated(norm.to(each.device, dtype or each.dtype.to_real()), mesh)
-        for norm, each in zip(total.unbind(), tensors, strict=True)
+        replicated(norm.to(tensor.device, dtype or tensor.dtype.to_real()), mesh)
+        for norm, tensor in zip(total.unbind(), tensors, strict=True)
     ]
     return norms[0] if isinstance(x, Tensor) else norms

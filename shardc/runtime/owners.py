@@ -54,7 +54,7 @@ def split_dims(param: DTensor) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Box:
-    """Where a rank's shard lies in the whole tensor.
+    """The position of a rank's shard in the whole tensor.
 
     Args:
         index: selects the shard: a slice per dim, or index tensors that broadcast to its shape.
@@ -97,7 +97,7 @@ class Owner:
     placements: tuple[Placement, ...]
 
     @cached_property
-    def here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether this rank is the owner."""
         return self.rank == dist.get_rank()
 
@@ -108,7 +108,7 @@ class Owner:
             local: the whole tensor, on the owner; elsewhere unused.
         """
         size = torch.Size(shape)
-        if not self.here or local is None:
+        if not self.is_local or local is None:
             local = self.param._local_tensor.new_empty((0, *size[1:]), dtype=dtype)
         stride = tuple(prod(size[dim + 1 :]) for dim in range(len(size)))
         spec = _compat.dtensor_spec(self.param.device_mesh, self.placements, TensorMeta(size, stride, dtype))
@@ -162,7 +162,7 @@ class Owners:
             )
             for at in batch:
                 owner = self.owners[shards[at][0]]
-                if owner.here:
+                if owner.is_local:
                     whole = out[at] = shards[at][1].new_empty(owner.param.shape)
                     for box in owner.boxes.values():
                         whole[box.index] = next(pieces).to(whole.device)
@@ -258,13 +258,15 @@ def _choose(param: DTensor, load: Tensor) -> tuple[int, ...]:
 def _owner(param: DTensor, at: tuple[int, ...]) -> Owner:
     """Returns the `Owner` of ``param`` whose coordinates along its `split_dims` are ``at``."""
     mesh, by_dim = param.device_mesh, dict(zip(split_dims(param), at, strict=True))
-    here = mesh.get_coordinate()
-    assert here is not None, "only ranks of the mesh have the module"
-    rank = int(mesh.mesh[tuple(by_dim.get(dim, index) for dim, index in enumerate(here))])
+    own_coordinate = mesh.get_coordinate()
+    assert own_coordinate is not None, "only ranks of the mesh have the module"
+    rank = int(mesh.mesh[tuple(by_dim.get(dim, index) for dim, index in enumerate(own_coordinate))])
     boxes = {}
     if rank == dist.get_rank():
         sizes = tuple(mesh.mesh.shape)
-        for coordinate in product(*(range(sizes[dim]) if dim in by_dim else [here[dim]] for dim in range(mesh.ndim))):
+        for coordinate in product(
+            *(range(sizes[dim]) if dim in by_dim else [own_coordinate[dim]] for dim in range(mesh.ndim))
+        ):
             box = Box.at(tuple(param.shape), param.placements, sizes, coordinate)
             boxes[int(mesh.mesh[coordinate])] = box
     placements = tuple(Owned(by_dim[dim]) if dim in by_dim else Replicate() for dim in range(mesh.ndim))

@@ -28,10 +28,10 @@ class Shard:
     """A parameter's local tensor as a plain parameter in the same memory, with its optimizer state.
 
     Attributes:
-        here: whether this rank updates it.
+        is_local: whether this rank updates it.
     """
 
-    here = True
+    is_local = True
 
     def __init__(self, param: nn.Parameter, name: str) -> None:
         self.param, self.name = param, name
@@ -122,7 +122,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Described:
-    """What other ranks get of a value that a parameter's owner has in its state.
+    """The description of a value of the owner's optimizer state, sent to ranks that do not own the parameter.
 
     Args:
         shape: shape of a tensor with dims.
@@ -164,7 +164,7 @@ class WholeParameter(Shard):
 
     def __init__(self, param: nn.Parameter, name: str, at: int, owner: Owner) -> None:
         super().__init__(param, name)
-        self.at, self.owner, self.here, self.shared = at, owner, owner.here, False
+        self.at, self.owner, self.is_local, self.shared = at, owner, owner.is_local, False
         self.data = nn.Parameter(self.local.new_empty(0), requires_grad=self.data.requires_grad)
         self._same_dtype = True
 
@@ -184,7 +184,7 @@ class WholeParameter(Shard):
 
     def read(self, state: Mapping[str, object] | None, fused: bool, into: dict[Tensor, dict[str, object]]) -> None:
         leaves = pytree.tree_leaves(state or {})
-        if not self.here or _are(leaves, self._known):
+        if not self.is_local or _are(leaves, self._known):
             return
         self._known, self._left = leaves, []
         if not state:
@@ -197,11 +197,11 @@ class WholeParameter(Shard):
 
     def write(self, mine: Mapping[str, object] | None, states: Mapping[Tensor, dict[str, object]]) -> None:
         leaves = pytree.tree_leaves(mine or {})
-        if not self.here or not mine or _are(leaves, self._left):
+        if not self.is_local or not mine or _are(leaves, self._left):
             return
         state = states[self.param]
-        known = {id(x._local_tensor): x for x in pytree.tree_leaves(state) if isinstance(x, DTensor)}
-        new = pytree.tree_map(lambda x: known.get(id(x)) if id(x) in known else self.placed(x), dict(mine))
+        dtensors = {id(x._local_tensor): x for x in pytree.tree_leaves(state) if isinstance(x, DTensor)}
+        new = pytree.tree_map(lambda x: dtensors.get(id(x)) if id(x) in dtensors else self.placed(x), dict(mine))
         state.clear()
         state.update(new)
         self._known, self._left = pytree.tree_leaves(state), leaves

@@ -110,23 +110,20 @@ class ProgramCache:
     Attributes:
         programs: programs of fixed sizes; those of dynamic sizes are in ``build.families``.
         calls: facts about calls by `call_key`.
-        explicit: whether `Namespace.lower` was called.
-        shapes: (name, local shape) of an input -> its global shape.
-        buffers: memory for the results of collectives, shared by all programs.
-        routing: what layers of experts recorded in the last forward.
-        runners: runners of the programs that have run, by the program's id.
+        explicit: whether `Namespace.lower` was called. A call that was not lowered then raises instead of compiling.
+        shapes: (name, local shape) of an input -> its global shape. A local shape alone does not say whether a dim is
+            split or, since the axes do not divide it, replicated.
+        buffers: memory for the results of collectives, shared by all programs: it grows to the largest one's needs.
+        routing: records of the layers of experts in the last forward; each runner replaces them.
+        runners: id of a program that has run -> its runner.
     """
 
     def __init__(self, spec: ShardingSpec, params: ParamStore, build: Build) -> None:
         self.spec, self.params, self.build = spec, params, build
         self.programs: dict[CacheKey, Executable] = {}
         self.calls: dict[Hashable, CallCacheEntry] = {}
-        # explicit: after `Namespace.lower`, a call that was not lowered raises instead of compiling.
-        # buffers: arenas grow to the largest program's plan, so all programs share them.
         self.explicit, self.buffers = False, Buffers()
-        # A local shape alone does not say whether its dims are split or, as they do not divide, replicated.
         self.shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
-        # Each runner replaces the entries in its forward, so that they are those of the last forward.
         self.routing = Routing()
         self.runners: dict[int, Runner] = {}
         # Called with an evicted program of dynamic sizes: its runner would keep it alive.

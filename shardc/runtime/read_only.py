@@ -123,6 +123,7 @@ class ReadOnly(Tensor):
         args: tuple[PyTree, ...] = (),
         kwargs: dict[str, PyTree] | None = None,
     ) -> PyTree:
+        """Refuses methods that hand out the memory, and reads the values for methods such as ``numpy`` from a copy."""
         x = args[0] if args else None
         if isinstance(x, ReadOnly):
             if func in _TAKES_MEMORY or (func in _GRADIENTS and x.shared.itself):

@@ -1,4 +1,4 @@
-"""`Routing`: what the layers of experts of a module record when its graphs run, and the check of their capacity."""
+"""`Routing`: records of a module's layers of experts (tokens per expert, loads), and the check of their capacity."""
 
 from __future__ import annotations
 
@@ -16,18 +16,24 @@ Loads = list[tuple[str, Load]]  # (module, its load) of layers of experts in the
 
 @dataclass
 class Routing:
-    """What the layers of experts of a module record when its graphs run.
+    """The records of a module's layers of experts, made when its graphs run.
 
     Attributes:
-        tokens: (tokens per expert, name of the group to sum over) of each layer in the last forward.
-        loads: those of layers with a capacity that nobody has checked yet.
+        tokens: layer -> (tokens per expert, name of the group to sum over) in the last forward.
+        loads: loads of layers with a capacity that have not been checked yet.
     """
 
     tokens: dict[str, tuple[Tensor, str]] = field(default_factory=dict)
     loads: Loads = field(default_factory=list)
 
     def note(self, graph: fx.Graph, noted: Noted, adds: bool) -> None:
-        """Keeps what a run of a forward ``graph`` recorded; counts are added to those that are there if ``adds``."""
+        """Stores the records of a run of a forward ``graph``.
+
+        Args:
+            graph: the forward, by which the layers get their names.
+            noted: the records of the run.
+            adds: add the counts to those of earlier microbatches instead of replacing them.
+        """
         if not noted.counts and not noted.loads:
             return
         before = dict(self.tokens) if adds else {}

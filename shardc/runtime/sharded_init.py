@@ -423,6 +423,7 @@ def _elementwise(func: OpOverload, target: Virtual, args: Sequence[PyTree], kwar
     piece = piece_of(func, target)
 
     def cut_like(other: torch.Tensor) -> torch.Tensor:
+        """Returns the elements of operand ``other`` that meet this rank's elements of ``target``."""
         if isinstance(other, Virtual):
             others = piece_of(func, other)
             if (others.shape, others.indices) != (piece.shape, piece.indices):

@@ -61,7 +61,7 @@ class Rows:
         return len(set(self.counts)) == 1
 
     def blocks(self, at: int, groups: Groups) -> list[int]:
-        """Returns how many rows of input ``at`` the ranks at each index along its row axes pass, in order of index.
+        """Returns the number of rows in each block of input ``at``: blocks lie along its row axes, in order.
 
         Raises InputError if ranks that should pass the same rows pass different numbers.
         """

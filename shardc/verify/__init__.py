@@ -130,12 +130,12 @@ def verify_phases(cut: Phases, mesh: Mesh, split: Iterable[str | int]) -> None:
         mesh: the mesh, with its axis of time.
         split: names of inputs, and indices of outputs, that each microbatch has its own part of.
     """
-    each = [(f"opening {at}", x.each.graph) for at, x in enumerate(cut.openings, 1) if x.each is not None]
-    each.append(("body", cut.body.graph))
+    bodies = [(f"opening {at}", x.body.graph) for at, x in enumerate(cut.openings, 1) if x.body is not None]
+    bodies.append(("body", cut.body.graph))
     once = [(f"opened {at}", x.once.graph) for at, x in enumerate(cut.openings, 1)]
     once += [] if cut.gathers is None else [("gathers", cut.gathers.graph)]
     once.append(("closing", cut.closing.graph))
-    if (fault := cuts.in_microbatches(cut.joint.graph, each, once, mesh, split)) is not None:
+    if (fault := cuts.in_microbatches(cut.joint.graph, bodies, once, mesh, split)) is not None:
         graph, reason = fault
         subject = Subject(cut.joint, mesh, no_rules)
         raise broken(subject, "microbatch", output_node(cut.joint.graph), f"{graph}: {reason}")
@@ -187,8 +187,8 @@ def verify_stages(staged: Staged, mesh: Mesh) -> None:
 
     check(staged.parts.body, staged.bodies, names(staged.up), names(staged.down))
     for loop, cut in zip(staged.parts.openings, staged.openings, strict=True):
-        if loop.each is not None and cut is not None:
-            check(loop.each, cut.bodies, names(cut.up), [[] for _ in cut.up])
+        if loop.body is not None and cut is not None:
+            check(loop.body, cut.bodies, names(cut.up), [[] for _ in cut.up])
     closings = _of_stages([gm.graph for gm in staged.closings])
     _raise_cut(staged.parts.closing, mesh, cuts.in_stages(staged.parts.closing.graph, closings))
 

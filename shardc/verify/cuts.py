@@ -36,13 +36,13 @@ def _results(graph: fx.Graph, prints: Mapping[fx.Node, Fingerprint]) -> dict[tup
 
 
 def in_microbatches(
-    joint: fx.Graph, each: Graphs, once: Graphs, mesh: Mesh, split: Iterable[str | int]
+    joint: fx.Graph, bodies: Graphs, once: Graphs, mesh: Mesh, split: Iterable[str | int]
 ) -> tuple[str, str] | None:
     """Return (graph, reason) for the first fault of graphs that a joint graph is cut into, or None.
 
     Args:
         joint: the joint graph, with reductions over the axis of time.
-        each, once: name and graph of those that run for each microbatch, and once.
+        bodies, once: name and graph of those that run for each microbatch, and once.
         mesh: the mesh, with its axis of time.
         split: names of inputs, and indices of outputs, that each microbatch has its own part of.
     """
@@ -57,7 +57,7 @@ def in_microbatches(
     arguments = {(SUM, name): by_name[name] for name in terms}
     arguments |= {(kind, name): value for kind in (KNOWN, KEPT) for name, value in by_name.items()}
     missing = set(results)
-    for name, graph in (*each, *once):
+    for name, graph in (*bodies, *once):
         now = fingerprints(graph, arguments=arguments)
         for role, x in ir.outputs(graph):
             if not isinstance(x, fx.Node):
@@ -102,8 +102,10 @@ def closes(
         terms: list[object] = [of_others, *mine]
         added: tuple[object, ...] = (_CAT, [terms], []) if is_gather else (JOIN[reduce[role.name]], terms, [])
         sums[SUM, role.name] = digest(*added) if mine else of_others
-    own = {key: value for key, value in of_outputs(backward, prints).items() if key[0] != TERM or key[1] in left}
-    expected = of_outputs(closing, fingerprints(closing, arguments=sums)) | own
+    own_results = {
+        key: value for key, value in of_outputs(backward, prints).items() if key[0] != TERM or key[1] in left
+    }
+    expected = of_outputs(closing, fingerprints(closing, arguments=sums)) | own_results
     return same(expected, of_outputs(last, fingerprints(last)))
 
 

@@ -69,9 +69,9 @@ def result_lost(phases: Phases) -> Phases:
 
 def input_of_a_microbatch_once(phases: Phases) -> Phases:
     (loop,) = phases.openings
-    assert loop.each is not None
-    graph = ir.copied(loop.each.graph)
-    return replace(phases, openings=(replace(loop, once=fx.GraphModule(loop.each, graph)), *phases.openings[1:]))
+    assert loop.body is not None
+    graph = ir.copied(loop.body.graph)
+    return replace(phases, openings=(replace(loop, once=fx.GraphModule(loop.body, graph)), *phases.openings[1:]))
 
 
 FAULTS = {

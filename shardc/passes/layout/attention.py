@@ -120,9 +120,11 @@ class Attention:
             if first is None:
                 raise PlanError(f"no attention is computed in {entry.modules!r}", plan_entry=str(entry), fix=fix)
             record = ir.info(first)
-            text = f"method {entry.method!r} is not applied: {record.name} ({first.target}) is of attention that"
+            text = (
+                f"method {entry.method!r} is not applied: {record.name} ({first.target}) is part of an attention that"
+            )
             error = PlanError(
-                f"{text} drops out, or is written out; its keys are gathered, or what else is cheapest",
+                f"{text} has dropout or is written out; the cheapest layouts are used, such as gathered keys",
                 plan_entry=str(entry),
                 source=record.origin.source or None,
                 fix=fix,
@@ -142,11 +144,11 @@ def _is_backward(kernel: fx.Node) -> bool:
 
 def _backwards(kernel: fx.Node) -> list[fx.Node]:
     """Returns the backward kernels that take results of a forward kernel."""
-    found, results = [], list(kernel.users)
+    kernels, results = [], list(kernel.users)
     for result in results:  # grows
-        found += [user for user in result.users if _is_backward(user)]
+        kernels += [user for user in result.users if _is_backward(user)]
         results += [user for user in result.users if user.target is torch.ops.aten.detach.default]
-    return found
+    return kernels
 
 
 def _supported(node: fx.Node) -> bool:
@@ -177,7 +179,9 @@ def _replace(node: fx.Node, entries: Sequence[Cp], around: bool, names: NameScop
     """Turns a kernel into the ``shardc_attention`` op of these entries, in place.
 
     Args:
-        around: keys and values pass round the ring.
+        node: the kernel, forward or backward.
+        entries: the cp entries, one per axis.
+        around: whether keys and values are passed round the ring (else gathered).
         names: gives the op its name.
     """
     arguments, record, old = arguments_of(node), ir.info(node), node.target

@@ -126,7 +126,7 @@ class _Quantiser:
                     yield _Product(node, param, gradients[0])
 
     def _check(self, product: _Product) -> None:
-        """Raises PlanError if the weight has a size that the kernels do not take, or tokens are no number of blocks."""
+        """Raises PlanError if the kernels do not take a size of the weight, or tokens do not fill whole blocks."""
         name, shape = ir.info(product.param).name, ir.value(product.param).shape
         unit = BLOCK if self._scaling(product.node) == "mxfp8" else UNIT
         summed = ir.value(product.node.args[0]).shape[1]
@@ -144,7 +144,7 @@ class _Quantiser:
         raise PlanError(what, plan_entry=self.options.entry or None, source=source, fix=fix)
 
     def _replace(self, product: _Product) -> None:
-        """Replaces a product by that of its operands in float8."""
+        """Replaces a product by the scaled product of its quantised operands."""
         node, operands, maxima = product.node, [], []
         scaling = self._scaling(node)
         for position, x in enumerate(node.args):

@@ -123,8 +123,8 @@ class _Sweep:
         _, chosen = min(options, key=itemgetter(0))  # on a tie the first
         self._decide(node, chosen)
         if node.target in function_ops.OPS.values():
-            kept = {axis for layout in chosen.operands for axis in layout.bound}
-            self._warn_whole(node, {axis for layout in layouts for axis in layout.bound} - kept)
+            used = {axis for layout in chosen.operands for axis in layout.bound}
+            self._warn_whole(node, {axis for layout in layouts for axis in layout.bound} - used)
         if node.target in RESHAPES and ir.info(node).origin.phase == "forward":
             self._warn_cut(node, layouts[0], chosen.operands[0], spec)
         if operands[0] in self.pinned and (spec.moves or node.target is torch.ops.aten._to_copy.default):

@@ -153,7 +153,7 @@ class _Padder(PaddedValues):
             self.padded[node] = Padded(placed, padding, 0)
 
     def _param(self, node: fx.Node) -> None:
-        """Copies an ``unpad``; after the last one of a split parameter, the parameter's padded form is known."""
+        """Copies an ``unpad``; behind the last one of a split parameter, records the parameter as the padded form."""
         self.plain[node] = self._copy(node)
         chain: list[Any] = [node]
         while chain[-1].op == "call_function":
@@ -184,7 +184,7 @@ class _Padder(PaddedValues):
     # --- ops
 
     def _tag(self, node: fx.Node) -> None:
-        """Copies a tag; its value is padded if the plan splits it over axes that its sizes do not divide."""
+        """Copies a tag, on a padded value if the plan pins it to axes that do not divide its sizes."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         shape = ir.value(node).shape

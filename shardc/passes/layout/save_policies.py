@@ -47,49 +47,54 @@ def mark_saves(graph: fx.Graph, saves: Sequence[SavePolicy]) -> None:
     def region_of(module: str) -> int:
         return next((number for name, number in numbers.items() if not name or is_in(module, name)), 0)
 
-    given = _given(graph)
+    in_memory = _in_memory(graph)
     for node in calls:
         origin = ir.info(node).origin
         for policy in about(origin.module):
             if policy.names(node.target):
-                origin = _under(policy, origin, ir.info(node).origin, region_of(origin.module), node in given)
+                origin = _under(policy, origin, ir.info(node).origin, region_of(origin.module), node in in_memory)
         ir.update(node, origin=replace(origin, region=ir.info(node).origin.region or origin.region))
 
 
-def _under(policy: SavePolicy, origin: Origin, own: Origin, region: int, given: bool) -> Origin:
-    """Return ``origin`` under one more policy.
+def _under(policy: SavePolicy, origin: Origin, model_origin: Origin, region: int, in_memory: bool) -> Origin:
+    """Return ``origin`` with one more policy applied; later policies replace earlier ones.
 
     Args:
-        own: the origin by the model's own code.
+        policy: the policy.
+        origin: the origin with earlier policies applied.
+        model_origin: the origin by the model's own code.
         region: number of the plan's checkpoint region around the op.
-        given: the value is a parameter, a buffer or an input, which is in memory anyway.
+        in_memory: the value is a parameter, a buffer or an input, which is in memory anyway.
     """
     if policy.where == "recompute":
         return (
             replace(origin, policy="must_recompute")
             if policy.ops
-            else replace(origin, region=region, policy=own.policy)
+            else replace(origin, region=region, policy=model_origin.policy)
         )
-    host = policy.entry if policy.where == "host" and not given else ""
+    host = policy.entry if policy.where == "host" and not in_memory else ""
     if policy.ops:
         return replace(origin, policy="must_save", host=host)
-    return replace(origin, region=0, policy=own.policy, host=host)
+    return replace(origin, region=0, policy=model_origin.policy, host=host)
 
 
-def _given(graph: fx.Graph) -> set[fx.Node]:
-    """Return the arguments of ``graph``, what is computed from parameters, buffers and constants alone, and views."""
+def _in_memory(graph: fx.Graph) -> set[fx.Node]:
+    """Return the values that are in memory anyway: arguments of ``graph`` and their views.
+
+    Values computed from parameters, buffers and constants alone count, too.
+    """
     alone: set[fx.Node] = set()
-    given: set[fx.Node] = set()
+    in_memory: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            given.add(node)
+            in_memory.add(node)
             if node.op == "get_attr" or ir.role(node).kind in ("param", "buffer"):
                 alone.add(node)
         elif node.op == "call_function" and alone.issuperset(node.all_input_nodes):
             alone.add(node)
-        elif node.op == "call_function" and moves_data(node.target) and given.issuperset(node.all_input_nodes):
-            given.add(node)
-    return given | alone
+        elif node.op == "call_function" and moves_data(node.target) and in_memory.issuperset(node.all_input_nodes):
+            in_memory.add(node)
+    return in_memory | alone
 
 
 def _check_ops(calls: Sequence[fx.Node], saves: Sequence[SavePolicy]) -> None:

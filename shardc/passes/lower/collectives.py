@@ -246,11 +246,11 @@ class Collectives:
 
     Args:
         cost: the cost model, which decides between sequences of steps.
-        each: reduce for each microbatch what is split then, and add up shards; else add up first.
+        per_microbatch: reduce once per microbatch, to shards that are added up; otherwise add up, then reduce once.
     """
 
     cost: Pricing = CostModel()
-    each: bool = False
+    per_microbatch: bool = False
     name = "collectives"
     requires = ("reshard",)
 
@@ -277,7 +277,7 @@ class Collectives:
     def _steps(self, src: Layout, dst: Layout, itemsize: int) -> tuple[Step, ...]:
         """Returns the cheapest steps from ``src`` to ``dst``."""
         time, pending = src.mesh.time, dict(src.partial)
-        if not (self.each and time in pending and set(dst.bound) - set(src.bound)):
+        if not (self.per_microbatch and time in pending and set(dst.bound) - set(src.bound)):
             return steps(src, dst, itemsize, self.cost)
         shards = dst.with_partial([time], pending[time])
         return (*steps(src, shards, itemsize, self.cost), Step("all_reduce", (time,), pending[time], shards, dst))

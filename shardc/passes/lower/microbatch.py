@@ -91,10 +91,10 @@ class Microbatch:
             waits = [wait for wait in cut.opening if cut.level[wait] == level]
             results = [(Role(TERM, cut.name(x), at), cut.term(x)) for at, x in enumerate(waits)]
             earlier = {x: role for role, x in carried if level > 1}
-            each = part(graph, [*results, *(carried if level == 1 else [])], {**shared, **earlier})
+            body = part(graph, [*results, *(carried if level == 1 else [])], {**shared, **earlier})
             results_once = [(Role(KNOWN, ir.info(x).name, at), x) for at, x in enumerate(cut.frontier(level))]
             once = part(graph, results_once, {**shared, **{x: Role(SUM, cut.name(x)) for x in waits}})
-            openings.append(Loop(LazyGraphModule(gm, each), LazyGraphModule(gm, once)))
+            openings.append(Loop(LazyGraphModule(gm, body), LazyGraphModule(gm, once)))
             shared |= {x: role for role, x in results_once}
         if gathers is not None and any(loop.takes(shared[x] for _, x in gathered) for loop in openings):
             openings, gathers = [Loop(None, gathers), *openings], None  # before the first forward
@@ -110,7 +110,7 @@ class Microbatch:
 
     def _check_work(self, openings: Sequence[Loop], cut: _Cut) -> None:
         """Raises PlanError if the loops before the forward do more work than one forward."""
-        graphs = [loop.each.graph for loop in openings if loop.each is not None]
+        graphs = [loop.body.graph for loop in openings if loop.body is not None]
         work, forward = sum(map(cut.layer_flops, graphs)), cut.layer_flops(cut.graph, forward=True)
         if work > forward:
             first = next((wait for wait in cut.opening if cut.level[wait] > 1), cut.opening[0])
@@ -185,9 +185,9 @@ class Microbatch:
             graph.erase_node(last)
 
     def _scale_alone(self, graph: fx.Graph) -> None:
-        """Scales float8 operands of a microbatch by its own largest value, as a step of it alone would.
+        """Scales float8 operands by the largest value of their own microbatch, not of all.
 
-        That of all microbatches is known behind their forwards only.
+        The largest value of all microbatches is known only behind their forwards.
         """
         for node in [node for node in graph.nodes if _in_time(node, self.mesh) and is_scale(node)]:
             if node.meta["val"].ndim == 3:
@@ -238,7 +238,7 @@ class Microbatch:
                 erased.add(wait)
 
     def _widen(self, node: fx.Node, wait: fx.Node, rewriter: GraphRewriter) -> None:
-        """Casts the operand of a sum to float32 if it is narrower, and the sum back: terms are many, and much alike."""
+        """Casts the operand of a sum to float32 if it is narrower, and the sum back: many terms lose digits."""
         source, users = node.all_input_nodes[0], list(wait.users)
         dtype = source.meta["val"].dtype
         if dtype not in (torch.bfloat16, torch.float16):
@@ -253,7 +253,7 @@ class Microbatch:
             user.replace_input_with(wait, narrow)
 
     def _varies(self, node: fx.Node, varies: Mapping[fx.Node, bool]) -> bool:
-        """Returns whether ``node`` has another value in each microbatch; ``varies`` says so of the nodes before it."""
+        """Returns whether ``node`` differs between microbatches; ``varies`` has that of the nodes before it."""
         if node.op == "placeholder":
             role = ir.role(node)
             named = role.name.split(",") if role.kind == "coordinate" else ()
@@ -373,7 +373,7 @@ class _Cut:
 
     @cached_property
     def _later(self) -> dict[fx.Node, bool]:
-        """Return node -> whether it depends on a sum that is known at the end of the step only."""
+        """Return node -> whether it depends on a sum that is known only at the end of the step."""
         closing, later = set(self.closing), dict[fx.Node, bool]()
         for node in self.graph.nodes:
             later[node] = node in closing or any(later[x] for x in node.all_input_nodes)
@@ -405,7 +405,7 @@ class _Cut:
         return ir.info(wait.all_input_nodes[0]).name
 
     def term(self, wait: fx.Node) -> fx.Node:
-        """Returns what the reduction that ``wait`` waits for takes."""
+        """Returns the operand of the reduction that ``wait`` waits for: a microbatch's term."""
         return wait.all_input_nodes[0].all_input_nodes[0]
 
     def op(self, wait: fx.Node) -> str:
@@ -414,7 +414,7 @@ class _Cut:
 
 
 def closing_forward(closing: fx.GraphModule) -> fx.GraphModule:
-    """Returns the part of the graph that closes a step which a call without gradients runs."""
+    """Returns the closing graph of a call without gradients: ``closing`` without the results that are gradients."""
     results = [(role, x) for role, x in ir.outputs(closing.graph) if role.kind != "grad"]
     return LazyGraphModule(closing, part(closing.graph, results, {}))
 
@@ -439,19 +439,19 @@ def closed(
         name = ir.role(node).name
         if (term := terms.get(name)) is not None:
             at = Inserter(chain.rewriter, None, replace(ir.info(chain.env[term]), name=name), "sum")
-            others, own = chain.env[node], chain.env[term]
+            others, last = chain.env[node], chain.env[term]
             if reduce[name] == GATHER:
-                _shorten(others, own)
-                chain.env[node] = at.call(aten.cat.default, [others, own])
+                _shorten(others, last)
+                chain.env[node] = at.call(aten.cat.default, [others, last])
             else:
-                chain.env[node] = at.call(JOIN[reduce[name]], others, own)
+                chain.env[node] = at.call(JOIN[reduce[name]], others, last)
     results = [(role, x) for role, x in ir.outputs(backward.graph) if role.kind != TERM or role.name in left]
     return chain.end([*ir.outputs(closing.graph), *results])
 
 
-def _shorten(others: fx.Node, own: fx.Node) -> None:
-    """Makes an argument that has the rows of all microbatches one without those of the last, ``own``."""
-    val, rows = others.meta["val"], own.meta["val"].shape[0]
+def _shorten(others: fx.Node, last: fx.Node) -> None:
+    """Removes the rows of the last microbatch from the type of argument ``others``; they are those of ``last``."""
+    val, rows = others.meta["val"], last.meta["val"].shape[0]
     others.meta["val"] = val.new_empty((val.shape[0] - rows, *val.shape[1:]))
     ir.update(others, value=ir.value_of(others.meta["val"]))
 

@@ -82,10 +82,10 @@ class Stages:
         for loop in parts.openings:
             if (reader := _reader(loop.once.graph, gathered)) is not None:
                 raise self._refused(reader, "computes, from parameters, what all microbatches need before the forward")
-            if loop.each is None or not places and _reader(loop.each.graph, gathered) is None:
+            if loop.body is None or not places and _reader(loop.body.graph, gathered) is None:
                 out.append(None)
                 continue
-            gm = LazyGraphModule(loop.each, ir.copied(loop.each.graph))
+            gm = LazyGraphModule(loop.body, ir.copied(loop.body.graph))
             cut = _Assignment(gm.graph, self.stages, gathered, places)
             bodies, up, down = self._bodies(gm, cut)
             if (late := next((x for crossing in down for x in crossing), None)) is not None:
@@ -134,9 +134,15 @@ class Stages:
     def _terms_apart(
         self, parts: Phases, cut: _Assignment, gathered: Mapping[str, frozenset[str]]
     ) -> tuple[Phases, fx.Graph, _Assignment]:
-        """Makes terms of one gradient that stages add up a term of each stage, which the closing graph adds up.
+        """Splits each gradient that sums values of several stages into its summands; the closing graph adds them up.
+
+        This is the case for a parameter that several stages use. No stage then needs the others' summands.
 
         %g = add(%a, %b)    %a of stage 3, %b of stage 0   ->   terms %a and %b; closing: %g = add(%a, %b)
+
+        Returns:
+            The phases, the graph of their body and its assignment to stages; the arguments if there is no such
+            gradient.
         """
         graph, closing = parts.body.graph, LazyGraphModule(parts.closing, ir.copied(parts.closing.graph))
         results, reduce, changed = [], dict(parts.reduce), False
@@ -169,7 +175,7 @@ class _Assignment:
         places: value of an earlier loop that the graph takes -> its stage.
 
     Attributes:
-        stage: op -> its stage; without what each stage computes that reads it.
+        stage: op -> its stage. Ops that every stage computes for itself are not in it.
     """
 
     graph: fx.Graph
@@ -222,9 +228,9 @@ class _Assignment:
         return self._owner(params) if params else self.stages.count - 1
 
     def summands(self, x: object) -> list[fx.Node]:
-        """Returns the terms that additions of other stages' values join to ``x``; ``x`` if there are none.
+        """Returns the summands of ``x`` if it adds values of several stages, else ``x``; [] if ``x`` has no stage.
 
-        Casts and views of a sum are those of each term, which are inserted.
+        A cast or view of such a sum is inserted for each summand instead.
         """
         if not isinstance(x, fx.Node) or x not in self.stage:
             return []
@@ -248,7 +254,7 @@ class _Assignment:
         return out
 
     def _addends(self, x: fx.Node) -> list[fx.Node]:
-        """Returns what ``x``, a sum of values of its own shape and dtype, adds up; ``x`` if it is no sum."""
+        """Returns the operands of ``x`` if it is a sum of values of its own shape and dtype; else ``x``."""
         operands = x.all_input_nodes
         is_sum = x.target is torch.ops.aten.add.Tensor and len(operands) == len(x.args) == 2 and not x.kwargs
         like = [(y.meta["val"].shape, y.meta["val"].dtype) for y in (x, *operands)] if is_sum else []
@@ -257,7 +263,7 @@ class _Assignment:
         return [term for operand in operands for term in self._addends(operand)]
 
     def _is_free(self, node: fx.Node) -> bool:
-        """Returns whether each stage that reads ``node`` computes it: it is of inputs alone, or moves a parameter."""
+        """Returns whether each stage that reads ``node`` computes it: it only needs inputs, or moves a parameter."""
         operands = node.all_input_nodes
         if any(x in self.stage for x in operands):
             return False
@@ -298,7 +304,7 @@ class _Assignment:
 
 def _gathers_by_stage(parts: Phases) -> Phases:
     """Returns ``parts`` with gathers that loops before the forward read outside of these: each stage has its own."""
-    alone = [loop for loop in parts.openings if loop.each is None]
+    alone = [loop for loop in parts.openings if loop.body is None]
     return replace(parts, openings=parts.openings[1:], gathers=alone[0].once) if alone else parts
 
 

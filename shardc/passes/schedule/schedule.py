@@ -158,7 +158,7 @@ def _spread_all_to_alls(graph: fx.Graph) -> None:
             priority[node] = ready + 1e-3
     for group in together.values():
         ready = max(at for _, at, _ in group)
-        for number, (_, _, node) in enumerate(sorted(group, key=lambda each: each[:2])):
+        for number, (_, _, node) in enumerate(sorted(group, key=lambda entry: entry[:2])):
             for x in node.all_input_nodes if len(group) > 1 else ():
                 if x in departing and x.op == "call_function":
                     priority[x] = ready + 1e-3 * (number + 1)

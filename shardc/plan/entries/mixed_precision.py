@@ -93,7 +93,7 @@ class Precision(Entry):
 
     @property
     def of_products(self) -> bool:
-        """Return whether the entry is about the products of layers alone, and not about dtypes."""
+        """Return whether the entry only says how matrix products are computed (``matmul``), and sets no dtypes."""
         return self.matmul is not None and self.non_defaults.keys() <= {
             "matmul",
             "scaling",
