@@ -400,13 +400,7 @@ class _Unfolding:
         return counterpart
 
     def _add(self, node: fx.Node, shift: int) -> None:
-        """Copies ``node`` to the graph of all blocks, with operands that are ``shift`` blocks later.
-
-        A ``shift`` of 0 copies the node as it is. Operands have been copied before (`_counterpart`).
-
-        Raises:
-            NotPeriodic: an argument's new name is taken.
-        """
+        """Copies ``node`` to the graph of all blocks, with the counterparts of its operands ``shift`` blocks later."""
         place, name = self.places.get(node), node.name
         if place is not None and place.block == self.names.last and shift:  # a copy of a node of the copied block
             name = self.saved_as.get((name, shift), f"{name}_block_{self.names.run.first + place.block + shift}")
