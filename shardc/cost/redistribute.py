@@ -446,9 +446,15 @@ def steps(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> tuple[Step,
 
 
 @lru_cache(maxsize=1 << 20)
-def seconds(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> float:
-    """Return the predicted seconds of the cheapest steps from ``src`` to ``dst``."""
-    return sum(step.seconds(itemsize, cost) for step in steps(src, dst, itemsize, cost))
+def seconds(src: Layout, dst: Layout, itemsize: int, cost: Pricing, penalty: float = 1.0) -> float:
+    """Return the predicted seconds of the cheapest steps from ``src`` to ``dst``.
+
+    Args:
+        src, dst, itemsize, cost: as for `steps`.
+        penalty: factor on the seconds of steps over axes of the mesh, and not on those of slices over time.
+    """
+    of_steps = [(step, step.seconds(itemsize, cost)) for step in steps(src, dst, itemsize, cost)]
+    return sum(price if step.kind in LOCAL and price >= IN_TIME else price * penalty for step, price in of_steps)
 
 
 def wire_bytes(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> int:

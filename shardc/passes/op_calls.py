@@ -119,7 +119,7 @@ def leaving(graph: fx.Graph) -> dict[fx.Node, int]:
     return level
 
 
-PIN_PENALTY = 1e4  # factor on the cost of resharding a value whose layout the plan pins
+PIN_PENALTY = 1e4  # factor on the cost of resharding a value whose layout the plan pins; it pins none over time
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def priced(
     out = []
     for strategy in strategies(spec, operands):
         price = sum(
-            redistribute.seconds(have, want, dtype.itemsize, cost) * (PIN_PENALTY if pin else 1.0)
+            redistribute.seconds(have, want, dtype.itemsize, cost, PIN_PENALTY if pin else 1.0)
             for have, want, seen, pin, dtype in zip(
                 operands, strategy.operands, reachable, pinned, work.dtypes, strict=False
             )
