@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -13,7 +14,7 @@ import torch
 
 import shardc
 from shardc.cli import calibrate, graphs, plan, predictions, real_steps, rules, sweep
-from shardc.errors import ShardcError, VerifyError
+from shardc.errors import ShardcError, ShardcWarning, VerifyError
 
 MODULES = (calibrate, graphs, plan, predictions, real_steps, rules, sweep)
 COMMANDS = sorted((command for module in MODULES for command in module.COMMANDS), key=lambda command: command.name)
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     # Torch logs the traceback of a failure under fake tensors; it is raised too, and printed in one line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    python_format, warnings.formatwarning = warnings.formatwarning, format_warning
     try:
         code: int | None = options.run(options)
         sys.stdout.flush()
@@ -57,7 +59,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"shardc: error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
+    finally:
+        warnings.formatwarning = python_format
     return code or 0
+
+
+def format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Formats a warning of shardc as one line, like errors, and others as Python does."""
+    if issubclass(category, ShardcWarning):
+        return f"shardc: warning: {'; '.join(map(str.strip, str(message).splitlines())).replace('fix: ', '')}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
 def _named(options: argparse.Namespace, error: OSError) -> bool:

@@ -53,6 +53,8 @@ class Arguments:
         _check_model(self.model, self.loss)
         if not isinstance(self.plan, Plan | Auto | None):
             fix = 'pass shardc.fsdp("dp"), shardc.Plan(...), or several with |'
+            if isinstance(self.plan, Mapping):  # of `parallelize_module`
+                fix += "; styles of parallelize_module go through shardc.Plan.from_styles"
             raise InputError(f"{self.plan!r} is not a plan", fix=fix)
         checked(self.backend, Literal[BACKENDS], "backend")
         checked(self.options, Options | None, "options", fix="pass shardc.Options(...)")

@@ -30,6 +30,7 @@ def mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
     """
     checked(device, str | None, "device")
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _check_device(kind)
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     sizes = sizes_of(axes or {"dp": -1}, ranks)
     if kind == "cuda":
@@ -49,6 +50,19 @@ def mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(kind, tuple(size for _, size in sizes.shape), mesh_dim_names=sizes.axes)
+
+
+def _check_device(kind: str) -> None:
+    """Raises MeshError if ``kind`` is not the type of a device: torch does not know it, or it has an index."""
+    try:
+        index = torch.device(kind).index
+    except RuntimeError:
+        raise MeshError(f"there is no device {kind!r}", fix='write device="cuda" or device="cpu"') from None
+    if index is not None:
+        raise MeshError(
+            f"device {kind!r} has an index, and each rank takes its own",
+            fix=f'write device="{kind.partition(":")[0]}": the index is the rank\'s number on its node',
+        )
 
 
 def sizes_of(axes: dict[str, int], ranks: int) -> Mesh:

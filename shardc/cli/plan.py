@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", help="of a rank, as 80GB (default: the hardware's)")
     parser.add_argument("--plan", help="""entries that the plan must have, as 'tp("tp", colwise=["*.up"])'""")
     target.add_hardware(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the plan, for shardc.Plan.load")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the plan, for --plan of other commands and shardc.Plan.load"
+    )
 
 
 def run(options: argparse.Namespace) -> None:

@@ -90,7 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select model, mesh and plan."""
     add_model(parser)
     parser.add_argument("--mesh", required=True, help="axes and sizes, as dp=2,tp=4")
-    parser.add_argument("--plan", required=True, help="""a plan, as 'fsdp("dp") | llama_tp("tp")'""")
+    parser.add_argument(
+        "--plan", required=True, help="""a plan, as 'fsdp("dp") | llama_tp("tp")', or the .json of `plan --json`"""
+    )
 
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
@@ -162,12 +164,15 @@ def lowered(options: argparse.Namespace, described: Hardware | None = None, **de
 
 
 def plan_of(text: str, target: Target, argument: str) -> Plan:
-    """Return the plan in ``text``; names in it are looked up in the target's module.
+    """Return the plan in ``text``, or in the file that it names; names are looked up in the target's module.
 
     Raises:
         PlanError: the plan is wrong; the text names ``argument``.
     """
     try:
+        if text.endswith(".json"):
+            constructors = {name: value for name, value in vars(target.module).items() if callable(value)}
+            return Plan.load(text, constructors)
         return parse_plan(text, vars(target.module))
     except PlanError as error:
         raise PlanError(f"{argument}, {error.what}", fix=error.fix) from None
@@ -286,9 +291,15 @@ def load(text: str, with_targets: bool = False) -> Target:
         raise InputError(f"target {text!r} names no function", fix="write it as path.py:function or module:function")
     module = _run(where, lambda: _module(where))
     function = _attribute(module, name, where, "function")
-    if not callable(function):
-        raise InputError(f"{where}: {name} is a {type(function).__name__}, not a function")
-    targets = {"targets": True} if with_targets and "targets" in signature(function).parameters else {}
+    fix = "write a function without arguments that returns (model, example_args)"
+    if not callable(function) or isinstance(function, nn.Module):
+        raise InputError(f"{where}: {name} is a {type(function).__name__}, not a function", fix=fix)
+    parameters = signature(function).parameters
+    if needed := [
+        key for key, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]:
+        raise InputError(f"{where}: {name}() needs {', '.join(needed)}", fix=fix)
+    targets = {"targets": True} if with_targets and "targets" in parameters else {}
     returned = _run(f"{where}:{name}()", partial(function, **targets))
     if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[0]):
         raise InputError(f"{where}: {name}() does not return a pair", fix="return (model, example_args)")
@@ -316,12 +327,13 @@ def _module(where: str) -> ModuleType:
 def _attribute(module: ModuleType, name: str, where: str, what: str) -> Any:
     """Return attribute ``name`` of ``module``; InputError, with similar names, if there is none."""
     if not hasattr(module, name):
-        functions = [
-            key
+        functions = {
+            key: function.__module__ == module.__name__
             for key, function in vars(module).items()
-            if isfunction(function) and function.__module__ == module.__name__ and not key.startswith("_")
-        ]
-        fix = near(name, functions, f"it has {', '.join(functions) or 'no functions'}")
+            if isfunction(function) and not key.startswith("_")
+        }
+        defined = ", ".join(key for key, here in functions.items() if here)
+        fix = near(name, functions, f"it has {defined or 'no functions'}")
         raise InputError(f"{where} has no {what} {name!r}", fix=fix)
     return getattr(module, name)
 

@@ -41,7 +41,8 @@ def parse_plan(text: str, namespace: Mapping[str, object] | None = None) -> Plan
     reader = _Reader(text.strip(), names)
     plan = reader.read(tree.body)
     if not isinstance(plan, Plan):
-        raise _error(text.strip(), 0, f"this is a {type(plan).__name__}, not a plan")
+        fix = f"call it, as {text.strip()}(...)" if callable(plan) else None
+        raise _error(text.strip(), 0, f"this is a {type(plan).__name__}, not a plan", fix)
     return plan
 
 
@@ -74,9 +75,11 @@ class _Reader:
                 return self._name(node)
             case ast.Attribute(value=ast.Name(id="torch")) if isinstance(getattr(torch, node.attr, None), torch.dtype):
                 return getattr(torch, node.attr)
+            case ast.Attribute(value=ast.Name(id="shardc")) if node.attr in CONSTRUCTORS:
+                return CONSTRUCTORS[node.attr]
             case ast.BinOp(op=ast.BitOr()):
                 return self._join(node)
-            case ast.Call(func=ast.Name()):
+            case ast.Call(func=ast.Name() | ast.Attribute(value=ast.Name(id="shardc"))):
                 return self._call(node)
         raise self._at(node, f"{ast.unparse(node)} may not stand in a plan", _FIX)
 

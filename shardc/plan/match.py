@@ -48,7 +48,9 @@ def must_match(glob: str, names: Iterable[str], kind: str, entry: str) -> list[s
     matches = matching(glob, names)
     if matches:
         return matches
-    fix = did_you_mean(near_names(glob, names), f"there are {shorten(names)}")
+    owner = glob.rpartition(".")[0]  # of a parameter's glob, where modules are meant
+    near = [owner] if owner.strip("*.") and matching(owner, names) else near_names(glob, names)
+    fix = did_you_mean(near, f"there are {shorten(names)}")
     raise PlanError(f"{glob!r} matches no {kind}", plan_entry=entry, fix=fix)
 
 

@@ -187,7 +187,7 @@ def no_targets(model: nn.Module, targets: Sequence[str]) -> InputError:
         f"the loss that {type(model).__name__} was compiled with needs {several}, and a call in training mode passes "
         "none",
         fix=f"pass {several} behind what forward takes, or by name; outputs without a loss are those of module.eval(), "
-        "or under torch.no_grad()",
+        "or under torch.no_grad(); a model that computes its loss itself, as from labels, is compiled without loss=",
     )
 
 

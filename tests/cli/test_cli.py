@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import shardc
-from shardc.__main__ import main
+from shardc.__main__ import format_warning, main
 from shardc.cli.target import load, mesh_of
+from shardc.errors import ShardcWarning
 from tests import golden
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +64,7 @@ def alone():
 
 
 number = 3
+model = Mlp()
 """
 PLAN = 'fsdp("dp") | mlp_tp("tp")'
 
@@ -117,6 +119,20 @@ def test_dump_puts_the_loss_into_the_graph(small: Path, capsys: pytest.CaptureFi
     assert printed == lowered("with_targets", "loss").text("collectives")
 
 
+def test_a_plan_is_read_from_a_file(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (shardc.fsdp("dp") | shardc.tp("tp", colwise=["up"], rowwise=["down"])).save("found.json")
+    assert main(["dump", "small_target.py:example", "--mesh", "dp=2,tp=2", "--plan", "found.json"]) == 0
+    assert capsys.readouterr().out == lowered().text("collectives")
+
+
+def test_a_warning_is_one_line() -> None:
+    """Pytest records warnings, so that none is printed here."""
+    warning = ShardcWarning("x is gathered\n  fix: use sizes that tp divides")
+    text = format_warning(warning, ShardcWarning, "request.py", 3)
+    assert text == "shardc: warning: x is gathered; use sizes that tp divides\n"
+    assert format_warning(UserWarning("x"), UserWarning, "a.py", 3) == "a.py:3: UserWarning: x\n"
+
+
 def test_dump_writes_every_stage(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = dump(capsys, "small_target.py:example", "--out", "stages")
     program = lowered()
@@ -154,7 +170,24 @@ BAD = {
         ["small_target.py:exampel"],
         "small_target.py has no function 'exampel'; did you mean 'example'?",
     ),
-    "a name that is no function": (["small_target.py:number"], "small_target.py: number is a int, not a function"),
+    "a name that is no function": (
+        ["small_target.py:number"],
+        "small_target.py: number is a int, not a function; write a function without arguments that returns (model, "
+        "example_args)",
+    ),
+    "a model for a function": (
+        ["small_target.py:model"],
+        "small_target.py: model is a Mlp, not a function; write a function without arguments that returns (model, "
+        "example_args)",
+    ),
+    "a function that needs arguments": (
+        ["small_target.py:mlp_tp"],
+        "small_target.py: mlp_tp() needs axis; write a function without arguments that returns (model, example_args)",
+    ),
+    "a plan file that is not there": (
+        ["small_target.py:example", "--plan", "found.json"],
+        "--plan, the plan found.json cannot be read: No such file or directory; write it with plan.save(path)",
+    ),
     "a function that fails": (
         ["small_target.py:fails"],
         "small_target.py:fails() fails: {folder}/small_target.py:39: ZeroDivisionError: division by zero",

@@ -76,6 +76,13 @@ def test_sizes_that_do_not_fit(axes: dict[str, int], ranks: int, text: str) -> N
         sizes_of(axes, ranks)
 
 
+@pytest.mark.parametrize("device, text", [("gpu", "there is no device 'gpu'"), ("cpu:0", "'cpu:0' has an index")])
+def test_devices_that_are_none(device: str, text: str) -> None:
+    with pytest.raises(MeshError, match=text):
+        shardc.mesh(device=device)
+    assert not dist.is_initialized()
+
+
 def test_nothing_is_started_for_sizes_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(MeshError, match="the world has 2"):

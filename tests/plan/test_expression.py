@@ -25,6 +25,7 @@ NAMES: dict[str, Any] = {"llama_tp": llama_tp, "BASE": fsdp("dp"), "number": 3, 
         ('BASE | llama_tp("tp", sequence=True)', fsdp("dp") | llama_tp("tp", sequence=True)),
         ('  Plan(params={"w": ("dp", None)}, grad_scale=-1.5)', Plan(params={"w": ("dp", None)}, grad_scale=-1.5)),
         ('(tp("tp", vocab=["a", "b"]))', tp("tp", vocab=["a", "b"])),
+        ('shardc.fsdp("dp") | shardc.Plan(grad_scale=2.0)', fsdp("dp") | Plan(grad_scale=2.0)),
     ],
 )
 def test_expressions(text: str, plan: Plan) -> None:
@@ -38,6 +39,9 @@ ERRORS = {
     "": "column 1: invalid syntax\n  | \n  | ^",
     'fsdp("dp") | number': 'column 14: number is a int, not a plan\n  | fsdp("dp") | number\n  |              ^',
     "number": "column 1: this is a int, not a plan\n  | number\n  | ^",
+    "fsdp": "column 1: this is a function, not a plan\n  | fsdp\n  | ^\n  fix: call it, as fsdp(...)",
+    "shardc.compile()": "column 1: shardc.compile may not stand in a plan\n  | shardc.compile()\n  | ^\n"
+    '  fix: write calls joined by |, as fsdp("dp") | ddp("rep")',
     'number("dp")': 'column 1: number cannot be called\n  | number("dp")\n  | ^',
     'ddp("é") | fsdp("dp", level=9)': "column 12: level is 9, not 1 or 2 or 3\n"
     '  | ddp("é") | fsdp("dp", level=9)\n  |            ^',

@@ -258,6 +258,8 @@ ERRORS = {
     "'conv.weight', 'scale' and 1 more": Plan(params={"zzz": "_"}),
     '\'*.upp\' matches no module with a weight\n  plan entry: tp("tp", colwise=["*.upp"])\n'
     "  fix: did you mean 'layers.0.up'?": tp("tp", colwise=["*.upp"]),
+    '\'*.up.weight\' matches no module with a weight\n  plan entry: tp("tp", colwise=["*.up.weight"])\n'
+    "  fix: did you mean '*.up'?": tp("tp", colwise=["*.up.weight"]),
     "parameter 'norm.weight' of shape (3,) has no dim 1 for rowwise to split\n"
     '  plan entry: tp("tp", rowwise=["norm"])\n  fix: match only modules whose weight is a matrix': (
         tp("tp", rowwise=["norm"])

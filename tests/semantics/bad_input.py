@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 import shardc
 from shardc.cost.model import CostModel
@@ -81,6 +82,11 @@ COMPILE: dict[str, Case] = {
     "no mesh": (lambda: compiled(mesh=None), MeshError, "None is not a mesh"),
     "a string for a plan": (lambda: compiled("fsdp"), InputError, "'fsdp' is not a plan"),
     "plan functions uncalled": (lambda: compiled(shardc.fsdp), InputError, "is not a plan"),
+    "a dict of styles": (
+        lambda: compiled({"up": ColwiseParallel()}),
+        InputError,
+        r"is not a plan(.|\n)*shardc\.Plan\.from_styles",
+    ),
     "a list of plans": (lambda: compiled([shardc.fsdp("dp")]), InputError, "is not a plan"),
     "a backend misspelt": (
         lambda: compiled(backend="inducter"),
