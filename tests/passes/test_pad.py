@@ -233,4 +233,7 @@ def test_heads_that_do_not_divide_are_whole_with_a_warning() -> None:
         "768 bytes a rank"
     )
     assert source.startswith("  source: ") and "test_pad.py:" in source
-    assert fix == "  fix: use sizes that tp divides, or leave tp off where they are split"
+    assert fix == (
+        "  fix: use sizes that tp divides, or leave tp off where they are split; of queries, keys and values in one "
+        "weight, split each: shardc.Plan(params={'*.qkv.weight': '(3 _@tp), _'})"
+    )

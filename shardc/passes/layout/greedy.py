@@ -172,7 +172,10 @@ class _Sweep:
             f"a view turns {ir.info(source).name} {have} into [{shape}], whose sizes axis {axes} does not divide: "
             f"it is gathered, {moved} bytes a rank"
         )
-        fix = f"use sizes that {axes} divides, or leave {axes} off where they are split"
+        fix = (
+            f"use sizes that {axes} divides, or leave {axes} off where they are split; of queries, keys and values in "
+            f"one weight, split each: shardc.Plan(params={{'*.qkv.weight': '(3 _@{lost[0]}), _'}})"
+        )
         error = LayoutError(text, source=ir.info(node).origin.source or None, fix=fix)
         warnings.warn(str(error), ShardcWarning, stacklevel=2)
 
