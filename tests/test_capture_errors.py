@@ -101,7 +101,7 @@ def line_of(function: Callable[..., Any], text: str) -> str:
             Branch(),
             r"Branch cannot be traced to one graph: Data-dependent branching \(Detected data-dependent branching .*",
             line_of(Branch.step, "y.sum() > 0"),
-            r".+",
+            r"compute both and choose, by torch\.where\(condition, a, b\), or write torch\.cond\(.*",
         ),
         (
             Filter(),

@@ -344,6 +344,8 @@ def capture_error(
         source=user_frame(stack) or calling_line(),
         fix=_RAISES
         if raises
+        else _BRANCH
+        if "ata-dependent branching" in text
         else (_ELSEWHERE if re.search(_VAGUE, hint[1]) else hint[1].strip())
         if hint and "tolist()" not in reason
         else _ELSEWHERE
@@ -353,6 +355,7 @@ def capture_error(
 
 
 _RAISES = "mend what raises there; if it does not raise uncompiled, write that line in another way"
+_BRANCH = "compute both and choose, by torch.where(condition, a, b), or write torch.cond(condition, f, g, (x,))"
 _ELSEWHERE = "take this out of forward: do it before the call and pass the result, or write it with operations of torch"
 # Dynamo's hints for its own developers, or for models in which graph breaks are allowed.
 _VAGUE = (

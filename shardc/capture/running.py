@@ -37,6 +37,7 @@ from shardc.capture.annotate import model_name
 from shardc.capture.capture_errors import line_of
 from shardc.capture.reachable_state import ReachableState
 from shardc.capture.side_effects import (
+    NOT_CHANGED,
     attributes_text,
     loaded_names,
     prints,
@@ -231,8 +232,7 @@ class Run:
             elif any(isinstance(x, Tensor) for x in pytree.tree_leaves(value)):
                 path = ".".join(re.findall(r"_modules\['([^']+)'\]", owner))
                 texts.append(attributes_text(path, [name]))
-        text = "in forward; the compiled program does not"
-        return [ShardcWarning(f"{change} {text}") for change in dict.fromkeys(texts)]
+        return [ShardcWarning(f"{change} {NOT_CHANGED}") for change in dict.fromkeys(texts)]
 
     def _line_of(self, name: str) -> str | None:
         """Return ``file:line`` of the first line that ran and that changes ``name``."""

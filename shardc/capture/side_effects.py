@@ -73,6 +73,8 @@ _CONSTANTS = (bool, int, float, str, type(None))
 # Attributes that torch itself keeps on a module; hooks and tensors have their own checks.
 _TORCHS = frozenset(vars(nn.Module()))
 _PRESENT: Any = object()  # value of an attribute that code may only test for presence (hasattr)
+# Ends a warning of what a forward changes: an attribute, a variable or a global.
+NOT_CHANGED = "in forward; the compiled program does not: return what is needed after the call"
 _MISSING = (AttributeError, KeyError, IndexError, TypeError)
 
 
@@ -408,8 +410,7 @@ def side_effects(
         if "_buffers" not in ref and "_parameters" not in ref:
             owner = ref.replace(MODEL, "model")
             texts.append(_change_text(ref, [x.name for x in model_changes if x.owner == owner and x.tensors]))
-    text = "in forward; the compiled program does not"
-    return [ShardcWarning(f"{change} {text}") for change in dict.fromkeys(texts) if change is not None]
+    return [ShardcWarning(f"{change} {NOT_CHANGED}") for change in dict.fromkeys(texts) if change is not None]
 
 
 def changed_arguments(model: nn.Module, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> list[ShardcWarning]:
@@ -534,7 +535,7 @@ def prints(codes: Iterable[CodeType]) -> list[ShardcWarning]:
     """Return a warning for each traced function of the user's that prints."""
     lines = [f"{code.co_filename}:{code.co_firstlineno}" for code in codes if "print" in code.co_names]
     return [
-        ShardcWarning(f"{line} prints in forward; the compiled program does not")
+        ShardcWarning(f"{line} prints in forward; the compiled program does not: print what the module returns")
         for line in dict.fromkeys(lines)
         if not line.startswith(__file__)
     ]

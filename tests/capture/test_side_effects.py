@@ -143,7 +143,8 @@ def test_attributes_that_change_nothing(run: Callable[[Any, Tensor], Tensor]) ->
         x = torch.ones(4, 4)
         outs = [sim(x, grad=False) for _ in range(2)]
     told = [str(w.message) for w in caught if isinstance(w.message, ShardcWarning) and "attribute" in str(w.message)]
-    texts = {f"module '0' changes its {what} in forward; the compiled program does not" for what in WARNED.get(run, ())}
+    ending = "in forward; the compiled program does not: return what is needed after the call"
+    texts = {f"module '0' changes its {what} {ending}" for what in WARNED.get(run, ())}
     assert set(told) == texts
     assert (model[0].calls, model[0].cache) == (0, {})
     for out in outs:
