@@ -24,10 +24,10 @@ from shardc.runtime.border import as_dtensors
 from shardc.runtime.events import call_event
 from shardc.runtime.forward_calls import Forward, call_around
 from shardc.runtime.inputs import check_kinds, examples_of, local_input, local_part, targets_last
-from shardc.runtime.namespace import INSTEAD, Namespace
+from shardc.runtime.namespace import INSTEAD, OF_WRAPPERS, Namespace
 from shardc.runtime.program_cache import CallCacheEntry
 from shardc.runtime.replicas import compare_inputs
-from shardc.runtime.signature import Signature, TorchGlobalState, call_key, fitting, flattened
+from shardc.runtime.signature import Signature, TorchGlobalState, call_key, exported, fitting, flattened
 from shardc.runtime.state import State
 from shardc.runtime.storage import padded_local, to_parameter
 from shardc.runtime.uneven import Rows, global_rows, row_axes
@@ -103,7 +103,8 @@ class ShardedModule(nn.Module):
                 return getattr(namespace, name)
             if name == "_ddp_params_and_buffers_to_ignore":  # read by DistributedDataParallel
                 raise forward_calls.wrapped("DistributedDataParallel") from None
-            raise (AttributeError(f"{error}: {INSTEAD[name]}") if name in INSTEAD else error) from None
+            instead = INSTEAD.get(name) or OF_WRAPPERS.get(name)
+            raise (AttributeError(f"{error}: {instead}") if instead else error) from None
 
     @property
     def _is_fsdp_managed_module(self) -> bool:  # set first by FullyShardedDataParallel
@@ -200,6 +201,8 @@ def _forward(module: ShardedModule, args: tuple[PyTree, ...], kwargs: dict[str, 
             fix="pass a DeviceMesh to shardc.compile, or step it with shardc.Simulation(module)",
         )
     forward_calls.check_ddp(module)
+    if torch.jit.is_tracing():
+        raise exported()
     with state.spec.groups.consistency.tells():
         return _step(state, args, kwargs)
 

@@ -32,6 +32,7 @@ T = TypeVar("T")
 _SCHEDULED = "nothing to write: the compiler schedules gathers"
 _IN_BACKWARD = "nothing to write: the compiled backward decides it"
 _DIVIDE = 'add Plan(reduce="sum", grad_scale=...) to the plan'
+OF_WRAPPERS = {"module": "a compiled module wraps no other: leave .module out"}
 INSTEAD = {
     "set_reshard_after_forward": "to evaluate without gathers, compile the model once more under shardc.ddp(...), and "
     "load the state: evaluated.load_state_dict(module.state_dict())",

@@ -161,6 +161,8 @@ def other_methods() -> None:
 def methods_of_fsdp2() -> None:
     """What FSDP2's modules have besides: an error of one line says what to write."""
     plain, module = net(), on_ranks(net())
+    with pytest.raises(AttributeError, match=r"no attribute 'module': .* leave \.module out"):
+        module.module  # noqa: B018
     assert set(INSTEAD) <= set(dir(FSDPModule)) and not any(hasattr(module, name) for name in INSTEAD)
     with pytest.raises(AttributeError, match="no attribute 'unshard': read or change whole") as caught:
         module.unshard()

@@ -81,6 +81,17 @@ def test_a_wrapped_model_is_refused_by_name(make: Any, what: str) -> None:
         compiled(nn.Sequential(make(Net())))
 
 
+@pytest.mark.parametrize("export", [torch.export.export, torch.jit.trace], ids=["export", "trace"])
+def test_an_export_of_a_compiled_module_is_refused(export: Any) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = shardc.compile(Net(), shardc.mesh(device="cpu"), shardc.fsdp(), backend="eager")
+        with pytest.raises(InputError, match=r"exported or traced(.|\n)*full_state_dict"):
+            export(module, (X,))
+    finally:
+        dist.destroy_process_group()
+
+
 class WithLoss(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
