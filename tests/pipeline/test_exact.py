@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 import shardc
 from examples.models import gpt2, llama
@@ -106,6 +109,36 @@ def test_saved_values_of_backwards_in_two(on: str, schedule: str) -> None:
 @pytest.mark.parametrize("level", [1, 2])
 def test_tied_weights_at_each_level(level: int, schedule: str) -> None:
     agrees(tied(layers=2), DP_PP, shardc.fsdp("dp", level=level) | pp(schedule))
+
+
+class Outputs(torch.nn.Module):
+    """Tied weights in the first and the last stage; outputs of both behind constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 8)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> dict[str, Any]:
+        first = x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        logits = x @ self.embedding.weight.t()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        return {"name": "tied", "cached": [True, None], "loss": loss, "logits": logits, "rows": len(x), "first": first}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_outputs_beside_tied_weights(schedule: str) -> None:
+    model, tokens = Outputs(), torch.randint(11, (8, 3))
+    sim = shardc.Simulation(shardc.compile(model, PP2, pp(schedule), backend="eager"))
+    results, expected = sim(tokens), model(tokens)
+    assert list(results) == list(expected)
+    for name, value in expected.items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(results[name], value.detach(), rtol=1e-12, atol=1e-14)
+        else:
+            assert results[name] == value
 
 
 @pytest.mark.parametrize("layers, stages", [(3, 2), (5, 2), (5, 4), (7, 4)])

@@ -159,7 +159,8 @@ class Stages:
             _add_up(closing.graph, role.name, names)
         if not changed:
             return parts, graph, cut
-        body = part(graph, [(replace(role, index=at), x) for at, (role, x) in enumerate(results)], {})
+        numbered = [(replace(role, index=at) if role.kind == "grad" else role) for at, (role, _) in enumerate(results)]
+        body = part(graph, [(role, x) for role, (_, x) in zip(numbered, results, strict=True)], {})
         parts = replace(parts, body=LazyGraphModule(parts.body, body), closing=closing, reduce=reduce)
         return parts, body, _Assignment(body, self.stages, gathered)
 
