@@ -62,7 +62,7 @@ def lines(schedule: Prediction) -> list[str]:
     if schedule.tokens:
         rate = schedule.tokens_per_second
         of = f"{schedule.tokens:,} tokens a step on {ranks} rank{'s' * (ranks > 1)}"
-        out.append(("tokens/s", f"{rate:,.0f}, {rate / ranks:,.0f} a rank; {of}"))
+        out.append(("tokens/s", f"{rate:,.0f} in all, {rate / ranks:,.0f} a rank; {of}"))
     peak = hardware.peak(schedule.dtype)
     if schedule.useful_flops and peak:
         dtype = ir.DTYPE_NAMES.get(schedule.dtype, str(schedule.dtype))
