@@ -49,8 +49,11 @@ class Build:
     """Builds a program from a template and examples at global shapes.
 
     Args:
+        plan, mesh: the user's plan, and the mesh that programs are for.
         param_sizes: (parameter -> its shape and bytes per element, other name of a tied one -> its first name).
+        device: the device of parameters and inputs.
         loss: the loss function, which a program has if its call passes targets.
+        options: the options to compile with.
         groups: process groups of the mesh, to compile for; None for an abstract mesh or another backend.
         dynamic: the dims whose sizes change between calls.
         runs: whether programs run, rather than being for inspection only.
@@ -211,7 +214,10 @@ class Build:
 
         Args:
             template: returns the template; called if there is no program yet.
+            args, kwargs: inputs at global shapes.
+            with_loss: whether they include the loss's targets.
             call: the signature of the call.
+            deferred: the gradients that are left unreduced.
             holds: returns whether guards still hold: a capture would read the same values now.
         """
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))

@@ -64,6 +64,7 @@ class Joint:
 
     Args:
         bound: the plan, resolved for this model.
+        options: the options to compile with.
         captured: the captured model.
         pipeline: all passes; those before the cut have run.
         local: the joint graph at local shapes.
@@ -103,12 +104,17 @@ class Request:
     """A model, example inputs, and the settings that determine how they are compiled.
 
     Args:
+        model: the model.
+        mesh, plan: the mesh to compile for, and the plan.
         params: the plan, resolved per parameter.
         args, kwargs: example inputs at global shapes.
+        device: the device to compile for.
+        loss: the loss function, if the call passes its targets; else None.
+        options: the options to compile with.
         deferred: parameters whose gradients stay unreduced and are summed on each rank; see `Program.reduction`.
         keep_stages: copy the graph after each stage, for inspection.
         pins: layouts of activations by the plan; by default resolved against the model's modules.
-        saves: where what backward reads of modules lies; by default resolved too.
+        saves: the policies by which activations are saved for backward; by default resolved too.
         traced_in: dtypes of the model's modules; by default those of the plan.
         pp: the stages of the plan's pipeline; None without one.
     """

@@ -209,7 +209,7 @@ class _OnShards(torch.optim.Optimizer):
             self.param_groups, self.state = groups, state
             for mine in self._shards:
                 for shard in mine:
-                    shard.leave()
+                    shard.end_step()
         for mine in self._shards:
             for shard in mine:
                 shard.write(self._local.get(shard.data), state)

@@ -86,8 +86,9 @@ class PipelineCut(MicrobatchCut):
 
     @cached_property
     def _backwards(self) -> list[list[str]]:
-        """The phases of the backwards of each stage, in the order of the schedule; of a backward in two, the second
-        gives terms.
+        """For each stage, the phases of its backwards in the order of the schedule.
+
+        Of a backward in two parts (zero bubble), the second computes the terms of parameters' gradients.
         """
         lists = self.stages.order(self.bound.mesh.microbatches).lists
         out: list[list[str]] = [[] for _ in range(self.stages.count)]

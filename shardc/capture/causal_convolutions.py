@@ -78,7 +78,7 @@ def _number(x: object) -> int | None:
 
 
 def _cuts(node: fx.Node, dim: int, length: Any) -> list[tuple[fx.Node, int]] | None:
-    """Return (slice, dim) of all that reads ``node``, each of which cuts ``dim`` to its first ``length`` elements; None
+    """Return (user, dim) of all users of ``node`` if each slices ``dim`` to its first ``length`` elements; None
     if something else reads it.
     """
     out: list[tuple[fx.Node, int]] = []

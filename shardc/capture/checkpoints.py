@@ -60,7 +60,7 @@ def _call_with_function(
 
 
 def _plain(context_fn: NestedUserFunctionVariable | UserMethodVariable) -> FunctionType:
-    """Returns a plain function that does what the traced ``context_fn`` does; Unsupported if it closes over values."""
+    """Returns the plain function of the traced ``context_fn``; raises Unsupported if it closes over values."""
     if isinstance(context_fn, UserMethodVariable) and hasattr(context_fn.obj, "value"):
         method = MethodType(context_fn.fn, context_fn.obj.value)
         return cast(FunctionType, lambda: method())

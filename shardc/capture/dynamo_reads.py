@@ -287,7 +287,7 @@ def _expression(text: str, imported: Mapping[str, str], scope: Mapping[str, Any]
 
 
 def _foreign_tensor_error(text: str, value: Tensor, guard: Guard) -> CaptureError:
-    """Return the error for a read, ``text``, of a tensor that needs a gradient and is no parameter of the model."""
+    """Return the error for a read, ``text``, of a tensor that needs a gradient and is not a parameter of the model."""
     of_loss = text.startswith("loss")
     return CaptureError(
         f"{'the loss' if of_loss else 'forward'} reads {text}, a tensor of shape {list(value.shape)} that needs a "

@@ -83,7 +83,7 @@ def attention(
 
 
 def _are_plain(operands: Sequence[Any]) -> bool:
-    """Return whether all are tensors of sizes that are numbers, on one device."""
+    """Return whether all operands are tensors of static sizes, on one device."""
     tensors = [x for x in operands if isinstance(x, Tensor) and all(type(size) is int for size in x.shape)]
     return len(tensors) == len(operands) and len({x.device for x in tensors}) == 1
 
@@ -92,10 +92,10 @@ def functions_of(
     query: Tensor, score_mod: Callable[..., Tensor], of_score: Sequence[Tensor], mask_mod: Callable[..., Tensor],
     of_mask: Sequence[Tensor],
 ) -> str | None:  # fmt: skip
-    """Return the name of the functions, registered as graphs of tensors that broadcast; None if they are no such.
+    """Register score and mask functions as graphs of tensors that broadcast; return their name, None if that fails.
 
     Args:
-        query: of which batch, heads, dtype and device count.
+        query: a tensor with the batch, heads, dtype and device of the call.
         score_mod, mask_mod: functions of numbers, and of the captured tensors ``of_score`` and ``of_mask``.
     """
     score = torch.promote_types(query.dtype, torch.float32)
@@ -123,7 +123,7 @@ def _traced(
 
 
 class _Broadcast:
-    """A function's graph of numbers, written as one of tensors that broadcast.
+    """Rewrites the graph of a function of scalars as a graph of tensors that broadcast over the scores.
 
     Attributes:
         graph: the result; None if an op is neither pointwise nor a lookup.
@@ -200,8 +200,9 @@ class _Broadcast:
         return self.new.call_function(aten.view.default, (self.env[node], [1, 1, 1, 1]))
 
     def _index(self, table: fx.Node, dim: int, index: fx.Node) -> fx.Node:
-        """Return the index of a lookup; if all lookups of a captured tensor index ``dim`` by batch or head, that here:
-        the tensor is split there as the operands are.
+        """Return the index for ``dim`` of a lookup: ``index``, or the batch or head counted on this rank.
+
+        The latter if all lookups of a captured tensor index ``dim`` by the batch or head, which then may split it.
         """
         for place, local_place, size in zip(self.places, self.here, self.sizes, strict=False):
             by_place = index is place and table in self.captured and table.meta["val"].shape[dim] == size

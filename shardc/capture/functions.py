@@ -167,7 +167,7 @@ def _hoist(outer: fx.Graph, scan: fx.Node, step: fx.Graph, operands: list[fx.Nod
             user.args = (scan, remaining.index(user.args[1]))
             continue
         with outer.inserting_before(scan):
-            value = _outside(outer, scan, results[user.args[1]], env)
+            value = _copy_to_outer(outer, scan, results[user.args[1]], env)
             shape = [steps, *value.meta["val"].shape]
             every = _call(outer, scan, aten.expand.default, _call(outer, scan, aten.unsqueeze.default, value, 0), shape)
         user.replace_all_uses_with(every)
@@ -179,7 +179,7 @@ def _hoist(outer: fx.Graph, scan: fx.Node, step: fx.Graph, operands: list[fx.Nod
 
 
 def _repeated(node: fx.Node) -> fx.Node | None:
-    """Return what ``node`` repeats along dim 0, also backwards, if it does."""
+    """Return the node that ``node`` repeats along dim 0, maybe flipped; None if it does not repeat one."""
     while node.target is aten.flip.default and node.args[1] == [0]:
         (node, _) = node.args
     source: Any = node.args[0] if node.target is aten.expand.default else None
@@ -188,10 +188,10 @@ def _repeated(node: fx.Node) -> fx.Node | None:
     return source.args[0] if node.meta["val"].shape[1:] == source.meta["val"].shape[1:] else None
 
 
-def _outside(outer: fx.Graph, scan: fx.Node, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Return a copy of ``node``, of a step, and of what it is computed from, in ``outer``."""
+def _copy_to_outer(outer: fx.Graph, scan: fx.Node, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Copy ``node`` of a step, and the nodes that it is computed from, into ``outer``; return the copy."""
     if env[node] is node:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: _outside(outer, scan, x, env))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: _copy_to_outer(outer, scan, x, env))
         env[node] = _call(outer, scan, node.target, *args, **kwargs)
     return env[node]
 

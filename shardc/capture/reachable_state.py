@@ -39,7 +39,7 @@ class _Container:
     kind: str
 
     def changes(self) -> Iterator[tuple[str, object]]:
-        """Yields (expression, new value) of what has changed."""
+        """Yields (expression, new value) of each entry that has changed."""
         if not isinstance(self.value, dict):
             now, before = list(self.value), list(self.before)
             if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
@@ -108,7 +108,7 @@ class ReachableState:
                 self._add(expression, value)
 
     def changes(self) -> Iterator[tuple[str, str, object]]:
-        """Yields (expression, that of the changed object, new value) of what has changed since it was added."""
+        """Yields (expression, that of the changed object, new value) of each change since the objects were added."""
         for container in self._containers:
             for expression, value in container.changes():
                 yield expression, container.expression, value

@@ -194,7 +194,7 @@ def other_layers(root: nn.Module) -> Iterator[None]:
 
 
 def _other_forward(module: nn.Module) -> Callable[..., PyTree] | None:
-    """Return the forward that replaces that of ``module``; None if its own can be traced."""
+    """Return the function that replaces ``module.forward`` in a trace; None if the module's own can be traced."""
     if type(module).forward is nn.AdaptiveLogSoftmaxWithLoss.forward:
         return _adaptive_log_softmax
     if not isinstance(module, _BatchNorm):

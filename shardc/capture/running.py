@@ -126,7 +126,7 @@ class Run:
         fx_traceback.current_meta["nn_module_stack"] = {path: (path, nn.Module)}
 
     def _region(self, *_: object, **__: object) -> Iterator[None]:
-        """Marks what runs between two steps of this iterator: it runs again in backward."""
+        """Marks the code that runs between two steps of this iterator as a checkpoint region."""
         meta = fx_traceback.current_meta
         before = {key: meta[key] for key in ("recompute", "ac_graph_id") if key in meta}
         meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": next(self._regions), **before}
@@ -211,7 +211,7 @@ class Run:
                 raise Unsupported(f"a state, {called.__name__}")
 
     def _refuse_acts(self, named: dict[str, Tensor], needed: dict[str, bool]) -> None:
-        """Raises Unsupported for what forward did with parameters and inputs, and a program does not."""
+        """Raises Unsupported if forward did something with parameters or inputs that a program does not repeat."""
         for name, x in named.items():
             if x.requires_grad != needed[name]:
                 raise Unsupported("Unsupported Tensor.requires_grad_() call")

@@ -148,7 +148,7 @@ class _Order:
 
 
 def _key(node: fx.Node) -> object:
-    """Return what is the same for calls of one place in different segments."""
+    """Return a key that is equal for calls at the same place of different segments."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: None)
     if node.target is operator.setitem:
         args = ()
@@ -504,7 +504,7 @@ class _At:
         self.call(operator.setitem, series.source, WHOLE, x)
 
     def collected(self, collector: fx.Node, every: fx.Node) -> fx.Node:
-        """Return what ``collector`` returns, of all values along dim 0."""
+        """Return the result of ``collector`` (a stack or concatenation), given all values along dim 0."""
         dim = arguments(collector, "tensors", "dim").get("dim", 0)
         joins = collector.target in _JOINS
         dim %= value_of(every).ndim - joins

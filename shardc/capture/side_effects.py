@@ -117,9 +117,7 @@ class Change:
 
 
 def _traced(variable: VariableTracker) -> VariableTracker:
-    """Return the Dynamo variable that a lazy ``variable`` stands for; a lazy one that the trace did not use is returned
-    as it is.
-    """
+    """Return the Dynamo variable that a lazy ``variable`` stands for; itself if it is not lazy or was not used."""
     return variable.realize() if getattr(variable, "is_realized", bool)() is not False else variable
 
 

@@ -14,7 +14,7 @@ from shardc.capture.slices import value_of
 
 
 def memory_of(node: fx.Node) -> Any:
-    """Return what identifies the memory of a tensor, which views of it share; None for other values."""
+    """Return an id of a tensor's memory, equal for its views; None for other values."""
     value = value_of(node)
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 

@@ -207,7 +207,11 @@ def _cut_at_edges(src: Layout, dst: Layout, src_cuts: dict[str, set[int]], dst_c
 
 
 def _edges(layout: Layout, cuts: dict[str, set[int]]) -> list[set[int]]:
-    """Return, for each dim, the strides at which a place begins or ends once the axes are cut at ``cuts``."""
+    """Return, for each dim, the strides at which a `Place` of ``layout`` begins or ends.
+
+    Args:
+        cuts: axis -> the prefix products at which it is cut into parts.
+    """
     out: list[set[int]] = [set() for _ in layout.dims]
     for place in located(layout, cuts).values():
         if isinstance(place, Place):

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from shardc.cost.model import Pricing
 from shardc.custom_ops.attention_ops import CALL
 from shardc.custom_ops.flex_ops import FLEX
-from shardc.custom_ops.float8_ops import QUANTISE, moved
+from shardc.custom_ops.float8_ops import QUANTISE, data_operands
 from shardc.ir import comm, comm_volume, executable
 from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, MemoryPlan
@@ -393,7 +393,7 @@ def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.N
             continue
         if node.op != "call_function":
             continue
-        reads = [read for read in moved(node) if not is_coordinate(read)]
+        reads = [read for read in data_operands(node) if not is_coordinate(read)]
         if not reads or any(read not in alone for read in reads):
             continue
         kind = kind_of(node)

@@ -36,6 +36,9 @@ def call(
         key, value: [b, g, k, e] and [b, g, k, f]; h is a multiple of g.
         bias: added to the scores: [b, h, q, k], or broadcastable to it.
         causal: query i attends to keys 0 to i.
+        scale: factor of the scores.
+        keys: number of keys before the padding.
+        axis, method, around: not used by the kernel; the op's rule reads them (see ``_HOW``).
         later: bool []: if true, query i attends to keys 0 to i - 1 only.
 
     Returns:

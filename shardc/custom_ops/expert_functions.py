@@ -86,7 +86,7 @@ class Body:
 
     @cached_property
     def grouped_backward(self) -> Callable[..., Sequence[Tensor | None]] | None:
-        """Return ``backward`` as a function for the rows of all experts; None if it is None or cannot be rewritten."""
+        """Return ``backward`` as a function for all experts' rows; None if there is none, or it cannot be rewritten."""
         return None if self.backward is None else grouped(self.backward, 2)
 
     def to_json(self) -> dict[str, object]:

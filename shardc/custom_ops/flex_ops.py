@@ -125,8 +125,10 @@ def flex(
         key, value: [b, g, k, e] and [b, g, k, f]; h is a multiple of g.
         captured: tensors that the score function reads, then those that the mask function reads.
         body: name of the functions.
-        rows, columns, batches, heads: int64 [q], [k], [b], [h]: global positions. A key at ``keys`` or behind is
-            filling, which no query sees.
+        scale: factor of the scores, before the score function.
+        keys: number of keys without padding: no query sees a key at this global position or behind.
+        axis, method, around: not used by the kernel; the op's rule reads them, as those of ``shardc_attention``.
+        rows, columns, batches, heads: int64 [q], [k], [b], [h]: global positions; None for 0, 1, 2, ...
 
     Returns:
         output [b, h, q, f], and log-sum-exp of each query's scores [b, h, q]: -inf for a query that sees no key.

@@ -119,13 +119,13 @@ MM = torch.ops.shardc_float8.mm.default
 WRITTEN_OUT = {QUANTISE: quantise, MM: multiply}  # in torch's ops, which Inductor fuses
 
 
-def moved(node: fx.Node) -> list[fx.Node]:
-    """Return the operands of a node of a graph, without the maximum by which it scales."""
+def data_operands(node: fx.Node) -> list[fx.Node]:
+    """Return the operands of ``node``; those of a quantisation without the maximum by which it scales."""
     return node.all_input_nodes[:1] if node.target is QUANTISE else node.all_input_nodes
 
 
 def is_scale(node: fx.Node) -> bool:
-    """Return whether all that reads a node of a graph scales by it, behind views and maxima over ranks."""
+    """Return whether ``node`` is only used as a scale, directly or behind views and maxima over ranks."""
     return bool(node.users) and all(
         (user.target is QUANTISE and node is not user.args[0])
         or (user.target is MM and node not in user.args[:2])

@@ -113,7 +113,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Like ``Accelerator.no_sync``; gradients of pipeline stages, which cannot be held back, are reduced."""
+        """As ``Accelerator.no_sync``, except for a model in pipeline stages, whose gradients are always reduced."""
         staged = isinstance(model, ShardedModule) and model.shardc.spec.stages
         with nullcontext() if staged else super().no_sync(model):
             yield

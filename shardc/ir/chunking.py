@@ -202,8 +202,8 @@ class ChunkRewriter:
         self.pieces: dict[fx.Node, list[fx.Node]] = {}
         self.joined: dict[fx.Node, fx.Node] = {}
         self.parts: dict[tuple[fx.Node, ChunkSpec, int], fx.Node] = {}
-        self.stretch: dict[fx.Node, ChunkSpec] = {}  # nodes to be chunked whose chunks are not inserted yet
-        self.late: dict[fx.Node, None] = {}  # other nodes that read these
+        self.pending: dict[fx.Node, ChunkSpec] = {}  # nodes of ``cuts`` whose chunks are not inserted yet
+        self.deferred: dict[fx.Node, None] = {}  # nodes outside of ``cuts`` that depend on these
         self.phase = ""  # phase of the nodes being inserted
 
     def run(self) -> None:
@@ -212,33 +212,33 @@ class ChunkRewriter:
             if node in self.cuts:
                 need = operands(node, self.cuts[node])
                 assert need is not None
-                behind = [x for x in read if x in self.late]
-                behind += [x for x in read if x in self.stretch and (node.target is WAIT or need[x] != self.cuts[x])]
+                behind = [x for x in read if x in self.deferred]
+                behind += [x for x in read if x in self.pending and (node.target is WAIT or need[x] != self.cuts[x])]
                 if behind:
-                    self._make(node)
-                self.stretch[node] = self.cuts[node]
+                    self._insert_pending(node)
+                self.pending[node] = self.cuts[node]
             elif node.op == "output":
-                self._make(node)
+                self._insert_pending(node)
                 self._take_joined(node, node)
-            elif any(x in self.stretch or x in self.late for x in read):
-                self.late[node] = None
+            elif any(x in self.pending or x in self.deferred for x in read):
+                self.deferred[node] = None
             elif any(x in self.cuts for x in read):
                 self._take_joined(node, node)
         for node in reversed(list(self.cuts)):
             self.graph.erase_node(node)
 
-    def _make(self, before: fx.Node) -> None:
-        """Insert all chunks of the nodes in ``stretch``, one chunk after another, and then the nodes in ``late``, which
-        read them.
+    def _insert_pending(self, before: fx.Node) -> None:
+        """Insert the chunks of the nodes in ``pending``, all nodes of a chunk before the next, and move the nodes in
+        ``deferred`` behind these.
         """
         for number in range(self.count):
-            for node in self.stretch:
+            for node in self.pending:
                 self.pieces.setdefault(node, []).append(self._piece(node, number, before))
-        self.stretch.clear()
-        for node in self.late:
+        self.pending.clear()
+        for node in self.deferred:
             self._take_joined(node, before)
             before.prepend(node)
-        self.late.clear()
+        self.deferred.clear()
 
     def _take_joined(self, node: fx.Node, before: fx.Node) -> None:
         self.phase = info(node).origin.phase if node.op == "call_function" else ""

@@ -55,7 +55,7 @@ class _Player:
         self.places: dict[Action, tuple[int, int]] = {}
 
     def play(self) -> None:
-        """Run all checks. What one proves, those after it assume."""
+        """Run all checks. Each assumes what those before it have proved."""
         self._each_action_once()
         self._each_microbatch_whole()
         self._each_message_two_ends()
@@ -64,7 +64,7 @@ class _Player:
         self._no_deadlock()
 
     def _each_action_once(self) -> None:
-        """Fill in ``places``; an action is its rank's, and is there once."""
+        """Check that each action is in the list of its own rank and nowhere else; fill in ``places``."""
         schedule = self.schedule
         for rank, actions in enumerate(schedule.lists):
             for at, action in enumerate(actions):
@@ -87,7 +87,7 @@ class _Player:
                 self.places[action] = place
 
     def _each_microbatch_whole(self) -> None:
-        """Each stage has the forward and the whole backward of each microbatch."""
+        """Check that each stage has the forward and the complete backward of each microbatch."""
         schedule = self.schedule
         wholes = ("F B", "F I W") if schedule.trains else ("F",)
         for stage, rank in enumerate(schedule.rank_of):
@@ -101,7 +101,7 @@ class _Player:
                     )
 
     def _each_message_two_ends(self) -> None:
-        """Each send has a receive, and each receive a send."""
+        """Check that each send has a receive, and each receive a send."""
         for action, (rank, at) in self.places.items():
             if action.kind in OTHER_END and action.other_end not in self.places:
                 peer = self.schedule.rank_of[action.other_end.stage]
@@ -110,7 +110,7 @@ class _Player:
                 self._fail(text, (rank, at))
 
     def _reads_are_there(self) -> None:
-        """Each computation and send has its operands: they are computed or received before it on the same rank."""
+        """Check that operands of computations and sends are computed or received before, on the same rank."""
         for action, (rank, at) in self.places.items():
             for needed in reads(action, self.schedule.rank_of):
                 if needed not in self.places and needed.kind == Kind.BACKWARD:
@@ -123,7 +123,7 @@ class _Player:
                     self._fail(f"{text}, before {needed} at position {place[1]}{self._peer(needed)}", (rank, at), place)
 
     def _messages_in_order(self) -> None:
-        """Messages from one rank to another are received in the order in which they are sent."""
+        """Check that messages from one rank to another are received in the order in which they are sent."""
         sent: dict[tuple[int, int], list[Action]] = {}
         received: dict[tuple[int, int], list[Action]] = {}
         for action, (rank, _) in self.places.items():  # in the order of each rank's list
@@ -142,7 +142,7 @@ class _Player:
                     self._fail(text, received_at, sent_at)
 
     def _no_deadlock(self) -> None:
-        """No ranks wait for each other."""
+        """Check that no ranks wait for each other in a cycle."""
         reached = [0] * self.schedule.ranks
 
         def runs(rank: int, at: int, action: Action) -> bool:

@@ -103,7 +103,7 @@ def returned(graph: fx.Graph, memories: Sequence[Memory], owners: Mapping[int, s
                 x.op == "placeholder" and memory in owners,
                 next((of_node[y] for y in above if y in of_node and memory_of[of_node[y]] == memory), None),
                 memory_at[index].view or bool(above) and x.target is not torch.ops.aten.detach.default,
-                memory_at[index].fixed or _is_part(chains[index]),
+                memory_at[index].fixed or _has_siblings(chains[index]),
                 memory in owners
                 or any(memory_of[at] == memory and not _disjoint(chains[index], chains[at]) for at in others),
                 tuple(at for at, memories_read in read.items() if _memory(x) in memories_read),
@@ -114,9 +114,7 @@ def returned(graph: fx.Graph, memories: Sequence[Memory], owners: Mapping[int, s
 
 
 def _made_of(outputs: Sequence[tuple[int, fx.node.Argument]]) -> dict[int, set[fx.Node]]:
-    """Return index of an output -> the nodes that gradients from it flow through: those that it is computed from, up to
-    a detach.
-    """
+    """Return index of an output -> the nodes through which its gradient flows: its ancestors up to a detach."""
     out: dict[int, set[fx.Node]] = {}
     for index, x in outputs:
         work, seen = [x] if isinstance(x, fx.Node) else [], set()
@@ -153,8 +151,8 @@ def _stays_view(node: fx.Node) -> bool:
     return not isinstance(op, torch._ops.OpOverload) or op.is_view
 
 
-def _is_part(nodes: Sequence[fx.Node]) -> bool:
-    """Return whether a view is one of several results of an op.
+def _has_siblings(nodes: Sequence[fx.Node]) -> bool:
+    """Return whether a view, or a tensor that it is a view of, is one of several views that one op returns (``split``).
 
     Args:
         nodes: the view and the tensors that it is a view of, the owner of the memory last.
@@ -163,7 +161,7 @@ def _is_part(nodes: Sequence[fx.Node]) -> bool:
 
 
 def _disjoint(nodes: Sequence[fx.Node], others: Sequence[fx.Node]) -> bool:
-    """Return whether two views are of different results of one op; ``nodes`` and ``others`` are as in `_is_part`."""
+    """Return whether two views are of different results of one op. ``nodes``, ``others``: as in `_has_siblings`."""
     parts = [{x.args[0]: x.args[1] for x in chain[:-1] if x.target is getitem} for chain in (nodes, others)]
     return any(parts[1].get(op, at) != at for op, at in parts[0].items())
 

@@ -33,12 +33,19 @@ from shardc.validate import Range, near, typed
 
 @dataclass(frozen=True)
 class _Order:
-    """An order of computations: the name of torch's class, and what it asks for."""
+    """A named order of computations, and the numbers of stages and microbatches for which it exists.
 
-    torch: str | None  # None: `_one_forward_one_backward`
-    stages_per_rank: int | None  # None: any number, 2 by default
-    rounds: bool = False  # the number of rounds must divide the microbatches
-    fills: bool = False  # there must be as many microbatches as stages
+    Args:
+        torch: name of the schedule in torch, such as "ZBVZeroBubble"; None: `_one_forward_one_backward`.
+        stages_per_rank: the number that it needs; None: any number, 2 by default.
+        rounds: whether the number of rounds must divide the microbatches.
+        fills: whether there must be as many microbatches as stages.
+    """
+
+    torch: str | None
+    stages_per_rank: int | None
+    rounds: bool = False
+    fills: bool = False
 
 
 ORDERS = {
@@ -144,7 +151,7 @@ def _one_forward_one_backward(ranks: int, microbatches: int, rank: int) -> list[
 
 
 def _with_transfers(computed: Sequence[Sequence[Action]], rank_of: Sequence[int]) -> tuple[tuple[Action, ...], ...]:
-    """Return lists of computations with sends and receives.
+    """Return the lists ``computed`` with sends and receives inserted.
 
     A send stands right behind what computes the message. A receive stands right before the first computation that needs
     its message or a later one of the same peer, so it waits only where that computation would.

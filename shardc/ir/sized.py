@@ -120,8 +120,8 @@ class SizedGraph:
         base: the graph at some sizes.
         numbers: position of a node -> its `Numbers`, for nodes that depend on sizes.
         layouts: for each output's role, the (radix, axis) pairs of each dim of its layout; None without a layout.
-        scale: name of a size -> (a, b): it is ``a u + b``, and in u all polynomials have integer coefficients.
-        compiled: (guard, code) pairs of the graph; the guard takes the u of each size.
+        scale: name of a size -> (a, b): the size is ``a u + b``. In the units u, coefficients are integers.
+        compiled: (guard, code) pairs of the graph; the guard takes the unit of each size.
     """
 
     base: fx.GraphModule
@@ -131,7 +131,7 @@ class SizedGraph:
     compiled: list[tuple[Callable[[Mapping[str, int]], bool], Any]] = field(default_factory=list)
 
     def units(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return name of a size -> u, where the size is ``a u + b`` (see `shardc.dynamic.generalize.moduli`)."""
+        """Return name of a size -> its unit u, for which it is ``a u + b`` (see `shardc.dynamic.generalize.moduli`)."""
         return {name: (sizes[name] - b) // a for name, (a, b) in self.scale.items()}
 
     def at(self, sizes: Mapping[str, int]) -> fx.GraphModule:
@@ -156,8 +156,9 @@ class SizedGraph:
         return gm
 
     def symbolic(self, like: fx.GraphModule) -> fx.GraphModule:
-        """Return the graph that is compiled for all sizes: its first placeholders are the u of each size; no
-        ``meta["val"]``.
+        """Return the graph that is compiled for all sizes, without ``meta["val"]``.
+
+        Its first placeholders are the units of the sizes (`units`), from which it computes all numbers.
 
         Args:
             like: a graph from `at`; strings, such as names of groups, are taken from it.
@@ -184,7 +185,7 @@ class SizedGraph:
         return fx.GraphModule(self.base, graph)
 
     def inputs(self, units: Mapping[str, Any]) -> list[Any]:
-        """Return example arguments of `symbolic`, for SymInts u by name of the size; requires an active fake mode."""
+        """Return example arguments of `symbolic`, given each size's unit as a SymInt, under an active fake mode."""
 
         def number(x: Any) -> Any:
             if not isinstance(x, Polynomial):
@@ -276,7 +277,7 @@ def _value(
 
 
 def numbers_at(sizes: Mapping[str, int]) -> Callable[[Any], Any]:
-    """Return a function that maps a polynomial to its value at ``sizes``, a quotient to a float, and others to itself.
+    """Return a function that maps a polynomial to its value at ``sizes``, a quotient to a float, others to themselves.
 
     The values of the polynomials must be integers.
     """
@@ -293,7 +294,11 @@ def numbers_at(sizes: Mapping[str, int]) -> Callable[[Any], Any]:
 
 
 def roles_at(roles: Sequence[Role], layouts: Sequence[Any], number: Callable[[Any], Any]) -> tuple[Role, ...]:
-    """Return ``roles`` with layouts whose dims are ``layouts`` (see `SizedGraph`), each number mapped by ``number``."""
+    """Return ``roles`` with the layouts that ``layouts`` (of a `SizedGraph`) describes, at the sizes of ``number``.
+
+    Args:
+        number: maps a polynomial to its value (`numbers_at`).
+    """
     out = []
     for role, dims in zip(roles, layouts, strict=True):
         if dims is not None:

@@ -287,6 +287,7 @@ class Half:
         placeholders: (name in the graph, type or value).
         constants: the large constants, in the order of their bytes.
         reads: for a backward, (placeholder, kind, name) of each forward input that it reads (`shardc.ir.graph.READS`).
+        memory: the plan of the arena for results of collectives.
     """
 
     placeholders: tuple[tuple[str, TensorType | Fixed], ...]
@@ -300,14 +301,18 @@ class Record:
     """A saved program without its graphs.
 
     Args:
+        shardc_program: version of the format.
+        torch: version of torch.
+        key, guards: the cache key of the program, and the values that its capture read.
         inputs: (name, layout as text) of each tensor input; with the axis of time where microbatches split it.
         levels, causes: parameter -> its FSDP level, and the plan entry that set its compute layout.
         output_spec: the JSON of `spec_to_json`.
+        returned: how each output aliases other tensors.
         experts: name -> JSON of an expert function that the graphs call.
         functions: name -> JSON of a function of ``cond``, ``scan`` or ``while_loop``, behind those that it calls.
         halves: name of each graph -> its `Half`.
         files: name of each other file -> its sha256.
-        timed: what it says of microbatches; None without.
+        timed: the attributes of a program with microbatches; None for another.
     """
 
     shardc_program: int

@@ -52,6 +52,7 @@ class Stored(Precompiled):
     """A program that an earlier run or another rank compiled.
 
     Args:
+        folder, record: the folder of the program, and the record in it.
         fresh: compiles the program again, for graphs that were not saved.
     """
 

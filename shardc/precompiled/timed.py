@@ -48,7 +48,9 @@ OF_STAGE = (
 
 @dataclass(frozen=True)
 class Timed:
-    """The attributes of an `Executable` with microbatches that its plan and graphs do not say.
+    """The attributes of an `Executable` with microbatches that do not follow from its plan and graphs.
+
+    Fields without a description are the attributes of that name.
 
     Args:
         outputs: (index, layout as text, with the axis of time) of each output that is split over the microbatches.
@@ -66,7 +68,7 @@ class Timed:
 
     @classmethod
     def of(cls, program: Executable) -> Timed | None:
-        """Return what a record says of ``program``; None if it has no microbatches."""
+        """Return the `Timed` of ``program``; None if it has no microbatches."""
         if program.microbatches == 1:
             return None
         reduce: Mapping[str, str] = dict(program.reduce)

@@ -66,10 +66,13 @@ class Advice:
 
 @dataclass(frozen=True)
 class Try:
-    """A change to try: the rules that it answers, its line, and a function that compiles the program with it.
+    """A change to try.
 
     Args:
         kind: of the tries of one kind, only the best is advised.
+        rules: the lint rules whose findings the change may mend.
+        line: the change as a line of code.
+        program: compiles the program with the change.
     """
 
     kind: str

@@ -24,7 +24,11 @@ FindRule = Callable[[object], Rule | None]
 
 
 def rules(find_rule: FindRule, spec_of: SpecOf) -> list[Rule]:
-    """Return the rules; the ops in functions have those of ``find_rule`` and ``spec_of``."""
+    """Return the rules of ops that run functions.
+
+    Args:
+        find_rule, spec_of: give the rules and specs of the ops in the functions.
+    """
     text = "as the ops in its functions"
 
     def localize(local: Local) -> Emitted:

@@ -190,7 +190,7 @@ def sized(argument: str = "size") -> Localize:
 
 
 def rules_for(ops: str, spec: SpecOf, text: str, localize: Localize = Local.same) -> list[Rule]:
-    """Return one `Rule` for each of ``ops``, names of aten ops separated by spaces; they differ in the op only."""
+    """Return a list of equal rules, one for each aten op in ``ops``, whose names are separated by spaces."""
     return [Rule(f"aten.{op}", spec, text, localize) for op in ops.split()]
 
 

@@ -55,8 +55,9 @@ class Pieces:
         return zero_unless(self.local, self._along(inside, self.size), x)
 
     def from_rank(self, x: Emitted, begin: int, end: int, away: int) -> Emitted | None:
-        """Return elements ``begin`` to ``end`` of the piece of the rank ``away`` places later, zero if there is none;
-        None if no rank has any.
+        """Return elements ``begin`` to ``end`` of the piece ``away`` places behind this rank's; zeros if it has none.
+
+        Returns None if no rank receives an element.
         """
         if begin >= end or abs(away) >= self.ranks:
             return None
@@ -92,7 +93,7 @@ class Pieces:
         return self._padded(x, before - reach[0], after - reach[1])
 
     def moved(self, x: Emitted, by: int) -> Emitted:
-        """Return the elements that the ones ``by`` places earlier have, zero where there are none."""
+        """Return ``x`` shifted by ``by`` places towards the end of the whole dim; zeros come in."""
         if by < 0:
             x = self.without_filling(x)
         away, begin = divmod(-by, self.size)

@@ -122,6 +122,9 @@ class Border:
         """Fills in the views, which are None in ``outputs``, drops the base tensors, and gives outputs gradient hooks.
 
         Args:
+            half: the forward that has run.
+            outputs: its outputs and base tensors (`split_results`), changed in place.
+            feed: the arguments of the forward.
             node: autograd node of the step, which keeps the hooks to check; None without gradients.
         """
         views = self._views[half]

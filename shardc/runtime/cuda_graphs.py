@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """Records functions of tensors that stay in place, and repeats what they did.
+    """Records functions of tensors at fixed addresses, and repeats them.
 
     Attributes:
         capturable: whether optimizers must keep their counts of steps on the device.
@@ -86,7 +86,7 @@ def host_read(program: Executable) -> tuple[fx.Node, str] | None:
 
 
 def _reads(node: fx.Node) -> str:
-    """Returns what the host does for an op, if it waits for it; else ""."""
+    """Returns, as text, what the host does with the result of an op that it waits for; "" if it does not wait."""
     if node.target in MOVES:
         return "the host waits for its copies"
     if node.target is SEND_ROWS:
@@ -115,6 +115,6 @@ def hooked(parameters: Mapping[str, Tensor]) -> str | None:
 
 
 def address(x: Tensor) -> tuple[int, torch.dtype]:
-    """Returns where a tensor lies, or its shard of a DTensor, and its dtype."""
+    """Returns (address, dtype) of a tensor, or of the local tensor of a DTensor."""
     local: Tensor = getattr(x, "_local_tensor", x)
     return local.data_ptr(), local.dtype

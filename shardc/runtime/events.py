@@ -278,7 +278,7 @@ def lost(error: RuntimeError, rank: str, ranks: Sequence[int], fix: str) -> Coll
 
 
 def look_at(first: Sequence[str]) -> str:
-    """Returns what to do if a wait for other ranks failed.
+    """Returns the ``fix`` of an error about a wait for other ranks: which ranks to look at.
 
     Args:
         first: the ranks to look at first, as text.
@@ -288,7 +288,7 @@ def look_at(first: Sequence[str]) -> str:
 
 
 def look_at_store(rank: str) -> str:
-    """Returns what to do if the store is gone.
+    """Returns the ``fix`` of an error about a store that does not answer.
 
     Args:
         rank: rank 0, which keeps it if no launcher does, as text.

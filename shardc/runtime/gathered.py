@@ -136,7 +136,13 @@ def box_indices(tensor: DTensor) -> list[torch.Tensor]:
 def indices_at(
     shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Returns `box_indices` of the rank at ``coordinate`` of a mesh of ``sizes``, of a tensor of ``shape``."""
+    """Returns, per dim, the global indices of the shard of one rank, as `box_indices` does for this rank.
+
+    Args:
+        shape, placements: of the tensor.
+        sizes: of the mesh's dims.
+        coordinate: of the rank.
+    """
     indices = [torch.arange(size) for size in shape]
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Owned):

@@ -169,7 +169,7 @@ class GraphedStep:
         torch.autograd.graph.increment_version([*dict.fromkeys((*params, *snapshot.buffers.values()))])
 
     def _prepare(self) -> None:
-        """Sets what the optimizer needs to be recorded, also after it has loaded a state."""
+        """Sets options and state of the optimizer so that its steps can be recorded, also after it has loaded one."""
         if not self._recorder.capturable:
             return
         self._optimizer.defaults["capturable"] = True
@@ -279,7 +279,7 @@ def _instead(why: str) -> str:
 
 
 def recorder_of(module: ShardedModule, optimizer: torch.optim.Optimizer) -> Recorder:
-    """Returns what records the steps of a module.
+    """Returns the `Recorder` for the steps of a module.
 
     Raises:
         InputError: they cannot be recorded: by the device, a dynamic size, the optimizer, or what the host keeps.

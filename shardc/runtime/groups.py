@@ -319,7 +319,7 @@ _known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Groups]] =
 
 
 def _prefix(tag: int) -> str:
-    """Returns what names of groups begin with on the mesh number ``tag``."""
+    """Returns the prefix of the names of groups on the mesh with number ``tag``."""
     return GROUP_PREFIX if tag == 0 else GROUP_PREFIX.replace(":", f".{tag}:")
 
 

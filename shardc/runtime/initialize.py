@@ -115,7 +115,7 @@ def shardwise(
 
 
 def _stand_in(tensor: torch.Tensor, shard: InitShard) -> torch.Tensor:
-    """Returns the `Virtual` for ``tensor``, a parameter if ``tensor`` is one."""
+    """Returns the `Virtual` that replaces ``tensor``; it is a parameter if ``tensor`` is."""
     whole: torch.Tensor = Virtual.whole(shard)
     if isinstance(tensor, nn.Parameter):
         whole = nn.Parameter(whole, tensor.requires_grad)

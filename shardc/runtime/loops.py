@@ -142,7 +142,7 @@ class Loops:
         return x if layout is None or x is None else self.over(lambda whole: part_of(whole, layout, at), x)
 
     def _joined(self, parts: Results) -> Results:
-        """Returns results in which those of the microbatches are joined."""
+        """Returns the results of the step: those of all microbatches, concatenated or added."""
         self.sums, self.shared = {}, {}
         joined = Results()
         for key, values in parts.outputs.items():

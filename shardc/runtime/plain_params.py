@@ -42,8 +42,8 @@ class Shard:
         self._known: list[object] = []  # values of the parameter's state at the last `read` or `write`
         self._left: list[object] = []  # values of the shard's state at the last `write`
 
-    def leave(self) -> None:
-        """Drops what a step alone needs."""
+    def end_step(self) -> None:
+        """Drops what only the step needs: the gradient."""
         self.data.grad = None
 
     def placed(self, x: object) -> object:
@@ -178,8 +178,8 @@ class WholeParameter(Shard):
     def take_grad(self) -> bool:
         return self.fuses and self._same_dtype
 
-    def leave(self) -> None:
-        super().leave()
+    def end_step(self) -> None:
+        super().end_step()
         self.data.data = self.local.new_empty(0)
 
     def read(self, state: Mapping[str, object] | None, fused: bool, into: dict[Tensor, dict[str, object]]) -> None:
@@ -218,7 +218,7 @@ class WholeParameter(Shard):
         return self.owner.place(x, x.shape, x.dtype) if x.dim() else x
 
     def described(self, x: Described) -> object:
-        """Returns what a rank that does not own the parameter has in its state for ``x`` of the owner."""
+        """Returns the value in the state of a rank that does not own the parameter, for the owner's value ``x``."""
         if x.unshared:
             return x
         return self.owner.place(None, x.shape, x.dtype) if x.number is None else x.number.to(x.device)

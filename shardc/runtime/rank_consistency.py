@@ -233,7 +233,7 @@ class RankConsistency:
         return self._raised() if not self.alone and self._found.wait(_HEARD / 2) else None
 
     def lost(self, ranks: Sequence[int]) -> str:
-        """Returns what to do after a wait for ``ranks`` has failed: the ranks to look at first (see `LostRanks`).
+        """Returns the ``fix`` of an error about a failed wait for ``ranks``: the ranks to look at (see `LostRanks`).
 
         Raises:
             MeshError: it failed as ranks differ, or as another one raised.

@@ -177,7 +177,7 @@ def drawn(numel: int, fill: Fill, dtype: torch.dtype, limit: int) -> Iterator[tu
 
 
 def place(piece: Piece, start: int, values: torch.Tensor) -> None:
-    """Copies those of ``values``, consecutive elements of the whole tensor, that this rank has into ``piece``.
+    """Copies from ``values``, consecutive elements of the whole tensor, those of this rank into ``piece``.
 
     Args:
         start: flat index of the first of ``values`` in the whole tensor.
@@ -253,6 +253,7 @@ class InitShard:
     """This rank's shard of a parameter or buffer during initialisation, and which views of it were filled.
 
     Args:
+        name, shape: qualified name and global shape.
         storage: storage layout; None if the tensor is replicated.
         indices: per dim, the global indices of this rank's shard.
         rank: rank on the layout's mesh.

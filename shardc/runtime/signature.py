@@ -100,7 +100,7 @@ class Like:
 
 @dataclass(frozen=True)
 class Constant:
-    """Value and type of an argument that is no tensor, and so part of the program; 1, 1.0 and True differ.
+    """Value and type of an argument that is not a tensor. The program depends on it; 1, 1.0 and True differ.
 
     Args:
         kind: name of the value's type.
@@ -190,7 +190,8 @@ def call_key(
 
     Args:
         leaves, spec: pytree leaves and structure of the call's ``(args, kwargs)``.
-        mode: mode of the module's snapshot, which outlives the key.
+        mode: mode of the module's snapshot, which outlives the key: its id is part of the key.
+        surroundings: torch's global settings at the call.
         deferred: the gradients that are left unreduced.
     """
     described: list[tuple[object, ...]] = []

@@ -151,6 +151,6 @@ class StageLoops(Loops):
         return super()._value(port, at, saved, tangents)
 
     def _total(self, name: str) -> Any:
-        """Returns the sum ``name``; of what is gathered, the terms of all microbatches in a row."""
+        """Returns the sum ``name``; for a gather, the terms of all microbatches, concatenated."""
         total = self.sums[name]
         return self.gathered(total) if self.program.reduce[name] == GATHER else total

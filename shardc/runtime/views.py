@@ -293,7 +293,7 @@ def of_constant(node: fx.node.Argument) -> bool:
 
 
 def _path(node: fx.node.Argument, source: fx.Node) -> tuple[Op, ...] | None:
-    """Returns the view ops that make ``node`` from ``source``; None if it is no view of it."""
+    """Returns the view ops that compute ``node`` from ``source``; None if it is not a view of it."""
     ops: list[Op] = []
     for above, op in _up(node) if isinstance(node, fx.Node) else ():
         if above is source:

@@ -236,8 +236,9 @@ class Player:
     Args:
         schedule: the lists of all ranks.
         parts: the parts of the model.
-        message: seconds of a message of so many bytes.
+        message: (seconds of a message before its first byte, further seconds per byte).
         limit: bytes of memory of a rank.
+        played: places at which the stages begin -> the step with that cut, as far as played.
     """
 
     schedule: Schedule

@@ -197,8 +197,9 @@ class Messages:
 
 
 def _sorted(classes: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
-    """Return (the labels sorted by class, the index at which each class begins); None for the labels if sorted and all
-    distinct.
+    """Return (the labels sorted by class, the index at which each class begins in these).
+
+    The labels are None if each class has one label and they are sorted already.
     """
     if len(classes) == int(classes.max()) + 1 and (classes[1:] > classes[:-1]).all():
         return None, classes

@@ -86,10 +86,15 @@ def _is_own(role: Role, mesh: Mesh, split: set[str | int]) -> bool:
 def closes(
     backward: fx.Graph, closing: fx.Graph, last: fx.Graph, reduce: Mapping[str, str], left: Container[str] = ()
 ) -> str | None:
-    """Return a description of the first result of the last microbatch's backward that is not that of ``closing`` on the
-    sums with its own terms, or None.
+    """Return the first fault of the last microbatch's backward, as text, or None.
+
+    Its results must be those of ``closing``, on the others' sums with the terms of ``backward`` added.
 
     Args:
+        backward: the backward of any microbatch.
+        closing: the graph that closes the step.
+        last: the backward of the last microbatch.
+        reduce: name of each term -> reduce op, as in `Phases`.
         left: terms that are results, too.
     """
     prints = fingerprints(backward)

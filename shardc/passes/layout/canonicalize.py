@@ -86,7 +86,10 @@ def _before_transposes(node: fx.Node) -> fx.Node | None:
 
 
 def _selected(node: fx.Node) -> fx.Node | None:
-    """Returns what a ``select_scatter`` has put where ``node`` selects; ``node`` reads past those of other places."""
+    """Returns the value that a ``select_scatter`` wrote at the index that ``node``, a ``select``, reads; else None.
+
+    Makes ``node`` read the source of each ``select_scatter`` that wrote at another index.
+    """
     rank, dim, at = len(ir.value(node).shape) + 1, node.args[1], node.args[2]
     size = ir.value(node.args[0]).shape[dim]
     while (source := node.args[0]).target is aten.select_scatter.default and source.args[2] % rank == dim % rank:

@@ -175,10 +175,10 @@ def _check_experts(param: fx.Node, plan: ParamPlan) -> None:
 
 
 def gathered(param: fx.Node, padded: bool = False) -> dict[fx.Node, list[fx.Node]]:
-    """Returns what is gathered for ``param``, and the nodes that read it.
+    """Returns node -> its users, for each node that is gathered for ``param``.
 
-    That is its float8 forms, which are quantised on shards, and for other uses its cast to a smaller dtype if it is the
-    only use, else the parameter.
+    These are its float8 forms, which are quantised on shards, and for other uses its cast to a smaller dtype if that is
+    the only one, else the parameter.
 
     Args:
         padded: the parameter is stored padded. A form with a scale for each row or column is then not among these.

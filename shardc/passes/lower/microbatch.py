@@ -202,7 +202,7 @@ class Microbatch:
             graph.erase_node(node)
 
     def _normalize(self, graph: fx.Graph) -> None:
-        """Writes averages over time as sums, and reductions of what is the same in all microbatches without any.
+        """Rewrites averages over time as sums, and removes reductions of values that are equal in all microbatches.
 
         Sums that do not depend on gradients of outputs are computed in float32 or wider.
         """

@@ -9,7 +9,7 @@ from torch import fx
 
 from shardc._compat import LazyGraphModule
 from shardc.cost.step_sequence import is_coordinate, runs_again
-from shardc.custom_ops.float8_ops import QUANTISE, moved
+from shardc.custom_ops.float8_ops import QUANTISE, data_operands
 from shardc.ir import graph as ir
 from shardc.ir.executable import TRANSFER
 from shardc.ir.graph import Role
@@ -107,7 +107,7 @@ def moved_alone(param: fx.Node) -> list[fx.Node]:
         node = work.pop()
         if node in seen or not (communicates(node.target) or _moves_or_casts(node)):
             continue
-        if any(x not in seen and not is_coordinate(x) for x in moved(node)):
+        if any(x not in seen and not is_coordinate(x) for x in data_operands(node)):
             continue
         seen.add(node)
         chain.append(node)

@@ -16,14 +16,15 @@ from shardc.passes.lower.microbatch import part
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """Cuts a backward into what leads to the gradients that earlier stages take, and the rest.
+    """Cuts a stage's backward in two, for zero-bubble schedules: gradients of its inputs, then those of its weights.
 
         %da = mm(%dy, %w)                          inputs:   %da = mm(%dy, %w); %dx = mul(%da, %a)
         %dw = mm(%x, %da)                    ->              saves %da
         %dx = mul(%da, %a)    (transfer)           weights:  %dw = mm(%x, %da)
 
-    What both read and the first computes, also again, is computed once. A value that the plan keeps on the host is
-    moved to the device by both: else it would lie there for each microbatch whose second part is still to run.
+    The first computes what earlier stages need, and saves its values, recomputed ones included, that the second reads.
+    A value that the plan keeps on the host is moved to the device by both parts. Otherwise it would occupy the device
+    for each microbatch whose second part has not run yet.
 
     *Requires:* the backward of a stage. *Ensures:* each op is in one of the graphs; the second takes what the first
     saves. One of them is None if it has no results.
@@ -55,7 +56,7 @@ class SplitBackward:
 
 
 def _behind(results: Iterable[object]) -> set[fx.Node]:
-    """Returns the nodes that ``results`` are computed from, with these themselves."""
+    """Returns the nodes among ``results``, and all nodes that they are computed from."""
     needed: set[fx.Node] = set()
     work = [x for x in results if isinstance(x, fx.Node)]
     while work:

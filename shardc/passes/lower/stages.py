@@ -108,7 +108,7 @@ class Stages:
     def _bodies(
         self, gm: fx.GraphModule, cut: _Assignment
     ) -> tuple[tuple[fx.GraphModule, ...], tuple[tuple[fx.Node, ...], ...], tuple[tuple[fx.Node, ...], ...]]:
-        """Returns the graphs of each stage for one microbatch, and what crosses each boundary, up and down."""
+        """Returns the graph of each stage for one microbatch, and the values that cross each boundary, up and down."""
         count = self.stages.count
         results = [(role, x, cut.of_result(role, x)) for role, x in ir.outputs(gm.graph)]
         up = tuple(cut.crossing(at, True) for at in range(count - 1))
@@ -310,7 +310,7 @@ def _gathers_by_stage(parts: Phases) -> Phases:
 
 
 def _reader(graph: fx.Graph, gathered: Collection[str] = ()) -> fx.Node | None:
-    """Returns the first op that computes with parameters, gathered or not; None if there is none.
+    """Returns the first op that computes with a parameter, gathered or not, instead of moving it; None if none does.
 
     Parameters without dims do not count: all ranks have them.
     """

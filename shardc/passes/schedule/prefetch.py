@@ -100,7 +100,7 @@ def _bytes(node: fx.Node) -> int | None:
 Wanted = list[tuple[Prefetch, fx.Node, fx.Node]]
 
 
-def ask(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.Node, float], limit: int) -> Wanted:
+def prioritize(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.Node, float], limit: int) -> Wanted:
     """Gives each gather that ``entries`` name a priority just before the first op of its entry's module.
 
     Args:

@@ -14,7 +14,7 @@ from shardc.ir.comm_volume import collective_kind
 from shardc.ir.graph import output_node
 from shardc.ir.rewriter import positions, reorder
 from shardc.passes.op_calls import is_start, leaving, result_bytes
-from shardc.passes.schedule.prefetch import ask, check, prefetchable, sink_to_first_use
+from shardc.passes.schedule.prefetch import check, prefetchable, prioritize, sink_to_first_use
 from shardc.plan.entries import Prefetch
 
 
@@ -65,7 +65,7 @@ class Schedule:
         starts = [n for n in gm.graph.nodes if is_start(n)]
         if self.blocking:
             priority |= {wait: priority[node] + 0.1 for node in starts for wait in waits_of(node)}
-            wanted = ask(gm.graph, self.prefetch, dict(priority), -1)
+            wanted = prioritize(gm.graph, self.prefetch, dict(priority), -1)
             reorder(gm.graph, priority)
             check(gm.graph, wanted)
             gm.recompile()
@@ -91,7 +91,7 @@ class Schedule:
         sink_to_first_use(gm.graph, free.difference(fetches), priority)
         _drain(gm.graph, collectives, free, priority, self.max_in_flight)
         _drain(gm.graph, list(filter(is_stored, starts)), free, priority, self.max_in_flight)
-        wanted = ask(gm.graph, self.prefetch, priority, self.max_in_flight)
+        wanted = prioritize(gm.graph, self.prefetch, priority, self.max_in_flight)
         if wanted:
             sink_to_first_use(gm.graph, free, priority)
         reorder(gm.graph, priority)
@@ -123,11 +123,11 @@ class Schedule:
 
 
 def _spread_all_to_alls(graph: fx.Graph) -> None:
-    """Moves what an all-to-all sends to behind its inputs, and what reads its results to before their first use.
+    """Schedules the light ops before an all-to-all as early as possible, and those behind it as late as possible.
 
-    That is, the ops between an all-to-all and the next matrix product or collective. All-to-alls that can start before
-    the same product start in the order in which their results are needed. An op that needs only inputs of the graph
-    stays where it is, since its result would be held from the start.
+    Light ops are those between it and the next matrix product or collective. All-to-alls that can start before the same
+    product start in the order in which their results are needed. An op that needs only inputs of the graph stays where
+    it is, since its result would be in memory from the start.
     """
     priority = positions(graph)
     end = output_node(graph)

@@ -189,7 +189,7 @@ class LayoutProblem:
             if node not in self.kernels:
                 self.options[node] = self._options(node)
             options = self.options[node]
-            self.variable[node] = self.builder.variable(self._costs(node, options), self._memory(node))
+            self.variable[node] = self.builder.add_variable(self._costs(node, options), self._memory(node))
 
     def _costs(self, node: fx.Node, options: tuple[Strategy, ...]) -> Table:
         """Returns the seconds on a rank for each of a node's strategies."""
@@ -271,7 +271,7 @@ class LayoutProblem:
             produced = tuple(option.results[at] for option in self.options[maker])
             item = ir.info(maker).tensors[at].itemsize
             memory_weight = self.weights.of(maker) if self._saved(maker, index) else 0.0
-            self.labels[maker, index] = self.builder.value(
+            self.labels[maker, index] = self.builder.add_value(
                 self.variable[maker], produced, value_uses, item, memory_weight
             )
 
@@ -402,7 +402,7 @@ class OpenLayoutProblem(LayoutProblem):
         self.param_of = {node: of[name] for name, node in grads if name in of and isinstance(node, fx.Node)}
         for grad in self.param_of:
             del self.outside.wanted[grad]
-        self.batch_variable = self.builder.variable(np.zeros(max(len(self.free.batch), 1)))
+        self.batch_variable = self.builder.add_variable(np.zeros(max(len(self.free.batch), 1)))
 
     def _tied_outputs(self, sizes: set[int]) -> None:
         """Collects the layouts of outputs whose dim 0 has one of ``sizes`` (the batch), and of their tangents."""

@@ -68,7 +68,7 @@ class Builder:
     memory: list[Table | float] = field(default_factory=list)
     pairs: list[tuple[int, int, Table | PairCosts]] = field(default_factory=list)
 
-    def variable(self, costs: Table, memory: Table | float = 0.0) -> int:
+    def add_variable(self, costs: Table, memory: Table | float = 0.0) -> int:
         """Adds a variable, given the seconds and the bytes of each of its labels; returns its number."""
         self.unary.append(costs)
         self.memory.append(memory)
@@ -85,21 +85,21 @@ class Builder:
             sum(memory[at] for memory, at in zip(self.memory, labels, strict=True) if isinstance(memory, np.ndarray))
         )
 
-    def value(
+    def add_value(
         self, maker: int, produced: tuple[Layout, ...], uses: Sequence[Use], itemsize: int, memory: float = 0.0
     ) -> tuple[int, tuple[Label, ...]]:
-        """Adds a variable for a value; returns its number and its labels.
+        """Adds the variable of a value, with its costs and those of its pairs; returns (its number, its labels).
 
         Args:
             maker: number of the variable of the op that produces the value.
-            produced: the layout in which each label of ``maker`` produces it.
+            produced: for each label of ``maker``, the layout in which the op produces the value.
             uses: the uses of the value.
-            itemsize: bytes per element.
-            memory: weight of its bytes on a rank; 0 if it is not saved.
+            itemsize: bytes per element of the value.
+            memory: weight of the value's bytes on a rank; 0 if it is not saved.
         """
         labels, costs, tables = _value(produced, tuple((u.needs, u.weight) for u in uses), itemsize, self.cost)
         sizes = memory * itemsize * np.array([label.produced.local_numel for label in labels]) if memory else 0.0
-        index = self.variable(costs, sizes)
+        index = self.add_variable(costs, sizes)
         for use, table in zip(uses, tables, strict=True):
             if use.variable is None:
                 self.unary[index] = self.unary[index] + table.column(0)
