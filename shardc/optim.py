@@ -166,7 +166,7 @@ class _OnShards(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of plain tensors, or of DTensors in any layout; all ranks call it."""
         with self._tells():
-            self._look(self.param_groups)
+            self._refresh(self.param_groups)
             super().load_state_dict(state_dict)
             self._place()
 
@@ -188,7 +188,7 @@ class _OnShards(torch.optim.Optimizer):
         groups, state = self.param_groups, self.state
         if self._step_unchanged(groups, state):
             return loss
-        self._look(groups)
+        self._refresh(groups)
         whole = self._gather()
         self.param_groups = local = [
             _local_group(group, [x for x in mine if x.is_local], [x.take_grad() for x in mine])
@@ -327,7 +327,7 @@ class _OnShards(torch.optim.Optimizer):
             for group, (params, local) in zip(groups, self._tensors, strict=True)
         )
 
-    def _look(self, groups: list[dict[str, Any]]) -> None:
+    def _refresh(self, groups: list[dict[str, Any]]) -> None:
         """Rebuilds the shards if groups, parameters or local tensors have changed."""
         if self._are_known(groups):
             return

@@ -122,7 +122,7 @@ class Program(Executable):
         reduced = deferred_reduction(summands, storages, plan.gradients, self.joint.captured.fake_mode, device)
         spelled = passes.Pipeline((joint[passes.Collectives], *joint.behind(passes.Collectives.name)))
         reduced = spelled.replaced(replace(joint[passes.Offload], pending=frozenset())).run(reduced)
-        return Half(REDUCTION, self._scheduled(reduced), self.mesh)
+        return Half(REDUCTION, self._schedule(reduced), self.mesh)
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -158,7 +158,7 @@ class Program(Executable):
         half = self.cut.graph(phase)
         if half is None:
             return None
-        half = self._scheduled(half)
+        half = self._schedule(half)
         output = ir.output_node(half.graph)
         output.meta[ir.ROLES] = tuple(map(of_half, output.meta[ir.ROLES]))
         return half
@@ -186,7 +186,7 @@ class Program(Executable):
     def _for(self, used: frozenset[int]) -> Program:
         return type(self)(self.joint, self.source, self.folded, used)
 
-    def _scheduled(self, half: fx.GraphModule) -> fx.GraphModule:
+    def _schedule(self, half: fx.GraphModule) -> fx.GraphModule:
         """Runs the passes after the cut (bucketing, scheduling, ...) on a forward or backward graph."""
         return self.halves.run(half, *self._hooks)
 

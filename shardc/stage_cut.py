@@ -33,7 +33,7 @@ from shardc.ir.executable import (
 from shardc.ir.graph import Role
 from shardc.ir.op_traits import communicates
 from shardc.ir.phases import Phases, Staged
-from shardc.passes.lower.microbatch import closed, closing_forward, marked_terms, opened, part
+from shardc.passes.lower.microbatch import closed, closing_forward, mark_terms, opened, part
 from shardc.plan.pipeline_stages import PipelineStages
 from shardc.step_cut import MicrobatchCut
 
@@ -139,7 +139,7 @@ class PipelineCut(MicrobatchCut):
         if second is None:
             return out
         sent = [ir.info(x).name for x in staged.down[at - 1]] if at else []
-        second = marked_terms(marked_terms(second, self.parts.reduce), sent, TRANSFER)
+        second = mark_terms(mark_terms(second, self.parts.reduce), sent, TRANSFER)
         out[BACKWARD] = second
         if INPUT_GRADIENTS in self._backwards[at]:
             inputs, weights = passes.SplitBackward()(second)

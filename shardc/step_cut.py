@@ -29,7 +29,7 @@ from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.phases import Phases
 from shardc.joint import Joint
-from shardc.passes.lower.microbatch import closed, closing_forward, marked_terms, opened
+from shardc.passes.lower.microbatch import closed, closing_forward, mark_terms, opened
 from shardc.passes.unfold import Folded
 from shardc.plan.resolve import BoundPlan
 from shardc.verify.subject import reporting
@@ -197,7 +197,7 @@ class MicrobatchCut(StepCut):
             # No gradient varies over the microbatches: the batch is too small to be split.
             last, start = self.parts.closing, opened(first, self.parts.gathers)
             return {FIRST_FORWARD: start, FORWARD: first, BACKWARD: None, LAST_BACKWARD: last}
-        second = marked_terms(second, self.parts.reduce)
+        second = mark_terms(second, self.parts.reduce)
         last = closed(second, self.parts.closing, self.parts.reduce)
         if self.bound.plan.setting("reduce_in") == "step":  # else the sums of shards, which end the step, cut buckets
             last = passes.HoistGradEpilogue()(last)

@@ -62,7 +62,7 @@ def without_strides(graph: fx.Graph, mode: FakeTensorMode) -> None:
         for node, (base, offset) in zip(nodes, memories, strict=True):
             with graph.inserting_before(node):
                 elements = _Elements(graph, node, base, now.get(base, base), offset)
-                replacement = now[node] = elements.read() if node.target in _READS else elements.written()
+                replacement = now[node] = elements.insert_read() if node.target in _READS else elements.insert_write()
             node.replace_all_uses_with(replacement)
     graph.eliminate_dead_code()
 
@@ -105,7 +105,7 @@ class _Elements:
                 fix="make the tensor contiguous before, or choose its elements by slices, unfold or an index",
             )
 
-    def read(self) -> fx.Node:
+    def insert_read(self) -> fx.Node:
         """Inserts ops that read the elements; returns the node that has them in the shape of the op's result."""
         if not prod(self.size):
             return self._call(aten.new_empty.default, self.base, self.size)
@@ -115,7 +115,7 @@ class _Elements:
         flat = self._call(aten.view.default, self._flat(self.base), [self.size[dim] for dim in order])
         return self._permuted(flat, _inverse(order))
 
-    def written(self) -> fx.Node:
+    def insert_write(self) -> fx.Node:
         """Inserts ops that write ``src`` to the elements; returns the node of the base after that."""
         assert self.source is not None
         if not prod(self.size):

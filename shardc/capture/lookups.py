@@ -36,7 +36,7 @@ def lookups_by_place(graph: fx.Graph, mode: FakeTensorMode) -> None:
         if node.target in (*_READS, *_WRITES, SCATTER):
             with mode, torch.no_grad(), graph.inserting_before(node):
                 lookup = _Lookup(graph, node)
-                new = lookup.read() if node.target in _READS else lookup.written()
+                new = lookup.insert_read() if node.target in _READS else lookup.insert_write()
             if new is not None:
                 node.replace_all_uses_with(new)
     graph.eliminate_dead_code()
@@ -89,7 +89,7 @@ class _Lookup:
             ]
             self.along = False
 
-    def read(self) -> fx.Node | None:
+    def insert_read(self) -> fx.Node | None:
         """Inserts the ops of the lookup; returns the node of its result, None where no index is by place."""
         if not self.plain or not any(self.by_place):
             return None
@@ -103,7 +103,7 @@ class _Lookup:
             x = self._call(aten.index.Tensor, x, [*[None] * len(ordered), *self._squeezed(others, rest)])
         return self._call(aten.expand.default, self._spread(x, ordered, rest), self.node.meta["val"].shape)
 
-    def written(self) -> fx.Node | None:
+    def insert_write(self) -> fx.Node | None:
         """Inserts the ops of the write; returns the node of its result, None where it stays as it is."""
         scatters = self.node.target is SCATTER
         values: Any = self.node.args[2]

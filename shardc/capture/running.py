@@ -145,7 +145,7 @@ class Run:
                 raise Unsupported("a reentrant checkpoint of inputs without gradients")
         return out
 
-    def look(
+    def observe(
         self, fakes: Sequence[Tensor], mode: FakeTensorMode
     ) -> tuple[tuple[Memory, ...], dict[int, str], list[ShardcWarning]]:
         """Runs the model once; returns the memories of outputs, their owners as `returned` takes them, and warnings.

@@ -385,7 +385,7 @@ def trace(
                 run_fakes = [fake(name, x) for name, x in named]
             try:
                 with run.noted():
-                    memories, owners, changes = run.look(run_fakes, mode)
+                    memories, owners, changes = run.observe(run_fakes, mode)
                     vars(root)["forward"] = run
                     joint, dynamo = joint_of(root), mode
             except ShardcError:

@@ -387,7 +387,7 @@ def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.N
         if node.op == "placeholder":
             record, role = ir.info(node), ir.info(node).role
             level = levels.get(record.name, 0) if role is not None and role.kind == "param" else 0
-            level = 3 if record.kept else level
+            level = 3 if record.is_kept_part else level
             if level:
                 alone[node] = level
             continue
@@ -401,7 +401,7 @@ def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.N
             continue
         alone[node] = min(alone[read] for read in reads)
         if kind == START or any(read in whole for read in reads):
-            whole[node] = min(alone[node], 2) if ir.info(node).kept else alone[node]
+            whole[node] = min(alone[node], 2) if ir.info(node).is_kept_part else alone[node]
     return whole
 
 
@@ -480,7 +480,7 @@ def _gathered_again(
                 param.seconds += _seconds(node, mesh, cost, bucket)
                 if isinstance(value, Tensor):
                     param.size = max(param.size, value.numel() * value.dtype.itemsize)
-                if ir.info(node).kept:
+                if ir.info(node).is_kept_part:
                     parts.add(name)
         elif node.op == "call_function" and ir.info(node).origin.phase == "backward":
             for name in {name for read in node.all_input_nodes if read in whole for name in made_of[read]}:

@@ -112,7 +112,7 @@ def bisect(
                 f"stage {stage} of a plan with microbatches is cut in time, and cannot be compared with one device",
                 fix="leave microbatches out of the plan, or check the stages before the cut, up to decompose",
             )
-        verdict = seen.look(stage)
+        verdict = seen.check(stage)
         if verdict is not None:
             return verdict
     return Verdict(tuple(seen.checked))
@@ -183,7 +183,7 @@ class _Stages:
         self.last: fx.GraphModule | None = None
         self.forward: Values | None = None
 
-    def look(self, stage: str) -> Verdict | None:
+    def check(self, stage: str) -> Verdict | None:
         """Check ``stage``; return the verdict if it is wrong, else None."""
         gm = self.program.module(stage)
         if not self.program.is_half(stage):

@@ -123,7 +123,7 @@ class Reader:
         return int(match[0]) if match else self.fail(what)
 
     def provenance(self, phase: str) -> dict[str, Any]:
-        """Return the fields of `Info` (``origin``, ``kept``, ``regathers``) by the comment at the end of the line,
+        """Return fields of `Info` (``origin``, ``is_kept_part``, ``regathers``) by the comment at the line's end,
         which `shardc.ir.text.origin_text` wrote.
         """
         parts = self.line[self.at :].strip().removeprefix("# ").split(" | ", 2)
@@ -136,7 +136,7 @@ class Reader:
         consumer = reason.removeprefix(NEEDED_BY) if reason.startswith(NEEDED_BY) else ""
         cause = "" if consumer else reason
         origin = Origin(module, source, phase, cause, int(region or 0), consumer, policy or "", host or "")
-        return {"origin": origin, "kept": bool(is_kept), "regathers": regathers or ""}
+        return {"origin": origin, "is_kept_part": bool(is_kept), "regathers": regathers or ""}
 
 
 INPUTS, OUTPUTS, COMM = "inputs", "outputs", "comm"

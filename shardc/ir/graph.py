@@ -131,7 +131,7 @@ class Info:
         origin: its provenance.
         role: its role; None unless it is a placeholder.
         needs: from ``propagate`` on, the required layout of each tensor operand, in the order of `Call.operands`.
-        kept: whether it is the part of a gathered parameter that each rank keeps for backward (`KeepPart`).
+        is_kept_part: whether it is the part of a gathered parameter that each rank keeps for backward (`KeepPart`).
         regathers: name of the gathered parameter that it gathers again from the kept part; "" for other nodes.
         true_sizes: from ``pad`` on, the sizes of all operands' dims without padding; None if no operand is padded.
         piece: index among the chunks of a collective that ``decompose`` has cut; None for others.
@@ -142,7 +142,7 @@ class Info:
     origin: Origin = field(default_factory=Origin)
     role: Role | None = None
     needs: tuple[Layout, ...] | None = None
-    kept: bool = False
+    is_kept_part: bool = False
     regathers: str = ""
     true_sizes: tuple[int, ...] | None = None
     piece: int | None = None

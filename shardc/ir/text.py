@@ -175,6 +175,6 @@ def origin_text(record: Info) -> str:
     parts += [f"region {origin.region}"] if origin.region else []
     parts += [origin.policy] if origin.policy else []
     parts += [f"host {origin.host}"] if origin.host else []
-    parts += ["kept"] if record.kept else []
+    parts += ["kept"] if record.is_kept_part else []
     parts += [f"regathers {record.regathers}"] if record.regathers else []
     return "  # " + " | ".join(parts)

@@ -119,12 +119,12 @@ def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[f
         indices = [torch.zeros(1, dtype=torch.int64, device=emitter.device) for _ in mesh.axes]
         with _explained(it, fakes):
             traced = make_fx(on_a_rank)(fakes, indices)
-    results = _inlined(traced, [*operands, *((axis,) for axis in mesh.axes)], emitter, it)
+    results = _inline(traced, [*operands, *((axis,) for axis in mesh.axes)], emitter, it)
     _check(it, node, results)
     return results
 
 
-def _inlined(
+def _inline(
     traced: fx.GraphModule, feed: Sequence[fx.Node | tuple[str, ...]], emitter: Emitter, it: Region
 ) -> list[fx.Node]:
     """Emits the ops of ``traced``; returns its results.

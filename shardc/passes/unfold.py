@@ -526,7 +526,7 @@ class Names:
             ),
             role and replace(role, name=self.module(role.name, shift)),
             record.needs,
-            record.kept,
+            record.is_kept_part,
             rename(record.regathers) if record.regathers else "",
             record.true_sizes,
             record.piece,

@@ -50,7 +50,7 @@ def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitte
         else:
             after = [run(aten.addcmul.default, b, a, x) for (a, b), x in zip(scaled, states.values(), strict=True)]
         for at, x in zip(states, after, strict=True):
-            moved = _passed(pieces, x, before, now)
+            moved = _send(pieces, x, before, now)
             states[at] = run(aten.where.self, _wide(local, next_turn, moved), moved, states[at])
     first = [_only(local, turns[0], x) if at in carried.sums else states.get(at, x) for at, x in enumerate(operands)]
     results = run(local.call.target, first, function.name, reverse, steps)
@@ -92,7 +92,7 @@ def _scaled(
     return list(zip(scales, added, strict=True))
 
 
-def _passed(pieces: Pieces, x: Emitted, before: int, now: int) -> Emitted:
+def _send(pieces: Pieces, x: Emitted, before: int, now: int) -> Emitted:
     """Send ``x`` from the rank of piece ``before`` to that of piece ``now``; return what this rank has then."""
     to, ranks = list(range(pieces.ranks)), (pieces.members[before], pieces.members[now])
     to[ranks[0]], to[ranks[1]] = ranks[1], ranks[0]

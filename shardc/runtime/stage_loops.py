@@ -91,7 +91,7 @@ class StageLoops(Loops):
                 while not self.link.arrived(action):
                     yield
                 for key, x in zip(action.keys, self.link.receive(action, before), strict=True):
-                    self._received(key, x, parts)
+                    self._store_received(key, x, parts)
         self.link.finish()
         joined = self._joined(parts)
         results.outputs, results.grads = joined.outputs, joined.grads
@@ -118,7 +118,7 @@ class StageLoops(Loops):
             return self.argument(Port(Role(kind, name), name, example), 0)
         return parts.grads[name][at] if kind == "grad" else parts.outputs[kind, name][at]
 
-    def _received(self, key: Key, x: Any, parts: Results) -> None:
+    def _store_received(self, key: Key, x: Any, parts: Results) -> None:
         """Keeps the value ``key``, which another rank has sent."""
         kind, name, _ = key
         if kind == TRANSFER:

@@ -27,7 +27,7 @@ AGREED = (*PLACED, layouts.moves, layouts.agreement, layouts.results)
 STEPS = (*AGREED, structure.legal(*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.pad, ops.unpad))
 LOCAL = (
     *GRAPH, structure.legal(collectives=True),
-    local_graph.types, local_graph.host_memory, local_graph.groups, local_graph.waits,
+    local_graph.local_shapes, local_graph.host_memory, local_graph.groups, local_graph.waits,
 )  # fmt: skip
 HALF = (*LOCAL, halves.read, halves.once, halves.slots)  # forward and backward graphs, from partition on
 
@@ -67,7 +67,7 @@ INVARIANTS: dict[Check, str] = {
     layouts.agreement: "the layouts of an op's operands give those of its results",
     layouts.moves: "data-movement ops keep the value and change only what their kind allows",
     layouts.results: "outputs have the layout that the caller expects",
-    local_graph.types: "shapes are local",
+    local_graph.local_shapes: "shapes are local",
     local_graph.host_memory: "only moves between host and device access host memory",
     local_graph.groups: "every collective is over a process group of the mesh",
     local_graph.waits: "every collective, and every move between host and device, is waited for",

@@ -85,7 +85,7 @@ def collectives(graph: fx.Graph, prints: Fingerprints) -> dict[str, Collective]:
     return out
 
 
-def types(subject: Subject) -> Broken:
+def local_shapes(subject: Subject) -> Broken:
     """Check that shapes are local.
 
     - No tensor has a layout.

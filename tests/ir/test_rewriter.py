@@ -80,10 +80,10 @@ def test_a_layout_says_what_operands_an_op_needs() -> None:
     mesh = Mesh(dp=2)
     gm = parse("mesh dp=2\ninputs:\n  input %x: f32[4@dp]\nforward:\n  %neg: f32[4@dp] = neg(%x)\noutputs:\n")
     neg = list(gm.graph.nodes)[1]
-    update(neg, kept=True, true_sizes=(3,))
+    update(neg, is_kept_part=True, true_sizes=(3,))
     rewriter = GraphRewriter(gm.graph)
     total = rewriter.after(neg).typed(value(neg), aten.add.Tensor, neg, neg)
     whole = rewriter.after(neg).typed(value(neg), ops.reshard, neg)
     split = Layout.parse("[4@dp]", mesh)
     assert info(total).needs == (split, split) and info(whole).needs is None
-    assert not info(total).kept and info(total).true_sizes is None
+    assert not info(total).is_kept_part and info(total).true_sizes is None

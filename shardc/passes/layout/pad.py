@@ -219,7 +219,7 @@ class _Padder(PaddedValues):
         grown_operands = [self._operand(x, call, spec, at, padded_factors) for at, x in enumerate(operands)]
         grown = [_padding(spec, dims, padded_factors) for dims in spec.operands]
         results = [_padding(spec, dims, padded_factors) for dims in spec.results]
-        result = self._spell(node, call, spec, grown_operands, grown, results)
+        result = self._emit_padded(node, call, spec, grown_operands, grown, results)
         filling = self.padded[operands[0]].filling if spec.moves and operands[0] in self.padded else None
         filling = 0 if node.target is QUANTISE else filling  # of zeros
         if isinstance(ir.info(node).value, tuple):
@@ -315,7 +315,7 @@ class _Padder(PaddedValues):
         assert len(fills) <= 1, f"{call.name} reduces in two ways"
         return self.at(x, padding, filling)
 
-    def _spell(
+    def _emit_padded(
         self,
         node: fx.Node,
         call: Call,

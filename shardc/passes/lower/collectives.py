@@ -258,11 +258,11 @@ class Collectives:
         reshards = dict.fromkeys(node for node in gm.graph.nodes if node.target is ops.reshard)
         rewriter = GraphRewriter(gm.graph, reusable=reshards)
         for node in reshards:
-            self._spell(node, rewriter)
+            self._lower(node, rewriter)
         gm.recompile()
         return gm
 
-    def _spell(self, reshard: fx.Node, rewriter: GraphRewriter) -> None:
+    def _lower(self, reshard: fx.Node, rewriter: GraphRewriter) -> None:
         """Replaces one reshard by its steps."""
         last = reshard.args[0]
         assert isinstance(last, fx.Node)

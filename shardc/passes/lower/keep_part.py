@@ -49,7 +49,7 @@ class KeepPart:
                     part = at.typed(replace(value, layout=layout), ops.shard, whole, axis=named)
                     at = rewriter.after(part, like=whole, suffix="regathered")
                     regathered = at.typed(value, ops.all_gather, part, axis=named)
-                    ir.update(part, kept=True)
+                    ir.update(part, is_kept_part=True)
                     ir.update(regathered, regathers=ir.info(whole).name)
                     for user in uses:
                         user.replace_input_with(whole, regathered)

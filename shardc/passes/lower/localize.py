@@ -76,7 +76,7 @@ class Localize:
         if node.op == "output":
             return emitter.output(node, env)
         if node.target in _MOVES:
-            return emitter.named(_moved(node, env[node.args[0]], emitter))
+            return emitter.named(_emit_move(node, env[node.args[0]], emitter))
         if node.target is getitem:
             source, index = env[node.args[0]], node.args[1]
             if isinstance(source, (tuple, list)):
@@ -86,10 +86,10 @@ class Localize:
             return local_regions.emit(node, [env[x] for x in operands_of(node)], emitter)
         if node.target in (ops.pad, ops.unpad):
             return emitter.named(_resize(node, env[node.args[0]], emitter))
-        return emitter.named(_op(node, env, emitter))
+        return emitter.named(_emit_op(node, env, emitter))
 
 
-def _moved(node: fx.Node, x: Any, emitter: Emitter) -> Any:
+def _emit_move(node: fx.Node, x: Any, emitter: Emitter) -> Any:
     """Emits a change of layout; float8 numbers travel as bytes, since not every backend sends them."""
     dtype = ir.value(node).dtype
     if dtype not in _SENT_AS_BYTES or node.target in ops.LOCAL_MOVES:
@@ -98,7 +98,7 @@ def _moved(node: fx.Node, x: Any, emitter: Emitter) -> Any:
     return emitter.call(aten.view.dtype, lower_collective(step_of(node), sent, emitter), dtype)
 
 
-def _op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
+def _emit_op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
     """Emits one op by its rule; an op without a rule has replicated operands and is copied."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
     rule = find_rule(node.target)
@@ -202,7 +202,7 @@ class Emitter(Calls):
         if isinstance(result, fx.Node) and result.op == "call_function":
             record = ir.info(result)
             if record.name != self.record.name and record.name.startswith(f"{self.record.name}."):
-                ir.update(result, name=self.names.fresh(self.record.name), kept=self.record.kept)
+                ir.update(result, name=self.names.fresh(self.record.name), is_kept_part=self.record.is_kept_part)
         return result
 
     def output(self, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:

@@ -316,9 +316,9 @@ class _Cut:
             read[node] = any(user.op != "output" and (self.varies[user] or read[user]) for user in node.users)
         self.opening = [wait for wait in self.waits if read[wait]]
         self.closing = [wait for wait in self.waits if not read[wait]]
-        self._levels()
+        self._set_levels()
 
-    def _levels(self) -> None:
+    def _set_levels(self) -> None:
         """Sets the level of each node."""
         opening = set(self.opening)
         self.level: dict[fx.Node, int] = {}
@@ -517,7 +517,7 @@ class _Chain:
         return LazyGraphModule(constants, self.graph)
 
 
-def marked_terms(backward: fx.GraphModule, names: Iterable[str], kind: str = TERM) -> fx.GraphModule:
+def mark_terms(backward: fx.GraphModule, names: Iterable[str], kind: str = TERM) -> fx.GraphModule:
     """Gives the results ``names`` of a backward the role ``kind``, that of terms; returns ``backward``."""
     output, chosen = ir.output_node(backward.graph), set(names)
     roles = output.meta[ir.ROLES]
@@ -582,4 +582,4 @@ def part(graph: fx.Graph, results: Outputs, cuts: Mapping[fx.Node, Role], late: 
 
 def _as_argument(record: Info, role: Role) -> Info:
     """Returns the record of an argument of ``role`` in place of the value of ``record``."""
-    return replace(record, role=role, needs=None, kept=False, regathers="")
+    return replace(record, role=role, needs=None, is_kept_part=False, regathers="")

@@ -90,7 +90,7 @@ class Partition:
         chain = moved_alone(param)
         if not any(communicates(node.target) for node in chain):
             return
-        parts = {node for node in chain if ir.info(node).kept}
+        parts = {node for node in chain if ir.info(node).is_kept_part}
         made_of = set(parts)
         for node in chain:  # in order
             if made_of.intersection(node.all_input_nodes):

@@ -250,13 +250,13 @@ class Algorithms:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         native = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in _KINDS]
         rewriter = GraphRewriter(gm.graph)
-        changed = [node for node in native if self._spelled(node, rewriter)]
+        changed = [node for node in native if self._replace(node, rewriter)]
         if changed:
             gm.graph.lint()
             gm.recompile()
         return gm
 
-    def _spelled(self, node: fx.Node, rewriter: GraphRewriter) -> bool:
+    def _replace(self, node: fx.Node, rewriter: GraphRewriter) -> bool:
         """Replaces ``node`` by its fastest algorithm; returns False if that is the native one, which stays."""
         arguments, kind = arguments_of(node), _KINDS[node.target]
         x: fx.Node = arguments["input"]

@@ -156,7 +156,7 @@ def parameters(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
     reads = ir.output_node(graph).meta.get(ir.READS, {})
     for node in graph.nodes:
         if node.op == "placeholder":
-            role = reads.get(node.name) if ir.info(node).kept else ir.info(node).role
+            role = reads.get(node.name) if ir.info(node).is_kept_part else ir.info(node).role
             if role is not None and role.kind == "param":
                 names[node] = frozenset([role.name])
             elif role is not None and role.kind == "coordinate":

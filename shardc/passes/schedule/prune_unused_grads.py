@@ -53,7 +53,7 @@ class PruneUnusedGrads:
                     absent.update([item] if _sent(item) in absent else [])
                 numbers = [at for at, x in enumerate(node.args[0]) if x not in absent]
                 if numbers:
-                    _reduced_to(numbers, node)
+                    _keep_positions(numbers, node)
                 continue
             read = [x for x in node.all_input_nodes if x in gradients] if node.op == "call_function" else []
             if not read:
@@ -75,7 +75,7 @@ class PruneUnusedGrads:
             if node is not output and not node.users:
                 graph.erase_node(node)
             elif _of_several(node):
-                _reduced_to(sorted({item.args[1] for item in node.users}), node)
+                _keep_positions(sorted({item.args[1] for item in node.users}), node)
         gm.recompile()
         return gm
 
@@ -91,7 +91,7 @@ def _sent(item: fx.Node) -> object:
     return bucket.args[0][item.args[1]]
 
 
-def _reduced_to(numbers: list[int], node: fx.Node) -> None:
+def _keep_positions(numbers: list[int], node: fx.Node) -> None:
     """Removes the inputs of a coalesced collective at other positions than ``numbers``, and their results."""
     tensors: Any = node.args[0]
     if len(numbers) == len(tensors):

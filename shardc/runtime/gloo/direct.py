@@ -184,7 +184,7 @@ def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: S
             came = mail.unpacked(peer, flat)
             torch._foreach_copy_([parts[at][peer] for at in came], list(came.values()))
 
-    return _started(gathered, _MessageWork(mail.messages, [*inputs, *mail.packs], unpack, timeout_of(group)))
+    return _attach_work(gathered, _MessageWork(mail.messages, [*inputs, *mail.packs], unpack, timeout_of(group)))
 
 
 def _reduce_scatter(
@@ -193,7 +193,7 @@ def _reduce_scatter(
     """Implements ``reduce_scatter_tensor_coalesced`` on CPU ranks by direct messages."""
     terms = [x.contiguous().view(group_size, -1) for x in inputs]
     shapes = [(x.shape[0] // group_size, *x.shape[1:]) for x in inputs]
-    return _reduced(group_name, terms, shapes, reduce_op, slots)
+    return _start_reduction(group_name, terms, shapes, reduce_op, slots)
 
 
 def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Sequence[int] = ()) -> list[Tensor]:
@@ -201,7 +201,7 @@ def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Se
     group, _, _ = _group(group_name)
     if not is_ring("all_reduce", group.size()):
         terms = [x.contiguous().view(1, -1).expand(2, -1) for x in inputs]
-        return _reduced(group_name, terms, [tuple(x.shape) for x in inputs], reduce_op, slots)
+        return _start_reduction(group_name, terms, [tuple(x.shape) for x in inputs], reduce_op, slots)
     # Sending everything to everyone is optimal for 2 ranks only.
     flat = empty(slots, 0, inputs[0], (sum(x.numel() for x in inputs),))
     torch.cat([x.reshape(-1) for x in inputs], out=flat)
@@ -215,10 +215,10 @@ def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Se
         if reduce_op == "avg":
             flat.div_(group.size())
 
-    return _started(reduced, _MessageWork([group.allreduce([lent], options)], [flat], finish))
+    return _attach_work(reduced, _MessageWork([group.allreduce([lent], options)], [flat], finish))
 
 
-def _reduced(
+def _start_reduction(
     group_name: str, terms: list[Tensor], shapes: list[tuple[int, ...]], op: str, slots: Sequence[int]
 ) -> list[Tensor]:
     """Starts a reduction over ranks of the row for this rank of each tensor in ``terms``, [ranks, elements].
@@ -255,7 +255,7 @@ def _reduced(
             if op == "avg":
                 total.div_(ranks)
 
-    return _started(results, _MessageWork(mail.messages, [*terms, *mail.packs], finish, timeout_of(group)))
+    return _attach_work(results, _MessageWork(mail.messages, [*terms, *mail.packs], finish, timeout_of(group)))
 
 
 def _group(name: str) -> tuple[dist.ProcessGroup, int, list[int]]:
@@ -265,7 +265,7 @@ def _group(name: str) -> tuple[dist.ProcessGroup, int, list[int]]:
     return group, rank, [peer for peer in range(group.size()) if peer != rank]
 
 
-def _started(results: list[Tensor], work: _MessageWork) -> list[Tensor]:
+def _attach_work(results: list[Tensor], work: _MessageWork) -> list[Tensor]:
     """Makes ``wait_tensor`` of each of ``results`` wait for ``work``; returns ``results``."""
     for storage in {x.untyped_storage().data_ptr(): x for x in results}.values():
         _register_work(storage, work)
@@ -343,7 +343,7 @@ def _send_by_messages(
             for place, part in zip(places, parts, strict=True):
                 _bytes_into(place, part)
 
-    return _started(received, _MessageWork(messages, keep, finish, timeout_of(group)))
+    return _attach_work(received, _MessageWork(messages, keep, finish, timeout_of(group)))
 
 
 def _bytes_into(place: Tensor, part: Tensor) -> None:
@@ -362,7 +362,7 @@ def _send_by_all_to_all(
         dist.all_to_all_single(to[: sum(comes)], x[: sum(goes)].contiguous(), comes, goes, group, async_op=True)
         for to, x in zip(received, inputs, strict=True)
     ]
-    return _started(received, _MessageWork(works, inputs, lambda: None))
+    return _attach_work(received, _MessageWork(works, inputs, lambda: None))
 
 
 _KERNELS: dict[str, Callable[..., list[Tensor]]] = {"CPU": _send_by_messages, "CUDA": _send_by_all_to_all}

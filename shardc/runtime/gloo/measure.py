@@ -63,7 +63,7 @@ def measure_collectives(
         times, wires = [], []
         for nbytes in (small, large):
             x = torch.zeros(nbytes // 4 // ranks * ranks)
-            times.append(_slowest(_fastest(partial(_waited, call, x), runs, group), group))
+            times.append(_slowest(_fastest(partial(_run_and_wait, call, x), runs, group), group))
             wires.append(4 * wire_elements(kind, ranks, x.numel()))
         # Under load the large message may be faster than the small one; keep the bandwidth positive.
         yield kind, ranks, times[0], (wires[1] - wires[0]) / max(times[1] - times[0], 1e-9)
@@ -233,7 +233,7 @@ def _elementwise(
     return total, norm, torch.nn.functional.silu(gate) * up
 
 
-def _waited(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def _run_and_wait(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """Runs a collective and waits for its result."""
     return c10d.wait_tensor(call(x))
 

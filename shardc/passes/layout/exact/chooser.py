@@ -129,8 +129,8 @@ class LayoutProblem:
         else:
             self.closures = [Closure(self.graph, self.mesh, axis, self.seeds) for axis in axes]
             self.ways = [closure.run() for closure in self.closures]
-        self._ops()
-        self._values()
+        self._add_ops()
+        self._add_values()
         self._finish()
 
     def _start(self) -> None:
@@ -181,7 +181,7 @@ class LayoutProblem:
             seeds.setdefault(slot_of(node), []).append(layout)
         return seeds
 
-    def _ops(self) -> None:
+    def _add_ops(self) -> None:
         """Adds a variable for each op and input, whose labels are its strategies."""
         for node in self.graph.nodes:
             if node.op == "output" or node.target is getitem or not ir.info(node).tensors:
@@ -251,7 +251,7 @@ class LayoutProblem:
 
     # --- values
 
-    def _values(self) -> None:
+    def _add_values(self) -> None:
         """Adds a variable for each value that is used, whose labels are its layouts."""
         uses: dict[Slot, list[Use]] = {}
         for node in self.graph.nodes:
