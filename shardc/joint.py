@@ -151,7 +151,7 @@ class Request:
         return ports.resolve_activations(self.plan, self._modules())
 
     def policies(self) -> Sequence[SavePolicy]:
-        """Return the plan's policies of what backward reads, in its order."""
+        """Return the policies by which activations are saved for backward, in the order of the plan's entries."""
         return ports.resolve_saves(self.plan, self._modules()) if self.saves is None else self.saves
 
     def lengths(self) -> frozenset[int]:

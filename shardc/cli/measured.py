@@ -53,7 +53,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Phase:
-    """The forward or backward of a step: seconds, and those of the calls and waits of collectives, which are in it.
+    """The duration of the forward or backward of a step, and how much of it are calls and waits of collectives.
 
     Args:
         name: "forward" or "backward".
@@ -150,7 +150,7 @@ def pairs_of(schedule: Prediction, seen: Profiled, latest: Sequence[float]) -> t
 
 
 def _pair(c: Collective, ran: Ran) -> Pair:
-    """Return the `Pair` of a collective, without what its waits tell."""
+    """Return the `Pair` of a collective, without the fields that depend on its waits."""
     counted = ran.sent
     if counted is None and ran.payload is not None:
         elements, nbytes = ran.payload

@@ -268,7 +268,7 @@ def of_runs(runs: Iterable[tuple[Half, int]], levels: Mapping[str, int]) -> Sequ
 
 
 def _key(half: Half, role: Role, microbatch: int) -> tuple[object, ...]:
-    """Return the key, which begins with its kind, of what one graph of a step gives another."""
+    """Return (kind, ...): the key of a value that one graph of a step passes to another."""
     kind = PASSED_ON.get(role.kind, role.kind)
     if kind == "saved":
         return kind, role.name, half.stage, microbatch

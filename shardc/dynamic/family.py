@@ -177,7 +177,7 @@ class Family:
         self._fit_graphs()
 
     def _fit_graphs(self) -> None:
-        """Fits the graphs of a step, and the layouts of its outputs and of what is split over microbatches."""
+        """Fits the graphs of a step and the layouts of its outputs to polynomials in the sizes."""
         programs = self.programs
         self._graphs: dict[Phase, SizedGraph | None] = {}
         self._using: dict[frozenset[int], Family] = {}

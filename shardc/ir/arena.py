@@ -45,8 +45,10 @@ class Packing(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[tuple[torch.dtype, int]]) -> Packing:
-        """Return the `Packing` of those of ``tensors`` ((dtype, bytes) each, all for one peer) that have at most
-        `LARGEST` bytes; it is empty if fewer than two have.
+        """Return the `Packing` of the small tensors (at most `LARGEST` bytes) for one peer; empty for fewer than two.
+
+        Args:
+            tensors: (dtype, bytes) of each tensor for the peer.
 
         >>> Packing.of([(torch.bfloat16, 6), (torch.float32, 8), (torch.float32, 1 << 20)])
         Packing(offsets={1: 0, 0: 8}, size=14)

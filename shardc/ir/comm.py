@@ -126,12 +126,12 @@ def move_kind(node: fx.Node) -> str | None:
 
 
 def is_stored(node: fx.Node) -> bool:
-    """Return whether ``node`` copies to host memory what a later graph copies back, and the host does not read."""
+    """Return whether ``node`` copies a value to host memory only for a later graph to copy it back."""
     return move_kind(node) == "to_host" and not arguments_of(node).get("read", True)
 
 
 def is_loaded(node: fx.Node) -> bool:
-    """Return whether ``node`` copies back to the device what an earlier graph stored in host memory."""
+    """Return whether ``node`` copies a value that an earlier graph stored in host memory back to the device."""
     if move_kind(node) != "to_device" or (role := info(node.all_input_nodes[0]).role) is None:
         return False
     return role.kind == "saved"

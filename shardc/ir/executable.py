@@ -122,10 +122,11 @@ class Port:
 
 @dataclass(frozen=True, eq=False)
 class Half:
-    """One local graph of a step: a forward, a backward, an inference, or a reduction of accumulated gradients.
+    """One local graph of a step, such as its forward, its backward, an inference, or a reduction of gradient sums.
 
     Args:
-        phase: FORWARD, BACKWARD, INFERENCE or REDUCTION, or the outputs that a backward is for.
+        phase: FORWARD, BACKWARD or another name of a phase, with its stage in a pipeline (`AtStage`); or the outputs
+            that a backward is for.
         gm: the graph, scheduled and with its memory planned.
         mesh: the mesh of its collectives' groups.
     """
@@ -141,7 +142,7 @@ class Half:
 
     @property
     def stage(self) -> int | None:
-        """Return the stage of a pipeline that it is of; None if it is of none, or of all."""
+        """Return the stage of a pipeline to which the graph belongs; None without one, or if all stages run it."""
         return self.phase.stage if isinstance(self.phase, AtStage) else None
 
     @property
@@ -152,7 +153,7 @@ class Half:
 
     @property
     def is_forward(self) -> bool:
-        """Return whether it runs the model, on the batch or on a microbatch, and is no loop before the forward."""
+        """Return whether the graph is a forward of the model, on a batch or microbatch; loops before it are not."""
         return self.kind in (FORWARD, FIRST_FORWARD, INFERENCE, FIRST_INFERENCE)
 
     @property

@@ -86,7 +86,7 @@ def _is_pure(target: object) -> bool:
 
 
 def _key(x: object) -> object:
-    """Return what of an argument can decide the types of results; _NoKeyError if that is not known."""
+    """Return the part of an argument that decides the types of results; raise _NoKeyError if that is not known."""
     if isinstance(x, FakeTensor):
         if x.layout is not torch.strided or x.dtype.is_complex or x.is_neg():
             raise _NoKeyError
@@ -107,9 +107,7 @@ def _ints(sizes: Sequence[object]) -> tuple[int, ...]:
 
 
 def _types(result: object) -> _Type | tuple[_Type, ...] | None:
-    """Return the types of results, such that tensors of these types are equal to them in every respect; None if no such
-    types exist.
-    """
+    """Return the types of results, from which equal results can be made; None if they have more than a type."""
     if isinstance(result, tuple) and type(result) is tuple:
         types = [_types(x) for x in result]
         return tuple(x for x in types if isinstance(x, _Type)) if all(isinstance(x, _Type) for x in types) else None

@@ -199,8 +199,9 @@ class Guards:
         return self.values == other.values and self.reads == other.reads
 
     def unlike(self, model: nn.Module, loss: object = None) -> list[str]:
-        """Return what is not as it was in a capture of another process: reads, reachable code, and plain values that
-        this names.
+        """Return the names of the guards that differ now from a capture in another process.
+
+        These are reads, reachable code, and plain values that the code names.
         """
         now = Guards.of(self.reads, model, loss)
         pairs = zip(now.values, self.values, strict=True)

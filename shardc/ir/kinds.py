@@ -82,14 +82,14 @@ def note_attributes(x: Tensor, like: Tensor) -> None:
 
 
 def lost_names(x: Tensor) -> tuple[type, set[str]]:
-    """Return (class of the user's tensor that ``x`` is a copy of, its name and those of the methods that it adds)."""
+    """Return (class of the user's tensor that ``x`` copies, name of the class and of the methods that it adds)."""
     cls: type = vars(x).get(CLASS, type(x))
     return cls, {name for name, value in _added(cls).items() if hasattr(value, "__get__")} | {cls.__name__}
 
 
 @cache
 def _added(cls: type) -> dict[str, object]:
-    """Return name -> value of the class attributes that a class adds to those of `torch.Tensor`."""
+    """Return name -> value of the class attributes of ``cls`` that `torch.Tensor` lacks."""
     bases = [base for base in reversed(cls.__mro__) if cls not in _PLAIN and not issubclass(Tensor, base)]
     return {name: value for base in bases for name, value in vars(base).items() if not hasattr(Tensor, name)}
 

@@ -71,7 +71,7 @@ class StageRuns:
         graphs: Iterable[tuple[int, bool, fx.Graph]],
         openings: Sequence[StageRuns | None] = (),
     ) -> StageRuns:
-        """Return what crosses between stages, by what their graphs take and give.
+        """Return the values that cross between stages, from the inputs and outputs of their graphs.
 
         Args:
             schedule: the order.

@@ -133,8 +133,9 @@ def lowered(gm: fx.GraphModule, kind: str, settings: Callable[[], str]) -> tuple
 
 
 def _with_strides(run: BoxedRun, gm: fx.GraphModule) -> BoxedRun:
-    """Return ``run`` with the traced strides of results that are expanded or have gaps in memory: of views, Inductor
-    keeps the order of strides only, and the backward half is compiled for those of the trace.
+    """Return ``run`` with a copy of each result that is expanded or has gaps in memory, at its traced strides.
+
+    The backward half is compiled for the strides of the trace. Of a view, Inductor only keeps their order.
     """
     results = output_node(gm.graph).all_input_nodes
     with_gaps = {x: x.meta["val"].stride() for x in results if _has_gaps(x.meta.get("val"))}
@@ -155,7 +156,7 @@ def _with_strides(run: BoxedRun, gm: fx.GraphModule) -> BoxedRun:
 
 
 def _has_gaps(x: object) -> bool:
-    """Return whether a tensor's elements do not lie side by side in memory, in some order of its dims."""
+    """Return whether a tensor is not dense: whether there are gaps between its elements, or elements share memory."""
     if not isinstance(x, Tensor) or not x.numel():
         return False
     size = 1

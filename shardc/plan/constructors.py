@@ -241,9 +241,9 @@ def recompute(names: str | Sequence[str]) -> Plan:
 
 
 def save(names: str | Sequence[str], on: str, ops: Sequence[object] | str | None = None) -> Plan:
-    """Say where what backward reads of modules' activations lies from forward to backward.
+    """Choose how activations of modules that backward reads are kept until then: on the host, on the device, or not.
 
-    Of several entries that name an activation the last one counts.
+    If several entries name an activation, the last one is used.
 
     Args:
         names: a module glob, or several.

@@ -70,7 +70,7 @@ class PipelineStages:
         return self.modules.get(name)
 
     def order(self, microbatches: int, trains: bool = True) -> Schedule:
-        """Return what each rank computes, sends and receives in a step, or in a call without gradients."""
+        """Return the schedule of a step (``trains``) or of a call without gradients: the actions of each rank."""
         return self.entry.lists(self.ranks, microbatches, trains)
 
     @property

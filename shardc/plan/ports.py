@@ -283,7 +283,7 @@ def resolve_activations(plan: Plan, module_names: Iterable[str]) -> list[Activat
 
 
 def resolve_saves(plan: Plan, module_names: Iterable[str]) -> list[SavePolicy]:
-    """Return what the plan says about activations that backward reads, in its order; of an entry in the model's order.
+    """Return the policies by which the plan saves activations for backward: by entry, then in the order of modules.
 
     Raises:
         PlanError: a glob matches no module.

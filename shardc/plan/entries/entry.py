@@ -107,7 +107,7 @@ class Entry:
         return {}
 
     def saves(self, modules: Sequence[str]) -> Sequence[SavePolicy]:
-        """Return where what backward reads of modules' activations lies, for the modules that the entry is about."""
+        """Return the policies by which the entry saves activations for backward, one for each module that it names."""
         return ()
 
     # --- text

@@ -51,7 +51,7 @@ class Offload(Entry):
 
 @dataclass(frozen=True)
 class Save(Entry):
-    """Says where what backward reads of modules lies (``where``); the fields are those of `shardc.save`."""
+    """Chooses where activations of modules are kept for backward; the fields are those of `shardc.save`."""
 
     glob: str
     where: Annotated[str, Literal["host", "device", "recompute"]]

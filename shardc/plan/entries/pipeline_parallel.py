@@ -62,7 +62,7 @@ class Pp(Entry):
             )
 
     def lists(self, ranks: int, microbatches: int, trains: bool = True) -> Schedule:
-        """Return what each rank computes, sends and receives in a step, or in a call without gradients.
+        """Return the schedule of a step (``trains``) or of a call without gradients: a list of actions for each rank.
 
         Raises:
             PlanError: the schedule does not have these numbers of stages and microbatches.
