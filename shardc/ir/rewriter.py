@@ -149,7 +149,12 @@ class Inserter:
         return set_info(node, replace(self.record, name=name, value=value, **_OWN))
 
 
-_OWN: dict[str, Any] = {"role": None, "needs": None, "kept": False, "true_sizes": None}  # no new node inherits these
+_OWN: dict[str, Any] = {
+    "role": None,
+    "needs": None,
+    "is_kept_part": False,
+    "true_sizes": None,
+}  # no new node inherits these
 
 
 def _val(node: fx.Node) -> object:

@@ -191,7 +191,7 @@ outputs:
     ("fields", "comment"),
     [
         ({"origin": Origin("m", "a.py:1", consumer="layers.0.add")}, "m | a.py:1 | needed by layers.0.add"),
-        ({"origin": Origin("m", region=2), "kept": True}, "m | - | - | region 2 | kept"),
+        ({"origin": Origin("m", region=2), "is_kept_part": True}, "m | - | - | region 2 | kept"),
         ({"origin": Origin("m", cause="a | b"), "regathers": "w.full"}, "m | - | a | b | regathers w.full"),
     ],
 )

@@ -316,12 +316,16 @@ def test_recomputed_kernels_are_apart() -> None:
 def test_the_tensors_at_the_peak_are_all_of_the_peak(composed: shardc.Program) -> None:
     memory = composed.schedule().memory
     by_owner = Counter[str]()
-    for each in memory.held:
+    for each in memory.tensors_at_peak:
         by_owner[each.owner] += each.bytes
     assert dict(by_owner) == {owner: size for owner, size in memory.by_owner().items() if size}
-    weights = {x.name: x for x in memory.held if x.owner == "parameters"}
+    weights = {x.name: x for x in memory.tensors_at_peak if x.owner == "parameters"}
     assert weights["layers.1.mlp.up.weight"].module == "layers.1.mlp.up"
-    lines = {Path(x.source.rpartition(":")[0]).name for x in memory.held if x.owner in ("parameters", "activations")}
+    lines = {
+        Path(x.source.rpartition(":")[0]).name
+        for x in memory.tensors_at_peak
+        if x.owner in ("parameters", "activations")
+    }
     assert lines == {"llama.py"}
 
 

@@ -67,7 +67,7 @@ CUTS: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
 def test_boxes_tile_the_tensor(mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> None:
     x = param(mesh, shape, *placements)
     (owner,) = Owners([x], Groups.of(mesh)).owners
-    assert owner.here, "the first rank owns the only parameter"
+    assert owner.is_local, "the first rank owns the only parameter"
     split = [at for at, placement in enumerate(placements) if placement != R]
     sizes = [mesh.size(at) if at in split else 1 for at in range(2)]
     assert list(owner.boxes) == [int(mesh.mesh[at]) for at in product(*map(range, sizes))]
