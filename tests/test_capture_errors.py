@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -171,6 +172,23 @@ def test_a_model_that_is_not_one_graph(model: nn.Module, what: str, line: str, f
     assert caught.value.source == line
     assert re.fullmatch(fix, caught.value.fix or "")
     assert (snapshot(model), snapshot(module)) == before
+
+
+@dataclass
+class Logits:
+    logits: Tensor
+
+
+def test_a_loss_of_torch_on_an_object() -> None:
+    """As on the outputs of transformers."""
+
+    class Returns(Branch):
+        def forward(self, x: Tensor) -> Logits:
+            return Logits(self.a(x))
+
+    module = shardc.compile(Returns(), MESH, fsdp("dp"), loss=F.mse_loss, backend="eager")
+    with pytest.raises(CaptureError, match=r"fix: pass tensors to functions of torch: .* loss=lambda output, target"):
+        module.lower(torch.empty(4, 8), torch.empty(4, 8))
 
 
 # --- the call

@@ -346,6 +346,8 @@ def capture_error(
         if raises
         else _BRANCH
         if "ata-dependent branching" in text
+        else _OBJECT
+        if loss is not None and "as_proxy" in text
         else (_ELSEWHERE if re.search(_VAGUE, hint[1]) else hint[1].strip())
         if hint and "tolist()" not in reason
         else _ELSEWHERE
@@ -355,6 +357,10 @@ def capture_error(
 
 
 _RAISES = "mend what raises there; if it does not raise uncompiled, write that line in another way"
+_OBJECT = (
+    "pass tensors to functions of torch: if the model returns an object, take the tensor out of it in the loss, as in "
+    "loss=lambda output, target: cross_entropy(output.logits, target)"
+)
 _BRANCH = "compute both and choose, by torch.where(condition, a, b), or write torch.cond(condition, f, g, (x,))"
 _ELSEWHERE = "take this out of forward: do it before the call and pass the result, or write it with operations of torch"
 # Dynamo's hints for its own developers, or for models in which graph breaks are allowed.
