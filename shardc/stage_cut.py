@@ -158,7 +158,10 @@ class PipelineCut(MicrobatchCut):
         return out
 
     def _gathers(self, at: int, first: bool) -> fx.GraphModule | None:
-        """Returns the gathers of a stage that its first forward runs (``first``), or that run in front of it."""
+        """Returns the graph of a stage's gathers, if it is part of the first forward (``first``) or runs before it.
+
+        Each stage has either the one or the other; None is returned for what it does not have.
+        """
         opens = at == 0 and not any(self.staged.openings)
         return self.staged.gathers[at] if first == opens else None
 

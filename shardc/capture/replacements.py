@@ -457,9 +457,10 @@ def instance_norm(
 
 
 def is_causal_hint(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Return the hint that a caller of `nn.Transformer` gives about ``mask``; torch compares the mask if there is none.
+    """Return whether the caller of `nn.Transformer` says that ``mask`` is causal.
 
-    Attention with a causal mask is the same without the hint.
+    If the caller says nothing, torch compares the mask's values. This function returns False instead: attention with a
+    causal mask gives the same result without the hint.
     """
     return is_causal is True
 

@@ -235,7 +235,7 @@ class Run:
         return [ShardcWarning(f"{change} {NOT_CHANGED}") for change in dict.fromkeys(texts)]
 
     def _line_of(self, name: str) -> str | None:
-        """Return ``file:line`` of the first line that ran and that changes ``name``."""
+        """Return ``file:line`` of the first line of the code that ran which changes ``name``; None if none is found."""
         changes = re.compile(rf"\b{re.escape(name)}\b.*(?:[^=!<>]=[^=]|\.\w+\(|\]\s*=)")
         for code in self.codes:
             with suppress(OSError, TypeError):  # no source

@@ -270,7 +270,7 @@ class SizedProgram(Program):
         self._set_ports(family.layouts(sizes), family.outputs(sizes))
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
-        """Returns the graph of a phase at these sizes, with memory planned."""
+        """Returns the graph of a phase at these sizes, with memory planned; None if the program has no such phase."""
         infers = (phase.phase if isinstance(phase, AtStage) else phase) in (INFERENCE, FIRST_INFERENCE, CLOSING)
         try:
             half = self.family.half(phase)

@@ -55,7 +55,7 @@ class _Step:
             return used or self.moves() or self.whole_shards() or self.same_pending()
         return self.splits(source) or self.splits(result) or self.moves() or self.same_pending()
 
-    # --- conditions of the ops; each returns a reason if it does not hold
+    # --- conditions of the ops; each returns None if it holds, else a reason as text
 
     def missing(self, bound: set[str], what: str) -> str | None:
         """Return a reason, as text, if one of the op's axes is not among ``bound``."""

@@ -180,7 +180,7 @@ def run_end(step: Sequence, at: int) -> int:
 
 
 def _peak_tensor(step: Sequence, owner: str, size: int, at: int, number: int) -> PeakTensor:
-    """Return the `Held` of ``size`` bytes for ``owner``: result ``number`` of the op at ``at``; -1 is the arena."""
+    """Return a `PeakTensor` of ``size`` bytes for ``owner``: result ``number`` of op ``at``; -1 is the arena."""
     if at < 0:
         return PeakTensor(owner, size, "arena of collectives' results", "", "")
     node = step.ops[at].node

@@ -1,9 +1,9 @@
 """`GraphedStep`: a training step that is recorded, and repeated for later batches of the same shapes.
 
-What a recorded step reads from memory may change between two repeats: parameters, buffers, the optimizer's state, the
-batch, learning rates and the keys of random numbers. The last three are copied to where it reads them. What it was
-recorded with otherwise (`_Call`, `_Ground`) is compared before each repeat: if it has changed, the step runs as it is,
-and is recorded again.
+Values in the memory that a recorded step reads may change between two repeats: parameters, buffers, the optimizer's
+state, the batch, learning rates and the keys of random numbers. The last three are copied to where the step reads them.
+Everything else that it was recorded with (`GraphedStep._call`, `GraphedStep._look`) is compared before each repeat. If
+that has changed, the step runs without a recording and is recorded again.
 """
 
 from __future__ import annotations
@@ -183,9 +183,9 @@ class GraphedStep:
                             state[name] = x.to(self._state.device, torch.float32)
 
     def _call(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[Hashable, Executable] | None:
-        """Returns (key, program) of a call whose step can be a repeat; None for others, such as one that accumulates.
+        """Returns (key, program) of a call whose step can be repeated; None for others, such as one that accumulates.
 
-        The key has all that selects what the step does, besides what `_look` returns.
+        A step depends on the key and on the state that `_look` returns, and on nothing else.
         """
         state = self._state
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -215,9 +215,7 @@ class GraphedStep:
     def _look(self) -> list[object]:
         """Returns the state that all recorded steps assume: tensors' addresses, and the optimizer's options.
 
-        Learning rates are not among these.
-
-        The module's snapshot is among it, for which keys of calls are valid.
+        Learning rates are not among these. The module's snapshot is: keys of calls are valid for one snapshot.
         """
         snapshot = self._state.params.look()
         places = [address(x) for x in (*snapshot.parameters.values(), *snapshot.buffers.values())]

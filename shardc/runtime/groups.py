@@ -69,7 +69,7 @@ class Groups:
 
     Attributes:
         mesh: the abstract mesh, on which ``stages`` has size 1.
-        device_mesh: an equal of the device mesh, whose groups no other thread uses (`_apart`).
+        device_mesh: an equal of the device mesh, whose groups no other thread uses (`_without_world_group`).
         rank: row-major index of this process on the mesh, not its global rank.
         prefix: prefix of the registered names, unique per mesh of the process.
         consistency: checks that all ranks of the device mesh run the same events.

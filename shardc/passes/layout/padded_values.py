@@ -127,7 +127,7 @@ class Calls:
 
 
 def _traced(x: object) -> Tensor | None:
-    """Returns the fake value that operand ``x``, or the value that a marker ``x`` marks, had in the trace."""
+    """Returns the traced fake value of operand ``x``, or of the value below it if ``x`` is a marker; else None."""
     while isinstance(x, fx.Node) and "val" not in x.meta and x.target in ops.MARKERS.values():
         x = x.all_input_nodes[0]
     val = x.meta.get("val") if isinstance(x, fx.Node) else None

@@ -43,7 +43,7 @@ class Entry:
     @property
     def sequence(self) -> tuple[int, str, bool] | None:
         """Return (dim, axis, whether each rank gets a stripe instead of a chunk) if the entry also splits another input
-        dim, over one of its ``batch`` axes.
+        dim, over one of its ``batch`` axes; else None.
         """
         return None
 

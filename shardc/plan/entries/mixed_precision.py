@@ -153,7 +153,7 @@ class Policies:
 
     @property
     def float8(self) -> Precision | None:
-        """Return the last entry that wants products in float8."""
+        """Return the last entry that asks for products in float8; None if none does."""
         return next((entry for entry in reversed(self.entries) if entry.scaled), None)
 
     def of_param(self, name: str) -> Precision:
