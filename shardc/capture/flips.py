@@ -48,7 +48,7 @@ def _flips(node: fx.Node) -> bool:
 
 
 def _unflipped(node: fx.Node) -> tuple[fx.Node, bool]:
-    """Return what ``node`` is along dim 0 without its flips, and whether their number is odd."""
+    """Return (the source of ``node`` before any flips along dim 0, whether their number is odd)."""
     flipped = False
     while _flips(node):
         source: Any = node.args[0]

@@ -137,13 +137,18 @@ def _error(node: fx.Node | None, what: str, fix: str) -> CaptureError:
 
 
 def _hoist(outer: fx.Graph, scan: fx.Node, step: fx.Graph, operands: list[fx.Node], counts: tuple[int, int]) -> int:
-    """Computes what is the same in each step of a scan once, before the scan, and gives it as the rest: changes the
-    graph ``step``, the ``operands`` of ``scan`` and the uses of its results; returns the number of sequences left.
+    """Hoists loop-invariant ops out of the step of a scan; returns the number of sequences that remain.
+
+    Their results become further operands (the rest). Changed in place are the graph ``step``, ``operands`` and the uses
+    of the scan's results.
 
     torch's scan saves for backward whatever its steps compute of weights, such as their transposes, once for each step.
 
     Args:
         outer: the graph of ``scan``, whose results are tensors.
+        scan: the scan.
+        step: the graph of a step.
+        operands: the operands of ``scan``: carries, sequences and the rest.
         counts: numbers of carries and of sequences.
     """
     carries, sequences = counts
@@ -227,8 +232,10 @@ def loop_gradients(gm: fx.GraphModule, decompositions: Mapping[Any, Callable[...
 def _gradient(
     step: fx.Graph, carries: int, loop: fx.Node, decompositions: Mapping[Any, Callable[..., object]]
 ) -> fx.Graph:
-    """Return the graph of (gradients of what a step carries on, sums of the gradients of the rest so far, what it
-    carries, the rest) -> these gradients before the step, and these sums with its terms.
+    """Return the graph of the gradient of one step of a loop.
+
+    Its arguments are the gradients of the step's results, the sums of gradients of the rest so far, the carries before
+    the step, and the rest. It returns the gradients of the carries before the step, and the sums with its terms added.
     """
     vals: list[Tensor] = [node.meta["val"] for node in step.nodes if node.op == "placeholder"]
     floating = [x.is_floating_point() for x in vals]

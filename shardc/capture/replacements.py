@@ -62,7 +62,7 @@ _make_dual = forward_ad.make_dual
 
 
 def _dual(tensor: Tensor, tangent: Tensor, *, level: int | None = None) -> Tensor:
-    """Makes a dual tensor of a copy: that of a view, as fake tensors, would have its tangent on another device."""
+    """Makes a dual tensor of a copy of ``tensor``: for a view, the tangent of a fake tensor gets another device."""
     return _make_dual(tensor.clone(memory_format=torch.contiguous_format), tangent, level=level)
 
 

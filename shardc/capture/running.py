@@ -221,7 +221,7 @@ class Run:
                 raise Unsupported("a hook of a parameter or an input")
 
     def _changes(self, changed: list[tuple[str, str, object]], texts: list[str]) -> list[ShardcWarning]:
-        """Return a warning for each module that keeps a tensor, and for globals; CaptureError for what is read too."""
+        """Return warnings of the modules and globals that forward changed; CaptureError if it also reads the change."""
         names = loaded_names(self.codes)
         for expression, owner, value in changed:
             name = expression.rpartition(".")[2]

@@ -41,8 +41,9 @@ STEPS = 4  # fewest steps of a loop that is written as a scan
 def scan_loops(
     gm: fx.GraphModule, lengths: Collection[int], decompositions: dict[Any, Callable[..., object]]
 ) -> Callable[[], None] | None:
-    """Writes the loops in a graph of Dynamo's that run over all of a sequence as scans; returns a function that undoes
-    it, None if there are none.
+    """Rewrites each loop over a whole sequence in a graph of Dynamo's, which is unrolled, as a scan.
+
+    Returns a function that undoes it; None if there are no such loops.
 
     Args:
         lengths: numbers of places of the sequences.
@@ -119,8 +120,9 @@ class _Order:
         self._keys = [_key(node) for node in self.calls]
 
     def strides(self, nodes: dict[int, list[fx.Node]]) -> Iterator[tuple[int, int]]:
-        """Yield (place of the last use, distance) of uses of slices that are as far from each other as those of the
-        next slices. Those of the first slice may be elsewhere.
+        """Yield (place of the last use, distance) for uses of slices at equal distances from one slice to the next.
+
+        The uses of the first slice may be elsewhere.
         """
         uses = []
         for at in range(len(nodes)):
@@ -277,8 +279,10 @@ class _Loop:
         return self.segments[0][0]
 
     def _undisturbed(self) -> bool:
-        """Return whether the operands are there before the first segment and do not change until behind the last, and
-        nothing reads what segments write before all is written.
+        """Return whether nothing disturbs the loop, so that it can be moved to one place.
+
+        The operands must be computed before the first segment and not change until the end of the last. Nothing may
+        read the memory that segments write before all of it is written.
         """
         place, slices_of = self.order.everywhere, self.order.slices
         begin, end = place[self.start], place[self.segments[-1][-1]]

@@ -168,8 +168,8 @@ def changed_reads(
     code: Iterable[CodeType],
     retrace: Callable[[dict[str, Constant]], Reads | None],
 ) -> Reads:
-    """Return ``reads``, with those of a second trace if one is needed, if each call reads the same values although
-    forward changes some; else raise.
+    """Check that each call reads the same values although forward changes some; return ``reads``, and those of a second
+    trace if it needs one.
 
     A table that the first call fills, from no input, has the same value in each call. So has a constant that forward
     sets to the same value, if the graph traced with that value is the same.

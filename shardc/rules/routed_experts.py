@@ -269,7 +269,7 @@ def _exact(local: Local, of: _Choices) -> tuple[_Sent, Emitted]:
 
 
 def _bounded(local: Local, every: list[_Choices]) -> list[tuple[_Sent, Emitted]]:
-    """Emit exchanges of blocks of one size, of which the host does not know how many rows are filled.
+    """Emit exchanges of blocks of a fixed size, so that the host need not know how many rows are filled.
 
     Returns:
         for each chunk of choices, (the exchange, number of rows that come from each rank for each expert).

@@ -214,7 +214,7 @@ def project(spec: Spec, dims: Dims, layout: Layout) -> Assignment:
 
 
 def _in_order(digits: Iterable[Digit]) -> list[Digit]:
-    """Return the digits of a dim of which each rank has one piece: those bound to an axis, and then the others."""
+    """Return ``digits`` reordered so that each rank has one contiguous piece: first those bound to an axis."""
     return sorted(digits, key=lambda digit: digit.axis is None)
 
 

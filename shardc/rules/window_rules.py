@@ -118,8 +118,9 @@ class Pieces:
         return self.run(aten.where.self, self._along(come, self.size), entering, moved)
 
     def earlier_sums(self, sums: Emitted, reverse: bool) -> Emitted:
-        """Return the sum of the last elements of ``sums`` on all ranks of earlier pieces (of the first on those of
-        later ones, if ``reverse``), with one element along the dim.
+        """Return the total of all earlier pieces, given each piece's running ``sums``; of all later if ``reverse``.
+
+        The result has one element along the dim. A piece's total is the last of its running sums, or the first.
         """
         edge = (0, 1) if reverse else (self.size - 1, self.size)
         total = self.run(aten.slice.Tensor, sums, self.dim, *edge)

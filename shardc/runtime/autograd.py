@@ -83,7 +83,7 @@ def _tree(program: Executable, results: Sequence[object]) -> PyTree:
 
 
 class StepContext(Protocol):
-    """Autograd's context (``ctx``) of `Step`: what one forward keeps for its backward.
+    """Autograd's context (``ctx``) of `Step`: the values that one forward keeps for its backward.
 
     Attributes:
         runner: runs the program.
@@ -398,7 +398,7 @@ def _separate(program: Executable, step: Microstep, takes: Sequence[Role], feed:
 
 
 def _accumulate(param: Tensor, grad: Tensor) -> None:
-    """Adds ``grad`` to ``.grad`` of a parameter for which autograd does not, as it is frozen or not in the program."""
+    """Adds ``grad`` to ``param.grad`` where autograd does not: for a parameter that is frozen or not in the program."""
     param.grad = grad if param.grad is None else param.grad + grad
 
 

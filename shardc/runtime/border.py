@@ -233,7 +233,7 @@ class Border:
                     node.listened.append((at, hooks, weakref.ref(outputs[at])))
 
     def check(self, half: Half, used: frozenset[int], changes: Changes, listened: Sequence[Listened]) -> None:
-        """Raises BackwardError if, as outputs were changed or hooked, a backward cannot do what one device does.
+        """Raises BackwardError if outputs were changed or hooked such that a backward cannot do what one device does.
 
         Args:
             half: the backward graph.

@@ -300,7 +300,7 @@ class Meeting:
 
 
 class StackSamples:
-    """Regular samples of what the main thread does, taken on the listener thread, to find waits that last long."""
+    """Samples the main thread's stack at intervals, on the listener thread, to find waits that last long."""
 
     def __init__(self) -> None:
         self._last: tuple[tuple[int, str] | None, int] = (None, 0)

@@ -187,7 +187,7 @@ def _set_data(self: DTensor, value: Tensor) -> None:
 def _redistribute(
     self: DTensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
 ) -> DTensor:
-    """Redistributes as DTensor does, and right if a tensor lies on one coordinate of a mesh dim (`owned.Owned`)."""
+    """Replaces `DTensor.redistribute`, which is wrong for a tensor on one coordinate of a mesh dim (`owned.Owned`)."""
     if placements is None or not _is_ours(self) or not has_owner((*self.placements, *placements)):
         return _torch_redistribute(self, device_mesh, placements, **options)
     return redistribute(_torch_redistribute, self, device_mesh, tuple(placements), **options)

@@ -211,7 +211,7 @@ def difference(rank: int, rank_lines: Lines, other_rank: int, other_lines: Lines
 
 
 def raised(rank: str, error: BaseException) -> tuple[str, str | None, str]:
-    """Returns (text, source line, fix) of what other ranks raise after ``rank``, as text, raised ``error``."""
+    """Returns (text, source line, fix) of the error that other ranks raise after ``rank`` has raised ``error``."""
     shardc_error = error if isinstance(error, ShardcError) else None
     text = (shardc_error.what if shardc_error else str(error))[:_LONGEST]
     fix = f"mend it on rank {rank}" + (

@@ -33,9 +33,10 @@ Placements = tuple[Placement, ...]
 
 
 class Owned(Shard):
-    """Placement on a mesh dim of which coordinate ``owner`` has the whole tensor, and the others none of its rows.
+    """Placement on a mesh dim: the coordinate ``owner`` has the whole tensor, and the others none of its rows.
 
-    A split of dim 0 to DTensor, with shards of all rows and of none. The other placements split what the owner has.
+    For DTensor it is a split of dim 0, into one shard with all rows and empty ones. The other placements split the
+    owner's shard.
 
     >>> Owned(1)._local_shard_size_and_offset(6, 4, 1), Owned(1)._local_shard_size_and_offset(6, 4, 2)
     ((6, 0), (0, 6))

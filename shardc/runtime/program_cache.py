@@ -190,9 +190,9 @@ class ProgramCache:
             self._warn_of_calls(key.call)
 
     def _warn_of_calls(self, call: Signature) -> None:
-        """Warns if ``call`` is that of the fourth program, or of the eighth and so on, of calls with other sizes.
+        """Warns if many programs were compiled for calls that differ from ``call`` in sizes only, or in constants only.
 
-        Also if it is that of the eighth and so on of calls with other constants.
+        It does at each power of two, from four programs on for sizes, and from eight on for constants.
         """
         sizes = Signature.is_but_for_sizes, _MANY_SIZES, _of_sizes
         constants = Signature.is_but_for_constants, _MANY, _of_constants
@@ -261,7 +261,7 @@ class ProgramCache:
         self._unused = list(self.programs)
 
     def _warn_of_unused(self, wanted: Wanted) -> None:
-        """Warns, once, of saved programs of which none has fitted a call."""
+        """Warns, once, if there are saved programs and none has fitted a call."""
         if self._unused:
             text = f"no program of precompiled= fits this call, which compiles one: {reason(self._unused, wanted)}"
             self._unused = []

@@ -248,7 +248,7 @@ class RankConsistency:
             return f"{look_at_store(self.place(0))}. If it is well, {look_at(list(map(self.place, ranks)))}"
 
     def _lost_between(self, error: RuntimeError) -> MeshError | RuntimeError:
-        """Returns the error to raise for ``error`` of a collective of torch's; raises what another rank raised."""
+        """Returns the error to raise in place of ``error``, of a collective of torch's; raises as `lost` does."""
         if not is_lost(error):
             return self.behind() or error
         fix = self.lost([rank for rank in self.ranks if rank != self.rank])

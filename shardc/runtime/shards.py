@@ -217,7 +217,7 @@ def indices(layout: Layout, rank: int) -> tuple[torch.Tensor, ...]:
 
 
 def _term(layout: Layout, rank: int) -> int:
-    """Returns the flat index of ``rank`` along the axes with pending reductions: that of the operand it holds."""
+    """Returns the index of the term of a pending reduction that ``rank`` has: its flat index along the pending axes."""
     return flat_index(layout.mesh, [axis for axis, _ in layout.partial], rank)
 
 

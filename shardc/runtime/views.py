@@ -69,8 +69,8 @@ class Base:
 
     Args:
         of: positions of these outputs.
-        places: sizes, strides and offset of each in the base, which has one dim.
-        split: those of ``of`` that have gradients.
+        places: sizes, strides and offset of each output in the base, which has one dim.
+        split: positions of these outputs that have gradients.
     """
 
     of: tuple[int, ...]
