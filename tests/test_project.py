@@ -261,7 +261,7 @@ def test_no_file_is_named_after_nothing() -> None:
 
 def test_readme_program_prints_what_the_readme_shows(tmp_path: Path) -> None:
     readme = ROOT / "README.md"
-    (program,), shown = fenced("python", readme), fenced("text", readme)[0]
+    program, shown = fenced("python", readme)[0], fenced("text", readme)[0]
     script = tmp_path / "readme.py"
     script.write_text(program)
     printed = run(script).rstrip() + "\n"
@@ -269,6 +269,14 @@ def test_readme_program_prints_what_the_readme_shows(tmp_path: Path) -> None:
         readme.write_text(readme.read_text().replace(shown, printed))
     else:
         assert printed == shown
+
+
+def test_readme_training_script_trains_on_two_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "first.py"
+    script.write_text(fenced("python", ROOT / "README.md")[1])
+    printed = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
+    losses = [float(line.split("loss")[1]) for line in printed.splitlines() if line.startswith("epoch")]
+    assert len(losses) == 3 and losses[2] < 0.5 < losses[0]
 
 
 def test_readme_commands_are_real() -> None:
