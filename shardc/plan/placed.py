@@ -237,7 +237,7 @@ class SavePolicy:
     def comparable(self, module: str) -> SavePolicy:
         """Return the policy for ``module``, without the entry's text if the graph of the module does not contain that.
 
-        Two blocks of a model whose policies are equal in this form have equal graphs.
+        Repeated blocks can share a graph only if their policies are equal in this form.
         """
         return replace(self, module=module, entry=self.entry if self.where == "host" else "")
 

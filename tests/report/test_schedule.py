@@ -294,7 +294,7 @@ def test_answer_comes_first() -> None:
     head, *answer = schedule.table().partition("\n\n")[0].splitlines()
     assert head == "Llama, mesh dp=2 on h100, graph order"
     assert [line.split("  ")[0] for line in answer] == ["step", "tokens/s", "MFU", "memory"]
-    assert f"{schedule.tokens_per_second:,.0f}, " in answer[1] and "128 tokens a step on 2 ranks" in answer[1]
+    assert f"{schedule.tokens_per_second:,.0f} in all, " in answer[1] and "128 tokens a step on 2 ranks" in answer[1]
     assert "does not fit: " in answer[-1] and answer[-1].endswith(" too much")
     assert stack_program(shardc.fsdp("dp"), dp=2).schedule().tokens == 0
 

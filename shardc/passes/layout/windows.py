@@ -255,7 +255,7 @@ def few(count: int, size: int) -> bool:
 def _slice(rewriter: GraphRewriter, node: fx.Node) -> None:
     """Replaces a slice by a shift, by an equal value, or, if it has few elements, by an edge.
 
-    Slices of the last dim at multiples of their size stay: an axis can split these.
+    A slice of the last dim stays if a factor divides its begin and size and the dim's: an axis can split by that.
     """
     piece = None if _shift(rewriter, node) else sliced(node)
     if piece is None:
