@@ -290,7 +290,7 @@ class _OnShards(torch.optim.Optimizer):
                         )
 
     def _place(self) -> None:
-        """Brings the states' tensors to where the steps keep them; a collective if some are elsewhere."""
+        """Moves the tensors of the optimizer's state to the layouts that steps use; a collective if any are moved."""
         for mine in self._shards:
             for shard in mine:
                 if state := self.state.get(shard.param):

@@ -506,7 +506,7 @@ class Executable(ABC):
         return {}
 
     def _listed(self, rank: int, trains: bool) -> list[Run | Message]:
-        """Lists the `actions` of a rank."""
+        """Return the actions of a rank, not cached; see `actions`."""
         runs = self.stage_runs(trains)
         stages = runs.stages(rank)
         forward = FORWARD if trains else INFERENCE

@@ -113,9 +113,15 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
 def _in_time(
     plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[int]]], whole: Sequence[InputPlan]
 ) -> list[InputPlan]:
-    """Return ``whole``, the plans of the inputs on the devices, split further over the microbatches of ``mesh``.
+    """Return the plans of inputs with the axis of time: each rank's rows are split over its microbatches.
 
-    The dim that the batch axes split is split, dim 0 by default. If it does not divide, it is padded on each rank.
+    The dim that the batch axes split is split again, dim 0 by default. If its local size does not divide, it is padded.
+
+    Args:
+        plan: the plan.
+        mesh: the mesh, with its axis of time.
+        inputs: (name, shape) of each input.
+        whole: the plans of the inputs without microbatches.
     """
     specs = _last_specs(plan, "inputs", [name for name, _ in inputs])
     batch, count = set(row_axes(plan, mesh.devices)), mesh.microbatches

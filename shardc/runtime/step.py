@@ -339,7 +339,11 @@ class Runner:
         return self.reduce(due) if due else {}
 
     def feed(self, takes: Iterable[Port], inputs: list[Tensor]) -> list[Any]:
-        """Returns the arguments ``takes`` of graphs, given the local ``inputs``; parameters as DTensors."""
+        """Returns the values for the arguments ``takes`` of a step's graphs; parameters as DTensors.
+
+        Args:
+            inputs: the local inputs, in the program's order.
+        """
         inputs_by_name = dict(zip((name for name, _ in self.program.inputs), inputs, strict=True))
         snapshot = self.params.snapshot
         feed: list[Any] = []

@@ -191,7 +191,7 @@ class Found:
         )
 
     def brief(self) -> Found:
-        """Return a copy with only the trials `best`, `solution` and `form`: a trial holds the graphs of a program."""
+        """Return a copy with the trials `best`, `solution` and `form` only: others keep graphs of programs alive."""
         ids = {id(trial) for trial in (self.best, self.solution, self.form)}
         return replace(self, trials=tuple(trial for trial in self.trials if id(trial) in ids))
 

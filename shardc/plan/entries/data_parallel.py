@@ -210,8 +210,9 @@ class Fsdp(Data):
 
 
 def _minor(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | None:
-    """Return the innermost of ``axes``, the first perhaps cut to a part, that have ``size`` ranks together (-1: all);
-    None if none have.
+    """Return the innermost of ``axes`` whose sizes multiply to ``size``; None if there are no such axes.
+
+    The outermost of these may be a part of an axis. A ``size`` of -1 means all axes.
     """
     if size == -1:
         return axes
