@@ -215,18 +215,18 @@ class Costs:
             out |= move.machine(mesh, hardware)
         return out
 
-    def crossover(self, mesh: Mesh, other: Mesh, **sizes: int) -> Crossover:
+    def crossover(self, one: Mesh, other: Mesh, **sizes: int) -> Crossover:
         """Return the batch sizes from which mesh ``one`` or mesh ``other`` is faster, for a step without overlap.
 
         Args:
             sizes: ``sequence``, by default the program's.
         """
         whole = unrounded(self.seconds)
-        steps = [whole.subs({**self.values(m, None, **sizes), BATCH: BATCH}) for m in (mesh, other)]
+        steps = [whole.subs({**self.values(m, None, **sizes), BATCH: BATCH}) for m in (one, other)]
         gap = sympy.Poly(sympy.expand(steps[0] - steps[1]), BATCH)
         roots = () if gap.is_zero or gap.is_ground else sympy.nroots(gap, n=15)
         at = sorted(float(sympy.re(r)) for r in roots if abs(sympy.im(r)) < 1e-9 and sympy.re(r) > 0)
         edges = [0.0, *at, 2 * at[-1] if at else 1.0]
         middles = [(low + high) / 2 for low, high in zip(edges, edges[1:], strict=False)]
-        faster = tuple(str(mesh if gap.eval(middle) < 0 else other) for middle in middles)
+        faster = tuple(str(one if gap.eval(middle) < 0 else other) for middle in middles)
         return Crossover(tuple(at), faster)
