@@ -48,8 +48,8 @@ def must_match(glob: str, names: Iterable[str], kind: str, entry: str) -> list[s
     matches = matching(glob, names)
     if matches:
         return matches
-    owner = glob.rpartition(".")[0]  # of a parameter's glob, where modules are meant
-    near = [owner] if owner.strip("*.") and matching(owner, names) else near_names(glob, names)
+    owner, _, last = glob.rpartition(".")  # of a parameter's glob, where modules are meant
+    near = [owner] if last in ("weight", "bias") and matching(owner, names) else near_names(glob, names)
     fix = did_you_mean(near, f"there are {shorten(names)}")
     raise PlanError(f"{glob!r} matches no {kind}", plan_entry=entry, fix=fix)
 
