@@ -74,7 +74,7 @@ def _run_schedule(options: argparse.Namespace) -> None:
     if options.html is not None:
         has_stages = program.stage_ranks > 0  # which lint does not know
         tried = program.advise(options.hardware) if options.tries else []
-        findings = [] if has_stages else [*(one.finding() for one in tried), *program.lint(options.hardware)]
+        findings = [] if has_stages else [*(advice.finding() for advice in tried), *program.lint(options.hardware)]
         write(options.html, predicted.to_html(findings, beside))
     if options.plot is not None:
         predicted.plot(options.plot)

@@ -332,7 +332,7 @@ def _attribute(module: ModuleType, name: str, where: str, what: str) -> Any:
             for key, function in vars(module).items()
             if isfunction(function) and not key.startswith("_")
         }
-        defined = ", ".join(key for key, here in functions.items() if here)
+        defined = ", ".join(key for key, is_defined in functions.items() if is_defined)
         fix = near(name, functions, f"it has {defined or 'no functions'}")
         raise InputError(f"{where} has no {what} {name!r}", fix=fix)
     return getattr(module, name)

@@ -8,7 +8,7 @@ is one collective or local op and changes some of the locations. `_Moves` restri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush, nsmallest
@@ -397,6 +397,11 @@ class Step:
         """Return the number of ranks in each process group of the step."""
         return prod(self.src.mesh.size(axis) for axis in self.axes)
 
+    @property
+    def slices_time(self) -> bool:
+        """Return whether it is a local op over the axis of time: a slice for each microbatch."""
+        return self.kind in LOCAL and _is_in_time(self.src.mesh, self.axes)
+
     def wire_elements(self) -> int:
         """Return the number of elements that each rank receives; 0 for a local op."""
         return 0 if self.kind in LOCAL else comm_volume.wire_elements(self.kind, self.ranks, self.src.local_numel)
@@ -453,13 +458,20 @@ def seconds(src: Layout, dst: Layout, itemsize: int, cost: Pricing, penalty: flo
         src, dst, itemsize, cost: as for `steps`.
         penalty: factor on the seconds of steps over axes of the mesh, and not on those of slices over time.
     """
-    of_steps = [(step, step.seconds(itemsize, cost)) for step in steps(src, dst, itemsize, cost)]
-    return sum(price if step.kind in LOCAL and price >= IN_TIME else price * penalty for step, price in of_steps)
+    return sum(
+        step.seconds(itemsize, cost) * (1.0 if step.slices_time else penalty)
+        for step in steps(src, dst, itemsize, cost)
+    )
 
 
 def wire_bytes(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> int:
     """Return the bytes that each rank receives in the cheapest steps from ``src`` to ``dst``."""
     return sum(step.wire_bytes(itemsize) for step in steps(src, dst, itemsize, cost))
+
+
+def _is_in_time(mesh: Mesh, axes: Iterable[str]) -> bool:
+    """Return whether one of ``axes`` is the axis of time, or a part of it."""
+    return bool(mesh.time) and any(mesh.overlap(axis, mesh.time) for axis in axes)
 
 
 def step_seconds(
@@ -474,7 +486,7 @@ def step_seconds(
         itemsize: bytes per element.
         cost: the cost model.
     """
-    in_time = bool(mesh.time) and any(mesh.overlap(axis, mesh.time) for axis in axes)
+    in_time = _is_in_time(mesh, axes)
     if kind in LOCAL:
         return cost.copy_seconds(2 * after * itemsize) + IN_TIME * in_time
     if in_time:

@@ -7,7 +7,7 @@ each plan that a search tries.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ _BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 class _Type(NamedTuple):
-    """Type of a dense fake tensor: all that a result depends on which shares no memory with its operands."""
+    """Type of a dense fake tensor. The results of ops that return no views depend on nothing else of their operands."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -32,7 +32,7 @@ class _Type(NamedTuple):
 
 
 class _NoKeyError(Exception):
-    """An argument whose effect on the results no key can say."""
+    """Raised for an argument that cannot be part of a key, such as a symbolic size."""
 
 
 _tables: WeakKeyDictionary[FakeTensorMode, dict[object, _Type | tuple[_Type, ...]]] = WeakKeyDictionary()
@@ -49,29 +49,19 @@ def fake_result(
     An op runs if its result is in no table: at new types of operands, or if types and other arguments do not determine
     the result, as with views, random draws and shapes that depend on values.
     """
-    if not isinstance(mode, FakeTensorMode) or not _is_pure(target):
-        return _run(mode, target, args, kwargs)
-    table = _tables.setdefault(mode, {})
-    try:
-        key = target, torch.get_default_dtype(), _key(args), tuple((name, _key(x)) for name, x in kwargs.items())
-    except _NoKeyError:
-        return _run(mode, target, args, kwargs)
-    if (types := table.get(key)) is None:
-        result = _run(mode, target, args, kwargs)
-        if (types := _types(result)) is not None:
-            table[key] = types
-        return result
-    return _tensor(mode, types) if isinstance(types, _Type) else tuple(_tensor(mode, each) for each in types)
-
-
-def _run(
-    mode: AbstractContextManager[object],
-    target: Callable[..., object],
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-) -> object:
+    table: dict[object, _Type | tuple[_Type, ...]] = {}
+    key = None
+    if isinstance(mode, FakeTensorMode) and _is_pure(target):
+        table = _tables.setdefault(mode, {})
+        with suppress(_NoKeyError):
+            key = target, torch.get_default_dtype(), _key(args), tuple((name, _key(x)) for name, x in kwargs.items())
+        if (types := table.get(key)) is not None:
+            return _tensor(mode, types) if isinstance(types, _Type) else tuple(_tensor(mode, x) for x in types)
     with mode, torch.no_grad():
-        return target(*args, **kwargs)
+        result = target(*args, **kwargs)
+    if key is not None and (types := _types(result)) is not None:
+        table[key] = types
+    return result
 
 
 @cache
@@ -108,7 +98,7 @@ def _ints(sizes: Sequence[object]) -> tuple[int, ...]:
 
 def _types(result: object) -> _Type | tuple[_Type, ...] | None:
     """Return the types of results, from which equal results can be made; None if they have more than a type."""
-    if isinstance(result, tuple) and type(result) is tuple:
+    if type(result) is tuple:
         types = [_types(x) for x in result]
         return tuple(x for x in types if isinstance(x, _Type)) if all(isinstance(x, _Type) for x in types) else None
     if not isinstance(result, FakeTensor):

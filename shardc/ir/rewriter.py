@@ -149,12 +149,8 @@ class Inserter:
         return set_info(node, replace(self.record, name=name, value=value, **_OWN))
 
 
-_OWN: dict[str, Any] = {
-    "role": None,
-    "needs": None,
-    "is_kept_part": False,
-    "true_sizes": None,
-}  # no new node inherits these
+# Fields of `Info` that no new node inherits.
+_OWN: dict[str, Any] = {"role": None, "needs": None, "is_kept_part": False, "true_sizes": None}
 
 
 def _val(node: fx.Node) -> object:

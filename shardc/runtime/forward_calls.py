@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -136,6 +137,15 @@ def wrapped(by: str) -> InputError:
         fix="train the module as it is: its plan says what is sharded; with accelerate or Trainer, use Accelerator or "
         "Trainer of shardc.integrations.accelerate",
     )
+
+
+def check_export() -> None:
+    """Raises InputError inside of `torch.export.export` and `torch.jit.trace`."""
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        raise InputError(
+            "a compiled module is exported or traced, and its program holds this rank's part alone",
+            fix="export a plain model that has loaded it: model.load_state_dict(module.full_state_dict())",
+        )
 
 
 def check_ddp(owner: nn.Module) -> None:

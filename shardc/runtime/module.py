@@ -27,7 +27,7 @@ from shardc.runtime.inputs import check_kinds, examples_of, local_input, local_p
 from shardc.runtime.namespace import INSTEAD, OF_WRAPPERS, Namespace
 from shardc.runtime.program_cache import CallCacheEntry
 from shardc.runtime.replicas import compare_inputs
-from shardc.runtime.signature import Signature, TorchGlobalState, call_key, exported, fitting, flattened
+from shardc.runtime.signature import Signature, TorchGlobalState, call_key, fitting, flattened
 from shardc.runtime.state import State
 from shardc.runtime.storage import padded_local, to_parameter
 from shardc.runtime.uneven import Rows, global_rows, row_axes
@@ -201,8 +201,7 @@ def _forward(module: ShardedModule, args: tuple[PyTree, ...], kwargs: dict[str, 
             fix="pass a DeviceMesh to shardc.compile, or step it with shardc.Simulation(module)",
         )
     forward_calls.check_ddp(module)
-    if torch.jit.is_tracing():
-        raise exported()
+    forward_calls.check_export()
     with state.spec.groups.consistency.tells():
         return _step(state, args, kwargs)
 

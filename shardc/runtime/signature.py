@@ -62,18 +62,8 @@ class TorchGlobalState(NamedTuple):
         )  # fmt: skip
 
 
-def exported() -> InputError:
-    """Returns the error for a call inside of `torch.export.export` or `torch.jit.trace`."""
-    return InputError(
-        "a compiled module is exported or traced, and its program holds this rank's part alone",
-        fix="export a plain model that has loaded it: model.load_state_dict(module.full_state_dict())",
-    )
-
-
 def _default_device() -> str:
     """Returns the device set by `torch.set_default_device`; InputError under another TorchFunctionMode."""
-    if torch.compiler.is_exporting():
-        raise exported()
     modes = [torch._C._get_function_stack_at(at) for at in range(torch._C._len_torch_function_stack())]
     for mode in modes:
         if not isinstance(mode, DeviceContext):

@@ -106,3 +106,33 @@ def test_microbatches(case: str) -> None:
     torch.manual_seed(0)
     inputs = torch.randn(ROWS, COLUMNS), torch.randint(0, COLUMNS, (ROWS, COLUMNS))
     trains_alike(Net(case), inputs, {"dp": 1}, shardc.ddp("dp") | shardc.microbatches(2), steps=1)
+
+
+PLACES = torch.arange(ROWS)
+
+
+class ByGlobal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = list(range(ROWS))
+
+    def forward(self, x: Tensor, at: Tensor, listed: bool) -> Tensor:
+        return x[torch.tensor(self.places) if listed else PLACES, at[:, 0]]
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_places_that_change_after_capture(listed: bool) -> None:
+    x, at = torch.randn(ROWS, COLUMNS), torch.randint(0, COLUMNS, (ROWS, COLUMNS))
+    model = ByGlobal()
+    module = shardc.compile(model, shardc.Mesh(dp=2), shardc.ddp("dp"), backend="eager")
+    simulation = shardc.Simulation(module)
+    try:
+        for _ in range(2):
+            with torch.no_grad():
+                torch.testing.assert_close(simulation(x, at, listed), model(x, at, listed))
+            PLACES.copy_(PLACES.flip(0))
+            module.places.reverse()
+            if module.places is not model.places:
+                model.places.reverse()
+    finally:
+        PLACES.copy_(torch.arange(ROWS))

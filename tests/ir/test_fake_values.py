@@ -84,7 +84,7 @@ def test_equal_numbers_of_other_types_are_other_arguments(mode):
     assert dtypes == [torch.int32, torch.float32, torch.int32, torch.int32]
 
 
-def test_the_default_dtype_is_an_argument(mode, monkeypatch):
+def test_the_default_dtype_is_an_argument(mode):
     x = _fake(mode, 3, dtype=torch.int32)
     assert fake_result(mode, aten.mul.Tensor, (x, 1.0), {}).dtype is torch.float32
     torch.set_default_dtype(torch.float64)
