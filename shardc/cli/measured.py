@@ -23,15 +23,18 @@ class Pair:
     """One collective as predicted and as measured.
 
     Args:
-        kind, axis, tensor, phase: those of the predicted collective.
+        kind, axis, tensor, phase: kind, mesh axis, tensor and phase of the predicted collective.
         ran: the kind that ran.
         predicted_bytes: bytes that a rank sends, as predicted.
         bytes: bytes that this rank sent; None if the profiler does not report them.
         predicted_seconds, seconds: time from start to end, predicted and measured.
-        predicted_exposed, exposed: seconds of the call and of waits; measured None if waits are not those predicted.
-        call, late, wire, beside: what makes it exposed for longer than predicted, in seconds: its call; that another
-            rank starts it later; that it is on its way for longer; that there is less compute between its call and
-            its first wait. Negative: it is exposed for less time by that.
+        predicted_exposed, exposed: seconds of the call and of waits, predicted and measured; measured is None if the
+            step
+            did not wait as often as predicted, so that waits cannot be assigned to collectives.
+        call, late, wire, beside: the causes of its exposed time beyond the prediction, in seconds each: the call takes
+            longer; another rank starts later; the transfer takes longer; less compute runs between its call and its
+                first
+            wait. A negative cause shortens the exposed time.
     """
 
     kind: str
@@ -53,12 +56,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Phase:
-    """The duration of the forward or backward of a step, and how much of it are calls and waits of collectives.
+    """The duration of the forward or backward of a step, and its exposed communication.
 
     Args:
         name: "forward" or "backward".
-        predicted, seconds: its duration, predicted and measured.
-        predicted_exposed, exposed: seconds of calls and waits, predicted and measured.
+        predicted, seconds: its duration in seconds, predicted and measured.
+        predicted_exposed, exposed: seconds of calls and waits of collectives, predicted and measured.
     """
 
     name: str
@@ -93,7 +96,7 @@ class Comparison:
     phases: tuple[Phase, ...] = ()
 
     def tables(self) -> list[Table]:
-        """Return its numbers: of the step, of phases, of collectives, and where overlap was lost."""
+        """Return the tables to print: of the step, of phases, of collectives, and of lost overlap."""
         sent, counted = self.bytes
         rows = [
             ("collectives", str(self.counts[0]), str(self.counts[1]), off(*self.counts)),
@@ -217,7 +220,9 @@ def _by_layer_pattern(
 
 
 def _tensor(of: Sequence[Pair]) -> str:
-    """Return the tensor of pairs of repeated layers."""
+    """Return the name of the tensor of ``of``, pairs of repeated layers; ``*`` stands for the layer's number if there
+    are several.
+    """
     return of[0].tensor if len(of) == 1 else layers_of(of[0].tensor)
 
 
@@ -225,7 +230,7 @@ def lost_table(pairs: Sequence[Pair], seconds: float) -> Table:
     """Return the table of collectives that are exposed for longer than predicted, each with the largest cause.
 
     Args:
-        seconds: duration of the step, of which `LEAST` must be lost.
+        seconds: duration of the step; collectives that lose less than the share `LEAST` of it are left out.
     """
     rows: list[tuple[float, tuple[str, ...]]] = []
     for (kind, axis), of in _by_layer_pattern([p for p in pairs if p.exposed is not None], lambda p: (p.kind, p.axis)):
@@ -247,7 +252,13 @@ def lost_table(pairs: Sequence[Pair], seconds: float) -> Table:
 
 
 def step_of(schedule: Prediction, seen: Profiled, tables: Sequence[Table], title: str) -> Step:
-    """Return a profiled step to be drawn under its prediction, with ``tables`` below."""
+    """Return a profiled step for the page that shows it below its prediction.
+
+    Args:
+        schedule: the prediction, which has the names of the collectives.
+        seen: the profile.
+        tables, title: the tables below the step, and its heading.
+    """
     moved = [
         Bar(c.axis, ran.kind, f"{ran.kind} {c.cause.tensor}", ran.start, ran.end)
         for c, ran in zip(schedule.collectives, seen.collectives, strict=False)
@@ -259,7 +270,9 @@ def step_of(schedule: Prediction, seen: Profiled, tables: Sequence[Table], title
 
 
 def _between(name: str, begin: float, end: float, gaps: Sequence[tuple[float, float]]) -> list[Bar]:
-    """Return the bars of compute of a range, which its ``gaps`` part."""
+    """Return the bars of compute from ``begin`` to ``end`` (seconds), without the ``gaps`` (start, end) of calls and
+    waits.
+    """
     out = []
     for start, close in [*(gap for gap in gaps if begin <= gap[0] < end), (end, end)]:
         if start > begin:

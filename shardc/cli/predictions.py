@@ -81,8 +81,9 @@ def _run_schedule(options: argparse.Namespace) -> None:
 
 
 def _beside(options: argparse.Namespace) -> Schedule | None:
-    """Return the schedule of ``--beside`` on ``--beside-mesh``, either as in the schedule itself by default; None if
-    neither is given.
+    """Return the schedule to compare with: of the plan ``--beside`` on the mesh ``--beside-mesh``.
+
+    Without one of the two arguments, ``--plan`` or ``--mesh`` holds; without both, return None.
     """
     if options.beside is None and options.beside_mesh is None:
         return None
@@ -91,7 +92,7 @@ def _beside(options: argparse.Namespace) -> Schedule | None:
 
 
 def _print_beside(above: Schedule, beside: Schedule) -> None:
-    """Print the step, exposed communication and memory of two schedules, then what they are and what differs."""
+    """Print step time, exposed communication and memory of two schedules, their meshes and plans, and what differs."""
     changes = compare(record(above), record(beside))
     print(answer(changes))
     for name, schedule in (("before", above), ("after", beside)):
@@ -148,7 +149,9 @@ def _add_cost(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_cost(options: argparse.Namespace) -> None:
-    """Print the formulas of each group's bytes and seconds, of the step, and the crossover with ``--against``.
+    """Print formulas for the bytes and seconds of each group's collectives and for the operations of the step.
+
+    With ``--against``, also print from which batch that mesh is faster, if no communication overlaps compute.
 
     Raises:
         PlanError: the program has no formula.

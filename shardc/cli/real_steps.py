@@ -92,13 +92,13 @@ class _Training:
 
 
 def compare(work: Work, plans: Sequence[tuple[str, shardc.Mesh]], described: Hardware) -> list[Comparison]:
-    """Return a `Comparison` (predicted, measured) for each plan, after training on this rank; all ranks call it.
+    """Train under each plan on this rank; return a `Comparison` (predicted, measured) for each. All ranks call it.
 
     The plans take turns, one step each.
 
     Args:
         work: the model to run.
-        plans: text and mesh of each plan.
+        plans: (plan as text, mesh) of each plan.
         described: the hardware of the prediction.
     """
     trained = [_training(work, plan, mesh, described) for plan, mesh in plans]

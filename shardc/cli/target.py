@@ -71,7 +71,7 @@ class Target:
     args: tuple[PyTree, ...]
 
     def named(self, name: str, what: str) -> Any:
-        """Return attribute ``name`` of the target's module; ``what`` is the kind that it should be, for the error."""
+        """Return attribute ``name`` of the target's module; an error calls it a ``what``, such as "loss"."""
         return _attribute(self.module, name, self.name.rpartition(":")[0], what)
 
 
@@ -154,7 +154,9 @@ def resolve(options: argparse.Namespace) -> tuple[Target, Mesh, Plan, Callable[.
 
 
 def lowered(options: argparse.Namespace, described: Hardware | None = None, **defaults: Any) -> Any:
-    """Return the program for the arguments of `add_arguments`; ``described`` and ``defaults`` as for `options_of`."""
+    """Return the `shardc.Program` for the arguments of `add_arguments`; ``described`` and ``defaults`` as for
+    `options_of`.
+    """
     target, mesh, plan, loss = resolve(options)
     if described is not None:
         described.check(mesh)  # before the model is captured, which may take a while
@@ -164,10 +166,10 @@ def lowered(options: argparse.Namespace, described: Hardware | None = None, **de
 
 
 def plan_of(text: str, target: Target, argument: str) -> Plan:
-    """Return the plan in ``text``, or in the file that it names; names are looked up in the target's module.
+    """Return the plan in ``text``, or in the JSON file of that name; names in it are looked up in the target's module.
 
     Raises:
-        PlanError: the plan is wrong; the text names ``argument``.
+        PlanError: the plan is wrong; the message names ``argument``, the command line's argument.
     """
     try:
         if text.endswith(".json"):
@@ -224,10 +226,11 @@ def parsed(texts: Sequence[str], target: Target) -> dict[str, Any]:
 
 
 def options_of(target: Target, texts: Sequence[str], described: Hardware | None = None, **defaults: Any) -> Any:
-    """Return the `shardc.Options` of a command: ``defaults``, then the options in ``texts``.
+    """Return the `shardc.Options` of a command: ``defaults``, replaced by the options in ``texts`` (each
+    ``NAME=VALUE``).
 
     Args:
-        described: the hardware of a prediction: a program gets the options that it has by default there.
+        described: the hardware of a prediction; bucket sizes and p2p collectives default to what suits it.
 
     Raises:
         InputError: as `parsed`; a value of another type, or out of range.
@@ -239,7 +242,7 @@ def options_of(target: Target, texts: Sequence[str], described: Hardware | None 
 
 
 def _value(name: str, text: str, target: Target) -> Any:
-    """Return the value of option ``name`` that ``text`` has."""
+    """Return the value of option ``name``, given as ``text`` on the command line."""
     if name in _OBJECTS:
         objects = [target.named(part.strip(), name) for part in text.split(",")]
         return tuple(hook() if isinstance(hook, type) else hook for hook in objects) if name == "hooks" else objects[0]
@@ -256,10 +259,10 @@ def _value(name: str, text: str, target: Target) -> Any:
 
 
 def load_with_loss(text: str, loss_name: str | None) -> tuple[Target, Callable[..., PyTree] | None]:
-    """Return the `Target` and its loss, a function of the target's file; None without a name.
+    """Return (`Target`, its loss); the loss is the function ``loss_name`` of the target's file, or None without a name.
 
     Raises:
-        InputError: as for `load`; or there is no such loss, or the target returns no arguments for it.
+        InputError: as for `load`; or there is no such loss, or the target returns no targets for it.
     """
     if loss_name is None:
         return load(text), None
@@ -325,7 +328,10 @@ def _module(where: str) -> ModuleType:
 
 
 def _attribute(module: ModuleType, name: str, where: str, what: str) -> Any:
-    """Return attribute ``name`` of ``module``; InputError, with similar names, if there is none."""
+    """Return attribute ``name`` of ``module``; raise InputError if there is none.
+
+    The error says that ``where`` has no ``what`` of this name, and proposes similar names.
+    """
     if not hasattr(module, name):
         functions = {
             key: function.__module__ == module.__name__
@@ -339,7 +345,11 @@ def _attribute(module: ModuleType, name: str, where: str, what: str) -> Any:
 
 
 def _run(what: str, function: Callable[[], T]) -> T:
-    """Call the user's function and return its result; its errors become one line with the place in the user's code."""
+    """Call the user's ``function`` and return its result.
+
+    Raises:
+        InputError: the function fails: "``what`` fails", the line of the user's code, and the error.
+    """
     try:
         return function()
     except InputError:

@@ -153,16 +153,16 @@ class Explainer:
         return ""
 
     def _maker(self, at: int, consumer: str) -> int:
-        """Return the position of the op whose parameters caused a collective: the collective itself if it reduces, else
-        the op ``consumer``.
+        """Return the position of the op whose parameters explain a collective: a reduction's own, for others that of
+        ``consumer``.
         """
         if comm_volume.collective_kind(self.step.ops[at].node) in REDUCTIONS:
             return at
         return self.position.get(consumer, at)
 
     def _compute_entry(self, at: int) -> str:
-        """Return the plan entries, as text, of the compute layout of the parameter at position ``at``; "" for other
-        ops.
+        """Return the plan entries, as text, that decide the compute layout of the parameter at ``at``; "" if the op
+        there is no parameter.
         """
         node = self.step.ops[at].node
         return self.compute.get(ir.info(node).name, "") if node.op == "placeholder" else ""

@@ -2,8 +2,7 @@
 
 Consecutive ops between matrix products, attentions, convolutions and collectives count as one kernel. It reads values
 from outside and writes those that are used outside: roughly what Inductor's fusion does. `wasted` returns the warning
-    of
-`shardc.compile` about redundant dense ops.
+of `shardc.compile` about redundant dense ops.
 """
 
 from __future__ import annotations
@@ -151,6 +150,7 @@ def kernels(step: Sequence, memory: list[tuple[Buffer | None, ...]]) -> dict[int
     run: list[int] = []  # positions of the ops of the kernel so far
 
     def close() -> None:
+        """Make a kernel of the ops of ``run``, and empty it."""
         if run:
             out[run[-1]] = _kernel(step, memory, tuple(run), step_outputs)
             run.clear()
@@ -213,15 +213,16 @@ NAMED = 3  # most modules named in a warning
 
 @dataclass(frozen=True)
 class Dense:
-    """A dense op on one rank.
+    """A dense op (`is_dense`) on one rank.
 
     Args:
         name, module: name and module of the op.
         flops: operations of one rank.
         bytes: bytes that one rank reads and writes.
         times: axis -> number of ranks along it that compute the same.
-        gathered: (axis, name of an all-gather, bytes that a rank receives) of activations gathered for it over these
-            axes.
+        gathered: (axis, name of an all-gather, bytes that a rank receives) of each all-gather, over an axis of
+            ``times``,
+            of an activation that the op reads.
     """
 
     name: str
@@ -288,9 +289,9 @@ class _Axis:
 
     Attributes:
         flops, bytes: redundant operations, and redundant bytes read and written.
-        within: all operations of the ops that are repeated.
+        within: operations of the repeated ops in total, including those that are not redundant.
         modules: module -> its redundant operations.
-        gathered: name of an all-gather for these ops -> bytes received.
+        gathered: name of an all-gather for these ops -> bytes that a rank receives.
     """
 
     flops: float = 0.0

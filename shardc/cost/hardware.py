@@ -104,6 +104,7 @@ class Hardware:
 
     @cached_property
     def _hash(self) -> int:  # cached, because every priced layout needs it
+        """The hash of the fields."""
         return hash(self._values)
 
     @property
@@ -266,6 +267,10 @@ def price(hardware: Hardware, kind: str, where: Route, wire_bytes: float) -> Pri
 
     The fastest of a ring, a double binary tree (all-reduce; Sanders, Speck and Traeff, 2009) and, with one rank per
     node, NCCL 2.23's logarithmic all-gather and reduce-scatter. An all-to-all sends point to point.
+
+    Args:
+        kind: the kind of collective, as in `shardc.cost.redistribute.Step`.
+        where: the placement of its group on nodes.
     """
     link = where.link(hardware).name
     if where.ranks == 1:

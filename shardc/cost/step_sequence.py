@@ -131,7 +131,7 @@ class Op:
             or COMPUTE.
         phase: "forward" or "backward".
         reads: positions of the ops whose values it reads.
-        gathered: its result is an unsharded parameter.
+        gathered: whether its result is an unsharded parameter.
     """
 
     node: fx.Node
@@ -218,11 +218,12 @@ def of_halves(halves: Iterable[Half], levels: Mapping[str, int]) -> Sequence:
 
 @uncollected()
 def of_runs(runs: Iterable[tuple[Half, int]], levels: Mapping[str, int]) -> Sequence:
-    """Return the `Sequence` of ops of a step, as `of_halves`, in which runs of microbatches interleave.
+    """Return the `Sequence` of ops of a step, as `of_halves`, in which graphs of different microbatches interleave.
 
     Args:
-        runs: the graphs in order, each with the number of its microbatch. A graph of a pipeline stage takes what a
-            graph of its stage saved, or a stage gave, for the same microbatch.
+        runs: (graph, number of its microbatch) in the order in which they run. A graph reads what an earlier graph of
+            the
+            same microbatch saved, or transferred from another pipeline stage.
         levels: FSDP level of each gathered parameter.
     """
     builder = _Builder({})
@@ -268,7 +269,9 @@ def of_runs(runs: Iterable[tuple[Half, int]], levels: Mapping[str, int]) -> Sequ
 
 
 def _key(half: Half, role: Role, microbatch: int) -> tuple[object, ...]:
-    """Return (kind, ...): the key of a value that one graph of a step passes to another."""
+    """Return the key of a value that one graph of a step passes to another: (kind, name), for values of a microbatch
+    with its number, and for saved activations also with the pipeline stage.
+    """
     kind = PASSED_ON.get(role.kind, role.kind)
     if kind == "saved":
         return kind, role.name, half.stage, microbatch
@@ -320,8 +323,9 @@ class _Builder:
             self.ops.append(Op(current, kind_of(current), phase, reads, current in self.gathered))
 
     def results(self, graph: fx.Graph) -> tuple[tuple[Role, int], ...]:
-        """Return (role, position of the op) of each output of ``graph`` that leaves the step: all but values saved for
-        backward.
+        """Return (role, position of the op) of each output of ``graph`` that is a result of the step.
+
+        Left out are values saved for backward, and those passed on to later graphs (`PASSED_ON`).
         """
         outputs = [(role, x) for role, x in ir.outputs(graph) if role.kind not in _INNER and isinstance(x, fx.Node)]
         return tuple((role, self.at[x]) for role, x in outputs)

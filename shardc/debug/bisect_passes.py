@@ -42,9 +42,9 @@ class Checked:
     """The comparison of one stage with one device.
 
     Args:
-        stage: the stage.
-        error: the largest relative error of its results.
-        result: the result that has this error; "" for none.
+        stage: name of the stage, that of its pass.
+        error: the largest relative error of its outputs and gradients.
+        result: the output or gradient that has this error; "" for none.
     """
 
     stage: str

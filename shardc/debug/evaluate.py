@@ -58,8 +58,8 @@ class Values:
 
 
 def key_of(role: Role) -> Key:
-    """Return (kind, index) of a tangent or an output, (kind, name) of others: the key of an input or output in every
-    stage.
+    """Return the key by which an input or output is known in every stage: (kind, index) of a tangent or an output, else
+    (kind, name).
     """
     return role.kind, role.index if role.kind in ("tangent", "output") else role.name
 

@@ -43,14 +43,14 @@ class Decision:
 
 @dataclass(frozen=True)
 class Use:
-    """An op that reads the tensor, or that computes its gradient, and the collectives between both.
+    """An op that reads the tensor, or that computes its gradient, and the collectives between tensor and op.
 
     Args:
         op: name of the op.
         phase: "forward" or "backward".
         module, source: its module and source line.
         rule: its rule in notation; "" if it has none.
-        takes: the layout at which it reads the tensor (or computes the gradient).
+        takes: the layout at which it reads the tensor (or computes the gradient), as text.
         moves: the collectives between tensor and op, before bucketing and overlap; several uses may share one.
     """
 
@@ -268,7 +268,13 @@ def _gradient(grad: fx.Node, rows: dict[str, list[Collective]]) -> Use:
 
 
 def _use(op: fx.Node, takes: str, way: tuple[fx.Node, ...], rows: dict[str, list[Collective]]) -> Use:
-    """Return the use by ``op``, which reads the tensor at layout ``takes`` after the collectives ``way``."""
+    """Return the `Use` of the tensor by ``op``.
+
+    Args:
+        takes: the layout at which the op reads it, as text.
+        way: the collectives between tensor and op.
+        rows: node name -> its collectives in the predicted schedule.
+    """
     record = ir.info(op)
     origin = record.origin
     moves: list[Collective] = []

@@ -35,7 +35,7 @@ class DynamicDims:
         dims_by_input: input -> dim (negative counts from the end) -> name of its size; equal names are equal sizes.
 
     Attributes:
-        names: the same, plus dims that ``torch._dynamo.mark_dynamic`` has marked.
+        names: ``dims_by_input``, extended by the dims that ``torch._dynamo.mark_dynamic`` has marked.
     """
 
     def __init__(self, dims_by_input: Mapping[str, Mapping[int, str]]) -> None:
@@ -103,11 +103,13 @@ class Family:
     """One program for many input sizes, fitted to programs compiled at three of them.
 
     Args:
-        capture: captures the model at symbolic sizes, with example sizes to decide branches by.
+        capture: captures the model at symbolic sizes; branches are decided by the sizes (name -> size) that it is
+            given.
         build: compiles a captured model for given sizes.
-        layouts: returns name and layout of each input at given sizes.
-        example: sizes near which it is compiled; it may be invalid at these sizes themselves.
-        parts: in how many parts the mesh may cut a size: its ranks, times the microbatches.
+        layouts: returns (name, layout) of each input at given sizes.
+        example: sizes near which the three programs are compiled; the fitted program may be invalid at these
+            themselves.
+        parts: the most parts into which the mesh may cut a size: its ranks, times the microbatches.
 
     Raises:
         Differs, CaptureError: there is no such program, with the reason.
@@ -140,10 +142,10 @@ class Family:
             raise next((e for e in errors if isinstance(e, Differs)), errors[-1])
 
     def _hints(self, parts: int) -> Iterator[Sizes]:
-        """Yields name -> example size for each capture to try: sizes near the example's that are unrelated; at last the
-        example's own.
+        """Yield sizes (name -> size) for the capture to decide branches by, one dict per attempt.
 
-        Sizes that are equal in the example are different at first, then equal.
+        The first are near the example's sizes, but not related to each other by chance: sizes that are equal in the
+        example first differ, then are equal. The last are the example's own.
         """
         merged: dict[int, str] = {}
         first = {name: merged.setdefault(size, name) for name, size in self.example.items()}
@@ -155,7 +157,10 @@ class Family:
         yield self.example
 
     def _fits(self, symbolic: SymbolicCapture, parts: int, errors: list[Exception]) -> bool:
-        """Tries to fit one program for all sizes to a symbolic capture; returns whether it could."""
+        """Compile and fit one program for all sizes to a symbolic capture; return whether that succeeds.
+
+        Errors are appended to ``errors``; ``parts`` is as in `Family`.
+        """
         self.symbolic = symbolic
         for finer, above in product(_FINER, (True, False)):
             try:
@@ -170,7 +175,12 @@ class Family:
         return self._build(self.symbolic.at(sizes), sizes)
 
     def _fitted(self, modulus: int, above: bool) -> None:
-        """Compiles the programs at three sizes above or below the example's, and fits the graphs of a step to them."""
+        """Compile the programs at three sizes above (or below) the example's, and fit the graphs of a step to them.
+
+        Args:
+            modulus: the sizes are congruent to the example's modulo this number.
+            above: take larger sizes than the example's, else smaller ones.
+        """
         near = self._points(modulus, above)
         self.fit = Fit(near, modulus)
         self.programs = [self._built(point, warns=at == 0) for at, point in enumerate(near)]
@@ -189,8 +199,9 @@ class Family:
             self.half(half.phase)
 
     def _points(self, modulus: int, above: bool) -> list[dict[str, int]]:
-        """Returns three dicts, name -> size, at which the capture's conditions hold; names of one
-        symbol have one size.
+        """Return three dicts, size name -> size, at which the capture's conditions hold.
+
+        Names that the capture merged into one symbol have equal sizes; ``modulus`` and ``above`` are those of `points`.
         """
         first: dict[Hashable, str] = {}
         alias = {name: first.setdefault(symbol, name) for name, symbol in self.symbolic.symbols.items()}
@@ -217,10 +228,10 @@ class Family:
         return program
 
     def using(self, used: frozenset[int]) -> Family:
-        """Returns the family of the programs for gradients of the outputs ``used``.
+        """Return the family for steps in which only the outputs ``used`` (by index) have gradients.
 
         Raises:
-            Differs: there is no one program for these.
+            Differs: no single program covers these steps at all sizes.
         """
         if used not in self._using:
             family = copy.copy(self)
@@ -230,7 +241,7 @@ class Family:
         return self._using[used]
 
     def outputs(self, sizes: Sizes) -> tuple[Role, ...]:
-        """Returns the role of each output at ``sizes``, with the axis of time in its layout."""
+        """Return the role of each output at ``sizes``; its layout includes the axis of microbatches."""
         return roles_at(self.programs[0].results, self._outputs, numbers_at(sizes))
 
     def half(self, phase: Phase) -> SizedGraph | None:
@@ -260,7 +271,9 @@ class Family:
 
 
 class SizedProgram(Program):
-    """A `Family`'s program at given sizes; other stages are those of a program for these sizes only."""
+    """The program of a `Family` at given sizes; stages before the last are those of a program compiled for these sizes
+    only.
+    """
 
     def __init__(self, family: Family, sizes: Sizes) -> None:
         like = family.programs[0]
@@ -289,6 +302,9 @@ class SizedProgram(Program):
         return graph
 
     def _for(self, used: frozenset[int]) -> Program:
+        """Return the program for gradients of the outputs ``used`` only; compiled for these sizes if the family has
+        none.
+        """
         try:
             return type(self)(self.family.using(used), self.sizes)
         except Differs:
@@ -296,7 +312,7 @@ class SizedProgram(Program):
 
     @cached_property
     def alone(self) -> Program:
-        """Program compiled for these sizes only, for inspection."""
+        """The program compiled for these sizes only: its dumps are shown in place of this program's."""
         return self.family.build(self.sizes)
 
     @property
@@ -350,10 +366,12 @@ class Families:
         family: Callable[[], Family | None],
         alone: Callable[[], Program],
     ) -> Program:
-        """Returns the program for a call with dynamic sizes; compiles it if needed.
+        """Return the `Program` for a call with dynamic sizes: a cached one, the family's, or one compiled for these
+        sizes only.
 
         Args:
             key: the call's signature, without its sizes.
+            sizes: size name -> size of the call.
             holds: returns whether guards still hold: a capture would read the same values now.
             family: compiles a family with ``sizes`` for the example; None if there is none.
             alone: compiles the program for these sizes only.

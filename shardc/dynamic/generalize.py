@@ -182,7 +182,15 @@ def generalize(graphs: Sequence[fx.GraphModule], fit: Fit, sizes: Mapping[str, i
 def _node(
     graphs: Sequence[fx.GraphModule], nodes: tuple[fx.Node, ...], places: Sequence[dict[fx.Node, int]], fit: Fit
 ) -> Numbers | None:
-    """Merges one node per graph: sizes that differ become polynomials. None if none do; Differs if the ops differ."""
+    """Merge one node of each graph; numbers that differ become polynomials in the sizes. Return None if none differ.
+
+    Args:
+        nodes: the node in each graph.
+        places: for each graph, node -> its position.
+
+    Raises:
+        Differs: the ops differ.
+    """
     first = nodes[0]
     for gm, node in zip(graphs, nodes, strict=True):
         same = (node.op, node.target, node.name) == (first.op, first.target, first.name)
@@ -200,7 +208,10 @@ def _node(
 
 
 def _fitted(values: Sequence[PyTree], places: Sequence[dict[fx.Node, int]], fit: Fit) -> PyTree:
-    """Merges the arguments of three nodes; numbers that differ become polynomials in the sizes."""
+    """Merge the arguments of a node in all graphs; numbers that differ become polynomials in the sizes.
+
+    ``places`` has node -> position for each graph: nodes are equal if their positions are.
+    """
     leaves, specs = zip(*map(pytree.tree_flatten, values), strict=True)
     if any(spec != specs[0] for spec in specs):
         raise Differs(f"{values} stand in one place")
@@ -208,7 +219,10 @@ def _fitted(values: Sequence[PyTree], places: Sequence[dict[fx.Node, int]], fit:
 
 
 def _leaf(values: Sequence[Any], places: Sequence[dict[fx.Node, int]], fit: Fit) -> object:
-    """Merges one argument of a node in all graphs: the value if it is equal, a polynomial for integers."""
+    """Merge one argument of a node in all graphs: an equal value stays, integers that differ become a polynomial.
+
+    ``places`` has node -> position for each graph: nodes are equal if their positions are.
+    """
     first = values[0]
     if isinstance(first, slice) and all(isinstance(x, slice) for x in values):
         return slice(*(_leaf([getattr(x, at) for x in values], places, fit) for at in ("start", "stop", "step")))

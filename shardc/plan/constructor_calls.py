@@ -48,6 +48,7 @@ def in_order(entries: Iterable[E]) -> list[E]:
     """
 
     def order(entry: E) -> tuple[bool, int]:
+        """Return the sort key of an entry."""
         group, place = entry.group or ((), 0)
         return group == ("Plan",), place
 
@@ -55,10 +56,10 @@ def in_order(entries: Iterable[E]) -> list[E]:
 
 
 def to_call(run: Sequence[Called]) -> Call:
-    """Return (constructor, arguments) of the call that creates all entries of ``run``, with lists, tuples and dicts in
-    them joined.
+    """Return (constructor, arguments) of the call that creates all entries of ``run``.
 
-    A tuple of one item becomes the item. Inputs and outputs are dicts by dotted path.
+    Lists, tuples and dicts that several entries give for one argument are joined. A tuple of one item becomes the item.
+    Inputs and outputs are dicts by dotted path.
     """
     arguments: dict[str, Any] = {}
     for entry in run:
@@ -97,7 +98,7 @@ def _argument_text(key: str, value: Any) -> str:
 
 
 def _specs_text(key: str, specs: dict[str, Form]) -> str:
-    """Return the specs of argument ``key``, given by target, as Python source."""
+    """Return ``specs`` (target -> spec), the value of argument ``key``, as Python source."""
     if key in ("inputs", "outputs"):
         if list(specs) == [""]:
             return show(specs[""])

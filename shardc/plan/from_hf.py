@@ -168,11 +168,11 @@ def split_module(glob: str, splits: str, embedding: bool, axis: str) -> list[Ent
 
 
 def _of_parameter(glob: str, splits: str, ndim: int, axis: str) -> list[Entry]:
-    """Return a list of the entry that splits a parameter of dims ([experts,] output, input), [] if nothing of it is
-    split; a bias has output only.
+    """Return [the entry that splits the parameters that ``glob`` matches over ``axis``], or [] if they stay whole.
 
     Args:
         splits: the dim, as in `HF_STYLES`.
+        ndim: number of dims of the parameters: ([experts,] output, input), or (output,) for a bias.
     """
     placements: dict[str, Placement] = {"experts": Shard(0)}
     output = ndim - 2 if ndim > 1 else 0

@@ -449,10 +449,9 @@ class _Tensor:
         warnings.warn(str(error), ShardcWarning, stacklevel=4)
 
     def on_axes(self, form: OnAxes, base: Layout) -> Layout:
-        """Return ``base`` with the placements of ``form``: each axis is bound to the most major local digit (factor of
-        the dim's size) that it divides.
+        """Return ``base`` with the placements of ``form``: each axis splits the most major local digit that it divides.
 
-        Within that digit it is placed below the chunks of its split factor.
+        A `StridedShard` splits the digit inside each of its ``split_factor`` chunks.
         """
         layout = base.unbind(axis for axis, _ in form.placements if axis in self.mesh)
         for axis, placement in form.placements:
@@ -464,8 +463,8 @@ class _Tensor:
         return layout
 
     def _bind(self, layout: Layout, dim: int, axis: str, pieces: int) -> Layout:
-        """Return ``layout`` with ``dim`` split over ``axis`` inside each of ``pieces`` chunks of its first local digit
-        that these divide.
+        """Return ``layout`` with ``dim`` also split over ``axis``, inside each of ``pieces`` chunks of a local digit:
+        the first one whose size divides by pieces and ranks.
         """
         size = self.mesh.size(axis)
         for at, (radix, bound) in enumerate(layout.dims[dim]):

@@ -1,8 +1,9 @@
 """`PipelineStages`: the stages of a pipeline, and which of them each parameter of a model belongs to.
 
-It is decided before the model is traced, since parameters are placed first: by the order of the model's modules, which
-is the order in which they run in most models. What it says decides where parameters lie. Ops of the graph follow the
-parameters that they read (`shardc.passes.lower.stages`), so another order costs transfers, and is not wrong.
+Stages are assigned before the model is traced, since parameters are placed first: by the order of the model's modules,
+which is the order in which they run in most models. The assignment decides where parameters lie. Ops of the graph
+follow the parameters that they read (`shardc.passes.lower.stages`), so a model that runs its modules in another order
+needs more transfers, but its results are the same.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """Stages of a pipeline.
+    """The stages of a pipeline, and the parameters and modules of each.
 
     Args:
         entry: the plan entry.
         mesh: the mesh of all stages.
-        rank_of: coordinate of each stage along it.
-        first: parameter -> the first stage that uses it, which has it in its storage.
-        modules: module -> the stage of all its parameters that no other module has; None if they are of several.
+        rank_of: coordinate of each stage along the axis of ``entry``.
+        first: parameter -> the first stage that uses it, whose ranks store it.
+        modules: module with parameters -> its stage; None if its parameters belong to several stages. Parameters that
+            are
+            tied to another module's do not count.
     """
 
     entry: Pp
@@ -44,11 +47,12 @@ class PipelineStages:
 
     @classmethod
     def of(cls, plan: Plan, mesh: Mesh, model: nn.Module) -> PipelineStages | None:
-        """Return the stages of ``model`` on ``mesh``; None if ``plan`` has none.
+        """Return the stages of ``model`` on ``mesh``; None if ``plan`` has no pipeline.
 
         Raises:
-            PlanError: the plan has one microbatch only, the schedule does not have these numbers, or as for
-                `stages_of`.
+            PlanError: the plan has one microbatch only, the schedule does not have these numbers of ranks and
+                microbatches, or
+                as for `stages_of`.
         """
         entry: Pp | None = plan.setting("pp")
         if entry is None:
@@ -64,7 +68,10 @@ class PipelineStages:
         return cls(entry, mesh, lists.rank_of, first, _of_modules(first, model))
 
     def of_module(self, name: str) -> int | None:
-        """Return the stage of a module, or of the innermost one around it with parameters; None if several have it."""
+        """Return the stage of a module (without parameters: of the innermost module around it that has some).
+
+        None if its parameters belong to several stages.
+        """
         while name and name not in self.modules:
             name = name.rpartition(".")[0]
         return self.modules.get(name)
@@ -119,8 +126,10 @@ def stages_of(entry: Pp, count: int, model: nn.Module) -> dict[str, int]:
 
 
 def _of_modules(first: Mapping[str, int], model: nn.Module) -> dict[str, int | None]:
-    """Return module with parameters -> the stage of those that no other module has; None if they are of several, or of
-    none.
+    """Return module with parameters -> its stage, as `PipelineStages` stores it.
+
+    Args:
+        first: parameter -> the first stage that uses it.
     """
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -136,20 +145,22 @@ def _of_modules(first: Mapping[str, int], model: nn.Module) -> dict[str, int | N
 
 
 def _direct(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of ``module`` that are not of modules in it."""
+    """Return the parameters of ``module`` itself, without those of its submodules."""
     return [param for param in module._parameters.values() if param is not None]
 
 
 def _inside(name: str) -> Iterator[str]:
-    """Yield the names of the modules that a parameter or module ``name`` is in, the innermost first, "" last."""
+    """Yield the names of the modules that contain the parameter or module ``name``, the innermost first, "" last."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def blocks_of(module: nn.Module, name: str = "") -> Iterator[tuple[str, list[nn.Module]]]:
-    """Yield, in order, (name, modules inside it) of each module that is never cut: an item of an outermost list, or a
-    module beside these. A module that contains lists stands for its direct parameters.
+    """Yield (name, the module and its submodules) of each block, in order: of each module that a stage has as a whole.
+
+    A block is an item of an outermost list, or a module without lists. A module that contains lists is a block, too, if
+    it has parameters of its own: of those alone.
     """
     if _direct(module):
         yield name, [module]
@@ -170,7 +181,12 @@ def _work(modules: Sequence[nn.Module]) -> int:
 
 
 def _balanced(entry: Pp, count: int, work: Sequence[int]) -> list[int]:
-    """Return the first part of each of ``count`` stages, so that the most work of a stage is least."""
+    """Return the index of the first block of each of ``count`` stages, such that the largest stage has the least work.
+
+    Args:
+        entry: the plan entry, for the error.
+        work: the work of each block, in order.
+    """
     if len(work) < count:
         raise PlanError(
             f"{count} stages are asked for, and the model has {len(work)} blocks",
@@ -194,7 +210,13 @@ def _balanced(entry: Pp, count: int, work: Sequence[int]) -> list[int]:
 
 
 def _cuts(entry: Pp, count: int, parts: Sequence[str], blocks: Sequence[str]) -> list[int]:
-    """Return the first part of each stage, as the globs of ``entry`` say."""
+    """Return the index in ``parts`` at which each of ``count`` stages begins: 0, then the first match of each glob of
+    ``entry.cut``.
+
+    Args:
+        parts: names of the modules with parameters of their own, in order.
+        blocks: names of the blocks, for suggestions.
+    """
     if len(entry.cut) != count - 1:
         raise PlanError(
             f"{len(entry.cut)} cuts are named, and {count} stages need {count - 1}",

@@ -224,8 +224,8 @@ class SavePolicy:
     Args:
         module: the module's qualified name, "" for the root. Modules inside it are included.
         where: the place until backward: "host" or "device" memory; or "recompute", which does not save them.
-        ops: names of the ops whose results are meant; () for all. An op that capture decomposes means the product in
-            its decomposition.
+        ops: names of the ops whose results are meant; () for all. The name of an op that capture decomposes, such as
+            ``aten.linear``, stands for the product in its decomposition.
         entry: the plan entry, as text.
     """
 
@@ -251,5 +251,7 @@ _PRODUCTS = {"aten.linear": "aten.mm", "aten.addmm": "aten.mm", "aten.baddbmm": 
 
 
 def is_named(op: object, name: str) -> bool:
-    """Return whether ``name``, with or without an overload, is that of ``op`` or of what capture writes as ``op``."""
+    """Return whether ``name``, with or without an overload, names ``op``, or an op that capture decomposes into the
+    product ``op``.
+    """
     return f"{op}.".startswith(f"{_PRODUCTS.get(name.removesuffix('.default'), name)}.")

@@ -38,7 +38,7 @@ class BoundPlan:
         params: parameter name -> its layouts.
         inputs: the layouts of each tensor input, in order.
         pins: tag name -> the spec of a tagged activation.
-        saves: where what backward reads of modules lies.
+        saves: where the activations of modules that backward reads are kept.
         outputs: flat position of a tensor output -> (spec, plan entry).
         precision: the dtypes for compute and for reductions, by module.
         scaled: module -> scaling of its float8 products, for modules that have them.
@@ -245,11 +245,12 @@ def _named(entry: str) -> Iterator[None]:
 
 
 def _store(plan: Plan, param: Placed, view: Mesh | None) -> ParamPlan:
-    """Return the layouts of a parameter: for compute, axes that split storage only are removed.
+    """Return the layouts of a parameter: storage is split by all entries, compute by those that do not split storage
+    alone.
 
     Args:
         param: the parameter with the layout of all entries.
-        view: the mesh of the parameters' DTensors; None in the first pass.
+        view: the mesh of the parameters' DTensors; None before the parts of axes that it needs are known.
     """
     shard = [axis for entry in plan.entries for axis in entry.storage[0]]
     level = max((entry.level_of(param) for entry in plan.entries), default=0)

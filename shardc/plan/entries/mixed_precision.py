@@ -137,9 +137,9 @@ class Policies:
     entries: tuple[Precision, ...] = ()
 
     def of(self, module: str) -> Precision:
-        """Return the policy of the module at path ``module``: the last entry that covers it, or one without dtypes.
+        """Return the policy that sets the dtypes of the module at path ``module``.
 
-        Entries about products alone have none.
+        It is the last entry that covers the module and sets dtypes, or one that leaves all dtypes as they are.
         """
         return self._last([entry for entry in self.entries if not entry.of_products], module)
 
@@ -149,6 +149,7 @@ class Policies:
 
     @staticmethod
     def _last(entries: Sequence[Precision], module: str) -> Precision:
+        """Return the last of ``entries`` that covers ``module``, or one that changes nothing."""
         return next((entry for entry in reversed(entries) if entry.covers(module)), _AS_IT_IS)
 
     @property
