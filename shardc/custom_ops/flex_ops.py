@@ -22,6 +22,7 @@ from shardc.custom_ops.attention_ops import _fake_call, _fake_gradient
 from shardc.custom_ops.function_ops import Function, function_of
 
 KIND = "flex"
+_ALL = 2  # in `flex_visible`: all queries of the block see the key
 ROWS, COLUMNS, STRIP = 64, 512, 8192  # queries of a block, most keys of a block, keys whose mask is computed at once
 SCORES = 1 << 26  # of a block with all keys of a strip: large enough that few kernels are launched
 _PLACES = ("batch", "head")  # by-place dims of captured tensors, by the position of their placeholder after the column
@@ -48,9 +49,9 @@ class ScoreFunctions:
     reads: tuple[bool, bool]
     places: tuple[dict[int, str], ...]
 
-    def hidden(self, places: Sequence[Tensor], captured: Sequence[Tensor]) -> Tensor:
-        """Return a mask that broadcasts to [b, h, q, k], true where a query does not see a key."""
-        return ~self.mask(*places, *captured[self.counts[0] :])
+    def visible(self, places: Sequence[Tensor], captured: Sequence[Tensor]) -> Tensor:
+        """Return a mask that broadcasts to [b, h, q, k], true where a query sees a key."""
+        return self.mask(*places, *captured[self.counts[0] :])
 
 
 @lru_cache(maxsize=1024)
@@ -100,15 +101,20 @@ def _by_place(captured: fx.Node, local_places: Sequence[fx.Node]) -> dict[int, s
 
 _library = torch.library.Library("shardc_attention", "FRAGMENT")
 # body: name of the functions. keys: number of keys before the padding. axis, method, around: as those of `call`.
-# rows, columns, batches, heads: global positions; None for 0, 1, 2, ... All of these on one rank only.
+# rows, columns, batches, heads: global positions; None for 0, 1, 2, ... visible: the result of `flex_visible`. All of
+# these on one rank only.
 _HOW = (
     "Tensor[] captured, str body, float scale, int keys, str axis='', str method='', bool around=False, "
-    "Tensor? rows=None, Tensor? columns=None, Tensor? batches=None, Tensor? heads=None"
+    "Tensor? rows=None, Tensor? columns=None, Tensor? batches=None, Tensor? heads=None, Tensor? visible=None"
 )
 _library.define(f"flex(Tensor query, Tensor key, Tensor value, {_HOW}) -> (Tensor, Tensor)")
 _library.define(
     "flex_gradient(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
     f"Tensor? grad_logsumexp, int[] wanted, {_HOW}) -> Tensor[]"
+)
+_library.define(
+    "flex_visible(Tensor[] captured, str body, SymInt[] size, int keys, Tensor? rows=None, Tensor? columns=None, "
+    "Tensor? batches=None, Tensor? heads=None) -> Tensor"
 )
 
 
@@ -116,7 +122,7 @@ def flex(
     query: Tensor, key: Tensor, value: Tensor, captured: Sequence[Tensor], body: str, scale: float, keys: int,
     axis: str = "", method: str = "", around: bool = False,
     rows: Tensor | None = None, columns: Tensor | None = None, batches: Tensor | None = None,
-    heads: Tensor | None = None,
+    heads: Tensor | None = None, visible: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (output of attention, log-sum-exp of each query's scores).
 
@@ -129,20 +135,22 @@ def flex(
         keys: number of keys without padding: no query sees a key at this global position or behind.
         axis, method, around: not used by the kernel; the op's rule reads them, as those of ``shardc_attention``.
         rows, columns, batches, heads: int64 [q], [k], [b], [h]: global positions; None for 0, 1, 2, ...
+        visible: what `flex_visible` returns for this call; None to compute it here.
 
     Returns:
         output [b, h, q, f], and log-sum-exp of each query's scores [b, h, q]: -inf for a query that sees no key.
     """
-    blocks = _Blocks(query, key, captured, body, scale, keys, (rows, columns, batches, heads))
+    mask = _mask_of(query, key, captured, body, keys, (rows, columns, batches, heads))
+    blocks = _Blocks(query, key, captured, mask, visible)
     out, sums = _fake_call(query, key, value)
     for at, block in blocks.of_queries():
-        q = blocks.wide(query[at])
+        q = blocks.wide(query[at]) * scale
         top, total, result = q.new_full(q.shape[:3], -inf), q.new_zeros(q.shape[:3]), None
         for take, hidden in block:
             scores, _ = blocks.scores(q, at, take, hidden)
             before, top = top, torch.maximum(top, scores.amax(-1))
             finite = top.masked_fill(top == -inf, 0)
-            weights = (scores - finite.unsqueeze(-1)).exp_()
+            weights = scores.sub_(finite.unsqueeze(-1)).exp_()
             part = blocks.by_group(weights) @ blocks.wide(_select(value[at[0]], take))
             shrink = (before - finite).exp_()
             total = total * shrink + weights.sum(-1)
@@ -162,43 +170,142 @@ def flex_gradient(
     captured: Sequence[Tensor], body: str, scale: float, keys: int,
     axis: str = "", method: str = "", around: bool = False,
     rows: Tensor | None = None, columns: Tensor | None = None, batches: Tensor | None = None,
-    heads: Tensor | None = None,
+    heads: Tensor | None = None, visible: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of query, key, value, and of the captured tensors ``wanted`` (positions).
 
     ``grad`` and ``grad_logsumexp`` are those of the results of `flex`. ``out`` and ``logsumexp`` are its results, also
     of a call on more keys than ``key`` has; other arguments are those of `flex`.
     """
-    blocks = _Blocks(query, key, captured, body, scale, keys, (rows, columns, batches, heads))
+    mask = _mask_of(query, key, captured, body, keys, (rows, columns, batches, heads))
+    blocks = _Blocks(query, key, captured, mask, visible)
     blocks.differentiate(wanted)
-    dq, dk, dv = _fake_gradient(grad, query, key, value)
-    dk, dv = (torch.zeros_like(x, dtype=blocks.dtype) for x in (dk, dv))
+    dq, *results = _fake_gradient(grad, query, key, value)
+    dk, dv = (torch.zeros(x.shape, dtype=blocks.dtype, device=x.device) for x in (key, value))
     for at, block in blocks.of_queries():
-        q, d = blocks.wide(query[at]), blocks.wide(grad[at])
+        q, d = blocks.wide(query[at]) * scale, blocks.wide(grad[at])
         lse = logsumexp[at]
         lse = lse.masked_fill(lse == -inf, 0).unsqueeze(-1)
         mean = (d * out[at]).sum(-1)
         mean = (mean if grad_logsumexp is None else mean - grad_logsumexp[at]).unsqueeze(-1)
-        total = torch.zeros_like(q)
+        total = q.new_zeros(q.shape)
         for take, hidden in block:
             scores, back = blocks.scores(q, at, take, hidden)
-            weights = (scores - lse).exp_()
+            weights = scores.sub_(lse).exp_()
             k, v = (blocks.wide(_select(x[at[0]], take)) for x in (key, value))
             shares = (blocks.by_group(d) @ v.transpose(-1, -2)).view(weights.shape)
-            shares = back(shares.sub_(mean).mul_(weights)) * scale
-            total += (blocks.by_group(shares) @ k).view(q.shape)
-            _add(dk[at[0]], take, blocks.by_group(shares).transpose(-1, -2) @ blocks.by_group(q))
-            _add(dv[at[0]], take, blocks.by_group(weights).transpose(-1, -2) @ blocks.by_group(d))
-        dq[at] = total.to(dq.dtype)
-    return [dq, dk.to(key.dtype), dv.to(value.dtype), *(blocks.gradients or ())]
+            shares = back(shares.sub_(mean).mul_(weights))
+            shares, weights = blocks.by_group(shares), blocks.by_group(weights)
+            blocks.by_group(total).flatten(0, 1).baddbmm_(shares.flatten(0, 1), k.flatten(0, 1))
+            _add_product(dk[at[0]], take, shares.transpose(-1, -2), blocks.by_group(q))
+            _add_product(dv[at[0]], take, weights.transpose(-1, -2), blocks.by_group(d))
+        dq[at] = total.mul_(scale).to(dq.dtype)
+    for result, total in zip(results, (dk, dv), strict=True):
+        result.copy_(total)
+    return [dq, *results, *(blocks.gradients or ())]
+
+
+def flex_visible(
+    captured: Sequence[Tensor], body: str, size: Sequence[int], keys: int,
+    rows: Tensor | None = None, columns: Tensor | None = None, batches: Tensor | None = None,
+    heads: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return which keys the queries of each block see: 0 if none does, 1 if some do, 2 if all do.
+
+    On CPUs only. A program computes it once for all calls with the same mask, and their gradients.
+
+    Args:
+        captured: tensors that the mask function reads.
+        size: [b, h, q, k] of the call.
+        body, keys, rows, columns, batches, heads: as of `flex`.
+
+    Returns:
+        uint8 [b or 1, blocks of `ROWS` queries, k]; 1 if the mask does not depend on the batch.
+    """
+    return _Mask(captured, body, size, keys, (rows, columns, batches, heads), torch.device("cpu")).visible()
 
 
 _At = tuple[slice, slice, slice]  # of batches, heads and queries
 _Take = slice | Tensor  # of keys: neighbours, or any
 
 
+class _Mask:
+    """The mask of a call.
+
+    Args:
+        captured: tensors that the mask function reads.
+        body, keys: as of `flex`.
+        size: [b, h, q, k] of the call.
+        positions: rows, columns, batches and heads, as of `flex`.
+    """
+
+    def __init__(
+        self, captured: Sequence[Tensor], body: str, size: Sequence[int], keys: int,
+        positions: Sequence[Tensor | None], device: torch.device,
+    ) -> None:  # fmt: skip
+        self.functions, self.size = score_functions(body), size
+        self.captured = captured
+        batch, heads, queries, columns = size
+        self.rows, self.columns, self.batches, self.heads = (
+            torch.arange(n, device=device) if x is None else x
+            for n, x in zip((queries, columns, batch, heads), positions, strict=True)
+        )
+        self.padding = self.columns >= keys if positions[1] is not None or columns > keys else None
+        if self.padding is not None:
+            self.columns = self.columns.clamp(max=keys - 1)
+        self.local_batches, self.local_heads = (torch.arange(n, device=device) for n in (batch, heads))
+
+    def batch_slices(self) -> list[slice]:
+        """Return slices of the batch, in each of which all rows have the same mask."""
+        return [slice(at, at + 1) for at in range(self.size[0])] if self.functions.by_batch else [slice(None)]
+
+    def of(self, batch: slice, rows: slice, take: _Take) -> Tensor:
+        """Return bool [b or 1, h or 1, q or 1, k], true where a query sees a key of ``take``."""
+        places = self.places(batch, rows, take)
+        visible = self.functions.mask(*places, *self.captured)
+        visible = visible.reshape([1] * (4 - visible.ndim) + list(visible.shape))
+        if self.padding is not None:
+            visible = visible & ~self.padding[take]
+        return visible.expand(*visible.shape[:3], places[3].shape[3])
+
+    def visible(self) -> Tensor:
+        """Return the result of `flex_visible`."""
+        *_, queries, keys = self.size
+        batches = self.batch_slices()
+        visible = torch.empty(_visible_shape(self.functions, self.size), dtype=torch.uint8)
+        for at, batch in enumerate(batches):
+            for block, row in enumerate(range(0, queries, ROWS)):
+                for start in range(0, keys, STRIP):
+                    strip = slice(start, min(start + STRIP, keys))
+                    # As numbers, whose least and largest are vectorized.
+                    of_columns = self.of(batch, slice(row, row + ROWS), strip).view(torch.uint8).flatten(0, 2)
+                    visible[at, block, strip] = of_columns.amax(0) + of_columns.amin(0)
+        return visible
+
+    def places(self, batch: slice, rows: slice, take: _Take) -> list[Tensor]:
+        """Return the functions' arguments between score and captured tensors: what they say about a block."""
+        return [
+            self.batches[batch].view(-1, 1, 1, 1), self.heads.view(1, -1, 1, 1), self.rows[rows].view(1, 1, -1, 1),
+            self.columns[take].view(1, 1, 1, -1),
+            self.local_batches[batch].view(-1, 1, 1, 1), self.local_heads.view(1, -1, 1, 1),
+        ]  # fmt: skip
+
+
+def _mask_of(
+    query: Tensor, key: Tensor, captured: Sequence[Tensor], body: str, keys: int, positions: Sequence[Tensor | None]
+) -> _Mask:
+    """Return the mask of a call of `flex` with these arguments."""
+    of_mask = captured[score_functions(body).counts[0] :]
+    return _Mask(of_mask, body, [*query.shape[:3], key.shape[2]], keys, positions, query.device)
+
+
 class _Blocks:
     """Blocks of scores of a call: which keys the queries of a block see, and the scores of these.
+
+    Args:
+        query, key, captured: as of `flex`.
+        mask: of the call.
+        visible: the result of `flex_visible`; None to compute it.
 
     Attributes:
         dtype: in which scores are computed.
@@ -207,28 +314,18 @@ class _Blocks:
     """
 
     def __init__(
-        self, query: Tensor, key: Tensor, captured: Sequence[Tensor], body: str, scale: float, keys: int,
-        positions: Sequence[Tensor | None],
-    ) -> None:  # fmt: skip
-        self.functions, self.key, self.scale = score_functions(body), key, scale
+        self, query: Tensor, key: Tensor, captured: Sequence[Tensor], mask: _Mask, visible: Tensor | None
+    ) -> None:
+        self.functions, self.key, self.mask = mask.functions, key, mask
         self.captured, self.dtype = list(captured), torch.promote_types(query.dtype, torch.float32)
-        self.batch, self.groups = query.shape[0], key.shape[1]
-        rows, columns, batches, heads = (
-            torch.arange(size, device=query.device) if x is None else x
-            for size, x in zip((query.shape[2], key.shape[2], query.shape[0], query.shape[1]), positions, strict=True)
-        )
-        self.filling = None
-        if positions[1] is None:
-            columns = columns[:keys]
+        self.groups, self.keys = key.shape[1], key.shape[2]
+        self.visible: Tensor | None = None
+        if skips(query.device):
+            self.visible, self.length = mask.visible() if visible is None else visible, ROWS
         else:
-            self.filling, columns = columns >= keys, columns.clamp(max=keys - 1)
-        self.rows, self.columns, self.batches, self.heads = rows, columns, batches, heads
-        self.here = [torch.arange(size, device=query.device) for size in query.shape[:2]]
-        self.skips = _skips(query)
-        scores_per_row = (
-            query.shape[1] * min(STRIP, max(len(columns), 1)) * (1 if self.functions.by_batch else query.shape[0])
-        )
-        self.length = ROWS if self.skips else max(ROWS, SCORES // max(scores_per_row, 1))
+            by_row = query.shape[1] * min(STRIP, max(self.keys, 1))
+            scores_per_row = by_row * (1 if self.functions.by_batch else query.shape[0])
+            self.length = max(ROWS, SCORES // max(scores_per_row, 1))
         self.leaves: list[Tensor] = []
         self.gradients: list[Tensor] | None = None
 
@@ -251,58 +348,44 @@ class _Blocks:
 
         The mask broadcasts to the block's scores; None for none.
         """
-        every, by_batch = slice(None), self.functions.by_batch
-        for batch in [slice(at, at + 1) for at in range(self.batch)] if by_batch else [every]:
-            for start in range(0, len(self.rows), self.length):
-                at = batch, every, slice(start, start + self.length)
-                yield at, self._of_keys(at)
+        for number, batch in enumerate(self.mask.batch_slices()):
+            for block, start in enumerate(range(0, self.mask.size[2], self.length)):
+                rows = slice(start, start + self.length)
+                visible = None if self.visible is None else self.visible[number, block]
+                yield (batch, slice(None), rows), self._of_keys(batch, rows, visible)
 
-    def _of_keys(self, at: _At) -> Iterator[tuple[_Take, Tensor | None]]:
-        for start in range(0, len(self.columns), STRIP):
-            strip = slice(start, min(start + STRIP, len(self.columns)))
-            hidden = self.functions.hidden(self._places(at, strip), self.captured)
-            hidden = hidden.reshape([1] * (4 - hidden.ndim) + list(hidden.shape))
-            if self.filling is not None:
-                hidden = hidden | self.filling[strip]
-            if not self.skips:
-                yield strip, hidden
-                continue
-            seen = (~hidden).flatten(0, 2).any(0)
-            if len(seen) == 1:
-                columns = torch.arange(strip.stop - start) if seen else seen.new_empty(0, dtype=torch.int64)
-            else:
-                columns = seen.nonzero().squeeze(1)
-            for piece in columns.split(COLUMNS) if len(columns) else ():
-                mask = hidden if len(seen) == 1 else hidden[..., piece]
-                first, last = int(piece[0]), int(piece[-1]) + 1
-                neighbours = last - first == len(piece)
-                take: _Take = slice(start + first, start + last) if neighbours else piece + start
-                yield take, mask if mask.any() else None
-
-    def _places(self, at: _At, take: _Take) -> list[Tensor]:
-        batch, _, rows = at
-        return [
-            self.batches[batch].view(-1, 1, 1, 1), self.heads.view(1, -1, 1, 1), self.rows[rows].view(1, 1, -1, 1),
-            self.columns[take].view(1, 1, 1, -1), self.here[0][batch].view(-1, 1, 1, 1), self.here[1].view(1, -1, 1, 1),
-        ]  # fmt: skip
+    def _of_keys(self, batch: slice, rows: slice, visible: Tensor | None) -> Iterator[tuple[_Take, Tensor | None]]:
+        if visible is None:
+            for start in range(0, self.keys, STRIP):
+                strip = slice(start, min(start + STRIP, self.keys))
+                yield strip, ~self.mask.of(batch, rows, strip)
+            return
+        columns = visible.nonzero().squeeze(1)
+        for piece in columns.split(COLUMNS) if len(columns) else ():
+            first, last = int(piece[0]), int(piece[-1]) + 1
+            take: _Take = slice(first, last) if last - first == len(piece) else piece
+            yield take, None if (visible[take] == _ALL).all() else ~self.mask.of(batch, rows, take)
 
     def scores(
         self, query: Tensor, at: _At, take: _Take, hidden: Tensor | None
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return (scores, -inf where hidden; function from their gradient to that of the products, times 1 / scale)."""
+        """Return (scores, -inf where hidden; function from their gradient to that of the products).
+
+        Args:
+            query: queries of the block, times the scale.
+            hidden: as of `of_queries`.
+        """
         key = self.wide(_select(self.key[at[0]], take))
-        products = (self.by_group(query) @ key.transpose(-1, -2)).mul_(self.scale)
-        products = products.view(*query.shape[:3], -1)
+        products = (self.by_group(query) @ key.transpose(-1, -2)).view(*query.shape[:3], -1)
         if self.functions.score is None:
             return products if hidden is None else products.masked_fill_(hidden, -inf), lambda grad: grad
-        captured, places = self.captured[: self.functions.counts[0]], self._places(at, take)
+        captured, places = self.captured[: self.functions.counts[0]], self.mask.places(at[0], at[2], take)
         if self.gradients is None:
             scores = self.functions.score(products, *places, *captured).to(self.dtype).expand(products.shape)
-            return scores if hidden is None else scores.masked_fill(hidden, -inf), lambda grad: grad
+            return _masked(scores, hidden), lambda grad: grad
         with differentiable():
             products.requires_grad_()
             scores = self.functions.score(products, *places, *captured).to(self.dtype).expand(products.shape)
-        masked = scores.detach() if hidden is None else scores.detach().masked_fill(hidden, -inf)
 
         def back(grad: Tensor) -> Tensor:
             if not scores.requires_grad:  # a function that reads neither
@@ -314,15 +397,20 @@ class _Blocks:
                     total += x
             return torch.zeros_like(grad) if grads[0] is None else grads[0]
 
-        return masked, back
+        return _masked(scores.detach(), hidden), back
 
 
-def _skips(query: Tensor) -> bool:
+def _masked(scores: Tensor, hidden: Tensor | None) -> Tensor:
+    """Return ``scores``, -inf where ``hidden``, in memory of their own."""
+    return scores.clone(memory_format=torch.contiguous_format) if hidden is None else scores.masked_fill(hidden, -inf)
+
+
+def skips(device: torch.device) -> bool:
     """Return whether to leave out keys that no query of a block sees.
 
     It does on CPUs only, since finding them would wait for a device.
     """
-    return query.device.type == "cpu"
+    return device.type == "cpu"
 
 
 def _select(x: Tensor, take: _Take) -> Tensor:
@@ -330,11 +418,12 @@ def _select(x: Tensor, take: _Take) -> Tensor:
     return x[:, :, take] if isinstance(take, slice) else x.index_select(2, take)
 
 
-def _add(x: Tensor, take: _Take, part: Tensor) -> None:
+def _add_product(x: Tensor, take: _Take, a: Tensor, b: Tensor) -> None:
+    """Add ``a @ b`` [b, g, keys of take, e] to the keys ``take`` of ``x`` [b, g, k, e]."""
     if isinstance(take, slice):
-        x[:, :, take] += part
+        x.flatten(0, 1)[:, take].baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
     else:
-        x.index_add_(2, take, part)
+        x.index_add_(2, take, a @ b)
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -349,11 +438,25 @@ def _fake_flex_gradient(
     return [*_fake_gradient(grad, query, key, value), *gradients]
 
 
-_FORMS = (("flex", flex, _fake), ("flex_gradient", flex_gradient, _fake_flex_gradient))
+def _visible_shape(functions: ScoreFunctions, size: Sequence[int]) -> list[int]:
+    batch, _, queries, keys = size
+    return [batch if functions.by_batch else 1, -(-queries // ROWS), keys]
+
+
+def _fake_visible(captured: object, body: str, size: Sequence[int], *_: object, **__: object) -> Tensor:
+    return torch.empty(_visible_shape(score_functions(body), size), dtype=torch.uint8)
+
+
+_FORMS = (
+    ("flex", flex, _fake),
+    ("flex_gradient", flex_gradient, _fake_flex_gradient),
+    ("flex_visible", flex_visible, _fake_visible),
+)
 for _name, _function, _of_shapes in _FORMS:
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardc_attention::{_name}", _of_shapes, lib=_library)
 FLEX, FLEX_GRADIENT = torch.ops.shardc_attention.flex.default, torch.ops.shardc_attention.flex_gradient.default
+FLEX_VISIBLE = torch.ops.shardc_attention.flex_visible.default
 
 
 @lru_cache(maxsize=1024)
@@ -371,8 +474,8 @@ def seen_share(body: str, rows: int, columns: int) -> float:
         x.view([-1 if dim == at else 1 for dim in range(4)]) for x, at in zip(places, (0, 1, 2, 3, 0, 1), strict=True)
     ]
     with torch.no_grad():
-        hidden = functions.hidden(shaped, ())
-    return 1 - hidden.expand(1, 1, len(row), columns).double().mean().item()
+        visible = functions.visible(shaped, ())
+    return visible.expand(1, 1, len(row), columns).double().mean().item()
 
 
-__all__ = ["FLEX", "FLEX_GRADIENT", "KIND", "Function", "score_functions", "seen_share"]
+__all__ = ["FLEX", "FLEX_GRADIENT", "FLEX_VISIBLE", "KIND", "Function", "score_functions", "seen_share", "skips"]

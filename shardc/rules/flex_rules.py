@@ -11,7 +11,7 @@ from operator import getitem
 
 import torch
 
-from shardc.custom_ops.flex_ops import FLEX, FLEX_GRADIENT, score_functions
+from shardc.custom_ops.flex_ops import FLEX, FLEX_GRADIENT, FLEX_VISIBLE, score_functions, skips
 from shardc.rules.attention_rules import Attended, SequenceHeads, routed
 from shardc.rules.key_blocks import KeyBlock, KeyBlocks, added, narrow
 from shardc.rules.notation import FREE, WHOLE, Loops
@@ -66,13 +66,13 @@ def _gradient(call: Call) -> Spec:
 
 
 class _Positions:
-    """Global positions of a rank's rows, batches and heads, as keyword arguments of the op; none where they are 0, 1,
-    2, ...
+    """Arguments of the op that say which scores a rank computes: global positions of its rows, batches and heads, none
+    where they are 0, 1, 2, ...; and which blocks of scores are visible, once for all calls with the same mask.
     """
 
     def __init__(self, local: Local) -> None:
-        self.local, functions = local, score_functions(local.call["body"])
-        reads = dict(zip(("batches", "heads"), functions.reads, strict=True))
+        self.local, self.functions = local, score_functions(local.call["body"])
+        reads = dict(zip(("batches", "heads"), self.functions.reads, strict=True))
         self.same = {name: self._of(dim) for name, dim in (("batches", 0), ("heads", 1)) if reads[name]}
         self.same |= {"rows": self._of(2)}
         self.same = {name: x for name, x in self.same.items() if x is not None}
@@ -83,12 +83,27 @@ class _Positions:
         size = self.local.true_size(4 * at + dim, layout.shape[dim])
         if not layout.dim_axes(dim) and size == layout.shape[dim]:
             return None
-        places = positions(self.local, layout, dim, None)
-        # Filling is read as the last element, which is there.
-        return places if size == layout.shape[dim] else self.local.builder.call(aten.clamp.default, places, 0, size - 1)
+        builder = self.local.builder
 
-    def at(self, block: KeyBlock) -> dict[str, Emitted]:
-        return self.same | ({} if block.columns is None else {"columns": block.columns})
+        def emit() -> Emitted:
+            places = positions(self.local, layout, dim, None)
+            # Filling is read as the last element, which is there.
+            return places if size == layout.shape[dim] else builder.call(aten.clamp.default, places, 0, size - 1)
+
+        return builder.once(("positions", layout.shape[dim], layout.dims[dim], size), emit)
+
+    def at(self, block: KeyBlock, key: Emitted) -> dict[str, Emitted]:
+        """Return keyword arguments of the op for ``block``, whose keys are ``key`` [b, g, k, e]."""
+        local, builder = self.local, self.local.builder
+        given = self.same | ({} if block.columns is None else {"columns": block.columns})
+        if not skips(builder.device):
+            return given
+        *batch_heads_rows, _ = builder.shape(local.operand("query"))
+        captured = list(local.operand("captured"))[self.functions.counts[0] :]
+        mask = captured, local.call["body"], [*batch_heads_rows, builder.shape(key)[2]], local.call["keys"]
+        name = (FLEX_VISIBLE, *(tuple(x) if isinstance(x, list) else x for x in mask), *given.items())
+        visible = builder.once(name, lambda: builder.call(FLEX_VISIBLE, *mask, **given))
+        return given | {"visible": visible}
 
 
 def _flex_local(local: Local) -> Emitted:
@@ -98,7 +113,7 @@ def _flex_local(local: Local) -> Emitted:
     reached = sequence.reached(sequence.joined(local.operand("key"), local.operand("value")))
     for block in sequence.by_position():
         k, v = sequence.parted([block.take(x) for x in reached])
-        results = run(FLEX, local.operand("query"), k, v, *how, **places.at(block))
+        results = run(FLEX, local.operand("query"), k, v, *how, **places.at(block, k))
         attended.add(run(getitem, results, 0), run(getitem, results, 1), blind=True)
     return list(attended.over(sequence.pending))
 
@@ -115,7 +130,7 @@ def _gradient_local(local: Local) -> Emitted:
     of_keys: list[list[Emitted]] = []
     for block in sequence.by_position():
         k, v = sequence.parted([block.take(x) for x in reached])
-        results = run(FLEX_GRADIENT, grad, query, k, v, *how, **places.at(block))
+        results = run(FLEX_GRADIENT, grad, query, k, v, *how, **places.at(block, k))
         dq, dk, dv, *rest = (run(getitem, results, at) for at in range(3 + wanted))
         for total, x in zip(parts, (dq, *rest), strict=True):
             total.append(x)

@@ -101,13 +101,20 @@ class KeyBlocks:
         """
         if self.whole:
             yield KeyBlock(_same, _same)
+        elif self.gathers and not self.pending:
+            yield KeyBlock(self._in_order, self._out_of_order)
         elif self.gathers:
-            columns = self._key_positions([self._coordinates(source) for source in range(self.ranks)])
-            yield KeyBlock(self._concatenated, self._split_by_rank, columns=columns)
+            yield KeyBlock(self._concatenated, self._split_by_rank, columns=self._columns(*range(self.ranks)))
         else:
             for number in range(self.ranks):
-                columns = self._key_positions([self._coordinates(number)])
-                yield KeyBlock(*self._ways(number), source=number, columns=columns)
+                yield KeyBlock(*self._ways(number), source=number, columns=self._columns(number))
+
+    def _columns(self, *numbers: int) -> Emitted:
+        """Return the global positions of the keys of the ranks ``numbers`` (see `_coordinates`), emitted once: int64
+        [k].
+        """
+        key = ("columns", self.gathers, self.sent, self.key.shape[2], self.key.dims[2], numbers)
+        return self.local.builder.once(key, lambda: self._key_positions([self._coordinates(n) for n in numbers]))
 
     def _ways(self, number: int) -> tuple[Callable[[Emitted], Emitted], Callable[[Emitted], Emitted]]:
         """Return `KeyBlock.take` and `KeyBlock.back` of the shard of rank ``number`` (see `_coordinates`)."""
@@ -182,6 +189,33 @@ class KeyBlocks:
         b, g, k, e = self.local.builder.shape(x)
         x = self.run(aten.reshape.default, x, [b, g, self.ranks, k // self.ranks, e])
         return self.run(aten.permute.default, x, [2, 0, 1, 3, 4])
+
+    def _in_order(self, x: Emitted) -> Emitted:
+        """Concatenate the shards of all ranks in the order of the sequence: [b, g, ranks * k, e]."""
+        n, b, g, k, e = self.local.builder.shape(x)
+        sizes, order = self._order(b, g, e)
+        x = self.run(aten.permute.default, self.run(aten.reshape.default, x, sizes), order)
+        return self.run(aten.reshape.default, x, [b, g, n * k, e])
+
+    def _out_of_order(self, x: Emitted) -> Emitted:
+        """Split [b, g, ranks * k, e] into [ranks, b, g, k, e]: the gradient of `_in_order`."""
+        b, g, k, e = self.local.builder.shape(x)
+        sizes, order = self._order(b, g, e)
+        x = self.run(aten.reshape.default, x, [sizes[at] for at in order])
+        x = self.run(aten.permute.default, x, [order.index(at) for at in range(len(order))])
+        return self.run(aten.reshape.default, x, [self.ranks, b, g, k // self.ranks, e])
+
+    def _order(self, b: int, g: int, e: int) -> tuple[list[int], list[int]]:
+        """Return sizes into which the dims of gathered keys, [ranks, b, g, k, e], are refined (axes, b, g, local digits
+        of the sequence, e), and the permutation of these to (b, g, digits of the sequence in order, e).
+        """
+        digits = self.key.dims[2]
+        local = [digit.radix for digit in digits if digit.axis is None]
+        first = len(self.sent) + 2
+        places = iter(range(first, first + len(local)))
+        sequence = [next(places) if digit.axis is None else self.sent.index(digit.axis) for digit in digits]
+        sizes = [*(self.mesh.size(axis) for axis in self.sent), b, g, *local, e]
+        return sizes, [first - 2, first - 1, *sequence, len(sizes) - 1]
 
     def _sent(self, x: Emitted, shift: int) -> Emitted:
         """Return ``x`` of the rank ``shift`` positions earlier in the ring over the axes ``sent``."""
@@ -338,6 +372,7 @@ class KeyBlocks:
         return bias, run(aten.eq.Scalar, run(aten.amax.default, bias, [-1]), -inf)
 
     def _key_positions(self, ranks: Sequence[dict[str, Emitted]]) -> Emitted:
+        """Return the global positions of the keys of ``ranks``, one after the other: int64 [k]."""
         per_rank = [positions(self.local, self.key, 2, None, at) for at in ranks]
         return per_rank[0] if len(per_rank) == 1 else self.run(aten.cat.default, per_rank)
 

@@ -126,7 +126,7 @@ def test_trains_as_on_one_device(kind: str) -> None:
 @pytest.mark.parametrize("skips", [True, False], ids=["as on CPUs", "as on GPUs"])
 @pytest.mark.parametrize("kind", ["documents in a window", "a trained bias by distance", "no keys", "the log-sum-exp"])
 def test_in_several_blocks(kind: str, skips: bool) -> None:
-    sizes = {"ROWS": 4, "COLUMNS": 3, "STRIP": 5, "SCORES": 1, "_skips": lambda query: skips}
+    sizes = {"ROWS": 4, "COLUMNS": 3, "STRIP": 5, "SCORES": 1, "skips": lambda device: skips}
     with patch.multiple(flex_ops, **sizes):
         trains_alike(Net(kind), batch(), {"dp": 2}, FSDP, steps=1)
 

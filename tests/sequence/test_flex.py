@@ -63,6 +63,13 @@ def test_equals_one_device(kind: str, method: str, mesh: int) -> None:
         trains_alike(Net(kind), batch(), MESHES[mesh], FSDP | plan if "dp" in MESHES[mesh] else plan, steps=1)
 
 
+@pytest.mark.parametrize("kind", ["documents in a window", "a trained bias by distance"])
+def test_keys_of_two_axes_are_gathered_in_order(kind: str) -> None:
+    torch.manual_seed(0)
+    plan = shardc.cp("a", method="gather") | shardc.cp("b", method="gather")
+    trains_alike(Net(kind), batch(), {"a": 2, "b": 2}, plan, steps=1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_in_one_piece_each(method: str) -> None:
@@ -126,7 +133,7 @@ def test_ranks_share_the_scores_that_a_mask_leaves(method: str, documents: bool)
 
     def counted(blocks: Any, query: Tensor, at: Any, take: Any, hidden: Tensor | None) -> Any:
         result = scores(blocks, query, at, take, hidden)
-        rank = int(blocks.rows[0]) % 4
+        rank = int(blocks.mask.rows[0]) % 4
         seen[rank] += int((result[0] > -torch.inf).sum())
         computed[rank] += result[0].numel()
         return result
@@ -139,6 +146,32 @@ def test_ranks_share_the_scores_that_a_mask_leaves(method: str, documents: bool)
     assert sum(seen.values()) == total
     assert max(seen.values()) <= 1.1 * total / 4
     assert sum(computed.values()) < 0.5 * 8 * LENGTH**2, "nothing was skipped"
+
+
+class Layers(nn.Module):
+    """Layers with a residual whose attention has the same documents."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Packed(True) for _ in range(count))
+        self.out = nn.ModuleList(nn.Linear(4 * WIDTH, WIDTH) for _ in range(count))
+
+    def forward(self, x: Tensor, document: Tensor) -> Tensor:
+        for layer, out in zip(self.layers, self.out, strict=True):
+            x = x + out(layer(x, document).transpose(1, 2).flatten(-2))
+        return x
+
+
+@pytest.mark.parametrize("plan", [shardc.cp("x", method="gather"), shardc.fsdp("x", threshold=0)], ids=["cp", "dp"])
+def test_visible_blocks_are_computed_once_for_all_layers_and_their_gradients(plan: shardc.Plan) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(2, LENGTH, WIDTH), torch.arange(8).repeat_interleave(LENGTH // 8).expand(2, -1).contiguous()
+    trains_alike(Layers(5), inputs, {"x": 2}, plan, steps=1)
+    module = shardc.compile(Layers(5), shardc.Mesh(x=2), plan, loss=lambda out: out.square().mean(), backend="eager")
+    program = module.lower(*inputs)
+    assert isinstance(program, shardc.Program)
+    calls = [half.gm.graph.find_nodes(op="call_function", target=flex_ops.FLEX_VISIBLE) for half in program.step()]
+    assert list(map(len, calls)) == [1, 0]
 
 
 @pytest.mark.parametrize("method", ["gather", "ring"])
