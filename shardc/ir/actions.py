@@ -85,8 +85,9 @@ class Schedule:
 
 
 def reads(action: Action, rank_of: Sequence[int]) -> list[Action]:
-    """Return the actions that must be before ``action`` in the list of the same rank. BACKWARD in them stands for
-    BACKWARD_INPUT too.
+    """Return the actions that must come before ``action`` in the list of the same rank.
+
+    In the result, BACKWARD also stands for BACKWARD_INPUT. ``rank_of`` has the rank of each stage.
     """
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
     if kind in RECEIVES:
@@ -107,11 +108,12 @@ def reads(action: Action, rank_of: Sequence[int]) -> list[Action]:
 
 
 def advance(schedule: Schedule, runs: Callable[[int, int, Action], bool]) -> bool:
-    """Run all ranks' lists until none gets on; return whether they are at their ends.
+    """Run the lists of all ranks as far as they go; return whether all of them reached their ends.
 
     Args:
-        runs: called with (rank, position, action) of the next action of a rank; runs it unless it must wait, which it
-            returns as False.
+        runs: function of (rank, position, next action of the rank): runs the action and returns True, or returns False
+            if
+            the action must wait for another rank.
     """
     at = [0] * schedule.ranks
     moved = True

@@ -114,7 +114,7 @@ class MemoryPlan:
     numbers.
 
     Args:
-        slots: the slots, by the numbers that collectives name them by.
+        slots: the slots; collectives refer to them by their index.
         last_reads: (name, position of the last op that reads it) of each placeholder, in order.
     """
 

@@ -148,11 +148,17 @@ def through(node: fx.Node, read: dict[fx.Node, ChunkSpec]) -> ChunkSpec | None:
 
 
 def _broadcast(cut: ChunkSpec, shape: Sequence[int], result_shape: Sequence[int]) -> ChunkSpec | None:
+    """Return the `ChunkSpec` of an operand of ``shape`` that broadcasts to ``result_shape``, which is chunked by
+    ``cut``.
+
+    None if every chunk reads the operand completely.
+    """
     dim = cut.dim + len(shape) - len(result_shape)
     return replace(cut, dim=dim) if dim >= 0 and shape[dim] == result_shape[cut.dim] else None
 
 
 def _of_product(node: fx.Node, cut: ChunkSpec) -> Operands | None:
+    """Return operand -> its `ChunkSpec` for a matrix product with result chunks ``cut``, as `operands` does."""
     *bias, x, weight = node.args
     if cut.dim != 0 or x is weight:
         return None
@@ -207,6 +213,7 @@ class ChunkRewriter:
         self.phase = ""  # phase of the nodes being inserted
 
     def run(self) -> None:
+        """Replace all nodes of ``cuts`` by their chunks."""
         for node in list(self.graph.nodes):
             read = node.all_input_nodes
             if node in self.cuts:
@@ -241,12 +248,16 @@ class ChunkRewriter:
         self.deferred.clear()
 
     def _take_joined(self, node: fx.Node, before: fx.Node) -> None:
+        """Let ``node`` read concatenated chunks in place of nodes of ``cuts``, concatenated before the node
+        ``before``.
+        """
         self.phase = info(node).origin.phase if node.op == "call_function" else ""
         for x in node.all_input_nodes:
             if x in self.cuts:
                 node.replace_input_with(x, self._join(x, before))
 
     def _piece(self, node: fx.Node, number: int, before: fx.Node, phase: str = "") -> fx.Node:
+        """Insert chunk ``number`` of ``node`` before the node ``before``; return it."""
         cut, target, self.phase = self.cuts[node], node.target, phase or info(node).origin.phase
         need = operands(node, cut)
         assert need is not None
@@ -265,6 +276,9 @@ class ChunkRewriter:
         return piece
 
     def _operand(self, x: fx.Node, cut: ChunkSpec | None, number: int, before: fx.Node) -> fx.Node:
+        """Return chunk ``number`` by ``cut`` of operand ``x``, sliced before the node ``before`` if need be; all of
+        ``x`` if ``cut`` is None.
+        """
         if cut is not None and self.cuts.get(x) == cut:
             return self.pieces[x][number]
         whole = self._join(x, before) if x in self.cuts else x
@@ -302,6 +316,7 @@ class ChunkRewriter:
         *args: fx.node.Argument,
         **kwargs: fx.node.Argument,
     ) -> fx.Node:
+        """Insert an op before the node ``before``, with the provenance of ``like``; return its node."""
         # What backward alone slices or concatenates, it does in backward.
         provenance = {"phase": "backward"} if self.phase == "backward" else {}
         return self.rewriter.before(before, like, "piece", **provenance).call(target, *args, **kwargs)

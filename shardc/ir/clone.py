@@ -100,6 +100,7 @@ class _Cloner:
         self._originals: list[nn.Module] = []
 
     def clone(self, module: nn.Module) -> nn.Module:
+        """Return the copy of a module tree, given its root."""
         root = self._module(module, "")
         copied = self._copy_content if self._in_place else self._copy
         for original in self._originals:
@@ -110,6 +111,10 @@ class _Cloner:
         return root
 
     def _module(self, module: nn.Module, prefix: str) -> nn.Module:
+        """Return the copy of a module and of those in it, with tensors; other attributes are copied by `clone`.
+
+        ``prefix`` is the module's qualified name with a dot, or "" for the root.
+        """
         # By its attributes: an `unsharded` module is the one that it is a view of.
         if id(vars(module)) in self._clones:
             present: nn.Module = self._clones[id(vars(module))]
@@ -130,6 +135,7 @@ class _Cloner:
         return clone
 
     def _tensor(self, tensor: torch.Tensor | None, name: str) -> torch.Tensor | None:
+        """Return the replacement of a tensor, made once, with its first qualified ``name``; None for None."""
         if tensor is None:
             return None
         if id(tensor) not in self._clones:
@@ -171,6 +177,9 @@ class _Cloner:
         return self._clones[id(value)]
 
     def _function(self, function: FunctionType) -> object:
+        """Return a copy of ``function`` whose cells and defaults refer to the copied tree; itself if it does not refer
+        to it.
+        """
         if id(function) not in self._clones:
             self._clones[id(function)] = function  # it may hold itself
             cells = function.__closure__ and tuple(map(self._cell, function.__closure__))
@@ -181,6 +190,7 @@ class _Cloner:
         return self._clones[id(function)]
 
     def _partial(self, value: partial[object]) -> partial[object]:
+        """Return a copy of a partial that refers to the copied tree; itself if it does not refer to it."""
         parts = value.func, value.args, value.keywords, vars(value)
         func, args, keywords, attributes = copies = tuple(map(self._copy_content, parts))
         if _same(copies, parts):
@@ -220,4 +230,5 @@ class _Cloner:
 
 
 def _same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Return whether both sequences have the same objects."""
     return all(one is other for one, other in zip(some, others, strict=True))

@@ -46,11 +46,13 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _code_text(code: types.CodeType) -> str:
+    """Return ``code`` as text, without its file and lines."""
     parts = [getattr(code, part) for part in _PARTS]
     return f"{parts}{getattr(code, 'co_exceptiontable', b'')!r}{[_constant(x) for x in code.co_consts]}"
 
 
 def _constant(x: object) -> str:
+    """Return a constant of code as text."""
     if isinstance(x, types.CodeType):
         return _code_text(x)
     if isinstance(x, tuple):

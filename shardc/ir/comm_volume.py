@@ -129,6 +129,7 @@ def collective_kind(node: fx.Node) -> str | None:
 
 @cache
 def _kind_of(target: object) -> str | None:
+    """Return the kind of collective that an op starts, as `collective_kind`; None for others."""
     if target in ops.COLLECTIVES:
         return str(target.__name__)
     if not grammar.is_torch_op(target) or not communicates(target):

@@ -181,6 +181,7 @@ def joined(
     base = 0
 
     def last(slots: Iterable[int], at: int) -> None:
+        """Extend the use of ``slots`` to line ``at``."""
         spans.update({slot: (spans.get(slot, (0, 0))[0], max(spans.get(slot, (0, 0))[1], at)) for slot in slots})
 
     for use, segment in zip(uses, segments, strict=True):
@@ -221,5 +222,5 @@ def _body(source: str) -> list[str]:
 
 
 def _functional(name: str) -> str:
-    """Return the name of an op's functional form: without the suffix of its out or in-place form."""
+    """Return the functional name of an op, without the suffix of its out or in-place form."""
     return name.removesuffix("_out").removesuffix("_")

@@ -61,16 +61,18 @@ JOIN: dict[str, Callable[..., Tensor]] = {  # reduce op -> op that joins two ter
 
 
 def opening(at: int) -> tuple[str, str]:
-    """Return the phases of the loop number ``at`` before the forward: of each microbatch, and once behind the loop."""
+    """Return the names of two phases of the loop number ``at`` before the forward: its graph for each microbatch, and
+    the graph that runs once after the loop.
+    """
     return f"opening {at + 1}", f"opened {at + 1}"
 
 
 def phases(forward: str, openings: int, gathers_once: bool) -> tuple[str, ...]:
-    """Return the phases of a step with microbatches, in order.
+    """Return the names of the phases of a step with microbatches, in order.
 
     Args:
         forward: FORWARD of a training step, INFERENCE of one without gradients.
-        openings, gathers_once: as of an `Executable`.
+        openings, gathers_once: as in `Executable`.
     """
     before = [phase for at in range(openings) for phase in opening(at)]
     first = [FIRST[forward]] if gathers_once else []
@@ -247,8 +249,10 @@ def saved_key(half: Half, name: str, microbatch: int) -> Key:
 
 
 def _last_uses(actions: Sequence[Run | Message], rank: int) -> list[frozenset[Key]]:
-    """Return, for each of the actions of a rank, the saved and transferred values and the sums that no later one
-    reads, before they get another value.
+    """Return, for each of the actions of a rank, the keys of the values that may be dropped after it.
+
+    These are saved activations, transferred values and sums that it reads and no later action reads, or that are
+    received or computed anew before.
     """
     seen: set[Key] = set()
     out: list[frozenset[Key]] = []
@@ -385,8 +389,9 @@ class Executable(ABC):
         """Return the graphs of a training step, if something needs a gradient, then those of an inference.
 
         Args:
-            evaluates: with those of an inference beside a training step. `opens_backward` needs another program
-                (`using`) for these.
+            evaluates: False leaves out the graphs of an inference if there is a training step. So does
+                `opens_backward`:
+                then another program (`using`) has them.
         """
         inference = self.step(training=False) if evaluates and not self.opens_backward else ()
         return tuple(dict.fromkeys((*self.step(), *inference)))
@@ -426,7 +431,8 @@ class Executable(ABC):
         raise AssertionError("the program has no stages")
 
     def stage_runs(self, training: bool) -> StageRuns:
-        """Return what crosses between the stages of a pipeline, and their order.
+        """Return the `StageRuns`: the values that cross between the stages of a pipeline, and the order of the ranks'
+        runs.
 
         Raises:
             VerifyError: the lists of the ranks do not fit together.
@@ -493,8 +499,8 @@ class Executable(ABC):
         return self._actions[rank, training and self.trains][1]
 
     def received(self, rank: int, training: bool = True) -> list[int]:
-        """Return, for each of the `actions` of a rank that is a message to it, how many messages of this rank the
-        source has received before it sends that one; 0 for the others.
+        """Return, for each of the `actions` of a rank: if it is a message from another rank, how many messages from
+        ``rank`` that one has received before it sends this; 0 for other actions.
         """
         key = rank, training and self.trains
         if key not in self._received:

@@ -97,7 +97,7 @@ def _ints(sizes: Sequence[object]) -> tuple[int, ...]:
 
 
 def _types(result: object) -> _Type | tuple[_Type, ...] | None:
-    """Return the types of results, from which equal results can be made; None if they have more than a type."""
+    """Return the types of results; None if equal results cannot be made from their types, as of a view."""
     if type(result) is tuple:
         types = [_types(x) for x in result]
         return tuple(x for x in types if isinstance(x, _Type)) if all(isinstance(x, _Type) for x in types) else None
@@ -116,4 +116,5 @@ def _types(result: object) -> _Type | tuple[_Type, ...] | None:
 
 
 def _tensor(mode: FakeTensorMode, kind: _Type) -> Tensor:
+    """Return a new fake tensor of type ``kind``."""
     return new_fake_tensor(mode, *kind)

@@ -220,6 +220,7 @@ def op_of(text: str) -> Target | None:
 
 
 def _overload_of(namespace: str, packet: str, overload: str) -> OpOverload[..., object] | None:
+    """Return the op ``namespace.packet.overload`` of ``torch.ops``; None if there is none."""
     if namespace.startswith("__") or not all(WORD.fullmatch(part) for part in (namespace, packet, overload)):
         return None
     op = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)

@@ -199,9 +199,9 @@ class Guards:
         return self.values == other.values and self.reads == other.reads
 
     def unlike(self, model: nn.Module, loss: object = None) -> list[str]:
-        """Return the names of the guards that differ now from a capture in another process.
+        """Return the names of the guards whose values now differ from those of a capture in another process.
 
-        These are reads, reachable code, and plain values that the code names.
+        Guards here are reads, the reachable code, and the plain values that this code names.
         """
         now = Guards.of(self.reads, model, loss)
         pairs = zip(now.values, self.values, strict=True)
@@ -229,6 +229,7 @@ class Lookup:
         return self._values[path]
 
     def _resolve(self, kind: str, first: Any, *more: Any) -> Any:
+        """Return the object at the path (``kind``, ``first``, ...), as `parse` returns paths."""
         if kind == "constant":
             return first
         if kind == "module":
@@ -281,6 +282,7 @@ def parse(expression: str) -> Path:
 
 
 def _path(node: ast.expr) -> Path:
+    """Return the nested tuples of `parse` for a syntax node."""
     if isinstance(node, ast.Name):
         return "name", node.id
     if isinstance(node, ast.Attribute):
@@ -297,6 +299,7 @@ def _path(node: ast.expr) -> Path:
 
 
 def _items(x: object) -> list[object]:
+    """Return the items, or keys, of a container as a list; raise TypeError for another object."""
     if not isinstance(x, (dict, list, tuple, set, frozenset, KeysView)):
         raise TypeError(x)
     return list(x)

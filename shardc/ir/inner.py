@@ -90,6 +90,7 @@ class InnerCode:
             yield tensor._version
 
     def _visit(self, x: object) -> None:
+        """Record ``x`` if it can change, and queue the objects that it refers to."""
         if is_plain(x) or id(x) in self._seen:
             return
         self._seen[id(x)] = x  # keeps it alive, so that no other object gets its id
@@ -123,6 +124,7 @@ class InnerCode:
                 self._todo += vars(x).values()
 
     def _function(self, function: types.FunctionType) -> None:
+        """Record a user's function, and queue its defaults, cells and the globals that it names."""
         cells = list(map(_contents, function.__closure__ or ()))
         if is_versioned(function.__code__):  # a decorator of torch or Python is around the user's functions
             self._todo += [x for x in cells if isinstance(x, types.FunctionType)]
@@ -149,6 +151,7 @@ class InnerCode:
 
 
 def _contents(cell: types.CellType) -> object:
+    """Return the content of a closure cell; `_ABSENT` for an empty one."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -156,6 +159,7 @@ def _contents(cell: types.CellType) -> object:
 
 
 def _same(before: tuple[object, ...], now: tuple[object, ...]) -> bool:
+    """Return whether both tuples have the same objects, or equal plain values."""
     if len(before) == len(now) and all(map(is_, before, now)):
         return True
     return len(before) == len(now) and all(
@@ -222,6 +226,7 @@ class InnerTensors(nn.Module):
 
     @property
     def _entries(self) -> dict[str, Any]:
+        """Return name -> inner tensor, or `InnerTensors` in place of one that is a wrapper itself."""
         entries = {**self._parameters, **self._buffers, **self._modules}
         return {key: entries[key] for key in self.names}
 

@@ -211,6 +211,7 @@ class Layout:
     def replace(
         self, dims: Iterable[Iterable[Digit]] | None = None, partial: Iterable[tuple[str, str]] | None = None
     ) -> Layout:
+        """Return this layout with other digits of its ``dims``, or other pending reductions (axis, reduce op)."""
         return Layout(self.mesh, self.dims if dims is None else dims, self.partial if partial is None else partial)
 
     def unbind(self, axes: Iterable[str]) -> Layout:

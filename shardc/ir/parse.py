@@ -75,6 +75,7 @@ class _Parser:
         self.comm: list[Reader] = []
 
     def _mesh(self, reader: Reader) -> Mesh:
+        """Parse the first line; return its mesh."""
         reader.expect("mesh")
         axes: list[tuple[str, int]] = []
         while axis := reader.match(re.compile(r"(\w+)=(\d+)")):
@@ -86,6 +87,7 @@ class _Parser:
             raise TextError(f"line {reader.number}: {error.what}", program=reader.line) from error
 
     def program(self) -> fx.GraphModule:
+        """Parse the complete text; return its graph."""
         section = ""
         for reader in self.readers:
             try:
@@ -121,6 +123,7 @@ class _Parser:
         return section
 
     def _placeholder(self, reader: Reader) -> None:
+        """Parse the line of a placeholder, and insert its node."""
         bare = reader.take("%")
         kind, role_name, index = ("", None, 0) if bare else self._role(reader)
         if not bare:
@@ -134,6 +137,7 @@ class _Parser:
         self._define(node, self._info(reader, name, value, "forward", role=role))
 
     def _output(self, reader: Reader) -> None:
+        """Parse the line of an output, and append it to the outputs."""
         kind, name, index = self._role(reader)
         reader.expect("=")
         node = self._argument(reader)
@@ -143,6 +147,7 @@ class _Parser:
         self.outputs.append((Role(kind, name or "", index, want), node))
 
     def _line(self, reader: Reader, phase: str) -> None:
+        """Parse the line of an op, a getitem or a constant, and insert its node."""
         reader.expect("%")
         name = self._new_name(reader)
         reader.expect(":")
@@ -166,6 +171,9 @@ class _Parser:
         self._define(node, self._info(reader, name, value, phase, needs=needs))
 
     def _constant(self, reader: Reader, name: str, value: NodeValue, phase: str) -> None:
+        """Parse a constant after the word ``constant``, and insert its node, which reads an attribute of the graph
+        module.
+        """
         start = reader.at
         target = reader.word() or ""
         # It becomes source code, in fx: nothing but a name that hides no attribute of `fx.GraphModule` may stand there.
@@ -194,9 +202,11 @@ class _Parser:
         return Info(name, value, **reader.provenance(phase), **fields)
 
     def _define(self, node: fx.Node, record: Info) -> None:
+        """Record ``node`` under its name, with its `Info`."""
         self.values[record.name] = set_info(node, record)
 
     def _check_comm(self, gm: fx.GraphModule) -> None:
+        """Raise TextError if a section ``comm`` is there, and its lines are not those of the graph."""
         rows = [str(row) for row in tally(gm, self.mesh)]
         for at, reader in enumerate(self.comm):
             if at >= len(rows) or reader.line.strip() != rows[at]:
@@ -218,6 +228,7 @@ class _Parser:
         return kind, name, int(index or 0)
 
     def _new_name(self, reader: Reader) -> str:
+        """Parse a name after ``%`` that is not yet defined; return it."""
         start = reader.at
         name = reader.word()
         if name is None or name in self.values:
@@ -268,6 +279,7 @@ class _Parser:
             reader.fail(f"a layout on the mesh {self.mesh} ({getattr(error, 'what', error)})")
 
     def _type(self, reader: Reader) -> Any:
+        """Parse the type of a result; return a `Value`, a tuple of these, or None."""
         if reader.take("("):
             return tuple(reader.listed(")", lambda: self._type(reader)))
         if reader.take("None"):
@@ -283,6 +295,7 @@ class _Parser:
         return Value(dtype, layout.shape, layout if placed else None, host=match[2] is not None)
 
     def _op(self, reader: Reader) -> grammar.Target:
+        """Parse the name of an op; return the op."""
         start = reader.at
         match = reader.match(WORD)
         target = grammar.op_of(match[0]) if match else None
@@ -294,6 +307,7 @@ class _Parser:
     def _arguments(
         self, reader: Reader, target: grammar.Target
     ) -> tuple[list[fx.node.Argument], dict[str, fx.node.Argument]]:
+        """Parse arguments in parentheses; return (positional, by keyword)."""
         args: list[fx.node.Argument] = []
         kwargs: dict[str, fx.node.Argument] = {}
 
@@ -313,6 +327,8 @@ class _Parser:
         return args, kwargs
 
     def _axes(self, reader: Reader) -> str:
+        """Parse the axes of a marker op; return their names, joined by commas."""
+
         def read_axis() -> str:
             start = reader.at
             match = reader.match(AXIS)
@@ -324,6 +340,7 @@ class _Parser:
         return ",".join(reader.listed(")", read_axis)) if reader.take("(") else read_axis()
 
     def _argument(self, reader: Reader) -> fx.node.Argument:
+        """Parse one argument: a node, a list, or a constant."""
         if reader.take("%"):
             return self._use(reader)
         if reader.take("["):
@@ -351,4 +368,5 @@ def _identifier(name: str) -> str:
 
 @cache
 def _attributes() -> frozenset[str]:
+    """Return the names of the attributes of `fx.GraphModule`, which no constant may have."""
     return frozenset(dir(fx.GraphModule(torch.nn.Module(), fx.Graph())))

@@ -13,9 +13,12 @@ from shardc.ir.graph import Role
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop over the microbatches: ``body`` computes terms of sums for each, ``once`` takes the sums behind it.
+    """A loop over the microbatches, and the graph that runs once after it.
 
-    ``body`` is None if nothing depends on the microbatches.
+    Args:
+        body: graph that runs for each microbatch and computes terms of sums; None if nothing depends on the
+            microbatches.
+        once: graph that takes the sums of these terms.
     """
 
     body: fx.GraphModule | None
@@ -32,9 +35,9 @@ class Phases:
     """A joint graph, cut in time.
 
     Args:
-        openings: loops that run before ``body``: they give what is known before the first microbatch's forward.
+        openings: loops that run before ``body``: they compute sums over all microbatches that its forward needs.
         body: joint graph of one microbatch. Its results are terms (role "term" in forward, "grad" in backward), and
-            the outputs and gradients that are a microbatch's own.
+            the outputs and gradients that belong to one microbatch.
         closing: graph that takes the sums of the body's terms, and gives the step's other outputs and gradients.
         reduce: name of each term -> reduce op that joins the terms of two microbatches, or `GATHER`.
         joint: the joint graph that is cut.
@@ -70,14 +73,15 @@ class Staged:
     """A step in microbatches, cut into stages.
 
     Args:
-        parts: the step before the cut; terms of a gradient that several stages add to are apart in it.
+        parts: the step before the cut. A gradient to which several stages contribute has a separate term for each.
         openings: each of the loops of ``parts``, cut into stages; None for one that all ranks run.
         bodies: joint graph of each stage, for one microbatch. Values that it sends to later stages have the role
-            "transfer", and to earlier ones "grad".
+            "transfer", and those to earlier ones "grad".
         closings: graph of each stage that takes sums of terms, and gives outputs and gradients of its parameters.
-        gathers: graph of the gathered parameters that all microbatches share, of each stage; None if there are none.
+        gathers: for each stage, the graph of the gathered parameters that all microbatches share; None if there are
+            none.
         up: for each stage but the last, the values that are sent to the next one with the forward.
-        down: for each stage but the last, those that the next one sends to it with the backward.
+        down: for each stage but the last, the values that the next one sends to it with the backward.
         terms: name of each term -> its stage.
     """
 

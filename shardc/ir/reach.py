@@ -99,7 +99,7 @@ class Walk:
     Attributes:
         code, values, code_hashes, constants: see `Reach`.
         functions: functions that may have been traced.
-        ops: the user's ops of `torch.library.custom_op`, and their functions.
+        ops: name of a user's op (`torch.library.custom_op`) -> its functions by kind.
     """
 
     def __init__(self, model: nn.Module, traced: Container[str]) -> None:
@@ -127,7 +127,7 @@ class Walk:
         self._distributed = False
 
     def root(self, path: str, module: nn.Module) -> None:
-        """`bind` the class and the attributes of a module of the model, ``path``."""
+        """`bind` the class and the attributes of ``module``, which the model has at ``path``."""
         self._attributes_of(f"module {path!r}", module, [])
 
     def _attributes_of(self, label: str, module: nn.Module, more: Iterable[str]) -> None:
@@ -220,6 +220,9 @@ class Walk:
         return text
 
     def _container(self, value: Any) -> str:
+        """Return a dict, list, tuple or set as text; of the functions and classes in it only those whose code was
+        traced.
+        """
         if id(value) in self._inside:
             return "..."
         self._inside.add(id(value))
@@ -238,6 +241,7 @@ class Walk:
         return f"{kind}({', '.join(inside)})" + (f" or {self.ref(factory)}" if factory is not None else "")
 
     def _counts_in(self, item: object) -> bool:
+        """Return whether ``item`` of a container is included in the container's text."""
         if isinstance(item, type):
             return any(self._was_traced(value) for value in vars(item).values())
         return not isinstance(item, types.FunctionType) or self._was_traced(item)
@@ -256,6 +260,9 @@ class Walk:
         return code_hash(function.__code__) in self._traced
 
     def _function(self, function: types.FunctionType) -> str:
+        """Record the code of a function, and return its name; if it may have been traced, also `bind` what it refers
+        to.
+        """
         code = function.__code__
         location, does = versioned_path(code.co_filename), code_hash(code)
         place = f"{location}:{code.co_firstlineno}:{code.co_name}" if location else qualified_name(function)
@@ -283,6 +290,7 @@ class Walk:
         return name
 
     def _class(self, cls: type) -> str:
+        """Record the bases of a class and the attributes that traced code names; return its name."""
         if not cls.__flags__ & _HEAP:
             return qualified_name(cls)
         name = self._named(cls, qualified_name(cls))
@@ -293,6 +301,7 @@ class Walk:
         return name
 
     def _module(self, module: types.ModuleType) -> str:
+        """Record the attributes of a Python module that traced code names; return its name."""
         name = self._refs[id(module)] = f"module {module_name(module.__name__)}"
         self._alive.append(module)
         self._distributed |= is_in(module.__name__, "torch.distributed")
@@ -300,6 +309,7 @@ class Walk:
         return name
 
     def _object(self, value: object) -> str:
+        """Record the class of any other object, and the attributes that traced code names; return its name."""
         cls = type(value)
         if (op := custom_op(value)) is not None:
             return self._custom_op(value, *op)
@@ -329,6 +339,7 @@ class Walk:
         return name
 
     def _add(self, namespace: _Namespace) -> None:
+        """Look up the names that traced code has used so far in ``namespace``, and later names when they are found."""
         self._namespaces.append(namespace)
         self._look_up(namespace, self._names)
 
@@ -454,7 +465,7 @@ class Reach:
         constants: functions that a trace calls instead of tracing them, and whose results it stores.
         bound: (class, name, object) of class attributes that may have been traced.
         functions: (function, its code) of functions that may have been traced.
-        ops: the user's ops of `torch.library.custom_op`, and their functions.
+        ops: name of a user's op (`torch.library.custom_op`) -> its functions by kind.
         inner: the code that the model's wrapper subclasses run; None if there are none.
     """
 
@@ -474,6 +485,7 @@ class Reach:
 
     @cached_property
     def _getters(self) -> tuple[list[Any], ...]:
+        """Return (classes, names, values) of ``bound`` and (functions, codes) of ``functions``, as five lists."""
         classes, names, values = map(list, zip(*self.bound, strict=True)) if self.bound else ([], [], [])
         functions, codes = map(list, zip(*self.functions, strict=True)) if self.functions else ([], [])
         return classes, names, values, functions, codes

@@ -163,8 +163,7 @@ class Marks:
         return self._kinds[node]
 
     def mark(self, node: fx.Node) -> int:
-        """Return a number for the node's op, constants, and types of operands and results; nodes in which all are equal
-        have the same.
+        """Return a number that is equal for nodes of equal op, constants, and types of operands and results.
 
         Slots of messages do not count: they are numbered through the graph.
         """
@@ -183,6 +182,7 @@ class Marks:
         return self._operands[node]
 
     def _id(self, key: object) -> int:
+        """Return the number of ``key``: equal keys have the same."""
         return self._ids.setdefault(key, len(self._ids))
 
 
@@ -336,6 +336,7 @@ class _Cutter:
         return tuple(x.name for x in takes), tuple(x.name for x in gives), done
 
     def _ports(self, start: int, stop: int) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Return (operands from outside, results that later ops read) of ops ``start`` to ``stop``."""
         inside = self.nodes[start:stop]
         inside_set = set(inside)
         takes = dict.fromkeys(x for node in inside for x in node.all_input_nodes if x not in inside_set)

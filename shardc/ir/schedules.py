@@ -38,8 +38,8 @@ class _Order:
     Args:
         torch: name of the schedule in torch, such as "ZBVZeroBubble"; None: `_one_forward_one_backward`.
         stages_per_rank: the number that it needs; None: any number, 2 by default.
-        rounds: whether the number of rounds must divide the microbatches.
-        fills: whether there must be as many microbatches as stages.
+        rounds: whether microbatches run in rounds of equal length, one microbatch or more per rank in each.
+        fills: whether there must be at least as many microbatches as stages.
     """
 
     torch: str | None
@@ -66,13 +66,13 @@ def schedule(
     stages_per_rank: Annotated[int, Range(1)] | None = None,
     trains: bool = True,
 ) -> Schedule:
-    """Return the lists of a named schedule. It needs no process group.
+    """Return the lists of a named schedule. No process group is needed.
 
     Args:
         name: "gpipe", "1f1b", "interleaved" (1F1B with several stages per rank), "zb" (interleaved zero bubble),
             "zbv" or "dualpipev".
-        ranks: pipeline ranks, 1 or more.
-        microbatches: of a step.
+        ranks: number of pipeline ranks, 1 or more.
+        microbatches: number of microbatches of a step.
         stages_per_rank: None for the schedule's: 1 for gpipe and 1f1b, else 2. Only interleaved and zb take others.
         trains: False for a schedule of forwards alone; it has any number of microbatches.
 
@@ -80,8 +80,7 @@ def schedule(
         PlanError: an unknown name, or numbers that the schedule does not have.
 
     >>> print(schedule("1f1b", 2, 2))
-    rank 0: F0.0 SF0.0 F0.1 SF0.1 RB0.0 B0.0 RB0.1 B0.1
-    rank 1: RF1.0 F1.0 B1.0 SB1.0 RF1.1 F1.1 B1.1 SB1.1
+    rank 0: F0.0 SF0.0 F0.1 SF0.1 RB0.0 B0.0 RB0.1 B0.1 rank 1: RF1.0 F1.0 B1.0 SB1.0 RF1.1 F1.1 B1.1 SB1.1
     """
     if name not in ORDERS:
         raise PlanError(f"no pipeline schedule is called {name!r}", fix=near(name, ORDERS))
@@ -130,7 +129,7 @@ def _check_microbatches(name: str, ranks: int, stages: int, microbatches: int) -
 
 
 def _count(number: int | None, noun: str) -> str:
-    """Return ``number`` and its noun, as text."""
+    """Return ``number`` and its noun, in the plural if needed, as text."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -181,7 +180,7 @@ def _with_transfers(computed: Sequence[Sequence[Action]], rank_of: Sequence[int]
 
 
 def _send(action: Action, rank_of: Sequence[int]) -> Action | None:
-    """Return the send of what a computation gives, None if no other rank needs it."""
+    """Return the send of the result of a computation; None if no other rank needs it."""
     forward = action.kind == Kind.FORWARD
     stage = action.stage + 1 if forward else action.stage - 1
     if action.kind == Kind.BACKWARD_WEIGHT or not 0 <= stage < len(rank_of) or rank_of[stage] == rank_of[action.stage]:
@@ -198,7 +197,7 @@ class Timeline:
         spans: for each rank, (action, start, end) of each entry of its list. A computation is from start to end; a send
             starts with its message and ends when that has arrived, while the rank goes on; a receive starts when the
             rank gets to it and ends when the message is there.
-        seconds: of the step.
+        seconds: duration of the step.
         once: for each rank, (start, end) of what runs once, in front of its list and behind it; () for nothing.
     """
 
@@ -254,10 +253,10 @@ def clock(
     their link.
 
     Args:
-        seconds: of a computation, by (kind, stage).
-        transfer: seconds of a message, by (stage that sends it, stage that receives it).
-        begins: when each rank begins its list; by default at 0.
-        others: seconds of computations for which ``seconds`` does not hold.
+        seconds: returns the seconds of a computation, given its (kind, stage).
+        transfer: returns the seconds of a message, given (stage that sends it, stage that receives it).
+        begins: seconds at which each rank begins its list; by default 0.
+        others: action -> seconds, for computations to which ``seconds`` does not apply.
 
     Raises:
         VerifyError: as `play`, for lists that do not come to their ends.

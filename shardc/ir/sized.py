@@ -234,6 +234,7 @@ class _PolynomialNodes:
         return self._nodes[x]
 
     def _node(self, x: Polynomial | Quotient) -> fx.node.Argument:
+        """Insert the nodes that compute ``x``; return the last, or an int if it is constant."""
         call = self._graph.call_function
         if isinstance(x, Quotient):
             return call(operator.truediv, (self(x.numerator), self(x.denominator)))
@@ -310,5 +311,6 @@ def roles_at(roles: Sequence[Role], layouts: Sequence[Any], number: Callable[[An
 
 
 def _whole(value: Fraction) -> int:
+    """Return ``value``, which must be an integer, as an int."""
     assert value.denominator == 1, value
     return int(value)

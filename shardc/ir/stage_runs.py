@@ -21,9 +21,9 @@ class Message:
     """Values that one rank sends to another, in one message.
 
     Args:
-        keys: what they are.
-        examples: their types.
-        source, target: coordinates along the axis of the stages.
+        keys: (kind, name or index, number of the microbatch or 0) of each value.
+        examples: type of each value.
+        source, target: coordinates, along the axis of the stages, of the rank that sends and of the one that receives.
     """
 
     keys: tuple[Key, ...]
@@ -46,12 +46,13 @@ class StageRuns:
 
     Args:
         schedule: the order.
-        boundaries: behind each stage but the last.
-        copies: parameter -> (its stage, other stages that read it, type of its shard). Sent once a step.
+        boundaries: the values that cross behind each stage but the last.
+        copies: parameter -> (its stage, other stages that read it, type of its shard). They are sent once a step.
         terms: term of a sum -> (its stage, stages that take the sum, type of the sum).
-        results: (kind, name or index) -> (the stage that gives it, its number: 1, or that of the microbatches, type of
-            each). All ranks get them.
-        grads: parameter with dims -> (coordinate of the ranks that get its gradient, type of that).
+        results: (kind, name or index) -> (stage that computes it, number of values, type of each): one value, or one
+            for
+            each microbatch. They are sent to all ranks.
+        grads: parameter with dims -> (coordinate of the ranks that get its gradient, type of the gradient).
         openings: the same of each loop before the forward whose layers are cut into stages; None for other loops.
     """
 
@@ -196,14 +197,17 @@ class StageRuns:
 
 
 def received(lists: Sequence[Sequence[object]], rank: int) -> list[int]:
-    """Return, for each action of ``rank`` that is a message to it, how many messages of this rank the source has
-    received before it sends that one; 0 for the others.
+    """Return, for each action of ``rank``: if it is a message from another rank, how many messages from ``rank`` that
+    one has received before it sends this; 0 for other actions.
 
     Args:
-        lists: the actions of each rank, its messages among them.
+        lists: the actions of each rank, messages among them.
     """
 
     def of(source: int) -> Iterator[int]:
+        """Yield, for each message from ``source`` to ``rank``, how many messages of ``rank`` the source received before
+        it.
+        """
         count = 0
         for x in lists[source]:
             if isinstance(x, Message) and (x.source, x.target) == (source, rank):

@@ -98,11 +98,13 @@ class _Step:
         return f"a {self.op} over {self.axes} does not stand between {before} pending and {after} pending"
 
     def same_dims(self) -> str | None:
+        """Return a reason if the dims of operand and result differ."""
         if self.source.dims == self.result.dims:
             return None
         return f"the dims change from [{self.source.dims_text()}] to [{self.result.dims_text()}]"
 
     def same_pending(self) -> str | None:
+        """Return a reason if the pending reductions of operand and result differ."""
         if self.pending(self.source) == self.pending(self.result):
             return None
         return f"{_pending_text(self.source)} pending becomes {_pending_text(self.result)} pending"
@@ -118,9 +120,11 @@ class _Step:
         return cut_digits(self.mesh, digits, self.atoms)
 
     def bound(self, layout: Layout) -> set[str]:
+        """Return the atoms that split a dim of ``layout``."""
         return {digit.axis for digits in layout.dims for digit in self.digits(digits) if digit.axis is not None}
 
     def pending(self, layout: Layout) -> dict[str, str]:
+        """Return atom -> reduce op of the pending reductions of ``layout``."""
         return {atom: op for axis, op in layout.partial for atom in self.atoms(axis)}
 
     def without(self, layout: Layout) -> Layout:
@@ -133,6 +137,7 @@ class _Step:
 
 
 def _pending_text(layout: Layout) -> str:
+    """Return the pending reductions of ``layout`` as text."""
     return layout.partial_text() or "nothing"
 
 

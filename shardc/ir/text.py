@@ -37,6 +37,7 @@ def leaf_paths(tree: PyTree) -> list[tuple[Any, ...]]:
 
 
 def _step(key: object) -> object:
+    """Return the key, position or attribute name of one entry of a pytree path."""
     return getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
 
 
@@ -144,6 +145,7 @@ def shown_arguments(node: fx.Node) -> list[str]:
 
 
 def is_default(defaults: Mapping[str, object], name: str, arg: object) -> bool:
+    """Return whether ``arg`` equals the default of the argument ``name``."""
     return (
         name in defaults and type(arg) is type(defaults[name]) and repr(arg) == repr(defaults[name])
     )  # -0.0 is not 0.0
