@@ -127,6 +127,7 @@ class VerifyHalf(Hook):
             self._after(stage, gm)
 
     def _after(self, stage: str, gm: fx.GraphModule) -> None:
+        """Runs the checks of ``stage`` on the half, and records its state for the next pass."""
         last, self.state = self.state, State(gm.graph)
         if stage not in self.overlaps and self.state.is_of(last):
             return

@@ -40,11 +40,17 @@ class Emitter(Protocol):
     device: torch.device
     traced: fx.Node | None
 
-    def call(self, target: Callable[..., object], *args: Argument, **kwargs: Argument) -> fx.Node: ...
+    def call(self, target: Callable[..., object], *args: Argument, **kwargs: Argument) -> fx.Node:
+        """Appends a call of ``target``; returns its node."""
+        ...
 
-    def coordinate(self, axes: tuple[str, ...]) -> fx.Node: ...
+    def coordinate(self, axes: tuple[str, ...]) -> fx.Node:
+        """Returns the node of this rank's index along ``axes``."""
+        ...
 
-    def like(self, x: fx.Node, old: object) -> fx.Node: ...
+    def like(self, x: fx.Node, old: object) -> fx.Node:
+        """Returns ``x``, copied if its strides are not those that ``old`` had in the trace."""
+        ...
 
 
 def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
@@ -110,6 +116,7 @@ def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[f
     layouts = _tangents(it, mesh, [ir.value(x) for x in operands_of(node)][count:]) if node.target is GRADIENT else []
 
     def on_a_rank(tensors: list[Tensor], indices: list[Tensor]) -> list[Tensor]:
+        """Returns the results of the region, or its gradients, on the shards ``tensors`` of the rank at ``indices``."""
         with on_ranks(Ranks(mesh, dict(zip(mesh.axes, indices, strict=True)))):
             if node.target is CALL:
                 return it.run(tensors)

@@ -216,7 +216,7 @@ def compute_seconds(spec: Spec, strategy: Strategy, work: Work, cost: Pricing) -
 
 
 def operations(spec: Spec, strategy: Strategy) -> float:
-    """Returns the floating-point operations of a rank, and of those that it waits for."""
+    """Returns the floating-point operations of a rank; ranks that wait for each other in turn count as one."""
     layouts = (*strategy.operands, *strategy.results)
     if spec.in_turn:
         waits = {

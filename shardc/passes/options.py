@@ -39,7 +39,7 @@ class Options:
         cost: the cost model or the `Hardware` by which layouts and algorithms are chosen. A cost model knows a group of
             ranks by its size. Hardware has links of different speed, and the backend's own collectives.
         layout_solver: chooses the layouts that the plan leaves open. "greedy" takes one op after another. "exact" finds
-            the least total time (`shardc.passes.exact`), in seconds, or in minutes on three axes.
+            the least total time (`shardc.passes.layout.exact`), in seconds, or in minutes on three axes.
         verify: check the graph after every pass.
         bucket_size: bytes of a bucket of collectives, per rank. -1 makes one bucket, 0 none. A `Hardware`: for each
             group of ranks the size at which latency is a twentieth of a bucket's time, one block of the model at most
@@ -129,8 +129,10 @@ class Options:
         return frozenset(kind for what in self.skip_comm for kind in SILENCED[what])
 
     def with_plan_settings(self, plan: Plan, device: torch.device) -> Options:
-        """Returns these options with the plan's ``bucket_size`` and ``overlap``, if they leave those at the default;
-        else with the hardware that buckets are sized by, on ``device``.
+        """Returns these options with ``bucket_size`` and ``overlap`` as they hold for ``plan`` on ``device``.
+
+        The plan's ``bucket_size`` replaces None or a `Hardware`. If it is still None, it becomes the hardware of
+        ``cost``, or `H100` on a GPU. Collectives overlap with compute if both options and plan allow it.
         """
         size = self.bucket_size
         if size is None or isinstance(size, Hardware):

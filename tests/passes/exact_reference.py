@@ -1,6 +1,6 @@
 """What layouts cost, and the least of every way to choose them, written a second time.
 
-Strategies are those of `exact_spaces`; nothing here is from `shardc.passes.exact`.
+Strategies are those of `exact_spaces`; nothing here is from `shardc.passes.layout.exact`.
 """
 
 from __future__ import annotations

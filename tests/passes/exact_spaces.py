@@ -1,7 +1,7 @@
 """Every strategy of every op, collected a second time: slowly, from the layouts themselves.
 
-Nothing here is from `shardc.passes.exact`. One mesh axis at a time, strategies are collected by running every op on all
-layouts that its operands may have until no new one comes; over two axes, they are joined dim by dim.
+Nothing here is from `shardc.passes.layout.exact`. One mesh axis at a time, strategies are collected by running every op
+on all layouts that its operands may have until no new one comes; over two axes, they are joined dim by dim.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def _bias(arguments: dict[str, Argument]) -> Argument:
 
 
 def _split(entries: Sequence[Cp]) -> tuple[str, str]:
-    """Returns the axes of ``entries``, and their methods, as arguments of the ops."""
+    """Returns (axes of ``entries``, their methods), each joined by commas, as the ops take them."""
     return ",".join(entry.axis for entry in entries), ",".join(entry.method for entry in entries)
 
 

@@ -279,6 +279,7 @@ class _Builder:
             return node.args, node.kwargs
 
         def sized(argument: Argument) -> Argument:
+            """Returns ``argument``, with its rows replaced if it is the shape of the result."""
             if isinstance(argument, (list, tuple)) and list(argument) == list(value.shape):
                 return [*argument[:at], size, *argument[at + 1 :]]
             return argument

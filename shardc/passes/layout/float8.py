@@ -1,4 +1,4 @@
-"""Float8: makes scaled products in float8 of the products of linear layers."""
+"""Float8: replaces the products of linear layers by scaled products of float8 operands."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Float8:
         entry: the plan entry, for errors.
 
     Raises:
-        PlanError: there is no such product, or a size of a weight is no multiple of 16, or of 32 with ``mxfp8``, or the
-            number of tokens is none of 32 with it.
+        PlanError: there is no such product; a size of a weight is no multiple of 16 (of 32 with ``mxfp8``); or, with
+            ``mxfp8``, the number of tokens is no multiple of 32.
     """
 
     scaled: Mapping[str, str]
@@ -89,6 +89,7 @@ class _Quantiser:
         self.quantised: dict[tuple[fx.Node, int | None, torch.dtype], tuple[fx.Node, fx.Node]] = {}
 
     def run(self) -> None:
+        """Replaces all products; raises PlanError if there is none, or one that the kernels do not take."""
         products = list(self._products())
         if not products:
             raise PlanError(
@@ -166,10 +167,16 @@ class _Quantiser:
         self.rewriter.replace(node, scaled, rename=True)
 
     def _scaling(self, product: fx.Node) -> str:
+        """Returns "tensorwise", "rowwise" or "mxfp8": the scaling of ``product``, by its module."""
         return self.options.scaled[ir.info(product).origin.module]
 
     def _quantise(self, product: fx.Node, x: fx.Node, dim: int | None, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
-        """Inserts, before ``product``, ``x`` in float8 and its largest absolute values over ``dim``."""
+        """Inserts the float8 form of ``x`` before ``product``; returns (that form, the largest absolute values that
+        scale it).
+
+        Args:
+            dim: the dim over which each maximum is taken; None for one maximum of the whole matrix.
+        """
         origin = ir.info(product).origin
         at = self.rewriter.before(
             product, like=x, module=origin.module, source=origin.source, phase=origin.phase, region=origin.region

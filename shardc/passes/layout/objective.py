@@ -65,6 +65,7 @@ class Objective:
         }
 
         def scaled_back(role: ir.Role, node: fx.Node) -> fx.Node:
+            """Returns an output, with the gradient of an input scaled to the unit in which tangents enter."""
             if role.kind != "grad" or role.name not in input_layouts:
                 return node
             scale = unit(input_layouts[role.name], losses, self.reduce) / self.grad_scale

@@ -153,7 +153,9 @@ class _Padder(PaddedValues):
             self.padded[node] = Padded(placed, padding, 0)
 
     def _param(self, node: fx.Node) -> None:
-        """Copies an ``unpad``; behind the last one of a split parameter, records the parameter as the padded form."""
+        """Copies an ``unpad`` of a parameter; after the last one, records the padded form of a parameter that is split
+        for compute: the parameter itself, its cast, or its reshard.
+        """
         self.plain[node] = self._copy(node)
         chain: list[Any] = [node]
         while chain[-1].op == "call_function":

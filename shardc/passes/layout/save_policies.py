@@ -41,10 +41,12 @@ def mark_saves(graph: fx.Graph, saves: Sequence[SavePolicy]) -> None:
 
     @cache
     def about(module: str) -> list[SavePolicy]:
+        """Returns the policies that apply to ``module``, in order."""
         return [policy for policy in saves if not policy.module or is_in(module, policy.module)]
 
     @cache
     def region_of(module: str) -> int:
+        """Returns the number of the plan's checkpoint region that ``module`` is in; 0 for none."""
         return next((number for name, number in numbers.items() if not name or is_in(module, name)), 0)
 
     in_memory = _in_memory(graph)

@@ -37,14 +37,14 @@ class Seed:
     the stored shape.
 
     *Requires:* a captured graph in canonical form. *Ensures:* placeholders have layouts and causes; tags that the plan
-    does not mention are gone; origins have the plan's policies of what backward reads.
+    does not mention are gone; origins have the plan's policies for saved activations.
 
     Args:
         mesh: the mesh of the layouts.
         params: qualified name -> the parameter's plan.
         inputs: plan of each tensor input, in order.
         pinned: activation tags that the plan mentions.
-        saves: where what backward reads of modules lies, in the plan's order.
+        saves: where the activations of modules that backward reads are kept, in the plan's order.
 
     Raises:
         PlanError: none of the ops of an entry about saved activations is in its modules.

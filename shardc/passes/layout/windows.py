@@ -35,9 +35,9 @@ class Windows:
         %s = slice(%x, 1, 0, -1)
         %y = cat([%zeros, %s], 1)             ->  %y = shardc_window::shift(%x, 1, 1)
 
-    So are the gradients of these convolutions, rolls, running sums (also from the end: of a ``flip``, ``cumsum`` and a
-    ``flip``) and slices of few elements. Slices and padding in a shift have sizes other than the sequence's, which the
-    sequence's axes may not divide.
+    It also replaces the gradients of these convolutions, rolls, running sums (also from the end: of a ``flip``,
+    ``cumsum`` and a ``flip``) and slices of few elements. The slices and padding that make up a shift have sizes other
+    than the sequence's, which the sequence's axes may not divide.
 
     *Requires:* a captured graph. *Ensures:* values are as before. Without ``enabled`` the graph is returned as it is.
 
@@ -269,6 +269,7 @@ def _slice(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def _cumsum(rewriter: GraphRewriter, node: fx.Node) -> None:
+    """Replaces a floating-point running sum by that of ``shardc_window``."""
     arguments, value = arguments_of(node), ir.value(node)
     if value.shape and value.dtype.is_floating_point and ir.value(node.args[0]).dtype == value.dtype:
         at, dim = rewriter.before(node, like=node), arguments["dim"] % len(value.shape)
@@ -312,6 +313,7 @@ def _window(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[Reading, tuple[
 
 
 def _convolution(rewriter: GraphRewriter, node: fx.Node) -> None:
+    """Replaces a convolution that keeps the size of its dim by that of ``shardc_window``."""
     x, weight = node.args[:2]
     if (form := _window(node, x, weight)) is not None:
         reading, window = form
@@ -321,6 +323,7 @@ def _convolution(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def _convolution_backward(rewriter: GraphRewriter, node: fx.Node) -> None:
+    """Replaces the gradients of such a convolution, of its input and of its weight, if all their users allow it."""
     grad, x, weight = node.args[:3]
     assert isinstance(weight, fx.Node)
     if (form := _window(node, x, weight)) is None:

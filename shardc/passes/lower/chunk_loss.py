@@ -68,6 +68,7 @@ class ChunkLoss:
         return gm
 
     def _error(self, head: fx.Node, reason: str) -> PlanError:
+        """Returns the error, shown as a warning, that ``head`` (logits) is computed as a whole for this ``reason``."""
         record = ir.info(head)
         return PlanError(
             f"the logits %{record.name} are computed as a whole: {reason}",
@@ -121,6 +122,7 @@ def _last_products(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _numel(node: fx.Node) -> int:
+    """Returns the number of elements of a node's result."""
     return prod(ir.value(node).shape) if ir.is_tensor(node) else 0
 
 
@@ -181,6 +183,7 @@ class _Region:
         return None
 
     def has(self, node: fx.Node) -> bool:
+        """Returns whether ``node`` is computed chunk by chunk, as chunks or as a sum over them."""
         return node in self.cuts or node in self.totals
 
     def is_wide(self, node: fx.Node) -> bool:
@@ -230,6 +233,7 @@ class _Region:
                 self.copied.add(node)
 
     def _is_large(self, node: fx.Node) -> bool:
+        """Returns whether ``node`` has at least as many elements as the smallest logits."""
         return _numel(node) >= self.least
 
 
@@ -247,6 +251,7 @@ class _Loops(ChunkRewriter):
         self.tangents = behind_tangent(graph)
 
     def run(self) -> None:
+        """Replaces the region in each phase by its loop, at the place of the phase's last node in the region."""
         mine = [node for node in self.graph.nodes if self.region.has(node) or node in self.casts.values()]
         last = {ir.info(node).origin.phase: node for node in mine}
         loop: dict[fx.Node, None] = {}  # nodes of the phase so far
@@ -316,6 +321,7 @@ class _Loops(ChunkRewriter):
         return self.recomputed[x]
 
     def _piece(self, node: fx.Node, number: int, before: fx.Node, phase: str = "") -> fx.Node:
+        """Inserts one chunk of ``node``; the rows of logits are taken once the chunk before is done."""
         piece = super()._piece(node, number, before, phase)
         if node in self.region.heads and self.done:
             rows = piece.args[-2]

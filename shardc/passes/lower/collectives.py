@@ -196,8 +196,8 @@ def _shard(step: Step, x: object, builder: Builder) -> object:
 
 
 def _to_partial(step: Step, x: object, builder: Builder) -> object:
-    """Emits a partial value: of a sum or product rank 0 along the axes keeps ``x`` and the others get 0 or 1; of others
-    all keep ``x``.
+    """Emits a partial value. Of a sum or product rank 0 along the axes keeps ``x``, and the others get 0 or 1. Of any
+    other reduction all ranks keep ``x``.
     """
     if step.op not in ("sum", "product"):
         return x

@@ -43,7 +43,7 @@ class OnTheWire:
             term's dtype.
         parameters: glob of the names of the parameters concerned.
         of: "gather" (of parameters) or "reduce" (reduce-scatters and all-reduces of their gradients).
-        name: of the pass.
+        name: the name of the pass.
 
     Raises:
         InputError: at compile time: a function returns another shape or dtype, or uses a tensor that is no argument.

@@ -1,8 +1,8 @@
-"""Microbatch: cuts the joint graph of a step in time, for each microbatch and for once a step.
+"""Microbatch: cuts the joint graph of a step into graphs that run for each microbatch and graphs that run once.
 
 The mesh has an axis of time (`Mesh.timed`), whose coordinates are the microbatches of a step. A reduction over it is an
-addition in time, and a gather a concatenation: what it takes is a *term* of each microbatch, and what it gives is known
-when all have run.
+addition in time, and a gather a concatenation: its operand is a *term* of each microbatch, and its result is known when
+all microbatches have run.
 """
 
 from __future__ import annotations
@@ -298,9 +298,9 @@ class _Cut:
     Attributes:
         varies: node -> whether it has another value in each microbatch.
         waits: results of the reductions and gathers over time.
-        opening, closing: those that something of a microbatch reads, and the others.
+        opening, closing: those of ``waits`` that a node which varies over microbatches needs, and the others.
         reads_gradients: whether a loop before the body reads gradients of outputs.
-        level: result of a reduction -> number of loops up to and including its own.
+        level: node -> number of loops before the body that must have run before it is known.
         behind_tangent: node -> whether it depends on the gradient of an output.
     """
 
@@ -329,6 +329,7 @@ class _Cut:
 
     @cached_property
     def levels(self) -> int:
+        """The number of loops before the body."""
         return max((self.level[wait] for wait in self.opening), default=0)
 
     def carried(self) -> list[fx.Node]:
@@ -381,7 +382,7 @@ class _Cut:
 
     @cached_property
     def _layers(self) -> frozenset[str]:
-        """Return the names of products of a parameter, gathered or not, with something else."""
+        """The names of the products of a parameter, gathered or not, with another value."""
         alone: dict[fx.Node, bool] = {}
         for node in self.graph.nodes:
             if node.op == "placeholder":
@@ -395,7 +396,9 @@ class _Cut:
         )
 
     def layer_flops(self, graph: fx.Graph, forward: bool = False) -> int:
-        """Returns the operations of the layers in ``graph``, a part of the joint graph, or of those of its forward."""
+        """Returns the operations of the layers in ``graph``, a part of the joint graph; with ``forward``, those of its
+        forward.
+        """
         calls = (node for node in graph.nodes if node.op == "call_function")
         layers = (node for node in calls if ir.info(node).name in self._layers)
         return sum(flops_of(node) for node in layers if not (forward and self.behind_tangent[node]))
@@ -548,10 +551,13 @@ def _in_time(node: Argument, mesh: Mesh) -> bool:
 
 
 def part(graph: fx.Graph, results: Outputs, cuts: Mapping[fx.Node, Role], late: Container[fx.Node] = ()) -> fx.Graph:
-    """Returns the graph of ``results``, which takes the values ``cuts`` as arguments of these roles.
+    """Returns the graph that computes ``results`` from arguments of ``graph``, and from the values ``cuts`` as
+    arguments.
 
     Args:
-        late: values of the forward among ``cuts`` that a backward takes, as it takes gradients of outputs.
+        results: (role, node or constant) of each output.
+        cuts: value -> its role as an argument.
+        late: those of ``cuts`` that only backward reads, as it reads gradients of outputs.
     """
     needed: set[fx.Node] = set()
     work = [x for _, x in results if isinstance(x, fx.Node)]

@@ -36,13 +36,13 @@ class Stages:
         %dh = mm(%dq, %w)                              %dh                            (grad)
         %dx = mul(%dh, %a)  layers.3         stage 0:  %dx = mul(%dh, %a)
 
-    Loops before the forward that run layers are cut as the forward is; what follows from their sums, all ranks compute.
+    Loops before the forward that run layers are cut like the forward. All ranks compute what follows from their sums.
 
     *Requires:* a joint graph that is cut in time. *Ensures:* a stage reads forward values of itself and earlier stages
     only; backward reads any forward value, and backward values of itself and later stages.
 
     Args:
-        stages: the stages, and those of the parameters.
+        stages: the stages of the plan's pipeline, and the stage of each parameter and module.
 
     Raises:
         PlanError: parameters are read between the loops before the forward, or one of these needs gradients of layers.
@@ -108,7 +108,9 @@ class Stages:
     def _bodies(
         self, gm: fx.GraphModule, cut: _Assignment
     ) -> tuple[tuple[fx.GraphModule, ...], tuple[tuple[fx.Node, ...], ...], tuple[tuple[fx.Node, ...], ...]]:
-        """Returns the graph of each stage for one microbatch, and the values that cross each boundary, up and down."""
+        """Returns (graph of each stage for one microbatch, values that cross each boundary up, those that cross it
+        down).
+        """
         count = self.stages.count
         results = [(role, x, cut.of_result(role, x)) for role, x in ir.outputs(gm.graph)]
         up = tuple(cut.crossing(at, True) for at in range(count - 1))
@@ -119,7 +121,12 @@ class Stages:
         self, gm: fx.GraphModule, cut: _Assignment, results: Iterable[tuple[Role, object, int]],
         up: tuple[tuple[fx.Node, ...], ...], down: tuple[tuple[fx.Node, ...], ...], at: int,
     ) -> fx.GraphModule:  # fmt: skip
-        """Returns the graph of stage ``at``."""
+        """Returns the graph of stage ``at``.
+
+        Args:
+            results: (role, node, its stage) of each output of ``gm``.
+            up, down: for each boundary, the values that cross it with the forward, and with the backward.
+        """
         of_stage: Outputs = [(role, x) for role, x, stage in results if stage == at]
         sent_up = [x for x in up[at] if cut.stage[x] == at] if at < len(up) else []
         sent_down = [x for x in down[at - 1] if cut.stage[x] == at] if at else []
@@ -172,7 +179,7 @@ class _Assignment:
     Args:
         graph: joint graph of one microbatch.
         stages: stages of parameters and modules.
-        gathered: name of a gathered parameter that the graph takes -> the parameters that it is of.
+        gathered: name of an argument that is a gathered parameter -> the parameters that it is computed from.
         places: value of an earlier loop that the graph takes -> its stage.
 
     Attributes:
@@ -222,7 +229,7 @@ class _Assignment:
         return tuple(out)
 
     def of_result(self, role: Role, x: object) -> int:
-        """Returns the stage that gives a result."""
+        """Returns the stage that computes the output ``x`` of ``role``; the last stage if nothing decides it."""
         if isinstance(x, fx.Node) and x in self.stage:
             return self.stage[x]
         params = self._params.get(x, frozenset()) if isinstance(x, fx.Node) else frozenset()
@@ -304,7 +311,9 @@ class _Assignment:
 
 
 def _gathers_by_stage(parts: Phases) -> Phases:
-    """Returns ``parts`` with gathers that loops before the forward read outside of these: each stage has its own."""
+    """Returns ``parts`` with the gathers of a first loop without body as ``gathers``, of which each stage runs its own
+    part.
+    """
     alone = [loop for loop in parts.openings if loop.body is None]
     return replace(parts, openings=parts.openings[1:], gathers=alone[0].once) if alone else parts
 
@@ -323,7 +332,7 @@ def _reader(graph: fx.Graph, gathered: Collection[str] = ()) -> fx.Node | None:
 
 
 def _gathered(parts: Phases) -> dict[str, frozenset[str]]:
-    """Returns name of a gathered parameter, shared by all microbatches -> the parameters that it is of."""
+    """Returns name of a gathered parameter, shared by all microbatches -> the parameters that it is computed from."""
     out: dict[str, frozenset[str]] = {}
     for gm in (parts.gathers, *(loop.once for loop in parts.openings)):
         if gm is None:

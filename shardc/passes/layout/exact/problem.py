@@ -141,8 +141,11 @@ def _value(
 def _priced(
     layouts: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
 ) -> tuple[tuple[Label, ...], Table, tuple[tuple[Table, Table], ...]]:
-    """Returns (labels, seconds of each, (seconds by class of label and needed layout, class of each label) per use),
-    for distinct ``layouts``.
+    """Returns (labels of a value, seconds of each, tables of each use), for distinct ``layouts`` in which it is
+    produced.
+
+    The tables of a use are the seconds [class of labels, needed layout] and the class of each label: labels of one
+    class cost the use the same.
     """
     wanted = tuple(dict.fromkeys(x for needs, _ in uses for x in needs))
     table = prices(layouts, wanted, itemsize, cost)
