@@ -206,7 +206,11 @@ def _name_outputs(output: fx.Node, inputs: Sequence[str], duplicates: Container[
 
 
 def _scaled_rows(name: str, result: fx.Node) -> str | None:
-    """Return the fix for an embedding with ``max_norm``, whose new weight ``name`` is ``result``; None for others."""
+    """Return how to mend an in-place change of parameter ``name`` by an embedding's ``max_norm``; None for other
+    changes.
+
+    ``result`` is the node that computes the new parameter.
+    """
     if result.target is not torch.ops.aten.embedding_renorm.default:
         return None
     max_norm, norm_type = result.args[2:4]
@@ -287,15 +291,19 @@ def _inner_output_role(desc: aot.SubclassGetAttrAOTOutput, inputs: Sequence[str]
 
 
 def _output_index(desc: aot.AOTOutput) -> int:
+    """Return the position of a result among the outputs of the traced root module."""
     return getattr(desc, "idx", 0)
 
 
 def _output_name(desc: aot.AOTOutput) -> str:
+    """Return the name of a model output: "out", "out.1" and so on."""
     return "out" if _output_index(desc) == 0 else f"out.{_output_index(desc)}"
 
 
 def _module_path(node: fx.Node) -> str:
-    """Return the qualified name, in the model, of the module whose forward made ``node``; "" for the model itself."""
+    """Return the qualified name, in the model, of the module whose forward called the op of ``node``; "" for the model
+    itself.
+    """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if not stack:
         return ""
@@ -306,9 +314,10 @@ def _module_path(node: fx.Node) -> str:
 
 
 def _region(node: fx.Node) -> dict[str, Any]:
-    """Return the fields of an `Origin` for the checkpoint region of ``node``: its number, from 1 in the order of the
-    calls (0 outside of all regions), and whether the region's policy saves the result; and for the rows that the model
-    computes at a time, as `shardc.capture.replacements` annotates it.
+    """Return the fields of an `Origin` that ``node`` is annotated with: ``region``, ``policy`` and ``chunk_rows``.
+
+    Checkpoint regions are numbered from 1 in the order of the calls; ``policy`` is "must_save" if that of the region
+    saves the result. `shardc.capture.replacements` annotates ``chunk_rows``.
     """
     annotated = node.meta.get("custom") or {}
     fields = {CHUNK_ROWS: annotated[CHUNK_ROWS]} if CHUNK_ROWS in annotated else {}

@@ -1,7 +1,7 @@
-"""Causal convolutions in Dynamo's graph that pad both ends and cut off the end, written with padding at the begin.
+"""Causal convolutions in Dynamo's graph that pad both ends and cut off the end, rewritten to pad the front only.
 
-``conv(x, padding=k - 1)[..., :length]`` is ``conv(pad(x, (k - 1, 0)))``. Nothing in between has another size then, so
-that a split sequence stays split (pass `Windows`); and what is cut off is not computed.
+``conv(x, padding=k - 1)[..., :length]`` is ``conv(pad(x, (k - 1, 0)))``. Values in between then keep the size of the
+sequence, so that a split sequence stays split (pass `Windows`), and what is cut off is not computed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ _POINTWISE_METHODS = frozenset(
 
 
 def pad_at_the_begin(gm: fx.GraphModule) -> None:
-    """Rewrites each such convolution of one dim, if all that reads it is cut to the first ``length`` elements; between
-    may be transposes and pointwise functions.
+    """Rewrites the causal convolutions of one dim in ``gm`` that pad both ends to pad the front only.
+
+    All uses of the result must slice it to the first ``length`` elements, maybe after transposes and pointwise
+    functions.
     """
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target is torch.conv1d:
@@ -35,6 +37,7 @@ def pad_at_the_begin(gm: fx.GraphModule) -> None:
 
 
 def _rewrite(graph: fx.Graph, conv: fx.Node) -> None:
+    """Rewrites the convolution ``conv`` and its slices; leaves it if it is not causal."""
     arguments = _named(conv, "input", "weight", "bias", "stride", "padding", "dilation", "groups")
     x, weight = _shape(arguments["input"]), _shape(arguments["weight"])
     stride, padding, dilation = (_number(arguments.get(name, default)) for name, default in
@@ -101,7 +104,9 @@ def _cuts(node: fx.Node, dim: int, length: Any) -> list[tuple[fx.Node, int]] | N
 
 
 def _moved(user: fx.Node, dim: int, rank: int) -> int | None:
-    """Return where ``dim`` is behind a transpose or a pointwise function of one tensor; None behind others."""
+    """Return the position of ``dim`` after ``user``, a transpose or a pointwise function of one tensor; None for
+    others.
+    """
     if user.target in _POINTWISE or user.op == "call_method" and user.target in _POINTWISE_METHODS:
         return dim if len(user.all_input_nodes) == 1 else None
     order = list(range(rank))
@@ -120,7 +125,7 @@ def _moved(user: fx.Node, dim: int, rank: int) -> int | None:
 
 
 def _begins(user: fx.Node, dim: int, rank: int) -> bool:
-    """Return whether ``user`` cuts ``dim`` from its begin, without steps."""
+    """Return whether ``user`` slices ``dim`` from element 0 on, without steps."""
     if user.op == "call_method" and user.target == "narrow" and len(user.args) == 4:
         return user.args[1] in (dim, dim - rank) and user.args[2] == 0
     index = _index(user, rank)

@@ -42,7 +42,9 @@ def sequential_traced() -> Iterator[None]:
 
 
 def _refused(*args: PyTree) -> None:
-    """Stands for ``CheckpointFunction.forward``, whose file Dynamo traces here: the graph ends with this reason."""
+    """Makes Dynamo stop with the reason "CheckpointFunction.apply"; replaces ``CheckpointFunction.forward`` where
+    Dynamo traces its file.
+    """
     torch._dynamo.graph_break(msg="CheckpointFunction.apply")
 
 
@@ -78,7 +80,7 @@ OTHER_FORMS: tuple[tuple[object, str, object], ...] = (
 
 
 def composed(module: nn.Module) -> dict[str, object]:
-    """Return attributes that replace the composable checkpoint of ``module``; none if it is under none."""
+    """Return name -> value of attributes that replace the composable checkpoint of ``module``; {} if it has none."""
     before = _composable_hook(module._forward_pre_hooks)
     if before is None:
         return {}
@@ -90,6 +92,9 @@ def composed(module: nn.Module) -> dict[str, object]:
 
 
 def _checkpointed(forward: Callable[..., PyTree], context_fn: Callable[..., Any] | None) -> Callable[..., PyTree]:
+    """Return a method that calls ``forward`` under `torch.utils.checkpoint.checkpoint`, with ``context_fn``
+    if given.
+    """
     options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
 
     def checkpointed(self: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -104,4 +109,5 @@ def _composable_hook(hooks: dict[int, Any]) -> FunctionType | None:
 
 
 def _without(hooks: dict[int, Any]) -> OrderedDict[int, Any]:
+    """Return ``hooks`` without those of torch's composable ``checkpoint``."""
     return OrderedDict((key, x) for key, x in hooks.items() if getattr(x, "__module__", "") != _MODULE)

@@ -157,6 +157,7 @@ class _Elements:
         return self._call(aten.reshape.default, self._permuted(x, self.order), [-1])
 
     def _permuted(self, x: fx.Node, order: Sequence[int]) -> fx.Node:
+        """Return a node of ``x`` with its dims in ``order``."""
         return x if list(order) == sorted(order) else self._call(aten.permute.default, x, list(order))
 
     def _call(self, target: OpOverload, *args: fx.node.Argument, **kwargs: fx.node.Argument) -> fx.Node:
@@ -189,6 +190,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
+    """Return the inverse of a permutation."""
     return [list(order).index(dim) for dim in range(len(order))]
 
 
@@ -280,6 +282,7 @@ FROM_TORCH = tuple(
 def _mean(
     x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
+    """Computes a mean as a sum and a quotient."""
     dims = list(range(x.ndim)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
     count = prod(x.shape[d] for d in dims if x.ndim)
     return aten.div.Tensor(aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype), count)
@@ -288,6 +291,7 @@ def _mean(
 def _var_mean(
     x: Tensor, dim: int | Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
+    """Return (variance, mean) over ``dim``, by two sums."""
     dims = list(range(x.ndim)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
     count = prod(x.shape[d] for d in dims if x.ndim)
     mean = aten.div.Tensor(aten.sum.dim_IntList(x, dims, True), count)
@@ -305,6 +309,7 @@ def _var(
 
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Computes ``addmm`` as a product and pointwise ops."""
     product = aten.mm.default(a, b)
     if alpha != 1:
         product = aten.mul.Tensor(product, alpha)
@@ -368,6 +373,7 @@ def _nll_loss_backward(
 
 
 def _slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Tensor:
+    """Pads the gradient of a slice with zeros to the sizes of its operand."""
     dim %= grad.ndim
     before = min(max(start + sizes[dim] if start < 0 else start, 0), sizes[dim])
     if step != 1:  # put zeros in the places that the step skipped
@@ -382,12 +388,14 @@ def _slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, en
 
 
 def _select_backward(grad: Tensor, sizes: Sequence[int], dim: int, index: int) -> Tensor:
+    """Pads the gradient of a ``select`` with zeros to the sizes of its operand."""
     dim %= len(sizes)
     index %= sizes[dim]
     return _pad_dim(aten.unsqueeze.default(grad, dim), dim, index, sizes[dim] - index - 1)
 
 
 def _pad_dim(x: Tensor, dim: int, before: int, after: int) -> Tensor:
+    """Return ``x`` with ``before`` and ``after`` zeros at the ends of ``dim``."""
     return aten.constant_pad_nd.default(x, [*[0, 0] * (x.ndim - dim - 1), before, after], 0)
 
 

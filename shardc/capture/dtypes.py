@@ -83,9 +83,7 @@ class Dtypes:
         return cls(tuple((path, dtypes) for path, dtypes in module_dtypes.items() if dtypes != ModuleDtypes()))
 
     def shortened(self, repeats: Repeats) -> Dtypes:
-        """Return these dtypes with the paths that modules have in the model cut to the first blocks of each run in
-        ``repeats``.
-        """
+        """Return these dtypes for the shortened model, which has the first blocks of each run in ``repeats`` only."""
         named = [(repeats.short(path), dtypes) for path, dtypes in self.modules]
         return Dtypes(tuple((path, dtypes) for path, dtypes in named if path is not None))
 

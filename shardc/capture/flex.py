@@ -32,7 +32,7 @@ _NEW = (aten.new_full.default, aten.new_zeros.default, aten.new_ones.default)
 
 
 class _Flex(torch.autograd.Function):
-    """The op and, as its gradient, the op of that."""
+    """Autograd function that calls the op of `flex_attention` in forward, and the op of its gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, body: str, scale: float, *operands: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,6 +111,12 @@ def functions_of(
 def _traced(
     function: Callable[..., Tensor], query: Tensor, dtypes: Sequence[torch.dtype], captured: Sequence[Tensor]
 ) -> fx.Graph | None:
+    """Return a score or mask function as a graph of tensors that broadcast; None if it has none.
+
+    Args:
+        function: function of numbers of the ``dtypes``, and of the tensors ``captured``.
+        query: a tensor with the batch, heads and device of the call.
+    """
     with FakeTensorMode(), torch.no_grad(), TransformGetItemToIndex():
         numbers = [torch.empty((), dtype=dtype, device=query.device) for dtype in dtypes]
         tensors = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in captured]
@@ -150,6 +156,7 @@ class _Broadcast:
         self.graph = self._run()
 
     def _run(self) -> fx.Graph | None:
+        """Build the graph; return None if an op is neither pointwise nor a lookup."""
         for node in self.old.nodes:
             if node.op == "output":
                 result = node.args[0][0]
@@ -200,9 +207,11 @@ class _Broadcast:
         return self.new.call_function(aten.view.default, (self.env[node], [1, 1, 1, 1]))
 
     def _index(self, table: fx.Node, dim: int, index: fx.Node) -> fx.Node:
-        """Return the index for ``dim`` of a lookup: ``index``, or the batch or head counted on this rank.
+        """Return the index for ``dim`` of a lookup in ``table``: ``index``, or the batch or head as counted on this
+        rank.
 
-        The latter if all lookups of a captured tensor index ``dim`` by the batch or head, which then may split it.
+        The rank's own number is used if all lookups in a captured table index ``dim`` by the batch (or head): ranks may
+        then split ``dim``.
         """
         for place, local_place, size in zip(self.places, self.here, self.sizes, strict=False):
             by_place = index is place and table in self.captured and table.meta["val"].shape[dim] == size
@@ -226,5 +235,6 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
 
 
 def _looks_up(user: fx.Node, table: fx.Node, dim: int, place: fx.Node, graph: _Broadcast) -> bool:
+    """Return whether ``user`` is a lookup in ``table`` that indexes ``dim`` by ``place``, the batch or the head."""
     lookup = graph.lookups.get(user)
     return lookup is not None and lookup[0] is table and len(lookup[1]) > dim and lookup[1][dim] is place

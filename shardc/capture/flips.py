@@ -14,12 +14,18 @@ aten = torch.ops.aten
 
 
 def turn(outer: fx.Graph, scan: fx.Node, operands: list[fx.Node], counts: tuple[int, int]) -> bool:
-    """Take flips out of a scan: change ``operands`` to sequences without flips, and the uses of the scan's results;
-    return whether the scan now has to run from the last slice to the first.
+    """Remove flips of the sequences of a scan, and of its results, by reversing the scan if most sequences are flipped.
+
+    Changes ``operands`` and the uses of the scan's results in place.
 
     Args:
         outer: the graph of ``scan``, whose results are tensors.
+        scan: the scan.
+        operands: its operands: carries, sequences and the rest.
         counts: numbers of carries and of sequences.
+
+    Returns:
+        Whether the scan now has to run from the last slice to the first.
     """
     carries, end = counts[0], sum(counts)
     sources = list(map(_unflipped, operands[carries:end]))
@@ -44,6 +50,7 @@ def turn(outer: fx.Graph, scan: fx.Node, operands: list[fx.Node], counts: tuple[
 
 
 def _flips(node: fx.Node) -> bool:
+    """Return whether ``node`` is a flip along dim 0."""
     return node.target is aten.flip.default and node.args[1] == [0]
 
 
@@ -57,6 +64,7 @@ def _unflipped(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def _flip(outer: fx.Graph, x: fx.Node) -> fx.Node:
+    """Insert a flip of ``x`` along dim 0 at the graph's insertion point; return it."""
     node = outer.call_function(aten.flip.default, (x, [0]))
     with x.meta["val"].fake_mode:
         node.meta = {**x.meta, "val": x.meta["val"].flip([0])}

@@ -1,6 +1,6 @@
-"""Makes ops of `shardc.custom_ops.function_ops` of torch's higher-order ops in a traced graph.
+"""Replaces torch's higher-order ops in a traced graph by ops of `shardc.custom_ops.function_ops`.
 
-The gradient of a while loop is an op too, which runs the loop again and then its steps' gradients backwards.
+The gradient of a while loop becomes an op too. It runs the loop again, and then the gradients of its steps in reverse.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def functions_as_ops(gm: fx.GraphModule) -> None:
 
 
 def _replace(gm: fx.GraphModule, node: fx.Node, kind: str) -> None:
+    """Replace one higher-order op, of ``kind`` "cond", "scan" or "while_loop", by an op that names its functions."""
     arguments: Sequence[Any] = node.args
     if kind == "cond":
         predicate, *modules, operands = arguments
@@ -133,6 +134,7 @@ def _number(gm: fx.GraphModule, constant: fx.Node, node: fx.Node | None, kind: s
 
 
 def _error(node: fx.Node | None, what: str, fix: str) -> CaptureError:
+    """Return the error ``what``, with the user's line of ``node``."""
     return CaptureError(what, source=(line_of(node) if node else "") or calling_line(), fix=fix)
 
 
@@ -202,6 +204,7 @@ def _copy_to_outer(outer: fx.Graph, scan: fx.Node, node: fx.Node, env: dict[fx.N
 
 
 def _call(outer: fx.Graph, scan: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Insert a call of ``target`` into ``outer``, with the meta of ``scan`` and its own fake value."""
     node = outer.call_function(target, args, kwargs)
     args, kwargs = fx.map_arg((args, kwargs), lambda x: x.meta["val"])
     with scan.meta["val"][0].fake_mode:
@@ -210,8 +213,8 @@ def _call(outer: fx.Graph, scan: fx.Node, target: Any, *args: Any, **kwargs: Any
 
 
 def loop_gradients(gm: fx.GraphModule, decompositions: Mapping[Any, Callable[..., object]]) -> None:
-    """Replaces the marks of loops' gradients in a traced graph, except those of loops whose steps have loops or
-    branches.
+    """Replaces the marked gradients of while loops in a traced graph by ops, except where a step has loops
+    or branches.
     """
     for node in gm.graph.find_nodes(op="call_function", target=NO_GRADIENT):
         grads, _, results = node.args
@@ -242,6 +245,7 @@ def _gradient(
     count, run = sum(floating[:carries]), fx.GraphModule({}, step)
 
     def back(*flat: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of one step, given the arguments of the gradient's graph."""
         grads, totals, arguments = flat[:count], flat[count : sum(floating)], flat[sum(floating) :]
 
         def of_floating(*inputs: Tensor) -> tuple[Tensor, ...]:

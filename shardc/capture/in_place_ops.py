@@ -59,7 +59,7 @@ def functionalized(mode: FunctionalTensorMode, op: Any, args: tuple[Any, ...], k
 
 
 def _argument(op: Any, alias: Any, named: Mapping[str, Any]) -> Any:
-    """Return the argument that a result with the ``alias`` info is."""
+    """Return the argument (of those in ``named``) that ``op`` returns as the result with the alias info ``alias``."""
     sets = {argument.name: argument.alias_info for argument in op._schema.arguments if argument.alias_info is not None}
     return named[next(name for name, info in sets.items() if info.before_set & alias.before_set)]
 

@@ -31,7 +31,9 @@ _VIEWS = (
 
 
 def lookups_by_place(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Replaces lookups, and the writes that are their gradients, whose indices are places in order."""
+    """Replaces lookups (and writes, their gradients) with an index ``arange(n)`` for a dim of size n by ops that have
+    that dim.
+    """
     for node in graph.nodes:
         if node.target in (*_READS, *_WRITES, SCATTER):
             with mode, torch.no_grad(), graph.inserting_before(node):
@@ -49,7 +51,7 @@ class _Index:
     Args:
         node: the index tensor.
         dims: dims of the broadcast indices over which it may vary.
-        place: the dim of the broadcast indices along which it is ``arange``; None if it is no such range.
+        place: the dim of the broadcast indices along which it is ``arange``; None if it is not an ``arange``.
     """
 
     node: fx.Node
@@ -58,11 +60,12 @@ class _Index:
 
 
 class _Lookup:
-    """The lookup (or write) ``node``: which dims of the table its indices read in order.
+    """A lookup, or write, and which dims of its table the indices read in order: 0, 1, 2 and so on.
 
     Attributes:
-        by_place: of each index, whether it is the place of a dim of the result.
-        along: whether the other index varies over such a dim, too: another entry of each row, as ``gather`` reads.
+        by_place: for each index, whether it is an ``arange`` along a dim of the result.
+        along: whether another index varies along such a dim too: it selects another entry in each row, as ``gather``
+            does.
     """
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
@@ -213,7 +216,7 @@ class _Lookup:
         return x
 
     def _squeezed(self, others: Sequence[int], rest: Sequence[int]) -> list[fx.Node]:
-        """Return the indices of the table's dims ``others``, over the dims ``rest`` of the result alone."""
+        """Return the indices of the table's dims ``others``, with the dims ``rest`` of the broadcast indices only."""
         out = []
         for dim in others:
             x = self.indices[dim].node
@@ -227,14 +230,21 @@ class _Lookup:
         return out
 
     def _scatter(self, sizes: Sequence[int], indices: Any, values: fx.Node) -> fx.Node:
+        """Insert the write of ``values`` at ``indices`` into zeros of ``sizes``, where equal indices add
+        up; return it.
+        """
         return self._call(aten.index_put.default, self._zeros(sizes, values), list(indices), values, True)
 
     def _zeros(self, sizes: Sequence[int], like: fx.Node) -> fx.Node:
+        """Insert a tensor of zeros of ``sizes``, with the dtype and device of ``like``; return it."""
         value = like.meta["val"]
         return self._call(aten.full.default, list(sizes), 0, dtype=value.dtype, device=value.device)
 
     def _index(self, node: fx.Node, size: int) -> _Index:
-        """Return the index tensor ``node`` of a dim of ``size``: how it varies, by the views that it is of its base."""
+        """Return the `_Index` of ``node``, the index tensor of a table's dim of ``size``.
+
+        The strides of the views that it is of its base say along which dims it varies.
+        """
         chain, base = [], node
         while base.op == "call_function" and base.target in _VIEWS:
             chain.append(base)
@@ -259,6 +269,7 @@ class _Lookup:
 
     @staticmethod
     def _is_range(node: fx.Node) -> bool:
+        """Return whether ``node`` is an ``arange`` from 0 by steps of 1."""
         start = 0 if node.target is aten.arange.default or node.target not in _ARANGE else node.args[0]
         steps = node.args[2:3] if node.target is aten.arange.start_step else ()
         return node.target in _ARANGE and start == 0 and steps in ((), (1,))
@@ -272,6 +283,9 @@ class _Lookup:
             return value.tolist() == list(range(len(value)))
 
     def _call(self, target: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
+        """Insert a call of ``target`` with the node's meta and its own fake value; return it, or the operand of an
+        identity.
+        """
         if target is aten.permute.default and list(args[1]) == list(range(len(args[1]))):
             return args[0]
         if target is aten.expand.default and tuple(args[1]) == tuple(args[0].meta["val"].shape):

@@ -30,7 +30,7 @@ class Tag:
     Args:
         module: the module's qualified name.
         where: "input" or "output" of the module.
-        index: which tensor of them, by position or keyword.
+        index: position of the tensor among these, or its keyword.
     """
 
     module: str
@@ -39,6 +39,7 @@ class Tag:
 
     @property
     def name(self) -> str:
+        """Return the name in `ops.tag`: ``module.where.index``."""
         return f"{self.module}.{self.where}.{self.index}"
 
 
@@ -74,10 +75,12 @@ def tagged(root: nn.Module, tags: Sequence[Tag]) -> Iterator[None]:
 def _replace_inputs(
     tag: Tag, _module: nn.Module, args: PyTree, kwargs: dict[str, PyTree]
 ) -> tuple[PyTree, dict[str, PyTree]]:
+    """Return (args, kwargs) of a forward with the tagged input marked: a forward pre-hook."""
     return (args, _replace(kwargs, tag)) if isinstance(tag.index, str) else (_replace(args, tag), kwargs)
 
 
 def _replace_output(tag: Tag, _module: nn.Module, _args: PyTree, output: PyTree) -> PyTree:
+    """Return the output of a forward with the tagged tensor marked: a forward hook."""
     return _replace(output, tag)
 
 

@@ -1,7 +1,7 @@
 """Records states of torch that traced code reads, such as the default dtype or the grad mode: they become guards.
 
-Dynamo makes a state that code reads by a call a constant. The grad mode may also be read from a computed tensor, by
-``requires_grad`` or ``is_leaf``. Reads that cannot become a guard are refused.
+If code reads a state by a call, Dynamo makes the result a constant. The grad mode may also be read from a computed
+tensor, by ``requires_grad`` or ``is_leaf``. Reads that cannot become a guard are refused.
 """
 
 from __future__ import annotations

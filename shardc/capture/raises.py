@@ -112,29 +112,35 @@ def _item_to_check(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _assert(condition: object, message: object = None) -> None:
+    """Raises an AssertionError unless ``condition`` holds, in place of `torch._assert`."""
     if not condition:
         raise AssertionError(message)
 
 
 def _check_tensor_all(cond: Tensor, message: object = None) -> None:
+    """Raises a RuntimeError unless all elements hold, as torch's function of this name."""
     if not cond.all():
         raise RuntimeError(message)
 
 
 def _check_tensor_all_with(error_type: type[Exception], cond: Tensor, message: object = None) -> None:
+    """Raises an error of ``error_type`` unless all elements hold, as torch's function of this name."""
     if not cond.all():
         raise error_type(message)
 
 
 def _is_dependent(constraint: object) -> bool:
+    """Return whether a constraint of a distribution depends on its other parameters."""
     return isinstance(constraint, constraints._Dependent)
 
 
 def _is_symmetric(self: object, value: Tensor) -> Tensor:
+    """Return, for each matrix in ``value``, whether it is symmetric: the check of torch's constraint."""
     return torch.isclose(value, value.mT, atol=1e-6).all(-2).all(-1)
 
 
 def _is_positive_definite(self: object, value: Tensor) -> Tensor:
+    """Return, for each matrix in ``value``, whether it is positive definite: the check of torch's constraint."""
     return _is_symmetric(self, value) & torch.linalg.cholesky_ex(value).info.eq(0)
 
 

@@ -27,9 +27,9 @@ class _Container:
     """A mutable container, with its content when it was added.
 
     Args:
-        expression: its expression, as in `Read`; of the attributes of an object, that of the object.
+        expression: its expression, as in `Read`; for the attributes of an object, the expression of the object.
         value: a dict, list, set or deque.
-        before: a copy; for the globals of a module, of one of them.
+        before: a copy of its content; of the globals of a module, one entry only.
         kind: "items", "attributes" or "globals".
     """
 
@@ -108,7 +108,10 @@ class ReachableState:
                 self._add(expression, value)
 
     def changes(self) -> Iterator[tuple[str, str, object]]:
-        """Yields (expression, that of the changed object, new value) of each change since the objects were added."""
+        """Yields (expression of the changed entry, expression of the object that has it, new value) of each change.
+
+        Changes are those since the objects were added.
+        """
         for container in self._containers:
             for expression, value in container.changes():
                 yield expression, container.expression, value
@@ -134,8 +137,8 @@ class ReachableState:
     def _add(self, expression: str, value: Any) -> None:
         """Adds guards on ``value``, which ``expression`` evaluates to, and on all values inside it.
 
-        Plain values and classes are compared. Another object is entered at its first expression; at a later one, the
-        guard is that both give the same object.
+        Plain values and classes are compared. Values inside another object are added at the first expression that gives
+        it; for later expressions, the guard is that they give the same object.
         """
         if is_plain(value) or isinstance(value, type | ModuleType) or (type(value) is tuple and not value):
             self.reads.add(Read(expression))
@@ -148,6 +151,7 @@ class ReachableState:
             self._inside(expression, value)
 
     def _inside(self, expression: str, value: Any) -> None:
+        """Adds guards on the items, attributes or variables of ``value``."""
         if isinstance(value, dict):
             self._contain(expression, value, "keys")
             for key, item in list(value.items()):
@@ -180,6 +184,9 @@ class ReachableState:
                 self._attributes(expression, value)
 
     def _attributes(self, expression: str, value: object, without: frozenset[str] = frozenset()) -> None:
+        """Adds guards on the attributes of an object and on plain values of its classes, except the names in
+        ``without``.
+        """
         attributes = getattr(value, "__dict__", {})
         of_classes = [cls for cls in type(value).__mro__ if not is_versioned_class(cls)]
         if of_classes:
@@ -193,6 +200,9 @@ class ReachableState:
                 self._add(f"{expression}.{key}", item)
 
     def _contain(self, expression: str, value: Any, what: Any) -> None:
+        """Adds a guard on the property ``what`` ("keys", "length" or "value") of a container, and records
+        its content.
+        """
         self.reads.add(Read(expression, what))
         if not isinstance(value, tuple | frozenset):
             self._containers.append(_Container(expression, value, value.copy(), "items"))

@@ -1,7 +1,7 @@
 """Captures a model by running it on fake tensors, where Dynamo refuses its code: gradients of gradients, for example.
 
-The model first runs once to look at (`Run.look`): which code runs, which Python values that code can read, what it
-changes, and in which memory its outputs lie. AOTAutograd then runs it to trace forward and backward.
+The model first runs once to be observed (`Run.observe`): which code runs, which Python values that code can read, what
+it changes, and in which memory its outputs lie. AOTAutograd then runs it to trace forward and backward.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Run:
     """Runs of a root module on fake tensors, after each of which Python's state is what it was before.
 
     Args:
-        root: the root module: called, it returns marked outputs; ``root.run(tensors)`` returns them unmarked.
+        root: the root module: a call returns outputs marked by `mark`; ``root.run(tensors)`` returns them unmarked.
         template: the user's model, of which ``root.model`` is a copy.
         loss: the loss.
-        inputs: the name of each tensor input, and whether it requires a gradient.
+        inputs: (name, whether it requires a gradient) of each tensor input.
     """
 
     def __init__(self, root: Any, template: nn.Module, loss: object, inputs: Sequence[tuple[str, bool]]) -> None:
@@ -86,6 +86,11 @@ class Run:
             return self._run(partial(type(self.root).forward, self.root), tensors, {})
 
     def _run(self, run: Callable[..., PyTree], tensors: Sequence[Tensor], refused: dict[int, Any]) -> PyTree:
+        """Return ``run(*tensors)``, and restore Python's state.
+
+        Args:
+            refused: tensors, by id, to which the model may not do what `_Lines` refuses.
+        """
         # ``requires_grad_()`` of an input is of a tensor of the run's own: the gradient is not one of the step.
         inputs = [x if needed else x.detach() for x, (_, needed) in zip(tensors, self.inputs, strict=True)]
         try:
@@ -117,10 +122,12 @@ class Run:
             fx_traceback.current_meta.update(before)
 
     def _enter(self, path: str, module: nn.Module, _: object) -> None:
+        """Notes that the module at ``path`` runs: a forward pre-hook."""
         self._modules.append(path)
         fx_traceback.current_meta["nn_module_stack"] = {path: (path, type(module))}
 
     def _leave(self, *_: object) -> None:
+        """Notes that the module has run, and the module around it goes on: a forward hook."""
         self._modules.pop()
         path = self._modules[-1] if self._modules else ""
         fx_traceback.current_meta["nn_module_stack"] = {path: (path, nn.Module)}
@@ -135,6 +142,7 @@ class Run:
             fx_traceback.current_meta.pop(key, None)
 
     def _reentrant(self, function: Callable[..., PyTree], _: bool, *args: PyTree) -> PyTree:
+        """Calls ``function`` as a checkpoint region, in place of ``CheckpointFunction.apply``."""
         needs_grad = any(isinstance(x, Tensor) and x.requires_grad for x in args)
         region = self._region()
         next(region)
@@ -148,7 +156,8 @@ class Run:
     def observe(
         self, fakes: Sequence[Tensor], mode: FakeTensorMode
     ) -> tuple[tuple[Memory, ...], dict[int, str], list[ShardcWarning]]:
-        """Runs the model once; returns the memories of outputs, their owners as `returned` takes them, and warnings.
+        """Runs the model once and returns (`Memory` of each output, storage -> name of the tensor that owns it,
+        warnings).
 
         Raises:
             CaptureError: forward replaces a buffer, or changes what it reads.
@@ -192,6 +201,7 @@ class Run:
         return Reads(tuple(ordered), self._reads.scopes, tuple(sorted(traced.items())), unseen=True)
 
     def _profile(self, frame: FrameType, event: str, called: Any) -> None:
+        """Records the user's code that runs, and refuses calls of states: a profile function of `sys.setprofile`."""
         code = frame.f_code
         if event == "call" and code not in self.codes and not is_versioned(code):
             self.codes[code] = None
@@ -221,7 +231,13 @@ class Run:
                 raise Unsupported("a hook of a parameter or an input")
 
     def _changes(self, changed: list[tuple[str, str, object]], texts: list[str]) -> list[ShardcWarning]:
-        """Return warnings of the modules and globals that forward changed; CaptureError if it also reads the change."""
+        """Return warnings of the modules and globals that forward changed; CaptureError if it also reads what it
+        changes.
+
+        Args:
+            changed: (expression, that of the changed object, new value) of each change.
+            texts: warnings so far, extended.
+        """
         names = loaded_names(self.codes)
         for expression, owner, value in changed:
             name = expression.rpartition(".")[2]
@@ -289,7 +305,7 @@ class _Lines(TorchFunctionMode):
     """Notes the user's line of each call of torch, and refuses some calls.
 
     Args:
-        inputs: parameters and inputs of a run to look at, by id.
+        inputs: id -> parameter or input of the run to observe; {} for a run that is traced.
     """
 
     def __init__(self, inputs: dict[int, Tensor]) -> None:
@@ -310,6 +326,7 @@ class _Lines(TorchFunctionMode):
 
 
 def _memory(x: Tensor) -> Memory:
+    """Return the `Memory` of an output."""
     kind = type(x.grad_fn).__name__ if x._is_view() else ""
     return Memory(
         x.untyped_storage()._cdata,
@@ -319,4 +336,5 @@ def _memory(x: Tensor) -> Memory:
 
 
 def _same_numbers(some: Any, others: Any) -> bool:
+    """Return whether two states of NumPy's generator are equal."""
     return all(np.array_equal(some[key], others[key]) for key in some)

@@ -63,6 +63,7 @@ def scan_loops(
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of ``graph``, with its code generator."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     copy._codegen = graph._codegen
@@ -100,11 +101,12 @@ def _is_of(series: Series, lengths: Collection[int]) -> bool:
 
 
 class _Order:
-    """The calls of a graph in order, without slices of the same number of steps.
+    """The calls of a graph in order, except those that are slices.
 
     Attributes:
-        calls: the calls; `place` has the position of each.
-        slices: node -> (series, number) that it may be.
+        calls: the calls in order.
+        place: call -> its position in ``calls``.
+        slices: slice -> each (series, number in it) that it may be.
     """
 
     def __init__(self, graph: fx.Graph, numbered: dict[Series, dict[int, list[fx.Node]]]) -> None:
@@ -120,9 +122,12 @@ class _Order:
         self._keys = [_key(node) for node in self.calls]
 
     def strides(self, nodes: dict[int, list[fx.Node]]) -> Iterator[tuple[int, int]]:
-        """Yield (place of the last use, distance) for uses of slices at equal distances from one slice to the next.
+        """Yield (position of the use of the last slice, distance) for uses of consecutive slices at equal distances.
 
-        The uses of the first slice may be elsewhere.
+        The use of the first slice may be elsewhere.
+
+        Args:
+            nodes: number of a slice -> the nodes that are it.
         """
         uses = []
         for at in range(len(nodes)):
@@ -160,15 +165,16 @@ def _key(node: fx.Node) -> object:
 
 @dataclass
 class _Loop:
-    """A row of equal segments, and what they read and write.
+    """A row of equal segments, and what they read and write. Calls are numbered from 0 in each segment.
 
     Attributes:
-        carries: number of the call that gives what is carried, and the value before the first segment.
+        carries: (number of the call whose value is carried to the next segment, the value that the first segment
+            reads).
         xs: the series whose slices the segments read.
-        rest: what all segments read.
-        writes: the series whose slices they write, and the number of the call that gives the values.
-        last: the numbers of calls whose value in the last segment is used behind it.
-        collected: ``stack`` or ``cat`` -> the number of the call whose values it collects.
+        rest: values that all segments read.
+        writes: (series whose slices the segments write, number of the call that computes the values).
+        last: numbers of the calls whose value in the last segment is used after it.
+        collected: ``stack`` or ``cat`` -> number of the call whose values it collects.
     """
 
     order: _Order
@@ -214,8 +220,11 @@ class _Loop:
         return all(self._operand(at, list(same)) for same in zip(*operands, strict=True))
 
     def _operand(self, at: int, nodes: list[fx.Node]) -> bool:
-        """Return whether ``nodes``, an operand of the calls of number ``at``, are one value, slices in order, values of
-        their own segments, or of the segments before; adds its role.
+        """Return whether ``nodes``, the operand of the calls of number ``at`` in each segment, can be one operand of a
+        scan's step.
+
+        They can if they are one value, slices in order, values of their own segments, or values of the segments before.
+        Adds that role to ``roles``.
         """
         places = [self.number.get(node) for node in nodes]
         if places[0] is not None:
@@ -236,6 +245,9 @@ class _Loop:
         return False
 
     def _add(self, at: int, kind: str, items: list[Any], item: Any) -> None:
+        """Adds ``item`` to ``items``, unless it is there, and the role (``kind``, its index) to the calls of number
+        ``at``.
+        """
         if item not in items:
             items.append(item)
         self.roles[at].append((kind, items.index(item)))
@@ -276,6 +288,7 @@ class _Loop:
 
     @property
     def start(self) -> fx.Node:
+        """Return the first call of the first segment."""
         return self.segments[0][0]
 
     def _undisturbed(self) -> bool:
@@ -453,6 +466,7 @@ def _collects(user: fx.Node, calls: Sequence[fx.Node]) -> bool:
 
 
 def _mutates(target: Any) -> bool:
+    """Return whether a call of ``target`` may write to its operands."""
     return target is not operator.getitem and (not hasattr(target, "_schema") or target._schema.is_mutable)
 
 
@@ -468,6 +482,7 @@ class _At:
     node: fx.Node
 
     def call(self, target: Any, *args: Any) -> fx.Node:
+        """Insert a call of a function, or of the method ``target`` of the first argument; return it."""
         with self.graph.inserting_before(self.node):
             call = self.graph.call_method(target, args) if isinstance(target, str) else self.graph.call_function(
                 target, args
@@ -487,21 +502,21 @@ class _At:
         return x
 
     def item(self, scan: fx.Node, number: int, value: Any) -> fx.Node:
-        """Return a result of a scan, a tensor like ``value``."""
+        """Insert the getitem of result ``number`` of a scan, a tensor like ``value``; return it."""
         result = self.call(operator.getitem, scan, number)
         with value.fake_mode:
             result.meta["example_value"] = torch.empty_like(value)
         return result
 
     def series(self, series: Series) -> fx.Node:
-        """Return all slices, along dim 0."""
+        """Return all slices of a series, stacked along dim 0."""
         x, dim = series.source, series.dim
         if series.size is not None:
             x = self.call("unflatten", x, dim, (series.count, series.size))
         return self.call("movedim", x, dim, 0)
 
     def write(self, series: Series, every: fx.Node) -> None:
-        """Writes all slices, given along dim 0."""
+        """Writes ``every``, the new slices stacked along dim 0, to the tensor of a series."""
         x = self.call("movedim", every, 0, series.dim)
         if series.size is not None:
             x = self.call("flatten", x, series.dim, series.dim + 1)

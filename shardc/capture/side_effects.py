@@ -59,10 +59,12 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 def _hook_name(hook: object) -> str:
+    """Return the qualified name of a hook, or of its class."""
     return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
 def _line(hook: object) -> str | None:
+    """Return ``file:line`` of a hook's definition; None for one without Python code."""
     code = getattr(hook, "__code__", None)
     return code and f"{code.co_filename}:{code.co_firstlineno}"
 
@@ -315,7 +317,14 @@ def _loaded_by_bytecode(code: CodeType) -> set[str]:
 
 
 class _Loads(ast.NodeVisitor):
-    """AST visitor that collects the names of the attributes (in ``names``) and of the variables that code loads."""
+    """AST visitor that collects the names of the attributes and variables that code loads, except to change them.
+
+    Args:
+        names: the names of attributes, extended.
+
+    Attributes:
+        variables: the names of variables.
+    """
 
     def __init__(self, names: set[str]) -> None:
         self._names = names
@@ -348,6 +357,9 @@ class _Loads(ast.NodeVisitor):
         self._visit_result(node, node.body)
 
     def _visit_result(self, node: ast.AST, call: ast.expr) -> None:
+        """Visit a statement or lambda; a method ``call`` that changes its object (``append``), and whose result is not
+        used, does not count as a load of the object.
+        """
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _CHANGES:
             receiver = call.func.value
             is_place = isinstance(receiver, ast.Attribute | ast.Name)
@@ -516,6 +528,7 @@ def attributes_text(path: str, names: Collection[str]) -> str:
 
 
 def module_text(path: str) -> str:
+    """Return the module at ``path``, as warnings name it."""
     return f"module {path!r}" if path else "the model"
 
 

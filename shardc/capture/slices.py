@@ -48,7 +48,9 @@ def value_of(node: fx.Node) -> Any:
 
 
 def slices(node: fx.Node) -> Iterator[tuple[Series, int]]:
-    """Yield (a series, the number of its slice that ``node`` is); an index of several numbers is of several series."""
+    """Yield each (series, number) such that ``node`` is this slice of the series; an index of several numbers has
+    several.
+    """
     named = arguments(node, "input", "dim", "index", "length")
     source = named.get("input")
     if not isinstance(source, fx.Node):
@@ -94,6 +96,7 @@ def indexed(source: fx.Node, index: Any) -> Iterator[tuple[Series, int]]:
 
 
 def _rest(entries: Sequence[Any]) -> Index:
+    """Return the index ``entries`` in hashable form; () if it takes all of a slice."""
     if all(isinstance(x, slice) and x == WHOLE for x in entries):
         return ()
     return tuple((x.start, x.stop, x.step) if isinstance(x, slice) else x for x in entries)
@@ -119,5 +122,8 @@ def _of_tuple(pieces: fx.Node, at: Any) -> Iterator[tuple[Series, int]]:
 
 
 def _piece(source: fx.Node, dim: int, start: int, size: int, rest: Index) -> Iterator[tuple[Series, int]]:
+    """Yield the series of pieces of ``size`` elements along ``dim``, and the number of the one at ``start``, if it is a
+    piece.
+    """
     if size > 0 and start % size == 0:
         yield Series(source, dim, size, rest), start // size

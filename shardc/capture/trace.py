@@ -168,7 +168,8 @@ class Captured:
 class _Root(nn.Module):
     """Root module of a trace, a function of tensors: runs ``model``, then ``loss(output, *extra)`` if there is a loss.
 
-    Non-tensor leaves of the arguments are constants. So are the loss's own tensors.
+    Non-tensor leaves of the arguments are constants. So are the loss's own tensors. Outputs are marked by the op
+    `mark`.
     """
 
     def __init__(self, model: nn.Module, flat: Sequence[object], spec: pytree.TreeSpec, loss: Loss | None) -> None:

@@ -29,6 +29,7 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def _may_write(node: fx.Node) -> bool:
+    """Return whether a call may change an operand in place."""
     target: Any = node.target
     if node.op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator):
         return True
@@ -43,6 +44,7 @@ def _may_write(node: fx.Node) -> bool:
 
 
 def _has_inplace(target: Callable[..., object]) -> bool:
+    """Return whether a function has a parameter ``inplace``."""
     try:
         return "inplace" in inspect.signature(target).parameters
     except (TypeError, ValueError):

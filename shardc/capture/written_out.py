@@ -65,6 +65,7 @@ _WRITTEN_STEPS = 1024  # most nodes that a scan becomes; a longer one stays an o
 
 
 def _scan(step: fx.GraphModule, carries: Sequence[Any], xs: Sequence[Tensor], rest: Sequence[Any]) -> Any:
+    """Return the results of a scan: step after step if it has few ops in all, else by `scan`."""
     steps = len(xs[0]) if xs else 0
     if not 0 < steps * len(step.graph.nodes) <= _WRITTEN_STEPS:
         return scan(step, carries, xs, rest)
@@ -76,10 +77,10 @@ def _scan(step: fx.GraphModule, carries: Sequence[Any], xs: Sequence[Tensor], re
 
 
 def scan(step: fx.GraphModule, carries: Sequence[Any], xs: Sequence[Tensor], rest: Sequence[Any]) -> Any:
-    """Return the results of torch's scan, in cases too in which its gradient is wrong or raises.
+    """Return the results of torch's scan, with correct gradients where those of torch are wrong or raise.
 
-    Before torch 2.13 it is wrong if a first carry requires no gradient. It raises if the gradients of two last carries
-    share memory.
+    Before torch 2.13 they are wrong if a first carry requires no gradient. They raise if the gradients of two last
+    carries share memory.
     """
     if torch.is_grad_enabled():
         carries = [x if x.requires_grad or not _has_gradient(x) else x.detach().requires_grad_() for x in carries]
@@ -101,23 +102,29 @@ class _OwnGradient(torch.autograd.Function):
 
 
 def _has_gradient(x: Tensor) -> bool:
+    """Return whether ``x`` is of a dtype that can have a gradient."""
     return x.is_floating_point() or x.is_complex()
 
 
 def _split(results: Sequence[Any], count: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return (the first ``count`` results, the others)."""
     return results[:count], results[count:]
 
 
 def _invoke(body: fx.GraphModule, _: str, *operands: Any) -> Any:
+    """Return the results of the graph that ``invoke_subgraph`` calls."""
     return _run(body, *operands)
 
 
 def _run(body: fx.GraphModule, *operands: Any) -> Any:
+    """Return the results of ``body``, whose ops keep their lines and modules in a trace."""
     return fx.Interpreter(body).run(*operands)  # which keeps the lines and modules of the nodes, unlike a call
 
 
 class _Loop(torch.autograd.Function):
-    """A while loop whose gradient is marked, with the results by which to find the loop (`loop_gradients`)."""
+    """Autograd function of a while loop. Its gradient is a mark with the loop's results, by which `loop_gradients`
+    finds it.
+    """
 
     @staticmethod
     def forward(ctx: Any, condition: Any, step: Any, count: int, *operands: Any) -> Any:
@@ -138,6 +145,7 @@ class _Loop(torch.autograd.Function):
 
 
 def _while_loop(condition: Any, step: Any, carries: Sequence[Any], rest: Sequence[Any]) -> Any:
+    """Return the results of a while loop, by `_Loop`."""
     apply: Any = _Loop.apply
     return apply(condition, step, len(carries), *carries, *rest)
 
@@ -157,7 +165,7 @@ _PLAIN: dict[object, Callable[..., Any]] = {
 
 
 def _any_device(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Allows gradients on CPUs, where torch's kernel has none."""
+    """Does nothing: replaces torch's check that raises for gradients on CPUs."""
 
 
 # (owner, attribute name, replacement)
