@@ -52,6 +52,7 @@ _REQUIRES_GRAD = r"source-less requires_grad_\(\)|returning intermediate with re
 _CHANGES_GRAD = r"Unsupported Tensor\.requires_grad_\(\) call|setattr\(\) on Tensor\.requires_grad"
 _GRAD_FN = r"Tensor with grad_fn\(\)"
 _ENTERS = r"function `(?:no_grad|enable_grad|set_grad_enabled|inference_mode|autocast)\.__enter__`"
+_WITHIN_FUNC = r"an autograd\.Function within torch\.func"
 # (pattern in Dynamo's message, what the model does, fix)
 REFUSALS = (
     (
@@ -59,6 +60,11 @@ REFUSALS = (
         "differentiates by a tensor that it calls requires_grad_() on itself, which Dynamo cannot trace",
         "write the gradient as a function, torch.func.grad(lambda x: self.energy(x).sum())(x), or pass that tensor as "
         "an input with requires_grad=True",
+    ),
+    (
+        _WITHIN_FUNC,
+        "calls an autograd.Function in a function of torch.func (vmap, grad), where Dynamo leaves its gradient out",
+        "call it outside of that function, or write it with ops whose gradient torch has",
     ),
     (
         r"`pack_padded_sequence`|data-dependent expression[\s\S]*rnn\.py\S+ line \d+, in check_hidden_size",
@@ -247,7 +253,7 @@ _PRODUCTS = {
 }  # fmt: skip
 LOSS_GAVE = "what is traced gave "
 # What Dynamo refuses although it can be traced by running it.
-_RUNS = (_REQUIRES_GRAD, _CHANGES_GRAD, _GRAD_FN, _ENTERS)
+_RUNS = (_REQUIRES_GRAD, _CHANGES_GRAD, _GRAD_FN, _ENTERS, _WITHIN_FUNC)
 
 
 def is_explained(error: Exception) -> bool:

@@ -24,11 +24,14 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.trace_rules import get_tensor_method, get_torch_obj_rule_map
 from torch._dynamo.variables import ConstantVariable, TorchInGraphFunctionVariable
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.misc import GetAttrVariable
+from torch._dynamo.variables.misc import AutogradFunctionVariable, GetAttrVariable
+from torch._higher_order_ops.scan import scan_op
+from torch._higher_order_ops.while_loop import while_loop_op
 from torch.autograd import forward_ad
 from torch.fx.traceback import annotate
 from torch.nn import _reduction as _Reduction
@@ -66,8 +69,38 @@ def _dual(tensor: Tensor, tangent: Tensor, *, level: int | None = None) -> Tenso
     return _make_dual(tensor.clone(memory_format=torch.contiguous_format), tangent, level=level)
 
 
+_call_apply = AutogradFunctionVariable.call_apply
+_LOOPS = (scan_op, while_loop_op)
+
+
+def _apply(
+    self: AutogradFunctionVariable,
+    tx: InstructionTranslatorBase,
+    args: list[VariableTracker],
+    kwargs: dict[str, VariableTracker],
+) -> VariableTracker:
+    """Traces a call of an autograd.Function with its gradient; raises Unsupported within torch.func.
+
+    There Dynamo traces its forward alone. It does so too where no argument requires a gradient: a first carry of a loop
+    may require none, while later ones do.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise Unsupported(f"an autograd.Function within torch.func, {self.fn_cls.__name__}")
+    is_loop = any(target in _LOOPS for _, target in tx.output.current_tracer.source_fn_stack)
+    tensors: Any = (x.realize() for x in (*args, *kwargs.values()) if x.is_tensor()) if is_loop else ()
+    lifted = [x for x in tensors if x.requires_grad is False and x.dtype.is_floating_point]
+    for x in lifted:
+        x.requires_grad = True
+    try:
+        return _call_apply(self, tx, args, kwargs)
+    finally:
+        for x in lifted:
+            x.requires_grad = False
+
+
 OTHER_FORMS: tuple[tuple[object, str, object], ...] = (
     (GetAttrVariable, "call_method", _call_attribute),
+    (AutogradFunctionVariable, "call_apply", _apply),
     (forward_ad, "make_dual", _dual),
 )
 

@@ -1,0 +1,85 @@
+"""Functions with gradients of their own (`torch.autograd.Function`) within other functions: transforms and loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
+from torch.func import grad, vjp, vmap
+
+import shardc
+from tests.models.alike import trains_alike
+
+FSDP = shardc.fsdp("dp", threshold=0)
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds; its gradient is the identity where values are small."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, steps: int) -> Tensor:
+        return torch.round(x * steps) / steps
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return torch.where(ctx.saved_tensors[0].abs() < 2, gradient, 0), None
+
+
+def rounded(x: Tensor) -> Tensor:
+    return Rounded.apply(x, 8)
+
+
+class Net(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.b, self.kind = nn.Linear(4, 8), nn.Linear(8, 8), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(KINDS[self.kind](self, self.a(x)))
+
+
+def pulled_back(net: Net, h: Tensor) -> Tensor:
+    out, pull = vjp(lambda h: rounded(h).sin(), h)
+    return pull(out.detach())[0] + out
+
+
+def spikes(net: Net, h: Tensor) -> Tensor:
+    """A scan whose first carry requires no gradient; on one device a loop."""
+
+    def step(voltage: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        spike = rounded(voltage)
+        return voltage * 0.9 + x - spike * 0.5, spike * 2
+
+    voltage, every = torch.zeros_like(h[:, 0]).detach(), []
+    if torch.compiler.is_compiling():
+        return scan(step, voltage, h, dim=1)[1]
+    for x in h.unbind(1):
+        voltage, spike = step(voltage, x)
+        every.append(spike)
+    return torch.stack(every, 1)
+
+
+KINDS: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "vmap": lambda net, h: vmap(rounded)(h),
+    "grad of each row": lambda net, h: vmap(grad(lambda row: rounded(row).sin().sum()))(h),
+    "vjp": pulled_back,
+    "a scan from zeros": spikes,
+    "a long scan from zeros": lambda net, h: spikes(net, h.repeat(1, 60, 1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*captured by running:shardc.errors.ShardcWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_trains_as_on_one_device(kind: str) -> None:
+    torch.manual_seed(0)
+    trains_alike(Net(kind), (torch.randn(6, 5, 4),), {"dp": 2}, FSDP, steps=1)
