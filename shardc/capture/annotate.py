@@ -168,8 +168,9 @@ def _needed_forward(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _forward_first(graph: fx.Graph, backward_from: fx.Node | None, needed: set[fx.Node]) -> None:
-    """Moves nodes that forward outputs need before ``backward_from``, the first of backward: AOTAutograd puts views of
-    mutated tensors last.
+    """Moves ``needed``, the nodes that forward outputs depend on, before ``backward_from``, the first node of backward.
+
+    AOTAutograd puts views of mutated tensors last.
     """
     if backward_from is None:
         return
@@ -230,8 +231,10 @@ def _drop_effects(graph: fx.Graph) -> None:
 
 
 def _first_backward(graph: fx.Graph, needed: set[fx.Node]) -> fx.Node | None:
-    """Return the first node that depends on a tangent or comes from autograd and that no forward output needs; None if
-    there is none.
+    """Return the first node that depends on a tangent, or comes from autograd, and is not ``needed`` by a forward
+    output.
+
+    None if there is none.
     """
     dependent: set[fx.Node] = set()
     for node in graph.nodes:

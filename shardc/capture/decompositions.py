@@ -355,8 +355,8 @@ def _convolution_backward(
 def _nll_loss_backward(
     grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, total: Tensor
 ) -> Tensor:
-    """Computes the gradient by comparing targets with class numbers: unlike a scatter, that can be sharded over
-    classes.
+    """Computes the gradient of ``x`` by comparing targets with class numbers: that can be sharded over classes, unlike
+    a scatter.
     """
     at = 0 if x.ndim < 2 else 1
     shape = [-1] + [1] * (x.ndim - at - 1)

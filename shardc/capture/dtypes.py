@@ -88,7 +88,7 @@ class Dtypes:
         return Dtypes(tuple((path, dtypes) for path, dtypes in named if path is not None))
 
     def within(self, block: str) -> dict[str, ModuleDtypes]:
-        """Return the dtypes of the modules in ``block``, by their path relative to it."""
+        """Return path relative to ``block`` -> dtypes, for the modules in ``block``."""
         named = [(name_in(path, block), dtypes) for path, dtypes in self.modules]
         return {name: dtypes for name, dtypes in named if name is not None}
 

@@ -85,8 +85,14 @@ def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def graph_of_function(gm: fx.GraphModule, node: fx.Node | None, kind: str) -> fx.Graph:
-    """Return the graph of a function of ``node`` in ops that it may have; CaptureError, with the node's line, if it
-    has others.
+    """Return the graph of ``gm``, a function of a higher-order op, in ops that such a function may have.
+
+    Args:
+        node: the call of the higher-order op; None if there is none.
+        kind: "cond", "scan" and so on, for errors.
+
+    Raises:
+        CaptureError: the function has other ops; the error has the line of ``node``.
     """
     functions_as_ops(gm)
     numbers_as_tensors(gm.graph)
@@ -120,7 +126,10 @@ def graph_of_function(gm: fx.GraphModule, node: fx.Node | None, kind: str) -> fx
 
 
 def _number(gm: fx.GraphModule, constant: fx.Node, node: fx.Node | None, kind: str) -> None:
-    """Replaces a constant of one number by an op that makes it."""
+    """Replaces ``constant``, a get_attr of one number, by an op that makes it; CaptureError for another tensor.
+
+    ``node`` and ``kind`` are those of `graph_of_function`.
+    """
     value = getattr(gm, str(constant.target))
     if not isinstance(value, Tensor) or value.ndim or value.is_complex():
         raise _error(node, f"a function of {kind} has a constant tensor", "make the tensor outside")
@@ -196,7 +205,11 @@ def _repeated(node: fx.Node) -> fx.Node | None:
 
 
 def _copy_to_outer(outer: fx.Graph, scan: fx.Node, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Copy ``node`` of a step, and the nodes that it is computed from, into ``outer``; return the copy."""
+    """Copy ``node`` of a step, and the nodes that it is computed from, into ``outer``; return the copy.
+
+    Args:
+        env: node of the step -> its node in ``outer``; extended.
+    """
     if env[node] is node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: _copy_to_outer(outer, scan, x, env))
         env[node] = _call(outer, scan, node.target, *args, **kwargs)

@@ -152,7 +152,7 @@ class _Lookup:
         return self._call(aten.permute.default, values, [order.index(dim) for dim in range(len(order))])
 
     def _parts(self) -> tuple[list[int], list[int], list[int]]:
-        """Return the table's dims: those read in order, those of other indices, those without an index."""
+        """Return the table's dims as (those read in order, those with another index, those without an index)."""
         indexed = range(len(self.indices))
         ordered = sorted((dim for dim in indexed if self.by_place[dim]), key=lambda dim: self.indices[dim].place or 0)
         others = [dim for dim in indexed if not self.by_place[dim]]

@@ -231,7 +231,9 @@ def record_calls(
 
 
 def _signature(block: nn.Module | None, name: str, places: Mapping[int, Sequence[str]]) -> object:
-    """Return the modules and tensor metadata of a block, to compare; None if a module outside shares its tensors.
+    """Return the modules and tensor metadata of a block called ``name``, to compare; None if it cannot repeat.
+
+    It cannot if a module outside shares its tensors.
 
     Args:
         places: the identity of each tensor -> its names in the model.
@@ -248,7 +250,9 @@ def _signature(block: nn.Module | None, name: str, places: Mapping[int, Sequence
 
 
 def _add_hooks(block: nn.Module | None, calls: list[Block], record: Recorder) -> list[RemovableHandle]:
-    """Installs hooks that add the calls of ``block`` to ``calls``; returns the hooks' handles."""
+    """Installs hooks that add each call of ``block`` to ``calls``, as ``record`` numbers tensors; returns their
+    handles.
+    """
     if block is None:
         return []
 
@@ -342,7 +346,11 @@ def find_repeats(
 
 
 def _longest_run(record: Recorder, path: str, size: int) -> Repeat | None:
-    """Return the longest run of equal blocks in a container (the first of several); None if there is none."""
+    """Return the longest run of equal blocks (the first of several) among the ``size`` children of the container
+    ``path``.
+
+    None if there is none.
+    """
     names = Repeat(path, 0, size).names()
     if any(len(record.blocks[name]) != 1 for name in names):
         return None
@@ -408,7 +416,10 @@ def _comparable(
 
 
 def _calls_inside(record: Recorder, call: Block, name: str) -> object:
-    """Return a block's recorded op calls, to compare: tensors are named by its arguments, parameters and buffers."""
+    """Return the op calls recorded in one ``call`` of the block ``name``, to compare.
+
+    Tensors are named by the block's arguments, parameters and buffers.
+    """
     takes = _tokens(call.takes)
 
     def name_of(x: Token) -> object:
@@ -420,7 +431,9 @@ def _calls_inside(record: Recorder, call: Block, name: str) -> object:
 
 
 def _calls_between(record: Recorder, before: Block, after: Block) -> object:
-    """Return the op calls, to compare, that compute a block's arguments from the values of the block before it."""
+    """Return the op calls, to compare, that compute the arguments of the block ``after`` from the values of
+    ``before``.
+    """
     gives, takes = _tokens(before.gives), _tokens(before.takes)
 
     def name_of(x: Token) -> object:

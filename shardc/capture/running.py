@@ -221,7 +221,12 @@ class Run:
                 raise Unsupported(f"a state, {called.__name__}")
 
     def _refuse_acts(self, named: dict[str, Tensor], needed: dict[str, bool]) -> None:
-        """Raises Unsupported if forward did something with parameters or inputs that a program does not repeat."""
+        """Raises Unsupported if forward did something with parameters or inputs that a program does not repeat.
+
+        Args:
+            named: name -> parameter, buffer or input.
+            needed: the same names -> whether it required a gradient before the run.
+        """
         for name, x in named.items():
             if x.requires_grad != needed[name]:
                 raise Unsupported("Unsupported Tensor.requires_grad_() call")

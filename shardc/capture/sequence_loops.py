@@ -393,7 +393,7 @@ class _Loop:
     # --- the scan
 
     def rewrite(self, gm: fx.GraphModule, name: str) -> None:
-        """Puts a scan in the place of the segments."""
+        """Puts a scan in the place of the segments; the step becomes attribute ``name`` of ``gm``."""
         body, results, steps = self._body(), self.results, len(self.segments)
         gm.add_submodule(name, fx.GraphModule({}, body))
         with gm.graph.inserting_before(self.start):

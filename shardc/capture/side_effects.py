@@ -229,7 +229,11 @@ def changed_reads(
 
 
 def _variable(change: Change, at: Lookup) -> str:
-    """Return the name that code uses for the changed attribute, global or closure variable."""
+    """Return the name that code uses for the changed attribute, global or closure variable.
+
+    Args:
+        at: evaluates expressions.
+    """
     function, cell, place = change.expression.removesuffix(".cell_contents").rpartition(".__closure__[")
     if not cell or not change.expression.endswith(".cell_contents"):
         return change.name
@@ -441,7 +445,7 @@ Container = list[PyTree] | dict[object, PyTree]
 
 
 def _containers(value: PyTree, name: str) -> Iterator[tuple[str, Container]]:
-    """Yields (expression, container) for ``value`` and the lists and dicts in it."""
+    """Yields (expression, container) for ``value``, whose expression is ``name``, and the lists and dicts in it."""
     if isinstance(value, list | dict):
         yield name, value
     if isinstance(value, list | tuple | dict):

@@ -74,7 +74,7 @@ def arguments(node: fx.Node, *names: str) -> dict[str, Any]:
 
 
 def indexed(source: fx.Node, index: Any) -> Iterator[tuple[Series, int]]:
-    """Yield the series, and the numbers in them, that ``source[index]`` may be."""
+    """Yield each (series, number) such that ``source[index]`` is this slice of the series."""
     shape = value_of(source).shape
     entries = list(index) if isinstance(index, tuple) else [index]
     if not all(x is None or x is Ellipsis or type(x) is int or isinstance(x, slice) for x in entries):
@@ -103,7 +103,9 @@ def _rest(entries: Sequence[Any]) -> Index:
 
 
 def _of_tuple(pieces: fx.Node, at: Any) -> Iterator[tuple[Series, int]]:
-    """Yield the series of an item of what ``unbind``, ``split`` or ``chunk`` returns."""
+    """Yield (series, number) of item ``at`` of ``pieces``, a call of ``unbind``, ``split`` or ``chunk``, if it is a
+    slice.
+    """
     second = {"unbind": "dim", "split": "split_size_or_sections", "chunk": "chunks"}
     name = pieces.target if pieces.op == "call_method" else getattr(pieces.target, "__name__", "")
     if name not in second or type(at) is not int:
@@ -122,8 +124,10 @@ def _of_tuple(pieces: fx.Node, at: Any) -> Iterator[tuple[Series, int]]:
 
 
 def _piece(source: fx.Node, dim: int, start: int, size: int, rest: Index) -> Iterator[tuple[Series, int]]:
-    """Yield the series of pieces of ``size`` elements along ``dim``, and the number of the one at ``start``, if it is a
-    piece.
+    """Yield (series of pieces of ``size`` elements along ``dim``, number of the piece that begins at ``start``), if it
+    is one.
+
+    ``rest`` is the index of the piece.
     """
     if size > 0 and start % size == 0:
         yield Series(source, dim, size, rest), start // size

@@ -151,7 +151,10 @@ def _while_loop(condition: Any, step: Any, carries: Sequence[Any], rest: Sequenc
 
 
 def _one_step(mode: FakeTensorMode, step: Callable[..., Any], carries: Sequence[Any], rest: Sequence[Any]) -> Any:
-    """Return carries with the types that they have after a step; torch's own form makes symbols of numbers."""
+    """Return the carries after one ``step``, in ``mode``: they have the types of a while loop's results.
+
+    It replaces torch's fake loop, which makes symbols of numbers.
+    """
     with mode:
         return step(*carries, *rest)
 

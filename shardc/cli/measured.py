@@ -164,7 +164,12 @@ def _pair(c: Collective, ran: Ran) -> Pair:
 
 
 def phases_of(schedule: Prediction, seen: Profiled) -> tuple[Phase, ...]:
-    """Return forward and backward as predicted and as measured; phases of microbatches are added."""
+    """Return a `Phase`, predicted and measured, for forward and for backward; the runs of microbatches are added up.
+
+    Args:
+        schedule: the prediction.
+        seen: the profile of a step of this rank.
+    """
     gaps = [*seen.waits, *((ran.start, ran.start + ran.called) for ran in seen.collectives)]
     out = []
     for name, ranges in grouped(seen.ranges, lambda span: span[0].split()[-1]).items():

@@ -166,7 +166,11 @@ def _compared(training: _Training, timed: tuple[float, ...], html: str | None) -
 
 
 def _latest(seen: Profiled) -> list[float]:
-    """Return when the last rank started each collective, in seconds since the start of this rank's step."""
+    """Return, for each collective of ``seen``, when the last rank started it: seconds since the start of this rank's
+    step.
+
+    ``seen`` is this rank's profile. All ranks call this.
+    """
     starts = torch.tensor([seen.begin + round(ran.start * 1e9) for ran in seen.collectives], dtype=torch.int64)
     dist.all_reduce(starts, dist.ReduceOp.MAX)
     return [(start - seen.begin) / 1e9 for start in starts.tolist()]

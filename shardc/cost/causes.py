@@ -105,7 +105,7 @@ class Explainer:
         return replace(cause, entry=next(about(axes, entries), cause.entry))
 
     def _host_param(self, at: int) -> str:
-        """Return the name of the offloaded parameter that a host copy moves, or whose gradient it moves."""
+        """Return the name of the offloaded parameter that the host copy at ``at`` moves, or whose gradient it moves."""
         names = (role.name for role, out in self.step.outputs if self.step.ops[out].reads == (at,))
         return next(names, ir.info(self.step.ops[self.step.ops[at].reads[0]].node).name)
 
@@ -117,14 +117,18 @@ class Explainer:
         return [name] if name in self.params else [p for read in self.step.ops[at].reads for p in self._gathered(read)]
 
     def _sources(self, at: int) -> tuple[int, ...]:
-        """Return the positions of the ops that an op reads; an item of a bucketed collective reads one tensor."""
+        """Return the positions of the ops that the op at ``at`` reads; an item of a bucketed collective reads one
+        tensor.
+        """
         op = self.step.ops[at]
         if op.node.target is getitem and self.step.ops[op.reads[0]].kind == START:
             return (self.step.ops[op.reads[0]].reads[op.node.args[1]],)
         return op.reads
 
     def _needed(self, at: int) -> list[str]:
-        """Return the names of the parameters whose gradients need the result of the collective, or an item of it."""
+        """Return the names of the parameters whose gradients need the result of the collective (or item of one) at
+        ``at``.
+        """
         reached = self._reached(at, lambda node: (user for user in self.users[node] if self.passes_on[user]))
         names = (name for node in reached for name in (self.origins[node].consumer, *self.gradients.get(node, ())))
         return list(dict.fromkeys(name for name in names if name in self.params))
@@ -139,7 +143,9 @@ class Explainer:
             work += fresh
 
     def _first_use(self, at: int) -> str:
-        """Return the source line of the first op that computes with the collective's result; "" for none."""
+        """Return the source line of the first op that computes with the result of the collective at ``at``; "" for
+        none.
+        """
         work, seen = [at], {at}
         while work:
             node = min(work)
@@ -153,8 +159,9 @@ class Explainer:
         return ""
 
     def _maker(self, at: int, consumer: str) -> int:
-        """Return the position of the op whose parameters explain a collective: a reduction's own, for others that of
-        ``consumer``.
+        """Return the position of the op whose parameters explain the collective at ``at``.
+
+        That is the collective itself if it reduces, else the op ``consumer``, which needs its result.
         """
         if comm_volume.collective_kind(self.step.ops[at].node) in REDUCTIONS:
             return at

@@ -100,7 +100,7 @@ def is_dense(node: fx.Node) -> bool:
 
 
 def buffers(step: Sequence) -> list[tuple[Buffer | None, ...]]:
-    """Return, for each op, the buffer of each of its results; None for a result that is not a tensor."""
+    """Return, for each op of ``step``, the `Buffer` of each of its results; None for a result that is not a tensor."""
     out: list[tuple[Buffer | None, ...]] = []
     for at, op in enumerate(step.ops):
         behind = _behind(op, at, out)
@@ -334,30 +334,34 @@ def wasted(
     return PlanError(what, fix="; ".join(mends) + "; program.lint() lists the ops")
 
 
-def _describe(axis: str, of: _Axis, mesh: Mesh, total: int) -> str:
-    """Return the text about redundant work over one axis; ``total`` are the operations of a rank and step."""
-    who = "no op is split over it" if of.within >= total else f"no axis splits {_names(of.modules)} there"
-    gathered = f", for which {sum(of.gathered.values()):.2g} bytes are gathered over it" if of.gathered else ""
+def _describe(axis: str, work: _Axis, mesh: Mesh, total: int) -> str:
+    """Return the text about the redundant ``work`` over one axis; ``total`` are all operations of a rank and step."""
+    who = "no op is split over it" if work.within >= total else f"no axis splits {_names(work.modules)} there"
+    gathered = f", for which {sum(work.gathered.values()):.2g} bytes are gathered over it" if work.gathered else ""
     copies = f"{mesh.size(axis)} ranks along axis {axis!r} of the mesh {mesh}"
     if axis == mesh.time:
         copies = f"{mesh.size(axis)} microbatches"
     return (
-        f"the {copies} compute the same: {of.flops:.2g} of the "
-        f"{total:.2g} operations of a rank and step are wasted ({of.flops / total:.0%}), and {of.bytes:.2g} bytes that "
-        f"they read and write{gathered}; {who}"
+        f"the {copies} compute the same: {work.flops:.2g} of the {total:.2g} operations of a rank and step are wasted "
+        f"({work.flops / total:.0%}), and {work.bytes:.2g} bytes that they read and write{gathered}; {who}"
     )
 
 
-def _mend(axis: str, of: _Axis, total: int, params: Mapping[str, Layout]) -> str:
-    """Return the fix for redundant work over one axis: the plan entry that would split it."""
+def _mend(axis: str, work: _Axis, total: int, params: Mapping[str, Layout]) -> str:
+    """Return how to avoid the redundant ``work`` over one axis: the plan entry that would split it.
+
+    Args:
+        total: all operations of a rank and step.
+        params: parameter -> its compute layout.
+    """
     if axis == MICRO:
         return "use fewer microbatches, of a number that divides the batch"
-    if of.within >= total:
+    if work.within >= total:
         return f'add shardc.fsdp("{axis}"), which splits the batch over it, or leave the axis out of the mesh'
     whole = {
         layers_of(name) for name, layout in params.items() if axis not in {split_part(part)[0] for part in layout.axes}
     }
-    modules = _largest(of.modules)
+    modules = _largest(work.modules)
     weights = ", ".join(f'"{module}"' for module in modules if f"{module}.weight" in whole)
     if f"{modules[0]}.weight" in whole:
         return f'add shardc.tp("{axis}", colwise=[{weights}]), or the same rowwise'

@@ -131,7 +131,9 @@ class Hardware:
         return by_dtype.get(dtype, by_dtype[torch.float32])
 
     def collective_seconds(self, kind: str, mesh: Mesh, axes: tuple[str, ...], wire_bytes: float) -> float:
-        """Return the seconds of a collective of one tensor over ``axes``; each rank sends ``wire_bytes``."""
+        """Return the seconds of a collective of ``kind``, of one tensor, over ``axes``; each rank sends
+        ``wire_bytes``.
+        """
         where = route(mesh, axes, self.node)
         if where.ranks == 1:
             return 0.0
@@ -296,7 +298,11 @@ def price(hardware: Hardware, kind: str, where: Route, wire_bytes: float) -> Pri
 
 
 def direct_bandwidth(hardware: Hardware, kind: str, where: Route) -> float:
-    """Return the bytes per second that a rank sends point to point, within its node and between nodes concurrently."""
+    """Return the bytes per second that a rank sends point to point in a collective of ``kind`` over a group placed at
+    ``where``.
+
+    Links within its node and between nodes carry data concurrently.
+    """
     outside = 0.0 if where.nodes == 1 else 1.0
     if kind == "all_to_all" and where.ranks > 1:
         outside *= (where.ranks - where.per_node) / (where.ranks - 1)

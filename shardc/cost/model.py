@@ -34,7 +34,9 @@ class Pricing(Protocol):
     def __hash__(self) -> int: ...
 
     def collective_seconds(self, kind: str, mesh: Mesh, axes: tuple[str, ...], wire_bytes: float) -> float:
-        """Return the seconds of a collective of one tensor over ``axes``, in which a rank receives ``wire_bytes``."""
+        """Return the seconds of a collective of ``kind``, of one tensor, over ``axes``; each rank receives
+        ``wire_bytes``.
+        """
 
     def least_seconds(self, wire_bytes: float) -> float:
         """Return a lower bound of the seconds of any collectives in which a rank receives ``wire_bytes`` in total."""
@@ -149,7 +151,7 @@ class CostModel:
         return messages * (row.latency + further) + wire_bytes / row.bandwidth
 
     def collective_seconds(self, kind: str, mesh: Mesh, axes: tuple[str, ...], wire_bytes: float) -> float:
-        """Return the seconds of a collective over ``axes``, by `best_seconds` for the size of its group."""
+        """Return the seconds of a collective of ``kind`` over ``axes``, by `best_seconds` for the size of its group."""
         return self.best_seconds(kind, prod([mesh.size(axis) for axis in axes]), wire_bytes)
 
     def best_seconds(self, kind: str, ranks: int, wire_bytes: float) -> float:

@@ -148,7 +148,7 @@ class _StateCache:
         return numel
 
     def price(self, prices: Prices, move: Move, before: int, after: State) -> float:
-        """Return the seconds of ``move`` from a state of ``before`` local elements."""
+        """Return the seconds of ``move`` to the state ``after``, from a state of ``before`` local elements."""
         key = move.kind, self.axes(move), before, self.local_numel(after)
         if (seconds := self._prices.get(key)) is None:
             seconds = self._prices[key] = prices.seconds(*key)
@@ -217,7 +217,7 @@ class _StateCache:
 
 
 class _Moves:
-    """The moves out of one state of the search."""
+    """The moves out of one state of the search; methods return them as (move, state after it)."""
 
     def __init__(self, cache: _StateCache, state: State) -> None:
         self.cache, self.state = cache, state
@@ -269,7 +269,10 @@ class _Moves:
         return next(self._to_partial())
 
     def _set(self, kind: str, changes: dict[int, int], op: str | None = None) -> tuple[Move, State]:
-        """Return the move that changes locations (part -> new location), and the state after it."""
+        """Return (the move of ``kind`` that makes ``changes``, part -> new location, the state after it).
+
+        ``op`` is the reduce op of a reduction.
+        """
         return Move(kind, tuple(changes), op), tuple(changes.get(k, at) for k, at in enumerate(self.state))
 
     def _open(self, at: int) -> bool:

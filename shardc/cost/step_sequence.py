@@ -279,7 +279,7 @@ def _key(half: Half, role: Role, microbatch: int) -> tuple[object, ...]:
 
 
 def _placed(start: Op, plan: MemoryPlan) -> tuple[int, ...]:
-    """Return the indices of a collective's results that are in the arena."""
+    """Return the indices of the results of the collective ``start`` that are in the arena."""
     slots: Any = comm_volume.arguments_of(start.node).get("slots") or ()
     return tuple(k for k, slot in enumerate(slots) if plan.slots and plan.slots[slot].region != OUTSIDE)
 

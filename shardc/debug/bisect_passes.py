@@ -263,7 +263,9 @@ class _Stages:
                 yield ("tangent", role.index), self.feed["tangent", role.index] * over / scale
 
     def _first(self, gm: fx.GraphModule, values: Values) -> tuple[fx.Node | None, float]:
-        """Return (first node whose value differs from that of the previous stage, its error); (None, 0.0) for none."""
+        """Return (first node of a stage whose value differs from that of the previous stage, its error); (None, 0.0)
+        for none.
+        """
         expected = dict(self.before)
         for node in gm.graph.nodes:
             if node.op != "call_function":

@@ -286,5 +286,5 @@ def _use(op: fx.Node, takes: str, way: tuple[fx.Node, ...], rows: dict[str, list
 
 
 def _short(source: str) -> str:
-    """Return ``file:line`` without folders."""
+    """Return ``source``, a ``file:line``, without folders."""
     return source.rpartition("/")[2] or "-"

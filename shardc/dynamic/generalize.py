@@ -318,7 +318,7 @@ def _attribute(gm: fx.GraphModule, node: fx.Node) -> object:
 
 
 def _equal(left: object, right: object) -> bool:
-    """Return whether two constants are equal; tensors by shape, dtype and values."""
+    """Return whether the constants ``left`` and ``right`` are equal; tensors by shape, dtype and values."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return left.shape == right.shape and left.dtype == right.dtype and bool(torch.equal(left, right))
     return bool(left == right)

@@ -58,7 +58,10 @@ Operands = dict[fx.Node, ChunkSpec | None]  # None: every chunk of the result re
 
 
 def viewed(cut: ChunkSpec, shape: Sequence[int], new_shape: Sequence[int]) -> ChunkSpec | None:
-    """Return the `ChunkSpec` of a tensor after a view to ``new_shape``; None if a chunk would span dims there."""
+    """Return the `ChunkSpec`, after a view to ``new_shape``, of a tensor of ``shape`` that is chunked by ``cut``.
+
+    None if a chunk would span several dims there.
+    """
     inside = cut.inner * prod(shape[cut.dim + 1 :])
     behind = 1
     for dim in reversed(range(len(new_shape))):
@@ -296,7 +299,7 @@ class ChunkRewriter:
         return self.parts[x, cut, number]
 
     def _join(self, x: fx.Node, before: fx.Node) -> fx.Node:
-        """Return the concatenation of the chunks of ``x``."""
+        """Return the concatenation of the chunks of ``x``, inserted before the node ``before``."""
         if x not in self.joined:
             cut, pieces = self.cuts[x], self.pieces[x]
             if cut.outer > 1:

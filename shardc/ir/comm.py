@@ -59,7 +59,8 @@ MOVES = {torch.ops.shardc.to_device.default: "to_device", torch.ops.shardc.to_ho
 
 
 def is_ring(kind: str, ranks: int) -> bool:
-    """Return whether CPU ranks leave a collective to gloo's ring: an all-reduce over any number of ranks but two.
+    """Return whether CPU ranks leave a collective of ``kind`` to gloo's ring: an all-reduce over any number of ranks
+    but two.
 
     As direct messages, an all-reduce sends everything to every rank: only between two ranks that is as little as in a
     ring.

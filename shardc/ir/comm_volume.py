@@ -83,7 +83,10 @@ def tally(gm: fx.GraphModule, mesh: Mesh) -> list[Row]:
 
 
 def wire_elements(kind: str, ranks: int, local_elements: int) -> int:
-    """Return the number of elements that each rank sends for an operand of ``local_elements`` on each of ``ranks``."""
+    """Return the number of elements that each of ``ranks`` ranks sends in a collective of ``kind``.
+
+    ``local_elements`` is the size of the operand on each rank.
+    """
     if kind == "all_gather":
         return (ranks - 1) * local_elements
     if kind == "permute_ranks" or kind == "broadcast":

@@ -36,7 +36,9 @@ def of_graph(graph: fx.Graph) -> list[str]:
 
 
 def of_source(source: str) -> list[str]:
-    """Return each collective in generated code as text, as `of_graph` does; in-place ops by their functional names."""
+    """Return each collective in Inductor's code ``source`` as text, as `of_graph` does; in-place ops by functional
+    names.
+    """
     out = []
     for name, arguments in _CALL.findall(source):
         if name not in ("wait_tensor", *MOVES.values()):
@@ -60,9 +62,9 @@ def check_order(graph: fx.Graph, source: str) -> None:
 
 
 def collective_at(lines: Sequence[str], number: int) -> int | None:
-    """Return the index of the collective that generated code starts or waits for at a line.
+    """Return the index, among all collectives, of the one that line ``number`` of Inductor's code starts or waits for.
 
-    Returns -1 - k for a wait for argument k, and None for a line of anything else.
+    -1 - k stands for a wait for argument k, None for a line of anything else.
 
     Args:
         lines: the lines of the file.
@@ -115,9 +117,10 @@ class Uses:
 
 
 def uses_of(source: str) -> Uses:
-    """Return the `Uses` of ``call`` in compiled code: a result is in use until the last name for its memory is deleted.
+    """Return the `Uses` of the function ``call`` in Inductor's code ``source``.
 
-    Inductor fuses ops and reuses memory (``buf9 = buf8; del buf8  # reuse``), so lifetimes differ from the graph's.
+    A result is in use until the last name for its memory is deleted. Inductor fuses ops and reuses memory (``buf9 =
+    buf8; del buf8  # reuse``), so lifetimes differ from the graph's.
     """
     spans: dict[int, tuple[int, int]] = {}
     behind: dict[str, set[int]] = {}  # variable -> the slots and arguments that may hold its value

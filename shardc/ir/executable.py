@@ -397,7 +397,7 @@ class Executable(ABC):
         return tuple(dict.fromkeys((*self.step(), *inference)))
 
     def runs(self, training: bool = True) -> Iterator[tuple[Half, int]]:
-        """Yield the graphs of one step in the order in which they run, each with the number of its microbatch."""
+        """Yield (graph, number of its microbatch) of the graphs of one step, in the order in which they run."""
         trains = training and self.trains
         if self.opens_backward and not trains:
             yield from self.using(frozenset()).runs(training)

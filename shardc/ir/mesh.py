@@ -115,12 +115,14 @@ class Mesh:
         return self._sizes[name] if size is None else size
 
     def order(self, axis: str) -> tuple[int, int]:
-        """Return the sort key of an axis or part: mesh order, then major to minor."""
+        """Return the sort key of an axis or part, for mesh order and, within an axis, major to minor."""
         name, pre, _ = split_part(axis)
         return self.axes.index(name), pre
 
     def cut(self, axis: str, major: int) -> tuple[str, str]:
-        """Return two parts of ``axis``, first the major one of size ``major``: ``tp:1x2``, ``tp:2x2`` for ``tp=4``."""
+        """Return (major part, minor part) of ``axis``; the major one has size ``major``: ``tp:1x2``, ``tp:2x2`` for
+        ``tp=4``.
+        """
         name, pre, _ = split_part(axis)
         size = self.size(axis)
         assert size % major == 0, f"{axis} of size {size} cannot be cut by {major}"
@@ -156,7 +158,7 @@ class Mesh:
         return [self.part(name, low, high // low) for low, high in pairwise(inside)]
 
     def overlap(self, first: str, second: str) -> bool:
-        """Return whether two axes (or parts of one axis) overlap, as ``tp`` and ``tp:2x2`` do."""
+        """Return whether ``first`` and ``second``, axes or parts of axes, overlap, as ``tp`` and ``tp:2x2`` do."""
         (name, pre, _), (other_name, other_pre, _) = split_part(first), split_part(second)
         if name != other_name:
             return False

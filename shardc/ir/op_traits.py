@@ -26,7 +26,9 @@ COPIES = frozenset(
 
 @cache
 def aliases(target: object) -> bool:
-    """Return whether results may share memory with operands: views, in-place ops, waits, getitems."""
+    """Return whether results of the op ``target`` may share memory with operands: views, in-place ops,
+    waits, getitems.
+    """
     if target is WAIT or target is getitem:
         return True
     schema = getattr(target, "_schema", None)
@@ -35,13 +37,18 @@ def aliases(target: object) -> bool:
 
 @cache
 def lends(target: object) -> bool:
-    """Return whether results may share memory with operands; ``reshape`` counts as a copy, unlike in `aliases`."""
+    """Return whether results of the op ``target`` may share memory with operands, where ``reshape`` counts as a copy.
+
+    Unlike in `aliases`, where it counts as a view.
+    """
     return aliases(target) and target is not aten.reshape.default
 
 
 @cache
 def is_view(target: object) -> bool:
-    """Return whether the single result always shares memory with the operand (not so for ``reshape``)."""
+    """Return whether the single result of the op ``target`` always shares memory with the operand (not so for
+    ``reshape``).
+    """
     schema = getattr(target, "_schema", None)
     if schema is None or len(schema.returns) != 1 or target is aten.reshape.default:
         return False
@@ -63,8 +70,9 @@ def draws(target: object) -> bool:
 
 @cache
 def is_pointwise(target: object) -> bool:
-    """Return whether each element of the result depends on the operands' elements at its (broadcast) position only; no
-    random draws.
+    """Return whether each element of an op's result depends on the operands' elements at its (broadcast) position only.
+
+    An op that draws random numbers is not pointwise.
     """
     return torch.Tag.pointwise in getattr(target, "tags", ()) and not draws(target)
 

@@ -35,12 +35,12 @@ def all_gather(x: Tensor, *, axis: str) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, *, axis: str, op: str = "sum") -> Tensor:
-    """Reduces over ``axis``, which then splits the result."""
+    """Reduces over ``axis`` by the reduce op ``op``; the axis then splits the result."""
     _never("reduce_scatter")
 
 
 def all_reduce(x: Tensor, *, axis: str, op: str = "sum") -> Tensor:
-    """Reduces over ``axis``; every rank along it has the result."""
+    """Reduces over ``axis`` by the reduce op ``op``; every rank along it has the result."""
     _never("all_reduce")
 
 
@@ -60,7 +60,7 @@ def shard(x: Tensor, *, axis: str) -> Tensor:
 
 
 def to_partial(x: Tensor, *, axis: str, op: str = "sum") -> Tensor:
-    """Turns a replicated value into a pending reduction over ``axis``; no communication."""
+    """Turns a replicated value into a pending reduction ``op`` over ``axis``; no communication."""
     _never("to_partial")
 
 

@@ -328,7 +328,13 @@ class Walk:
         return name
 
     def _custom_op(self, value: object, op: str, parts: Mapping[str, object]) -> str:
-        """Record a user's op: Dynamo calls its functions without tracing them."""
+        """Record a user's op, whose functions Dynamo calls without tracing them; return its name.
+
+        Args:
+            value: the op.
+            op: its qualified name.
+            parts: its functions by kind.
+        """
         name = self._refs[id(value)] = f"op {op}"
         self._alive.append(value)
         if op not in self.ops:
@@ -378,8 +384,9 @@ class Walk:
         return self._was_traced(value)
 
     def _expand(self, function: types.FunctionType, name: str) -> None:
-        """`bind` the globals that a function's code names, and the attributes that it names of torch's and Python's
-        modules.
+        """`bind` the globals that the code of ``function``, called ``name`` in `Reach`, names.
+
+        Also the attributes that it names of torch's and Python's modules.
         """
         names, texts = names_in(function.__code__)
         if versioned_path(function.__code__.co_filename) is None:

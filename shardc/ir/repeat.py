@@ -343,7 +343,9 @@ class _Cutter:
         return list(takes), [node for node in inside if self.last[node] >= stop]
 
     def key(self, start: int, stop: int) -> object:
-        """Return the key of a run of nodes: runs with equal keys (ops, data flow, input types) can share one graph."""
+        """Return the key of ops ``start`` to ``stop``: runs with equal keys (ops, data flow, input types) can share one
+        graph.
+        """
         takes, gives = self._ports(start, stop)
         number = {node: -1 - at for at, node in enumerate(takes)}
         number |= {node: at for at, node in enumerate(self.nodes[start:stop])}

@@ -98,7 +98,7 @@ class Inserter:
     suffix: str = ""
 
     def call(self, target: Callable[..., object], *args: fx.node.Argument, **kwargs: fx.node.Argument) -> fx.Node:
-        """Insert an op, and return its node; its type and fake value are those of a run on the fake values of its
+        """Insert a call of the op ``target`` and return its node, with the type and fake value of a run on fake
         arguments.
         """
         val = fake_result(self.rewriter.fake_mode, target, fx.map_arg(args, _val), fx.map_arg(kwargs, _val))
@@ -111,9 +111,10 @@ class Inserter:
         *args: fx.node.Argument,
         **kwargs: fx.node.Argument,
     ) -> fx.Node:
-        """Insert an op or a marker of type ``value``, without a fake value, and return its node.
+        """Insert a call of ``target``, an op or a marker, with a result of type ``value``; return its node.
 
-        If ``value`` has a layout, the op's required operand layouts (`Info.needs`) are the operands' current layouts.
+        The node has no fake value. If ``value`` has a layout, the op's required operand layouts (`Info.needs`) are the
+        operands' current layouts.
         """
         node = self._insert(target, args, kwargs, value)
         if isinstance(value, Value) and value.layout is not None and hasattr(target, "_schema"):

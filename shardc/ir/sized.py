@@ -131,7 +131,9 @@ class SizedGraph:
     compiled: list[tuple[Callable[[Mapping[str, int]], bool], Any]] = field(default_factory=list)
 
     def units(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return name of a size -> its unit u, for which it is ``a u + b`` (see `shardc.dynamic.generalize.moduli`)."""
+        """Return name of a size -> its unit u at ``sizes``: the size is ``a u + b`` (see
+        `shardc.dynamic.generalize.moduli`).
+        """
         return {name: (sizes[name] - b) // a for name, (a, b) in self.scale.items()}
 
     def at(self, sizes: Mapping[str, int]) -> fx.GraphModule:
@@ -257,7 +259,11 @@ def _words(node: fx.Node) -> Iterator[str]:
 
 
 def _example(shape: Any, like: Any, number: Callable[[Any], Any]) -> Any:
-    """Return ``like``, an example value, with each tensor replaced by one of the sizes and strides in ``shape``."""
+    """Return ``like``, an example value, with each tensor replaced by one of the sizes and strides in ``shape``.
+
+    Args:
+        number: maps a polynomial to its value.
+    """
     if isinstance(shape, Shape):
         sizes, strides = [[number(n) for n in dims] for dims in (shape.sizes, shape.strides)]
         return like.new_empty_strided(sizes, strides)  # in the fake mode of ``like``

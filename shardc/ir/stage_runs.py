@@ -182,7 +182,12 @@ class StageRuns:
     def _several(
         self, rank: int, kind: str, values: Mapping[str, tuple[int, frozenset[int], Value]]
     ) -> Iterator[Message]:
-        """Yield the messages of ``rank`` that bring each of ``values`` to the ranks of the stages that take it."""
+        """Yield the messages of ``rank`` that bring each of ``values`` to the ranks of the stages that take it.
+
+        Args:
+            kind: kind of the values in `Message.keys`.
+            values: name -> (stage that has it, stages that take it, type).
+        """
         for name, (stage, takers, example) in values.items():
             source = self.rank(stage)
             for target in sorted({self.rank(taker) for taker in takers} - {source}):
@@ -190,7 +195,13 @@ class StageRuns:
                     yield Message(((kind, name, 0),), (example,), source, target)
 
     def _message(self, kind: str, values: Mapping[str, Value], at: int, source: int, target: int) -> Iterator[Message]:
-        """Yield the message with ``values`` of microbatch ``at`` from stage ``source`` to stage ``target``."""
+        """Yield the message with ``values`` of microbatch ``at`` from stage ``source`` to stage ``target``; none
+        without values.
+
+        Args:
+            kind: kind of the values in `Message.keys`.
+            values: name -> type.
+        """
         if values:
             keys = tuple((kind, name, at) for name in values)
             yield Message(keys, tuple(values.values()), self.rank(source), self.rank(target))

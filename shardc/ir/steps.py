@@ -58,7 +58,7 @@ class _Step:
     # --- conditions of the ops; each returns None if it holds, else a reason as text
 
     def missing(self, bound: set[str], what: str) -> str | None:
-        """Return a reason, as text, if one of the op's axes is not among ``bound``."""
+        """Return a reason, as text, if one of the op's axes is not among ``bound``: that it splits ``what``."""
         lost = next((atom for atom in self.over if atom not in bound), None)
         return None if lost is None else f"{lost!r} splits {what}"
 

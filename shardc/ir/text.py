@@ -97,13 +97,18 @@ def lines(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> list[Line
 
 
 def placeholder_text(record: Info, unplaced: str) -> str:
-    """Return ``KIND [#INDEX] [ROLE] %name: type``."""
+    """Return the text of the placeholder with this ``record``: ``KIND [#INDEX] [ROLE] %name: type``.
+
+    ``unplaced`` is appended to a tensor without a layout.
+    """
     shown = f"{grammar.name_text(record.name)}: {grammar.value_text(record.value, unplaced)}"
     return shown if record.role is None else f"{role_text(record.role, record.name)} {shown}"
 
 
 def role_text(role: Role, shown_name: str) -> str:
-    """Return ``KIND [#INDEX] [ROLE]``, without an index of 0 and without the name that is ``shown_name``."""
+    """Return ``role`` as text, ``KIND [#INDEX] [ROLE]``: without an index of 0, and without the name if it is
+    ``shown_name``.
+    """
     index = [f"#{role.index}"] if role.index else []
     name = [grammar.word_text(role.name)] if role.name != shown_name else []
     return " ".join([role.kind, *index, *name])

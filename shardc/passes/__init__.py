@@ -79,7 +79,7 @@ def sending(cost: Pricing, direct: bool) -> Pricing | None:
 
 
 def bucket_size(options: Options, mesh: Mesh) -> int | ByLink:
-    """Returns the bytes of a bucket, or a `ByLink`, which gives them for each group of ranks, if the option is a
+    """Returns the bytes of a bucket under ``options``; a `ByLink`, with a size for each group of ranks, if they name a
     `Hardware`.
     """
     size = options.bucket_size

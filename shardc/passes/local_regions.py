@@ -12,7 +12,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import Argument
 
-from shardc.custom_ops.region import Ranks, Region, on_ranks, region
+from shardc.custom_ops.region import Ranks, Region, on_ranks
+from shardc.custom_ops.region import region as region_of
 from shardc.errors import RuleError
 from shardc.ir import graph as ir
 from shardc.ir.graph import Value
@@ -63,37 +64,40 @@ def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
         PlanError, LayoutError: a layout that does not fit the tensor, with the region's source.
         RuleError: a pending reduction in an argument.
     """
-    it = _region(node)
+    region = _region(node)
     value = ir.info(node).value
     values = [ir.value(x) for x in operands_of(node)]
-    count = len(it.inputs)
-    arguments = tuple(_layout(it, "in", at, spec, mesh, values[at]) for at, spec in enumerate(it.inputs))
+    count = len(region.inputs)
+    arguments = tuple(_layout(region, "in", at, spec, mesh, values[at]) for at, spec in enumerate(region.inputs))
     for at, layout in enumerate(arguments):
         if layout.partial:
             raise RuleError(
-                f"local_map of {it.name}: in_layouts[{at}] is {layout}, with a pending reduction",
-                source=it.source,
+                f"local_map of {region.name}: in_layouts[{at}] is {layout}, with a pending reduction",
+                source=region.source,
                 fix="take the argument whole, or split; the reduction is then done before the region",
             )
     if node.target is CALL:
         assert isinstance(value, tuple)
-        if len(value) != len(it.outputs):
+        if len(value) != len(region.outputs):
             raise RuleError(
-                f"local_map of {it.name}: it returns {len(value)} tensors and has {len(it.outputs)} out_layouts",
-                source=it.source,
+                f"local_map of {region.name}: it returns {len(value)} tensors and has {len(region.outputs)} "
+                "out_layouts",
+                source=region.source,
                 fix="give one layout for each tensor that it returns",
             )
-        results = tuple(_layout(it, "out", at, it.outputs[at], mesh, v) for at, v in enumerate(value) if v is not None)
+        results = tuple(
+            _layout(region, "out", at, region.outputs[at], mesh, v) for at, v in enumerate(value) if v is not None
+        )
         for at, layout in enumerate(results):
             if any(op != "sum" for _, op in layout.partial):
                 raise RuleError(
-                    f"local_map of {it.name}: out_layouts[{at}] is {layout}, and only a sum may be left pending",
-                    source=it.source,
+                    f"local_map of {region.name}: out_layouts[{at}] is {layout}, and only a sum may be left pending",
+                    source=region.source,
                     fix="do the reduction in the function, with shardc.local",
                 )
         return Strategy(arguments, results)
     floating = [at for at, value in enumerate(values[:count]) if value.dtype.is_floating_point]
-    tangents = _tangents(it, mesh, values[count:])
+    tangents = _tangents(region, mesh, values[count:])
     sums = tuple(arguments[at].with_partial(_unused(arguments[at])) for at in floating)
     return Strategy((*arguments, *(layout.without_partial() for layout in tangents)), sums)
 
@@ -109,35 +113,38 @@ def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[f
     Raises:
         RuleError: the function fails on shards, or returns a shard of a wrong shape.
     """
-    it, mesh = _region(node), ir.layout(operands_of(node)[0]).mesh
+    region, mesh = _region(node), ir.layout(operands_of(node)[0]).mesh
     operands = [emitter.like(x, old) for x, old in zip(operands, operands_of(node), strict=True)]
     fakes = [x.meta["val"] for x in operands]
-    count = len(it.inputs)
-    layouts = _tangents(it, mesh, [ir.value(x) for x in operands_of(node)][count:]) if node.target is GRADIENT else []
+    count = len(region.inputs)
+    layouts = (
+        _tangents(region, mesh, [ir.value(x) for x in operands_of(node)][count:]) if node.target is GRADIENT else []
+    )
 
     def on_a_rank(tensors: list[Tensor], indices: list[Tensor]) -> list[Tensor]:
         """Returns the results of the region, or its gradients, on the shards ``tensors`` of the rank at ``indices``."""
         with on_ranks(Ranks(mesh, dict(zip(mesh.axes, indices, strict=True)))):
             if node.target is CALL:
-                return it.run(tensors)
-            return it.gradients(tensors[:count], list(map(_part, tensors[count:], layouts)))
+                return region.run(tensors)
+            return region.gradients(tensors[:count], list(map(_part, tensors[count:], layouts)))
 
     with emitter.rewriter.fake_mode:
         indices = [torch.zeros(1, dtype=torch.int64, device=emitter.device) for _ in mesh.axes]
-        with _explained(it, fakes):
+        with _explained(region, fakes):
             traced = make_fx(on_a_rank)(fakes, indices)
-    results = _inline(traced, [*operands, *((axis,) for axis in mesh.axes)], emitter, it)
-    _check(it, node, results)
+    results = _inline(traced, [*operands, *((axis,) for axis in mesh.axes)], emitter, region)
+    _check(region, node, results)
     return results
 
 
 def _inline(
-    traced: fx.GraphModule, feed: Sequence[fx.Node | tuple[str, ...]], emitter: Emitter, it: Region
+    traced: fx.GraphModule, feed: Sequence[fx.Node | tuple[str, ...]], emitter: Emitter, region: Region
 ) -> list[fx.Node]:
     """Emits the ops of ``traced``; returns its results.
 
     Args:
         feed: for each placeholder, a node of the new graph or the axes of a coordinate.
+        region: the region whose function was traced, for errors.
     """
     env: dict[fx.Node, fx.Node] = {}
     waiting = iter(feed)
@@ -157,14 +164,14 @@ def _inline(
             env[node] = emitter.call(node.target, *args, **kwargs)
         else:
             raise RuleError(
-                f"local_map of {it.name}: it uses a tensor that is none of its arguments",
-                source=it.source,
+                f"local_map of {region.name}: it uses a tensor that is none of its arguments",
+                source=region.source,
                 fix="pass it as an argument, with a layout",
             )
     raise AssertionError("the graph has no output")
 
 
-def _check(it: Region, node: fx.Node, results: Sequence[fx.Node]) -> None:
+def _check(region: Region, node: fx.Node, results: Sequence[fx.Node]) -> None:
     """Raises RuleError if a result of the region has another shape on a rank than its out_layouts say."""
     record = ir.info(node).value
     assert isinstance(record, tuple)
@@ -174,24 +181,24 @@ def _check(it: Region, node: fx.Node, results: Sequence[fx.Node]) -> None:
         shape, expected = tuple(local.meta["val"].shape), tuple(value.layout.local_shape)
         if shape != expected and node.target is CALL:
             raise RuleError(
-                f"local_map of {it.name}: result {at} is {list(shape)} on a rank; of the whole {list(value.shape)} "
+                f"local_map of {region.name}: result {at} is {list(shape)} on a rank; of the whole {list(value.shape)} "
                 f"a shard at {value.layout} is {list(expected)}",
-                source=it.source,
-                fix=f"return this rank's shard, or change out_layouts[{at}] = {it.outputs[at]!r}",
+                source=region.source,
+                fix=f"return this rank's shard, or change out_layouts[{at}] = {region.outputs[at]!r}",
             )
 
 
 @contextmanager
-def _explained(it: Region, fakes: Sequence[Tensor]) -> Iterator[None]:
+def _explained(region: Region, fakes: Sequence[Tensor]) -> Iterator[None]:
     """Turns an exception of the region's function into a `RuleError` with its name and the shapes of its arguments."""
     try:
         yield
     except (TypeError, RuntimeError, ValueError, IndexError) as error:
-        shapes = ", ".join(str(list(x.shape)) for x in fakes[: len(it.inputs)])
+        shapes = ", ".join(str(list(x.shape)) for x in fakes[: len(region.inputs)])
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RuleError(
-            f"local_map of {it.name}: it fails on shards of shapes {shapes}: {reason}",
-            source=it.source,
+            f"local_map of {region.name}: it fails on shards of shapes {shapes}: {reason}",
+            source=region.source,
             fix="make it work on one rank's shards of its in_layouts as it does on whole tensors",
         ) from error
 
@@ -200,18 +207,22 @@ def _region(node: fx.Node) -> Region:
     """Returns the region that a call (or gradient) node names by number in its last argument."""
     number = node.args[-1]
     assert isinstance(number, int)
-    return region(number)
+    return region_of(number)
 
 
-def _tangents(it: Region, mesh: Mesh, values: Sequence[Value]) -> list[Layout]:
-    """Returns the `Layout` of each result of the region by its out_layouts; ``values`` are the types of the results."""
-    return [_layout(it, "out", at, it.outputs[at], mesh, value) for at, value in enumerate(values)]
+def _tangents(region: Region, mesh: Mesh, values: Sequence[Value]) -> list[Layout]:
+    """Returns the `Layout` of each result of ``region``, and of its gradient, by its out_layouts.
+
+    Args:
+        values: the type of each result.
+    """
+    return [_layout(region, "out", at, region.outputs[at], mesh, value) for at, value in enumerate(values)]
 
 
-def _layout(it: Region, side: str, at: int, spec: object, mesh: Mesh, value: Value) -> Layout:
+def _layout(region: Region, side: str, at: int, spec: object, mesh: Mesh, value: Value) -> Layout:
     """Returns the `Layout` that ``spec`` gives to argument ("in") or result ("out") number ``at`` of the region."""
-    what = f"{'argument' if side == 'in' else 'result'} {at} of {it.name}"
-    return to_layout(spec, mesh, value.shape, what=what, entry=f"{side}_layouts[{at}] = {spec!r} of {it.source}")
+    what = f"{'argument' if side == 'in' else 'result'} {at} of {region.name}"
+    return to_layout(spec, mesh, value.shape, what=what, entry=f"{side}_layouts[{at}] = {spec!r} of {region.source}")
 
 
 def _unused(layout: Layout) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ class Folded:
         return tuple(f"{run}: {run.count} blocks alike, analysed on {self.repeats.keep}" for run in self.repeats)
 
     def levels(self, few: Mapping[str, int]) -> dict[str, int]:
-        """Returns parameter of the model -> its FSDP level (3: ZeRO-3), given the levels of the captured ones."""
+        """Returns parameter of the whole model -> its FSDP level; ``few`` has those of the captured blocks."""
         return {name: few[self.repeats.counterpart(name)] for name in self.bound.params}
 
     def whole(self, stage: str, graph: fx.Graph) -> fx.Graph:
@@ -107,7 +107,7 @@ class Folded:
     def halves(
         self, first: fx.GraphModule, second: fx.GraphModule | None
     ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-        """Returns forward (or inference) and backward graph of the whole model, given those of the captured blocks."""
+        """Returns (forward or inference graph, backward) of the whole model, given ``first`` and ``second`` of few."""
         forward, backward = first.graph, second and second.graph
         for unfold in self.unfolds:
             forward, backward = unfold.halves(forward, backward)

@@ -73,8 +73,9 @@ def to_call(run: Sequence[Called]) -> Call:
 
 
 def call_text(name: str, arguments: dict[str, Any]) -> str:
-    """Return the call as Python source that evaluates to the plan; ``axis``, ``names`` and ``count`` are
-    positional.
+    """Return the call of constructor ``name`` as Python source that evaluates to the plan.
+
+    The arguments ``axis``, ``names`` and ``count`` are positional.
     """
     texts = {key: _argument_text(key, value) for key, value in arguments.items()}
     return f"{name}({', '.join(x if key in ('axis', 'names', 'count') else f'{key}={x}' for key, x in texts.items())})"

@@ -102,7 +102,9 @@ def drop_style_hooks(model: nn.Module) -> None:
 
 
 def _axes(name: str, param: DTensor, mesh: DeviceMesh | Mesh) -> tuple[str, ...]:
-    """Return the axes of ``mesh`` that DTensor ``param`` is placed on; InputError if it is on another mesh."""
+    """Return the axes of ``mesh`` on which parameter ``name``, the DTensor ``param``, is placed; InputError if on
+    another mesh.
+    """
     names = param.device_mesh.mesh_dim_names or ()
     sizes = dict(zip(names, param.device_mesh.shape, strict=False))
     wanted = Mesh.of(mesh)

@@ -122,7 +122,9 @@ def _of_experts(style: str) -> bool:
 
 
 def hf_plan(model: nn.Module, kind: str = "tp") -> dict[str, str]:
-    """Return key -> style of the model's "tp" or "ep" plan, completed by the plan of its config for the base model."""
+    """Return key -> style of the model's plan of this ``kind`` ("tp" or "ep"), completed by its config's plan for the
+    base model.
+    """
     model_plan = dict(getattr(model, f"_{kind}_plan", None) or {})
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""

@@ -111,6 +111,9 @@ class DimsSpec:
 def freeze(spec: object, entry: str = "") -> Form:
     """Return ``spec`` in hashable form: a string, a tuple of axes or of placements, or `OnAxes`.
 
+    Args:
+        entry: the plan entry, for errors, here and in the functions below.
+
     Raises:
         PlanError: it is not one of the forms above, or uses an axis twice.
     """
@@ -165,7 +168,9 @@ def _is_axis(item: object) -> bool:
 
 
 def _freeze_dim(item: object, spec: object, entry: str) -> str | tuple[str, ...] | None:
-    """Return one dim of a tuple spec as an axis, a tuple of axes, or None; raise PlanError for anything else."""
+    """Return ``item``, one dim of the tuple ``spec``, as an axis, a tuple of axes, or None; raise PlanError
+    for others.
+    """
     if item is None or item == "None":
         return None
     if _is_name(item):

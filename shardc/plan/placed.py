@@ -213,7 +213,7 @@ def grown(layout: Layout, dim: int, axis: str, size: int) -> Layout | None:
 
 
 def warn(text: str, entry: str) -> None:
-    """Warn that a parameter cannot have the layout that ``entry`` asks for."""
+    """Warn, with ``text``, that a parameter cannot have the layout that ``entry`` asks for."""
     warnings.warn(str(PlanError(text, plan_entry=entry)), ShardcWarning, stacklevel=3)
 
 

@@ -89,7 +89,7 @@ def decode(text: str, path: str, constructors: Mapping[str, Callable[..., Any]])
 
 
 def _of(kind: type[K], value: object, path: str, what: str) -> K:
-    """Return ``value``; raise PlanError if it is not a ``kind``."""
+    """Return ``value``; raise PlanError, which calls it ``what``, if it is not a ``kind``."""
     if not isinstance(value, kind):
         raise PlanError(f"{path}: {what} is {value!r}, not a {kind.__name__}")
     return value

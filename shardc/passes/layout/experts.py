@@ -52,7 +52,11 @@ class Experts:
 
 
 def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
-    """Replaces the ops between the marks of one call, whose last one is ``end``, by one op; also those of backward."""
+    """Replaces the ops between the marks of one call, whose last one is ``end``, by one op; also those of backward.
+
+    Args:
+        entries: the plan's ep entries, which say how the op sends rows.
+    """
     # Every call has its own index tensor, which identifies its marks.
     rows, index = end.args
     assert isinstance(index, fx.Node)
@@ -81,7 +85,10 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
 
 
 def _entered(start: fx.Node, count: int) -> dict[int, fx.Node]:
-    """Returns position -> result of the ``enter`` mark ``start``; a result that is not used gets a getitem first."""
+    """Returns position -> the getitem that reads this one of the ``count`` results of the ``enter`` mark ``start``.
+
+    A getitem is inserted for a result that nothing reads.
+    """
     results = {int(node.args[1]): node for node in start.users}
     for at in range(count):
         if at not in results:

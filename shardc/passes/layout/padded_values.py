@@ -75,7 +75,9 @@ class Calls:
         return self.rewriter.end(self.record).call(target, *args, **kwargs)
 
     def with_strides(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Returns (args, kwargs) of an op, with copies of the tensors whose strides its rule does not accept."""
+        """Returns (args, kwargs) of a call of ``target``, with copies of the tensors whose strides its rule does not
+        accept.
+        """
         strides = strides_of(target)
         if strides == ANY:
             return args, kwargs

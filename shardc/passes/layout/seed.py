@@ -144,7 +144,7 @@ class Seed:
         output.args = (tuple(results),)
 
     def _padded(self, rewriter: GraphRewriter, grad: fx.Node, before: fx.Node, name: str) -> fx.Node:
-        """Returns ``grad`` padded to the stored shape of parameter ``name``."""
+        """Returns ``grad`` padded to the stored shape of parameter ``name``, by a node inserted before ``before``."""
         shape, want = list(ir.value(grad).shape), self.params[name].storage.shape
         for dim, (have, size) in enumerate(zip(tuple(shape), want, strict=True)):
             if have != size:

@@ -101,7 +101,9 @@ class Reading:
         return self.size == self.length and (self.begin, max(self.begin, self.end)) == (ends[0], max(ends))
 
     def placed(self, at: Inserter, x: fx.Node) -> fx.Node:
-        """Returns ``x``, whose dims are in the order of ``source``, permuted to the order of the value."""
+        """Returns ``x``, whose dims are in the order of ``source``, permuted to the order of the value by a node
+        inserted at ``at``.
+        """
         return x if list(self.order) == sorted(self.order) else at.call(aten.permute.default, x, list(self.order))
 
 

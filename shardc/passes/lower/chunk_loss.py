@@ -275,7 +275,11 @@ class _Loops(ChunkRewriter):
                 self.graph.erase_node(node)
 
     def _write(self, loop: list[fx.Node], before: fx.Node) -> None:
-        """Inserts the nodes of one phase (forward or backward): all nodes of a chunk, then those of the next."""
+        """Inserts the chunks of ``loop``, the nodes of one phase (forward or backward): all nodes of a chunk, then the
+        next chunk.
+
+        They are inserted before the node ``before``.
+        """
         region, backward = self.region, ir.info(loop[0]).origin.phase == "backward"
         read = {x: None for node in loop for x in node.all_input_nodes}
         self.done = [x for x in read if self.tangents[x] and not region.has(x)][:1] if backward else []
@@ -297,7 +301,9 @@ class _Loops(ChunkRewriter):
                 node.replace_all_uses_with(ir.update(self.sums[node], name=ir.info(node).name))
 
     def _add(self, node: fx.Node, number: int, before: fx.Node) -> None:
-        """Inserts one chunk's term of a total, and its sum with the earlier ones."""
+        """Inserts, before ``before``, the term of chunk ``number`` of the total ``node``, and its sum with the earlier
+        terms.
+        """
         cast, need = self.casts.get(node), self.region.totals[node]
         result = node if cast is None else cast
         total, self.phase = self.sums.get(result), ir.info(node).origin.phase
@@ -315,13 +321,13 @@ class _Loops(ChunkRewriter):
         return x in self.cuts and ir.info(x).origin.phase == "forward" and self.region.is_wide(x)
 
     def _recomputed_piece(self, x: fx.Node, number: int, before: fx.Node) -> fx.Node:
-        """Returns chunk ``number`` of ``x``, recomputed in backward."""
+        """Returns chunk ``number`` of ``x``, recomputed in backward before the node ``before``."""
         if x not in self.recomputed:
             self.recomputed[x] = self._piece(x, number, before, "backward")
         return self.recomputed[x]
 
     def _piece(self, node: fx.Node, number: int, before: fx.Node, phase: str = "") -> fx.Node:
-        """Inserts one chunk of ``node``; the rows of logits are taken once the chunk before is done."""
+        """Inserts chunk ``number`` of ``node``; the rows of logits are taken once the chunk before is done."""
         piece = super()._piece(node, number, before, phase)
         if node in self.region.heads and self.done:
             rows = piece.args[-2]

@@ -74,8 +74,9 @@ def _wait(builder: Builder, x: object) -> object:
 
 
 def _to_front(step: Step, x: object, builder: Builder) -> object:
-    """Returns ``x`` with one leading dim for each factor of its dims that the step splits over an axis, in mesh order,
-    then the other factors.
+    """Returns the local tensor ``x``, before ``step``, with a leading dim for each axis over which the step splits it.
+
+    These are factors of its dims, in mesh order; the other factors follow.
     """
     digits = [slot for slot in slots(step.src, step.dst) if slot.before is None]
     leading = _in_mesh_order(step, {k: slot.after for k, slot in enumerate(digits) if slot.after})
@@ -87,13 +88,15 @@ def _to_front(step: Step, x: object, builder: Builder) -> object:
 
 
 def _in_mesh_order(step: Step, bound: Mapping[int, str]) -> list[int]:
-    """Returns the keys of ``bound`` in mesh order of their axes."""
+    """Returns the keys of ``bound`` (position of a digit -> its axis) in the mesh order of the axes."""
     return sorted(bound, key=lambda k: step.src.mesh.order(bound[k]))
 
 
 def _from_front(step: Step, x: object, builder: Builder) -> object:
-    """Returns ``x``, which has a leading dim for each axis that the step stops splitting over, with these dims moved
-    into those that they are parts of.
+    """Returns the local tensor ``x``, after ``step``, with its leading dims moved back into the dims that they are
+    factors of.
+
+    It has a leading dim for each axis over which the step stops splitting it.
     """
     digits = [slot for slot in slots(step.src, step.dst) if slot.after is None]
     freed = _in_mesh_order(step, {k: slot.before for k, slot in enumerate(digits) if slot.before})

@@ -108,7 +108,11 @@ class Decompose:
         return saved, _Cuts(graph, count, paying), reasons
 
     def _seconds(self, cuts: _Cuts, node: fx.Node) -> tuple[float, float]:
-        """Returns the predicted seconds of a collective and the products beside it: (unsplit, in chunks)."""
+        """Returns the predicted seconds (unsplit, in chunks) of the collective ``node`` and of the products beside it.
+
+        Args:
+            cuts: the nodes that are computed in chunks.
+        """
         assert self.cost is not None
         axes, ranks = group_of(node, self.mesh)
         kind = collective_kind(node)
@@ -317,7 +321,9 @@ class _Cuts:
         return node in marks
 
     def _below(self, node: fx.Node, cut: ChunkSpec) -> dict[fx.Node, ChunkSpec]:
-        """Returns node -> its chunks, for nodes that need only chunks of ``node``, up to the next matrix products."""
+        """Returns node -> its chunks, for nodes after ``node`` that need only its chunks ``cut``, up to the next matrix
+        products.
+        """
         cuts = {node: cut}
         work = [node]
         while work:

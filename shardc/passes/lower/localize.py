@@ -68,7 +68,11 @@ class Localize:
         return LazyGraphModule(gm, emitter.finish())
 
     def _node(self, node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
-        """Emits one node of the global graph; returns its local node, or a list for several results."""
+        """Emits one node of the global graph; returns its local node, or a list for several results.
+
+        Args:
+            env: global node -> what was returned for it.
+        """
         if node.op == "placeholder":
             return emitter.placeholder(node)
         if node.op == "get_attr":
@@ -99,7 +103,11 @@ def _emit_move(node: fx.Node, x: Any, emitter: Emitter) -> Any:
 
 
 def _emit_op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
-    """Emits one op by its rule; an op without a rule has replicated operands and is copied."""
+    """Emits one op by its rule; an op without a rule has replicated operands and is copied.
+
+    Args:
+        env: global node -> its local node, or a list for several results.
+    """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
     rule = find_rule(node.target)
     if rule is None:
@@ -159,7 +167,11 @@ class Emitter(Calls):
         return self._fed("key", "key", "key")
 
     def _fed(self, name: str, kind: str, role_name: str) -> fx.Node:
-        """Returns the placeholder ``name`` of a number (int64 [1]) that the runtime passes; it is created once."""
+        """Returns the placeholder ``name`` of a number (int64 [1]) that the runtime passes; it is created once.
+
+        Args:
+            kind, role_name: kind ("coordinate" or "key") and name of its role.
+        """
         if name not in self._numbers:
             with self.graph.inserting_after(self._last_primal) if self._last_primal else self.graph.inserting_before():
                 node = self.graph.placeholder(f"primals_{kind}_{len(self._numbers)}")
@@ -206,7 +218,12 @@ class Emitter(Calls):
         return result
 
     def output(self, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
-        """Emits the output node, with its roles."""
+        """Emits the output node, with its roles.
+
+        Args:
+            node: the output of the global graph.
+            env: global node -> its local node.
+        """
         results = fx.map_arg(node.args[0], lambda n: env[n])
         output = self.graph.output(tuple(results))
         output.meta[ir.ROLES] = node.meta[ir.ROLES]

@@ -135,7 +135,7 @@ class Microbatch:
         return [node for node in graph.nodes if node in inside and any(user not in inside for user in node.users)]
 
     def _results(self, graph: fx.Graph, cut: _Cut) -> tuple[Outputs, Outputs]:
-        """Returns the results of the body, forward ones first, and those of the closing graph."""
+        """Returns (results of the body, forward ones first; results of the closing graph)."""
         first: list[tuple[Role, Argument]] = []
         grads: list[tuple[Role, Argument]] = []
         rest: list[tuple[Role, Argument]] = []

@@ -74,7 +74,12 @@ class Offload:
                 user.replace_input_with(param, on_device)
 
     def _move(self, rewriter: GraphRewriter, x: fx.Node, before: fx.Node, entry: str, op: Any, *args: Any) -> fx.Node:
-        """Inserts the move of ``x`` by ``op`` and its wait before node ``before``; returns the wait."""
+        """Inserts the move of ``x`` by ``op`` and its wait before node ``before``; returns the wait.
+
+        Args:
+            entry: the plan entry that causes it.
+            args: further arguments of ``op``.
+        """
         to_host = op is _TO_HOST
         value, phase = replace(ir.value(x), host=to_host), "backward" if to_host else "forward"
         names = ("to_host", "host") if to_host else ("to_device", "device")

@@ -76,7 +76,11 @@ class Stages:
         return Staged(parts, openings, bodies, tuple(closings), gathers, up, down, terms)
 
     def _openings(self, parts: Phases, gathered: Mapping[str, frozenset[str]]) -> tuple[StagedLoop | None, ...]:
-        """Returns each loop before the forward, cut into stages if it runs layers or takes values of one that does."""
+        """Returns each loop before the forward of ``parts``, cut into stages if it runs layers or takes values of such
+        a loop.
+
+        None stands for a loop that all ranks run.
+        """
         out: list[StagedLoop | None] = []
         places: dict[str, int] = {}  # value that later loops take -> its stage
         for loop in parts.openings:

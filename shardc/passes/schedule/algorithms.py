@@ -48,7 +48,11 @@ class Algorithm(ABC):
 
     @abstractmethod
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
-        """Inserts the algorithm's nodes at ``at``; returns its result for ``x`` (reduce-scatter: dim 0 divides)."""
+        """Inserts the nodes of the algorithm at the insertion points ``at``; returns its result for the local tensor
+        ``x``.
+
+        Dim 0 of ``x`` divides by the ranks for a reduce-scatter.
+        """
 
 
 @dataclass(frozen=True)
@@ -109,11 +113,11 @@ class Spelling:
     rewriter: GraphRewriter
 
     def start(self, target: OpOverload, *args: Argument, **kwargs: Argument) -> fx.Node:
-        """Inserts a call before the collective and returns it."""
+        """Inserts a call of ``target`` before the collective and returns it."""
         return self.rewriter.before(self.node).call(target, *args, **kwargs)
 
     def rest(self, target: OpOverload, *args: Argument, **kwargs: Argument) -> fx.Node:
-        """Inserts a call before the wait and returns it."""
+        """Inserts a call of ``target`` before the wait and returns it."""
         return self.rewriter.before(self.wait).call(target, *args, **kwargs)
 
     def reduced(self, pieces: fx.Node) -> fx.Node:

@@ -54,7 +54,10 @@ class PlanMemory:
         return gm
 
     def _slots(self, node: fx.Node, at: int) -> list[Slot]:
-        """Returns the slots of one collective: of its results, then of its messages; lifetimes are set later."""
+        """Returns the slots of the collective ``node`` at position ``at``: of its results, then of its messages.
+
+        Their lifetimes begin and end at ``at``; `_plan` sets them.
+        """
         results = node.meta["val"]
         names = _names(node)
         _, ranks = group_of(node, self.mesh)

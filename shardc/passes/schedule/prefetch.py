@@ -59,13 +59,18 @@ def prefetchable(graph: fx.Graph) -> frozenset[fx.Node]:
 
 
 def _is_maximum(start: fx.Node) -> bool:
-    """Returns whether a collective is the maximum of few numbers, as scales of float8 weights have in front of them."""
+    """Returns whether ``start`` starts an all-reduce of few numbers to their maximum, as float8 scales of
+    weights need.
+    """
     small = result_bytes(start) <= SMALL
     return small and collective_kind(start) == "all_reduce" and arguments_of(start)["reduce_op"] == "max"
 
 
 def _ops_before(start: fx.Node, free: set[fx.Node], any_size: bool = False) -> set[fx.Node] | None:
-    """Returns the ops between inputs (or prefetchable ops) and ``start``; None if their results are too large."""
+    """Returns the ops that lead to the collective ``start`` from inputs, or from the prefetchable ops ``free``.
+
+    None if their results are too large, unless ``any_size``, or if something else reads large ones.
+    """
     ops: set[fx.Node] = set()
     left = inf if any_size else max(SMALL, 2 * result_bytes(start))
     todo = list(start.all_input_nodes)
@@ -137,7 +142,9 @@ def prioritize(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.N
 
 
 def check(graph: fx.Graph, wanted: Wanted) -> None:
-    """Raises PlanError if a gather does not precede the op that its entry names."""
+    """Raises PlanError if a gather of ``wanted``, a result of `prioritize`, does not precede the op that its entry
+    names.
+    """
     place = {node: at for at, node in enumerate(graph.nodes)} if wanted else {}
     for entry, gather, first in wanted:
         if place[gather] > place[first]:

@@ -62,7 +62,7 @@ def _replace(node: fx.Node, rewriter: GraphRewriter) -> None:
 
 
 def _copy(x: fx.Node, like: Tensor, at: Inserter) -> fx.Node:
-    """Inserts a copy of ``x`` in the shape of ``like``, repeated or cut; returns it."""
+    """Inserts, at ``at``, a copy of ``x`` in the shape of ``like``, repeated or cut; returns it."""
     have, want = x.meta["val"].numel(), like.numel()
     flat = at.call(aten.reshape.default, x, [have])
     if want > have:

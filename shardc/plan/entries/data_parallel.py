@@ -233,7 +233,10 @@ def _minor(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | No
 
 
 def by_glob(tables: Mapping[str, object], entry: str) -> dict[str, Any]:
-    """Return argument name -> its table, glob -> number, as a tuple of pairs, which is how entries store it."""
+    """Return argument name -> its table (glob -> number) as a tuple of pairs, which is how entries store it.
+
+    ``entry`` is the plan entry, for errors.
+    """
     return {
         what: tuple(checked(table or {}, Mapping[str, Any], what, PlanError, plan_entry=entry).items())
         for what, table in tables.items()
@@ -241,7 +244,9 @@ def by_glob(tables: Mapping[str, object], entry: str) -> dict[str, Any]:
 
 
 def gathered_in(gather: object, level: int, entry: str) -> int:
-    """Return the FSDP level of the arguments ``gather`` ("step", "microbatch" or None) and ``level``."""
+    """Return the FSDP level that the arguments ``gather`` ("step", "microbatch" or None) and ``level`` of ``entry``
+    mean.
+    """
     if gather is None:
         return level
     wanted = {"step": 2, "microbatch": 3}.get(checked(gather, str, "gather", PlanError, plan_entry=entry))

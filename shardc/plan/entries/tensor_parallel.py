@@ -98,5 +98,5 @@ class Tp(Entry):
 
 
 def _is_packed(name: str) -> bool:
-    """Return whether a parameter has the stacked weights of queries, keys and values."""
+    """Return whether the parameter ``name`` stacks the weights of queries, keys and values."""
     return name.rpartition(".")[2] == PACKED

@@ -131,7 +131,9 @@ class Closure:
         return {node: self._meeting_requirements(spec, list(self.ways[node])) for node, spec in specs}
 
     def _meeting_requirements(self, spec: Spec, ways: list[AxisStrategy]) -> list[AxisStrategy]:
-        """Returns the strategies in which rows go to experts as the plan requires; all of them if none does."""
+        """Returns those of ``ways`` (strategies of one op) that send rows to experts as the plan requires; all if none
+        does.
+        """
         if spec.routed is None or self.mesh.size(self.axis) == 1:
             return ways
         return [way for way in ways if meets_requirements(spec, dict(way.factors), (self.axis,))] or ways

@@ -192,7 +192,7 @@ class LayoutProblem:
             self.variable[node] = self.builder.add_variable(self._costs(node, options), self._memory(node))
 
     def _costs(self, node: fx.Node, options: tuple[Strategy, ...]) -> Table:
-        """Returns the seconds on a rank for each of a node's strategies."""
+        """Returns the predicted seconds on a rank for each of ``options``, the strategies of ``node``."""
         costs = np.zeros(len(options))
         if node.target is ops.tag:
             item = ir.value(node).itemsize
@@ -276,7 +276,9 @@ class LayoutProblem:
             )
 
     def _saved(self, maker: fx.Node, index: int) -> bool:
-        """Returns whether a value of forward is saved: it has memory of its own, and backward reads it."""
+        """Returns whether result ``index`` of ``maker``, an op of forward, is saved: it has its own memory, and
+        backward reads it.
+        """
         if maker.op != "call_function" or ir.info(maker).origin.phase != "forward" or maker not in self.traffic:
             return False
         readers = [u for u in maker.users if u.target is not getitem]
@@ -440,7 +442,9 @@ class OpenLayoutProblem(LayoutProblem):
         return super()._options(node)
 
     def _costs(self, node: fx.Node, options: tuple[Strategy, ...]) -> Table:
-        """Returns the seconds for each strategy; for an open parameter, those of its gathers."""
+        """Returns the predicted seconds for each of ``options``, the strategies of ``node``; for an open parameter, of
+        its gathers.
+        """
         if node not in self.storages:
             return super()._costs(node, options)
         item = max(ir.value(x).itemsize for x in gathered(node) or (node,))

@@ -212,7 +212,7 @@ def _clashes(layouts: Sequence[Layout]) -> Table:
 
 @lru_cache(maxsize=1 << 16)
 def _clash(mesh: Mesh, first: Digits, second: Digits) -> bool:
-    """Returns whether two splits of a dim have no common refinement."""
+    """Returns whether two splits of a dim, ``first`` and ``second``, have no common refinement."""
     return refine(mesh, first, strides(second)) is None or refine(mesh, second, strides(first)) is None
 
 
