@@ -68,7 +68,9 @@ def without_strides(graph: fx.Graph, mode: FakeTensorMode) -> None:
 
 
 def numbers_as_tensors(graph: fx.Graph) -> None:
-    """Makes each cast of a number, as ``vmap`` leaves of ``x / 2``, an op that makes a tensor of the number."""
+    """Replaces casts of numbers in a traced graph, which ``vmap`` leaves there for ``x / 2``, by ops that make a
+    tensor.
+    """
     for node in graph.find_nodes(op="call_function", target=CAST):
         if not isinstance(node.args[0], fx.Node):
             val = node.meta["val"]
@@ -503,7 +505,9 @@ def _dropout(x: Tensor, p: float, train: bool | None) -> Tensor:
 
 @contextmanager
 def eager_dropout() -> Iterator[None]:
-    """Makes dropout without effect return its input, as eager kernels do; torch's traced form returns a copy."""
+    """Context manager in which dropout that drops nothing returns its input, as eager kernels do; torch
+    traces a copy.
+    """
     op = aten.dropout.default
     kernels = dict.fromkeys((torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd), _dropout)
     try:

@@ -93,7 +93,9 @@ class _Lookup:
             self.along = False
 
     def insert_read(self) -> fx.Node | None:
-        """Inserts the ops of the lookup; returns the node of its result, None where no index is by place."""
+        """Inserts the ops of the lookup; returns the node of its result, None if no index is an ``arange``
+        of its dim.
+        """
         if not self.plain or not any(self.by_place):
             return None
         ordered, others, tail = self._parts()

@@ -218,7 +218,9 @@ def _is_versioned(value: object) -> bool:
 
 @cache
 def _global_names(code: CodeType) -> list[list[str]]:
-    """Return each global that ``code`` loads or stores, followed by the names of the attributes that it takes of it."""
+    """Return [name of a global, names of the attributes that are taken of it in turn] for each global that ``code``
+    names.
+    """
     chains: list[list[str]] = []
     last = None
     for step in dis.get_instructions(code):

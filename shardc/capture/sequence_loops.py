@@ -41,13 +41,14 @@ STEPS = 4  # fewest steps of a loop that is written as a scan
 def scan_loops(
     gm: fx.GraphModule, lengths: Collection[int], decompositions: dict[Any, Callable[..., object]]
 ) -> Callable[[], None] | None:
-    """Rewrites each loop over a whole sequence in a graph of Dynamo's, which is unrolled, as a scan.
-
-    Returns a function that undoes it; None if there are no such loops.
+    """Rewrites each unrolled loop over a whole sequence, in Dynamo's graph, as a scan.
 
     Args:
-        lengths: numbers of places of the sequences.
+        lengths: lengths of the sequences, in elements.
         decompositions: as for AOTAutograd.
+
+    Returns:
+        A function that undoes it; None if there are no such loops.
     """
     before: fx.Graph | None = None
     count = 0

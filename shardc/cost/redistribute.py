@@ -269,9 +269,11 @@ class _Moves:
         return next(self._to_partial())
 
     def _set(self, kind: str, changes: dict[int, int], op: str | None = None) -> tuple[Move, State]:
-        """Return (the move of ``kind`` that makes ``changes``, part -> new location, the state after it).
+        """Return (the move of ``kind`` with these ``changes``, the state after it).
 
-        ``op`` is the reduce op of a reduction.
+        Args:
+            changes: part -> its new location.
+            op: the reduce op of a reduction, or of a change to a partial value.
         """
         return Move(kind, tuple(changes), op), tuple(changes.get(k, at) for k, at in enumerate(self.state))
 

@@ -228,7 +228,8 @@ def whole(gm: fx.GraphModule) -> tuple[Segment, ...]:
 
 
 def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
-    """Return the segments of a graph where its ops repeat; the graph as one if fewer than ``least`` are equal.
+    """Return the segments of a graph where its ops repeat; the whole graph as one segment if fewer than ``least`` are
+    equal.
 
     Args:
         gm: a local graph in the order in which it runs; not changed.

@@ -71,7 +71,9 @@ def sending(cost: Pricing, direct: bool) -> Pricing | None:
     """Returns the cost model for collectives of activations; None if ``cost`` is the default, which knows no links.
 
     Args:
-        direct: the program sends messages between ranks; if ``cost`` has measured such messages, they are its links.
+        direct: whether the program sends collectives as messages between ranks; they are then priced by what ``cost``
+            has
+            measured of messages, if anything.
     """
     if isinstance(cost, CostModel) and cost.messages is not None and direct:
         return calibrated(cost)
@@ -79,8 +81,8 @@ def sending(cost: Pricing, direct: bool) -> Pricing | None:
 
 
 def bucket_size(options: Options, mesh: Mesh) -> int | ByLink:
-    """Returns the bytes of a bucket under ``options``; a `ByLink`, with a size for each group of ranks, if they name a
-    `Hardware`.
+    """Returns the bytes of a bucket; if the option of this name is a `Hardware`, a `ByLink`: a size for each group of
+    ranks.
     """
     size = options.bucket_size
     return ByLink(size, mesh) if isinstance(size, Hardware) else options.bucket_bytes()

@@ -107,7 +107,7 @@ class Folded:
     def halves(
         self, first: fx.GraphModule, second: fx.GraphModule | None
     ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-        """Returns (forward or inference, backward) of all blocks, given ``first`` and ``second`` of the captured ones."""
+        """Returns (forward or inference, backward) of all blocks, given the captured ones: ``first``, ``second``."""
         forward, backward = first.graph, second and second.graph
         for unfold in self.unfolds:
             forward, backward = unfold.halves(forward, backward)

@@ -112,7 +112,7 @@ def freeze(spec: object, entry: str = "") -> Form:
     """Return ``spec`` in hashable form: a string, a tuple of axes or of placements, or `OnAxes`.
 
     Args:
-        entry: the plan entry, for errors, here and in the functions below.
+        entry: the plan entry, for errors.
 
     Raises:
         PlanError: it is not one of the forms above, or uses an axis twice.

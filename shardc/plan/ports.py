@@ -99,7 +99,7 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
     out = []
     for (name, shape), wanted in zip(inputs, specs, strict=True):
         if wanted is not None and isinstance(wanted[0], PerRank):
-            spec = _in_a_row(wanted[0], plan, mesh, shape, name, wanted[1])
+            spec = _per_rank_spec(wanted[0], plan, mesh, shape, name, wanted[1])
             out.append(_input(mesh, tuple(shape), spec, name, wanted[1]))
         elif wanted is not None:
             out.append(_input(mesh, tuple(shape), wanted[0], name, wanted[1]))
@@ -174,7 +174,7 @@ def numbered(plan: Plan, names: Sequence[str]) -> dict[int, int]:
     return out
 
 
-def _in_a_row(form: PerRank, plan: Plan, mesh: Mesh, shape: Sequence[int], name: str, entry: str) -> Form:
+def _per_rank_spec(form: PerRank, plan: Plan, mesh: Mesh, shape: Sequence[int], name: str, entry: str) -> Form:
     """Return the spec of a `per_rank` input: its dim of concatenation is split over the batch axes.
 
     Args:

@@ -87,7 +87,7 @@ class _Sweep:
     # --- forward sweep
 
     def _choose(self, node: fx.Node) -> None:
-        """Chooses the layouts of a node: those of its operand or the plan for a marker, the cheapest for an op."""
+        """Chooses the layouts of a node: for an op the cheapest, for a marker those of its operand or of the plan."""
         if node.target is getitem:
             take(node)
         elif node.target is ops.tag:

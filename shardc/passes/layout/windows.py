@@ -325,7 +325,11 @@ def _convolution(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def _convolution_backward(rewriter: GraphRewriter, node: fx.Node) -> None:
-    """Replaces the gradients of such a convolution, of its input and of its weight, if all their users allow it."""
+    """Replaces the gradients (of input and weight) of a convolution that keeps the size of its dim by ops of
+    ``shardc_window``.
+
+    Only if all users of the input's gradient cut off its padding.
+    """
     grad, x, weight = node.args[:3]
     assert isinstance(weight, fx.Node)
     if (form := _window(node, x, weight)) is None:
