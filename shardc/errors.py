@@ -35,7 +35,11 @@ class ShardcError(Exception):
             lines.extend(f"  | {line}" for line in program.splitlines())
         if fix:
             lines.append(f"  fix: {fix}")
-        super().__init__("\n".join(lines))
+        self._text = "\n".join(lines)
+        super().__init__(self._text)
+
+    def __str__(self) -> str:
+        return self._text  # ``args`` are what torch appends its own lines to, where an interpreter of a graph raised
 
 
 class MeshError(ShardcError, ValueError):

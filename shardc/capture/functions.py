@@ -20,6 +20,7 @@ from shardc.capture.flips import turn
 from shardc.custom_ops.flops import of_function
 from shardc.custom_ops.function_ops import NO_GRADIENT, OPS, Function, function_of, named, register
 from shardc.errors import CaptureError, VerifyError
+from shardc.ir import graph as ir
 from shardc.ir.code import calling_line
 from shardc.ir.op_traits import draws
 
@@ -245,6 +246,11 @@ def loop_gradients(gm: fx.GraphModule, decompositions: Mapping[Any, Callable[...
         node.target, node.args = OPS["loop_gradient"], ([*grads, *operands], register(gradient).name)
 
 
+def _copied(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Return what an ``x`` is after it was overwritten with ``source``."""
+    return source.to(x.dtype).expand_as(x)
+
+
 def _gradient(
     step: fx.Graph, carries: int, loop: fx.Node, decompositions: Mapping[Any, Callable[..., object]]
 ) -> fx.Graph:
@@ -255,7 +261,12 @@ def _gradient(
     """
     vals: list[Tensor] = [node.meta["val"] for node in step.nodes if node.op == "placeholder"]
     floating = [x.is_floating_point() for x in vals]
-    count, run = sum(floating[:carries]), fx.GraphModule({}, step)
+    count, run = sum(floating[:carries]), fx.GraphModule({}, ir.copied(step))
+    for node in run.graph.find_nodes(
+        op="call_function", target=aten.copy.default
+    ):  # which torch does not differentiate
+        node.target = _copied
+    run.recompile()
 
     def back(*flat: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of one step, given the arguments of the gradient's graph."""

@@ -27,7 +27,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as api
 
 from shardc.capture import flex
+from shardc.capture.capture_errors import line_of
 from shardc.custom_ops.function_ops import NO_GRADIENT
+from shardc.errors import CaptureError
+from shardc.ir.code import calling_line
 
 
 def write_out(gm: fx.GraphModule, lengths: Collection[int] = ()) -> None:
@@ -144,8 +147,33 @@ class _Loop(torch.autograd.Function):
         return (None, None, None, *(next(values) if x.is_floating_point() else None for x in operands))
 
 
-def _while_loop(condition: Any, step: Any, carries: Sequence[Any], rest: Sequence[Any]) -> Any:
-    """Return the results of a while loop, by `_Loop`."""
+# What a step of a while loop may call that a trace of its ops leaves out.
+_TRANSFORMS = ("_grad_increment_nesting", "_jvp_increment_nesting")
+_GRADIENTS = {
+    "autograd_function_apply": "the gradient of an autograd.Function",
+    "_set_grad_enabled": "torch.no_grad() (x.detach() may stand there)",
+}
+
+
+def _while_loop(condition: Any, step: fx.GraphModule, carries: Sequence[Any], rest: Sequence[Any]) -> Any:
+    """Return the results of a while loop, by `_Loop`.
+
+    Raises:
+        CaptureError: a trace of the ops of a step leaves out a gradient that the step takes, or that the loop needs.
+    """
+    bodies = (module for module in step.modules() if isinstance(module, fx.GraphModule))
+    calls = [x for body in bodies for x in body.graph.nodes if x.op == "call_function"]
+    left_out = dict.fromkeys(_TRANSFORMS, "a gradient that it takes by torch.func")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*carries, *rest)):
+        left_out |= _GRADIENTS
+    for at, call in enumerate(calls):
+        if (name := getattr(call.target, "__name__", "")) in left_out:
+            raise CaptureError(
+                f"the step of a while_loop would lose {left_out[name]}",
+                source=next(filter(None, map(line_of, calls[at:])), calling_line()),
+                fix="write a scan over a fixed number of steps"
+                + (", or call the loop under torch.no_grad()" if name in _GRADIENTS else ""),
+            )
     apply: Any = _Loop.apply
     return apply(condition, step, len(carries), *carries, *rest)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from torch.func import grad, vjp, vmap
 
 import shardc
+from shardc.errors import CaptureError
 from tests.models.alike import trains_alike
 
 FSDP = shardc.fsdp("dp", threshold=0)
@@ -76,6 +79,44 @@ KINDS: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "a scan from zeros": spikes,
     "a long scan from zeros": lambda net, h: spikes(net, h.repeat(1, 60, 1)),
 }
+
+
+def detached(net: Net, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = torch.sigmoid(net.b(h))
+    return torch.tanh(net.b(h)) * gate
+
+
+def written(net: Net, h: Tensor) -> Tensor:
+    h = net.b(h)
+    h[..., 0] += 1
+    return h.detach() + torch.tanh(h)
+
+
+def looped(step: Callable[[Net, Tensor], Tensor], net: Net, h: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        count = torch.zeros((), dtype=torch.int64)
+        return while_loop(lambda n, h: n < 3, lambda n, h: (n + 1, step(net, h)), (count, h))[1]
+    for _ in range(3):
+        h = step(net, h)
+    return h
+
+
+KINDS["a loop that writes"] = partial(looped, written)
+LOST: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "the gradient of an autograd.Function": lambda net, h: rounded(net.b(h)),
+    r"torch\.no_grad\(\)": detached,
+    r"a gradient that it takes by torch\.func": lambda net, h: grad(lambda h: net.b(h).tanh().square().sum())(h),
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_a_step_of_a_loop_that_would_lose_a_gradient_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, "a loop", partial(looped, LOST[what]))
+    module = shardc.compile(Net("a loop"), shardc.Mesh(dp=2), FSDP, backend="eager")
+    match = rf"while_loop would lose {what}(.|\n)*source: .*test_own_gradients.py:\d+\n  fix: write a scan[^\n]*$"
+    with pytest.raises(CaptureError, match=match):
+        module.lower(torch.randn(6, 5, 4))
 
 
 @pytest.mark.filterwarnings("ignore:.*captured by running:shardc.errors.ShardcWarning")
