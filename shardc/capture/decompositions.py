@@ -37,8 +37,9 @@ _WRITES = (aten.as_strided_scatter.default,)
 
 
 def fake_like(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor of the active fake mode like ``x``, with its strides and storage offset, on ``device``; one of
-    floats is in ``dtype``.
+    """Return a tensor like ``x`` in the active fake mode, with its strides and storage offset, on ``device``.
+
+    If ``x`` is floating-point and ``dtype`` is given, the result has this dtype.
     """
     dtype = dtype if dtype is not None and x.is_floating_point() else x.dtype
     fake = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device)
@@ -326,9 +327,7 @@ def _chunk(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: object) -> Tensor:
-    """Computes a convolution without its bias, and adds that after: ranks that hold partial sums of it would add a bias
-    once each.
-    """
+    """Computes a convolution without its bias, then adds the bias: each rank with a partial sum would add it again."""
     if bias is None:
         return NotImplemented
     product = aten.convolution.default(x, weight, None, *geometry)
@@ -340,9 +339,7 @@ def _convolution_backward(
     padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Return the gradients (input, weight, bias), that of the bias as a separate sum; NotImplemented if it is not
-    wanted.
-    """
+    """Return the gradients (input, weight, bias), the last as a separate sum; NotImplemented if the bias needs none."""
     if not output_mask[2]:
         return NotImplemented
     over = [0, *range(2 + x.ndim - weight.ndim, grad.ndim)]
@@ -414,7 +411,9 @@ def _constant_pad_nd(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
 
 
 def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
-    """Writes one value under a boolean mask by ``where``, whose shapes do not depend on the mask's values."""
+    """Writes one value under a boolean mask by ``where``, whose shapes do not depend on the mask; NotImplemented for
+    others.
+    """
     indexed = [(at, index) for at, index in enumerate(indices) if index is not None]
     if len(indexed) != 1 or indexed[0][1].dtype != torch.bool or values.numel() != 1 or accumulate:
         return NotImplemented

@@ -70,7 +70,7 @@ def memories_of(
 def _as_view(node: fx.Node) -> tuple[bool, bool]:
     """Return (whether ``node`` is a view by ``as_strided``, whether torch refuses to change it in place).
 
-    It refuses them for a view that a custom autograd function returns, and for one whose elements share memory.
+    Torch refuses to change a view that a custom autograd function returns, and one whose elements share memory.
     """
     strided = fixed = False
     memory = _memory(node)

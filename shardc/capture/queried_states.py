@@ -183,8 +183,10 @@ class GradMode:
         self._left = False  # whether forward entered inference_mode(False)
 
     def note(self, tx: InstructionTranslatorBase) -> bool:
-        """Adds the grad mode to the reads and returns True; in torch's own code only returns False. Raises Unsupported
-        in a reentrant checkpoint.
+        """Adds the grad mode to the reads, and returns True; for a read in torch's own code returns False, and adds
+        nothing.
+
+        Raises Unsupported in a reentrant checkpoint.
         """
         if is_versioned(tx.f_code) and "polyfills" not in tx.f_code.co_filename:
             return False

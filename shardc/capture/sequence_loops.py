@@ -93,7 +93,9 @@ def _loops(
 
 
 def _is_of(series: Series, lengths: Collection[int]) -> bool:
-    """Return whether the slices are the places of a sequence of one of ``lengths``, or equal pieces of it."""
+    """Return whether the slices of ``series`` are the elements of a sequence of one of ``lengths``, or equal pieces of
+    it.
+    """
     if isinstance(value_of(series.source), nn.Parameter):  # layers that are stacked, say
         return False
     shape, dim = value_of(series.source).shape, series.dim
@@ -140,7 +142,9 @@ class _Order:
                 yield places[-1], size
 
     def segments(self, last: int, size: int, steps: int) -> Iterator[list[list[fx.Node]]]:
-        """Yield rows of ``steps`` equal segments of ``size`` calls, the last one with the call at ``last``."""
+        """Yield rows of ``steps`` equal segments of ``size`` calls; the last segment contains the call at position
+        ``last``.
+        """
         keys, begin, end = self._keys, last - size * (steps - 1), last
         while end + 1 < len(keys) and end + 1 < last + size and keys[end + 1] == keys[end + 1 - size]:
             end += 1
@@ -206,7 +210,9 @@ class _Loop:
         )
 
     def _reads(self, at: int) -> bool:
-        """Return whether the operands of the calls of number ``at`` differ in known ways only."""
+        """Return whether a scan's step can read the operands of the calls of number ``at``; adds their roles to
+        ``roles``.
+        """
         calls = [nodes[at] for nodes in self.segments]
         self.roles.append([])
         if calls[0].target is operator.setitem:
@@ -271,7 +277,9 @@ class _Loop:
         return False
 
     def _used(self, at: int) -> bool:
-        """Return whether the values of the calls of number ``at`` are used in known ways only."""
+        """Return whether a scan can give the values of the calls of number ``at`` to all their users outside of the
+        segments.
+        """
         outside: dict[fx.Node, list[int]] = {}
         for k, nodes in enumerate(self.segments):
             for user in nodes[at].users:

@@ -428,7 +428,7 @@ def side_effects(
 
 
 def changed_arguments(model: nn.Module, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> list[ShardcWarning]:
-    """Return a warning for each list or dict argument that the model changes; runs it once more, on fake tensors."""
+    """Return a warning for each list or dict argument that the model changes; runs the model once on fake tensors."""
     bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     containers = [(name, x, _contents(x)) for root, arg in bound.items() for name, x in _containers(arg, root)]
     if not containers:

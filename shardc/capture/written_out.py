@@ -37,7 +37,7 @@ def write_out(gm: fx.GraphModule, lengths: Collection[int] = ()) -> None:
     """Replaces calls of higher-order ops by functions of plain ops, in a graph of Dynamo's and in those within it.
 
     Args:
-        lengths: numbers of places of sequences that the plan splits; scans over all of one, or its pieces, stay scans.
+        lengths: lengths of the sequences that the plan splits; scans over all of one, or its pieces, stay scans.
     """
 
     def of_scan(step: fx.GraphModule, carries: Sequence[Any], xs: Sequence[Tensor], rest: Sequence[Any]) -> Any:

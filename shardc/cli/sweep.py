@@ -105,7 +105,7 @@ def _ranks(text: str) -> list[int]:
 
 
 def _sizes(texts: Sequence[str]) -> dict[str, int]:
-    """Return axis -> size of the arguments ``--set``, such as ``tp=8``."""
+    """Return axis -> size, given the values of ``--set``, such as ``tp=8``."""
     return dict(target.mesh_of(",".join(texts), "--set").shape) if texts else {}
 
 

@@ -114,7 +114,7 @@ def add_passes(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def count_of(text: str) -> int:
-    """Return the number 0 or more that ``text`` has, for `argparse`."""
+    """Return ``text`` as an int of 0 or more: a type for `argparse`."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a count; write a number such as 40")
     return int(text)

@@ -171,10 +171,10 @@ def _is_chain(cuts: set[int]) -> bool:
 
 
 def _cut_at_edges(src: Layout, dst: Layout, src_cuts: dict[str, set[int]], dst_cuts: dict[str, set[int]]) -> None:
-    """Refine the parts into which the axes are cut, in place, so that places of ``src`` and ``dst`` overlap less.
+    """Refine, in place, the parts into which the axes are cut, so that places of ``src`` and ``dst`` overlap less.
 
-    An axis is cut where the other layout cuts it, and where a place of the other layout begins or ends inside its
-    place.
+    Each layout's axes are cut where the other layout cuts them, and where a place of the other layout begins or ends
+    inside a place of theirs.
 
     Args:
         src_cuts, dst_cuts: axis -> the prefix products at which it is cut into parts (as in `Mesh.edges`).

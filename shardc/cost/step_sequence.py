@@ -77,7 +77,9 @@ def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
 
 
 def _bringing_keys(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes between a rank's own keys and values and an attention op, if they include a collective."""
+    """Return the nodes that lead from a rank's own keys and values to an attention op, if there is a collective among
+    them.
+    """
     nodes: set[fx.Node] = set()
     for call in (node for op in (CALL, FLEX) for node in graph.find_nodes(op="call_function", target=op)):
         for node in call.args[1:3]:

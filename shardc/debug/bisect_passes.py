@@ -226,9 +226,9 @@ class _Stages:
         return Verdict(tuple(self.checked), stage, ir.info(node).name, reason, window(gm, self.mesh, node))
 
     def _due(self, stage: str, key: Key) -> bool:
-        """Returns whether the graph of ``stage`` must compute the result ``key`` (backward: only gradients).
+        """Return whether the graph of ``stage`` must compute the result ``key``; a backward computes gradients only.
 
-        A buffer that forward leaves as it is is no result.
+        A buffer that forward does not change is no result.
         """
         if key[0] == "buffer" and torch.equal(self.feed[key], self.wanted[key]):
             return False

@@ -237,7 +237,7 @@ def _alternatives(program: Program, node: fx.Node) -> Iterator[tuple[float, str,
 
 
 def _wanted_by_others(operand: fx.Node, but: fx.Node) -> Iterator[Layout]:
-    """Yield the layouts in which ops other than ``but`` need ``operand``."""
+    """Yield the layouts in which the users of ``operand`` other than the op ``but`` need it."""
     for user in operand.users:
         needs = ir.info(user).needs if user.op == "call_function" and user is not but else None
         yield from (want for x, want in zip(operands_of(user), needs or (), strict=False) if x is operand)

@@ -239,7 +239,10 @@ def _leaf(values: Sequence[Any], places: Sequence[dict[fx.Node, int]], fit: Fit)
 
 
 def _quotient(values: Sequence[float], fit: Fit) -> Quotient:
-    """Fits floats that are quotients of sizes: a mean's ``1 / n``, a variance's ``n / (n - 1)``."""
+    """Return floats that are quotients of sizes (a mean's ``1 / n``, a variance's ``n / (n - 1)``) as a `Quotient`.
+
+    ``values`` has one float per graph.
+    """
     fractions = [_fraction(x) for x in values]
     if all(fractions):
         return Quotient(*(fit(tuple(getattr(f, at) for f in fractions)) for at in ("numerator", "denominator")))

@@ -74,10 +74,10 @@ def viewed(cut: ChunkSpec, shape: Sequence[int], new_shape: Sequence[int]) -> Ch
 
 
 def operands(node: fx.Node, cut: ChunkSpec) -> Operands | None:
-    """Return operand -> its `ChunkSpec` if the result of ``node`` is chunked by ``cut``; None for an operand that every
-    chunk reads completely.
+    """Return operand -> its `ChunkSpec`, or None for one that every chunk reads completely, if ``cut`` chunks the
+    result.
 
-    Returns None if the result cannot be computed chunk by chunk.
+    If the result of ``node`` cannot be computed chunk by chunk, return None in place of the dict.
     """
     if node.op != "call_function" or not is_tensor(node) or not all(map(is_tensor, node.all_input_nodes)):
         return None
@@ -174,8 +174,10 @@ def _of_product(node: fx.Node, cut: ChunkSpec) -> Operands | None:
 
 
 def total_operands(node: fx.Node, read: Mapping[fx.Node, ChunkSpec]) -> Operands | None:
-    """Return operand -> its `ChunkSpec` if the result of ``node`` is the sum of what it gives for each chunk of the
-    operands ``read``: a sum over the chunked dim, or a product that contracts it. None for other nodes.
+    """Return operand -> its `ChunkSpec` if the result of ``node`` is a sum of one term for each chunk of the operands
+    ``read``.
+
+    Such nodes are a sum over the chunked dim, and a product that contracts it. None for other nodes.
     """
     x, cut = next(iter(read.items()))
     if node.target is aten.mm.default:

@@ -449,7 +449,7 @@ class Executable(ABC):
         return {}
 
     def _opening_runs(self, number: int, stages: int) -> StageRuns | None:
-        """Return what crosses between the stages in a loop before the forward; None if all ranks run all of it.
+        """Return the `StageRuns` of loop ``number`` before the forward; None if all ranks run all of it.
 
         The order is that of an inference, and all ranks take its sums.
         """
@@ -494,7 +494,7 @@ class Executable(ABC):
         return self._actions[key][0]
 
     def last_uses(self, rank: int, training: bool = True) -> list[frozenset[Key]]:
-        """Return, for each of the `actions` of a rank, the values that no later one reads."""
+        """Return, for each of the `actions` of a rank, the keys of the values that may be dropped after it."""
         self.actions(rank, training)
         return self._actions[rank, training and self.trains][1]
 

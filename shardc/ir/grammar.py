@@ -295,7 +295,7 @@ def small_values(tensor: object) -> list[float] | None:
 
 
 def constant_of(word: str) -> object:
-    """Return the value of an unquoted constant; raises ValueError if ``word`` is none."""
+    """Return the value of an unquoted constant; raise ValueError if ``word`` is not a constant."""
     for table in (CONSTANTS, DTYPES, MEMORY_FORMATS, TORCH_LAYOUTS):
         if word in table:
             return table[word]

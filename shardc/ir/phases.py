@@ -57,7 +57,8 @@ class Phases:
 
 @dataclass(frozen=True)
 class StagedLoop:
-    """A loop before the forward whose layers are cut into stages: a row of forwards, as that of an inference.
+    """A loop before the forward whose layers are cut into stages; for each microbatch it runs them as an inference
+    does.
 
     Args:
         bodies: graph of each stage, for one microbatch. Values that it sends to later stages have the role "transfer".

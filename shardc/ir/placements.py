@@ -121,7 +121,9 @@ def to_placements(layout: Layout, view: Mesh | None = None) -> tuple[Placement, 
 
 
 def _split_factor(layout: Layout, dim: int, axis: str, position: int) -> int:
-    """Return the split factor of ``axis``, the mesh dim at ``position``: how many blocks of ``dim`` it splits each."""
+    """Return the split factor of ``axis``, the mesh dim at ``position``: the number of blocks of ``dim``, each of which
+    it splits.
+    """
     later = layout.mesh.axes[position + 1 :]
     factor = 1
     for radix, bound in layout.dims[dim]:

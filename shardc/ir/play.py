@@ -33,8 +33,9 @@ def play(schedule: Schedule) -> tuple[dict[int, int], ...]:
 
 
 def in_flight(actions: Iterable[Action]) -> Iterator[dict[int, int]]:
-    """Yield, for each action of a rank, stage -> microbatches in flight when it has run: its forward has run, and its
-    backward, also that of the weights, has not.
+    """Yield, after each action of a rank, stage -> number of its microbatches in flight.
+
+    A microbatch is in flight if its forward has run, and its backward, that of the weights included, has not.
 
     >>> list(in_flight([Action(Kind.FORWARD, 0, 0), Action(Kind.FORWARD, 0, 1), Action(Kind.BACKWARD, 0, 0)]))
     [{0: 1}, {0: 2}, {0: 1}]

@@ -126,7 +126,8 @@ class Repeats:
         return name
 
     def counterpart(self, name: str) -> str:
-        """Return the name that represents ``name`` in the shortened model: for a left-out block, that in the second.
+        """Return the name that represents ``name`` in the shortened model; the second block represents the left-out
+        blocks.
 
         >>> blocks = Repeats((Repeat("layers", 0, 8),), 4)
         >>> [blocks.counterpart(f"layers.{n}.w") for n in (0, 2, 3, 7)]

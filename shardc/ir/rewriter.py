@@ -174,9 +174,7 @@ def positions(graph: fx.Graph) -> dict[fx.Node, float]:
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Return node -> the nodes whose values are used last by it: operands that no later node reads, and itself if
-    nothing reads it.
-    """
+    """Return node -> the values that no later node reads: some of its operands, and itself if nothing reads it."""
     seen: set[fx.Node] = set()
     out: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):

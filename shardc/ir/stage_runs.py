@@ -77,7 +77,9 @@ class StageRuns:
         Args:
             schedule: the order.
             stage_of: parameter -> its stage.
-            graphs: (stage, whether it runs for each microbatch, graph); those for each microbatch first in a stage.
+            graphs: (stage, whether it runs for each microbatch, graph); of each stage, those that run for each
+                microbatch
+                come first.
             openings: the loops before the forward; parameters that they send are sent with the others.
         """
         takers: dict[tuple[str, str], tuple[set[int], Value]] = {}

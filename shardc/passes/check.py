@@ -146,10 +146,10 @@ class VerifyHalf(Hook):
 
 
 def _check(subject: Subject, stage: str, checks: Iterable[Check], of_user: bool) -> None:
-    """Raises VerifyError if one of ``checks`` fails.
+    """Raises VerifyError if one of ``checks`` fails on ``subject``, the graph after the pass ``stage``.
 
     Args:
-        of_user: the pass is the user's, so that the error says which invariant the pass has to keep.
+        of_user: whether the pass is the user's; the error then says which invariant the pass has to keep.
     """
     for invariant in checks:
         try:

@@ -489,7 +489,7 @@ class Names:
         return self.run.split(name) or self.run.split(name.removeprefix("d."))
 
     def learn(self, pairs: Iterable[tuple[str, str, int]], step: int) -> None:
-        """Records the numbering of families: ``pairs`` are (name of an op, that one block later, block of the former).
+        """Records how families are numbered: ``pairs`` are (name, name one block later, block of the former).
 
         Args:
             step: 1 if blocks follow in their order, -1 if in reverse.

@@ -43,8 +43,9 @@ def runs(entries: Iterable[E]) -> list[list[E]]:
 
 
 def in_order(entries: Iterable[E]) -> list[E]:
-    """Return ``entries`` sorted: those with their own constructors, then the arguments of `Plan`; both by their
-    position in the call.
+    """Return ``entries`` sorted: those with their own constructors, then the arguments of `Plan`.
+
+    Both are sorted by their positions in the arguments of their calls.
     """
 
     def order(entry: E) -> tuple[bool, int]:

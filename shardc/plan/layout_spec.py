@@ -140,8 +140,8 @@ def freeze(spec: object, entry: str = "") -> Form:
 def is_one(spec: object) -> bool:
     """Return whether ``spec`` is for one tensor, rather than a list or dict of specs.
 
-    A tuple is one if it can be read as one; a list only if it has at most one axis per dim; a dict if its values are
-    placements.
+    A tuple is for one tensor if it can be read that way; a list only if it has at most one axis per dim; a dict if its
+    values are placements.
     """
     if isinstance(spec, str | Layout | OnAxes | PerRank) or spec is per_rank:
         return True
@@ -481,7 +481,7 @@ class _Tensor:
         return layout
 
     def _dim(self, placement: Shard | StridedShard) -> int:
-        """Return the dim that ``placement`` splits; raise PlanError if the tensor has none such."""
+        """Return the dim that ``placement`` splits; raise PlanError if the tensor has no such dim."""
         if not -len(self.shape) <= placement.dim < len(self.shape):
             raise PlanError(
                 f"{show(self.form)} shards dim {placement.dim}, {self} has {len(self.shape)} dims",

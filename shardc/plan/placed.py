@@ -76,7 +76,9 @@ def as_dtensor(storage: Layout, shape: Sequence[int], view: Mesh) -> bool:
 
 
 def _chunks(size: int, count: int) -> list[int]:
-    """Return the sizes of the ``count`` chunks of ``size`` elements that ``torch.chunk`` gives, and of empty ones."""
+    """Return the sizes of ``count`` chunks of ``size`` elements, as ``torch.chunk`` cuts them; chunks that it leaves
+    out are of size 0.
+    """
     chunk = -(-size // count)
     return [min(max(size - at * chunk, 0), chunk) for at in range(count)]
 

@@ -146,7 +146,7 @@ def _in_time(
 
 
 def numbered(plan: Plan, names: Sequence[str]) -> dict[int, int]:
-    """Return position of a `shardc.per_rank` input -> position of the input whose row numbers are its values.
+    """Return position of a `shardc.per_rank` input -> position of the input in which its values are row numbers.
 
     Args:
         plan: the plan.
@@ -273,7 +273,7 @@ def _last_specs(plan: Plan, kind: str, names: Sequence[str]) -> list[tuple[Form,
 
 
 def resolve_activations(plan: Plan, module_names: Iterable[str]) -> list[ActivationPin]:
-    """Return the pins of module inputs and outputs in the plan's order; of two pins of one tensor the later one.
+    """Return the pins of module inputs and outputs in the plan's order; if two pin one tensor, the later one only.
 
     Raises:
         PlanError: a glob matches no module, or a target is ambiguous (a module is itself called ``input`` or

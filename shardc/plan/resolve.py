@@ -199,7 +199,7 @@ def resolve_params(
 
 
 def check_axes(plan: Plan, mesh: Mesh) -> None:
-    """Raise PlanError for what is wrong on ``mesh`` with any model: unknown, repeated or overlapping axes, sizes.
+    """Raise PlanError if the plan cannot be used on ``mesh``, whatever the model.
 
     Raises:
         PlanError: an axis is not on ``mesh``, or is given to TP and to the batch; axes of the batch share ranks; levels

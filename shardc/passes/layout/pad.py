@@ -251,7 +251,9 @@ class _Padder(PaddedValues):
         self._keep(node, result, padding, filling)
 
     def _factors_kept(self, node: fx.Node, call: Call, spec: Spec, operands: list[fx.Node]) -> dict[str, Runs]:
-        """Returns factor (loop of the op) -> padding, for factors that can be padded; warns of operands with others."""
+        """Returns factor (loop of the op) -> padding, for factors that can be padded; warns of operands padded along
+        others.
+        """
         padded_factors: dict[str, Runs] = {}
         lost: dict[fx.Node, str] = {}
         drawn = find_rule(node.target) in factory.DRAWS.values()

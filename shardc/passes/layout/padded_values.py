@@ -226,7 +226,9 @@ class PaddedValues(Calls):
         return x
 
     def _past(self, run: Run, device: torch.device, below: int) -> fx.Node:
-        """Returns the mask of the padding of ``run``: bool [size, 1, ...], with ``below`` dims of size 1."""
+        """Returns the mask of the padding of ``run``: bool [size, 1, ...], the size followed by ``below`` dims of size
+        1.
+        """
         key = ("past", run.size, run.true, device, below)
         if key not in self._nodes:
             at = self.call(aten.arange.default, run.size, dtype=torch.int64, device=device)

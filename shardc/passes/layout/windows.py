@@ -139,7 +139,10 @@ def readings(node: fx.Node, dim: int) -> Iterator[Reading]:
 
 
 def furthest(fitting: Sequence[Reading]) -> Reading:
-    """Returns the last of these readings without the transposes and copies before it, which need not be undone."""
+    """Returns the first of ``fitting`` (readings of one value) that reads the same elements as the last one.
+
+    The ops between both are transposes and copies, which need not be undone.
+    """
     last = fitting[-1]
     same = (last.by, last.begin, last.end, last.length)
     return next(reading for reading in fitting if (reading.by, reading.begin, reading.end, reading.length) == same)
@@ -255,7 +258,8 @@ def few(count: int, size: int) -> bool:
 
 
 def _slice(rewriter: GraphRewriter, node: fx.Node) -> None:
-    """Replaces a slice by a shift, by an equal value, or, if it has few elements, by an edge.
+    """Replaces a slice by a shift, by an equal value, or, if it has few elements, by the op ``edge`` of
+    ``shardc_window``.
 
     A slice of the last dim stays if a factor divides its begin and size and the dim's: an axis can split by that.
     """

@@ -85,7 +85,10 @@ def _chunks_in_model(head: fx.Node) -> int:
 
 
 def _region(graph: fx.Graph, heads: list[fx.Node], chunks: int) -> _Region | str:
-    """Returns the region of ``heads`` in the fewest chunks, from ``chunks`` on, that work; the reason if none do."""
+    """Returns the region of ``heads`` in the smallest number of chunks, ``chunks`` or more, that works.
+
+    If none works, returns the reason as text.
+    """
     other = next((head.target for head in heads if head.target not in (aten.mm.default, aten.addmm.default)), None)
     if other is not None:
         return f"{other} computes them, which has no chunks"
@@ -203,7 +206,9 @@ class _Region:
             self.totals[node] = need
 
     def _prune(self) -> None:
-        """Drops values of one element for each row that nothing as wide as logits needs: they are not chunked."""
+        """Drops from ``cuts`` values with one element for each row that neither read nor lead to values as wide as
+        logits.
+        """
         useful: set[fx.Node] = set(self.totals)
         for node in reversed(self.cuts):
             phase = ir.info(node).origin.phase

@@ -123,7 +123,7 @@ def _reduce_scatter(step: Step, x: object, builder: Builder) -> object:
 
 
 def _with_leading(builder: Builder, x: object, size: int) -> object:
-    """Returns ``x`` with a leading dim that ``size`` divides."""
+    """Returns ``x``, reshaped to [``size``, the rest] if ``size`` does not divide its first dim."""
     shape = builder.shape(x)
     if shape and shape[0] % size == 0:
         return x

@@ -337,7 +337,7 @@ class _Cuts:
         return cuts
 
     def _prune(self) -> None:
-        """Drops the nodes that lead to no chunked product and no chunked collective from ``cuts``."""
+        """Drops from ``cuts`` the nodes that lead to no chunked product and no chunked collective."""
         useful: set[fx.Node] = set()
         for node in reversed(self.cuts and list(self.graph.nodes)):
             kind = collective_kind(node)

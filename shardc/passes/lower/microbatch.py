@@ -253,7 +253,7 @@ class Microbatch:
             user.replace_input_with(wait, narrow)
 
     def _varies(self, node: fx.Node, varies: Mapping[fx.Node, bool]) -> bool:
-        """Returns whether ``node`` differs between microbatches; ``varies`` has that of the nodes before it."""
+        """Returns whether ``node`` differs between microbatches; ``varies`` has the answer for the nodes before it."""
         if node.op == "placeholder":
             role = ir.role(node)
             named = role.name.split(",") if role.kind == "coordinate" else ()
@@ -357,7 +357,9 @@ class _Cut:
         ]
 
     def frontier(self, level: int) -> list[fx.Node]:
-        """Returns the values, the same in all microbatches, that are known behind the loop ``level`` and read later."""
+        """Returns the values, equal in all microbatches, that are known after loop number ``level`` and that later
+        nodes read.
+        """
         is_shared = {
             node: 0 < self.level[node] <= level
             and not (self.varies[node] or self._later[node])

@@ -93,8 +93,9 @@ class OffloadSaved:
 
 
 def _goes_to_host(node: fx.Node) -> bool:
-    """Returns whether the plan keeps a value that backward reads on the host; not one that repeats elements in memory
-    (``expand``), which a copy would not.
+    """Returns whether the plan keeps ``node``, a value that backward reads, on the host.
+
+    A value that repeats elements in memory (``expand``) stays on the device: a copy would be larger.
     """
     origin, val = ir.info(node).origin, node.meta["val"]
     if not origin.host or origin.phase != "forward" or not isinstance(val, torch.Tensor):
