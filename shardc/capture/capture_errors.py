@@ -207,10 +207,20 @@ REFUSALS = (
         "ask for it outside, and pass it as an argument or set an attribute of the model",
     ),
     (
-        "might be aliasing the input or the output",
+        "might be aliasing the input or the output|Higher order ops do not support aliasing",
         "has a scan, or another op with a function, whose function returns a view of its arguments or keeps one for "
         "backward, which torch.compile refuses too",
         "return clones (x.clone()), and compute carries by ops that make new tensors",
+    ),
+    (
+        "outs_to_grad length",
+        "carries integers or booleans through a scan with gradients, which torch cannot differentiate",
+        "scan over them (torch.arange(steps) among the sequences), or carry a floating-point tensor",
+    ),
+    (
+        "failed to bind arguments when attempting to inline",
+        "calls a function with arguments that it does not take",
+        "pass those of its signature",
     ),
     (
         "found at least two devices",

@@ -212,7 +212,9 @@ class Run:
         elif event == "c_call":
             owner = getattr(called, "__self__", None)
             if isinstance(owner, random.Random):
-                raise Unsupported("a random number of Python's")
+                callers = (frame.f_code, frame.f_back.f_code) if frame.f_back is not None else (frame.f_code,)
+                of_dynamo = any((versioned_path(x.co_filename) or "").startswith("torch/_dynamo/") for x in callers)
+                raise Unsupported("a trace of Dynamo's" if of_dynamo else "a random number of Python's")
             if owner is time and called.__name__ in _TIMES and not is_versioned(code):
                 raise Unsupported(f"builtin `time.{called.__name__}`")
             modules = {getattr(called, "__module__", ""), owner.__name__ if isinstance(owner, ModuleType) else ""}

@@ -17,6 +17,8 @@ import torch
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -120,8 +122,28 @@ def takes_a_causal_bias(net: Any, x: Tensor) -> Tensor:
     return nn.functional.scaled_dot_product_attention(x, x, net.linear(x), attn_mask=bias)
 
 
+def scans_a_count(net: Any, x: Tensor) -> Tensor:
+    def step(carry: tuple[Tensor, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        return (carry[0] + 1, carry[1] + x / (carry[0] + 1)), carry[1] * 2
+
+    first = torch.zeros((), dtype=torch.int64), torch.zeros_like(x[0])
+    return scan(step, first, net.linear(x))[1]
+
+
+def keeps_a_carry(net: Any, x: Tensor) -> Tensor:
+    first = torch.zeros((), dtype=torch.int64), net.linear(x), x
+    return while_loop(lambda n, h, x: n < 3, lambda n, h, x: (n + 1, h + x, x), first)[1]
+
+
+def passes_too_much(net: Any, x: Tensor) -> Tensor:
+    return compares(net, x, 2)
+
+
 # What forward does -> (what the error says, a part of the line that it names, what it advises).
 REFUSED: dict[Callable[[Any, Tensor], Any], tuple[str, str, str]] = {
+    scans_a_count: ("carries integers", "return scan", "torch.arange"),
+    keeps_a_carry: ("returns a view of its arguments", "return while_loop", ".clone()"),
+    passes_too_much: ("arguments that it does not take", "compares(net, x, 2)", "signature"),
     takes_a_causal_bias: ("makes a tensor of a class", "bias = causal_lower_right", "is_causal=True"),
     asks_inference: ("one of inference mode", "is_inference", "h.requires_grad"),
     asks_inference_by_function: ("one of inference mode", "is_inference", "h.requires_grad"),

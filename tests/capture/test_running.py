@@ -350,6 +350,17 @@ REFUSED: dict[Callable[[Any, Tensor], Any], str] = {
 }
 
 
+def test_a_branch_that_only_dynamo_traces_is_refused_by_what_dynamo_refuses() -> None:
+    def branches(self: Any, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, torch.tanh, torch.sin, (x,))
+
+    module = shardc.compile(Varied(branches).double(), shardc.Mesh(dp=2), DP, backend="eager")
+    with pytest.raises(
+        CaptureError, match=r"a tensor that it calls requires_grad_\(\) on(.|\n)*fix: .*torch.func.grad"
+    ):
+        module.lower(*inputs_of(Forces))
+
+
 @pytest.mark.parametrize("state", STATES)
 def test_states_are_refused(state: Callable[[], Any]) -> None:
     module = shardc.compile(Varied(lambda self, x: float(state())).double(), shardc.Mesh(dp=2), DP, backend="eager")
