@@ -308,6 +308,7 @@ def _var_mean(
 def _var(
     x: Tensor, dim: int | Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Tensor:
+    """Return the variance over ``dim``; see `_var_mean`."""
     return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
@@ -322,6 +323,7 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float 
 
 
 def _chunk(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
+    """Computes ``chunk`` as a ``split``."""
     size = max(1, -(-x.shape[dim] // chunks))
     return aten.split.Tensor(x, size, dim)
 
@@ -434,6 +436,7 @@ def _zeros(
 def _full_like(
     x: Tensor, value: float, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: object
 ) -> Tensor:
+    """Computes ``full_like`` as a ``full``, which depends on no tensor."""
     return aten.full.default(x.shape, value, dtype=dtype or x.dtype, device=device or x.device)
 
 
@@ -499,6 +502,7 @@ OWN: dict[OpOverload, Callable[..., object]] = {
 
 
 def _dropout(x: Tensor, p: float, train: bool | None) -> Tensor:
+    """Computes dropout as ``native_dropout``; returns ``x`` itself where nothing is dropped."""
     return aten.native_dropout.default(x, p, train)[0] if train and p != 0 else x
 
 

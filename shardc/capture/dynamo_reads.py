@@ -87,6 +87,7 @@ def _as_view(node: fx.Node) -> tuple[bool, bool]:
 
 
 def _is_tensor(node: fx.Node) -> bool:
+    """Return whether the example value of ``node`` is a tensor."""
     return isinstance(node.meta.get("example_value"), Tensor)
 
 

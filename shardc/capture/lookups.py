@@ -302,4 +302,5 @@ _COPYING = (aten.reshape.default, aten._unsafe_view.default)
 
 
 def _val(node: fx.Node) -> object:
+    """Return the fake value of a node."""
     return node.meta["val"]

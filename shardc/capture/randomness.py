@@ -107,6 +107,7 @@ def refuse_draws(graph: fx.Graph) -> None:
 def _rrelu_backward(
     grad: Tensor, x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, self_is_result: bool
 ) -> Tensor:
+    """Return the gradient of ``x``; in training ``noise`` has the scales that forward drew."""
     if training and upper - lower > 1e-6:
         return aten.mul.Tensor(grad, noise)
     return aten.where.self(aten.gt.Scalar(x, 0), grad, aten.mul.Tensor(grad, (lower + upper) / 2))
@@ -119,6 +120,7 @@ class _Draws:
         self._streams = count()
 
     def uniform(self, size: Shape, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Draws uniform numbers from 0 to 1, in a stream of their own."""
         key = torch.ops.shardc_random.key.default(device=device)
         return torch.ops.shardc_random.uniform.default(key, next(self._streams), list(size), dtype=dtype, device=device)
 
@@ -137,6 +139,7 @@ class _Draws:
         return aten._to_copy.default(less(self._uniform_like(x), p), dtype=x.dtype)
 
     def native_dropout(self, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+        """Return (``x`` after dropout, mask of the elements that are kept)."""
         if train is False or p == 0:
             return aten.clone.default(x), aten.full.default(x.shape, True, dtype=torch.bool, device=x.device)
         mask = aten.ge.Scalar(self._uniform_like(x), p)
@@ -213,6 +216,7 @@ class _Draws:
         return order if dtype in (None, torch.int64) else aten._to_copy.default(order, dtype=dtype)
 
     def exponential(self, x: Tensor, rate: float = 1.0) -> Tensor:
+        """Draws exponential numbers of this ``rate``, shaped like ``x``."""
         drawn = aten.div.Scalar(aten.log1p.default(aten.neg.default(self._uniform_like(x))), -rate)
         return aten._to_copy.default(drawn, dtype=x.dtype)
 
@@ -222,5 +226,6 @@ class _Draws:
         return aten._to_copy.default(aten.add.Scalar(aten.floor.default(trials), 1), dtype=x.dtype)
 
     def cauchy(self, x: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
+        """Draws Cauchy numbers, shaped like ``x``."""
         turned = aten.tan.default(aten.mul.Scalar(aten.sub.Scalar(self._uniform_like(x), 0.5), pi))
         return aten._to_copy.default(aten.add.Scalar(aten.mul.Scalar(turned, sigma), median), dtype=x.dtype)

@@ -141,6 +141,7 @@ def _flatten(cache: object) -> tuple[list[PyTree], Context]:
 
 
 def _flatten_with_keys(cache: object) -> tuple[list[tuple[pytree.KeyEntry, PyTree]], Context]:
+    """Return ([(attribute, its value)], context), as `_flatten` flattens a cache."""
     values, context = _flatten(cache)
     return [(pytree.GetAttrKey(name), value) for name, value in zip(context[0], values, strict=True)], context
 

@@ -201,5 +201,6 @@ def _without_symbols(arguments: fx.node.Argument) -> fx.node.Argument:
 
 
 def _checked(x: T) -> T:
+    """Return ``x``; asserts that it is not a symbol."""
     assert not isinstance(x, _SYMBOLIC), f"{x} stands in the trace without a node"
     return x

@@ -180,11 +180,15 @@ class _Root(nn.Module):
         self._extra = 0 if loss is None else loss_arity(loss)
 
     def forward(self, *tensors: Tensor) -> PyTree:
+        """Return the outputs of `run`, each tensor marked; a tensor that is returned twice is detached the
+        second time.
+        """
         out = self.run(tensors)
         # Without a tag, an output that is a view of another, or of an input, would have no separate tangent.
         first: list[Tensor] = []
 
         def marked(x: Tensor) -> Tensor:
+            """Return an output tensor, marked as an output."""
             if any(x is before for before in first):  # its gradients go to the first output
                 return mark(x.detach(), name=SAME)
             first.append(x)

@@ -120,6 +120,7 @@ def _below(whole: int) -> list[int]:
 
 
 def _is_prime(k: int) -> bool:
+    """Return whether ``k`` is a prime number."""
     return k > 1 and all(k % d for d in range(2, isqrt(k) + 1))
 
 

@@ -123,10 +123,12 @@ def calling_line() -> str | None:
 
 
 def is_versioned_class(cls: type) -> bool:
+    """Return whether ``cls`` is torch's, shardc's or Python's."""
     return _is_versioned_name(str(cls.__module__))
 
 
 def is_versioned_module(module: types.ModuleType) -> bool:
+    """Return whether ``module`` is torch's, shardc's or Python's."""
     return _is_versioned_name(module.__name__)
 
 

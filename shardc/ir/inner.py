@@ -252,6 +252,7 @@ class InnerTensors(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the inner tensors."""
         inner: torch.device = next(iter(self._entries.values())).device
         return inner
 
@@ -269,6 +270,7 @@ class InnerTensors(nn.Module):
         return f"{self.cls.__module__}.{self.cls.__qualname__}, {self.context!r}, {list(self.shape)}, {self.attributes}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Apply ``fn`` to the inner tensors; InputError if it converts their dtype."""
         check_conversion(self, fn)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
@@ -286,6 +288,7 @@ class _Holder(nn.Module):
         super().__setattr__(name, value)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        """Load a state dict that has wrapper tensors: their inner tensors take their places first."""
         for key, inner in self._modules.items():
             if isinstance(inner, InnerTensors) and prefix + key in state_dict:
                 try:

@@ -81,6 +81,9 @@ class Layout:
         self._check()
 
     def _check(self) -> None:
+        """Raise LayoutError if an axis is used twice, a radix is not its axis's size, or pending reductions are
+        invalid.
+        """
         for axis, op in self.partial:
             if op not in REDUCE_OPS:
                 raise LayoutError(
@@ -273,6 +276,7 @@ class Layout:
         return ",".join(self._dim_text(dim) for dim in range(self.ndim))
 
     def _dim_text(self, dim: int) -> str:
+        """Return ``dim`` as text, such as ``(3 512@tp)``."""
         parts = []
         for size, axes in self.sub_dims(dim):
             at = "" if not axes else f"@{axes[0]}" if len(axes) == 1 else f"@({','.join(axes)})"
@@ -422,6 +426,7 @@ class Run(NamedTuple):
 
     @property
     def padded(self) -> bool:
+        """Return whether some positions hold no element."""
         return self.size != self.true
 
 
@@ -435,6 +440,7 @@ def unpadded(shape: Sequence[int]) -> Padding:
 
 
 def is_padded(runs: Runs) -> bool:
+    """Return whether a dim of these ``runs`` has padding."""
     return any(run.padded for run in runs)
 
 

@@ -90,6 +90,7 @@ class Mesh:
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
+        """Return axis -> its size."""
         return dict(self.shape)
 
     @cached_property

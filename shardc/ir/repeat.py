@@ -102,6 +102,7 @@ class Repeats:
 
     @cached_property
     def _shortened(self) -> Repeats:
+        """Return the result of `shortened`, computed once."""
         before = (Repeats(self.runs[:at], self.keep).missing for at in range(len(self.runs)))
         runs = zip(self.runs, before, strict=True)
         return Repeats(

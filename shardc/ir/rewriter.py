@@ -42,10 +42,12 @@ class GraphRewriter:
 
     @cached_property
     def names(self) -> NameScope:
+        """The scope of the names of the graph's nodes."""
         return NameScope.of(self.graph, but=self._reusable)
 
     @cached_property
     def fake_mode(self) -> AbstractContextManager[object]:
+        """The mode of the graph's fake values; a context manager that does nothing if no value has one."""
         vals = (node.meta.get("val") for node in self.graph.nodes)
         modes = (mode for val in vals if (mode := getattr(val, "fake_mode", None)) is not None)
         return self._fake_mode or next(modes, None) or nullcontext()
@@ -140,6 +142,12 @@ class Inserter:
         value: Value | tuple[Value | None, ...] | None,
         val: object = None,
     ) -> fx.Node:
+        """Insert a call of ``target`` and return its node, with the inherited record.
+
+        Args:
+            value: type of its result.
+            val: fake value of its result; None for none.
+        """
         graph = self.rewriter.graph
         with graph.inserting_before(self.anchor) if self.anchor is not None else nullcontext():
             node = graph.call_function(target, args, kwargs)
@@ -155,6 +163,7 @@ _OWN: dict[str, Any] = {"role": None, "needs": None, "is_kept_part": False, "tru
 
 
 def _val(node: fx.Node) -> object:
+    """Return the fake value of a node."""
     return node.meta["val"]
 
 

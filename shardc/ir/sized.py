@@ -217,6 +217,7 @@ class At:
 
     @cached_property
     def units(self) -> dict[str, int]:
+        """Return name of a size -> its unit; see `SizedGraph.units`."""
         return self.graph.units(self.sizes)
 
 

@@ -340,9 +340,11 @@ class _Loops(ChunkRewriter):
         return piece
 
     def _join(self, x: fx.Node, before: fx.Node) -> fx.Node:
+        """Return all chunks of ``x``: itself if it is in ``copied``, else concatenated."""
         return x if x in self.region.copied else super()._join(x, before)
 
     def _operand(self, x: fx.Node, cut: ChunkSpec | None, number: int, before: fx.Node) -> fx.Node:
+        """Return a chunk of operand ``x``; in backward it is recomputed if it is as wide as logits."""
         if self.phase == "backward" and self._is_recomputed(x) and self.cuts[x] == cut:
             return self._recomputed_piece(x, number, before)
         return super()._operand(x, cut, number, before)
