@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -114,13 +115,17 @@ class Draft:
         self.keep(self.emit(aten.add.Tensor, (node, self.draw.choice(others)), shape))
 
 
-def in_flight(graph: fx.Graph, moves: bool) -> int:
-    """The most bytes of parameters' gathers (or moves) that are started and not yet first used, at any point."""
+def in_flight(graph: fx.Graph, fetched: bool) -> int:
+    """The most bytes of parameters' gathers that are started and not yet first used, at any point.
+
+    Args:
+        fetched: of what is fetched for gathers instead: moves to the device, and maxima.
+    """
     order = {node: at for at, node in enumerate(graph.nodes)}
     spans, free = [], prefetchable(graph)
     for node in graph.nodes:
         early = is_start(node) and all(x.op == "placeholder" or x in free for x in node.all_input_nodes)
-        if early and move_kind(node) == ("to_device" if moves else None):
+        if early and (node in free if fetched else node not in free and move_kind(node) is None):
             uses = [order[user] for wait in waits_of(node) for user in wait.users]
             spans.append((order[node], min(uses, default=len(order)), result_bytes(node)))
     return max((sum(size for start, end, size in spans if start <= at < end) for at in order.values()), default=0)
@@ -136,11 +141,11 @@ def check(seed: int) -> tuple[int, int]:
     ]
     before = ranks.run(draft.gm, feed)
     count, computed = sum(is_start(n) for n in draft.graph.nodes), identity.computed(draft.graph)
-    alone = [in_flight(draft.graph, moves) for moves in (False, True)]
+    alone = [in_flight(draft.graph, fetched) for fetched in (False, True)]
     bucket = Bucket(draft.draw.choice((0, 500, 2000, -1)), direct=draft.draw.random() < 0.5)
     schedule = Schedule(draft.draw.choice((0, 1000, 4000, -1)))
     gm = bucket(draft.gm)
-    fused = [in_flight(gm.graph, moves) for moves in (False, True)]
+    fused = [in_flight(gm.graph, fetched) for fetched in (False, True)]
     gm = schedule(gm)
     gm.graph.lint()
     assert [*check_waits(Subject(gm, draft.mesh, no_rules))] == []
@@ -156,9 +161,9 @@ def check(seed: int) -> tuple[int, int]:
                 a, b, rtol=1e-12, atol=1e-12, msg=lambda text, r=rank: f"{what}, rank {r}: {text}"
             )
     if schedule.max_in_flight >= 0:
-        for moves in (False, True):
-            limit = max(alone[moves], fused[moves], schedule.max_in_flight)
-            assert in_flight(gm.graph, moves) <= limit, what
+        for fetched in (False, True):
+            limit = max(alone[fetched], fused[fetched], schedule.max_in_flight)
+            assert in_flight(gm.graph, fetched) <= limit, what
     late = [node for node in gm.graph.nodes if move_kind(node) == "to_host"]
     behind = [wait for node in late for wait in waits_of(node)]
     places = {node: at for at, node in enumerate(gm.graph.nodes)}
@@ -167,6 +172,13 @@ def check(seed: int) -> tuple[int, int]:
     again = certify(draft.mesh, [("forward", parse(text).graph)])
     assert again == certify(draft.mesh, [("forward", gm.graph)]), what
     return count, sum(is_start(n) for n in gm.graph.nodes)
+
+
+# The first graphs; maxima that depend on maxima; waits for maxima beside an op of the same position.
+@pytest.mark.parametrize("seeds", [range(60), (458, 1737)], ids=str)
+def test_some_random_graphs(seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        check(seed)
 
 
 @pytest.mark.slow

@@ -148,8 +148,11 @@ class Bucket:
         # A second reduction of a gradient waits for the bucket of the first: all first ones are bucketed before.
         fusible = [node for node in graph.nodes if node.op == "call_function" and node.target in _NATIVE]
         limits = dict.fromkeys(fusible, self.size) if isinstance(self.size, int) else self.size.limits(graph, fusible)
-        # Maxima in front of gathers, too: a gather closes the bucket that it waits for.
-        for node in sorted(fusible, key=lambda node: (node not in free, level.get(node, 0))):
+        # Maxima in front of gathers or of other maxima, too: these close the bucket that they wait for.
+        before: dict[fx.Node, int] = {}  # number of collectives and moves that a free op depends on, one after another
+        for node in filter(free.__contains__, graph.nodes):
+            before[node] = max((before[x] + is_start(x) for x in node.all_input_nodes if x in before), default=0)
+        for node in sorted(fusible, key=lambda node: (node not in free, before.get(node, level.get(node, 0)))):
             key = (node.target, ir.value(node).dtype, node.args[1:], ir.info(node).piece)
             ready = -1.0
             for x in node.all_input_nodes:
@@ -170,7 +173,7 @@ class Bucket:
             work = list(node.users)
             while work:
                 made_by[x := work.pop()] = last[key]
-                work += [user for user in x.users if user in level and not is_start(user)]
+                work += [user for user in x.users if (user in level or user in free) and not is_start(user)]
         return every
 
     def _coalesce(self, rewriter: GraphRewriter, bucket: _Open, priority: dict[fx.Node, float]) -> None:

@@ -44,7 +44,7 @@ class Schedule:
 
     Args:
         max_in_flight: bytes of results that are in flight or wait for their first use, of collectives that are
-            prefetched or only leave the graph, and as many of moves; -1 for no limit.
+            prefetched or only leave the graph, and as many of moves and maxima in front of gathers; -1 for no limit.
         blocking: leave every collective where it is, and wait for it there.
         prefetch: plan entries that name gathers to start before a module computes.
 
@@ -80,7 +80,7 @@ class Schedule:
             if ready is not None:
                 later = bisect_right(dense, ready) if is_stored(node) else len(dense)
                 # A saved value moves behind the ops that one kernel computes with its own.
-                priority[node] = dense[later] - 0.3 if later < len(dense) else ready + 0.25
+                priority[node] = dense[later] - 0.3 if later < len(dense) else ready + 0.2
             for wait in waits_of(node):
                 priority[wait] = min((priority[user] for user in wait.users), default=float("inf")) - 0.25
         collectives = [node for node in starts if move_kind(node) is None]
