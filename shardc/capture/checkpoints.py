@@ -21,8 +21,9 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.variables import NestedUserFunctionVariable, UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
+from torch._higher_order_ops.partitioner import HopJointGraph, HopPartitionedGraph
 from torch.distributed._composable import checkpoint_activation
-from torch.utils.checkpoint import CheckpointFunction, checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import CheckpointFunction, _CachingTorchDispatchMode, checkpoint, checkpoint_sequential
 
 from shardc._compat import PyTree
 
@@ -72,10 +73,22 @@ def _plain(context_fn: NestedUserFunctionVariable | UserMethodVariable) -> Funct
         raise Unsupported(f"context_fn of a checkpoint: {error}") from error
 
 
+_partition_step = HopJointGraph.partition
+
+
+def _partition(self: HopJointGraph, *args: Any, **kwargs: Any) -> HopPartitionedGraph:
+    """Cuts the step of a scan into forward and backward; a checkpoint around the scan says nothing of a step's ops."""
+    for node in self.joint_gm.graph.nodes:
+        node.meta.pop("recompute", None)
+    return _partition_step(self, *args, **kwargs)
+
+
 # (owner, attribute name, replacement)
 OTHER_FORMS: tuple[tuple[object, str, object], ...] = (
     (CheckpointFunction, "forward", staticmethod(_refused)),
     (CheckpointHigherOrderVariable, "_call_function", _call_with_function),
+    (HopJointGraph, "partition", _partition),
+    (_CachingTorchDispatchMode, "supports_higher_order_operators", True),  # loops and branches in a checkpoint
 )
 
 

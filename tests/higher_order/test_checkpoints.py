@@ -24,6 +24,7 @@ import shardc
 from shardc.ir import graph as ir
 from shardc.ir.parse import parse
 from shardc.ir.text import dump
+from tests.higher_order import test_functions as functions
 from tests.higher_order.on_ranks import equal_one_device
 from tests.models.alike import trains_alike
 from tests.ranks import run_ranks
@@ -160,6 +161,32 @@ def test_what_a_policy_saves_is_kept_and_the_rest_runs_again() -> None:
 def test_a_segment_of_a_sequence_and_a_composed_module_run_again() -> None:
     assert kept("sequential") == set() and computed_again("sequential")["mm"] == 3  # the last segment is no checkpoint
     assert kept("composable") == set() and computed_again("composable")["mm"] == 1
+
+
+class Repeats(functions.Net):
+    """A loop or a branch in a checkpoint; torch has no such on one device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        function, h = functions.KINDS[self.kind], self.a(x)
+        if not torch.compiler.is_compiling():
+            return function(self, h)
+        return checkpoint(function, self, h, use_reentrant=False)
+
+
+@pytest.mark.parametrize("kind", ["a branch", "a long scan", "a loop by a count"])
+def test_loops_and_branches_run_again(kind: str) -> None:
+    torch.manual_seed(0)
+    trains_alike(Repeats(kind), (torch.randn(6, 5, 4),), {"dp": 2}, functions.FSDP, steps=1)
+    module = shardc.compile(Repeats(kind), shardc.Mesh(dp=2), shardc.ddp("dp"), loss=lambda x: x.sum())
+    program = module.lower(torch.empty(6, 5, 4))
+    assert isinstance(program, shardc.Program) and program.forward is not None and program.backward is not None
+    operation = {"a branch": "cond", "a long scan": "scan", "a loop by a count": "loop_gradient"}[kind]
+    ran = [getattr(node.target, "_opname", "") for node in program.backward.graph.nodes]
+    assert ran.count(operation) == (2 if operation == "scan" else 1)  # the scan, and that of its gradient
+    saved = [
+        x for role, x in ir.outputs(program.forward.graph) if role.kind == "saved" and isinstance(x, torch.fx.Node)
+    ]
+    assert all(x.meta["val"].numel() <= 60 for x in saved), saved  # no value of 200 steps
 
 
 def test_text_and_parse() -> None:
