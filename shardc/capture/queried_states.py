@@ -318,7 +318,7 @@ def _memory(node: fx.Node) -> int | None:
 
 
 def _require_grad(values: Sequence[object]) -> bool:
-    """Return whether one of these values is a tensor that requires a gradient; autograd does not look into lists."""
+    """Return whether one of ``values`` is a tensor that requires a gradient; autograd does not look into lists."""
     nodes = [x.as_proxy().node for x in values if isinstance(x, TensorVariable)]
     return any(node.meta["example_value"].requires_grad for node in nodes)
 

@@ -528,7 +528,7 @@ if linear_cross_entropy is not None:  # from torch 2.13 on
 
 @contextmanager
 def other_forms() -> Iterator[None]:
-    """Replaces torch's functions by those of this file; undoes it on exit."""
+    """Replaces functions of torch by the functions of this file in the block."""
     raises.fill_kl_cache()
     get_torch_obj_rule_map(), get_tensor_method()  # Dynamo looks functions up by name, once: to find torch's own
     with markers.patched((*_OTHER_FORMS, *markers.other_forms())), checkpoints.sequential_traced():

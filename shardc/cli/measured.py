@@ -126,7 +126,7 @@ class Comparison:
 
 
 def pairs_of(schedule: Prediction, seen: Profiled, latest: Sequence[float]) -> tuple[Pair, ...]:
-    """Return the collectives of a schedule beside those that ran, in order.
+    """Return a `Pair` for each collective of ``schedule`` and the one that ran in its place, in order.
 
     Args:
         seen: the profile of a step of this rank.
@@ -224,11 +224,11 @@ def _by_layer_pattern(
         yield group_key, of
 
 
-def _tensor(of: Sequence[Pair]) -> str:
-    """Return the name of the tensor of ``of``, pairs of repeated layers; ``*`` stands for the layer's number if there
-    are several.
+def _tensor(pairs: Sequence[Pair]) -> str:
+    """Return the name of the tensor of ``pairs``; of several, which are of repeated layers, with ``*`` for the layer's
+    number.
     """
-    return of[0].tensor if len(of) == 1 else layers_of(of[0].tensor)
+    return pairs[0].tensor if len(pairs) == 1 else layers_of(pairs[0].tensor)
 
 
 def lost_table(pairs: Sequence[Pair], seconds: float) -> Table:

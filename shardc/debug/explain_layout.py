@@ -64,7 +64,7 @@ class Use:
 
     @property
     def wire(self) -> int:
-        """Return the bytes that each rank sends in these collectives."""
+        """Return the bytes that each rank sends in the collectives ``moves``."""
         return sum(row.wire for row in self.moves)
 
 
@@ -94,7 +94,7 @@ class Explanation:
 
     @property
     def wire(self) -> int:
-        """Return the bytes that each rank sends for it in a step; each collective is counted once."""
+        """Return the bytes that each rank sends for the tensor in a step; each collective is counted once."""
         return sum(row.wire for row in self._moves())
 
     def _moves(self) -> list[Collective]:

@@ -22,7 +22,7 @@ class Deferred:
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the names of all these parameters, ``whole`` and ``scattered``."""
+        """Return the names of all deferred parameters, ``whole`` and ``scattered``."""
         return self.whole | self.scattered
 
     def renamed(self, change: Callable[[str], str | None]) -> Deferred:

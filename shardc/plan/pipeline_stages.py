@@ -157,10 +157,11 @@ def _inside(name: str) -> Iterator[str]:
 
 
 def blocks_of(module: nn.Module, name: str = "") -> Iterator[tuple[str, list[nn.Module]]]:
-    """Yield (name, the module and its submodules) of each block, in order: of each module that a stage has as a whole.
+    """Yield (name, the module and its submodules) of each block, in order. A stage has one block or more, each as a
+    whole.
 
-    A block is an item of an outermost list, or a module without lists. A module that contains lists is a block, too, if
-    it has parameters of its own: of those alone.
+    A block is an item of an outermost list of modules, or a module that contains no list. A module that contains lists
+    and has parameters of its own is a block of these alone.
     """
     if _direct(module):
         yield name, [module]

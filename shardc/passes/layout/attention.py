@@ -170,13 +170,16 @@ def _split(entries: Sequence[Cp]) -> tuple[str, str]:
 
 
 def _place(node: fx.Node, entries: Sequence[Cp], around: bool) -> None:
-    """Gives a ``flex_attention`` the axes and methods of these entries, in place."""
+    """Gives a ``flex_attention`` the axes and methods of ``entries``, in place.
+
+    ``around`` says whether keys and values are passed round the ring (else gathered).
+    """
     names = [argument.name for argument in node.target._schema.arguments]
     node.args = (*node.args[: names.index("axis")], *_split(entries), around)
 
 
 def _replace(node: fx.Node, entries: Sequence[Cp], around: bool, names: NameScope) -> None:
-    """Turns a kernel into the ``shardc_attention`` op of these entries, in place.
+    """Turns a kernel into the ``shardc_attention`` op of ``entries``, in place.
 
     Args:
         node: the kernel, forward or backward.

@@ -65,7 +65,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Reading:
-    """A value in terms of another, ``source``: along one dim, its element i is element ``i - by`` of that, or zero.
+    """A value in terms of another, ``source``: along one dim, element i is element ``i - by`` of ``source``, or zero.
 
     Args:
         source: the other value, or the value itself.
@@ -253,7 +253,7 @@ def _roll(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def few(count: int, size: int) -> bool:
-    """Returns whether ``count`` elements are few enough beside ``size`` to be sent instead of gathering all."""
+    """Returns whether ``count`` of ``size`` elements are so few that they are sent alone, instead of gathering all."""
     return _FEW * count <= size
 
 
@@ -275,7 +275,7 @@ def _slice(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def _cumsum(rewriter: GraphRewriter, node: fx.Node) -> None:
-    """Replaces a floating-point running sum by that of ``shardc_window``."""
+    """Replaces a floating-point running sum by the op ``cumsum`` of ``shardc_window``."""
     arguments, value = arguments_of(node), ir.value(node)
     if value.shape and value.dtype.is_floating_point and ir.value(node.args[0]).dtype == value.dtype:
         at, dim = rewriter.before(node, like=node), arguments["dim"] % len(value.shape)
@@ -319,7 +319,7 @@ def _window(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[Reading, tuple[
 
 
 def _convolution(rewriter: GraphRewriter, node: fx.Node) -> None:
-    """Replaces a convolution that keeps the size of its dim by that of ``shardc_window``."""
+    """Replaces a convolution that keeps the size of its dim by the op ``convolve`` of ``shardc_window``."""
     x, weight = node.args[:2]
     if (form := _window(node, x, weight)) is not None:
         reading, window = form

@@ -351,7 +351,7 @@ class _Loops(ChunkRewriter):
 
 
 def _widening(node: fx.Node) -> fx.Node | None:
-    """Returns the cast to a wider dtype that alone reads ``node``; None if there is none."""
+    """Returns the only user of ``node`` if it is a cast to a wider dtype; else None."""
     user = next(iter(node.users)) if len(node.users) == 1 else None
     wider = user is not None and user.target is CAST and ir.value(user).itemsize > ir.value(node).itemsize
     return user if wider else None

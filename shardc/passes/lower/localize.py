@@ -210,7 +210,9 @@ class Emitter(Calls):
         return local
 
     def named(self, result: Any) -> Any:
-        """Renames ``result``, the last local node of the current global node, to the latter's name."""
+        """Gives ``result``, the last local node emitted for the current global node, the name of that global node;
+        returns it.
+        """
         if isinstance(result, fx.Node) and result.op == "call_function":
             record = ir.info(result)
             if record.name != self.record.name and record.name.startswith(f"{self.record.name}."):

@@ -161,7 +161,7 @@ class Microbatch:
                 raise self._refused(node, f"it would exchange values between microbatches ({kind} over {axes})")
 
     def _sum_first(self, graph: fx.Graph) -> None:
-        """Moves reductions over time in front of those over devices that they follow, which then run once.
+        """Moves reductions over time before the reductions over devices that they follow; the latter then run once.
 
         %a = all_reduce(%x, "dp")              %s = all_reduce(%x, "micro")
         %c = _to_copy(%a)                 ->   %a = all_reduce(%s, "dp")
@@ -455,14 +455,16 @@ def closed(
 
 
 def _shorten(others: fx.Node, last: fx.Node) -> None:
-    """Removes the rows of the last microbatch from the type of argument ``others``; they are those of ``last``."""
+    """Takes the rows of ``last``, the last microbatch's, out of the type of ``others``, the gathered rows of all."""
     val, rows = others.meta["val"], last.meta["val"].shape[0]
     others.meta["val"] = val.new_empty((val.shape[0] - rows, *val.shape[1:]))
     ir.update(others, value=ir.value_of(others.meta["val"]))
 
 
 def opened(forward: fx.GraphModule, gathers: fx.GraphModule | None) -> fx.GraphModule | None:
-    """Returns the forward of the first microbatch, which also computes ``gathers``, for all; None without these."""
+    """Returns the forward of the first microbatch, which also computes ``gathers`` for all microbatches; None without
+    gathers.
+    """
     if gathers is None:
         return None
     gathered = {role.name: x for role, x in ir.outputs(gathers.graph) if isinstance(x, fx.Node)}
@@ -474,7 +476,7 @@ def opened(forward: fx.GraphModule, gathers: fx.GraphModule | None) -> fx.GraphM
 
 
 class _Chain:
-    """Builder of a graph that runs two graphs, one after the other. An argument of both, by name, is one argument.
+    """Builder of a graph that runs two graphs, one after the other. Arguments of equal names become one.
 
     Args:
         first, second: the graphs.

@@ -18,7 +18,7 @@ _TO_DEVICE, _TO_HOST = torch.ops.shardc.to_device.default, torch.ops.shardc.to_h
 
 @dataclass(frozen=True)
 class OffloadSaved:
-    """Moves saved values that the plan keeps on the host there in forward, and to the device in backward.
+    """Moves saved values to the host in forward and back to the device in backward, where the plan says so.
 
         %a = relu(%x)              forward:   %a.host = wait(to_host(%a, False))
         saved %a               ->             saved %a.host

@@ -377,7 +377,10 @@ def _add_up(closing: fx.Graph, name: str, terms: list[str]) -> None:
 
 
 def _stages_of_results(closing: fx.Graph, terms: Mapping[str, int], stages: PipelineStages) -> list[int]:
-    """Returns the stage that computes each result of the closing graph: that of the parameter, or of its last term."""
+    """Returns the stage that computes each result of the closing graph.
+
+    That is the parameter's stage for its gradient; for others the last stage of the terms that the result depends on.
+    """
     last: dict[fx.Node, int] = {}
     for node in closing.nodes:
         from_operands = [last[x] for x in node.all_input_nodes]

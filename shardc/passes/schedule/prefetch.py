@@ -156,8 +156,8 @@ def check(graph: fx.Graph, wanted: Wanted) -> None:
 
 
 def parameters(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-    """Returns node -> names of parameters, for each node that is computed from these alone (or from their saved
-    slices).
+    """Returns node -> names of parameters, for each node that is computed from parameters (or their saved slices)
+    alone.
     """
     names: dict[fx.Node, frozenset[str]] = {}
     reads = ir.output_node(graph).meta.get(ir.READS, {})

@@ -278,9 +278,9 @@ def _combined(spec: Spec, mesh: Mesh, choice: Sequence[AxisStrategy]) -> Strateg
 
 
 def nested(mesh: Mesh, outer: Digits, inner: Digits) -> Digits | None:
-    """Returns the digits of a dim that is split as ``outer``, and then over each axis of ``inner``: at its own stride,
-    or inside the shards of axes there.
+    """Returns the digits of a dim that is split as ``outer``, and inside its shards also over each axis of ``inner``.
 
+    An axis splits the dim at its own stride; if an axis of ``outer`` splits there already, inside that one's shards.
     None if the sizes do not divide.
     """
     spans = _spans(outer)
