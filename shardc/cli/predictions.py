@@ -64,6 +64,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
 def _run_schedule(options: argparse.Namespace) -> None:
     """Print the table; write the files of ``--trace``, ``--json``, ``--html`` and ``--plot``."""
     program, predicted = predict(options)
+    tried = program.advise(options.hardware) if options.tries and options.html is not None else []
     beside = _beside(options)
     if beside is not None:
         _print_beside(predicted, beside)
@@ -73,7 +74,6 @@ def _run_schedule(options: argparse.Namespace) -> None:
             write(path, text())
     if options.html is not None:
         has_stages = program.stage_ranks > 0  # which lint does not know
-        tried = program.advise(options.hardware) if options.tries else []
         findings = [] if has_stages else [*(advice.finding() for advice in tried), *program.lint(options.hardware)]
         write(options.html, predicted.to_html(findings, beside))
     if options.plot is not None:

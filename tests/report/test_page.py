@@ -367,3 +367,24 @@ def test_a_browser_shows_it(schedule: Schedule, tmp_path: Path) -> None:
     assert re.search(
         r'<div class="op moves chosen"><span class="at">[^<]*</span>%layers\.0\.mlp\.up\.weight\.full', shown
     )
+
+
+def test_what_is_not_tried_is_refused_before_anything_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "stacked.py").write_text(STACK)
+    monkeypatch.chdir(tmp_path)
+    target = [
+        "schedule",
+        "stacked.py:example",
+        "--mesh",
+        "pp=2",
+        "--plan",
+        'pp("pp", microbatches=2)',
+        "--html",
+        "page.html",
+    ]
+    assert main([*target, "--tries"]) == 2
+    text = capsys.readouterr()
+    assert text.out == "" and "advise does not know the stages of a pipeline" in text.err
+    assert not (tmp_path / "page.html").exists()
