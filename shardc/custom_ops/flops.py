@@ -122,7 +122,17 @@ def flops(
     """
     if target in _OTHERS:
         return int(_OTHERS[target](*args, **(dict(kwargs) if target in _FLEX else {})))
-    return int(flop_registry[target.overloadpacket](*args, **dict(kwargs), out_val=result))
+    formula = flop_registry[target.overloadpacket]
+    if not hasattr(formula, "__wrapped__"):  # it takes tensors (``get_raw=True``)
+        args, kwargs, result = _tensors(args), _tensors(kwargs), _tensors(result)
+    return int(formula(*args, **dict(kwargs), out_val=result))
+
+
+def _tensors(x: Any) -> Any:
+    """Return ``x`` with a tensor without memory in place of each shape in it, also within tuples and lists."""
+    if isinstance(x, Size):
+        return torch.empty(x, device="meta")
+    return type(x)(map(_tensors, x)) if isinstance(x, tuple | list) else x
 
 
 def of_function(kind: str, graphs: tuple[fx.Graph, ...]) -> int:

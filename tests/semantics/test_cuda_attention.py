@@ -138,3 +138,27 @@ def test_what_is_unfit_is_seen() -> None:
     assert not unfit(x) and not unfit(x.transpose(1, 2)) and not unfit(x[:, :1].expand(-1, 4, -1, -1))
     assert unfit(x.transpose(-1, -2)) and unfit(x[..., :12].contiguous())
     assert unfit(x.flatten()[4:964].view(4, 5, 3, 16))
+
+
+class Packed(nn.Module):
+    """Attention of packed sequences, whose operations torch counts by tensors, not by shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+        self.attend = pytest.importorskip("torch.nn.attention.varlen").varlen_attn
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (-1, HEAD))
+        return self.attend(q, q.tanh(), q.sin(), ends, ends, PLACES, PLACES)
+
+
+def test_packed_sequences_are_whole_with_a_warning() -> None:
+    plan = shardc.fsdp("dp") | shardc.Plan(inputs={"ends": "..."})
+    module = shardc.compile(Packed(), shardc.Mesh(dp=2), plan)
+    ends = torch.arange(0, 5 * PLACES, PLACES, dtype=torch.int32)
+    with pytest.warns(
+        shardc.ShardcWarning, match=r"no rule for torch_attn\._varlen_attn\.default.*whole on every rank"
+    ):
+        program = module.lower(torch.empty(4 * PLACES, WIDTH, dtype=torch.bfloat16), ends)
+    assert "torch_attn._varlen_attn(" in program.text()
