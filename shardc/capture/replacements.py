@@ -84,7 +84,8 @@ def _apply(
     There Dynamo traces its forward alone. It does so too where no argument requires a gradient: a first carry of a loop
     may require none, while later ones do.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    is_torchs = self.fn_cls.__module__.partition(".")[0] == "torch"  # whose ops have the gradient too (lookups of flex)
+    if not is_torchs and torch._C._functorch.peek_interpreter_stack() is not None:
         raise Unsupported(f"an autograd.Function within torch.func, {self.fn_cls.__name__}")
     is_loop = any(target in _LOOPS for _, target in tx.output.current_tracer.source_fn_stack)
     tensors: Any = (x.realize() for x in (*args, *kwargs.values()) if x.is_tensor()) if is_loop else ()
