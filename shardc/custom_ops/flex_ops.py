@@ -23,7 +23,8 @@ from shardc.custom_ops.function_ops import Function, function_of
 
 KIND = "flex"
 _ALL = 2  # in `flex_visible`: all queries of the block see the key
-ROWS, COLUMNS, STRIP = 64, 512, 8192  # queries of a block, most keys of a block, keys whose mask is computed at once
+ROWS, COLUMNS = 64, 512  # queries of a block of 4 heads or more, most keys of a block
+STRIP = 8192  # keys whose mask is computed at once
 SCORES = 1 << 26  # of a block with all keys of a strip: large enough that few kernels are launched
 _PLACES = ("batch", "head")  # by-place dims of captured tensors, by the position of their placeholder after the column
 
@@ -220,7 +221,7 @@ def flex_visible(
         body, keys, rows, columns, batches, heads: as of `flex`.
 
     Returns:
-        uint8 [b or 1, blocks of `ROWS` queries, k]; 1 if the mask does not depend on the batch.
+        uint8 [b or 1, blocks of queries, k]; 1 if the mask does not depend on the batch.
     """
     return _Mask(captured, body, size, keys, (rows, columns, batches, heads), torch.device("cpu")).visible()
 
@@ -271,14 +272,14 @@ class _Mask:
     def visible(self) -> Tensor:
         """Return the result of `flex_visible`."""
         *_, queries, keys = self.size
-        batches = self.batch_slices()
+        batches, length = self.batch_slices(), _block_rows(self.functions, self.size)
         visible = torch.empty(_visible_shape(self.functions, self.size), dtype=torch.uint8)
         for at, batch in enumerate(batches):
-            for block, row in enumerate(range(0, queries, ROWS)):
+            for block, row in enumerate(range(0, queries, length)):
                 for start in range(0, keys, STRIP):
                     strip = slice(start, min(start + STRIP, keys))
                     # As numbers, whose least and largest are vectorized.
-                    of_columns = self.of(batch, slice(row, row + ROWS), strip).view(torch.uint8).flatten(0, 2)
+                    of_columns = self.of(batch, slice(row, row + length), strip).view(torch.uint8).flatten(0, 2)
                     visible[at, block, strip] = of_columns.amax(0) + of_columns.amin(0)
         return visible
 
@@ -321,7 +322,8 @@ class _Blocks:
         self.groups, self.keys = key.shape[1], key.shape[2]
         self.visible: Tensor | None = None
         if skips(query.device):
-            self.visible, self.length = mask.visible() if visible is None else visible, ROWS
+            self.visible = mask.visible() if visible is None else visible
+            self.length = _block_rows(mask.functions, mask.size)
         else:
             by_row = query.shape[1] * min(STRIP, max(self.keys, 1))
             scores_per_row = by_row * (1 if self.functions.by_batch else query.shape[0])
@@ -438,9 +440,18 @@ def _fake_flex_gradient(
     return [*_fake_gradient(grad, query, key, value), *gradients]
 
 
+def _block_rows(functions: ScoreFunctions, size: Sequence[int]) -> int:
+    """Return the number of queries of a block where keys are left out, of a call of ``size`` [b, h, q, k].
+
+    Blocks of few heads have more, so that products stay as large.
+    """
+    batch, heads, *_ = size
+    return ROWS * max(1, 4 // max(heads * (1 if functions.by_batch else batch), 1))
+
+
 def _visible_shape(functions: ScoreFunctions, size: Sequence[int]) -> list[int]:
     batch, _, queries, keys = size
-    return [batch if functions.by_batch else 1, -(-queries // ROWS), keys]
+    return [batch if functions.by_batch else 1, -(-queries // _block_rows(functions, size)), keys]
 
 
 def _fake_visible(captured: object, body: str, size: Sequence[int], *_: object, **__: object) -> Tensor:
