@@ -29,8 +29,7 @@ class Pair:
         bytes: bytes that this rank sent; None if the profiler does not report them.
         predicted_seconds, seconds: time from start to end, predicted and measured.
         predicted_exposed, exposed: seconds of the call and of waits, predicted and measured; measured is None if the
-            step
-            did not wait as often as predicted, so that waits cannot be assigned to collectives.
+            step did not wait as often as predicted, so that waits cannot be assigned to collectives.
         call, late, wire, beside: the causes of its exposed time beyond the prediction, in seconds each: the call takes
             longer; another rank starts later; the transfer takes longer; less compute runs between its call and its
                 first

@@ -221,8 +221,7 @@ class Dense:
         bytes: bytes that one rank reads and writes.
         times: axis -> number of ranks along it that compute the same.
         gathered: (axis, name of an all-gather, bytes that a rank receives) of each all-gather, over an axis of
-            ``times``,
-            of an activation that the op reads.
+            ``times``, of an activation that the op reads.
     """
 
     name: str

@@ -224,8 +224,7 @@ def of_runs(runs: Iterable[tuple[Half, int]], levels: Mapping[str, int]) -> Sequ
 
     Args:
         runs: (graph, number of its microbatch) in the order in which they run. A graph reads what an earlier graph of
-            the
-            same microbatch saved, or transferred from another pipeline stage.
+            the same microbatch saved, or transferred from another pipeline stage.
         levels: FSDP level of each gathered parameter.
     """
     builder = _Builder({})

@@ -112,8 +112,7 @@ def advance(schedule: Schedule, runs: Callable[[int, int, Action], bool]) -> boo
 
     Args:
         runs: function of (rank, position, next action of the rank): runs the action and returns True, or returns False
-            if
-            the action must wait for another rank.
+            if the action must wait for another rank.
     """
     at = [0] * schedule.ranks
     moved = True

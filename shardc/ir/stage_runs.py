@@ -50,8 +50,7 @@ class StageRuns:
         copies: parameter -> (its stage, other stages that read it, type of its shard). They are sent once a step.
         terms: term of a sum -> (its stage, stages that take the sum, type of the sum).
         results: (kind, name or index) -> (stage that computes it, number of values, type of each): one value, or one
-            for
-            each microbatch. They are sent to all ranks.
+            for each microbatch. They are sent to all ranks.
         grads: parameter with dims -> (coordinate of the ranks that get its gradient, type of the gradient).
         openings: the same of each loop before the forward whose layers are cut into stages; None for other loops.
     """
@@ -78,8 +77,7 @@ class StageRuns:
             schedule: the order.
             stage_of: parameter -> its stage.
             graphs: (stage, whether it runs for each microbatch, graph); of each stage, those that run for each
-                microbatch
-                come first.
+                microbatch come first.
             openings: the loops before the forward; parameters that they send are sent with the others.
         """
         takers: dict[tuple[str, str], tuple[set[int], Value]] = {}

@@ -72,8 +72,7 @@ def sending(cost: Pricing, direct: bool) -> Pricing | None:
 
     Args:
         direct: whether the program sends collectives as messages between ranks; they are then priced by what ``cost``
-            has
-            measured of messages, if anything.
+            has measured of messages, if anything.
     """
     if isinstance(cost, CostModel) and cost.messages is not None and direct:
         return calibrated(cost)

@@ -35,8 +35,7 @@ class PipelineStages:
         rank_of: coordinate of each stage along the axis of ``entry``.
         first: parameter -> the first stage that uses it, whose ranks store it.
         modules: module with parameters -> its stage; None if its parameters belong to several stages. Parameters that
-            are
-            tied to another module's do not count.
+            are tied to another module's do not count.
     """
 
     entry: Pp
@@ -51,8 +50,7 @@ class PipelineStages:
 
         Raises:
             PlanError: the plan has one microbatch only, the schedule does not have these numbers of ranks and
-                microbatches, or
-                as for `stages_of`.
+                microbatches, or as for `stages_of`.
         """
         entry: Pp | None = plan.setting("pp")
         if entry is None:
