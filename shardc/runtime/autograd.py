@@ -71,7 +71,7 @@ def _update_buffers(runner: Runner, results: Sequence[Any]) -> None:
 
 
 def _tree(program: Executable, results: Sequence[object]) -> PyTree:
-    """Returns the outputs of a call as the model returns them."""
+    """Returns the outputs of a call in the structure that the model returns, from ``results`` of its forward graph."""
     out: list[object] = []
     for role, constant, result in zip(program.outputs, program.output_values, results, strict=True):
         if role.kind == "output":
@@ -95,7 +95,7 @@ class StepContext(Protocol):
         call: event of the module call.
         feed: inputs of the forward that the backward needs, else None.
         versions: version counters at the forward of the tensors that the backward reads.
-        loads: of the layers of experts with a capacity.
+        loads: rows sent within each layer of experts with a capacity, for the check that they fit.
     """
 
     runner: Runner
@@ -210,14 +210,14 @@ def _argument_grads(
     grads: Mapping[GradKey, Tensor | None],
     late: dict[str, Tensor],
 ) -> Iterator[Tensor | None]:
-    """Yields the gradient (or None) of each of the forward's arguments ``feed``; no two share memory.
+    """Yields the gradient of each of the forward's arguments ``feed``, or None; no two share memory.
 
     Args:
         takes: roles of the arguments.
         tangents: gradients of the outputs.
         grads: results of the backward graph.
-        late: gradients by parameter that include sums of earlier backwards; emptied of those in ``feed``, others are
-            added to ``.grad``.
+        late: gradients by parameter name that replace those in ``grads``, as they include sums of earlier backwards.
+            Those of parameters that are not in ``feed`` are added to ``.grad``.
     """
     # Memory that the caller may hold: tangents, inputs, and gradients yielded before.
     inputs = [x for x, role in zip(feed, takes, strict=True) if role.kind == "input"]
@@ -289,7 +289,7 @@ class StepInMicrobatches(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: MicrobatchContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of forward's arguments: those that the call has computed, scaled, or new ones."""
+        """Returns the gradients of forward's arguments: the loss's, scaled; computed anew if other outputs are used."""
         runner, program, step = ctx.runner, ctx.runner.program, ctx.step
         if torch.is_grad_enabled():
             raise twice_differentiated()
@@ -319,7 +319,7 @@ class StepInMicrobatches(torch.autograd.Function):
 
 
 def _without_rows(device: torch.device, value: Value) -> Tensor:
-    """Returns the gradient of a parameter that ranks of another stage have; ``value``: the type that it has there."""
+    """Returns an empty gradient for a parameter that another stage stores; ``value``: its gradient's type there."""
     return torch.empty((0, *value.shape[1:]), dtype=value.dtype, device="cpu" if value.host else device)
 
 
@@ -331,6 +331,7 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
     by_name = dict(zip((name for name, _ in program.inputs), inputs, strict=True))
 
     def loops(program: Executable) -> Loops:
+        """Returns the `Loops` of ``program`` on the inputs; those of this rank's stages if it is a pipeline."""
         running, forwards = runner.using(program), 0
 
         def run(half: Half, feed: list[Any]) -> Sequence[Any]:
@@ -351,6 +352,7 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
         return Loops(program, run, argument, by_name, over)
 
     def step() -> Microstep:
+        """Runs the call, and checks the capacity of its layers of experts."""
         computed = Microstep(program, loops, grad)
         runner.check_loads(runner.routing.unchecked())
         return computed

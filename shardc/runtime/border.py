@@ -110,7 +110,10 @@ class Border:
         return self._views[half]
 
     def held_back(self, half: Half, results: Sequence[Any], feed: Sequence[Any]) -> list[Any]:
-        """Returns the outputs of an inference graph (None for views, which `hand_out` makes), then base tensors."""
+        """Prepares the outputs of an inference graph for `hand_out`: views become None, base tensors are appended.
+
+        Outputs that share memory here and not on one device are copied.
+        """
         outputs = list(results[: self.count])
         outputs = self.views(half, outputs, feed).held_back(outputs)
         for at, shared in self._same_memory(half, outputs, [], feed).items():

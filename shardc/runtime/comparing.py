@@ -165,7 +165,10 @@ class Comparisons:
         return heard
 
     def refuse(self, store: dist.Store, number: int) -> bool:
-        """Sets the verdict of event ``number``, at which this rank waits, to `BEFORE`; False if there was another."""
+        """Ends event ``number``, at which this rank waits, with the verdict `BEFORE`, unless it has a verdict.
+
+        Returns whether its verdict is `BEFORE`.
+        """
         return store.compare_set(f"{self.at(number)}verdict", "", BEFORE).decode() == BEFORE
 
 

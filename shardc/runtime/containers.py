@@ -31,7 +31,7 @@ def closed(tree: PyTree, values: PyTree) -> PyTree:
 
 
 def _open(leaf: Any) -> PyTree:
-    """Returns a pytree leaf; a dict of its values if it is a container."""
+    """Returns a dict of the values of ``leaf`` if it is a container, else ``leaf``."""
     if isinstance(leaf, Tensor):
         return leaf
     if isinstance(leaf, Mapping):
@@ -51,7 +51,7 @@ def _open(leaf: Any) -> PyTree:
 
 
 def _close(leaf: Any, part: PyTree) -> Any:
-    """Inverts `_open`: returns a copy of the container ``leaf`` with the values ``part``; ``part`` if it is none."""
+    """Inverts `_open`: returns a copy of the container ``leaf`` with values ``part``; for other leaves ``part``."""
     if isinstance(leaf, Tensor) or not (isinstance(leaf, Mapping) or _is_record(leaf)):
         return part
     if isinstance(leaf, Mapping):

@@ -380,6 +380,7 @@ def _beside_plain(
 
 
 def _is_in(x: object, tensors: Sequence[Tensor]) -> bool:
+    """Whether ``x`` is one of ``tensors``, the same object."""
     return any(x is y for y in tensors)
 
 

@@ -74,7 +74,7 @@ class Event:
 
     @cached_property
     def fresh(self) -> Event:
-        """This call's event with one more line: that parameter values were replaced since the previous call."""
+        """Returns the call's event plus one line: that parameter values were replaced since the previous call."""
         return Event((*self.lines, ("new values", "some since the last call")))
 
     @cached_property
@@ -177,7 +177,7 @@ def _shown(x: object, constant: Like | Constant, any_rows: bool) -> str:
 
 
 def _runs(values: object) -> str:
-    """Returns a value as text, and a tuple run-length encoded: ``True x 3, False``."""
+    """Returns a value as text; a tuple is run-length encoded: ``True x 3, False``."""
     if not isinstance(values, tuple):
         return repr(values)
     runs = [(value, len(list(run))) for value, run in groupby(values)]

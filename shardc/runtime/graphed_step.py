@@ -37,10 +37,10 @@ class _Recorded:
 
     Args:
         program: the program of its call.
-        inputs: where it reads the tensors of a batch.
-        rates: where it reads the learning rate of each group.
-        keys: where it reads the keys of random numbers.
-        repeat: repeats it.
+        inputs: tensors from which it reads a batch.
+        rates: scalar tensors from which it reads the learning rate of each parameter group.
+        keys: tensors from which it reads the keys of random numbers.
+        repeat: runs it again; returns its result.
     """
 
     program: Executable
@@ -169,7 +169,7 @@ class GraphedStep:
         torch.autograd.graph.increment_version([*dict.fromkeys((*params, *snapshot.buffers.values()))])
 
     def _prepare(self) -> None:
-        """Sets options and state of the optimizer so that its steps can be recorded, also after it has loaded one."""
+        """Makes the optimizer ``capturable`` and moves its step counts to the device, so that steps can be recorded."""
         if not self._recorder.capturable:
             return
         self._optimizer.defaults["capturable"] = True
@@ -241,6 +241,7 @@ def _rate(value: float | Tensor, device: torch.device) -> Tensor:
 
 
 def _set(rate: Tensor, value: float | Tensor) -> None:
+    """Writes the learning rate ``value`` to the tensor ``rate``, in place."""
     if isinstance(value, Tensor):
         rate.copy_(value.reshape(()))
     else:
@@ -269,6 +270,7 @@ def _check_program(program: Executable) -> None:
 
 
 def _instead(why: str) -> str:
+    """Returns the ``fix`` of the error for an op that cannot be recorded, by the reason ``why``."""
     if "rows" in why and "bfloat16" not in why:
         return 'give the experts room for a fixed number of rows, by shardc.ep(..., dispatch="bounded", capacity=1.5)'
     if "bfloat16" in why:

@@ -69,7 +69,7 @@ class Groups:
 
     Attributes:
         mesh: the abstract mesh, on which ``stages`` has size 1.
-        device_mesh: an equal of the device mesh, whose groups no other thread uses (`_without_world_group`).
+        device_mesh: a mesh equal to the device mesh, whose groups no other thread uses (`_without_world_group`).
         rank: row-major index of this process on the mesh, not its global rank.
         prefix: prefix of the registered names, unique per mesh of the process.
         consistency: checks that all ranks of the device mesh run the same events.
@@ -144,7 +144,7 @@ class Groups:
 
     @property
     def whole(self) -> Groups:
-        """The groups of the whole device mesh: these themselves without stages."""
+        """The groups of the whole device mesh, of all stages; without stages this object."""
         return self if self._whole is None else self._whole
 
     @property
@@ -324,6 +324,7 @@ def _prefix(tag: int) -> str:
 
 
 def _world() -> dist.ProcessGroup:
+    """Returns the default process group, of all ranks."""
     world = dist.group.WORLD
     assert world is not None
     return world
@@ -340,9 +341,10 @@ def _is_shared(device_mesh: DeviceMesh) -> bool:
 
 
 def _without_world_group(device_mesh: DeviceMesh) -> DeviceMesh:
-    """Returns an equal of ``device_mesh``, without the world's group, which DeviceMesh takes for an axis of all ranks.
+    """Returns a mesh equal to ``device_mesh`` whose axis of all ranks, if any, has a group other than the world's.
 
-    It is ``device_mesh`` itself if that has no such axis, or if the group is not shared (`_is_shared`).
+    DeviceMesh takes the world's group for an axis of all ranks. Returns ``device_mesh`` itself if it has no such axis, or
+    if the group is not shared (`_is_shared`).
     """
     groups, world = [device_mesh.get_group(dim) for dim in range(device_mesh.ndim)], _world()
     if world not in groups or not _is_shared(device_mesh):

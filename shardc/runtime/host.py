@@ -103,7 +103,7 @@ class ParamLocation:
 
 
 class _Copy(dist.Work):
-    """Work handle of an asynchronous copy; the first wait calls ``arrive`` and frees the tensors ``keep``."""
+    """Work handle of an asynchronous copy; the first wait calls ``arrive``, then drops the tensors ``keep``."""
 
     def __init__(self, arrive: Callable[[], None], keep: tuple[Tensor, ...]) -> None:
         super().__init__()

@@ -185,7 +185,7 @@ class IdentityGuards:
                 self._row(container)
 
     def _row(self, container: object) -> None:
-        """Adds a guard for the elements of ``container``."""
+        """Adds a guard that ``container`` has the same elements."""
         if hasattr(container, "__iter__") and not isinstance(container, (tuple, str)):  # these are immutable
             self._rows[id(container)] = container, tuple(container)
 

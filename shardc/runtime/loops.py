@@ -52,10 +52,10 @@ class Loops:
 
     Args:
         program: the program.
-        run: runs a graph.
-        argument: returns what a graph takes beside inputs and results of other graphs.
+        run: (graph, its arguments) -> its results.
+        argument: (port, microbatch) -> the argument of a graph, if it is neither an input nor a result of a graph.
         inputs: inputs of the call, of all microbatches, by name.
-        over: maps a function of tensors over values.
+        over: applies a function of tensors to values; a value is a tensor, or in a simulation one per rank.
     """
 
     program: Executable
@@ -70,9 +70,7 @@ class Loops:
         self._added: set[str] = set()
 
     def train(self, tangents: Mapping[int, Any]) -> Results:
-        """Runs forward and backward of each microbatch; ``tangents``: gradients of outputs by index, of all
-        microbatches.
-        """
+        """Runs forward and backward of each microbatch; ``tangents``: gradient of each output by index, whole batch."""
         return self._step(True, tangents)
 
     def infer(self) -> Results:
@@ -94,7 +92,10 @@ class Loops:
         return self._joined(parts)
 
     def _keep(self, role: Role, x: Any, at: int, parts: Results) -> None:
-        """Adds a term to its sum, or appends an output or gradient to those of the earlier microbatches."""
+        """Stores the result ``x`` of a graph of microbatch ``at``, by its ``role``.
+
+        It is added to its sum, or kept for later graphs, or appended to ``parts``: outputs and gradients, per microbatch.
+        """
         if role.kind == TERM:
             self._add(role.name, x)
         elif role.kind in (KNOWN, KEPT):
@@ -105,7 +106,7 @@ class Loops:
             parts.outputs.setdefault((role.kind, role.index if role.kind == "output" else role.name), []).append(x)
 
     def _value(self, port: Port, at: int, saved: Mapping[str, Any], tangents: Mapping[int, Any]) -> Any:
-        """Returns the argument ``port`` of a graph of microbatch ``at``."""
+        """Returns the argument ``port`` of a graph of microbatch ``at``; ``saved``: values from the graph before."""
         role = port.role
         if port.name in saved:
             return saved[port.name]
@@ -121,11 +122,14 @@ class Loops:
         return self.argument(port, at)
 
     def gathered(self, terms: list[Any]) -> Any:
-        """Returns the terms of all microbatches in a row, along dim 0."""
+        """Concatenates the terms of all microbatches along dim 0."""
         return self.over(lambda *parts: torch.cat(parts), *terms)
 
     def _add(self, name: str, term: Any) -> None:
-        """Joins the term of a microbatch with those of the earlier ones; in place once the sum has its own memory."""
+        """Adds ``term``, of a microbatch, to the sum ``name``, by its reduction; terms to be gathered are listed.
+
+        It adds in place if the sum has its own memory.
+        """
         if self.program.reduce[name] == GATHER:
             self.sums.setdefault(name, []).append(term)
         elif name not in self.sums:
@@ -137,7 +141,7 @@ class Loops:
             self._added.add(name)
 
     def _part(self, kind: str, key: object, x: Any, at: int) -> Any:
-        """Returns the part of an input or output's gradient ``x`` that is of microbatch ``at``."""
+        """Returns microbatch ``at``'s part of ``x``, an input or an output's gradient; all of it if it is not split."""
         layout = self.program.in_time.get(kind, {}).get(key)
         return x if layout is None or x is None else self.over(lambda whole: part_of(whole, layout, at), x)
 
@@ -153,7 +157,7 @@ class Loops:
         return joined
 
     def _join(self, values: list[Any], layout: Layout | None) -> Any:
-        """Returns the value of all microbatches, given that of each; the last if ``layout`` does not split it."""
+        """Concatenates the values of the microbatches by ``layout``; returns the last one if it does not split them."""
         if layout is None or values[0] is None:
             return values[-1]
         return self.over(lambda *parts: join_parts(parts, layout), *values)
@@ -177,7 +181,7 @@ class Microstep:
         program: the program.
         loops: returns the `Loops` of a program on the inputs of the call.
         grad: whether a backward may follow. The call computes the gradients of the program's loss then.
-        everywhere: returns the value that is a given tensor on every rank.
+        everywhere: turns a tensor into a value (see `Loops.over`): in a simulation, a copy per rank.
     """
 
     def __init__(
@@ -208,7 +212,7 @@ class Microstep:
         return self._grads is not None and set(used) == {self.program.loss}
 
     def grads(self, tangents: Mapping[int, Any], keeps: bool = True) -> dict[str, Any]:
-        """Returns the gradients by name, given those of the outputs by index.
+        """Returns the gradients of parameters and inputs by name; ``tangents``: output index -> gradient.
 
         Args:
             keeps: whether another backward may follow; if not, each gradient is freed when it is scaled.

@@ -130,9 +130,9 @@ class LostRanks:
         store.add(f"{self._roll}answers", 1)
 
     def first(self, store: dist.Store, ranks: Sequence[int]) -> list[int]:
-        """Returns the ranks to look at first, after `give_up` of ``ranks``: those that do not answer.
+        """Returns the ranks to look at first, after `give_up` of ``ranks``: those that do not answer the roll call.
 
-        If all answer, these are of ``ranks``, those that they waited for, and so on, the ones that have not given up.
+        If all answer, follows who waits for whom, from ``ranks`` on, and returns those that have not given up.
         """
         if silent := self._silent(store):
             return silent

@@ -30,7 +30,7 @@ class _Pair:
 
     Args:
         replaced: whether the model is the compiled module itself, with new parameters (`shardc.shard`).
-        warned: fixes in the warnings.
+        warned: the ``fix`` texts of warnings given so far.
     """
 
     module: ReferenceType[nn.Module]
@@ -45,7 +45,7 @@ class _Pair:
 
 
 def _of_new(name: str) -> Any:
-    """Returns a property that forwards ``name``, which `__torch_function__` does not see, to the new parameter."""
+    """Returns a property that reads and writes the attribute ``name`` of the parameter that replaced the object."""
     return property(
         lambda self: getattr(_originals.new(self), name),
         lambda self, value: setattr(_originals.new(self), name, value),

@@ -178,7 +178,7 @@ def _spread(x: DTensor) -> DTensor:
 
 
 def _confined(x: DTensor, placements: Placements) -> DTensor:
-    """Returns ``x``, whose placements are ``placements`` `everywhere`, on their owners only."""
+    """Returns ``x`` with ``placements``; ``x`` is replicated on the mesh dims where these are `Owned`."""
     return _Confine.apply(x, tuple(placements)) if has_owner(placements) else x
 
 

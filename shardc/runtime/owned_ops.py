@@ -61,6 +61,7 @@ def computed(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 
 
 def _is_elementwise(op: OpOverload) -> bool:
+    """Whether ``op`` computes each element of a result from the operands' elements at its position."""
     if op in _ELEMENTWISE or torch.Tag.pointwise in op.tags:
         return True
     return op._schema.name.startswith(_LISTS) and not op._schema.name.startswith(_REDUCTIONS)
@@ -122,6 +123,7 @@ def _local(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], 
 
 
 def _part(x: DTensor) -> Tensor:
+    """Returns the local tensor of ``x``."""
     return x._local_tensor
 
 

@@ -47,7 +47,7 @@ class Shard:
         self.data.grad = None
 
     def placed(self, x: object) -> object:
-        """Returns ``x``, a value of the parameter's state, in the parameter's layout if it has another one."""
+        """Returns ``x``, a value of the optimizer state, resharded to the parameter's layout if it has its shape."""
         if not isinstance(x, DTensor) or x.shape != self.param.shape or x.placements == self.param.placements:  # type: ignore[attr-defined]
             return x
         return scattered_like(self.param, gather(x))  # type: ignore[arg-type]
@@ -73,11 +73,12 @@ class Shard:
         return local_grad(self.name, self.param)
 
     def read(self, state: Mapping[str, object] | None, fused: bool, into: dict[Tensor, dict[str, object]]) -> None:
-        """Copies the parameter's state to the shard, as local tensors.
+        """Copies the parameter's optimizer state to the shard, as local tensors; does nothing if it has not changed.
 
         Args:
+            state: state of the parameter by key, such as ``exp_avg``.
             fused: whether a fused kernel runs, which needs ``step`` on the shard's device.
-            into: shard -> its state.
+            into: state by shard, to which the shard's is written.
         """
         if not state:
             if self._known:
@@ -97,8 +98,8 @@ class Shard:
         """Copies the shard's state to the parameter, as DTensors; existing ones stay the same objects.
 
         Args:
-            mine: state of the shard.
-            states: parameter -> its state.
+            mine: state of the shard by key.
+            states: state by parameter, to which the parameter's is written.
         """
         if not mine or _same(mine, self._left):
             return
@@ -108,7 +109,7 @@ class Shard:
         self._known, self._left = list(state.values()), list(mine.values())
 
     def _as_dtensor(self, key: str, x: object, dtensor: object) -> object:
-        """Returns ``x``, a value of the shard's state, for the parameter's: as a DTensor if it has the shard's shape.
+        """Converts ``x``, value ``key`` of the shard's state, for the parameter's; to a DTensor if shaped as the shard.
 
         Args:
             dtensor: the parameter's present value, returned if its local tensor is ``x``.
@@ -140,7 +141,7 @@ class Described:
 
     @staticmethod
     def of(x: object) -> object:
-        """Returns the description of ``x``, a leaf of a state; numbers and text are their own."""
+        """Returns the description of ``x``, a leaf of a state; numbers, text and None are returned as they are."""
         if isinstance(x, Tensor):
             shape, number = tuple(x.shape), None if x.dim() else x.detach().cpu()
             return Described(shape, x.dtype, number, x.device.type)
@@ -218,7 +219,7 @@ class WholeParameter(Shard):
         return self.owner.place(x, x.shape, x.dtype) if x.dim() else x
 
     def described(self, x: Described) -> object:
-        """Returns the value in the state of a rank that does not own the parameter, for the owner's value ``x``."""
+        """Returns what ranks other than the owner store for the owner's value ``x``: an empty DTensor or the number."""
         if x.unshared:
             return x
         return self.owner.place(None, x.shape, x.dtype) if x.number is None else x.number.to(x.device)

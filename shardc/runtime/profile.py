@@ -32,8 +32,7 @@ _SIZES = {
 
 
 class Ranges:
-    """Names the runs of a graph in a profile: a range "shardc forward", and in it one of each segment, by its module,
-    and one of the start of each bucket's collective.
+    """Marks the runs of one graph in a profile, as ranges: "shardc forward", in it each segment, and each collective.
 
     Without a profiler there are none. Under ``torch.autograd.profiler.emit_nvtx()`` they are NVTX ranges.
     """

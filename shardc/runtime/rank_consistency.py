@@ -229,7 +229,10 @@ class RankConsistency:
             self._log(self._connected(), [self.rank, number, *raised(self.place(self.rank), error)])
 
     def behind(self) -> MeshError | None:
-        """Returns the MeshError to raise if a collective failed as ranks differ or one raised; None after a second."""
+        """Returns the MeshError that explains a failed collective: ranks differ, or another rank raised.
+
+        Waits for it up to a second; None if there is none.
+        """
         return self._raised() if not self.alone and self._found.wait(_HEARD / 2) else None
 
     def lost(self, ranks: Sequence[int]) -> str:
@@ -255,7 +258,7 @@ class RankConsistency:
         return lost(error, self.place(self.rank), self.ranks, fix)
 
     def _raised(self) -> MeshError:
-        """Returns the error to raise on this rank, once others have had time to read it; restarts the numbering."""
+        """Returns the error to raise on this rank, once other ranks have had time to read it; restarts numbering."""
         error, heard, self._heard = self._different, self._heard, None
         assert error is not None
         if heard is not None:  # else the store may end with this rank, before others have read it

@@ -171,8 +171,8 @@ def _differing(names: list[str], passed: Passed, first: int, groups: Groups) -> 
     """Returns the (topic, text) lines of the event that reports inputs that differ from those of mesh rank ``first``.
 
     Args:
-        names: names of the inputs.
-        passed: the first of them.
+        names: names of the inputs that differ.
+        passed: the first of these inputs.
     """
     mesh, key = groups.mesh, names[0]
     along = ", ".join(axis for axis in mesh.axes if mesh.index(axis, first) != mesh.index(axis, groups.rank))
@@ -208,13 +208,14 @@ def _stored(storage: Layout | None) -> str:
 
 
 def _split(storage: Layout | None) -> tuple[str, ...]:
-    """Returns the axes along which ranks store different shards of a tensor; none for a buffer (None)."""
+    """Returns the axes along which ranks store different shards of a tensor; () for None, a buffer."""
     if storage is None:
         return ()
     return (storage.stages, *storage.bound) if isinstance(storage, OwnedLayout) and storage.ndim else storage.bound
 
 
 def _equal_or_unknown(left: int | None, right: int | None) -> bool:
+    """Whether two fingerprints are equal, or one is None."""
     return left is None or right is None or left == right
 
 

@@ -39,7 +39,7 @@ class ShardingSpec:
         names: (template, args, kwargs, number of args for the loss) -> a name for each pytree leaf.
         targets: names of the loss's arguments after the model's output; None without a loss.
         lower_half: lowers local graphs.
-        unit: (roles of the outputs, layout of an input) -> factor that makes an input's gradient this rank's own.
+        unit: (roles of the outputs, layout of an input) -> factor of an input's gradient, for losses of each rank.
         dtensor_outputs: whether outputs are DTensors.
         uneven: whether ranks may pass different numbers of rows.
         stages: axis of the device mesh whose coordinates are a pipeline's stages; "" without. ``mesh`` is that of one

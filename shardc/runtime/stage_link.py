@@ -25,8 +25,8 @@ class StageLink:
     """Connection of this rank to those of other stages that have the same place in their stage.
 
     Messages between two ranks arrive in the order of their sends, since gloo and NCCL match them in order. On CPUs
-    the next messages of each rank are asked for ahead: gloo's sender then writes them at once. Else a thread of the
-    sender does so when it is asked, and waits some milliseconds for a core that computes.
+    receives of the next messages are posted ahead, so that gloo's sender writes them at once. Otherwise a thread of
+    the sender writes them when the receive is posted, and waits some milliseconds for a busy core.
 
     Args:
         groups: this rank's groups.
@@ -46,7 +46,7 @@ class StageLink:
         self._coming: dict[int, deque[Message]] = {}
 
     def _group(self, message: Message) -> dist.ProcessGroup:
-        """Returns the process group of the messages of one direction."""
+        """Returns the process group for the direction of ``message``, up or down the stages."""
         return self._groups[message.source > message.target]
 
     def begin(self, actions: Iterable[Run | Message]) -> None:
@@ -69,7 +69,7 @@ class StageLink:
         self._pending.setdefault(message.target, deque()).append((message, sends))
 
     def _leave(self, rank: int, count: int) -> None:
-        """Drops the values of the first ``count`` messages to a rank, when they have left."""
+        """Waits until the first ``count`` messages to stage ``rank`` have been sent, and drops their values."""
         pending = self._pending.get(rank, deque())
         while pending and self._left.get(rank, 0) < count:
             message, sends = pending.popleft()
@@ -94,13 +94,13 @@ class StageLink:
         return [x for _, x in receives]
 
     def _ask(self, source: int) -> None:
-        """Starts to receive the next messages of a rank."""
+        """Posts receives of the next messages from the stage ``source``, up to `_AHEAD` at a time."""
         receiving, coming = self._receiving.setdefault(source, deque()), self._coming.get(source)
         while coming and len(receiving) < _AHEAD:
             receiving.append(self._receive(coming.popleft()))
 
     def _receive(self, message: Message) -> list[tuple[Any, Tensor]]:
-        """Starts to receive a message; returns its values, each with what to wait for, None if it has no elements."""
+        """Posts the receives of a message; returns (work handle, tensor) per value; the handle is None if it is empty."""
         receives: list[tuple[Any, Tensor]] = []
         for example in message.examples:
             x, work = torch.empty(example.shape, dtype=example.dtype, device=self.device), None

@@ -42,9 +42,9 @@ class StageLoops(Loops):
     Args:
         rank: its coordinate along the axis of the stages.
         link: its connection to the others.
-        prepare: lowers what the rank runs in a step, if its argument is true, or in a call without gradients.
-        absent: returns the gradient of a parameter of other ranks, given the type that it has there; None leaves it
-            out.
+        prepare: lowers the graphs that the rank runs: of a training step if its argument is true, else of inference.
+        absent: returns the empty gradient of a parameter that another stage stores, given the gradient's type there;
+            None leaves such gradients out.
     """
 
     rank: int = 0
@@ -100,7 +100,7 @@ class StageLoops(Loops):
             results.grads |= {name: self.absent(like) for name, (rank, like) in others if rank != self.rank}
 
     def _free(self, keys: Iterable[Key]) -> None:
-        """Drops values that are not read again."""
+        """Drops the values ``keys``, (kind, name, microbatch), which are not read again."""
         for key in keys:
             if key[0] == SUM:
                 self.sums.pop(key[1], None)
@@ -108,7 +108,7 @@ class StageLoops(Loops):
                 self.shared.pop(key, None)
 
     def _sent(self, key: Key, example: Value, parts: Results) -> Any:
-        """Returns the value ``key`` of type ``example``, which another rank gets."""
+        """Returns the value ``key`` (kind, name, microbatch), to be sent to another stage; ``example``: its type."""
         kind, name, at = key
         if kind == TRANSFER:
             return self.shared[key]
@@ -119,7 +119,7 @@ class StageLoops(Loops):
         return parts.grads[name][at] if kind == "grad" else parts.outputs[kind, name][at]
 
     def _store_received(self, key: Key, x: Any, parts: Results) -> None:
-        """Keeps the value ``key``, which another rank has sent."""
+        """Stores the value ``x`` that another stage has sent as ``key`` (kind, name, microbatch)."""
         kind, name, _ = key
         if kind == TRANSFER:
             self.shared[key] = x
@@ -151,6 +151,6 @@ class StageLoops(Loops):
         return super()._value(port, at, saved, tangents)
 
     def _total(self, name: str) -> Any:
-        """Returns the sum ``name``; for a gather, the terms of all microbatches, concatenated."""
+        """Returns the sum ``name`` over microbatches; if its reduction is a gather, the concatenated terms."""
         total = self.sums[name]
         return self.gathered(total) if self.program.reduce[name] == GATHER else total

@@ -176,7 +176,7 @@ class Runner:
         self._step_event = Event((("event", "run of the stages"),))
 
     def using(self, program: Executable) -> Runner:
-        """Returns the runner of ``program``, this one's for gradients of other outputs."""
+        """Returns a runner of ``program``: this program, or a variant with gradients of other outputs; cached."""
         if program is self.program:
             return self
         if id(program) not in self._others:
@@ -305,7 +305,7 @@ class Runner:
             self._compiled.update(zip(mine, self.spec.lower_half(*mine), strict=True))
 
     def reduce(self, sums: dict[Key, Tensor]) -> dict[str, Tensor]:
-        """Reduces local sums of unreduced gradients, ``sums``; returns padded local gradients by parameter name."""
+        """Reduces local sums of gradients by (parameter name, layout); returns padded local gradients by name."""
         key = tuple((name, layout, x.dtype) for (name, layout), x in sums.items())
         if key not in self._reductions:
             with self.groups.consistency.compiles():
@@ -322,11 +322,12 @@ class Runner:
         """Adds unreduced gradients of a backward to local sums, and reduces the sums of parameters not in ``deferred``.
 
         Args:
-            roles: results of the backward graph.
-            grads: these by ("grad", parameter name); the unreduced ones are removed.
+            roles: roles of the results of the backward graph.
+            grads: the results by ("grad", parameter name); the unreduced ones are removed.
+            deferred: the parameters whose sums stay unreduced.
 
         Returns:
-            Padded gradients by parameter name.
+            The reduced sums: padded local gradients by parameter name.
         """
         if not self.program.deferred:
             return {}

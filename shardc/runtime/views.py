@@ -78,7 +78,10 @@ class Base:
     split: frozenset[int]
 
     def holding(self, outputs: Sequence[Any]) -> Tensor:
-        """Returns the base tensor for ``outputs``, of one dim: their own memory if it has their `places`, else new."""
+        """Returns the base, a tensor of one dim of which ``outputs`` are views.
+
+        It is a view of their own memory if they lie there as `places` says, else new memory.
+        """
         values = [outputs[at] for at in self.of]
         first, size = values[0], max(map(_end, self.places))
         start = first.storage_offset() - self.places[0][2]

@@ -221,10 +221,11 @@ def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Se
 def _start_reduction(
     group_name: str, terms: list[Tensor], shapes: list[tuple[int, ...]], op: str, slots: Sequence[int]
 ) -> list[Tensor]:
-    """Starts a reduction over ranks of the row for this rank of each tensor in ``terms``, [ranks, elements].
+    """Starts to reduce over ranks: each tensor of ``terms``, [ranks, elements], has this rank's term for each rank.
 
     Args:
         shapes: shapes of the results.
+        op: "sum", "avg", "max", "min" or "product".
     """
     group, rank, peers = _group(group_name)
     ranks = group.size()

@@ -15,7 +15,7 @@ from shardc.runtime.stage_loops import StageLoops
 
 @dataclass
 class Wires:
-    """Messages on their way: (source, target) -> queue of (keys, values). ``moved`` counts sends and receives."""
+    """A `Link` of all ranks in one process: a queue of (keys, values) for each (source, target)."""
 
     queues: dict[tuple[int, int], deque[tuple[tuple[Key, ...], list[Any]]]] = field(default_factory=dict)
     moved: int = 0
