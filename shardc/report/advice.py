@@ -31,13 +31,13 @@ class Advice:
     """A change that makes the predicted step shorter.
 
     Args:
-        rules: the rules whose findings it answers.
-        line: the line to paste.
+        rules: names of the lint rules whose findings it answers.
+        line: the line of code to paste, such as ``Options(overlap=True)``.
         gain: seconds by which a step is shorter.
         exposed: seconds of communication that it hides; negative if more is exposed.
         seconds: seconds of a step with it.
-        memory: bytes of a rank at the peak with it.
-        change: bytes by which the peak is higher.
+        memory: peak bytes of a rank with it.
+        change: bytes by which this peak is higher than without it.
     """
 
     rules: tuple[str, ...]
@@ -49,7 +49,7 @@ class Advice:
     change: int
 
     def finding(self) -> Finding:
-        """Return it as a finding, for the page: its cost is the gain, and its change the line to paste."""
+        """Return the advice as a `Finding`, for the page: its cost is the gain, its change the line to paste."""
         share = self.gain / (self.seconds + self.gain)
         rules = ", ".join(self.rules)
         return Finding(rules, severity_of(share), "tried", "", "", self.gain, self.change, str(self), self.line)
@@ -69,7 +69,7 @@ class Try:
     """A change to try.
 
     Args:
-        kind: of the tries of one kind, only the best is advised.
+        kind: the setting that it changes, such as "buckets"; of the tries of one kind, only the best is advised.
         rules: the lint rules whose findings the change may mend.
         line: the change as a line of code.
         program: compiles the program with the change.
@@ -111,7 +111,7 @@ def advise(
 
 
 def _tries(program: Program, rules: set[str]) -> Iterator[Try]:
-    """Yield the changes that answer findings of ``rules``."""
+    """Yield the changes to try for findings of the lint ``rules``, names such as "exposed-axis"."""
     options = program.options
 
     def changed(**changes: Any) -> Callable[[], Program]:

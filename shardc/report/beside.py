@@ -40,7 +40,7 @@ class Table:
     left: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """Return the table as text of at most 120 columns; wider ones have their columns of words cut."""
+        """Return the table as text of at most 120 columns; in a wider one the cells of columns ``left`` are cut."""
         return aligned(self.rows, self.head, left=(self.head[0], *self.left), cut=self.left)
 
 
@@ -52,7 +52,7 @@ class Step:
         title: title of its schedule.
         seconds: its duration.
         bars: its spans.
-        tables: what it shares with the other step, and what differs.
+        tables: comparisons with the other step.
     """
 
     title: str
@@ -82,7 +82,7 @@ def step_of(schedule: Prediction, against: Prediction) -> Step:
 
 
 def rows(changes: Iterable[Change]) -> list[tuple[str, ...]]:
-    """Return (metric, before, after, change) of the metrics that differ, with units."""
+    """Return (metric, before, after, change) as text, with units, for each of ``changes`` whose numbers differ."""
     return [
         (c.metric, _written(c.metric, c.before), _written(c.metric, c.after), _relative(c))
         for c in changes
@@ -114,5 +114,5 @@ def _written(metric: str, value: float) -> str:
 
 
 def _relative(change: Change) -> str:
-    """Return a change in percent of the number before; "new" if that was 0."""
+    """Return a change as text: percent of the number before, or "new" if that was 0."""
     return f"{change.relative:+.1%}" if change.before else "new"

@@ -60,7 +60,7 @@ class _Sample:
 
     Args:
         form: the collectives, without sizes.
-        sizes: global bytes of the tensor that each of them moves.
+        sizes: global bytes of the tensor that each collective moves.
         flops: operations of dense ops, on all ranks together.
         schedule: the predicted schedule before bucketing.
     """
@@ -257,7 +257,7 @@ def _named(program: Recompilable, dims: Dims | None) -> dict[str, tuple[str | No
 
 
 def _size(program: Recompilable, symbols_of: Dims, symbol: sympy.Symbol) -> int | None:
-    """Return the size of the dims that ``symbol`` names; None if there are none."""
+    """Return the size of the input dims that are called ``symbol``; None if there are none."""
     sizes = {
         size
         for name, layout in program.inputs

@@ -118,10 +118,12 @@ def trace(schedule: Prediction) -> dict[str, object]:
 
 
 def pipeline_trace(schedule: Prediction, timeline: Timeline, rank: int, axis: str) -> dict[str, object]:
-    """Return the trace of a step with pipeline stages as JSON data: `trace` of the rank that is shown, then a process
-    for each rank with what it computes and its waits for messages.
+    """Return the Chrome trace of a step with pipeline stages: `trace` of one rank, then a process for each rank.
+
+    The process of a rank has its computations and its waits for messages.
 
     Args:
+        schedule: the step of the rank whose kernels are shown.
         timeline: the times of all ranks.
         rank, axis: coordinate along ``axis`` of the rank whose kernels are shown.
     """
@@ -264,7 +266,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
 
 
 def broken(changes: list[Change], limits: list[Limit]) -> list[tuple[Limit, Change]]:
-    """Return (limit, change) for each of ``limits`` that ``changes`` violate.
+    """Return each (limit, change) in which the change of the limit's metric violates the limit.
 
     Raises:
         InputError: a limit names an unknown metric.

@@ -41,7 +41,7 @@ class Finding:
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Return ``findings`` with those joined that differ only in the number of a repeated layer; costs are added."""
+    """Return ``findings``; those that differ only in the number of a repeated layer become one, with the total cost."""
 
     def kind(f: Finding) -> tuple[str, ...]:
         return tuple(map(layers_of, (f.rule, f.subject, f.module, f.source, f.severity, f.message)))
@@ -50,13 +50,13 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _merge(of: list[Finding]) -> Finding:
-    """Return one finding in place of the findings ``of``, with differing parts of their texts replaced by ``*``."""
+    """Return one finding in place of findings ``of`` repeated layers; what differs in their texts becomes ``*``."""
     named: dict[str, Any] = {name: _common([getattr(f, name) for f in of]) for name in ("subject", "module", "message")}
     summed: dict[str, Any] = {name: sum(getattr(f, name) for f in of) for name in ("seconds", "bytes", "count")}
     return replace(of[0], **named, **summed)
 
 
 def _common(names: list[str]) -> str:
-    """Return dotted names as one, with differing parts replaced by ``*``, such as ``layers.*.mm``."""
+    """Return dotted names as one, in which the parts that differ are ``*``: ``layers.*.mm``."""
     parts = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)

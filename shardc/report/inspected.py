@@ -101,7 +101,7 @@ class InspectedProgram(Program):
         return predicted(step)
 
     def first_and_last(self, hardware: Hardware) -> tuple[Schedule, list[Half]]:
-        """Return the prediction of a step that has its first and its last microbatch alone, and the graphs of it."""
+        """Return (prediction, graphs) of a step with only the first and the last of its microbatches."""
         shown: Any = self.shown
         runs = [run for run in shown.runs(True) if run[1] in (0, shown.microbatches - 1)]
         step = of_runs(runs, shown.levels)
@@ -110,7 +110,7 @@ class InspectedProgram(Program):
     def _predicted(
         self, described: Hardware, order: str, optimizer_copies: float, skew: float
     ) -> Callable[..., Schedule]:
-        """Return what predicts ops of this program; arguments as for `schedule`."""
+        """Return a function that predicts a sequence of ops of this program; arguments as for `schedule`."""
         shown: Any = self.shown
         folded, mesh = shown.folded, _whole_mesh(shown)
         useful = sum(flops * (1 if folded is None else folded.times(name)) for name, flops in shown.joint.flops)
@@ -146,7 +146,7 @@ class InspectedProgram(Program):
         return derive(self, self._priced(hardware), dims)
 
     def _priced(self, hardware: str | Hardware) -> Hardware:
-        """Return the description, with float32 products at the precision that the program was compiled under."""
+        """Return the hardware, with float32 matrix products at the precision set when the program was compiled."""
         key = self.shown.source.key
         precision = torch.get_float32_matmul_precision() if key is None else key.call.surroundings.matmul_precision
         return (find(hardware) if isinstance(hardware, str) else hardware).at(precision)
@@ -206,7 +206,7 @@ def _step_of(program: Executable) -> list[Half]:
 
 
 def _of_microbatches(program: Executable) -> tuple[str, ...]:
-    """Return (a note on the number of microbatches,), or () if there are none."""
+    """Return a tuple with a note on the number of microbatches; () without microbatches."""
     if program.microbatches == 1 or program.stage_ranks:
         return ()
     without_loss = "; the model returns no loss, so forward runs in the call, and again in the backward"
@@ -218,7 +218,7 @@ def _of_microbatches(program: Executable) -> tuple[str, ...]:
 
 
 class _Uncut:
-    """Maps a graph of a step with microbatches to the same before bucketing and scheduling."""
+    """Maps a graph of a step with microbatches to the same graph as it was before bucketing and scheduling."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -52,7 +52,7 @@ class Copy:
 
     Args:
         name: name of the value in the graph's text.
-        reason: one of the constants above.
+        reason: why it is made, as text.
         bytes: bytes written.
     """
 
@@ -117,8 +117,9 @@ def _named(node: fx.Node, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]
 
 
 def _reached(graph: fx.Graph, backward: bool) -> set[fx.Node]:
-    """Return the copies and views from which only copies and views lead to a collective (``backward``), or to which
-    only these lead from a wait.
+    """Return the copies and views that only copies and views separate from a collective.
+
+    With ``backward``, those from which such a path leads to the start of a collective; else those behind its wait.
     """
     nodes = reversed(graph.nodes) if backward else iter(graph.nodes)
     next_to: Callable[[fx.Node], Iterable[fx.Node]] = (lambda n: n.users) if backward else (lambda n: n.all_input_nodes)
@@ -192,7 +193,7 @@ class Subject:
         return Finding(rule, severity_of(share), *at, seconds, nbytes, message, change, count)
 
     def wasted(self, rule: str, node: fx.Node, part: float, message: str, change: str) -> Iterator[Finding]:
-        """Yield a finding: the share ``part`` of the collective that ``node`` marks is unnecessary."""
+        """Yield a finding: the fraction ``part`` of the collective of ``node``, a node of `graph`, is unnecessary."""
         rows = self.schedule.by_node.get(ir.info(node).name)
         if rows is not None:
             cause, seconds, wire = rows[0].cause, sum(row.seconds for row in rows), sum(row.wire for row in rows)

@@ -102,7 +102,7 @@ def record(schedule: Prediction, findings: Iterable[Finding] = (), beside: Step 
 
 
 def curve(schedule: Prediction) -> list[tuple[float, tuple[int, ...]]]:
-    """Return (seconds, bytes by owner) at each time when memory changes: the largest sample there, then the last."""
+    """Return (seconds, bytes by owner) whenever memory changes; the largest and the last sample of each time."""
     out: list[tuple[float, tuple[int, ...]]] = []
     moment: list[tuple[int, ...]] = []
     now = 0.0

@@ -90,7 +90,7 @@ class RankCost:
         exposed: seconds in which it waits for a message that is on its way.
         collectives: seconds in which it waits for collectives and host copies, which count as busy.
         parameters: bytes of its parameters.
-        in_flight: the most microbatches whose forward has run and whose backward has not, over all of its stages.
+        in_flight: largest number of microbatches between forward and backward at once, over all of its stages.
         peak: bytes at the peak.
         peak_op: the op at the peak.
     """
@@ -128,13 +128,13 @@ class Parts:
 
 
 class Played:
-    """The lists of all ranks with their times.
+    """The schedule of a pipeline with predicted times: for each rank, its list of computations and messages.
 
     Attributes:
-        stages: of each stage, its prediction for one microbatch, and how often each of its graphs runs in a step.
+        stages: per stage, (prediction for one microbatch, number of runs in a step of each of its graphs).
         seconds: graph -> its seconds.
-        timeline: the times of the lists.
-        times: for each rank, when each of its runs begins.
+        timeline: start and end of all actions in the lists.
+        times: for each rank, the seconds at which each of its graphs begins.
     """
 
     def __init__(self, program: Executable, parts: Parts, training: bool) -> None:
@@ -150,7 +150,7 @@ class Played:
         self._play()
 
     def of_rank(self, rank: int) -> list[tuple[Half, int]]:
-        """Return the graphs that a rank runs, in order, each with the number of its microbatch."""
+        """Return (graph, number of the microbatch) for each run of a graph on a rank, in order."""
         return [(self.parts.graph(x.half), x.microbatch) for x in self.actions[rank] if isinstance(x, Run)]
 
     def _predict_stage(self, stage: int, rank: int) -> None:
@@ -178,14 +178,14 @@ class Played:
         return price(hardware, "permute_ranks", where, sent).seconds + hardware.start_seconds(1)
 
     def _transfer(self, source: int, target: int, flow: StageRuns | None = None) -> float:
-        """Return the seconds of the message of one microbatch from a stage to another, in the step or in a loop."""
+        """Return the seconds of a microbatch's message between two stages, in the step or, with ``flow``, in a loop."""
         boundary = (flow or self.flow).boundaries[min(source, target)]
         return self._message((boundary.up if source < target else boundary.down).values())
 
     def _opened(self, begins: list[float]) -> list[float]:
-        """Return when each rank is behind the loops before the forward, if it begins at ``begins``.
+        """Return the seconds at which each rank has run the loops before the forward, if it begins at ``begins``.
 
-        What these ranks run beside their lists is in front of them.
+        These loops are computations that all stages run first, such as a sum over microbatches that forwards need.
         """
         for number, flow in enumerate(self.flow.openings):
             if flow is not None:
@@ -202,7 +202,7 @@ class Played:
         return begins
 
     def _play(self) -> None:
-        """Time all lists, with what is in front of them and behind."""
+        """Computes the times of all ranks: of their lists, and of what runs in front of the lists and behind."""
         flow, lists = self.flow, [self._in_parts(rank) for rank in range(self.program.stage_ranks)]
         looped = {opening(at)[0] for at, loop in enumerate(flow.openings) if loop is not None}
         before = [sum(self.seconds[x.half] for x in first) for first, _, _ in lists]
@@ -236,8 +236,9 @@ class Played:
             self.times.append(times)
 
     def _computed(self, rank: int, runs: Iterable[Run]) -> Iterator[tuple[Action, list[Half]]]:
-        """Yield the computations in the list of a rank among what it runs, each with its graph, behind those that run
-        once in front of it (gathers of a later stage of the rank).
+        """Yield (computation in the rank's list, graphs) for ``runs`` of the rank.
+
+        The graphs are those that run once in front of the computation, such as gathers of a later stage, then its own.
         """
         listed = {action for action in self.flow.schedule.lists[rank] if action.kind in COMPUTATIONS}
         halves: list[Half] = []
@@ -249,7 +250,7 @@ class Played:
                 halves = []
 
     def _in_parts(self, rank: int) -> tuple[list[Run], list[Run], list[Run]]:
-        """Return the runs of a rank in front of its list, in it, and behind it."""
+        """Return a rank's runs of graphs as three lists: before, within and behind its list of computations."""
         runs = [x for x in self.actions[rank] if isinstance(x, Run)]
         inside = [at for at, x in enumerate(runs) if x.half.stage is not None and _is_listed(x.half)]
         first, end = (inside[0], inside[-1] + 1) if inside else (len(runs), len(runs))
@@ -262,7 +263,7 @@ class Played:
             start += self.seconds[half]
 
     def _exchanged(self, now: list[float], messages: Callable[[int], Iterator[Message]]) -> list[float]:
-        """Return when each rank has the messages that it gets, if it sends its own at ``now``."""
+        """Return the seconds at which each rank has received its messages, if rank i sends its own at ``now[i]``."""
         free: dict[tuple[int, int], float] = {}
         done = list(now)
         for rank, start in enumerate(now):

@@ -48,7 +48,7 @@ class Schedule(Prediction):
 
     @cached_property
     def costs(self) -> Costs:
-        """Return the cost formulas of its program (`shardc.program.Program.costs`)."""
+        """Return the cost formulas of the program (`shardc.program.Program.costs`)."""
         if self.symbols is None:
             raise PlanError("this schedule belongs to no program", fix="take it from Program.schedule()")
         return self.symbols()

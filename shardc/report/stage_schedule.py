@@ -30,17 +30,17 @@ from shardc.report.units import duration, percent, size
 class PipelineSchedule(Schedule):
     """The predicted step of a program with pipeline stages.
 
-    What a `Schedule` has of one rank, such as its kernels, collectives and memory, is of ``rank``, the one that is busy
-    longest, in all microbatches. ``seconds`` are of the step of all ranks, and ``peak`` is of the rank that needs most.
+    Kernels, collectives and memory are those of ``rank``, the rank that is busy longest, over all microbatches.
+    ``seconds`` is the duration of the step over all ranks, and ``peak`` the bytes of the rank that needs most.
 
     Args:
         axis: the mesh axis of the stages.
         timeline: the times of all ranks.
         stages, ranks: the costs of each stage and of each rank.
         rank: the coordinate along ``axis`` of the rank that is shown.
-        call: seconds of a run of all forwards that the step has in front; 0 if there is none.
-        runs_at: (seconds, stage) of each graph that the rank runs.
-        by_stage: of each stage, its prediction for one microbatch, and how often each of its graphs runs in a step.
+        call: seconds of a run of all forwards before the step; 0 if there is none.
+        runs_at: (seconds at its start, stage) of each graph that the rank runs; stage None is of no single one.
+        by_stage: per stage, (prediction for one microbatch, number of runs in a step of each of its graphs).
     """
 
     axis: str
@@ -198,6 +198,6 @@ def predict(program: Executable, parts: Parts) -> PipelineSchedule:
 
 
 def _memory(step: Sequence, optimizer_copies: float) -> Memory:
-    """Return the memory of a rank."""
+    """Return the memory of a rank that runs the ops ``step``; ``optimizer_copies``: optimizer state / parameters."""
     outputs = buffers(step)
     return memory_of(step, outputs, kernels(step, outputs), optimizer_copies)

@@ -29,7 +29,9 @@ _ONCE_NAME, _ONCE_COLOUR = "runs once", "#8d99ae"
 
 
 def rows(timeline: Timeline, width: int = 120) -> list[str]:
-    """Return a row for each rank, with a letter where a computation starts, then its microbatch; and their key.
+    """Return a timeline as lines of text: a row for each rank, the axis of time and a key.
+
+    In a row, a letter stands where a computation starts, and its microbatch follows.
 
     Args:
         width: columns of the rows, 20 or more; what is shorter than a column is left out.
@@ -58,10 +60,10 @@ def rows(timeline: Timeline, width: int = 120) -> list[str]:
 
 
 def answer(timeline: Timeline, call: float = 0.0) -> list[str]:
-    """Return the lines that are read first: the step, its bubble, exposed transfers.
+    """Return the lines that are read first: duration of the step, its bubble, exposed transfers.
 
     Args:
-        call: seconds of the step in front of the timeline.
+        call: seconds of the step before the timeline starts.
     """
     schedule = timeline.schedule
     sizes = ", ".join(
@@ -107,8 +109,10 @@ def _is_first(timeline: Timeline, action: Action) -> bool:
 
 
 def draw(timeline: Timeline) -> Figure:
-    """Return a matplotlib figure of a timeline: bars for computations, with the microbatch where it fits, white for
-    bubbles. Bars of a rank's later stages are paler; a line below the bars is a wait for a transfer.
+    """Return a matplotlib figure of a timeline: a bar for each computation, white for bubbles.
+
+    A bar has the number of its microbatch where it fits. Bars of a rank's later stages are paler. A line below the bars
+    is a wait for a transfer.
     """
     schedule = timeline.schedule
     unit, name = time_unit(timeline.seconds)

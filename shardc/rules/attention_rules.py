@@ -60,6 +60,7 @@ class _FusedHeads:
         return tuple(() if size == 1 else factors for size, factors in zip(shape, full, strict=True))
 
     def operand(self, name: str, shape: Sequence[int]) -> Dims:
+        """Return the factors of the dims of argument ``name``; those of other arguments must be whole."""
         if name in ("attn_mask", "attn_bias"):
             return self.bias(shape)
         if name == "logsumexp":
@@ -70,10 +71,12 @@ class _FusedHeads:
         return inputs[name] if name in inputs else self.loops.dims(name, shape, WHOLE)
 
     def operands(self) -> list[Dims]:
+        """Return the factors of the dims of each operand of the call."""
         return [self.operand(n, shape) for n, shape in zip(self.loops.names, self.loops.shapes, strict=True)]
 
 
 def _forward(call: Call) -> Spec:
+    """Return the spec of a fused attention."""
     loops = Loops(call)
     heads = _FusedHeads(loops, backward=False)
     state = [loops.dims(f"state{i}.", shape, WHOLE) for i, shape in enumerate(loops.result_shapes[2:])]
@@ -82,6 +85,7 @@ def _forward(call: Call) -> Spec:
 
 
 def _backward(call: Call) -> Spec:
+    """Return the spec of the backward of a fused attention."""
     loops = Loops(call)
     heads = _FusedHeads(loops, backward=True)
     inputs = [heads.query, heads.key, heads.value]
@@ -132,6 +136,7 @@ class SequenceHeads:
             self.bias = tuple(() if n == 1 else dims for n, dims in zip(sizes, scores[-len(sizes) :], strict=True))
 
     def operands(self, names: Sequence[str]) -> list[Dims]:
+        """Return the factors of the dims of each operand, given the argument names."""
         by_name = {"query": self.query, "key": self.key, "value": self.value, "logsumexp": self.row, "bias": self.bias}
         by_name["later"] = ()
         return [by_name.get(name, self.out) for name in names]
@@ -154,6 +159,7 @@ def routed(call: Call, spec: Spec, moving: tuple[int, ...], trips: int) -> Spec:
 
 
 def _call(call: Call) -> Spec:
+    """Return the spec of attention of a split sequence: keys that are split leave a partial output."""
     loops = Loops(call)
     heads = SequenceHeads(loops, backward=False)
     # With keys split the output is a partial sum, already weighted by each rank's share; the log-sum-exp is complete.
@@ -162,6 +168,7 @@ def _call(call: Call) -> Spec:
 
 
 def _gradient(call: Call) -> Spec:
+    """Return the spec of the backward of attention of a split sequence."""
     loops = Loops(call)
     heads = SequenceHeads(loops, backward=True)
     spec = loops.spec(heads.operands(loops.names), [heads.query, heads.key, heads.value], linear=[{0}])
@@ -181,7 +188,7 @@ class Attended:
         self.blind = self.many = False
 
     def add(self, out: Emitted, sums: Emitted, *, blind: bool = False) -> None:
-        """Adds a block; ``blind``: its log-sum-exp is -inf where a query sees none of its keys."""
+        """Adds output and log-sum-exp of a block; ``blind``: the latter may be -inf (queries see no key of the block)."""
         self.blind |= blind
         if self.out is None:
             self.out, self.sums = out, sums
@@ -204,6 +211,7 @@ class Attended:
         return narrow(self.local, self.out) if self.many else self.out, self.sums
 
     def _base(self, sums: Emitted) -> Emitted:
+        """Return ``sums``, with 0 for -inf if some query sees no key of a block."""
         return _finite(self.local, sums) if self.blind else sums
 
     def _share(self, part: Emitted, whole: Emitted) -> Emitted:
@@ -213,6 +221,7 @@ class Attended:
 
 
 def _call_local(local: Local) -> Emitted:
+    """Emit attention of this rank's queries to all keys, block by block; return [output, log-sum-exp]."""
     run, sequence, attended = local.builder.call, KeyBlocks(local), Attended(local)
     scale, query = local.call["scale"], local.operand("query")
     reached = sequence.reached(sequence.joined(local.operand("key"), local.operand("value")))
@@ -236,7 +245,7 @@ def _finite(local: Local, sums: Emitted) -> Emitted:
 
 
 def _all_sums(local: Local, sums: Emitted, axes: tuple[str, ...]) -> Emitted:
-    """Return the log-sum-exp over the ranks of ``axes``."""
+    """Return the log-sum-exp over the keys of all ranks along ``axes``, given that over this rank's keys."""
     run, shape = local.builder.call, local.builder.shape(sums)
     ranks, group = local.builder.group(axes)
     sums = run(aten.clone.default, sums, memory_format=torch.contiguous_format)
@@ -245,6 +254,7 @@ def _all_sums(local: Local, sums: Emitted, axes: tuple[str, ...]) -> Emitted:
 
 
 def _gradient_local(local: Local) -> Emitted:
+    """Emit the gradients of query, key and value on this rank, block by block; return them."""
     run, sequence = local.builder.call, KeyBlocks(local)
     scale = local.call["scale"]
     grad, query, out, sums = (local.operand(name) for name in ("grad", "query", "out", "logsumexp"))

@@ -140,6 +140,7 @@ class _Image:
 
 
 def _forward(call: Call) -> Spec:
+    """Return the spec of a convolution."""
     loops = Loops(call)
     biased = len(loops.shapes) == 3
     # With c split the output is partial, and every rank would add the bias to its term.
@@ -149,6 +150,7 @@ def _forward(call: Call) -> Spec:
 
 
 def _backward(call: Call) -> Spec:
+    """Return the spec of the backward of a convolution."""
     loops = Loops(call)
     y, x, w = loops.shapes
     # The bias gradient does not sum over c, so splitting c would leave it replicated and not partial.
@@ -204,7 +206,7 @@ def _sampled(call: Call) -> Spec:
 
 
 def _columns(call: Call) -> Spec:
-    """Return the spec of ``im2col`` and ``col2im``: windows of an image ``n c X`` as columns ``n (c k) l``, or back."""
+    """Return the spec of ``im2col``, from an image ``n c X`` to its windows ``n (c k) l``, and of ``col2im``, back."""
     loops = Loops(call)
     columns, image = loops.shapes[0], loops.result_shapes[0]
     if "output_size" not in call:

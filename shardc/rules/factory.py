@@ -14,16 +14,19 @@ aten = torch.ops.aten
 
 
 def _key(call: Call) -> Spec:
+    """Return the spec of the op that draws the key of random numbers."""
     loops = Loops(call)
     return loops.spec([], [loops.dims("key", loops.result_shapes[0])])
 
 
 def _uniform(call: Call) -> Spec:
+    """Return the spec of a uniform random draw: every dim of the result may be split."""
     loops = Loops(call)
     return loops.spec([loops.dims("key", loops.shapes[0])], [loops.dims("d", loops.result_shapes[0])])
 
 
 def _uniform_local(local: Local) -> Emitted:
+    """Emit the draw of this rank's elements, each a function of the key and its global position."""
     layout, device = local.results[0], local.call["device"]
     call, below, index = local.builder.call, layout.numel, None
     for dim, size in enumerate(layout.shape):
@@ -52,6 +55,7 @@ def _constant(call: Call) -> Spec:
 
 
 def _arange(call: Call) -> Spec:
+    """Return the spec of ``arange``: its dim may be split."""
     loops = Loops(call)
     # Floats are computed from the start by multiplication, which rounds differently on a shard; integers are exact.
     kind = WHOLE if call.results[0].dtype.is_floating_point else FREE  # type: ignore[union-attr]
@@ -59,6 +63,7 @@ def _arange(call: Call) -> Spec:
 
 
 def _arange_local(local: Local) -> Emitted:
+    """Emit the numbers of this rank, from the global positions of its elements."""
     layout = local.results[0]
     if not split(layout, 0):
         return local.same()

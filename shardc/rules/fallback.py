@@ -34,6 +34,7 @@ def fallback_rule(target: object) -> Rule | None:
 
 
 def _spec(call: Call) -> Spec:
+    """Return the spec of a call by torch's table: one factor for each usable row."""
     loops = Loops(call)
     places = [i for i, result in enumerate(call.results) if result is not None]
     rows = [_Row(row, len(call.results), places) for row in _rows(call)]
@@ -52,6 +53,7 @@ def _spec(call: Call) -> Spec:
 
 
 def _factor(named: dict[tuple[int, int], tuple[str, str]], at: int, dim: int, size: int) -> tuple[str, int, str]:
+    """Return (name, size, kind) of the factor of ``dim`` of tensor ``at``; a dim that no row names must be whole."""
     name, kind = named.get((at, dim), (f"x{at}.{dim}", WHOLE))
     return name, size, kind
 

@@ -50,6 +50,7 @@ class SubDims:
         return row
 
     def size(self, sub_dim: int) -> int:
+        """Return the number of elements of a sub-dim."""
         return self._sizes[sub_dim]
 
     def leaves(self, row: Iterable[int]) -> Iterator[int]:
@@ -61,6 +62,7 @@ class SubDims:
                 yield sub_dim
 
     def keep_whole(self, row: Iterable[int]) -> None:
+        """Forbid splits of the sub-dims in ``row``."""
         self.whole.update(self.leaves(row))
 
     def join(self, left: Row, right: Row) -> None:
@@ -86,11 +88,13 @@ class SubDims:
             self._replace(x, (y,))
 
     def _cut(self, sub_dim: int, size: int) -> Row:
+        """Cut a sub-dim into a major part and a minor one of ``size``; return both."""
         parts = (*self.new(self._sizes[sub_dim] // size), *self.new(size))
         self._replace(sub_dim, parts)
         return parts
 
     def _replace(self, sub_dim: int, row: Row) -> None:
+        """Let ``sub_dim`` stand for the sub-dims ``row``."""
         self._stands_for[sub_dim] = row
         if sub_dim in self.whole:
             self.whole.update(row)
@@ -203,6 +207,8 @@ class Graph:
         self.ops[node] = Op(node, call, spec, factors, operands)
 
     def _call(self, node: fx.Node) -> Call:
+        """Return the `Call` of an op, from the fake values of its operands and results."""
+
         def plain(x: Any) -> Any:
             if isinstance(x, (list, tuple)):
                 return tuple(map(plain, x))
@@ -232,6 +238,7 @@ class Graph:
         return [self.pending[node][0] for node in self.outputs]
 
     def _pending(self, op: Op, check: bool) -> list[Pending]:
+        """Return the pending sums of each result of ``op``; see `propagate` for ``check``."""
         before, whole = [self.pending[x][0] for x in op.operands], self.sub_dims.whole
         carried, summed = NOTHING.union(*before), op.summed(self.sub_dims, [])
         for sub_dim in carried if check else ():
@@ -251,10 +258,12 @@ def _splits(spec: Spec, factor: str) -> bool:
 
 
 def _row(factors: Mapping[str, Row], names: Iterable[str]) -> Row:
+    """Return the sub-dims of the factors ``names``, one after the other."""
     return tuple(sub_dim for name in names for sub_dim in factors[name])
 
 
 def _leaves_of(sub_dims: SubDims, rows: Rows) -> set[int]:
+    """Return the sub-dims that ``rows``, one row for each dim, stand for now."""
     return {sub_dim for row in rows for sub_dim in sub_dims.leaves(row)}
 
 
@@ -342,6 +351,7 @@ class Factored:
             self.pending[at] |= frozenset(self.sub_dims.leaves(self.time)) - self.sub_dims.whole
 
     def _join(self, rows: Rows, others: Rows) -> None:
+        """Unify the sub-dims of two values of the same shape, dim by dim."""
         for row, other in zip(rows, others, strict=True):
             self.sub_dims.join(row, other)
 
@@ -394,7 +404,7 @@ class Factored:
                     self.sub_dims.whole.add(sub_dim)
 
     def _replicated(self) -> frozenset[int]:
-        """Return the positions of results that some split, other than that of the steps, leaves replicated."""
+        """Return the positions of results that are replicated under the split of some factor other than the steps."""
         split = [_leaves_of(self.sub_dims, rows) for rows in self.results]
         every = _leaves_of(self.sub_dims, [row for rows in (*self.operands, *self.results) for row in rows])
         free = every - self.sub_dims.whole - set(self.sub_dims.leaves(self.time))
@@ -406,6 +416,7 @@ class Factored:
 
     @staticmethod
     def factor(sub_dim: int) -> str:
+        """Return the name of the factor that a sub-dim is."""
         return f"f{sub_dim}"
 
     def spec(self) -> Spec:

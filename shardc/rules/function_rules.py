@@ -40,6 +40,7 @@ def rules(find_rule: FindRule, spec_of: SpecOf) -> list[Rule]:
 
 
 def _localize(local: Local, find_rule: FindRule, spec_of: SpecOf) -> Emitted:
+    """Emit a ``cond``, ``scan`` or ``while_loop`` on one rank, with functions of local shapes."""
     whole = all(
         not layout.axes and layout.shape == value.shape
         for layout, value in zip(local.operands, local.call.operands, strict=True)
@@ -62,7 +63,7 @@ def _localize(local: Local, find_rule: FindRule, spec_of: SpecOf) -> Emitted:
 
 
 def term(builder: Builder, x: Emitted, axes: Sequence[str]) -> Emitted:
-    """Emit a rank's term of ``x``, which is whole on every rank, as a pending sum over ``axes``."""
+    """Emit ``x``, which every rank has, as a pending sum over ``axes``: ``x`` on their first rank, zeros on others."""
     if not axes:
         return x
     elsewhere = builder.call(aten.ne.Scalar, builder.coordinate(tuple(axes)), 0)
@@ -90,6 +91,7 @@ class _OnRank:
             self._learn(rows, layout)
 
     def _learn(self, rows: Rows, layout: Layout) -> None:
+        """Record the digits of each sub-dim of ``rows``, the dims of a value with ``layout``."""
         leaves = [tuple(self.factored.sub_dims.leaves(row)) for row in rows]
         parts = project(self.local.spec, self.factored.dims(rows), layout) if any(len(x) > 1 for x in leaves) else {}
         for row, digits in zip(leaves, layout.dims, strict=True):
@@ -97,6 +99,7 @@ class _OnRank:
                 self.digits[sub_dim] = digits if len(row) == 1 else parts[self.factored.factor(sub_dim)]
 
     def _digits(self, row: Iterable[int]) -> list[Digit]:
+        """Return the digits of a dim that consists of the sub-dims ``row``."""
         sub_dims = self.factored.sub_dims
         return [d for x in sub_dims.leaves(row) for d in self.digits.get(x, (Digit(sub_dims.size(x)),))]
 
@@ -133,6 +136,7 @@ class _OnRank:
         return builder
 
     def _op(self, graph: Graph, node: fx.Node, env: dict[fx.Node, Any], builder: _Body) -> Emitted:
+        """Emit the op ``node`` on one rank, by its rule; ``env``: node -> its local value."""
         op = graph.ops[node]
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env[x])
         rule = self.find_rule(node.target)
@@ -167,6 +171,7 @@ class _Body:
         return self._arguments[-1]
 
     def _placeholder(self, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
+        """Add a placeholder with an example value of this shape and dtype."""
         node = self.inner.placeholder("argument")
         with self._mode:
             node.meta["val"] = torch.empty(tuple(shape), dtype=dtype, device=self.device)

@@ -115,10 +115,12 @@ def _along(call: Call, looked_up: str, over: str) -> tuple[Loops, list[Dims]]:
 
 
 def _dim(call: Call) -> int:
+    """Return the call's argument ``dim``, counted from 0."""
     return int(call["dim"]) % max(len(call.operands[0].shape), 1)
 
 
 def _gather(call: Call) -> Spec:
+    """Return the spec of ``gather``: a split of the dim looked up leaves a partial sum."""
     loops, (x, index) = _along(call, "sum", FREE)
     return loops.spec([x, index], [index], linear=[{0}])
 
@@ -178,11 +180,13 @@ def _slices(call: Call, looked_up: str, over: str) -> tuple[Loops, Dims, Dims, D
 
 
 def _index_select(call: Call) -> Spec:
+    """Return the spec of ``index_select``: a split of the dim looked up leaves a partial sum."""
     loops, x, index, slices = _slices(call, "sum", FREE)
     return loops.spec([x, index], [slices], linear=[{0}])
 
 
 def _index_write(call: Call, over: str) -> Spec:
+    """Return the spec of a write of slices by index; ``over``: the kind of the index's factor."""
     loops, x, index, slices = _slices(call, FREE, over)
     if len(loops.shapes) == 2:
         return loops.spec([x, index], [x], linear=[{0}] if call["value"] == 0 else ())
@@ -331,7 +335,7 @@ class Indexed:
 
 
 def _right(dims: Dims, shape: tuple[int, ...]) -> Dims:
-    """Return the factors of an operand of ``shape`` that broadcasts to ``dims``, aligned at the right."""
+    """Return the last factors of ``dims``, for an operand of ``shape`` that broadcasts to them; none for size 1."""
     return tuple(() if n == 1 else factors for n, factors in zip(shape, dims[len(dims) - len(shape) :], strict=True))
 
 
@@ -341,6 +345,7 @@ def indexed_dims(call: Call) -> list[int]:
 
 
 def _masks(call: Call) -> bool:
+    """Whether an index is a boolean mask, whose number of results depends on data."""
     return any(call["indices"][dim].dtype in (torch.bool, torch.uint8) for dim in indexed_dims(call))
 
 
@@ -352,6 +357,7 @@ def _all_whole(call: Call) -> Spec:
 
 
 def _index(call: Call) -> Spec:
+    """Return the spec of indexing by tensors, ``x[i, :, j]``."""
     if _masks(call):
         return _all_whole(call)
     dims = Indexed(call, "sum", FREE)
@@ -359,6 +365,7 @@ def _index(call: Call) -> Spec:
 
 
 def _index_put(call: Call) -> Spec:
+    """Return the spec of a write by tensors of indices, ``x[i, :, j] = y``."""
     if _masks(call):
         return _all_whole(call)
     dims = Indexed(call, FREE, "sum" if call["accumulate"] else WHOLE)

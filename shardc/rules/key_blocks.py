@@ -25,7 +25,7 @@ class KeyBlock:
     Args:
         take: function that selects the block from a result of `KeyBlocks.reached`.
         back: function that maps a gradient of the block to one of the shard that contains it.
-        source: index of that shard's rank, if keys are gathered; else 0.
+        source: index of the rank of this shard, if keys are gathered; else 0.
         bias: tensor to add to the scores; None for none.
         causal: whether query i attends to keys 0 to i of the block only.
         later: bool [], true if query i must not attend to key i (the block's keys are one position later than the
@@ -177,6 +177,7 @@ class KeyBlocks:
         return self.run(aten.clone.default, x, memory_format=torch.contiguous_format)
 
     def _shard_of(self, source: int, x: Emitted) -> Emitted:
+        """Select the shard of rank ``source`` from gathered keys [ranks, b, g, k, e]."""
         return self.run(aten.select.int, x, 0, source)
 
     def _concatenated(self, x: Emitted) -> Emitted:
@@ -284,6 +285,14 @@ class KeyBlocks:
         come: Callable[[Emitted], Emitted],
         go: Callable[[Emitted], Emitted],
     ) -> Iterator[KeyBlock]:
+        """Yield a block for each stripe of the keys of one rank.
+
+        Args:
+            minor: digits of the sequence that number the stripes (`_stripes`).
+            source: index of the rank whose keys they are, if keys are gathered; else 0.
+            at: axis -> index of the rank whose keys they are (`_coordinates`).
+            come, go: `KeyBlock.take` and `KeyBlock.back` of its whole shard.
+        """
         axes = [digit.axis for digit in self.query.dims[2] if digit.axis is not None]
         stripes_per_rank = prod(d.radix for d in minor if d.axis is None)
         length = min(self.keys, self.key.shape[2]) if self.whole else self.key.local_shape[2]
@@ -318,10 +327,12 @@ class KeyBlocks:
                 yield KeyBlock(_composed(come, take), _composed(back, go), source, None, True, later)
 
     def _before(self, query: Emitted, key: Emitted) -> Emitted:
+        """Return whether ``query`` is before ``key``: bool, per element."""
         compare = aten.lt.Scalar if isinstance(key, int) else aten.lt.Tensor
         return self.run(compare, query, key)
 
     def _stripe(self, number: int, step: int, length: int, x: Emitted) -> Emitted:
+        """Return elements ``number``, ``number + step``, ... below ``length`` of ``x`` along the sequence."""
         return self.run(aten.slice.Tensor, x, 2, number, length, step)
 
     def _unstripe(self, number: int, step: int, length: int, x: Emitted) -> Emitted:
@@ -384,16 +395,19 @@ def _below(minor: Digits) -> list[int]:
 
 
 def _add(run: Callable[..., Emitted], left: Emitted, right: Emitted) -> Emitted:
+    """Emit ``left + right``; either may be an int."""
     if isinstance(left, int) and isinstance(right, int):
         return left + right
     return run(aten.add.Tensor, *((right, left) if isinstance(left, int) else (left, right)))
 
 
 def _times(run: Callable[..., Emitted], x: Emitted, by: int) -> Emitted:
+    """Emit ``x * by``; ``x`` may be an int."""
     return x * by if isinstance(x, int) else x if by == 1 else run(aten.mul.Tensor, x, by)
 
 
 def _same(x: Emitted) -> Emitted:
+    """Return ``x`` itself."""
     return x
 
 
@@ -410,18 +424,19 @@ def added(local: Local, parts: list[Emitted]) -> Emitted:
 def _composed(
     first: Callable[[Emitted], Emitted], second: Callable[[Emitted], Emitted]
 ) -> Callable[[Emitted], Emitted]:
+    """Return the function that applies ``first``, then ``second``."""
     return lambda x: second(first(x))
 
 
 def wide(local: Local, x: Emitted) -> Emitted:
-    """Cast ``x`` to float32 if the call computes in a 16-bit dtype."""
+    """Cast ``x`` to float32 if the call computes in a 16-bit dtype; else return it unchanged."""
     dtype = local.call.operands[0].dtype
     few = dtype in (torch.float16, torch.bfloat16)
     return local.builder.call(aten._to_copy.default, x, dtype=torch.float32) if few else x
 
 
 def narrow(local: Local, x: Emitted) -> Emitted:
-    """Cast ``x`` back to the call's dtype, if it is a 16-bit one."""
+    """Cast ``x`` from float32 to the call's dtype, if this is a 16-bit one; else return it unchanged."""
     dtype = local.call.operands[0].dtype
     few = dtype in (torch.float16, torch.bfloat16)
     return local.builder.call(aten._to_copy.default, x, dtype=dtype) if few else x

@@ -196,6 +196,7 @@ class _Run:
             self._major[at] += name(at, size)
 
     def dims(self) -> Dims:
+        """Return the factors of each dim."""
         return tuple(major + minor for major, minor in zip(self._major, self._minor, strict=True))
 
 
@@ -242,6 +243,7 @@ def rule(
 
 
 def _check(op: str, text: str, sides: tuple[Dims, ...], factors: Mapping[str, str]) -> None:
+    """Raise RuleError if a name in ``factors`` is not in the text, or a kind is unknown."""
     for factor, kind in factors.items():
         if factor not in _names(sides):
             raise RuleError(f"the rule {text!r} of {op} has no factor {factor!r}", fix="name a factor of the text")
@@ -250,6 +252,7 @@ def _check(op: str, text: str, sides: tuple[Dims, ...], factors: Mapping[str, st
 
 
 def _names(sides: tuple[Dims, ...]) -> set[str]:
+    """Return the names of the factors in ``sides``, one per operand or result."""
     return {name for dims in sides for names in dims for name in names} - {"..."}
 
 
@@ -264,6 +267,7 @@ def parse(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
 
 
 def _side(text: str) -> Dims:
+    """Return the factors of each dim of an operand or result, given its ``text``, such as "i (j k)"."""
     dims: list[tuple[str, ...]] = []
     for group, single in re.findall(r"\(([^()]*)\)|([^\s()]+)", text.strip()):
         names = group.split() if group else [single]
@@ -327,6 +331,7 @@ def _expand(call: Call, dims: Dims, shape: Iterable[int], sizes: dict[str, int])
 
 
 def _shown(dims: Dims) -> str:
+    """Return the factors of dims as text in the notation."""
     return " ".join(names[0] if len(names) == 1 else f"({' '.join(names)})" if names else "1" for names in dims)
 
 
@@ -341,4 +346,5 @@ def _complete(sizes: dict[str, int], sides: Iterable[Dims], shapes: Iterable[Ite
 
 
 def _only_sized(dims: Dims, sizes: Mapping[str, int]) -> Dims:
+    """Return ``dims`` without factors that have no size."""
     return tuple(tuple(name for name in names if name in sizes) for names in dims)

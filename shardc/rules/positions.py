@@ -22,6 +22,7 @@ IN_RANGE = torch.ops.shardc_checks.in_range.default
 
 
 def _in_range(index: Tensor, size: int) -> Tensor:
+    """Return a copy of ``index``; raise IndexError if an entry is not in ``range(size)``."""
     if index.numel():
         low, high = torch.aminmax(index)
         if index.device.type == "cpu":

@@ -65,6 +65,7 @@ class Sample:
 
 
 def _as_value(x: object) -> Any:
+    """Replace tensors in an argument by their `Value`, and lists by tuples."""
     if isinstance(x, Tensor):
         return Value(x.dtype, tuple(x.shape))
     return tuple(map(_as_value, x)) if isinstance(x, (list, tuple)) else x
@@ -75,9 +76,11 @@ class Ranks(Builder, Protocol):
 
     mesh: Mesh
 
-    def scatter_terms(self, x: Tensor, layout: Layout, generator: torch.Generator) -> Emitted: ...
+    def scatter_terms(self, x: Tensor, layout: Layout, generator: torch.Generator) -> Emitted:
+        """Split ``x`` into a shard per rank; ranks get random terms of a pending reduction."""
 
-    def assemble(self, values: Sequence[Tensor], layout: Layout) -> Tensor: ...
+    def assemble(self, values: Sequence[Tensor], layout: Layout) -> Tensor:
+        """Join the shards of all ranks into the global tensor, pending reductions performed."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +235,7 @@ def _difference(
 
 
 def _tolerance(sample: Sample, spec: Spec, call: Call) -> float:
+    """Return the largest relative error of a sample: its own, else by dtype and whether the op only moves data."""
     dtypes = {value.dtype for value in (*call.operands, *call.results) if value is not None}
     exact = MOVED if spec.moves else COMPUTED
     return sample.tolerance or max((COARSER[dtype] for dtype in dtypes if dtype in COARSER), default=exact)

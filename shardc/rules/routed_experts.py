@@ -30,11 +30,13 @@ _TOKENS, _EXPERTS = "t", "e"
 
 
 def _tokens(loops: Loops, at: int, name: str) -> Dims:
+    """Declare and return the factors of operand ``at``, [tokens, width]; ``name``: the factor of its width."""
     size, width = loops.shapes[at]
     return loops.dim(_TOKENS, size, "sum"), loops.dim(name, width, WHOLE)
 
 
 def _params(loops: Loops, first: int) -> list[Dims]:
+    """Declare and return the factors of the experts' parameters, [experts, ...]: the operands from ``first`` on."""
     return [
         (loops.dim(_EXPERTS, shape[0], "sum"), *loops.dims(f"p{at}.", shape[1:], WHOLE))
         for at, shape in enumerate(loops.shapes[first:])
@@ -58,6 +60,7 @@ def _routed(call: Call, spec: Spec, choices: int, width: int) -> Spec:
 
 
 def _call(call: Call) -> Spec:
+    """Return the spec of routed experts."""
     loops = Loops(call)
     choices, out_width = loops.shapes[1][1], loops.result_shapes[0][1]
     operands = [
@@ -71,6 +74,7 @@ def _call(call: Call) -> Spec:
 
 
 def _gradient(call: Call) -> Spec:
+    """Return the spec of the backward of routed experts."""
     loops = Loops(call)
     choices = loops.shapes[2][1]
     operands = [_tokens(loops, at, name) for at, name in enumerate("odkk")] + _params(loops, 4)
@@ -148,6 +152,7 @@ class _Sent:
     def _exchange(
         self, tensors: list[Emitted], sends: Emitted | None, receives: Emitted | None, rows: int
     ) -> list[Emitted]:
+        """Emit an exchange of rows and the wait for it; blocks of equal size if ``sends`` is None."""
         call, (_, group) = self.local.builder.call, self.local.builder.group(_sent(self.local))
         if sends is None:
             sizes = [self.rows // self.of.ranks] * self.of.ranks
@@ -161,7 +166,7 @@ class _Rows:
     """The rows (token, expert) of a chunk of a call on one rank, for `shardc.custom_ops.expert_ops.RUN`.
 
     Args:
-        of: the choices of which they are.
+        of: the choices that the rows belong to.
         x, take, scale, ends, expected: arguments of `shardc.custom_ops.expert_ops.RUN`.
         sent: the exchange that brought them; None without an exchange.
         came_back: position in ``take`` of each received row, int64 [r].
@@ -256,7 +261,7 @@ def _choices(local: Local, x: Emitted, index: Emitted, weight: Emitted) -> _Choi
 
 
 def _exact(local: Local, of: _Choices) -> tuple[_Sent, Emitted]:
-    """Emit the exchange of the numbers of rows; return (an exchange of exactly these rows, numbers that come)."""
+    """Emit the exchange of row counts; return (exchange of exactly these rows, rows from each rank for each expert)."""
     call = local.builder.call
     _, group = local.builder.group(_sent(local))
     counts = call(expert_ops.COUNTS, of.ends)
@@ -342,8 +347,9 @@ def _unpack(local: Local, outputs: Emitted, count: int) -> list[Emitted]:
 
 
 def _by_token(local: Local, rows: _Rows, returned: Emitted, added: bool) -> Emitted:
-    """Return the rows in token order: if ``added``, summed over a token's choices [t, width]; else one number each [t,
-    k].
+    """Return ``returned``, rows of choices, in the order of tokens.
+
+    They are summed over a token's choices, [t, width], if ``added``; else each is one number, [t, k].
     """
     call, of = local.builder.call, rows.of
     width = local.builder.shape(returned)[1]
@@ -380,6 +386,7 @@ def _waits(rows: _Rows) -> bool:
 
 
 def _call_local(local: Local) -> Emitted:
+    """Emit routed experts on one rank; return their outputs, [tokens, width]."""
     call = local.builder.call
     every, outputs = _forward(local)
     if every[0].sent is None:
@@ -399,6 +406,7 @@ def _joined(local: Local, parts: list[Emitted]) -> Emitted:
 
 
 def _gradient_local(local: Local) -> Emitted:
+    """Emit the backward on one rank; return the gradients of tokens, weights and the experts' parameters."""
     call = local.builder.call
     every, outputs = _forward(local)
     params = list(local.operand("params"))

@@ -36,6 +36,7 @@ class Call:
 
     @cached_property
     def _bound(self) -> dict[str, Any]:
+        """Return argument name -> value, defaults included."""
         out = {a.name: a.default_value for a in self.target._schema.arguments}
         out.update(zip((a.name for a in self.target._schema.arguments), self.args, strict=False))
         return out | dict(self.kwargs)
@@ -147,6 +148,7 @@ class Local:
         raise KeyError(name)
 
     def operand_layout(self, name: str) -> Layout:
+        """Return the layout of the tensor argument ``name``."""
         position = self.call.position(name)
         assert position is not None, f"{self.call.name} has no tensor argument {name!r} here"
         return self.operands[position]

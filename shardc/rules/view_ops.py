@@ -35,6 +35,7 @@ def _squeezed(local: Local) -> Emitted:
 
 
 def as_dims(dims: int | Sequence[int], ndim: int) -> list[int]:
+    """Return ``dims``, one or several, as a list of dims counted from 0; [] for a tensor without dims."""
     return [d % ndim for d in ((dims,) if isinstance(dims, int) else dims)] if ndim else []
 
 
@@ -53,6 +54,7 @@ def _reordered(order: Callable[[Call, int], Sequence[int]]) -> SpecOf:
 
 
 def _swapped(call: Call, ndim: int) -> list[int]:
+    """Return the order of dims of ``transpose``."""
     order = list(range(ndim))
     if ndim:
         first, second = call["dim0"], call["dim1"]
@@ -61,6 +63,7 @@ def _swapped(call: Call, ndim: int) -> list[int]:
 
 
 def _permutation(call: Call, ndim: int) -> Sequence[int]:
+    """Return the order of dims of ``permute``, counted from 0."""
     return [d % ndim for d in call["dims"]]
 
 

@@ -48,7 +48,7 @@ class Pieces:
         self.elements: int = local.true_size(first + dim, self.layout.shape[dim])
 
     def without_filling(self, x: Emitted) -> Emitted:
-        """Return ``x`` with zeros behind the end of the dim's true size, where a padded dim has anything."""
+        """Return ``x`` with zeros in the padding of the dim, behind its true size."""
         if self.elements == self.layout.shape[self.dim]:
             return x
         inside = self.run(aten.lt.Scalar, positions(self.local, self.layout, self.dim, None), self.elements)
@@ -106,7 +106,7 @@ class Pieces:
         return self._padded(moved, *((0, short) if parts[1] is None else (short, 0)))
 
     def entered(self, moved: Emitted, fill: Emitted, by: int) -> Emitted:
-        """Return ``moved``, shifted by ``by``, with the elements of ``fill`` where it has none."""
+        """Return ``moved``, shifted by ``by``, with the elements of ``fill`` in the places that the shift left open."""
         count, at = abs(by), positions(self.local, self.layout, self.dim, None)
         if by > 0:
             come = self.run(aten.lt.Scalar, at, count)
@@ -138,17 +138,19 @@ class Pieces:
         return added
 
     def _padded(self, x: Emitted, before: int, after: int) -> Emitted:
+        """Emit ``x`` with ``before`` and ``after`` zeros at the ends of the dim."""
         if not before and not after:
             return x
         pad = [0, 0] * (self.layout.ndim - 1 - self.dim) + [before, after]
         return self.run(aten.constant_pad_nd.default, x, pad, 0)
 
     def _along(self, mask: Emitted, size: int) -> Emitted:
-        """Return a mask of ``size`` elements with the dims behind the dim, so that it broadcasts."""
+        """Return ``mask``, [size], with dims of size 1 for the dims behind the split one, so that it broadcasts."""
         return self.run(aten.reshape.default, mask, [size, *[1] * (self.layout.ndim - 1 - self.dim)])
 
 
 def _shift(call: Call) -> Spec:
+    """Return the spec of a shift along a dim, of which each rank has one piece if it is split."""
     loops = Loops(call)
     shape, dim = loops.shapes[0], call["dim"]
     x = loops.dims("d", shape, but={dim: loops.ordered("l", shape[dim])})
@@ -165,6 +167,7 @@ def _shift_local(local: Local) -> Emitted:
 
 
 def _edge(call: Call) -> Spec:
+    """Return the spec of a slice of a dim that may be split: a split leaves a partial sum."""
     loops = Loops(call)
     shape, dim = loops.shapes[0], call["dim"]
     x = loops.dims("d", shape, but={dim: loops.indexed("l", shape[dim], "sum")})
@@ -173,6 +176,7 @@ def _edge(call: Call) -> Spec:
 
 
 def _edge_local(local: Local) -> Emitted:
+    """Emit the slice: this rank's elements of it, and zeros for those of other ranks."""
     run, dim, layout = local.builder.call, local.call["dim"], local.operands[0]
     begin, end = local.call["begin"], local.call["end"]
     x = local.operand("x")
@@ -213,12 +217,14 @@ def _dims(loops: Loops, x: tuple[int, ...], w: tuple[int, ...], *, backward: boo
 
 
 def _convolve(call: Call) -> Spec:
+    """Return the spec of a convolution along a sequence that may be split."""
     loops = Loops(call)
     x, w, y = _dims(loops, *loops.shapes)
     return loops.spec([x, w], [y], linear=[{0}, {1}])
 
 
 def _convolve_weight(call: Call) -> Spec:
+    """Return the spec of the gradient of the weight of `_convolve`: a split sequence leaves a partial sum."""
     loops = Loops(call)
     x, w, y = _dims(loops, *loops.shapes[1:], backward=True)
     return loops.spec([y, x, w], [w], linear=[{0}, {1}])
@@ -231,6 +237,7 @@ def _geometry(local: Local) -> tuple[object, ...]:
 
 
 def _extended(local: Local) -> Emitted:
+    """Emit the convolution's input with the edges of the neighbouring pieces."""
     at = local.call.position("x")
     assert at is not None
     return Pieces(local, at, 2).extended(local.operand("x"), local.call["before"], local.call["after"])

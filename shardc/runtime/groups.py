@@ -343,8 +343,8 @@ def _is_shared(device_mesh: DeviceMesh) -> bool:
 def _without_world_group(device_mesh: DeviceMesh) -> DeviceMesh:
     """Returns a mesh equal to ``device_mesh`` whose axis of all ranks, if any, has a group other than the world's.
 
-    DeviceMesh takes the world's group for an axis of all ranks. Returns ``device_mesh`` itself if it has no such axis, or
-    if the group is not shared (`_is_shared`).
+    DeviceMesh takes the world's group for an axis of all ranks. ``device_mesh`` is returned itself if it has no such
+    axis, or if the group is not shared (`_is_shared`).
     """
     groups, world = [device_mesh.get_group(dim) for dim in range(device_mesh.ndim)], _world()
     if world not in groups or not _is_shared(device_mesh):

@@ -94,7 +94,7 @@ class Loops:
     def _keep(self, role: Role, x: Any, at: int, parts: Results) -> None:
         """Stores the result ``x`` of a graph of microbatch ``at``, by its ``role``.
 
-        It is added to its sum, or kept for later graphs, or appended to ``parts``: outputs and gradients, per microbatch.
+        It is added to its sum, kept for later graphs, or appended to ``parts`` (outputs and gradients per microbatch).
         """
         if role.kind == TERM:
             self._add(role.name, x)

@@ -100,7 +100,7 @@ class StageLink:
             receiving.append(self._receive(coming.popleft()))
 
     def _receive(self, message: Message) -> list[tuple[Any, Tensor]]:
-        """Posts the receives of a message; returns (work handle, tensor) per value; the handle is None if it is empty."""
+        """Posts the receives of a message; returns (work handle, tensor) per value; no handle (None) if it is empty."""
         receives: list[tuple[Any, Tensor]] = []
         for example in message.examples:
             x, work = torch.empty(example.shape, dtype=example.dtype, device=self.device), None
