@@ -259,7 +259,7 @@ def _spec(
 
 
 def _sync(build: Build, spec: ShardingSpec) -> Sync:
-    """Return the `Sync` of a plan: which gradients a step reduces."""
+    """Return the `Sync` of a module: which gradients its backwards reduce."""
     return Sync(
         {name: p.level for name, p in build.params.items()},
         unsynced=frozenset(build.params if build.plan.setting("accumulate") else ()),
@@ -302,7 +302,7 @@ def _device(module: nn.Module, mesh: DeviceMesh | Mesh) -> torch.device:
 
 
 def _sizes(module: nn.Module) -> tuple[Sizes, dict[str, str]]:
-    """Return (parameter -> its shape and bytes per element, other name of a tied or inner one -> its first name)."""
+    """Return (parameter -> (shape, bytes per element), other name of a tied or inner parameter -> its first name)."""
     first: dict[int, str] = {}
     names = {}
     for name, p in module.named_parameters(remove_duplicate=False):

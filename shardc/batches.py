@@ -78,7 +78,7 @@ def batches(
     Args:
         loader: yields batches, as ``torch.utils.data.DataLoader`` does.
         module: from `shardc.compile`. A `Simulation` gets global batches as they are.
-        own_rows: False: batches are global, the same on every rank, which the first ones are compared for. True: they
+        own_rows: False: batches are global, and the same on every rank; ranks compare the first ones. True: they
             hold the rows of this rank's part (`data_parts`), and the sequence as a whole. None: True if the loader has
             a ``DistributedSampler``, else False.
         pad: name of an input or of an argument of the loss -> the value to pad it with, if ranks' own batches differ
@@ -159,7 +159,7 @@ class Batches:
         return closed(batch, pytree.tree_unflatten(leaves, pytree.tree_structure(plain)))
 
     def _cut_global(self, state: Namespace, named: Named) -> list[Tensor]:
-        """Returns this rank's shards of global inputs; at some calls, ranks compare these."""
+        """Returns this rank's shards of global inputs; at some calls, ranks check that these inputs are equal."""
         if state.spec.groups is not None and self._turns.due(""):
             whole = [(name, Layout.whole(state.mesh, x.shape)) for name, x in named]
             compare_inputs(state.name, whole, [x for _, x in named], (), state.spec.groups, _SAME)
@@ -251,7 +251,7 @@ def _check_sampler(loader: Any, parts: tuple[int, int]) -> None:
 
 
 def padded(state: Namespace, named: Named, pad: Mapping[str, int | float]) -> Named:
-    """Returns the inputs padded at the end of each dim, but the first, to the longest of all ranks; a collective.
+    """Returns inputs padded, at the end of every dim except dim 0, to the longest of all ranks; a collective.
 
     Raises:
         InputError: on all ranks, if sizes differ of an input that ``pad`` has no value for.

@@ -50,14 +50,14 @@ class Build:
 
     Args:
         plan, mesh: the user's plan, and the mesh that programs are for.
-        param_sizes: (parameter -> its shape and bytes per element, other name of a tied one -> its first name).
+        param_sizes: (parameter -> (shape, bytes per element), other name of a tied parameter -> its first name).
         device: the device of parameters and inputs.
         loss: the loss function, which a program has if its call passes targets.
         options: the options to compile with.
         groups: process groups of the mesh, to compile for; None for an abstract mesh or another backend.
         dynamic: the dims whose sizes change between calls.
         runs: whether programs run, rather than being for inspection only.
-        warns: warn once if ranks repeat the same work.
+        warns: warn, once, if ranks compute the same.
         kinds: classes of programs for fixed and for dynamic sizes.
         pp: the stages of the plan's pipeline; ``mesh`` is that of one stage then.
     """
@@ -116,6 +116,7 @@ class Build:
             )
 
         def make(joint: Joint, folded: Folded | None) -> Program:
+            """Returns the program of a joint graph."""
             guards = Guards.of(joint.captured.reads if folded is None else folded.reads, template, self.loss)
             rebuild = self._rebuilder(template, args, kwargs, with_loss)
             return self.kinds[0](
@@ -138,7 +139,7 @@ class Build:
         return program
 
     def _warn_repeated(self, program: Program) -> None:
-        """Warns once if ranks repeat the same work in a module."""
+        """Warns once if the ranks of an axis compute the same in a module."""
         if not self.warns:
             return
         counts = {} if program.folded is None else {"counts": program.folded.times}

@@ -74,7 +74,7 @@ class Arguments:
 
 
 def _check_model(model: object, loss: object) -> None:
-    """Raises InputError if ``model`` is not a model that can be compiled, or either is a class."""
+    """Raises InputError if ``model`` is not a model that can be compiled, or if model or loss is a class."""
     if not callable(model):
         raise InputError(f"{model!r} is not a model", fix="pass an nn.Module or a function of tensors")
     for what, value in (("model", model), ("loss", loss)):

@@ -63,7 +63,7 @@ def build_folded(request: Request, make: Callable[[Joint, Folded | None], Progra
 
 
 def few_of(request: Request, repeats: Repeats) -> Request:
-    """Returns ``request`` for the shortened model, which has few of the repeated blocks."""
+    """Returns ``request`` for the model shortened to a few of its repeated blocks."""
     params = {repeats.short(name): param for name, param in request.params.items()}
     pins = [(repeats.short(pin.module), pin) for pin in request.activations()]
     saves = [(repeats.short(policy.module), policy) for policy in request.policies()]
@@ -111,8 +111,12 @@ def unfolded_reads(reads: Reads, repeats: Repeats, at: Lookup) -> Reads:
 
 
 def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read]:
-    """Return copies of a guard ``read`` of the shortened model for every block of the run (one, if it is of no such
-    block); NotPeriodic if their values differ.
+    """Return copies of a guard ``read`` of the shortened model, one for every block of the run.
+
+    A read of none of these blocks is returned alone.
+
+    Raises:
+        NotPeriodic: the values differ between blocks.
     """
     container = "model" + "".join(f"._modules[{part!r}]" for part in run.path.split(".") if part)
     child = rf"(?<={re.escape(container)}\._modules\[')\d+(?='\])"

@@ -137,6 +137,7 @@ class Request:
 
     @property
     def precision(self) -> Policies:
+        """The mixed precision of the plan."""
         return self.plan.precision.mode(self.model.training)
 
     @property
@@ -161,6 +162,7 @@ class Request:
         return frozenset(int(shape[dim]) for shape in shapes for dim in dims if dim < len(shape) and shape[dim] > 1)
 
     def _modules(self) -> list[str]:
+        """Names of the model's modules."""
         return [name for name, _ in self.model.named_modules()]
 
 
@@ -223,8 +225,10 @@ def bound_of(request: Request, captured: Captured, pins: Sequence[ports.Activati
 
 
 def _outputs(plan: Plan, captured: Captured) -> dict[int, tuple[Form, str]]:
-    """Returns output index -> (form of its layout, plan entry), where the plan gives one; PlanError if an output that
-    is returned twice has two.
+    """Returns output index -> (form of its layout, plan entry) for outputs that the plan gives a layout.
+
+    Raises:
+        PlanError: one output is returned twice, with two layouts.
     """
     specs = ports.output_specs(plan, captured.output_spec)
     for at, output in enumerate(captured.returned):

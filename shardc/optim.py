@@ -61,9 +61,9 @@ def wrap(
         optimizer_cls: the class of the optimizer.
         module: from `shardc.compile`, on a device mesh.
         params: parameters of ``module``, or groups of them, as torch takes them; by default all.
-        whole: whether parameters are updated whole; a function of a parameter's name and the parameter tells it of
-            each. True promises that the class updates each parameter from its own history only, False that it updates
-            each element so. By default it is False for `ELEMENTWISE` and True for `PER_PARAMETER`.
+        whole: whether parameters are updated whole, or a function (name, parameter) -> bool. True promises that the
+            class updates each parameter from its own history only, False that it updates each element so. By default
+            it is False for classes in `ELEMENTWISE` and True for those in `PER_PARAMETER`.
         options: options of ``optimizer_cls``.
 
     Raises:
@@ -81,7 +81,7 @@ def wrap(
 
 
 def _whole(kind: type[torch.optim.Optimizer], whole: bool | Select | None) -> Select:
-    """Returns the function that tells of each parameter whether optimizers of class ``kind`` update it whole."""
+    """Returns the function (name, parameter) -> whether an optimizer of class ``kind`` updates the parameter whole."""
     name = kind.__name__
     if issubclass(kind, torch.optim.LBFGS):
         raise InputError(
@@ -225,7 +225,7 @@ class _OnShards(torch.optim.Optimizer):
         return loss
 
     def _gather(self) -> list[WholeParameter]:
-        """Gives the owners their parameters and gradients; returns the parameters with gradients, on all ranks."""
+        """Sends parameters and gradients to their owners; returns the whole parameters with gradients, on all ranks."""
         grads = [(x, x.param.grad) for x in self._whole]
         used = [x for x, grad in grads if grad is not None]
         if self._owners is None or not used:
@@ -238,18 +238,18 @@ class _OnShards(torch.optim.Optimizer):
         return used
 
     def _scatter(self, whole: list[WholeParameter]) -> None:
-        """Gives all ranks their shards of the parameters ``whole``, from the owners."""
+        """Sends the shards of updated parameters ``whole`` from their owners to all ranks."""
         if self._owners is not None and whole:
             with torch.no_grad():
                 self._owners.scatter([(x.at, x.local, x.data.detach() if x.is_local else None) for x in whole])
 
     def _share(self) -> None:
-        """Sets the states of whole parameters on ranks that are not their owners; a collective.
+        """Sets, on ranks that are not the owner, the optimizer state of whole parameters; a collective.
 
         Their tensors have no rows there, and numbers are the owner's.
 
         Raises:
-            InputError: on all ranks, if they have come to different options of groups.
+            InputError: on all ranks, if the options of their parameter groups differ.
         """
         assert self._owners is not None
         mine = {
@@ -418,7 +418,10 @@ def _init_group(base: type[torch.optim.Optimizer]) -> object:
 
 
 def _local_group(group: dict[str, Any], shards: list[Shard], fuses: list[bool]) -> dict[str, Any]:
-    """Returns a copy of ``group`` with ``shards`` as parameters; fused if all can be and it asks for nothing else."""
+    """Returns a copy of ``group`` with ``shards`` as parameters.
+
+    It is ``fused`` if all of ``fuses`` are true and no option asks for another implementation.
+    """
     out = {**group, "params": [shard.data for shard in shards]}
     if "fused" in group and not _asks_for_another(group) and all(fuses):
         out["fused"] = True
@@ -426,7 +429,7 @@ def _local_group(group: dict[str, Any], shards: list[Shard], fuses: list[bool]) 
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, list[object]]:
-    """Returns the numbers among the options of ``group``, by key: what a step may have set."""
+    """Returns, by key, the options of ``group`` that are numbers, each as a list; a step may set them."""
     leaves = {key: pytree.tree_leaves(x) for key, x in group.items() if key != "params"}
     return {
         key: [x.item() if isinstance(x, Tensor) else x for x in values]

@@ -165,6 +165,7 @@ class Program(Executable):
 
     @property
     def trains(self) -> bool:
+        """Whether something needs a gradient."""
         return self.cut.trains
 
     def order(self, training: bool) -> Schedule:
@@ -173,6 +174,7 @@ class Program(Executable):
 
     @cached_property
     def _using(self) -> dict[frozenset[int], Program]:
+        """Programs for gradients of other outputs: indices of outputs -> program."""
         return {}
 
     def using(self, used: frozenset[int]) -> Program:
@@ -184,6 +186,7 @@ class Program(Executable):
         return self._using[used]
 
     def _for(self, used: frozenset[int]) -> Program:
+        """Returns a program for gradients of the outputs ``used``."""
         return type(self)(self.joint, self.source, self.folded, used)
 
     def _schedule(self, half: fx.GraphModule) -> fx.GraphModule:

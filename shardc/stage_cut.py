@@ -120,12 +120,13 @@ class PipelineCut(MicrobatchCut):
 
     @cached_property
     def _halves(self) -> dict[int, dict[str, fx.GraphModule | None]]:
+        """Graphs of the stages cut so far: stage -> phase -> graph."""
         return {}
 
     def _cut_stage(self, at: int) -> dict[str, fx.GraphModule | None]:
         """Cuts the joint graph of a stage into forward and backward, or backwards, and closes the last of these.
 
-        The closing graph is what this does not close.
+        Of the closing graph, the part that the last backward does not compute is a graph of its own.
         """
         staged, checks, mesh = self.staged, self.joint.options.verify, self.bound.mesh
         first, second = self._partitioned(staged.bodies[at])
@@ -158,9 +159,9 @@ class PipelineCut(MicrobatchCut):
         return out
 
     def _gathers(self, at: int, first: bool) -> fx.GraphModule | None:
-        """Returns the graph of a stage's gathers, if it is part of the first forward (``first``) or runs before it.
+        """Returns the graph of a stage's gathers if it is run as ``first`` says, else None.
 
-        Each stage has either the one or the other; None is returned for what it does not have.
+        True: as a part of the first forward. False: before that. Each stage has one or the other.
         """
         opens = at == 0 and not any(self.staged.openings)
         return self.staged.gathers[at] if first == opens else None
@@ -174,6 +175,10 @@ class PipelineCut(MicrobatchCut):
         return [self._in_two(at, closing) for at, closing in enumerate(self.staged.closings)]
 
     def _in_two(self, at: int, closing: fx.GraphModule) -> tuple[fx.GraphModule | None, fx.GraphModule | None]:
+        """Returns the closing graph of stage ``at`` as (part that its last backward computes, rest).
+
+        A part without ops is None; so is the first if it communicates nothing.
+        """
         elsewhere: dict[fx.Node, bool] = {}  # whether it depends on sums of terms of other stages
         for node in closing.graph.nodes:
             is_sum = node.op == "placeholder" and ir.role(node).kind == SUM

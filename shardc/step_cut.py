@@ -69,7 +69,7 @@ class StepCut:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Return the phases of a training step, those first that every step has."""
+        """Return the phases of a training step; those that every step has come first."""
         return (FORWARD, BACKWARD) if self.trains else (FORWARD,)
 
     def graph(self, phase: Phase) -> fx.GraphModule | None:
@@ -102,6 +102,7 @@ class StepCut:
 
     @property
     def _partition(self) -> passes.Partition:
+        """The pass that splits a joint graph into forward and backward."""
         return self.joint.pipeline[passes.Partition]
 
 
@@ -178,6 +179,7 @@ class MicrobatchCut(StepCut):
 
     @property
     def _openings(self) -> tuple[str, ...]:
+        """Names of the phases of loops before the forward."""
         return tuple(name for at in range(len(self.parts.openings)) for name in opening(at))
 
     def _of_parts(self, phase: Phase) -> fx.GraphModule | None:

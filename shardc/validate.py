@@ -54,6 +54,7 @@ class Range:
     above: bool = False
 
     def holds(self, value: float) -> bool:
+        """Return whether ``value`` is in the range."""
         low = value > self.least if self.above else value >= self.least
         return (low and value <= self.most) or value in self.also
 

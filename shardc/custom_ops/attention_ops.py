@@ -96,6 +96,7 @@ def gradient(
 def _call_later(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, keys: int, later: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Return the results of `call` for a causal mask that ``later`` shifts by one key."""
     if later.device.type == "cpu":  # reading it does not synchronize
         if not later:
             return call(query, key, value, bias, True, scale, keys)
@@ -113,6 +114,7 @@ def _gradient_later(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, bias: Tensor | None,
     scale: float, keys: int, later: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the results of `gradient` for a causal mask that ``later`` shifts by one key."""
     rows = [grad, query, out, sums]
     if later.device.type == "cpu":
         if not later:
@@ -175,6 +177,7 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale
 def _written_out(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, scores: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value by plain ops, given the ``scores`` [b, h, q, k]."""
     wide = scores.dtype
     weights, grad = (scores - sums.unsqueeze(-1)).exp(), grad.to(wide)
     shares = grad @ _by_head(value, query).to(wide).transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)

@@ -148,6 +148,7 @@ _OUT = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out}
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of ``graph``, with its output."""
     copy = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     copy.output(copy.graph_copy(graph, env))
@@ -197,6 +198,7 @@ def _product(graph: fx.Graph, gradient: fx.node.Argument, place: fx.Node) -> fx.
 
 
 def _run(graph: fx.Graph, results: fx.node.Argument) -> Callable[..., Any]:
+    """Make ``graph`` return ``results`` and drop ops without use; return it as a function."""
     graph.output(results)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _writes(node))
     forward: Callable[..., Any] = fx.GraphModule({}, graph).forward
@@ -204,6 +206,7 @@ def _run(graph: fx.Graph, results: fx.node.Argument) -> Callable[..., Any]:
 
 
 def _writes(node: fx.Node) -> bool:
+    """Whether an op writes to a buffer."""
     return "out" in node.kwargs or node.target is aten.copy_.default
 
 
@@ -211,6 +214,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def graph_to_json(graph: fx.Graph) -> Iterator[list[object]]:
+    """Yield one list per node, of strings and numbers: its name, op, arguments and keyword arguments."""
     for node in graph.nodes:
         if node.op == "placeholder":
             yield [node.name]
@@ -222,6 +226,7 @@ def graph_to_json(graph: fx.Graph) -> Iterator[list[object]]:
 
 
 def _encoded(argument: fx.node.Argument) -> object:
+    """Return an argument of an op for JSON: ``%name`` for a node, text for a constant."""
     if isinstance(argument, fx.Node):
         return f"%{argument.name}"
     if isinstance(argument, (list, tuple)):
@@ -230,6 +235,7 @@ def _encoded(argument: fx.node.Argument) -> object:
 
 
 def graph_from_json(lines: Sequence[Any], allowed: Callable[[Any], bool]) -> fx.Graph:
+    """Make a graph from the result of `graph_to_json`; ValueError for an op that is not ``allowed(op)``."""
     graph = fx.Graph()
     env: dict[str, fx.Node] = {}
 
@@ -258,6 +264,7 @@ def graph_from_json(lines: Sequence[Any], allowed: Callable[[Any], bool]) -> fx.
 
 
 def _constant(text: str, kind: type = object) -> Any:
+    """Return the constant that ``text`` stands for; ValueError if it is not a ``kind``."""
     try:
         constant = grammar.constant_of(text)
     except ValueError:

@@ -122,6 +122,7 @@ def _order(key: Tensor, count: int) -> list[Tensor]:
 
 
 def _inverse(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation."""
     return torch.empty_like(order).index_copy_(0, order, torch.arange(order.numel(), device=order.device))
 
 
@@ -193,6 +194,7 @@ def sort(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _call(x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str, *_: object) -> Tensor:
+    """Return for each token the weighted sum of its experts' results, [t, o]."""
     order, ends = sort(index, params[0].shape[0])
     scale = weight.flatten()[order].unsqueeze(1)
     return _run(x, order // index.shape[1], scale, ends, params, order.numel(), True, body)[0]
@@ -201,6 +203,7 @@ def _call(x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: 
 def _gradient(
     grad: Tensor, x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str, *_: object
 ) -> list[Tensor]:
+    """Return the gradients of ``x``, ``weight`` and ``params``, given ``grad``, that of the result of `_call`."""
     order, ends = sort(index, params[0].shape[0])
     scale, take = weight.flatten()[order].unsqueeze(1), order // index.shape[1]
     saved = _run(x, take, scale, ends, params, order.numel(), True, body)[1:]

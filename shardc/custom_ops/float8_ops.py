@@ -49,13 +49,13 @@ def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantise(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x`` times its scale, in float8."""
+    """Return ``x`` times its scale (`scale_of`) in float8; ``amax``: its largest absolute value, or those of parts."""
     most = torch.finfo(dtype).max
     return _scaled(x.to(torch.float32), amax, scale_of(amax, dtype)).clamp(-most, most).to(dtype)
 
 
 def _scaled(x: Tensor, amax: Tensor, scale: Tensor) -> Tensor:
-    """Return ``x`` times its scale, or the inverse of it."""
+    """Return ``x`` times ``scale`` (a scale or the inverse of one), which has the shape of ``amax``."""
     if amax.ndim < 3:
         return x * scale
     dim = dim_of_blocks(x.shape, amax.shape)
@@ -68,7 +68,7 @@ def dim_of_blocks(x: Sequence[int], amax: Sequence[int]) -> int:
 
 
 def multiply(a: Tensor, b: Tensor, amax_a: Tensor, amax_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product of the matrices that ``a`` and ``b`` are in float8, in ``dtype``."""
+    """Return the product, in ``dtype``, of the matrices that the float8 operands are, divided by their scales."""
     inverse_a, inverse_b = scale_of(amax_a, a.dtype).reciprocal(), scale_of(amax_b, b.dtype).reciprocal()
     blocks = amax_a.ndim == 3
     if _has_kernel(a.device) and not blocks and dtype != torch.float64:

@@ -49,9 +49,9 @@ def _flex(
     q: Size, k: Size, v: Size, captured: object, body: str, scale: float, keys: int, *_: object, rows: object = None,
     **__: object,
 ) -> int:  # fmt: skip
-    """Return the operations of attention for the scores that its mask leaves, as far as that does not depend on values.
+    """Return the operations of attention, scaled by the share of scores that its mask function leaves.
 
-    A rank's rows are taken to be as the rows of all are.
+    That share is known unless the mask depends on values. A rank's queries are taken to have that of all.
     """
     return int(_attention(q, k, v) * flex_ops.seen_share(body, q[2] if rows is None else keys, keys))
 
@@ -60,12 +60,13 @@ def _flex_gradient(
     grad: Size, q: Size, k: Size, v: Size, out: object, sums: object, grad_sums: object, wanted: object,
     captured: object, body: str, scale: float, keys: int, *_: object, rows: object = None, **__: object,
 ) -> int:  # fmt: skip
+    """Return the operations of the backward of attention, scaled as in `_flex`."""
     share = flex_ops.seen_share(body, q[2] if rows is None else keys, keys)
     return int(_attention_gradient(grad, q, k, v) * share)
 
 
 def _function(operands: list[Size], body: str, *_: object) -> int:
-    """Return the operations of all steps of a function; of a while loop, of one."""
+    """Return the operations of a function over all steps of a scan, and over one step of a while loop."""
     function = function_ops.function_of(body)
     carries, sequences = function.counts
     return function.flops * (operands[carries][0] if function.kind == "scan" and sequences else 1)

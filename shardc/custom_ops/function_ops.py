@@ -115,6 +115,7 @@ def functions_in(*graphs: fx.Graph) -> Iterator[str]:
 
 
 def _cond(operands: list[Tensor], body: str) -> list[Tensor]:
+    """Run one of two branches, by the first operand; return its results."""
     predicate, *rest = operands
     true, false = function_of(body).calls
     chosen = true if is_fake(predicate) or predicate else false
@@ -150,6 +151,7 @@ def _scan(operands: list[Tensor], body: str, reverse: bool = False, steps: Tenso
 
 
 def _while_loop(operands: list[Tensor], body: str) -> list[Tensor]:
+    """Run the steps of a loop while its predicate is true; return the carries. Fake tensors: no step."""
     function = function_of(body)
     (condition, step), (carries, _) = function.calls, function.counts
     carried, rest = operands[:carries], operands[carries:]
@@ -161,6 +163,7 @@ def _while_loop(operands: list[Tensor], body: str) -> list[Tensor]:
 
 
 def _predicate(result: Any) -> bool:
+    """Return the value of a predicate, a tensor or a sequence with one."""
     return bool(result[0] if isinstance(result, (tuple, list)) else result)
 
 
@@ -176,6 +179,7 @@ def _unaliased(results: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Te
 
 
 def _loop_gradient(operands: list[Tensor], body: str) -> list[Tensor]:
+    """Run a loop, then its gradient step by step backward; return gradients of carries, then of the rest."""
     function = function_of(body)
     (condition, step, gradient), (count, carries) = function.calls, function.counts
     grads, carried, rest = operands[:count], operands[count : count + carries], operands[count + carries :]
@@ -190,6 +194,7 @@ def _loop_gradient(operands: list[Tensor], body: str) -> list[Tensor]:
 
 
 def _no_gradient(grads: list[Tensor], like: list[Tensor], results: list[Tensor]) -> list[Tensor]:
+    """Raise InputError: a loop in whose step, or around which, there is another has no gradient."""
     if is_fake(like[0]):
         return [torch.empty_like(x) for x in like]
     raise InputError(

@@ -78,6 +78,7 @@ def define_in(text: str) -> None:
 
 
 def _tensors(value: Any) -> Sequence[Tensor]:
+    """Return the tensors of an argument: itself, the items of a list, or none."""
     return [value] if isinstance(value, Tensor) else [x for x in value or () if x is not None]
 
 

@@ -74,6 +74,7 @@ class Region:
 
     @property
     def name(self) -> str:
+        """The name of the function, for errors and dumps."""
         return getattr(self.function, "__name__", type(self.function).__name__)
 
     def __call__(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -248,28 +249,34 @@ Collective = Callable[[Tensor, int, str], Tensor]
 
 
 def _apply(forward_op: Collective, backward_op: Collective, x: Tensor, axis: str) -> Tensor:
+    """Run a collective along ``axis``, whose gradient is the collective ``backward_op``."""
     apply: Callable[..., Tensor] = _Differentiable.apply
     return apply(x.contiguous(), forward_op, backward_op, size(axis), group_name([axis]))
 
 
 def _wait(started: Tensor) -> Tensor:
+    """Wait for the result of a collective."""
     done: Tensor = _ops.wait_tensor.default(started)
     return done
 
 
 def _sum(x: Tensor, n: int, group: str) -> Tensor:
+    """All-reduce ``x`` over the ``n`` ranks of ``group``."""
     return _wait(_ops.all_reduce.default(x, "sum", group))
 
 
 def _gather(x: Tensor, n: int, group: str) -> Tensor:
+    """All-gather ``x`` along dim 0."""
     return _wait(_ops.all_gather_into_tensor.default(x, n, group))
 
 
 def _scatter(x: Tensor, n: int, group: str) -> Tensor:
+    """Reduce-scatter ``x`` along dim 0."""
     return _wait(_ops.reduce_scatter_tensor.default(x, "sum", n, group))
 
 
 def _all_to_all(x: Tensor, n: int, group: str) -> Tensor:
+    """Send chunk r of ``x`` along dim 0 to rank r; return the received chunks, concatenated."""
     sizes = [x.shape[0] // n] * n
     return _wait(_ops.all_to_all_single.default(x, sizes, sizes, group))
 

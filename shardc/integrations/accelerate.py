@@ -77,6 +77,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
+        """Leaves a compiled module as it is; other models are wrapped as by accelerate."""
         if not isinstance(model, ShardedModule):
             return super().prepare_model(model, device_placement, evaluation_mode)
         if self._sharded is None:  # a reference model may follow
@@ -91,6 +92,7 @@ class Accelerator(accelerate.Accelerator):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., object] | None = None,
     ) -> Any:
+        """Splits the batches of a loader into the parts of the plan (`shares`)."""
         parts, mine = self.shares
         if parts == self.num_processes or getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
@@ -184,7 +186,7 @@ class Trainer(transformers.Trainer):
             replace_fused_head(model)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> Any:
-        """Pads a batch to the longest of all ranks, as all call the model with the same shapes."""
+        """Pads a batch to the longest of all ranks, because all must call the model with the same shapes."""
         inputs = super()._prepare_inputs(inputs)
         state = self.model.shardc
         if isinstance(inputs, Mapping) and not state.spec.groups.consistency.alone:

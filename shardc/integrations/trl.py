@@ -18,7 +18,7 @@ FUSED = "_fused_forward"  # the function that ``trl.trainer.utils.add_fused_lm_h
 
 
 def replace_fused_head(module: object) -> None:
-    """Replaces TRL's forward of a compiled module, if it has one, by one that returns the same from whole logits.
+    """Replaces TRL's forward of a compiled module, if it has one, by a forward that computes the same from full logits.
 
     Logits of this rank's rows are in memory, which TRL's own head avoids. Other modules stay as they are.
     """

@@ -82,8 +82,9 @@ def lower(*halves: Half, backend: str, by: str = "auto") -> list[Compiled]:
 
 
 def _compiled(half: Half, segments: tuple[Segment, ...], codes: Sequence[Code]) -> Compiled:
-    """Return ``half`` as `Compiled` with the ``codes`` of its segments. Its arena is planned by the lifetimes of values
-    in Inductor's code, if all segments have code.
+    """Return ``half`` as `Compiled` with the ``codes`` of its segments.
+
+    If all segments have generated code, its arena is planned by the lifetimes of values in that code.
     """
     sources = dict.fromkeys(code.source for code in codes)
     compiled = Compiled(half, segments, tuple(codes), half.plan, "\n".join(sources))

@@ -28,11 +28,13 @@ T = TypeVar("T")
 
 
 def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModule, str], T]) -> dict[fx.GraphModule, T]:
-    """Return graph -> result of ``make(graph, kind)``, which compiles it, and share the work with the other ranks of
-    this machine.
+    """Return graph -> result of ``make(graph, kind)``, which compiles it; ranks of this machine share the work.
 
     Each rank begins with another graph and defers those that another process is compiling or has compiled. At the end
     it loads these from Inductor's cache. Graphs that the cache cannot hold are compiled by every rank.
+
+    Args:
+        graphs: graph -> its kind ("forward", ...).
     """
     results: dict[fx.GraphModule, T] = {}
     several = dist.is_initialized() and dist.get_world_size() > 1
@@ -58,10 +60,10 @@ def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModul
 
 
 def _take_free(waiting: deque[fx.GraphModule], locks: Mapping[fx.GraphModule, BaseFileLock]) -> fx.GraphModule:
-    """Take a graph of ``waiting`` that no other process is compiling, and its lock; no lock if it cannot be cached or
-    the wait is too long.
+    """Remove from ``waiting`` a graph that no other process is compiling, acquire its lock, and return the graph.
 
-    Graphs that nobody has compiled come first: g++ may still be at work for the others.
+    The lock is not acquired if the graph cannot be cached, or after a long wait. Graphs that nobody has compiled come
+    first: g++ may still be at work for the others.
     """
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:

@@ -117,7 +117,7 @@ def lowered(gm: fx.GraphModule, kind: str, settings: Callable[[], str]) -> tuple
     source).
 
     Args:
-        settings: returns the result of `settings`.
+        settings: returns what the code depends on besides the graph, as the function `settings` does.
     """
     inputs = _separate([n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")])
     with _graph_cache(inputs), _shardc_config(inputs):

@@ -153,7 +153,7 @@ def _load(text: str, by: AsyncCompile) -> Load:
 
 
 def _whole(load: Load) -> ModuleType:
-    """Return the module of ``load``, compiled again if its file is one that a compiler which was killed has left."""
+    """Return the module that ``load`` loads; compiles it again if a killed compiler has left a broken file."""
     try:
         return load()
     except ImportError as error:
@@ -173,6 +173,7 @@ def _place(kernel: _Kernel) -> Path:
 
 
 def _hash(*texts: str) -> str:
+    """Return a hash of ``texts``."""
     return sha256("\n".join(texts).encode()).hexdigest()
 
 
@@ -257,9 +258,11 @@ def check_vectors() -> None:
 
 
 def _is_known() -> bool:
+    """Whether the vector instructions to compile for are known in this process."""
     return config.cpp.vec_isa_ok is not None or cpu_vec_isa.valid_vec_isa_list.cache_info().currsize > 0
 
 
 def _try_check() -> None:
+    """Runs `check_vectors`; an error leaves the tests to Inductor."""
     with suppress(Exception):  # the thread that needs it tries again, and raises
         check_vectors()

@@ -57,7 +57,7 @@ class _NegativeZero(float):
 
 
 def _replace_floats(graph: fx.Graph, change: Callable[[float], float]) -> bool:
-    """Replace each float among the arguments of ops by ``change`` of it; return whether any was replaced."""
+    """Replace each float ``x`` in the arguments of ops by ``change(x)``; return whether there was one."""
     changed = False
 
     def put(x: fx.node.Argument) -> fx.node.Argument:
@@ -87,7 +87,7 @@ def _without_random_state() -> Iterator[None]:
 
 @contextmanager
 def _dead_unread_waits() -> Iterator[None]:
-    """Context in which unread collectives are dead code, so that forward and backward get only those that they read."""
+    """Context in which collectives that nothing reads are dead code, so that each half has only those that it reads."""
     waits = _side_effectful_functions & {c10d.wait_tensor, c10d.wait_tensor.default}
     _side_effectful_functions.difference_update(waits)
     try:

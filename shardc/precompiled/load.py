@@ -234,7 +234,7 @@ class Precompiled(Executable):
         """Return (the saved graph named ``half``, placeholder name in the record -> its name in the graph).
 
         Args:
-            saved: the same map of the backward, which gives the names of values that a forward saves.
+            saved: this map for the backward, which has the names of values that a forward saves.
         """
         fields = record.halves[half]
         text = read(self.folder, record, text_file(half)).decode()

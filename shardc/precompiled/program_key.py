@@ -46,7 +46,7 @@ class ProgramKey:
         Args:
             now: the descriptions that hold now: of mesh, plan and device, those of `described` and `Guards.reached`.
             reached: the descriptions in this program's guards.
-            what, fix: name of the program, and the fix, for the error.
+            what, fix: name of the program and ``fix`` of the error.
         """
         compiled_for = {"the mesh": str(self.mesh), "the plan": str(self.plan), "the device": self.device}
         saved = {**compiled_for, **self.model, **reached}

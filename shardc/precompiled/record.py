@@ -231,10 +231,12 @@ def plain(context: object) -> object:
 
 
 def _name(kind: type) -> str:
+    """Return the qualified name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _is_pair(item: object) -> bool:
+    """Whether ``item`` is a list [key, value] with a plain key."""
     return isinstance(item, list) and len(item) == 2 and type(item[0]) in _PLAIN
 
 
@@ -380,6 +382,7 @@ def read_record(folder: Path, evaluates: bool = True) -> Record:
 
 
 def _mesh(data: object) -> Mesh:
+    """Return the mesh that JSON data describe."""
     return Mesh(checked(data, tuple[tuple[str, Annotated[int, Range(1, 1 << 20)]], ...], "the mesh"))
 
 

@@ -74,7 +74,7 @@ class Stored(Precompiled):
         """Return the program, compiled as if none was stored.
 
         Raises:
-            PrecompiledError: the backward that needs it comes after a change that would make another program.
+            PrecompiledError: the model has changed since the forward, and would now compile to another program.
         """
         before = self.key.call.surroundings
         with tracing(grad=True), ExitStack() as modes:
@@ -148,10 +148,10 @@ class Store:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Context for compiling and adding a program: one process of a machine enters, the others after its exit.
+        """Context for compiling and adding a program: one process of a machine enters, the others wait for its exit.
 
-        These look for the added program first. No process waits if an earlier program could not be stored; a block
-        that raises does not count as such.
+        These then look for the added program first. No process waits if an earlier program could not be stored; a block that
+        raises does not count as such.
         """
         lock = FileLock(self.folder / "lock", timeout=PATIENCE, poll_interval=_POLL)
         first = False
@@ -240,4 +240,5 @@ def _code() -> str:
 
 
 def _hash(data: bytes) -> str:
+    """Return a hash of ``data`` as text."""
     return hashlib.sha256(data).hexdigest()[:32]

@@ -81,7 +81,7 @@ class Timed:
 
 
 def phase_named(name: str) -> Phase:
-    """Return the phase that is ``name`` as text."""
+    """Return the phase with this name, the inverse of ``str(phase)``."""
     match = re.fullmatch(r"(.*) of stage (\d{1,9})", name)
     return name if match is None else AtStage(match[1], int(match[2]))
 
@@ -90,7 +90,7 @@ def complete(names: Collection[str], timed: Timed | None, evaluates: bool) -> bo
     """Return whether ``names`` are the graphs of a training step, of an inference, or of both.
 
     Args:
-        evaluates: a training step needs those of an inference beside it, unless `Timed.opens_backward`.
+        evaluates: whether a training step must come with the graphs of an inference, unless `Timed.opens_backward`.
     """
     halves: set[Phase] = {phase_named(name) for name in names}
     if timed is not None and timed.stage_of:

@@ -188,7 +188,7 @@ class Attended:
         self.blind = self.many = False
 
     def add(self, out: Emitted, sums: Emitted, *, blind: bool = False) -> None:
-        """Adds output and log-sum-exp of a block; ``blind``: the latter may be -inf (queries see no key of the block)."""
+        """Adds a block; ``blind``: its log-sum-exp ``sums`` is -inf for queries that see none of its keys."""
         self.blind |= blind
         if self.out is None:
             self.out, self.sums = out, sums

@@ -152,8 +152,9 @@ class CapturedModel:
         return cls(source, captured, repeats, plan, mesh)
 
     def of_plan(self, plan: Plan, mesh: Mesh) -> CapturedModel:
-        """Return a capture from which a program under ``plan`` can be built: this one if the plan treats the blocks of
-        each run alike, else one with a run for each part that it does.
+        """Return a capture from which a program under ``plan`` can be built.
+
+        It is this one if the plan treats all blocks of each run alike. Otherwise runs are divided where it does not.
         """
         request = self.source.request(mesh, plan, Options())
         if all(len(alike_parts(request, run)) == 1 for run in self.repeats):
@@ -162,7 +163,7 @@ class CapturedModel:
 
     @cached_property
     def more(self) -> CapturedModel:
-        """Return a capture of more of the repeated blocks, finally of all, for plans under which some differ."""
+        """Return a capture of more of the repeated blocks, in the end of all, for plans that treat some differently."""
         keep = next((keep for keep in KEEP if keep > self.repeats.keep), 0)
         return CapturedModel.of(self.source, self.plan, self.mesh, keep) if self.repeats else self
 
@@ -238,12 +239,12 @@ class CapturedModel:
         return True
 
     def weight(self, node: fx.Node) -> float:
-        """Return the number of nodes of the complete model that ``node`` represents."""
+        """Return how many nodes of the complete model the captured ``node`` stands for."""
         record = ir.info(node)
         return self.times(record.origin.module or record.name)
 
     def times(self, name: str) -> float:
-        """Return the number of names of the complete model that ``name``, of a module or value, represents."""
+        """Return how many modules or values of the complete model the captured one of this ``name`` stands for."""
         place = self.repeats.place(name.removeprefix("d."))
         if place is None or place[1] in (0, self.repeats.keep - 1):
             return 1.0
@@ -266,8 +267,9 @@ class CapturedModel:
         return list(model_flops(self.captured.graph.graph))
 
     def estimate(self, few: Schedule) -> Estimate:
-        """Return the cost of the complete model, given the prediction of the program of the captured blocks: what is
-        inside of inner blocks counts for all of them.
+        """Return the cost of the complete model, estimated from ``few``, the prediction for the captured blocks alone.
+
+        What inner blocks take is multiplied by the number of blocks that they stand for.
         """
         ends = (*few.clock[1:], few.seconds)
         spans = zip(few.step.ops, few.clock, ends, strict=True)
@@ -287,7 +289,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 def _rate(hardware: Hardware, attention: bool) -> float:
-    """Return the share of the peak rate that products reach, or attention."""
+    """Return the share of the peak FLOP/s that attention (``attention``) or matrix products reach."""
     return hardware.attention if attention and hardware.attention is not None else hardware.matmul
 
 

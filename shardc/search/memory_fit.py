@@ -139,10 +139,12 @@ class Cost(Protocol):
     """The predicted cost of a plan: bytes of a rank at the peak, and seconds of a step."""
 
     @property
-    def memory(self) -> float: ...
+    def memory(self) -> float:
+        """Bytes of a rank at the peak."""
 
     @property
-    def seconds(self) -> float: ...
+    def seconds(self) -> float:
+        """Seconds of a step."""
 
 
 Blocks = list[tuple[str, int]]  # (prefix of the blocks' names, number of blocks) of each run
@@ -172,8 +174,9 @@ class Fit:
     limit: Callable[[], float]
 
     def run(self, plan: Plan) -> None:
-        """Predict the schedule of variants of ``plan`` until one fits: parameters unsharded for backward, then with
-        measures.
+        """Predict variants of ``plan`` until one fits in memory; they are recorded as tried.
+
+        First parameters stay unsharded for backward, then measures are added, the cheapest per byte first.
         """
         plan = kept_whole(plan, self.hand)
         now = self.schedule(plan)
@@ -205,7 +208,7 @@ class Fit:
         return [measure for *_, measure in sorted(priced, key=lambda row: row[:2])]
 
     def _take(self, plan: Plan, now: Cost, measure: Measure) -> tuple[Plan, Cost] | None:
-        """Return (plan with ``measure`` for all units, its cost); if that fits, try fewer units and return None.
+        """Return (plan with ``measure`` for all units, its cost); None if that fits, after fewer units were tried.
 
         Args:
             now: cost of ``plan`` without the measure; both are returned if the measure frees nothing.
@@ -284,8 +287,9 @@ class Fit:
 
 
 def kept_whole(plan: Plan, hand: Plan) -> Plan:
-    """Return ``plan`` with parameters kept unsharded for backward (FSDP level 2), except by the user's entries,
-    ``hand``.
+    """Return ``plan`` with parameters kept unsharded for backward (FSDP level 2).
+
+    The user's entries, ``hand``, stay as they are.
     """
     return Plan.of(replace(e, level=2) if _is_open(e, hand) and e.level == 3 else e for e in plan.entries)
 

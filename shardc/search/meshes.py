@@ -57,7 +57,8 @@ def with_stages(
     Args:
         ranks, node, axes, required: as for `meshes_of`, which has the meshes of one stage.
         blocks: number of blocks of the model, which is the most stages.
-        axis: name of the axis of the stages; if ``required`` has it, the plan uses it otherwise, and there are none.
+        axis: name of the axis of the stages; if it is in ``required``, the plan uses it for something else, and nothing
+            is yielded.
     """
     if axis in required:
         return
@@ -77,7 +78,7 @@ def _names(count: int, required: Collection[str]) -> tuple[str, ...]:
 
 
 def _inner(count: int, room: int) -> Iterator[tuple[int, ...]]:
-    """Yield ``count`` powers of two with a product of at most ``room``; the last one varies slowest."""
+    """Yield tuples of ``count`` powers of two whose product is at most ``room``; the last item varies slowest."""
     if not count:
         yield ()
         return

@@ -129,8 +129,9 @@ class Search:
         price: price of a byte in seconds at which solutions on other meshes were expected to fit.
         tried: text of a plan -> the scheduled plan.
         prices: axes that split storage only -> price of a byte at which a solution was last expected to fit.
-        beyond: the same axes -> predicted peak of the last plan that did not fit, minus the bytes of its solution.
-        beside: factor of the memory of estimates, by the schedules that took more.
+        beyond: axes that split storage only -> predicted peak of the last plan that did not fit, minus the bytes of its
+            solution.
+        beside: factor for estimates of memory, from schedules that needed more than was estimated.
         left_out: what was not scheduled -> the bound that shows why, as text.
     """
 
@@ -157,8 +158,9 @@ class Search:
         self.param_plans = self.captured_model.params(self.mesh, self.hand)
 
     def forms(self) -> None:
-        """Predict the schedules of the ready-made plans (ddp, fsdp, ...), and of the best of them with parameters kept
-        unsharded for backward. Those whose products alone take longer than the best plan so far are left out.
+        """Predict the ready-made plans (ddp, fsdp, ...), then the best with parameters kept unsharded for backward.
+
+        Plans whose matrix products alone take longer than the best plan so far are left out.
         """
         forms = [(self._products(plan), name, plan) for name, plan in self.forms_of()]
         for bound, name, plan in sorted(forms, key=itemgetter(0)):
@@ -170,7 +172,7 @@ class Search:
             self._schedule(kept_whole(best.plan, self.hand), best.origin)
 
     def _products(self, plan: Plan) -> float:
-        """Return the seconds of a rank's products under a form that splits nothing but the batch; 0 for other plans."""
+        """Return the seconds of a rank's matrix products under a plan that splits only the batch; 0 for other plans."""
         rows = max((shape[0] for _, shape in self.captured_model.source.inputs if shape), default=0)
         if not rows or self.hand or not all(isinstance(entry, Data) for entry in plan.entries):
             return 0.0
@@ -178,8 +180,9 @@ class Search:
         return self.captured_model.floor(self.hardware) * ceil(rows / ways) / rows
 
     def least(self) -> float:
-        """Return a lower bound of the cost of every solution in seconds, within `GLANCE` work; inf if none costs less
-        than `MARGIN` times the best plan so far, or if there is none.
+        """Return a lower bound in seconds of the cost of every solution, found with `GLANCE` work.
+
+        It is inf if there is no solution, or none that costs less than `MARGIN` times the best plan so far.
         """
         return self._cost_of_any(Weights(BEST, HIDDEN, self.captured_model.weight), GLANCE)
 
@@ -251,7 +254,7 @@ class Search:
     # --- solutions
 
     def _split(self, over: tuple[str, ...], weights: Weights) -> Split:
-        """Return the split of storage over ``over``, not solved yet."""
+        """Return the `Split` for axes ``over``, whose layout problem is not solved yet."""
         return Split(over, cache(partial(self.problem, over, weights)), weights)
 
     def _solves(self, split: Split) -> bool:
@@ -398,7 +401,7 @@ class Search:
 
     @property
     def _attending(self) -> int:
-        """The most rows of queries that attention reads of a sequence; 0 without attention.
+        """The largest number of query rows per sequence that attention reads; 0 without attention.
 
         Ops of packed sequences have heads behind the rows, others before them; rows are taken to be more than heads.
         """
@@ -451,8 +454,10 @@ class Search:
         return Trial(plan, self.mesh, few, self.memory, origin, estimate=estimate)
 
     def confirm(self, trial: Trial) -> None:
-        """Predict the schedule of an estimated plan, of all blocks. If it does not fit, estimates are scaled by what
-        they were too low, and plans are made to fit again.
+        """Predict the schedule of ``trial``, which was estimated from some blocks, from all blocks.
+
+        If it needs more memory than estimated, other estimates are scaled by that ratio. If no plan fits any more, plans
+        are made to fit again.
         """
         assert trial.estimate is not None
         captured_model = self.captured_model.of_plan(trial.plan, self.mesh)

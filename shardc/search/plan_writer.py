@@ -61,6 +61,7 @@ class Pinner:
         return self.plans[key]
 
     def _pinned(self, plan: Plan, wanted: Mapping[str, Border]) -> Plan:
+        """Return ``plan`` with pins as `pinned` does, without its cache."""
         pins: dict[str, str] = {}
         layouts = {name: border.pin for name, border in wanted.items()}
         for model in (self.captured_model.forward, self.captured_model):
@@ -107,8 +108,8 @@ class Border:
 
     Args:
         computed: the layout in which it is computed.
-        need: the layout that its uses in forward need, if they agree, else the one in which it is computed.
-        gradient: the layout that the uses of its gradient need, if they agree, else the one in which that is
+        need: the layout that its uses in forward need, if they agree, else ``computed``.
+        gradient: the layout that the uses of its gradient need, if they agree, else the layout in which the gradient is
             computed; None if there is no gradient.
     """
 
@@ -118,7 +119,7 @@ class Border:
 
     @property
     def pin(self) -> Layout:
-        """The layout to pin, which the gradient gets, too."""
+        """The layout to pin for the value, which its gradient then gets, too."""
         return self.computed if self.gradient == self.computed and not self.computed.partial else self.need
 
     @property
@@ -127,7 +128,7 @@ class Border:
         return self.gradient == self.pin
 
     def agrees(self, now: Border) -> bool:
-        """Return whether value and gradient have the layouts ``now`` that a pin would give them."""
+        """Return whether ``now``, the present layouts, has those that the pin would give to value and gradient."""
         return self.pin in (now.computed, now.need) and (
             not self.holds_gradient or now.gradient in (None, self.gradient)
         )
@@ -254,7 +255,9 @@ class Writer:
         return plan | Plan(params=raw) if raw else plan
 
     def _style(self, glob: str, layout: Layout, computes: Mapping[str, Layout]) -> tuple[str, str] | None:
-        """Return the (style, axis) that gives a parameter its layout; "bias" if its weight has a style; None for none.
+        """Return (style, axis) of the tensor parallel entry that gives a parameter its ``layout``; None if none does.
+
+        Styles are "colwise", "rowwise", "vocab", and "bias" for the bias of a weight with a style.
 
         Args:
             glob: glob of the parameter.

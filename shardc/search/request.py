@@ -85,7 +85,7 @@ def unstaged(plan: Plan) -> Plan:
 
 
 def _rest(plan: Plan, base: Plan) -> Plan:
-    """Return ``plan`` without the entries of ``base``, whose classes may be known to the caller only."""
+    """Return ``plan`` without the entries of ``base``, which may be of classes that only the caller has defined."""
     return Plan.of(entry for entry in plan.entries if entry not in base.entries)
 
 

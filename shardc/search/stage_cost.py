@@ -112,8 +112,9 @@ def _names(captured_model: CapturedModel, forward: Half) -> list[str]:
 
 
 def _longest(names: Sequence[str], module: str) -> str:
-    """Return the part that a module or a value is in: the first of a block for what is of the block itself, the last
-    part for what is of none.
+    """Return the name of the part that ``module``, a module or value, is in.
+
+    It is the first part of a block for what is in the block and in no part of it, and the last of all for the rest.
     """
     name = module.removeprefix("d.")
     while name:
@@ -125,6 +126,7 @@ def _longest(names: Sequence[str], module: str) -> str:
 
 
 def _part(names: Sequence[str], node: fx.Node) -> str:
+    """Return the name of the part that a node is in."""
     record = ir.info(node)
     return _longest(names, record.origin.module or record.name)
 
@@ -143,8 +145,9 @@ def _chain(half: Half, names: Sequence[str]) -> frozenset[fx.Node]:
 
 
 def _crossing(forward: Half, names: Sequence[str]) -> dict[str, int]:
-    """Return part -> bytes of the values that ops in front of it compute from inputs and parameters, and ops from it on
-    read.
+    """Return part -> bytes of the values that cross to it from the parts in front of it.
+
+    These are computed from inputs and parameters, not from one of these alone, and read by the part or behind it.
     """
     computed: dict[fx.Node, tuple[bool, bool]] = {}
     at_part: dict[fx.Node, int] = {}
@@ -169,8 +172,12 @@ def _crossing(forward: Half, names: Sequence[str]) -> dict[str, int]:
 
 
 def _priced(name: str, sums: Mapping[tuple[object, bool], float], sizes: Mapping[str, int], received: int) -> Part:
-    """Return a part, given the seconds of its ops by (phase, whether gradients of earlier parts need them), its bytes
-    by owner, and those that a cut in front of it sends.
+    """Return the `Part` ``name`` with its costs.
+
+    Args:
+        sums: (phase, whether gradients of earlier parts need the ops) -> seconds of its ops.
+        sizes: owner of memory -> its bytes at the peak.
+        received: bytes of a microbatch that a cut in front of the part sends.
     """
 
     def of(phase: object) -> float:
@@ -281,7 +288,7 @@ class Player:
         return [at for at in range(1, len(self.parts)) if self._may(at)]
 
     def _order(self, played: Played) -> tuple[bool, float, tuple[int, ...]]:
-        """Return the sort key of a cut."""
+        """Return the sort key of a cut: those that fit by seconds, then the rest by memory."""
         fits = played.memory <= self.limit
         return not fits, round(played.seconds, 9) if fits else played.memory, played.starts
 
@@ -344,8 +351,9 @@ class Player:
 
     @cached_property
     def _in_order(self) -> tuple[list[tuple[int, Kind, int, int]], list[int]]:
-        """The actions of all ranks in an order in which they can run, (rank, kind, stage, number of its message or -1);
-        and of each message the rank that gets it.
+        """Return (actions of all ranks in an order in which they can run, rank to which each message goes).
+
+        An action is (rank, kind, stage, number of its message or -1).
         """
         numbers: dict[Action, int] = {}
         runs: list[tuple[int, Kind, int, int]] = []
@@ -363,7 +371,7 @@ class Player:
         return runs, [self.schedule.rank_of[action.stage] for action in numbers]
 
     def _memory(self, stages: Sequence[Sequence[Part]]) -> int:
-        """Return the bytes of the rank that needs most."""
+        """Return the peak bytes of the rank that needs most; ``stages``: the parts of each stage."""
         saved = [sum(part.saved for part in parts) for parts in stages]
         out = []
         for rank, counts in enumerate(self._flights):
@@ -374,6 +382,6 @@ class Player:
 
     @cached_property
     def _flights(self) -> list[set[tuple[tuple[int, int], ...]]]:
-        """For each rank, the numbers of microbatches of each stage that are in flight together."""
+        """For each rank, the states of a step as ((stage, number of its microbatches in flight), ...)."""
         lists = self.schedule.lists
         return [{tuple(sorted(count.items())) for count in in_flight(actions)} for actions in lists]

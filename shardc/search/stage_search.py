@@ -139,7 +139,7 @@ class StageSearch(Search):
     # --- bounds
 
     def _may_win(self, order: Schedule) -> bool:
-        """Return whether a schedule may be faster than the fastest plan so far; note it if not."""
+        """Return whether a schedule may be faster than the fastest plan so far; if not, records why in `left_out`."""
         bound = self._bound(order)
         if bound < self.limit():
             return True
@@ -169,7 +169,7 @@ class StageSearch(Search):
 
 
 def _begin(parts: Sequence[Part], at: int) -> str:
-    """Return the module whose first part is at ``at``: its block, if it begins there."""
+    """Return the name of the module at which part ``at`` begins: its block, if it is the first part of one."""
     name, before = parts[at].name, parts[at - 1].name
     block = name.rpartition(".")[0]
     return name if not block or before.startswith(f"{block}.") else block

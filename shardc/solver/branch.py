@@ -522,6 +522,6 @@ def split(graph: Graph, bounds: Mapping[int, np.ndarray]) -> list[Graph]:
 
 
 def _lead(bounds: np.ndarray) -> float:
-    """Return the difference between the second least bound and the least one."""
+    """Return by how much the second least of ``bounds`` exceeds the least."""
     best, second = np.partition(bounds, 1)[:2]
     return float(second - best)

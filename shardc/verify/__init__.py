@@ -194,7 +194,7 @@ def verify_stages(staged: Staged, mesh: Mesh) -> None:
 
 
 def _of_stages(graphs: Sequence[fx.Graph]) -> list[tuple[str, fx.Graph]]:
-    """Return the graph of each stage with its name."""
+    """Return (name, graph) of each stage, in order."""
     return [(f"stage {at}", graph) for at, graph in enumerate(graphs)]
 
 
@@ -208,7 +208,7 @@ def _raise_cut(whole: fx.GraphModule, mesh: Mesh, fault: tuple[str, str] | None)
 def verify_two_backwards(
     backward: fx.GraphModule, inputs: fx.GraphModule | None, weights: fx.GraphModule | None, mesh: Mesh
 ) -> None:
-    """Check the two graphs that the backward of a stage is cut into; raises VerifyError."""
+    """Check the two graphs, for gradients of inputs and of weights, of a stage's backward; raises VerifyError."""
     graphs = [None if gm is None else gm.graph for gm in (inputs, weights)]
     if (lost := cuts.in_two(backward.graph, *graphs)) is not None:
         raise broken(Subject(backward, mesh, no_rules), "split_backward", output_node(backward.graph), lost)

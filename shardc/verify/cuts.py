@@ -115,8 +115,9 @@ def closes(
 
 
 def opens(forward: fx.Graph, gathers: fx.Graph, first: fx.Graph) -> str | None:
-    """Return a description of the first result of the first microbatch's forward that is not that of ``forward`` on the
-    parameters that ``gathers`` gathers, or None.
+    """Return the first fault of the first microbatch's forward ``first``, as text, or None.
+
+    Its results must be those of ``forward`` on the parameters that ``gathers`` gathers.
     """
     gathered = of_outputs(gathers, fingerprints(gathers))
     arguments = {(kind, name): value for (kind, name, _), value in gathered.items()}
@@ -186,7 +187,7 @@ def in_time(
 
 
 def in_two(whole: fx.Graph, first: fx.Graph | None, second: fx.Graph | None) -> str | None:
-    """Return what is wrong with two graphs that a backward is cut into, or None."""
+    """Return the first fault of the two graphs that the backward ``whole`` is cut into, as text, or None."""
     saved: dict[str, Fingerprint] = {}
     now: dict[tuple[str, str], Fingerprint] = {}
     for graph in filter(None, (first, second)):

@@ -200,4 +200,5 @@ def _brought(x: fx.Node) -> fx.Node:
 
 
 def _name(node: fx.Node) -> str:
+    """Return the name of a node as it prints in the dump."""
     return grammar.name_text(info(node).name)

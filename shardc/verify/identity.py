@@ -109,6 +109,7 @@ def reimplemented(graph: fx.Graph, prints: Fingerprints, replaced: Mapping[str, 
 
 
 def _fingerprint(node: fx.Node, prints: Fingerprints) -> Fingerprint:
+    """Return the fingerprint of an op, given those of its operands."""
     if node.target is WAIT or node.target in ops.MARKERS.values():
         return prints[node.args[0]]
     if node.target is getitem and isinstance(several := prints[node.args[0]], list):
@@ -137,7 +138,7 @@ def digest(*parts: object) -> bytes:
 
 
 def _moved(node: fx.Node) -> fx.Node:
-    """Return the value before the data movement that leads to ``node``."""
+    """Return the value that ``node`` holds, before data movement at global shapes; ``node`` itself if it moves none."""
     while node.target in ops.MARKERS.values():
         node = node.args[0]
     return node

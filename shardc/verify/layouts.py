@@ -86,6 +86,7 @@ def moves(subject: Subject) -> Broken:
 
 
 def _broken_move(node: fx.Node, source: Value, result: Value) -> str | None:
+    """Return why a data-movement op is wrong, or None."""
     if result.dtype != source.dtype:
         return f"the dtype changes from {source} to {result}"
     if node.target in (ops.pad, ops.unpad):
@@ -102,6 +103,7 @@ def _broken_move(node: fx.Node, source: Value, result: Value) -> str | None:
 
 
 def _broken_pad(node: fx.Node, source: Value, result: Value) -> str | None:
+    """Return why a ``pad`` or ``unpad`` is wrong, or None."""
     dim, size = node.kwargs["dim"], node.kwargs["size"]
     assert isinstance(dim, int) and isinstance(size, int)
     expected = (*source.shape[:dim], size, *source.shape[dim + 1 :])

@@ -79,6 +79,7 @@ def reporting(mesh: Mesh, programs: Mapping[str, fx.GraphModule | None]) -> Iter
 
 
 def _text(gm: fx.GraphModule, mesh: Mesh) -> str:
+    """Return the dump of a graph; if it is broken and has none, the error and the graph as fx prints it."""
     try:
         return text.dump(gm, mesh)
     except VerifyError as error:  # a broken graph may not be printable
@@ -112,6 +113,7 @@ class Subject:
 
     @cached_property
     def nodes(self) -> list[fx.Node]:
+        """The nodes of the graph, in order."""
         return list(self.gm.graph.nodes)
 
     @cached_property
@@ -121,6 +123,7 @@ class Subject:
 
     @cached_property
     def calls(self) -> list[fx.Node]:
+        """The ops of the graph, in order."""
         return [node for node in self.nodes if node.op == "call_function"]
 
     @cached_property
