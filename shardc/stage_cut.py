@@ -168,16 +168,16 @@ class PipelineCut(MicrobatchCut):
 
     @cached_property
     def _closings(self) -> list[tuple[fx.GraphModule | None, fx.GraphModule | None]]:
-        """The closing graph of each stage, in two: what its last backward also computes, and the rest.
+        """The closing graph of each stage as (part that its last backward computes, rest).
 
-        The first part is what takes sums of the stage's own terms, if it communicates: so that this overlaps.
+        The first part has what takes sums of the stage's own terms only, so that its collectives overlap.
         """
         return [self._in_two(at, closing) for at, closing in enumerate(self.staged.closings)]
 
     def _in_two(self, at: int, closing: fx.GraphModule) -> tuple[fx.GraphModule | None, fx.GraphModule | None]:
-        """Returns the closing graph of stage ``at`` as (part that its last backward computes, rest).
+        """Returns the closing graph of stage ``at`` in two, as `_closings` does.
 
-        A part without ops is None; so is the first if it communicates nothing.
+        The first is None if it communicates nothing, the second if it is empty.
         """
         elsewhere: dict[fx.Node, bool] = {}  # whether it depends on sums of terms of other stages
         for node in closing.graph.nodes:

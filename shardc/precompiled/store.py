@@ -150,8 +150,8 @@ class Store:
     def turn(self) -> Iterator[None]:
         """Context for compiling and adding a program: one process of a machine enters, the others wait for its exit.
 
-        These then look for the added program first. No process waits if an earlier program could not be stored; a block that
-        raises does not count as such.
+        These then look for the added program first. No process waits if an earlier program could not be stored; a block
+        that raises does not count as such.
         """
         lock = FileLock(self.folder / "lock", timeout=PATIENCE, poll_interval=_POLL)
         first = False

@@ -456,8 +456,8 @@ class Search:
     def confirm(self, trial: Trial) -> None:
         """Predict the schedule of ``trial``, which was estimated from some blocks, from all blocks.
 
-        If it needs more memory than estimated, other estimates are scaled by that ratio. If no plan fits any more, plans
-        are made to fit again.
+        If it needs more memory than estimated, other estimates are scaled by that ratio. If no plan fits any more,
+        plans are made to fit again.
         """
         assert trial.estimate is not None
         captured_model = self.captured_model.of_plan(trial.plan, self.mesh)
