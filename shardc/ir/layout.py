@@ -169,8 +169,9 @@ class Layout:
         return tuple(d.axis for d in self.dims[dim] if d.axis is not None)
 
     def sub_dims(self, dim: int) -> tuple[SubDim, ...]:
-        """Return ``dim`` as `SubDim` factors, major to minor: adjacent digits that axes split and the local digit below
-        form one.
+        """Return ``dim`` as `SubDim` factors, major to minor.
+
+        Each consists of adjacent digits that axes split, and of the local digit below them.
         """
         out: list[SubDim] = []
         size, axes = 1, []
@@ -378,8 +379,10 @@ def refine(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits | None:
 
 
 def cut_digits(mesh: Mesh, digits: Digits, parts: Callable[[str], Iterable[str]]) -> Digits:
-    """Return the ``digits`` of a dim, each that an axis splits cut into one per part in ``parts(axis)``; the parts are
-    axes of ``mesh``.
+    """Return the ``digits`` of a dim, in which each digit that an axis splits is cut into one for each part of the
+    axis.
+
+    ``parts(axis)`` gives these parts, which are axes of ``mesh``.
     """
     cuts = ([digit] if digit.axis is None else [Digit(mesh.size(p), p) for p in parts(digit.axis)] for digit in digits)
     return tuple(chain.from_iterable(cuts))

@@ -116,7 +116,7 @@ class _Step:
         return self.mesh.parts(axis, self.edges)
 
     def digits(self, digits: Digits) -> Digits:
-        """Return a dim's ``digits`` with each that an axis splits cut into atoms."""
+        """Return the ``digits`` of a dim, in which each digit that an axis splits is cut into atoms."""
         return cut_digits(self.mesh, digits, self.atoms)
 
     def bound(self, layout: Layout) -> set[str]:
