@@ -2,7 +2,7 @@
 
 - `flex_attention` whose functions do not broadcast (`shardc.capture.flex`), or whose largest scores are used: its
   score and mask functions, graphs of scalars, are mapped over all places, as in torch's reference.
-- ``map``: all slices at once, by ``vmap``.
+- ``map``: all slices at once, by ``vmap``; one after the other if it calls what ``vmap`` may not take.
 - ``scan`` over few steps (`_WRITTEN_STEPS`): one step after the other, unless the plan splits what it runs over.
 - ``invoke_subgraph`` (of ``nested_compile_region``): the graph that it calls.
 
@@ -23,6 +23,7 @@ from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._higher_order_ops.map import map_impl
 from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.while_loop import while_loop_op
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as api
 
@@ -61,7 +62,16 @@ def _largest(call: fx.Node) -> bool:
 
 def _map(body: fx.GraphModule, xs: Sequence[Tensor], args: Sequence[Any]) -> Any:
     """Return the results of ``body`` for each slice of ``xs`` along dim 0, stacked."""
-    return torch.vmap(lambda *slices: _run(body, *slices, *args))(*xs)
+    targets = [x.target for x in body.graph.nodes if x.op == "call_function"]
+    if any(getattr(x, "__name__", "") == "autograd_function_apply" or _is_users_op(x) for x in targets):
+        each = [_run(body, *slices, *args) for slices in zip(*(x.unbind(0) for x in xs), strict=True)]
+        return tuple(map(torch.stack, zip(*each, strict=True)))
+    return torch.vmap(lambda *slices: _run(body, *slices, *args), randomness="different")(*xs)
+
+
+def _is_users_op(target: object) -> bool:
+    """Return whether ``target`` is an op of ``torch.library``, which may have no form under ``vmap``."""
+    return isinstance(target, OpOverload | OpOverloadPacket) and str(target).partition(".")[0] not in ("aten", "prims")
 
 
 _WRITTEN_STEPS = 1024  # most nodes that a scan becomes; a longer one stays an op

@@ -45,7 +45,8 @@ def _open(leaf: Any) -> PyTree:
             raise InputError(
                 f"a batch has a {kind} with tensors in its attribute {name!r}; torch's pytrees do not know the class, "
                 "so they cannot be cut",
-                fix=f"pass its tensors, in a dict or a tuple, or register {kind} with torch.utils._pytree",
+                fix=f"pass its tensors, in a dict or a tuple, and make it in forward; or register {kind} with "
+                "torch.utils._pytree",
             )
     return leaf
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.map import map as map_slices
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.func import grad, vjp, vmap
@@ -42,6 +43,19 @@ def rounded(x: Tensor) -> Tensor:
     return Rounded.apply(x, 8)
 
 
+@torch.library.custom_op("shardc_own_gradients::square", mutates_args=())
+def square(x: Tensor) -> Tensor:
+    """Has a gradient and no form under ``vmap``."""
+    return x * x
+
+
+square.register_fake(torch.empty_like)
+square.register_autograd(
+    lambda ctx, gradient: gradient * 2 * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
 class Net(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -54,6 +68,12 @@ class Net(nn.Module):
 def pulled_back(net: Net, h: Tensor) -> Tensor:
     out, pull = vjp(lambda h: rounded(h).sin(), h)
     return pull(out.detach())[0] + out
+
+
+def mapped(net: Net, h: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return map_slices(lambda row: rounded(row) * square(row), h)
+    return rounded(h) * square(h)
 
 
 def spikes(net: Net, h: Tensor) -> Tensor:
@@ -76,6 +96,7 @@ KINDS: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "vmap": lambda net, h: vmap(rounded)(h),
     "grad of each row": lambda net, h: vmap(grad(lambda row: rounded(row).sin().sum()))(h),
     "vjp": pulled_back,
+    "map": mapped,
     "a scan from zeros": spikes,
     "a long scan from zeros": lambda net, h: spikes(net, h.repeat(1, 60, 1)),
 }
@@ -124,3 +145,16 @@ def test_a_step_of_a_loop_that_would_lose_a_gradient_is_refused(what: str, monke
 def test_trains_as_on_one_device(kind: str) -> None:
     torch.manual_seed(0)
     trains_alike(Net(kind), (torch.randn(6, 5, 4),), {"dp": 2}, FSDP, steps=1)
+
+
+def test_each_slice_of_a_map_draws_its_own_numbers() -> None:
+    class Drops(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return map_slices(lambda row: nn.functional.dropout(row, 0.5), x)
+
+    dropped = []
+    for ranks in (1, 2):
+        torch.manual_seed(0)
+        module = shardc.compile(Drops(), shardc.Mesh(dp=ranks), shardc.ddp("dp"), backend="eager")
+        dropped.append(shardc.Simulation(module)(torch.ones(4, 16)) == 0)
+    assert torch.equal(*dropped) and not torch.equal(dropped[0][0], dropped[0][1])
