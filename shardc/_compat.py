@@ -102,7 +102,7 @@ def new_group(ranks: Sequence[int], members_only: bool = False) -> dist.ProcessG
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Returns the timeout of a gloo group, as ``Work.wait`` takes it; of other groups 0, which is their own there."""
+    """Returns the timeout of a gloo group for ``Work.wait``; for other groups 0, which stands for the group's own."""
     if dist.get_backend(group) != "gloo":
         return timedelta(0)
     timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout

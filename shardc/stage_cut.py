@@ -40,7 +40,7 @@ from shardc.step_cut import MicrobatchCut
 
 @dataclass
 class PipelineCut(MicrobatchCut):
-    """Cuts a joint graph into the graphs of a step in microbatches, those of each stage apart."""
+    """Cuts a joint graph into the graphs of a step in microbatches, with separate graphs for each stage."""
 
     @property
     def stages(self) -> PipelineStages:
@@ -124,9 +124,9 @@ class PipelineCut(MicrobatchCut):
         return {}
 
     def _cut_stage(self, at: int) -> dict[str, fx.GraphModule | None]:
-        """Cuts the joint graph of a stage into forward and backward, or backwards, and closes the last of these.
+        """Cuts the joint graph of a stage into forward and backward, or backwards; returns phase -> graph.
 
-        Of the closing graph, the part that the last backward does not compute is a graph of its own.
+        At stage 0 the last backward also computes its part of the closing graph; the rest of it is a graph of its own.
         """
         staged, checks, mesh = self.staged, self.joint.options.verify, self.bound.mesh
         first, second = self._partitioned(staged.bodies[at])

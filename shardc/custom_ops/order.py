@@ -18,6 +18,7 @@ AFTER = torch.ops.shardc_order.after.default
 
 
 def _after(x: Tensor, done: Sequence[Tensor]) -> Tensor:
+    """Return a copy of ``x``, made when all of ``done`` have been computed."""
     return x.clone(memory_format=torch.contiguous_format)
 
 

@@ -167,10 +167,12 @@ _library.define("gradient(Tensor[] tensors, Tensor[] tangents, int number) -> Te
 
 
 def _call(tensors: list[Tensor], number: int) -> list[Tensor]:
+    """Run the region with index ``number``; return its results as a list."""
     return region(number).run(tensors)
 
 
 def _gradient(tensors: list[Tensor], tangents: list[Tensor], number: int) -> list[Tensor]:
+    """Return the gradient of each floating-point tensor of a region's arguments (`Region.gradients`)."""
     return [torch.empty_like(x) for x in tensors if x.is_floating_point()]
 
 

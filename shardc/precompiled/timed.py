@@ -118,7 +118,7 @@ def _complete_stages(halves: set[Phase], timed: Timed, evaluates: bool) -> bool:
 
 
 def check_steps(program: Executable, evaluates: bool) -> None:
-    """Raises PrecompiledError if graphs of a loaded program with microbatches take what no earlier one gives.
+    """Raises PrecompiledError if a graph of a loaded program with microbatches takes a value that no earlier one gives.
 
     Args:
         evaluates: whether it has the graphs of an inference.
@@ -138,7 +138,7 @@ def check_steps(program: Executable, evaluates: bool) -> None:
 
 
 def _check_actions(actions: Sequence[Run | Message], program: Executable, rank: int = 0) -> None:
-    """Raises PrecompiledError if a rank runs or sends what it has not got by then."""
+    """Raises PrecompiledError if a rank uses or sends a value that it does not have at that point."""
     available: set[Key] = {("tangent", index, 0) for index in program.differentiates}
     parts = {name: program.in_time["inputs"].get(name, layout).local_shape for name, layout in program.inputs}
     openings = [opening(at) for at in range(program.openings)]
@@ -179,7 +179,7 @@ def _check_actions(actions: Sequence[Run | Message], program: Executable, rank: 
 
 
 def _key(half: Half, role: Role, name: str, microbatch: int) -> Key:
-    """Return the key of a value that ``half`` takes or gives as ``name``; a term has that of its sum."""
+    """Return the key of a value that ``half`` takes or gives as ``name``; that of a term is the key of its sum."""
     if role.kind == "saved":
         return saved_key(half, name, microbatch)
     if role.kind in (KEPT, TRANSFER):

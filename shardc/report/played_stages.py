@@ -114,7 +114,7 @@ class Parts:
         mesh: the mesh of all stages.
         axis: its axis of the stages.
         hardware: the target of the prediction.
-        build: predicts ops, given with the seconds before which some of them do not run.
+        build: (ops, position of an op -> seconds before which it does not run) -> predicted schedule.
         graph: maps a graph of the program to the one that is predicted.
         optimizer_copies: size of the optimizer's state as a multiple of the parameters.
     """

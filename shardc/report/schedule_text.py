@@ -200,14 +200,14 @@ def largest(tensors: Seq[PeakTensor], count: int = LARGEST) -> list[list[PeakTen
 
 
 def _place(of: list[PeakTensor]) -> tuple[str, str, str]:
-    """Return (name, module, source line) of tensors alike; of the line's file, the folder and the name."""
+    """Return (name, module, source line) of tensors ``of`` repeated layers; the line has only folder and file."""
     first = of[0]
     name, module = (layers_of(text) if len(of) > 1 else text for text in (first.name, first.module))
     return name, module or "-", in_folder(first.source)
 
 
 def in_folder(source: str) -> str:
-    """Return a source line with the folder and the name of its file alone; "-" for none."""
+    """Return a source line whose path is cut to the folder and name of the file; "-" for none."""
     return "/".join(source.split("/")[-2:]) or "-"
 
 

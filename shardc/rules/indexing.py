@@ -28,6 +28,7 @@ aten = torch.ops.aten
 
 
 def _embedding(call: Call) -> Spec:
+    """Return the spec of an embedding lookup: a split of the rows of the table leaves a partial sum."""
     loops = Loops(call)
     weight, index = loops.shapes
     rows, row = loops.dims("i", index), loops.dim("d", weight[1])
@@ -35,6 +36,7 @@ def _embedding(call: Call) -> Spec:
 
 
 def _embedding_local(local: Local) -> Emitted:
+    """Emit a lookup in this rank's rows of the table; entries of other ranks read as zero."""
     indices = in_range(local, local.operands[0], 0, local.operand("indices"))
     if not split(local.operands[0], 0):
         return local.same(indices=indices)
@@ -44,6 +46,7 @@ def _embedding_local(local: Local) -> Emitted:
 
 
 def _embedding_backward(call: Call) -> Spec:
+    """Return the spec of the gradient of a table: a split of the index leaves a partial sum."""
     loops = Loops(call)
     grad, index = loops.shapes
     # Scaling by frequency counts how often each index occurs, so every rank needs all of them.
@@ -54,6 +57,7 @@ def _embedding_backward(call: Call) -> Spec:
 
 
 def _embedding_backward_local(local: Local) -> Emitted:
+    """Emit the gradient of this rank's rows of the table."""
     layout = local.results[0]
     if not split(layout, 0):
         return local.same()
@@ -392,6 +396,7 @@ def _find(local: Local, layout: Layout) -> tuple[list[Emitted], list[int], Emitt
 
 
 def _index_local(local: Local) -> Emitted:
+    """Emit indexing by tensors on a shard; entries of other ranks read as zero."""
     indices, dims, mask = _find(local, local.operands[0])
     if not dims:
         return local.same(indices=indices)
@@ -400,6 +405,7 @@ def _index_local(local: Local) -> Emitted:
 
 
 def _index_put_local(local: Local) -> Emitted:
+    """Emit a write by tensors of indices to this rank's entries."""
     layout = local.results[0]
     x = local.operand("self")
     indices, dims, mask = _find(local, layout)

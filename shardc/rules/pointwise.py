@@ -44,6 +44,7 @@ def named_sets(call: Call, linear: str) -> tuple[frozenset[int], ...]:
 
 
 def _div(call: Call) -> Spec:
+    """Return the spec of a division; with rounding it is not linear."""
     exact = "mode" not in call.name
     return pointwise_spec(call, named_sets(call, "self") if exact else ())
 

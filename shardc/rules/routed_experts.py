@@ -94,7 +94,7 @@ class _Choices:
         x: the tokens [t, d].
         scale: routing weight of each choice, flat [s, 1].
         order: permutation that sorts the choices (token-major) by destination, int64 [s].
-        back: its inverse.
+        back: inverse of ``order``.
         ends: end of the choices for each expert of each rank in that order, int64 [ranks e].
         mine: mask of the choices whose expert this rank's rows can reach, bool [t, k]; None if all can be reached.
         ranks, experts: number of ranks that rows go to, and of experts on each.

@@ -50,6 +50,7 @@ def _slice_bounds(call: Call) -> tuple[int, int, int, int]:
 
 
 def _slice(call: Call) -> Spec:
+    """Return the spec of a slice of one dim."""
     dim, start, _, step = _slice_bounds(call)
     if step == 1:
         return _ranges(call, dim, [start])
@@ -66,6 +67,7 @@ def _slice(call: Call) -> Spec:
 
 
 def _slice_local(local: Local) -> Emitted:
+    """Emit a slice with its bounds in local indices."""
     dim, start, end, step = _slice_bounds(local.call)
     layout = local.operands[0]
     if step != 1:
@@ -80,12 +82,14 @@ def _to_local(layout: Layout, dim: int, edge: int) -> int:
 
 
 def _split(call: Call) -> Spec:
+    """Return the spec of a split of one dim into consecutive ranges."""
     dim = call["dim"] % len(call.operands[0].shape)
     sizes = [v.shape[dim] for v in call.results if v is not None]
     return _ranges(call, dim, list(accumulate(sizes))[:-1])
 
 
 def _split_local(local: Local) -> Emitted:
+    """Emit a split with local sizes."""
     dim = local.call["dim"] % len(local.call.operands[0].shape)
     sizes = [layout.local_shape[dim] for layout in local.results]
     return local.builder.call(aten.split_with_sizes.default, local.args[0], sizes, dim)
@@ -102,6 +106,7 @@ def _unstacked(call: Call, kind: str) -> tuple[Loops, Dims, Dims]:
 
 
 def _select(call: Call) -> Spec:
+    """Return the spec of ``select``: a split of its dim leaves a partial sum."""
     loops, x, rest = _unstacked(call, "sum")
     return loops.spec([x], [rest], moves=True)
 
@@ -144,6 +149,7 @@ def _slice_scatter(call: Call) -> Spec:
 
 
 def _slice_scatter_local(local: Local) -> Emitted:
+    """Emit ``slice_scatter`` with its bounds in local indices."""
     dim, start, _, step = _slice_bounds(local.call)
     if step != 1:
         return local.same()
@@ -157,6 +163,7 @@ def _select_scatter(call: Call) -> Spec:
 
 
 def _select_scatter_local(local: Local) -> Emitted:
+    """Emit ``select_scatter``: only the rank that holds the index writes."""
     dim = local.call["dim"] % len(local.call.operands[0].shape)
     if not split(local.operands[0], dim):
         return local.same(index=_index(local.call))
@@ -205,6 +212,7 @@ def _pad(call: Call) -> Spec:
 
 
 def _pad_local(local: Local) -> Emitted:
+    """Emit a pad by local numbers of elements."""
     layout = local.operands[0]
     pads = [[_to_local(layout, i, edge) for edge in pair] for i, pair in enumerate(_pads(local.call))]
     return local.same(pad=[edge for pair in pads[::-1] for edge in pair])

@@ -161,6 +161,7 @@ class Spec:
         object.__setattr__(self, "_reduce", dict(self.reduce))
 
     def size(self, factor: str) -> int:
+        """Return the size of ``factor``."""
         return self._size[factor]
 
     def splittable(self, factor: str) -> bool:

@@ -17,12 +17,14 @@ aten = torch.ops.aten
 
 
 def _view(call: Call) -> Spec:
+    """Return the spec of a reshape: common factors of the shapes may be split (`Loops.regroup`)."""
     loops = Loops(call)
     before, after = loops.regroup(loops.shapes[0], loops.result_shapes[0])
     return loops.spec([before], [after], moves=True)
 
 
 def _reshape_local(local: Local) -> Emitted:
+    """Emit a reshape to the local shape of the result."""
     # A shard may have other strides than the whole tensor had, so a view may need a copy.
     return local.builder.call(aten.reshape.default, local.args[0], list(local.results[0].local_shape))
 
@@ -87,6 +89,7 @@ def _repeat(call: Call) -> Spec:
 
 
 def _repeat_local(local: Local) -> Emitted:
+    """Emit a repeat with the numbers of repeats that give the local shape of the result."""
     result_shape = local.results[0].local_shape
     operand_shape = [1] * (len(result_shape) - local.operands[0].ndim) + list(local.operands[0].local_shape)
     # An empty dim can be repeated any number of times.

@@ -161,6 +161,7 @@ def _shift(call: Call) -> Spec:
 
 
 def _shift_local(local: Local) -> Emitted:
+    """Emit a shift; this rank gets the elements that come in from its neighbours."""
     pieces, by, fill = Pieces(local, 0, local.call["dim"]), local.call["by"], local.operand("fill")
     moved = pieces.moved(local.operand("x"), by)
     return moved if fill is None else pieces.entered(moved, fill, by)
@@ -190,6 +191,7 @@ def _edge_local(local: Local) -> Emitted:
 
 
 def _cumsum(call: Call) -> Spec:
+    """Return the spec of a running sum along a dim, of which each rank has one piece if it is split."""
     loops = Loops(call)
     shape = loops.shapes[0]
     x = loops.dims("d", shape, but={call["dim"]: loops.ordered("l", shape[call["dim"]])})
@@ -197,6 +199,7 @@ def _cumsum(call: Call) -> Spec:
 
 
 def _cumsum_local(local: Local) -> Emitted:
+    """Emit the running sums of this rank's piece, plus the totals of the pieces before."""
     run, dim, reverse = local.builder.call, local.call["dim"], local.call["reverse"]
     pieces, x = Pieces(local, 0, dim), local.operand("x")
     if reverse:
@@ -244,12 +247,14 @@ def _extended(local: Local) -> Emitted:
 
 
 def _convolve_local(local: Local) -> Emitted:
+    """Emit the convolution of this rank's piece and the edges of its neighbours' pieces."""
     return local.builder.call(
         aten.convolution.default, _extended(local), local.operand("weight"), None, *_geometry(local)
     )
 
 
 def _convolve_weight_local(local: Local) -> Emitted:
+    """Emit the gradient of the weight from this rank's piece."""
     run, weight = local.builder.call, local.operand("weight")
     grad, mask = local.operand("grad"), [False, True, False]
     grads = run(aten.convolution_backward.default, grad, _extended(local), weight, None, *_geometry(local), mask)

@@ -37,7 +37,7 @@ Listened = tuple[int, GradHooks, weakref.ref[Tensor]]  # (position of an output,
 
 @dataclass(frozen=True)
 class SameMemory:
-    """The tensors with which one output shares its memory in a run on this rank; false if there are none.
+    """The tensors with which one output shares its memory in a run on this rank; falsy if there are none.
 
     Args:
         feed_index: position of an input of the forward.
@@ -139,7 +139,7 @@ class Border:
             self._listen(outputs, node)
 
     def _read_only(self, half: Half, outputs: list[Any], feed: Sequence[Any]) -> list[Any]:
-        """Returns ``outputs``, with those as `ReadOnly` that share memory with another tensor on one device only."""
+        """Returns ``outputs``; those that share memory with another tensor on one device and not here as `ReadOnly`."""
         views = self._views[half]
         for at in views.read_only:
             if not isinstance(outputs[at], Tensor):
@@ -203,7 +203,7 @@ class Border:
         return [x for at, x in enumerate(outputs) if isinstance(x, Tensor) and at not in with_one]
 
     def gradients(self, tangents: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
-        """Maps the index of each model output to its gradient, given those of the results of `split_results`.
+        """Maps the index of each model output to its gradient; ``tangents``: those of the outputs of `split_results`.
 
         The gradient of a view of a base tensor is cut out of the base's.
         """
@@ -322,7 +322,7 @@ class Border:
 
 
 def read_only(x: Tensor, output: Returned, index: int, others: set[int], source: Tensor | None) -> ReadOnly:
-    """Returns an output that shares memory with another tensor on one device only, as one that raises on writes.
+    """Wraps output ``x``, which shares memory with another tensor on one device and not here: writes to it raise.
 
     Args:
         output: how it aliases on one device.

@@ -178,7 +178,7 @@ _STUCK = 15  # samples in the same call of a collective, before a rank refuses
 
 
 class Meeting:
-    """Calls of methods that all ranks must call (collective methods): one object per rank and mesh.
+    """Checks that all ranks call the same collective method (one that all must call); one object per rank and mesh.
 
     Args:
         prefix: prefix of the keys in the store.

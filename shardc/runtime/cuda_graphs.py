@@ -29,7 +29,7 @@ class Recorder(Protocol):
     capturable: bool
 
     def warm(self, function: Callable[[], T]) -> T:
-        """Runs a function as it is to be run before it is recorded."""
+        """Runs ``function`` as it must be run before it is recorded; returns its result."""
 
     def record(self, function: Callable[[], T]) -> Callable[[], T]:
         """Returns a function that repeats the kernels of ``function``; its results are the same tensors each time.
@@ -50,7 +50,7 @@ class CudaGraphs:
         self._graphs: WeakSet[Any] = WeakSet()
 
     def warm(self, function: Callable[[], T]) -> T:
-        """Runs a function on a stream of its own, as torch asks for before a capture."""
+        """Runs ``function`` on a side stream, as torch requires before a capture; returns its result."""
         if self._side is None:
             self._side = torch.cuda.Stream(self._device)
         self._side.wait_stream(torch.cuda.current_stream(self._device))

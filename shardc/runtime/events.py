@@ -79,6 +79,7 @@ class Event:
 
     @cached_property
     def _backwards(self) -> dict[frozenset[int], Event]:
+        """Events of backwards so far: indices of the outputs used -> event."""
         return {}
 
 

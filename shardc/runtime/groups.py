@@ -214,7 +214,7 @@ class Groups:
         interrupt(groups | ({_world()} if self._spans_world else set()))
 
     def everyone(self) -> list[int]:
-        """Returns the global ranks of the mesh, in mesh order; with stages, those of this rank's."""
+        """Returns the global ranks of the mesh, in mesh order; with stages, the ranks of this rank's stage."""
         return list(self._global)
 
     def of_stage(self, stage: int) -> list[int]:
@@ -362,10 +362,12 @@ class Cause(Protocol):
     """Why a collective exists: a plan entry, and a source line as ``file:line``; "" if unknown."""
 
     @property
-    def entry(self) -> str: ...
+    def entry(self) -> str:
+        """The plan entry as text; "" if unknown."""
 
     @property
-    def source(self) -> str: ...
+    def source(self) -> str:
+        """The source line as ``file:line``; "" if unknown."""
 
 
 def named(

@@ -321,7 +321,7 @@ def initialise(state: State, run: Callable[[nn.Module], T], complete: bool = Fal
 
 
 def _note_attributes(slot: Slot) -> None:
-    """Copies attributes and ``requires_grad`` of the tensor after initialisation to the one before, which stays."""
+    """Copies attributes and ``requires_grad`` of a slot's tensor after initialisation to that before, which stays."""
     assert slot.now is not None
     slot.before.requires_grad_(slot.now.requires_grad)
     vars(slot.before).update(attributes(slot.now))

@@ -146,7 +146,7 @@ class Loops:
         return x if layout is None or x is None else self.over(lambda whole: part_of(whole, layout, at), x)
 
     def _joined(self, parts: Results) -> Results:
-        """Returns the results of the step: those of all microbatches, concatenated or added."""
+        """Joins the results of the microbatches to those of the step, by concatenation or addition."""
         self.sums, self.shared = {}, {}
         joined = Results()
         for key, values in parts.outputs.items():
@@ -167,11 +167,14 @@ class Step(Protocol):
     """Runs the graphs of a step: `Loops`, or all stages of a pipeline."""
 
     @property
-    def over(self) -> Map: ...
+    def over(self) -> Map:
+        """Applies a function of tensors to values, as `Loops.over`."""
 
-    def train(self, tangents: Mapping[int, Any]) -> Results: ...
+    def train(self, tangents: Mapping[int, Any]) -> Results:
+        """Runs forward and backward of each microbatch; ``tangents``: output index -> gradient."""
 
-    def infer(self) -> Results: ...
+    def infer(self) -> Results:
+        """Runs the forward of each microbatch, without gradients."""
 
 
 class Microstep:

@@ -99,7 +99,7 @@ _PAUSE = 0.02
 
 
 class LostRanks:
-    """Ranks that others wait for in vain: one object per rank and mesh.
+    """Finds the ranks that others wait for in vain; one object per rank and mesh.
 
     Args:
         prefix: prefix of the keys in the store.

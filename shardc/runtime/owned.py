@@ -183,7 +183,7 @@ def _confined(x: DTensor, placements: Placements) -> DTensor:
 
 
 class _Spread(torch.autograd.Function):
-    """See `_spread`; the gradient of what is replicated is the owner's copy of it."""
+    """Autograd function of `_spread`; the gradient of an owner's tensor is its own copy of the replicated gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> DTensor:
@@ -203,7 +203,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Confine(torch.autograd.Function):
-    """See `_confined`; the gradient is broadcast by the owner."""
+    """Autograd function of `_confined`; its backward broadcasts the gradient from the owner."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, placements: Placements) -> DTensor:

@@ -45,7 +45,7 @@ def update_cost(shape: Sequence[int]) -> int:
 
 
 def split_dims(param: DTensor) -> list[int]:
-    """Returns the mesh dims, of several ranks, over which ``param`` is split or on one of which it is `Owned`."""
+    """Returns the mesh dims of several ranks over which ``param`` is split, or along which one coordinate owns it."""
     return [
         dim for dim, placement in enumerate(param.placements)
         if not placement.is_replicate() and param.device_mesh.size(dim) > 1
@@ -102,7 +102,7 @@ class Owner:
         return self.rank == dist.get_rank()
 
     def place(self, local: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> DTensor:
-        """Returns a DTensor of global ``shape`` that the owner has.
+        """Returns a DTensor of global ``shape`` that lies on the owner; elsewhere it has no rows.
 
         Args:
             local: the whole tensor, on the owner; elsewhere unused.

@@ -204,6 +204,7 @@ def check_loads(template: nn.Module, state_dict: Mapping[str, Any], strict: bool
 
 
 def _on_meta(value: Tensor) -> Tensor:
+    """Returns a ``meta`` tensor with the global shape and dtype of ``value``."""
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 

@@ -71,6 +71,7 @@ def _captured(x: Tensor) -> bool:
 
 
 def _to_host(x: Tensor) -> Tensor:
+    """Starts the copy of ``x`` to the host; on a CPU it is ``x`` itself."""
     return x if x.device.type == "cpu" else torch.ops.shardc.to_host(x)
 
 

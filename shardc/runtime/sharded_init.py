@@ -151,6 +151,7 @@ class Piece:
 
     @property
     def numel(self) -> int:
+        """Number of elements of the whole tensor."""
         return prod(self.shape)
 
 

@@ -48,6 +48,7 @@ def reduce_scatter(terms: list[torch.Tensor], op: str, size: int) -> list[torch.
 
 
 def all_reduce(terms: list[torch.Tensor], op: str) -> list[torch.Tensor]:
+    """Returns, for each rank, the reduction of all ranks' ``terms`` by ``op``."""
     total = reduce(terms, op)
     return [total.clone() for _ in terms]
 
@@ -61,6 +62,7 @@ def all_to_all(shards: list[torch.Tensor], receives: Sequence[int], sends: Seque
 
 
 def broadcast(copies: list[torch.Tensor], src: int) -> list[torch.Tensor]:
+    """Returns, for each rank, the tensor of rank ``src``."""
     return [copies[src].clone() for _ in copies]
 
 
@@ -139,6 +141,7 @@ def fingerprint(x: Tensor) -> int:
 
 @lru_cache(maxsize=8)
 def _weights(device: torch.device) -> Tensor:
+    """Returns the odd multipliers of the words of a block in `fingerprint`, the same in every process."""
     generator = torch.Generator().manual_seed(0)
     return (torch.randint(-(2**62), 2**62, (_WORDS,), generator=generator) * 2 + 1).to(device)
 

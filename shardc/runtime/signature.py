@@ -161,10 +161,12 @@ class Signature:
 
     @property
     def tensors(self) -> list[tuple[str, Like]]:
+        """(Name, description) of each argument that is a tensor."""
         return [(name, x) for name, x in zip(self.names, self.leaves, strict=True) if isinstance(x, Like)]
 
     @property
     def constants(self) -> list[tuple[str, object]]:
+        """(Name, value) of each argument that is no tensor."""
         return [(name, x.value) for name, x in zip(self.names, self.leaves, strict=True) if isinstance(x, Constant)]
 
     @property

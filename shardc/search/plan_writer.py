@@ -52,8 +52,8 @@ class Pinner:
         """Return ``plan`` with pins that give module boundaries (by tag name) the layouts ``wanted``.
 
         Pins are added by the layouts that the forward alone gets, and then by those of the whole step: the backward may
-        change what the forward's values are needed at. Those of a module's children are added together. Solutions under
-        other weights of communication are often equal.
+        change what the forward's values are needed at. Pins of the children of one module are added together. Results
+        are cached, since solutions under other weights of communication are often equal.
         """
         key = str(plan), frozenset(wanted.items())
         if key not in self.plans:

@@ -238,7 +238,7 @@ class Played:
 
 @dataclass
 class Player:
-    """Plays the lists of a schedule with parts' costs.
+    """Predicts the step of a pipeline for any cut of the model: plays the lists of a schedule with the costs of parts.
 
     Args:
         schedule: the lists of all ranks.

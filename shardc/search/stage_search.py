@@ -58,7 +58,7 @@ class StageSearch(Search):
         return min(bounds, default=inf)
 
     def run(self) -> None:
-        """Play the lists of the schedules with each layout of a stage."""
+        """Predict the steps of all schedules with each layout of a stage, by playing their lists of actions."""
         for layout in self._layouts():
             for count in self._counts(self._ways(layout))[:SIZES]:
                 orders = [order for order in self._orders(count) if self._may_win(order)]
@@ -182,5 +182,5 @@ def _order(trial: Trial) -> tuple[bool, float]:
 
 @cache
 def lists(name: str, ranks: int, count: int, per_rank: int | None) -> Schedule:
-    """Return the lists of a schedule; `shardc.ir.schedules.schedule`."""
+    """Return the schedule ``name`` with the list of actions of each rank; see `shardc.ir.schedules.schedule`."""
     return schedule(name, ranks, count, per_rank)

@@ -42,7 +42,7 @@ def in_microbatches(
 
     Args:
         joint: the joint graph, with reductions over the axis of time.
-        bodies, once: name and graph of those that run for each microbatch, and once.
+        bodies, once: (name, graph) of the graphs that run for each microbatch, and of those that run once.
         mesh: the mesh, with its axis of time.
         split: names of inputs, and indices of outputs, that each microbatch has its own part of.
     """
@@ -88,7 +88,7 @@ def closes(
 ) -> str | None:
     """Return the first fault of the last microbatch's backward, as text, or None.
 
-    Its results must be those of ``closing``, on the others' sums with the terms of ``backward`` added.
+    Its results must be those of ``closing`` on sums of the other microbatches' terms plus the terms of ``backward``.
 
     Args:
         backward: the backward of any microbatch.

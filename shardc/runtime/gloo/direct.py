@@ -52,7 +52,7 @@ class Mail:
     packs: tuple[Tensor, ...]
 
     def unpacked(self, peer: int, like: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Maps the index in ``like`` of each tensor in the shared message of ``peer`` to it, flat, in its own dtype."""
+        """Returns the tensors in the shared message of ``peer``, flat, by index in ``like``, which has their dtypes."""
         starts = self.packing.offsets
         ends = [*starts.values(), self.packing.size][1:]
         return {
@@ -279,7 +279,7 @@ _library.impl("all_reduce_coalesced", _all_reduce, "CPU")
 
 
 def _permute_ranks(x: torch.Tensor, destinations: list[int], group_name: str) -> torch.Tensor:
-    """Starts to send ``x`` to rank ``destinations[r]`` of the group (r: this rank); returns what comes, to wait for."""
+    """Starts to send ``x`` to rank ``destinations[r]`` of the group (r: this rank); returns the tensor to receive."""
     rank = dist.get_rank(_resolve_process_group(group_name))  # type: ignore[arg-type]  # a str with a name of its own
     sends, receives = [0] * len(destinations), [0] * len(destinations)
     sends[destinations[rank]] = receives[destinations.index(rank)] = x.numel()

@@ -69,7 +69,7 @@ _listening: WeakSet[Listener] = WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """Ends all listeners at exit: one that returned into a finalised interpreter would abort the process."""
+    """Ends all listeners at exit: a thread that returns into a finalised interpreter would abort the process."""
     for listener in list(_listening):
         if listener.is_alive():
             listener.end()
