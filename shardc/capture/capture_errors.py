@@ -213,6 +213,12 @@ REFUSALS = (
         "return clones (x.clone()), and compute carries by ops that make new tensors",
     ),
     (
+        "sorted order of strides of the two branches",
+        "has a torch.cond whose branches return values that lie in memory in different orders of dims, which torch "
+        "refuses too",
+        "let both branches return x.contiguous()",
+    ),
+    (
         "outs_to_grad length",
         "carries integers or booleans through a scan with gradients, which torch cannot differentiate",
         "scan over them (torch.arange(steps) among the sequences), or carry a floating-point tensor",

@@ -135,6 +135,11 @@ def keeps_a_carry(net: Any, x: Tensor) -> Tensor:
     return while_loop(lambda n, h, x: n < 3, lambda n, h, x: (n + 1, h + x, x), first)[1]
 
 
+def turns_in_a_branch(net: Any, x: Tensor) -> Tensor:
+    x = net.linear(x).unflatten(0, (2, -1))
+    return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.mT.contiguous().mT, (x,))
+
+
 def passes_too_much(net: Any, x: Tensor) -> Tensor:
     return compares(net, x, 2)
 
@@ -143,6 +148,7 @@ def passes_too_much(net: Any, x: Tensor) -> Tensor:
 REFUSED: dict[Callable[[Any, Tensor], Any], tuple[str, str, str]] = {
     scans_a_count: ("carries integers", "return scan", "torch.arange"),
     keeps_a_carry: ("returns a view of its arguments", "return while_loop", ".clone()"),
+    turns_in_a_branch: ("in different orders of dims", "return torch.cond", ".contiguous()"),
     passes_too_much: ("arguments that it does not take", "compares(net, x, 2)", "signature"),
     takes_a_causal_bias: ("makes a tensor of a class", "bias = causal_lower_right", "is_causal=True"),
     asks_inference: ("one of inference mode", "is_inference", "h.requires_grad"),
