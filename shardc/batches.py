@@ -115,7 +115,7 @@ class Batches:
 
     Args:
         loader: yields the batches.
-        state: of the compiled module; None for a simulation.
+        state: ``module.shardc`` of the compiled module; None for a simulation.
         own_rows: whether batches hold rows of this rank only.
         pad: name of an input -> the value to pad it with.
     """

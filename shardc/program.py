@@ -244,7 +244,7 @@ class Program(Executable):
         return self.text()
 
     def _repr_html_(self) -> str:
-        """Returns the program for a notebook: mesh and plan, and `text`, which unfolds."""
+        """Returns HTML for a notebook: mesh and plan, and `text` in an element that opens by a click."""
         title = escape(f"{self.source.model or 'Program'} on mesh {self.mesh}, {self.plan}")
         return f"<details><summary>{title}</summary><pre>{escape(self.text())}</pre></details>"
 

@@ -53,7 +53,7 @@ class PipelineCut(MicrobatchCut):
         """The step, cut in time and into stages.
 
         Raises:
-            PlanError: no input is split in time, such as a batch of one row.
+            PlanError: no input can be split over microbatches, for example because the batch has one row.
         """
         staged = passes.Stages(self.stages)(self._cut_in_time())
         if self.joint.options.verify:

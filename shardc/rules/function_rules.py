@@ -115,7 +115,7 @@ class _OnRank:
         )
 
     def body(self, graph: Graph) -> _Body:
-        """Return ``graph`` on one rank."""
+        """Return the builder of ``graph`` on one rank, to which all of its ops have been emitted."""
         builder = _Body(self.local.builder.device, self.coordinates)
         env: dict[fx.Node, Any] = {}
         for node in graph.graph.nodes:

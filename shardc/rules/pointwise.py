@@ -36,8 +36,9 @@ def pointwise_spec(call: Call, linear: Iterable[Iterable[int]] = (), moves: bool
 
 
 def named_sets(call: Call, linear: str) -> tuple[frozenset[int], ...]:
-    """Return the operand positions of each set of arguments in ``linear``, such as "self&other|weight", if all are
-    tensors.
+    """Return the operand positions of each set of arguments in ``linear``, such as "self&other|weight".
+
+    Sets with an argument that is not a tensor in the call are left out.
     """
     named = [[call.position(name) for name in group.split("&")] for group in linear.split("|") if group]
     return tuple(frozenset(at for at in group if at is not None) for group in named if None not in group)

@@ -76,7 +76,7 @@ class Builder(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Return the device of coordinates, and of other tensors that are made of none."""
+        """Return the device of coordinates, and of other tensors that are created without an operand."""
         ...
 
     def call(self, target: Callable[..., object], *args: object, **kwargs: object) -> Emitted:

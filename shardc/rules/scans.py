@@ -165,8 +165,10 @@ class _Carried:
         return self._function(graph, [*(env[self.results[at]] for at in self.sent), *(scale for _, scale in products)])
 
     def _copy(self, scales: bool = False) -> tuple[fx.Graph, dict[fx.Node, fx.Node], Scales]:
-        """Return (copy of the graph without its results, node -> its copy, carry -> itself and the product of scales,
-        an argument behind the carries).
+        """Return (copy of the step's graph without its results, node -> its copy, products).
+
+        The products are empty without ``scales``, else carry -> (the carry, a new argument of the copy that stands for
+        its product of scales so far).
         """
         graph, carries = fx.Graph(), len(self.sums) + len(self.same) + len(self.sent)
         first, last = ([self.arguments[at] for at in places] for places in (self.sent, self.same))

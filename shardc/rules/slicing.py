@@ -212,7 +212,7 @@ def _pad(call: Call) -> Spec:
 
 
 def _pad_local(local: Local) -> Emitted:
-    """Emit a pad by local numbers of elements."""
+    """Emit a pad with the numbers of elements to add to the shard."""
     layout = local.operands[0]
     pads = [[_to_local(layout, i, edge) for edge in pair] for i, pair in enumerate(_pads(local.call))]
     return local.same(pad=[edge for pair in pads[::-1] for edge in pair])

@@ -63,7 +63,7 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> PyTree:
 
 
 def _update_buffers(runner: Runner, results: Sequence[Any]) -> None:
-    """Writes the new values of buffers among ``results``."""
+    """Copies the new values of buffers, those among ``results``, to the module's buffers."""
     for role, result in zip(runner.program.outputs, results, strict=False):
         if role.kind == "buffer":
             with torch.no_grad():

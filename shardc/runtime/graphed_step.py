@@ -74,7 +74,7 @@ class GraphedStep:
         self._warned: set[str] = set()
 
     def __call__(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Result:
-        """Runs one step, or repeats it; the results are tensors of the caller's own."""
+        """Runs one step, or repeats a recorded one; returns new tensors, which later steps do not change."""
         self._prepare()
         call = self._call(args, kwargs)
         ground = self._look()

@@ -149,7 +149,7 @@ class Groups:
 
     @property
     def stage(self) -> int:
-        """This rank's coordinate along the axis of stages; 0 without."""
+        """This rank's coordinate along the axis of stages; 0 without stages."""
         return self.whole.mesh.index(self.stages, self.whole.rank) if self.stages else 0
 
     @property
@@ -381,7 +381,7 @@ def named(
     """Returns the CollectiveError for ``error``, raised while running ``gm``; None if it was not in a collective.
 
     Raises:
-        MeshError: it failed as ranks differ, or as another one raised.
+        MeshError: the collective failed because ranks differ, or because another rank raised.
 
     Args:
         which: "forward", "backward", "inference" or "reduction".

@@ -131,7 +131,7 @@ def _wrong_shape(name: str, x: torch.Tensor, layout: Layout) -> str:
 def takes_loss(model: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], loss_args: int | None) -> bool:
     """Whether the last ``loss_args`` positional arguments are the loss's: ``forward`` takes the others alone.
 
-    False if ``forward`` takes all arguments; InputError if it takes neither. None: there is no loss.
+    False if ``forward`` takes all arguments; InputError if it takes neither. ``loss_args`` is None without a loss.
     """
     model_args = len(args) - (loss_args or 0)
     if loss_args is not None and model_args >= 0 and _refuses(model, args[:model_args], kwargs) is None:

@@ -131,7 +131,7 @@ class Described:
         dtype: its dtype.
         number: the value of a tensor without dims, on the CPU.
         device: type of its device.
-        unshared: class of a value that is none of these, nor a number or text.
+        unshared: name of the class of any other value, which is not sent; "" for a tensor.
     """
 
     shape: tuple[int, ...] = ()

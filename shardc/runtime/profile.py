@@ -118,7 +118,7 @@ class Ran:
 
     Args:
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast" or "permute_ranks".
-        sent: bytes of its messages; None if the backend sends by itself.
+        sent: bytes of its direct messages; None if the backend (NCCL, gloo) carries it out.
         payload: (elements, bytes per element) passed to the backend in that case; None if the profile has no sizes.
         start, end: seconds from the start of the step to the call, and to the end of its last message.
         called: seconds of the call itself.

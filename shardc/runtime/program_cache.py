@@ -203,10 +203,10 @@ class ProgramCache:
                 warnings.warn(ShardcWarning(text(calls)), stacklevel=3)
 
     def with_loss(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> bool:
-        """Whether a call passes the loss's arguments, behind the model's: the model takes the others alone.
+        """Whether a call passes the loss's arguments after the model's: ``forward`` takes the call without them.
 
         Raises:
-            InputError: the model takes neither all arguments nor the others.
+            InputError: ``forward`` takes the call neither with nor without the loss's arguments.
         """
         return takes_loss(self.params.view, args, kwargs, None if self.spec.targets is None else len(self.spec.targets))
 

@@ -239,7 +239,7 @@ class RankConsistency:
         """Returns the ``fix`` of an error about a failed wait for ``ranks``: the ranks to look at (see `LostRanks`).
 
         Raises:
-            MeshError: it failed as ranks differ, or as another one raised.
+            MeshError: the wait failed because ranks differ, or because another rank raised.
         """
         with suppress(RuntimeError):  # the store is gone
             self._lost.give_up(self._connected(), ranks, lambda store: self._log(store, ["roll"]))
@@ -251,7 +251,7 @@ class RankConsistency:
             return f"{look_at_store(self.place(0))}. If it is well, {look_at(list(map(self.place, ranks)))}"
 
     def _lost_between(self, error: RuntimeError) -> MeshError | RuntimeError:
-        """Returns the error to raise in place of ``error``, of a collective of torch's; raises as `lost` does."""
+        """Returns the error to raise in place of ``error``, which a torch collective raised; raises as `lost` does."""
         if not is_lost(error):
             return self.behind() or error
         fix = self.lost([rank for rank in self.ranks if rank != self.rank])

@@ -51,8 +51,8 @@ class Pinner:
     def pinned(self, plan: Plan, wanted: Mapping[str, Border]) -> Plan:
         """Return ``plan`` with pins that give module boundaries (by tag name) the layouts ``wanted``.
 
-        Pins are added by the layouts that the forward alone gets, and then by those of the whole step: the backward may
-        change what the forward's values are needed at. Pins of the children of one module are added together. Results
+        Pins are added until the forward alone gets these layouts, then until the whole step does: the backward may need
+        the forward's values in other layouts. Pins of the children of one module are added together. Results
         are cached, since solutions under other weights of communication are often equal.
         """
         key = str(plan), frozenset(wanted.items())

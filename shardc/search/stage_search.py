@@ -151,8 +151,8 @@ class StageSearch(Search):
         """Return a lower bound of the step: products at the rate of the hardware, divided by all ranks.
 
         In 1F1B a stage waits for the first microbatch in front of it, and for the last behind it. With the sum c of a
-        microbatch in all p stages and m microbatches, no cut is faster than c / (1 - (1 - 1/m)^p). Other schedules run
-        something in these times. They take as long as the forward of one microbatch, which runs in one stage at a time.
+        microbatch in all p stages and m microbatches, no cut is faster than c / (1 - (1 - 1/m)^p). Other schedules
+        fill these times. They take at least as long as the forward of one microbatch through all stages.
         """
         count, floor = order.microbatches, self.captured_model.floor
         ideal = floor(self.hardware) / self.mesh.ranks

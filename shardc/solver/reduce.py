@@ -113,7 +113,7 @@ def drop_separable(graph: Graph, variables: Iterable[int]) -> list[int]:
 
 
 def _separate(table: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return (a, b) with ``table[x, y] = a[x] + b[y]``; None if there are none."""
+    """Return (a, b) with ``table[x, y] = a[x] + b[y]``; None if the table is no such sum."""
     if len(table) == 1:
         return np.zeros(1), table[0]
     if table.shape[1] == 1:

@@ -218,7 +218,7 @@ def measure_compute(runs: int = 10) -> tuple[float, float, float]:
 
 
 def _in_turn(make: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-    """Cycles through lists of tensors by ``make``, at least 64 MB of them, so that CPU caches do not help."""
+    """Cycles through lists of tensors made by ``make``, at least 64 MB of them, so that CPU caches do not help."""
     first = make()
     count = -(-(64 << 20) // sum(x.nbytes for x in first))
     return cycle([first, *(make() for _ in range(count))])
