@@ -135,8 +135,8 @@ class Spec:
         ordered: factors of which each rank must have one piece, in the order of ranks; operands that are split in
             another way are moved so.
         in_turn: factors over whose split the ranks compute one after another, each from what the one before sends: a
-            split saves memory and no time. The op leaves the filling of a padded dim out. A result without such a
-            factor is a sum, also if it is `replicated`.
+            split saves memory and no time. The op itself ignores the padding of such a dim. A result without such
+            a factor is a partial sum, even if it is in ``replicated``.
         routed: two factors that an axis may split together.
     """
 

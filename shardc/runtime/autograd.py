@@ -95,7 +95,7 @@ class StepContext(Protocol):
         call: event of the module call.
         feed: inputs of the forward that the backward needs, else None.
         versions: version counters at the forward of the tensors that the backward reads.
-        loads: rows sent within each layer of experts with a capacity, for the check that they fit.
+        loads: rows in the fullest block of each layer of experts with a capacity, to check that they have room.
     """
 
     runner: Runner

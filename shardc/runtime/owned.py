@@ -158,7 +158,7 @@ def everywhere(placements: Iterable[Placement]) -> Placements:
 def redistribute(
     move: Callable[..., DTensor], x: DTensor, device_mesh: DeviceMesh | None, placements: Placements, **options: Any
 ) -> DTensor:
-    """Redistributes ``x`` to ``placements``, some of which, or of its own, are `Owned`; differentiable.
+    """Redistributes ``x`` to ``placements``, where these or its present ones include `Owned`; differentiable.
 
     The shards of an owner are broadcast, then moved as without stages, then dropped by those who do not own the result.
     DTensor's own order of steps would take an owner's rows for a chunk of a split dim.

@@ -237,7 +237,7 @@ class Owners:
 
 
 def _choose(param: DTensor, load: Tensor) -> tuple[int, ...]:
-    """Returns the coordinates of a parameter's owner along its `split_dims`: of ranks with the least ``load``.
+    """Returns the coordinates of a parameter's owner along its `split_dims`: those of ranks with the least ``load``.
 
     Args:
         load: summed cost of each global rank's updates; those of the owners grow by the parameter's.

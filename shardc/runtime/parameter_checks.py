@@ -73,10 +73,10 @@ class CheckedParams:
         self._runs = runs
 
     def still(self, params: Mapping[str, nn.Parameter], runs: bool) -> bool:
-        """Whether ``params``, the same objects, need no check: they have the same specs and devices.
+        """Whether ``params``, the objects that passed the check, still have the specs and devices of then.
 
         Args:
-            runs: whether the module is about to run, for which an earlier check without ``runs`` does not do.
+            runs: whether the module is about to run; an earlier check without ``runs`` does not suffice for that.
         """
         return (
             runs <= self._runs

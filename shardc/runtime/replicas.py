@@ -26,7 +26,7 @@ class Turns:
     """Counts a module's calls, to choose those at which ranks compare inputs; all ranks choose the same.
 
     Attributes:
-        paused: whether no call is counted, or chosen.
+        paused: whether calls are neither counted nor chosen.
     """
 
     def __init__(self) -> None:

@@ -97,7 +97,7 @@ class Estimate:
     """The cost of a plan, estimated from a few of the model's repeated blocks.
 
     Args:
-        seconds: of a step, and of the update of parameters on the host.
+        seconds: seconds of a step plus those of the update of parameters on the host.
         memory: bytes of a rank at the peak.
     """
 

@@ -37,10 +37,10 @@ class Part:
         name: the first module in it, by which a plan names a cut in front of it.
         seconds: seconds of one microbatch by kind of computation.
         before, behind: seconds of what runs once, such as gathers for all microbatches.
-        lasting: bytes that are there for the whole step.
+        lasting: bytes that are allocated for the whole step.
         saved: bytes that a microbatch keeps from its forward to its backward.
         passing: other bytes at the peak.
-        received: bytes of the values of a microbatch that a cut in front of it sends.
+        received: bytes of the values of a microbatch that it receives if a stage begins with it.
     """
 
     name: str

@@ -123,7 +123,7 @@ def verify_halves(
 
 
 def verify_phases(cut: Phases, mesh: Mesh, split: Iterable[str | int]) -> None:
-    """Check that graphs which a joint graph is cut into give what it gave; raises VerifyError, as `verify` does.
+    """Check that the graphs which a joint graph is cut into compute its results; raises VerifyError, as `verify` does.
 
     Args:
         cut: the graphs.

@@ -221,7 +221,7 @@ def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Se
 def _start_reduction(
     group_name: str, terms: list[Tensor], shapes: list[tuple[int, ...]], op: str, slots: Sequence[int]
 ) -> list[Tensor]:
-    """Starts to reduce over ranks: each tensor of ``terms``, [ranks, elements], has this rank's term for each rank.
+    """Starts a reduction over ranks in which rank r gets the reduced row r of ``terms``, [ranks, elements] each.
 
     Args:
         shapes: shapes of the results.
