@@ -190,7 +190,7 @@ class Program(Executable):
         return type(self)(self.joint, self.source, self.folded, used)
 
     def _schedule(self, half: fx.GraphModule) -> fx.GraphModule:
-        """Runs the passes after the cut (bucketing, scheduling, ...) on a forward or backward graph."""
+        """Runs the passes that each half goes through by itself (bucketing, scheduling, ...); returns the result."""
         return self.halves.run(half, *self._hooks)
 
     @property

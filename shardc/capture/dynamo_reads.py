@@ -309,7 +309,10 @@ def _line(guard: Any) -> str | None:
 
 
 def _refuse_class_queries(model: nn.Module, codes: Iterable[CodeType]) -> None:
-    """Raises CaptureError if traced code asks for the class of a parameter or buffer that the compiled copy lacks."""
+    """Raises CaptureError if traced code names the class of a parameter or buffer, or a method that the class adds.
+
+    In the compiled copy, parameters and buffers of the user's own tensor classes are of torch's classes.
+    """
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         cls, lost = lost_names(x)
         for code in codes if cls is not type(x) else ():

@@ -103,7 +103,7 @@ class Run:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Notes the module, the line and the checkpoint region of each op in the nodes of a trace."""
+        """Context manager that notes the module, line and checkpoint region of each op traced in it in its node."""
         handles, before = [], dict(fx_traceback.current_meta)
         for path, module in self.root.named_modules():
             handles.append(module.register_forward_pre_hook(partial(self._enter, path), prepend=True))

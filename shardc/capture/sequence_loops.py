@@ -227,11 +227,10 @@ class _Loop:
         return all(self._operand(at, list(same)) for same in zip(*operands, strict=True))
 
     def _operand(self, at: int, nodes: list[fx.Node]) -> bool:
-        """Return whether ``nodes``, the operand of the calls of number ``at`` in each segment, can be one operand of a
-        scan's step.
+        """Return whether one operand of a call, which is ``nodes[k]`` in segment k, can be an operand of a scan's step.
 
-        They can if they are one value, slices in order, values of their own segments, or values of the segments before.
-        Adds that role to ``roles``.
+        It can if ``nodes`` are one value, slices in order, values of their own segments, or values of the segments
+        before. Adds that role to ``roles[at]``, where ``at`` is the number of the call in its segment.
         """
         places = [self.number.get(node) for node in nodes]
         if places[0] is not None:
@@ -301,7 +300,7 @@ class _Loop:
         return self.segments[0][0]
 
     def _undisturbed(self) -> bool:
-        """Return whether nothing disturbs the loop, so that it can be moved to one place.
+        """Return whether the segments can be moved into one loop without a change of any value.
 
         The operands must be computed before the first segment and not change until the end of the last. Nothing may
         read the memory that segments write before all of it is written.

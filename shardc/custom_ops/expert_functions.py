@@ -68,10 +68,10 @@ class Body:
 
     @cached_property
     def run_backward(self) -> Callable[..., Sequence[Tensor | None]]:
-        """Return ``backward`` as a function that returns its gradients, those of parameters in buffers if possible.
+        """Return ``backward`` as a function that returns its gradients, and can write those of parameters to buffers.
 
-        The buffers, one for each parameter, follow the arguments of ``backward``. A gradient that is no matrix product
-        is not written to its buffer.
+        The caller passes the buffers, one for each parameter, after the arguments of ``backward``. A gradient that is a
+        matrix product is written to its buffer; any other is returned in memory of its own.
         """
         assert self.backward is not None, f"{self.name} has no gradient"
         graph = _copy(self.backward)

@@ -218,9 +218,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _live(take: Tensor, ends: Tensor, expected: int, waits: bool) -> tuple[Tensor, Tensor]:
-    """Return (the first n entries of ``take``, to compute; whether each has an expert of this rank, bool [n, 1]).
+    """Return (entries of ``take`` to compute; whether each belongs to an expert of this rank, bool [n, 1]).
 
-    If it ``waits`` and the buffer is more than twice the expected size, the host waits for the number of rows.
+    These entries are all of ``take``, unless the host may wait (``waits``) and ``take`` is more than twice as long as
+    expected: then the host waits for the number of entries that belong to experts, and the rest is left out.
     """
     rows = int(ends[-1]) if waits and take.shape[0] > 2 * expected else take.shape[0]
     return take[:rows], torch.arange(rows, device=take.device).unsqueeze(1) < ends[-1]

@@ -211,7 +211,7 @@ def flex_visible(
     rows: Tensor | None = None, columns: Tensor | None = None, batches: Tensor | None = None,
     heads: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return which keys the queries of each block see: 0 if none does, 1 if some do, 2 if all do.
+    """Return for each block of queries and each key whether no query of the block sees it (0), some do (1), or all (2).
 
     On CPUs only. A program computes it once for all calls with the same mask, and their gradients.
 

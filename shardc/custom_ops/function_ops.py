@@ -194,7 +194,10 @@ def _loop_gradient(operands: list[Tensor], body: str) -> list[Tensor]:
 
 
 def _no_gradient(grads: list[Tensor], like: list[Tensor], results: list[Tensor]) -> list[Tensor]:
-    """Raise InputError: a loop in whose step, or around which, there is another has no gradient."""
+    """Raise InputError in place of a gradient: of a while_loop that contains a loop or branch, or is inside of one.
+
+    On fake tensors it returns tensors like ``like``, so that the backward can be traced.
+    """
     if is_fake(like[0]):
         return [torch.empty_like(x) for x in like]
     raise InputError(

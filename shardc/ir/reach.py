@@ -328,7 +328,7 @@ class Walk:
         return name
 
     def _custom_op(self, value: object, op: str, parts: Mapping[str, object]) -> str:
-        """Record a user's op, whose functions Dynamo calls without tracing them; return its name.
+        """Record a user's custom op and its functions, which Dynamo calls untraced; return the name of its record.
 
         Args:
             value: the op.

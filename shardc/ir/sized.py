@@ -158,7 +158,7 @@ class SizedGraph:
         return gm
 
     def symbolic(self, like: fx.GraphModule) -> fx.GraphModule:
-        """Return the graph that is compiled for all sizes, without ``meta["val"]``.
+        """Return the graph compiled for all sizes, without ``meta["val"]``; its strings are those of ``like``.
 
         Its first placeholders are the units of the sizes (`units`), from which it computes all numbers.
 

@@ -189,7 +189,7 @@ class Played:
         """
         for number, flow in enumerate(self.flow.openings):
             if flow is not None:
-                halves = {half.stage: half for half in self.seconds if _name(half) == opening(number)[0]}
+                halves = {half.stage: half for half in self.seconds if _phase(half) == opening(number)[0]}
                 seconds = {
                     Action(Kind.FORWARD, stage, at): self.seconds[half]
                     for stage, half in halves.items()
@@ -206,7 +206,7 @@ class Played:
         flow, lists = self.flow, [self._in_parts(rank) for rank in range(self.program.stage_ranks)]
         looped = {opening(at)[0] for at, loop in enumerate(flow.openings) if loop is not None}
         before = [sum(self.seconds[x.half] for x in first) for first, _, _ in lists]
-        alone = [sum(self.seconds[x.half] for x in first if _name(x.half) not in looped) for first, _, _ in lists]
+        alone = [sum(self.seconds[x.half] for x in first if _phase(x.half) not in looped) for first, _, _ in lists]
         ready = self._exchanged([0.0] * len(lists), flow.before)
         begins = self._opened([start + once for start, once in zip(ready, alone, strict=True)])
         seconds = {
@@ -245,7 +245,7 @@ class Played:
         for x in runs:
             halves.append(x.half)
             if x.half.stage is not None and _is_listed(x.half):
-                action = Action(KINDS[_name(x.half)], x.half.stage, x.microbatch)
+                action = Action(KINDS[_phase(x.half)], x.half.stage, x.microbatch)
                 yield action if action in listed else replace(action, kind=Kind.BACKWARD_WEIGHT), halves
                 halves = []
 
@@ -280,7 +280,7 @@ class Played:
         for stage, rank in enumerate(self.flow.schedule.rank_of):
             first, _, last = self._in_parts(rank)
             seconds = {
-                NAMES[_name(half)]: x for half, x in self.seconds.items() if half.stage == stage and _is_listed(half)
+                NAMES[_phase(half)]: x for half, x in self.seconds.items() if half.stage == stage and _is_listed(half)
             }
             yield StageCost(
                 stage, rank, seconds,
@@ -308,17 +308,17 @@ def _without_sends(timeline: Timeline) -> list[list[tuple[object, float, float]]
 
 def _is_listed(half: Half) -> bool:
     """Return whether a graph of a stage is a computation in the lists of a schedule."""
-    return _name(half) in KINDS
+    return _phase(half) in KINDS
 
 
-def _name(half: Half) -> str:
-    """Return the phase of a graph, without its stage."""
+def _phase(half: Half) -> str:
+    """Return the phase that the graph ``half`` runs, such as "forward", without its pipeline stage."""
     return half.phase.phase if isinstance(half.phase, AtStage) else str(half.phase)
 
 
 def _saved(step: Sequence, halves: list[Half]) -> int:
     """Return the bytes that a microbatch keeps from its forward for its backward, without parameters."""
-    first = next((at for at, half in enumerate(halves) if _name(half) == FORWARD), None)
+    first = next((at for at, half in enumerate(halves) if _phase(half) == FORWARD), None)
     if first is None or first + 1 == len(halves):
         return 0
     begin, end = step.begins[first], step.begins[first + 1]

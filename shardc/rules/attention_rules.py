@@ -60,7 +60,7 @@ class _FusedHeads:
         return tuple(() if size == 1 else factors for size, factors in zip(shape, full, strict=True))
 
     def operand(self, name: str, shape: Sequence[int]) -> Dims:
-        """Return the factors of the dims of argument ``name``; those of other arguments must be whole."""
+        """Return the factors of the dims of argument ``name``; those that attention lacks must not be split."""
         if name in ("attn_mask", "attn_bias"):
             return self.bias(shape)
         if name == "logsumexp":

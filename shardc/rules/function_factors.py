@@ -220,7 +220,7 @@ class Graph:
         return Call(target, plain(node.args), kwargs, value if isinstance(value, tuple) else (value,))
 
     def propagate(self, pending: Sequence[Pending], check: bool) -> list[Pending]:
-        """Return the pending sums of the outputs, given those of the arguments.
+        """Return the pending sums of the outputs, given those of the arguments; ``check``: only what ops accept.
 
         Args:
             pending: pending sums of each argument.
@@ -253,7 +253,7 @@ class Graph:
 
 
 def _splits(spec: Spec, factor: str) -> bool:
-    """Return whether a split of ``factor`` splits all results, or leaves sums."""
+    """Return whether ``factor`` can be split, and either all results are then split or they are partial sums."""
     return spec.splittable(factor) and (spec.carried_by_all(factor) or dict(spec.reduce)[factor] == "sum")
 
 

@@ -153,8 +153,12 @@ class KeyBlocks:
         return out or tensors
 
     def total(self, parts: list[tuple[int, Emitted]]) -> Emitted:
-        """Return the gradient of this rank's keys or values (or both, as `joined`): the sum over blocks, given as
-        (source rank, gradient) of each.
+        """Return the gradient of this rank's keys or values (or both, as `joined`), summed over blocks and ranks.
+
+        If keys are gathered, it emits a reduce-scatter. In a ring `KeyBlock.back` has sent each gradient to this rank.
+
+        Args:
+            parts: (`KeyBlock.source`, gradient after `KeyBlock.back`) of each block.
         """
         if not self.gathers:
             return added(self.local, [x for _, x in parts])
@@ -351,9 +355,12 @@ class KeyBlocks:
     # --- masks by position in the unsharded sequence
 
     def _bias(self, ranks: Sequence[dict[str, Emitted]]) -> tuple[Emitted, Emitted]:
-        """Return the bias of the scores of a block with the keys of ``ranks``, and the mask of queries it is blind to.
+        """Return the bias of a block's scores, and the mask of the queries that see no key of the block.
 
-        The mask is true for a query that attends to no key of the block.
+        Either is None if it is not needed.
+
+        Args:
+            ranks: coordinates (`_coordinates`) of each rank whose keys are in the block.
         """
         call, run = self.local.call, self.run
         causal = call["causal"]

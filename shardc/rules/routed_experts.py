@@ -381,7 +381,7 @@ def _forward(local: Local) -> tuple[list[_Rows], list[list[Emitted]]]:
 
 
 def _waits(rows: _Rows) -> bool:
-    """Return whether the host may wait for the number of rows."""
+    """Return whether the host may wait for the number of rows: not if they came in blocks of equal size."""
     return rows.sent is None or rows.sent.sends is not None
 
 

@@ -131,7 +131,7 @@ class Measure:
     apply: Callable[[Plan, int], Plan]
 
     def whole(self, plan: Plan) -> Plan:
-        """Return the plan with the measure applied to all units."""
+        """Return ``plan`` with this change applied to all units (parameters, blocks)."""
         return self.apply(plan, len(self.shares))
 
 

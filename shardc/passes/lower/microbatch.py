@@ -503,7 +503,7 @@ class _Chain:
                 self.env[node] = self._copied(node, False)
 
     def _copied(self, node: fx.Node, renames: bool) -> fx.Node:
-        """Returns a copy of ``node``, of another name if it is of the second graph and its name is taken."""
+        """Returns a copy of ``node`` in the new graph; if ``renames``, under a fresh name where its own is taken."""
         copy = self.graph.node_copy(node, self.env.__getitem__)
         return ir.update(copy, name=self.names.fresh(ir.info(node).name)) if renames else copy
 

@@ -135,7 +135,7 @@ class Bucket:
         return gm
 
     def _buckets(self, graph: fx.Graph, order: dict[fx.Node, float], free: frozenset[fx.Node]) -> list[_Open]:
-        """Groups the collectives into buckets; a collective that fits no earlier bucket opens a new one.
+        """Groups the collectives into buckets: each joins the last one of its kind if it fits, or opens a new one.
 
         Args:
             order: position of each node.

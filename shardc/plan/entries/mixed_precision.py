@@ -162,7 +162,7 @@ class Policies:
         return self.of(name.rpartition(".")[0])
 
     def mode(self, training: bool) -> Policies:
-        """Return the policies of a model in training or evaluation mode."""
+        """Return the policies in training or evaluation, in which entries with ``full_precision_eval`` do nothing."""
         low = [e for e in self.entries if training or not (e.full_precision_eval and e.of_products)]
         return Policies(
             tuple(Precision(modules=e.modules) if e.full_precision_eval and not training else e for e in low)

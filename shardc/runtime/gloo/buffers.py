@@ -198,11 +198,11 @@ class Window:
 
 
 def empty(slots: Sequence[int], at: int, like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns an uninitialised tensor of ``shape``, with ``like``'s dtype, for a result of a collective.
+    """Returns an uninitialised tensor for a result of a collective, in its planned slot: ``shape``, dtype of ``like``.
 
     Args:
-        slots: slot indices of the collective, in the plan of the running graph; empty without a plan.
-        at: position in ``slots``.
+        slots: slot indices of the collective, in the plan of the running graph; empty without a plan, which allocates.
+        at: position of the result's slot in ``slots``.
     """
     stack = _stack()
     if not slots or not stack:
