@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from operator import getitem
 
@@ -103,6 +104,42 @@ FUSED = table(
         Rule(f"aten._scaled_dot_product_{kernel}_backward", _backward, f"backward of {_TEXT}    g r q: sum")
         for kernel in _KERNELS
     ],
+    strides=CONTIGUOUS,
+)
+
+
+def _packed(call: Call, backward: bool) -> Spec:
+    """Return the spec of attention of packed sequences (``varlen_attn``), whose heads may be split."""
+    loops = Loops(call)
+    shapes = dict(zip(loops.names, loops.shapes, strict=True))
+    query, key, value = (shapes[name] for name in ("query", "key", "value"))
+    if len(key) != 3:  # pages of a cache
+        whole = [loops.dims(f"{name}.", shape, WHOLE) for name, shape in shapes.items()]
+        results = [loops.dims(f"result{at}.", shape, WHOLE) for at, shape in enumerate(loops.result_shapes)]
+        return loops.spec(whole, results)
+    g = loops.dim("g", key[1])
+    h = (*g, *loops.dim("r", query[1] // key[1], "sum" if backward else FREE))
+    t, u = loops.dim("t", query[0], WHOLE), loops.dim("u", key[0], WHOLE)
+    e, f = loops.dim("e", query[2], WHOLE), loops.dim("f", value[2], WHOLE)
+    known = {
+        "query": (t, h, e),
+        "key": (u, g, e),
+        "value": (u, g, f),
+        "out": (t, h, f),
+        "grad_out": (t, h, f),
+        "lse": (h, t),
+    }
+    operands = [known[n] if n in known else loops.dims(f"{n}.", shape, WHOLE) for n, shape in shapes.items()]
+    if backward:
+        return loops.spec(operands, [known[name] for name in ("query", "key", "value")])
+    state = loops.dims("state", loops.result_shapes[2], WHOLE)
+    return loops.spec(operands, [known["out"], known["lse"], state], replicated=[2])
+
+
+_PACKED_TEXT = "t (g r) e, u g e, u g f, ... -> t (g r) f, (g r) t    t u e f: whole"
+PACKED = table(
+    Rule("torch_attn._varlen_attn", partial(_packed, backward=False), _PACKED_TEXT),
+    Rule("torch_attn._varlen_attn_backward", partial(_packed, backward=True), f"backward of {_PACKED_TEXT}    r: sum"),
     strides=CONTIGUOUS,
 )
 
@@ -293,4 +330,4 @@ SEQUENCE = table(
     strides=CONTIGUOUS,
 )
 
-TABLE = FUSED | SEQUENCE
+TABLE = FUSED | PACKED | SEQUENCE

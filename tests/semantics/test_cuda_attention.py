@@ -153,12 +153,9 @@ class Packed(nn.Module):
         return self.attend(q, q.tanh(), q.sin(), ends, ends, PLACES, PLACES)
 
 
-def test_packed_sequences_are_whole_with_a_warning() -> None:
+def test_packed_sequences_are_split_by_heads() -> None:
     plan = shardc.fsdp("dp") | shardc.Plan(inputs={"ends": "..."})
     module = shardc.compile(Packed(), shardc.Mesh(dp=2), plan)
     ends = torch.arange(0, 5 * PLACES, PLACES, dtype=torch.int32)
-    with pytest.warns(
-        shardc.ShardcWarning, match=r"no rule for torch_attn\._varlen_attn\.default.*whole on every rank"
-    ):
-        program = module.lower(torch.empty(4 * PLACES, WIDTH, dtype=torch.bfloat16), ends)
-    assert "torch_attn._varlen_attn(" in program.text()
+    text = module.lower(torch.empty(4 * PLACES, WIDTH, dtype=torch.bfloat16), ends).text("collectives")
+    assert "%_varlen_attn: (bf16[32,4@dp,16], f32[4@dp,32], uint64[2])" in text
