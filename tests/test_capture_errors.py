@@ -106,9 +106,9 @@ def line_of(function: Callable[..., Any], text: str) -> str:
         ),
         (
             Filter(),
-            r"Filter cannot be traced to one graph: DynamicOutputShapeException: aten\.nonzero\.default",
+            r"Filter selects elements by a mask, x\[mask\], or asks where it holds, .*; how many .* depends on values",
             line_of(Filter.step, "y[y > 0]"),
-            "write this line with tensor operations whose shapes do not depend on values",
+            r"keep the shape: torch\.where\(mask, x, 0\), .*",
         ),
         (
             TakesNumber(),

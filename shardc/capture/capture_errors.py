@@ -52,6 +52,7 @@ _REQUIRES_GRAD = r"source-less requires_grad_\(\)|returning intermediate with re
 _CHANGES_GRAD = r"Unsupported Tensor\.requires_grad_\(\) call|setattr\(\) on Tensor\.requires_grad"
 _GRAD_FN = r"Tensor with grad_fn\(\)"
 _ENTERS = r"function `(?:no_grad|enable_grad|set_grad_enabled|inference_mode|autocast)\.__enter__`"
+_SELECTS = r"^\s*aten\.(?:nonzero|masked_select)\.default\b"
 _WITHIN_FUNC = r"an autograd\.Function within torch\.func"
 # (pattern in Dynamo's message, what the model does, fix)
 REFUSALS = (
@@ -249,6 +250,11 @@ REFUSALS = (
         "write it with a plain tensor: attention with is_causal=True, or with a mask of torch.ones(n, m).tril()",
     ),
     (
+        _SELECTS,
+        "selects elements by a mask, x[mask], or asks where it holds, nonzero(); how many there are depends on values",
+        "keep the shape: torch.where(mask, x, 0), and a mean as (x * mask).sum() / mask.sum()",
+    ),
+    (
         "_local_scalar_dense|data-dependent expression",
         "takes a number out of a tensor, and a program looks at no values",
         "keep it a tensor: torch.where in the place of if, and no .item(), int(), float() or bool() of it",
@@ -269,7 +275,7 @@ _PRODUCTS = {
 }  # fmt: skip
 LOSS_GAVE = "what is traced gave "
 # What Dynamo refuses although it can be traced by running it.
-_RUNS = (_REQUIRES_GRAD, _CHANGES_GRAD, _GRAD_FN, _ENTERS, _WITHIN_FUNC)
+_RUNS = (_REQUIRES_GRAD, _CHANGES_GRAD, _GRAD_FN, _ENTERS, _WITHIN_FUNC, _SELECTS)
 
 
 def is_explained(error: Exception) -> bool:
@@ -342,7 +348,7 @@ def capture_error(
     stacked = any(param.dim() == 3 for param in model.parameters())  # as the weights of experts are
     for form, what, fix in REFUSALS:
         if re.search(form, text):
-            fix += _ROWS if stacked and "_local_scalar_dense" in form else ""
+            fix += _ROWS if stacked and ("_local_scalar_dense" in form or form == _SELECTS) else ""
             line = user_frame(stack) or ("requires_grad_" in form and line_with("requires_grad_(", model))
             return CaptureError(f"{type(model).__name__} {what}", source=line or calling_line(), fix=fix)
     if op := re.search(r"backward through (\S+) but no autograd formula was registered", text):
@@ -374,7 +380,7 @@ def capture_error(
         if hint and "tolist()" not in reason
         else _ELSEWHERE
         if re.search("returned non-Tensor|shape_env should not be None|as_proxy", text)
-        else _SIZES + (_ROWS if any(x in text for x in ("aten.nonzero", "tolist()")) and stacked else ""),
+        else _SIZES + (_ROWS if "tolist()" in text and stacked else ""),
     )
 
 

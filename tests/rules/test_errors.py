@@ -77,9 +77,9 @@ def heard(error: type[ShardcError], function: Callable[[Tensor, Tensor], Tensor]
 @pytest.mark.parametrize("function", [selected, places])
 def test_a_shape_that_depends_on_data(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     assert heard(CaptureError, function) == (
-        "Net cannot be traced to one graph: DynamicOutputShapeException: aten.nonzero.default\n"
-        f"  source: {line_of(function)}\n"
-        "  fix: write this line with tensor operations whose shapes do not depend on values"
+        "Net selects elements by a mask, x[mask], or asks where it holds, nonzero(); how many there are depends on "
+        f"values\n  source: {line_of(function)}\n"
+        "  fix: keep the shape: torch.where(mask, x, 0), and a mean as (x * mask).sum() / mask.sum()"
     )
 
 
