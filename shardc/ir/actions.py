@@ -34,7 +34,8 @@ OTHER_END = {
 
 @dataclass(frozen=True)
 class Action:
-    """One entry of a rank's list: ``kind``, of a stage and a microbatch.
+    """One action in the list of a pipeline rank: what it computes, sends or receives (``kind``), for which stage and
+    which microbatch.
 
     The stage of a send is the one whose result is sent; the stage of a receive is the one that needs it.
 
@@ -51,14 +52,14 @@ class Action:
 
     @property
     def other_end(self) -> Action:
-        """The receive of a send, the send of a receive."""
+        """The receive that belongs to a send, or the send that belongs to a receive."""
         kind, step = OTHER_END[self.kind]
         return Action(kind, self.stage + step, self.microbatch)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The lists of all pipeline ranks.
+    """A pipeline schedule: for each pipeline rank, the list of its actions (computations, sends, receives) in a step.
 
     Args:
         name: the schedule's, as a plan writes it.
@@ -108,7 +109,8 @@ def reads(action: Action, rank_of: Sequence[int]) -> list[Action]:
 
 
 def advance(schedule: Schedule, runs: Callable[[int, int, Action], bool]) -> bool:
-    """Run the lists of all ranks as far as they go; return whether all of them reached their ends.
+    """Run the lists of all ranks as far as they go, where ``runs`` runs one action or says that it must wait; return
+    whether all lists reached their ends.
 
     Args:
         runs: function of (rank, position, next action of the rank): runs the action and returns True, or returns False

@@ -58,7 +58,9 @@ def certify(mesh: Mesh, halves: Sequence[tuple[str, fx.Graph]]) -> Certificate:
 
 
 def _next_ops(graph: fx.Graph) -> dict[fx.Node, tuple[int, str]]:
-    """Return wait -> (its sort key, the text of the first op after it that is neither a wait nor a getitem)."""
+    """Return, for each wait of a collective, (a number that orders waits as the graph does, the text of the first op
+    after it that is neither a wait nor a getitem).
+    """
     out: dict[fx.Node, tuple[int, str]] = {}
     next_op = "the outputs"
     for node in reversed(graph.nodes):

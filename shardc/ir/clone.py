@@ -73,7 +73,9 @@ def _remade(
     keywords: Any,
     attributes: Mapping[str, object],
 ) -> FunctionType:
-    """Return a copy of ``function`` with other closure cells, defaults and attributes."""
+    """Return a copy of ``function`` with other closure cells, defaults, defaults of keyword-only arguments
+    (``keywords``) and attributes.
+    """
     copy = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure)
     update_wrapper(copy, function, updated=())
     del vars(copy)["__wrapped__"]

@@ -206,8 +206,8 @@ def joined(
 
 
 def _behind(behind: dict[str, set[int]], text: str) -> set[int]:
-    """Return the arena slots (-1 - k for argument k) that may hold the variables named in ``text``, by ``behind``:
-    variable -> slots.
+    """Return the arena slots (-1 - k for argument k) in whose memory the variables named in ``text`` may lie;
+    ``behind`` maps each variable to its slots.
     """
     return {slot for name in re.findall(r"\w+", text) for slot in behind.get(name, ())}
 

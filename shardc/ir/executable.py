@@ -94,7 +94,7 @@ _LIKE_BACKWARD = (LAST_BACKWARD, GRADIENTS, INPUT_GRADIENTS, WEIGHT_GRADIENTS)
 
 @dataclass(frozen=True)
 class AtStage:
-    """A phase of one stage of a pipeline."""
+    """The name of a phase, such as the forward, of one ``stage`` of a pipeline."""
 
     phase: str
     stage: int
@@ -237,14 +237,14 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a graph for a microbatch."""
+    """One run of the graph ``half``, for the microbatch with number ``microbatch``."""
 
     half: Half
     microbatch: int = 0
 
 
 def saved_key(half: Half, name: str, microbatch: int) -> Key:
-    """Return the key of a value that one graph of a stage saves for another, by the name of the argument."""
+    """Return the key of a value that one graph of a stage saves for another: stage, argument's name and microbatch."""
     return "saved", (half.stage, name), microbatch
 
 
@@ -362,7 +362,7 @@ class Executable(ABC):
 
     @property
     def differentiates(self) -> frozenset[int]:
-        """Return the outputs whose gradients the graphs of a program with microbatches compute: the loss, or all."""
+        """Return the indices of the outputs whose gradients a program with microbatches computes: the loss, or all."""
         return frozenset(self.tangents if self.loss is None else [self.loss])
 
     def using(self, used: frozenset[int]) -> Executable:
@@ -397,7 +397,9 @@ class Executable(ABC):
         return tuple(dict.fromkeys((*self.step(), *inference)))
 
     def runs(self, training: bool = True) -> Iterator[tuple[Half, int]]:
-        """Yield (graph, number of its microbatch) of the graphs of one step, in the order in which they run."""
+        """Yield (graph, number of its microbatch) of a training step (``training``) or an inference, as they run in
+        order.
+        """
         trains = training and self.trains
         if self.opens_backward and not trains:
             yield from self.using(frozenset()).runs(training)
@@ -427,7 +429,7 @@ class Executable(ABC):
             yield self.half(once), 0
 
     def order(self, training: bool) -> Schedule:
-        """Return the order of a pipeline's runs, in a training step or a call without gradients."""
+        """Return the order of a pipeline's runs in a training step (``training``) or in a call without gradients."""
         raise AssertionError("the program has no stages")
 
     def stage_runs(self, training: bool) -> StageRuns:
@@ -449,7 +451,8 @@ class Executable(ABC):
         return {}
 
     def _opening_runs(self, number: int, stages: int) -> StageRuns | None:
-        """Return the `StageRuns` of loop ``number`` before the forward; None if all ranks run all of it.
+        """Return the `StageRuns` of loop ``number`` before the forward, given the number of ``stages``; None if all
+        ranks run all of it.
 
         The order is that of an inference, and all ranks take its sums.
         """
@@ -499,8 +502,8 @@ class Executable(ABC):
         return self._actions[rank, training and self.trains][1]
 
     def received(self, rank: int, training: bool = True) -> list[int]:
-        """Return, for each of the `actions` of a rank: if it is a message from another rank, how many messages from
-        ``rank`` that one has received before it sends this; 0 for other actions.
+        """Return one number for each of the `actions` of a rank. For a message that it receives: how many messages from
+        ``rank`` the sender has received before it sends this one. For other actions: 0.
         """
         key = rank, training and self.trains
         if key not in self._received:

@@ -23,7 +23,7 @@ _BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 class _Type(NamedTuple):
-    """Type of a dense fake tensor. The results of ops that return no views depend on nothing else of their operands."""
+    """Type of a dense fake tensor: all that the results of ops that return no views depend on."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -76,7 +76,9 @@ def _is_pure(target: object) -> bool:
 
 
 def _key(x: object) -> object:
-    """Return the part of an argument that decides the types of results; raise _NoKeyError if that is not known."""
+    """Return a hashable key of an argument, equal for arguments that lead to results of equal types; raise _NoKeyError
+    if there is none.
+    """
     if isinstance(x, FakeTensor):
         if x.layout is not torch.strided or x.dtype.is_complex or x.is_neg():
             raise _NoKeyError

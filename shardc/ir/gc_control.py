@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Pause garbage collection in the block, or in a decorated function.
+    """Context manager and decorator that pauses garbage collection in the block or function.
 
     Over a large graph the collector takes longer than the work itself.
     """
@@ -24,7 +24,9 @@ def uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def outgrown() -> Iterator[None]:
-    """Pause garbage collection in the block, then move all objects to the oldest generation (rarely scanned)."""
+    """Context manager that pauses garbage collection in the block, then moves all objects to the oldest generation
+    (rarely scanned).
+    """
     with uncollected():
         yield
         if not gc.get_freeze_count():  # objects that the user froze stay frozen

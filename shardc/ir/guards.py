@@ -42,7 +42,9 @@ _NAMES = """
 
 
 def _states() -> Iterator[tuple[str, Callable[..., object]]]:
-    """Yield (qualified name, function) of those of torch's global states that this version of torch has."""
+    """Yield (qualified name, function that returns the state) of each of torch's global states that this version of
+    torch has.
+    """
     for name in _NAMES.split():
         try:
             yield f"torch.{name}", attrgetter(name)(torch)
@@ -51,13 +53,15 @@ def _states() -> Iterator[tuple[str, Callable[..., object]]]:
 
 
 def in_inference_mode() -> bool:
-    """Return whether the user's call is in inference mode; `tracing`, which leaves that mode, does not change this."""
+    """Return whether the user's call is in inference mode, even within `tracing`, which leaves it for the trace."""
     return torch.is_inference_mode_enabled() or _LEFT.get()
 
 
 @contextmanager
 def tracing(grad: bool) -> Iterator[None]:
-    """Leave inference mode, whose tensors cannot be traced, in the block; gradients are recorded if ``grad``."""
+    """Context manager that leaves inference mode, whose tensors cannot be traced; gradients are recorded in it if
+    ``grad``.
+    """
     token = _LEFT.set(in_inference_mode())
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(grad):

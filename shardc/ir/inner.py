@@ -213,8 +213,8 @@ class InnerTensors(nn.Module):
             )
 
     def outer(self, of: Callable[[Tensor], Tensor] = lambda x: x, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the wrapper tensor made of ``of(inner tensor)`` for each inner tensor; if ``dtype`` is given, its
-        class converts it.
+        """Return the wrapper tensor made of ``of(inner tensor)`` for each inner tensor, converted to ``dtype`` by its
+        class if that is given.
         """
         inner = {key: x.outer(of) if isinstance(x, InnerTensors) else of(x) for key, x in self._entries.items()}
         tensor: Tensor = self.cls.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
@@ -276,7 +276,9 @@ class InnerTensors(nn.Module):
 
 
 class _Holder(nn.Module):
-    """Base class, ahead of the user's, of a module with `InnerTensors`: its state dicts have the wrapper tensors."""
+    """Base class, ahead of the user's, of a module with `InnerTensors`: its state dicts have the wrapper tensors in
+    their place.
+    """
 
     def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
         if isinstance(inner := self._modules.get(name), InnerTensors) and value is not inner:
@@ -334,7 +336,8 @@ _KINDS = ("_parameters", "_buffers")
 
 
 def unflatten(model: nn.Module, of: Callable[[str, InnerTensors], Tensor]) -> None:
-    """Replace each `InnerTensors` in ``model`` by a tensor, and restore the classes of the modules.
+    """Replace each `InnerTensors` in ``model`` by the tensor ``of(name, it)``, and restore the classes of the modules,
+    in place.
 
     Args:
         of: function of an `InnerTensors` and the path of its module that returns the tensor; called once for one that
@@ -364,7 +367,8 @@ def unflatten(model: nn.Module, of: Callable[[str, InnerTensors], Tensor]) -> No
 
 @contextmanager
 def outer_tensors(module: nn.Module) -> Iterator[None]:
-    """Put the wrapper tensors into ``module``, whose inner tensors are unsharded, for the block.
+    """Context manager that puts the wrapper tensors back into ``module``, whose inner tensors are unsharded, for the
+    block.
 
     Raises:
         LayoutError: a wrapper tensor was replaced in the block.

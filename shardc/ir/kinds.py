@@ -70,7 +70,7 @@ def as_plain(x: Tensor) -> Tensor:
 
 
 def note_attributes(x: Tensor, like: Tensor) -> None:
-    """Copy the attributes of ``like`` and its class to ``x``, and record the class for `lost_names`."""
+    """Copy to ``x`` the attributes of ``like`` and those that its class adds; record that class for `lost_names`."""
     if isinstance(like, FakeTensor):  # its attributes are its state
         return
     cls = type(like)

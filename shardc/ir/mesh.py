@@ -204,7 +204,9 @@ class Mesh:
 
 
 def _remade(shape: tuple[tuple[str, int], ...], microbatches: int) -> Mesh:
-    """Return the mesh that was pickled."""
+    """Return the mesh of axes ``shape`` with this number of ``microbatches``: the function by which pickle restores
+    one.
+    """
     return Mesh(shape).timed(microbatches)
 
 

@@ -32,7 +32,8 @@ class Loop:
 
 @dataclass(frozen=True)
 class Phases:
-    """A joint graph, cut in time.
+    """The graphs into which a joint graph is cut in time: loops over the microbatches before the forward, the body that
+    runs for each microbatch, and the closing graph that runs once.
 
     Args:
         openings: loops that run before ``body``: they compute sums over all microbatches that its forward needs.
@@ -71,7 +72,7 @@ class StagedLoop:
 
 @dataclass(frozen=True)
 class Staged:
-    """A step in microbatches, cut into stages.
+    """The graphs of each pipeline stage, into which a step in microbatches (`Phases`) is cut.
 
     Args:
         parts: the step before the cut. A gradient to which several stages contribute has a separate term for each.

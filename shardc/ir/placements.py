@@ -161,7 +161,7 @@ def from_placements(mesh: Mesh, shape: Sequence[int], placements: Sequence[Place
 
 def _bind(digits: list[Digit], factor: int, digit: Digit, what: str, shape: tuple[int, ...]) -> list[Digit]:
     """Return the ``digits`` of a dim with ``digit`` inserted so that it splits each of ``factor`` local blocks;
-    LayoutError if it does not divide.
+    LayoutError, which names ``what``, if it does not divide.
     """
     above = factor
     for at, (radix, axis) in enumerate(digits):

@@ -131,8 +131,8 @@ class Walk:
         self._attributes_of(f"module {path!r}", module, [])
 
     def _attributes_of(self, label: str, module: nn.Module, more: Iterable[str]) -> None:
-        """`bind` the class of a module, its hooks, its attributes except constants and tensors, and those of nn.Module
-        in ``more``.
+        """`bind`, under ``label``, the class of a module, its hooks, its attributes except constants and tensors, and
+        those of nn.Module in ``more``.
         """
         self.bind(label, "class", type(module))
         for key, value in sorted(vars(module).items()):

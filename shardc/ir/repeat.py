@@ -302,7 +302,8 @@ class _Cutter:
         return out
 
     def borders(self, start: int, stop: int, least: int) -> list[int]:
-        """Return the positions at which to cut ops ``start`` to ``stop``, in order.
+        """Return the positions at which to cut ops ``start`` to ``stop`` where at least ``least`` repeats follow each
+        other, in order.
 
         They are between the repeats of the longest run that repeats at least ``least`` times and, by recursion, before
         and after that run.
@@ -431,7 +432,9 @@ def _longest(marks: Sequence[int], least: int) -> tuple[int, int, int] | None:
 
 
 def _runs(marks: Sequence[int], period: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of each longest run of ops whose mark equals that of the op ``period`` later."""
+    """Yield (start, stop) of each longest run of ops whose mark equals that of the op ``period`` later; ``marks`` has
+    the mark of each op.
+    """
     start = None
     for at in range(len(marks) - period):
         if marks[at] != marks[at + period]:

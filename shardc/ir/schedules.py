@@ -180,7 +180,9 @@ def _with_transfers(computed: Sequence[Sequence[Action]], rank_of: Sequence[int]
 
 
 def _send(action: Action, rank_of: Sequence[int]) -> Action | None:
-    """Return the send of the result of a computation; None if no other rank needs it."""
+    """Return the send of the result of ``action``, a computation, to the rank of the stage that reads it; None if that
+    is the same rank or there is no such stage.
+    """
     forward = action.kind == Kind.FORWARD
     stage = action.stage + 1 if forward else action.stage - 1
     if action.kind == Kind.BACKWARD_WEIGHT or not 0 <= stage < len(rank_of) or rank_of[stage] == rank_of[action.stage]:
@@ -272,7 +274,9 @@ def clock(
     free: dict[tuple[int, int], float] = {}  # (source, destination) -> when their link is free
 
     def runs(rank: int, at: int, action: Action) -> bool:
-        """Time ``action`` on ``rank``; False if it waits for a message that is not sent yet."""
+        """Record the times of ``action`` on ``rank`` and return True; return False if it waits for a message that is
+        not sent yet.
+        """
         start = end = now[rank]
         if action.kind in SENDS:
             receive = action.other_end

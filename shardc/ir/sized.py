@@ -187,7 +187,9 @@ class SizedGraph:
         return fx.GraphModule(self.base, graph)
 
     def inputs(self, units: Mapping[str, Any]) -> list[Any]:
-        """Return example arguments of `symbolic`, given each size's unit as a SymInt, under an active fake mode."""
+        """Return example arguments of `symbolic`, given each size's unit as a SymInt (name -> unit); runs under an
+        active fake mode.
+        """
 
         def number(x: Any) -> Any:
             if not isinstance(x, Polynomial):
@@ -210,7 +212,7 @@ class SizedGraph:
 
 @dataclass(frozen=True)
 class At:
-    """The `SizedGraph` and the sizes of a graph that `SizedGraph.at` returned."""
+    """The `SizedGraph`, and the sizes, from which `SizedGraph.at` made a graph."""
 
     graph: SizedGraph
     sizes: dict[str, int]
@@ -276,7 +278,9 @@ def _example(shape: Any, like: Any, number: Callable[[Any], Any]) -> Any:
 def _value(
     record: Info, shapes: tuple[tuple[int | Polynomial, ...] | None, ...], number: Callable[[int | Polynomial], int]
 ) -> Value | tuple[Value | None, ...] | None:
-    """Return the value of ``record`` with the shapes ``shapes``, whose polynomials ``number`` evaluates."""
+    """Return the `Value` (or tuple of them) of ``record`` with the shapes ``shapes``; ``number`` evaluates their
+    polynomials.
+    """
     values = tuple(
         replace(value, shape=tuple(map(number, shape))) if isinstance(value, Value) and shape is not None else value
         for value, shape in zip(record.values, shapes, strict=True)

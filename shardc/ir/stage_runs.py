@@ -208,16 +208,16 @@ class StageRuns:
 
 
 def received(lists: Sequence[Sequence[object]], rank: int) -> list[int]:
-    """Return, for each action of ``rank``: if it is a message from another rank, how many messages from ``rank`` that
-    one has received before it sends this; 0 for other actions.
+    """Return one number for each action of ``rank``. For a message that it receives: how many messages from ``rank``
+    the sender has received before it sends this one. For other actions: 0.
 
     Args:
         lists: the actions of each rank, messages among them.
     """
 
     def of(source: int) -> Iterator[int]:
-        """Yield, for each message from ``source`` to ``rank``, how many messages of ``rank`` the source received before
-        it.
+        """Yield, for each message from ``source`` to ``rank``, how many messages from ``rank`` the source has received
+        before it sends this one.
         """
         count = 0
         for x in lists[source]:

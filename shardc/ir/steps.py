@@ -58,24 +58,30 @@ class _Step:
     # --- conditions of the ops; each returns None if it holds, else a reason as text
 
     def missing(self, bound: set[str], what: str) -> str | None:
-        """Return a reason, as text, if one of the op's axes is not among ``bound``: that it splits ``what``."""
+        """Return the reason "AXIS splits ``what``" if one of the op's axes is not among ``bound``, else None; ``what``
+        is a text such as "no dim of the operand".
+        """
         lost = next((atom for atom in self.over if atom not in bound), None)
         return None if lost is None else f"{lost!r} splits {what}"
 
     def splits(self, layout: Layout) -> str | None:
-        """Return a reason if the axes do not split the operand or result with this layout."""
+        """Return a reason, as text, if not all of the op's axes split the operand or result with this ``layout``; else
+        None.
+        """
         what = "the operand" if layout is self.source else "the result"
         return self.missing(self.bound(layout), f"no dim of {what}, {layout}")
 
     def unbinds(self, split: Layout, whole: Layout) -> str | None:
-        """Return a reason if ``whole`` is not ``split`` with the axes removed from its dims."""
+        """Return a reason, as text, if ``whole`` is not ``split`` without the op's axes in its dims; else None."""
         expected = self.without(split)
         if (lost := self.splits(split)) is not None or expected.dims == whole.dims:
             return lost
         return f"[{split.dims_text()}] without {self.axes} is [{expected.dims_text()}], not [{whole.dims_text()}]"
 
     def moves(self) -> str | None:
-        """Return a reason if the layouts are equal, or differ in digits of other axes than the op's."""
+        """Return a reason, as text, if the layouts of operand and result are equal, or differ in digits of other axes
+        than the op's; else None.
+        """
         if self.source.dims == self.result.dims:
             return "nothing moves"
         before, after = self.without(self.source), self.without(self.result)
@@ -84,13 +90,15 @@ class _Step:
         return f"without {self.axes}, [{before.dims_text()}] becomes [{after.dims_text()}]"
 
     def whole_shards(self) -> str | None:
-        """Return a reason if the result's shards are not the operand's shards on other ranks."""
+        """Return a reason, as text, if the result's shards are not the operand's shards on other ranks; else None."""
         if _cuts(self.source) == _cuts(self.result):
             return None
         return f"the shards of {self.source} are not those of {self.result}"
 
     def reduces(self, pending: Layout, done: Layout) -> str | None:
-        """Return a reason if ``done`` is not ``pending`` without the reductions over the axes."""
+        """Return a reason, as text, if ``done`` is not ``pending`` without the reductions over the op's axes; else
+        None.
+        """
         left = self.pending(done)
         if not set(self.over) & set(left) and self.pending(pending) == left | dict.fromkeys(self.over, self.op):
             return None
@@ -98,13 +106,13 @@ class _Step:
         return f"a {self.op} over {self.axes} does not stand between {before} pending and {after} pending"
 
     def same_dims(self) -> str | None:
-        """Return a reason if the dims of operand and result differ."""
+        """Return a reason, as text, if the dims of operand and result differ; else None."""
         if self.source.dims == self.result.dims:
             return None
         return f"the dims change from [{self.source.dims_text()}] to [{self.result.dims_text()}]"
 
     def same_pending(self) -> str | None:
-        """Return a reason if the pending reductions of operand and result differ."""
+        """Return a reason, as text, if the pending reductions of operand and result differ; else None."""
         if self.pending(self.source) == self.pending(self.result):
             return None
         return f"{_pending_text(self.source)} pending becomes {_pending_text(self.result)} pending"
@@ -142,8 +150,8 @@ def _pending_text(layout: Layout) -> str:
 
 
 def _cuts(layout: Layout) -> list[list[tuple[bool, int]]]:
-    """Return for each dim its longest runs of digits that axes split and of local digits: (whether split, number of
-    values).
+    """Return, for each dim of ``layout``, its longest runs of digits that are all split or all local, each as (whether
+    split, number of values).
     """
     return [
         [(bound, prod(d.radix for d in run)) for bound, run in groupby(digits, lambda d: d.axis is not None)]

@@ -115,7 +115,9 @@ def role_text(role: Role, shown_name: str) -> str:
 
 
 def op_line(gm: fx.GraphModule, node: fx.Node, unplaced: str = "") -> str:
-    """Return ``%name: type = op(arguments)`` of a node that is neither placeholder nor output."""
+    """Return ``%name: type = op(arguments)`` of a node that is neither placeholder nor output; ``unplaced`` is appended
+    to the type of a tensor without a layout.
+    """
     record = info(node)
     left = f"{grammar.name_text(record.name)}: {grammar.value_text(record.value, unplaced)}"
     if node.op == "get_attr":

@@ -93,7 +93,8 @@ def in_pieces(options: Options) -> bool:
 
 
 def pipeline(plan: BoundPlan, options: Options, fake_mode: FakeTensorMode, device: torch.device, cut: Cut) -> Pipeline:
-    """Returns all passes for ``plan``, in order; those after ``partition`` run on the forward and the backward graph.
+    """Returns the `Pipeline` of all passes for ``plan``, in order; those after ``partition`` run on the forward and on
+    the backward graph. ``cut`` has the functions that split a joint graph in these two.
 
     Args:
         plan: the plan, resolved against the model.

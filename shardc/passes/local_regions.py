@@ -172,7 +172,9 @@ def _inline(
 
 
 def _check(region: Region, node: fx.Node, results: Sequence[fx.Node]) -> None:
-    """Raises RuleError if a result of the region has another shape on a rank than its out_layouts say."""
+    """Raises RuleError if one of ``results``, which the region computed on a rank, has another shape than its
+    out_layouts say.
+    """
     record = ir.info(node).value
     assert isinstance(record, tuple)
     for at, (value, local) in enumerate(zip(record, results, strict=True)):
@@ -190,7 +192,9 @@ def _check(region: Region, node: fx.Node, results: Sequence[fx.Node]) -> None:
 
 @contextmanager
 def _explained(region: Region, fakes: Sequence[Tensor]) -> Iterator[None]:
-    """Turns an exception of the region's function into a `RuleError` with its name and the shapes of its arguments."""
+    """Context manager that turns an exception of the region's function into a `RuleError` with the function's name and
+    the shapes of its arguments (``fakes``).
+    """
     try:
         yield
     except (TypeError, RuntimeError, ValueError, IndexError) as error:
@@ -220,7 +224,9 @@ def _tangents(region: Region, mesh: Mesh, values: Sequence[Value]) -> list[Layou
 
 
 def _layout(region: Region, side: str, at: int, spec: object, mesh: Mesh, value: Value) -> Layout:
-    """Returns the `Layout` that ``spec`` gives to argument ("in") or result ("out") number ``at`` of the region."""
+    """Returns the `Layout` that ``spec`` gives to an argument (``side`` "in") or a result ("out") of the region, number
+    ``at``.
+    """
     what = f"{'argument' if side == 'in' else 'result'} {at} of {region.name}"
     return to_layout(spec, mesh, value.shape, what=what, entry=f"{side}_layouts[{at}] = {spec!r} of {region.source}")
 

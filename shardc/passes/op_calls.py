@@ -228,7 +228,8 @@ def operations(spec: Spec, strategy: Strategy) -> float:
 
 
 def with_sending(spec: Spec, operands: Sequence[Layout], work: Work, cost: Pricing, computed: float) -> float:
-    """Returns ``computed`` plus the exposed seconds of communication inside the op (routed rows, ring attention).
+    """Returns ``computed``, the compute seconds of an op, plus the exposed seconds of communication inside it (routed
+    rows, ring attention).
 
     In a ring a rank computes on one block while the next one arrives.
 
@@ -258,7 +259,8 @@ def with_sending(spec: Spec, operands: Sequence[Layout], work: Work, cost: Prici
 
 
 def passing_seconds(mesh: Mesh, axes: tuple[str, ...], part: float, computed: float | None, cost: Pricing) -> float:
-    """Returns the predicted exposed seconds of passing each rank's ``part`` bytes to all other ranks.
+    """Returns the predicted exposed seconds of passing each rank's ``part`` bytes to all other ranks: in a ring beside
+    ``computed`` seconds of compute or, if that is None, by an all-gather before it.
 
     Args:
         axes: the mesh axes of the ranks.

@@ -317,7 +317,7 @@ class _Unfolding:
         return near and self._matches(body, at, body.period)
 
     def _matches(self, body: Body, at: int, period: int) -> bool:
-        """Returns whether the ops at ``at`` and ``at + period`` are equal and their operands one block apart, too."""
+        """Returns whether the ops at ``at`` and ``at + period`` are equal and their operands equal or a block apart."""
         node, later = body.nodes[at], body.nodes[at + period]
         ours, theirs = ir.info(node).origin, ir.info(later).origin
         return (
@@ -330,7 +330,7 @@ class _Unfolding:
         )
 
     def _block_apart(self, body: Body, x: fx.Node, y: fx.Node, period: int) -> bool:
-        """Returns whether ``y`` is ``x`` shifted by one block, or both are the same node."""
+        """Returns whether ``y`` corresponds to ``x`` one block (``period`` ops) later, or both are the same node."""
         if x is y:
             return True
         ours, theirs = self.places.get(x), self.places.get(y)
@@ -375,7 +375,7 @@ class _Unfolding:
         return None if place is None else place.block
 
     def _shift(self, item: fx.Node | tuple[Role, Argument], block: int | None) -> int:
-        """Returns the shift of an item outside the copied block: the number of missing blocks if behind, else 0."""
+        """Returns by how many blocks an item outside the copied block moves: the missing ones if behind, else 0."""
         node = item if isinstance(item, fx.Node) else item[1]
         if block is None and isinstance(node, fx.Node):
             body, at = self.position.get(node, (None, 0))
@@ -446,7 +446,7 @@ class _Unfolding:
         return self.names.block_of(role.name) if role.kind == "grad" else None
 
     def _one_output(self, role: Role, node: Argument, shift: int) -> tuple[Role, Argument]:
-        """Returns (renamed role, counterpart of ``node``): an output of the graph of all blocks."""
+        """Returns (renamed role, counterpart of ``node``): an output in a copied block, ``shift`` blocks later."""
         copied = shift and self.names.block_of(role.name) == self.names.last
         if copied and isinstance(node, fx.Node) and node not in self.places:
             raise NotPeriodic(f"{ir.info(node).name}, which computes {role.name}, stands outside its block")

@@ -152,7 +152,9 @@ def _backwards(kernel: fx.Node) -> list[fx.Node]:
 
 
 def _supported(node: fx.Node) -> bool:
-    """Returns whether ``shardc_attention`` computes the same as the kernel ``node``."""
+    """Returns whether ``shardc_attention`` computes the same as the attention kernel ``node``, so that it can replace
+    the kernel.
+    """
     arguments = arguments_of(node)
     wants_bias = (arguments.get("grad_input_mask") or [False] * 4)[3] and _bias(arguments) is not None
     both = bool(arguments.get("is_causal")) and _bias(arguments) is not None
@@ -165,21 +167,23 @@ def _bias(arguments: dict[str, Argument]) -> Argument:
 
 
 def _split(entries: Sequence[Cp]) -> tuple[str, str]:
-    """Returns (axes of ``entries``, their methods), each joined by commas, as the ops take them."""
+    """Returns (the axes of ``entries``, their methods), each joined by commas to one text, as the attention ops take
+    them.
+    """
     return ",".join(entry.axis for entry in entries), ",".join(entry.method for entry in entries)
 
 
 def _place(node: fx.Node, entries: Sequence[Cp], around: bool) -> None:
-    """Gives a ``flex_attention`` the axes and methods of ``entries``, in place.
-
-    ``around`` says whether keys and values are passed round the ring (else gathered).
+    """Writes the axes and methods of ``entries`` into the arguments of the ``flex_attention`` ``node``, in place;
+    ``around``: keys and values are passed from rank to rank (a ring) instead of gathered.
     """
     names = [argument.name for argument in node.target._schema.arguments]
     node.args = (*node.args[: names.index("axis")], *_split(entries), around)
 
 
 def _replace(node: fx.Node, entries: Sequence[Cp], around: bool, names: NameScope) -> None:
-    """Turns a kernel into the ``shardc_attention`` op of ``entries``, in place.
+    """Turns the attention kernel ``node`` into the ``shardc_attention`` op of ``entries``, in place; ``around``: keys
+    and values are passed from rank to rank (a ring) instead of gathered.
 
     Args:
         node: the kernel, forward or backward.

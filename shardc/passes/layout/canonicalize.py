@@ -71,7 +71,7 @@ def _frozen(arguments: object) -> object:
 
 
 def _operand(node: fx.Node) -> fx.Node | None:
-    """Returns the operand of an op that returns it unchanged, such as ``detach`` or ``alias``."""
+    """Returns the operand of an op that returns it unchanged, such as ``detach`` or ``alias``; None for other nodes."""
     return node.args[0]
 
 

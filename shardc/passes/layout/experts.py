@@ -106,13 +106,14 @@ def _owner(param: fx.Node) -> str:
 
 
 def _replace(node: fx.Node, target: OpOverload, args: tuple[Argument, ...], name: str) -> None:
-    """Turns ``node`` into a call of ``target`` with this name, in place."""
+    """Turns ``node`` into a call of ``target`` with ``args``, under the new ``name``, in place."""
     node.target, node.args, node.kwargs = target, args, {}
     ir.set_info(node, replace(ir.info(node), name=name))
 
 
 def _between(ends: Iterable[object], stops: set[fx.Node], border: fx.Node) -> list[fx.Node]:
-    """Returns the nodes that ``ends`` depend on, back to ``stops`` (exclusive), in graph order.
+    """Returns the nodes that ``ends`` depend on, back to ``stops`` (exclusive), in graph order; errors name the source
+    line of ``border``, a mark.
 
     Args:
         border: the mark whose source line an error names.
@@ -235,7 +236,9 @@ class _Builder:
     def _saved_products(
         self, results: Iterable[object], backward: Iterable[fx.Node], forward: set[fx.Node]
     ) -> list[fx.Node]:
-        """Returns the matrix products of ``forward`` that ``backward`` reads; ops between them are recomputed."""
+        """Returns the matrix products of ``forward`` to save: the last ones that ``backward`` or ``results`` depend on.
+        Ops behind them are recomputed.
+        """
         read = [*results, *(x for node in backward for x in node.all_input_nodes)]
         work = [x for x in read if isinstance(x, fx.Node) and x in forward]
         products: dict[fx.Node, None] = {}
@@ -253,7 +256,8 @@ class _Builder:
     def _graph(
         self, nodes: Sequence[fx.Node], before: Sequence[fx.Node], results: Sequence[object], where: Where
     ) -> fx.Graph:
-        """Returns the graph that computes ``results`` with ``nodes``.
+        """Returns the graph that computes ``results`` with copies of ``nodes``; for backward, ``before`` has the
+        tangent and the saved values.
 
         Its inputs are the number of rows, the tangent if there is one, rows, scale, parameters and saved values.
 

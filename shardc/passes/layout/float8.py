@@ -171,8 +171,8 @@ class _Quantiser:
         return self.options.scaled[ir.info(product).origin.module]
 
     def _quantise(self, product: fx.Node, x: fx.Node, dim: int | None, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
-        """Inserts the float8 form of ``x`` before ``product``; returns (that form, the largest absolute values that
-        scale it).
+        """Inserts the float8 form of ``x`` before ``product``, scaled by maxima over ``dim`` (None: by one of the whole
+        matrix); returns (that form, the largest absolute values that scale it).
 
         Args:
             dim: the dim over which each maximum is taken; None for one maximum of the whole matrix.

@@ -65,7 +65,9 @@ class Objective:
         }
 
         def scaled_back(role: ir.Role, node: fx.Node) -> fx.Node:
-            """Returns an output, with the gradient of an input scaled to the unit in which tangents enter."""
+            """Returns the output ``node``; if it is the gradient of an input, scaled from a gradient of the objective
+            to one of this rank's own loss.
+            """
             if role.kind != "grad" or role.name not in input_layouts:
                 return node
             scale = unit(input_layouts[role.name], losses, self.reduce) / self.grad_scale
@@ -82,7 +84,8 @@ class Objective:
 
 
 def unit(layout: Layout, losses: Collection[str], reduce: str) -> float:
-    """Returns the factor that turns an input's gradient of the objective into a gradient of this rank's own loss.
+    """Returns the factor that turns an input's gradient of the objective into a gradient of this rank's own loss;
+    ``losses``: the axes along which ranks have different losses.
 
     Args:
         layout: layout of the input.

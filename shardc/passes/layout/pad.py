@@ -285,7 +285,7 @@ class _Padder(PaddedValues):
         return padded_factors
 
     def _warn(self, node: fx.Node, x: fx.Node, reason: str) -> None:
-        """Warns that op ``node`` needs its padded operand ``x`` unpadded, and why."""
+        """Warns that op ``node`` needs its padded operand ``x`` unpadded, for this ``reason``."""
         value, record = ir.value(x), ir.info(node)
         axes = ", ".join(axes_of(self.padded[x].padding))
         size = value.itemsize * prod(value.shape)
@@ -297,7 +297,9 @@ class _Padder(PaddedValues):
         warnings.warn(str(LayoutError(text, source=record.origin.source or None, fix=fix)), ShardcWarning, stacklevel=2)
 
     def _operand(self, x: fx.Node, call: Call, spec: Spec, at: int, padded_factors: Mapping[str, Runs]) -> fx.Node:
-        """Returns operand ``at``, padded along ``padded_factors`` with the identity of the op's reductions."""
+        """Returns operand number ``at`` of an op (``x`` in the old graph), padded along ``padded_factors``; the padding
+        has the identity of the op's reductions.
+        """
         dims = spec.operands[at]
         padding = _padding(spec, dims, padded_factors)
         if not any(map(is_padded, padding)):
@@ -328,7 +330,8 @@ class _Padder(PaddedValues):
         grown: list[Padding],
         results: list[Padding],
     ) -> Any:
-        """Emits the op at padded sizes, by its rule's code for shard sizes; returns its result or results.
+        """Emits op ``node`` at padded sizes by its rule's code for shard sizes; returns its result or results.
+        ``grown``, ``results``: padding of each operand and of each result.
 
         Args:
             operands: the padded operands.
@@ -350,7 +353,8 @@ class _Padder(PaddedValues):
 
 
 def _padding_of(layout: Layout, shape: Sequence[int], have: Layout | None = None) -> Padding:
-    """Returns the padding that brings a value of ``shape`` to the sizes of ``layout``.
+    """Returns the padding that brings a value of ``shape`` to the sizes of ``layout``; a dim that its present layout,
+    ``have``, splits is padded in each shard.
 
     Args:
         have: layout of the value. A dim that it splits is padded in each shard: 2 x 8 rows to 2 x 9.
@@ -365,7 +369,9 @@ def _padding_of(layout: Layout, shape: Sequence[int], have: Layout | None = None
 
 
 def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], padded_factors: Mapping[str, Runs]) -> Padding:
-    """Returns the padding of an operand or result whose dims have the factors ``dims``."""
+    """Returns the padding of an operand or result, given the factors of its ``dims`` and the padding of each factor
+    (``padded_factors``).
+    """
     return tuple(
         canonical_runs([run for f in factors for run in padded_factors.get(f, (Run(spec.size(f), spec.size(f)),))])
         for factors in dims

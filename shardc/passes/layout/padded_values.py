@@ -69,7 +69,9 @@ class Calls:
         return self._once[key]
 
     def call(self, target: Callable[..., object], *args: Argument, **kwargs: Argument) -> fx.Node:
-        """Appends a call of ``target``; operands whose strides its kernel does not accept are copied first."""
+        """Appends a call of ``target`` and returns its node; operands whose strides its kernel does not accept are
+        copied first.
+        """
         args, kwargs = self.with_strides(target, args, kwargs)
         fx.map_arg((args, kwargs), self.val)
         return self.rewriter.end(self.record).call(target, *args, **kwargs)
@@ -88,14 +90,17 @@ class Calls:
         return now, {name: self._with_strides(x, traced.get(name), strides) for name, x in kwargs.items()}
 
     def _with_strides(self, x: Argument, old: object, strides: str) -> Argument:
-        """Returns argument ``x``, copied if its strides are not accepted; ``old`` is the argument in the trace."""
+        """Returns ``x``, an argument of a call, in which tensors whose strides the kernel does not accept are copied;
+        ``strides`` says which it accepts, ``old`` is the argument in the trace.
+        """
         if isinstance(x, (list, tuple)):
             olds = old if isinstance(old, (list, tuple)) and len(old) == len(x) else [None] * len(x)
             return [self._with_strides(each, old_item, strides) for each, old_item in zip(x, olds, strict=True)]
         return self.like(x, old, strides) if isinstance(x, fx.Node) else x
 
     def like(self, x: fx.Node, old: object, strides: str = TRACED) -> fx.Node:
-        """Returns ``x``, or a copy with the memory order that ``old`` had in the trace (contiguous if that is unknown).
+        """Returns ``x`` if it has ``strides`` that a kernel accepts, else a copy with the memory order that ``old`` had
+        in the trace (contiguous if that is unknown).
 
         Args:
             old: the operand in the traced graph; None if there is none.
@@ -208,7 +213,8 @@ class PaddedValues(Calls):
         return x
 
     def _fill(self, x: fx.Node, padding: Padding, now: float | None, wanted: float | None) -> fx.Node:
-        """Returns ``x`` with ``wanted`` in its padding.
+        """Returns ``x`` with its ``padding`` filled with ``wanted`` (None: any value will do); the padding holds
+        ``now`` so far (None: undefined).
 
         Args:
             now: the value in the padding; None if undefined.

@@ -33,7 +33,9 @@ class Reshard:
         rewriter = GraphRewriter(gm.graph)
 
         def at(x: fx.Node, want: Layout | None, user: fx.Node | None, consumer: str) -> fx.Node:
-            """Returns ``x`` at layout ``want``, resharded before ``user``; for an output (None), right after ``x``."""
+            """Returns ``x`` at layout ``want``, resharded before its ``user``; for an output (None), right after ``x``.
+            The reshard's provenance names ``consumer``.
+            """
             if want is None or ir.layout(x) == want:
                 return x
             if (x, want) not in inserted:

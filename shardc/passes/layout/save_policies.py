@@ -28,7 +28,7 @@ def mark_saves(graph: fx.Graph, saves: Sequence[SavePolicy]) -> None:
         saves: the policies; of several about one op the last one counts.
 
     Raises:
-        PlanError: none of the ops of an entry is in its modules.
+        PlanError: an op that an entry names is in none of its modules.
     """
     if not saves:
         return
@@ -59,7 +59,8 @@ def mark_saves(graph: fx.Graph, saves: Sequence[SavePolicy]) -> None:
 
 
 def _under(policy: SavePolicy, origin: Origin, model_origin: Origin, region: int, in_memory: bool) -> Origin:
-    """Return ``origin`` with one more policy applied; later policies replace earlier ones.
+    """Return ``origin``, which has the earlier policies of an op, with ``policy`` applied, too; on a conflict the later
+    policy holds.
 
     Args:
         policy: the policy.
@@ -100,7 +101,7 @@ def _in_memory(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _check_ops(calls: Sequence[fx.Node], saves: Sequence[SavePolicy]) -> None:
-    """Raise PlanError for an entry whose ops are in none of its modules."""
+    """Raise PlanError if an entry of ``saves`` names an op that none of ``calls`` in the entry's modules calls."""
     by_entry: dict[str, list[SavePolicy]] = {}
     for policy in saves:
         if policy.ops:

@@ -83,7 +83,9 @@ class Seed:
         return gm
 
     def _param(self, rewriter: GraphRewriter, node: fx.Node, before: fx.Node | None) -> None:
-        """Writes the layout of parameter ``node`` and inserts its reshard and ``unpad`` before its first use."""
+        """Writes the layout of parameter ``node``, and inserts its reshard and ``unpad`` before ``before``, its first
+        use (None: it has no use).
+        """
         record = ir.info(node)
         seeded = self.params[record.name]
         _check_experts(node, seeded)
@@ -99,7 +101,8 @@ class Seed:
         self, rewriter: GraphRewriter, node: fx.Node, source: fx.Node, users: Sequence[fx.Node], seeded: ParamPlan,
         shape: Sequence[int], before: fx.Node,
     ) -> None:  # fmt: skip
-        """Inserts the reshard and ``unpad`` of ``source``, which is the parameter ``node`` or computed from its shard.
+        """Inserts the reshard and ``unpad`` of ``source``, which is the parameter ``node`` or computed from its shard;
+        ``users`` then read the result.
 
         Args:
             users: the nodes that read what is gathered.
@@ -175,7 +178,8 @@ def _check_experts(param: fx.Node, plan: ParamPlan) -> None:
 
 
 def gathered(param: fx.Node, padded: bool = False) -> dict[fx.Node, list[fx.Node]]:
-    """Returns node -> its users, for each node that is gathered for ``param``.
+    """Returns node -> its users, for each node that is gathered for ``param``: the parameter, its cast or its float8
+    forms. ``padded``: the parameter is stored padded.
 
     These are its float8 forms, which are quantised on shards, and for other uses its cast to a smaller dtype if that is
     the only one, else the parameter.

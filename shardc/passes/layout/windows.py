@@ -101,8 +101,8 @@ class Reading:
         return self.size == self.length and (self.begin, max(self.begin, self.end)) == (ends[0], max(ends))
 
     def placed(self, at: Inserter, x: fx.Node) -> fx.Node:
-        """Returns ``x``, whose dims are in the order of ``source``, permuted to the order of the value by a node
-        inserted at ``at``.
+        """Returns ``x``, whose dims are in the order of those of ``source``, permuted to the order of this value's
+        dims; ``at`` inserts the node.
         """
         return x if list(self.order) == sorted(self.order) else at.call(aten.permute.default, x, list(self.order))
 
@@ -295,7 +295,8 @@ def _flip(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def _window(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[Reading, tuple[int, ...]] | None:
-    """Returns (the reading of a convolution's input, (elements before, after, dilation, groups)).
+    """Returns (the input ``x`` of a convolution as a `Reading`, (elements before, after, dilation, groups)) if it is
+    over one dim and keeps its size; else None.
 
     Returns None unless the convolution is over one dim and keeps its size.
     """

@@ -194,7 +194,9 @@ class _Region:
         return _numel(node) > self.rows and node not in self.ends
 
     def _follow(self, node: fx.Node) -> None:
-        """Adds ``node`` if it reads chunked values and can be computed chunk by chunk."""
+        """Adds ``node`` to the region if it reads chunked values and can be computed chunk by chunk, or as a sum over
+        chunks.
+        """
         read = {x: self.cuts[x] for x in node.all_input_nodes if x in self.cuts and x not in self.ends}
         if not read:
             return
@@ -332,7 +334,9 @@ class _Loops(ChunkRewriter):
         return self.recomputed[x]
 
     def _piece(self, node: fx.Node, number: int, before: fx.Node, phase: str = "") -> fx.Node:
-        """Inserts chunk ``number`` of ``node``; the rows of logits are taken once the chunk before is done."""
+        """Inserts chunk ``number`` of ``node`` before the node ``before`` and returns it; the rows for a chunk of
+        logits are taken once the previous chunk is done.
+        """
         piece = super()._piece(node, number, before, phase)
         if node in self.region.heads and self.done:
             rows = piece.args[-2]
@@ -340,11 +344,13 @@ class _Loops(ChunkRewriter):
         return piece
 
     def _join(self, x: fx.Node, before: fx.Node) -> fx.Node:
-        """Return all chunks of ``x``: itself if it is in ``copied``, else concatenated."""
+        """Return the whole value ``x``: its node if that is in ``copied``, else a concatenation of its chunks."""
         return x if x in self.region.copied else super()._join(x, before)
 
     def _operand(self, x: fx.Node, cut: ChunkSpec | None, number: int, before: fx.Node) -> fx.Node:
-        """Return a chunk of operand ``x``; in backward it is recomputed if it is as wide as logits."""
+        """Return chunk ``number`` of operand ``x``, divided as in ``cut``; in backward it is recomputed if it is as
+        wide as logits.
+        """
         if self.phase == "backward" and self._is_recomputed(x) and self.cuts[x] == cut:
             return self._recomputed_piece(x, number, before)
         return super()._operand(x, cut, number, before)

@@ -30,8 +30,8 @@ c10d = torch.ops._c10d_functional
 
 
 class BoundDigit(NamedTuple):
-    """A factor (digit) of a dim's size at which the layouts of a step split it, and the axis that splits it before and
-    after the step.
+    """A factor (digit) of a dim's size to which a step refines the dim, with the axis that splits it before and the one
+    that splits it after the step.
     """
 
     radix: int
@@ -47,7 +47,9 @@ def lower_collective(step: Step, x: object, builder: Builder) -> object:
 
 
 def slots(src: Layout, dst: Layout) -> list[BoundDigit]:
-    """Returns the common refinement of two layouts: the factors of all dims, with their axes in ``src`` and ``dst``."""
+    """Returns the common refinement of two layouts: a `BoundDigit` for each factor of each dim, with its axis in
+    ``src`` and in ``dst``.
+    """
     out = []
     for before, after in zip(src.dims, dst.dims, strict=True):
         fine_before = refine(src.mesh, before, strides(after))
@@ -93,8 +95,8 @@ def _in_mesh_order(step: Step, bound: Mapping[int, str]) -> list[int]:
 
 
 def _from_front(step: Step, x: object, builder: Builder) -> object:
-    """Returns the local tensor ``x``, after ``step``, with its leading dims moved back into the dims that they are
-    factors of.
+    """Returns the local tensor ``x``, after ``step``, with each of its leading dims moved into the dim of which it is a
+    factor.
 
     It has a leading dim for each axis over which the step stops splitting it.
     """
@@ -148,7 +150,9 @@ def _all_to_all(step: Step, x: object, builder: Builder) -> object:
 
 
 def _permute_ranks(step: Step, x: object, builder: Builder) -> object:
-    """Emits an exchange of whole shards between ranks."""
+    """Emits an exchange in which each rank sends its whole shard to another rank; returns the shard that this rank
+    receives.
+    """
     _, name = builder.group(step.axes)
     x = builder.call(torch.ops.shardc.permute_ranks.default, x, list(destinations(step)), name)
     return _reshape(builder, _wait(builder, x), step.dst.local_shape)
@@ -180,7 +184,7 @@ def _origin(layout: Layout, rank: int) -> tuple[int, ...]:
 
 
 def _shard(step: Step, x: object, builder: Builder) -> object:
-    """Emits the slice of ``x`` at this rank's index along each factor of a dim that the step splits."""
+    """Emits and returns the slice of ``x`` at this rank's index along each factor of a dim that the step splits."""
     digits = [slot for slot in slots(step.src, step.dst) if slot.before is None]
     shape: list[int] = []
     runs: list[tuple[int, list[str]]] = []  # (dim of the view, the axes whose digits it joins)
@@ -199,8 +203,8 @@ def _shard(step: Step, x: object, builder: Builder) -> object:
 
 
 def _to_partial(step: Step, x: object, builder: Builder) -> object:
-    """Emits a partial value. Of a sum or product rank 0 along the axes keeps ``x``, and the others get 0 or 1. Of any
-    other reduction all ranks keep ``x``.
+    """Emits and returns this rank's term of a partial value. For a sum or product, the first rank along the axes keeps
+    ``x`` and the others get 0 or 1; for any other reduction all ranks keep ``x``.
     """
     if step.op not in ("sum", "product"):
         return x

@@ -91,7 +91,9 @@ class Decompose:
         return gm
 
     def _tried(self, graph: fx.Graph, starts: list[fx.Node], count: int) -> tuple[float, _Cuts, dict[fx.Node, str]]:
-        """Returns (seconds that ``count`` chunks save, the nodes to chunk, collective -> reason for its decision)."""
+        """Returns (seconds saved by ``count`` chunks of the collectives ``starts``, the nodes to compute in chunks,
+        collective -> reason for its decision).
+        """
         cuts = _Cuts(graph, count, starts)
         reasons = dict.fromkeys(starts, "as the option says") | cuts.stopped
         if self.pieces != "auto":
@@ -132,7 +134,8 @@ class Decompose:
         return times[0], times[1]
 
     def _run(self, before: float, beside: float, behind: float, sent: float, ranks: int, count: int) -> float:
-        """Returns the seconds of a pipeline of ``count`` chunks, by simulation.
+        """Returns the seconds, by simulation, of a pipeline of ``count`` chunks, each of which is produced
+        (``before``), sent (``sent``) and consumed (``behind``).
 
         Args:
             before, sent, behind: seconds to produce, send and consume a chunk.
@@ -224,7 +227,9 @@ class _Cuts:
         return self._reached(node, True), self._reached(wait, False)
 
     def meanwhile(self, node: fx.Node, seconds: Callable[[fx.Node], float]) -> float:
-        """Returns the ``seconds`` of all matrix products between a collective and the first use of its result."""
+        """Returns the sum of ``seconds(op)`` over the matrix products between a collective and the first use of its
+        result.
+        """
         (wait,) = node.users
         first = min(self.place[user] for user in wait.users)
         nodes = [

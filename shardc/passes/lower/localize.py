@@ -94,7 +94,9 @@ class Localize:
 
 
 def _emit_move(node: fx.Node, x: Any, emitter: Emitter) -> Any:
-    """Emits a change of layout; float8 numbers travel as bytes, since not every backend sends them."""
+    """Emits a change of the layout of ``x`` and returns the result; float8 numbers are sent as bytes, since not every
+    backend sends float8.
+    """
     dtype = ir.value(node).dtype
     if dtype not in _SENT_AS_BYTES or node.target in ops.LOCAL_MOVES:
         return lower_collective(step_of(node), x, emitter)
@@ -103,7 +105,8 @@ def _emit_move(node: fx.Node, x: Any, emitter: Emitter) -> Any:
 
 
 def _emit_op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
-    """Emits one op by its rule; an op without a rule has replicated operands and is copied.
+    """Emits one op by its rule and returns its result or results; an op without a rule has replicated operands and is
+    copied.
 
     Args:
         env: global node -> its local node, or a list for several results.
@@ -127,7 +130,7 @@ def _true_size(node: fx.Node, dim: int, size: int) -> int:
 
 
 def _resize(node: fx.Node, x: Any, emitter: Emitter) -> Any:
-    """Emits a ``pad`` or ``unpad`` of an unsplit dim."""
+    """Emits a ``pad`` or ``unpad`` of a dim that no axis splits, and returns the local result."""
     dim, size = node.kwargs["dim"], node.kwargs["size"]
     have = emitter.shape(x)
     if node.target is ops.unpad:
@@ -151,7 +154,9 @@ class Emitter(Calls):
         self._last_primal: fx.Node | None = None
 
     def at(self, node: fx.Node) -> None:
-        """Makes ``node`` the current global node: new local nodes get its record, until the next call."""
+        """Makes ``node`` the current global node, whose record (provenance) the local nodes get that are emitted until
+        the next call.
+        """
         self.record = ir.info(node) if node.op != "output" else Info("", None)
         self.traced = node
 
@@ -189,7 +194,7 @@ class Emitter(Calls):
     # --- inputs and outputs of the graph
 
     def placeholder(self, node: fx.Node) -> fx.Node:
-        """Emits a placeholder at its local shape."""
+        """Emits the placeholder ``node`` at its local shape; returns the local node."""
         local = self.graph.placeholder(node.name)
         record, val = ir.info(node), node.meta["val"]
         if isinstance(val, Tensor):
@@ -203,7 +208,7 @@ class Emitter(Calls):
         return local
 
     def attribute(self, node: fx.Node) -> fx.Node:
-        """Emits a constant of the graph."""
+        """Emits ``node``, a constant of the global graph; returns the local node."""
         local = self.graph.get_attr(node.target)
         local.meta["val"] = node.meta["val"]
         self._record(local, ir.info(node).name, ir.info(node))

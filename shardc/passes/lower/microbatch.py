@@ -40,7 +40,7 @@ Outputs = Sequence[tuple[Role, Argument]]  # of a graph, with their roles
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Cuts the local joint graph at the reductions over the axis of time.
+    """Cuts the local joint graph at its reductions over microbatches: into graphs run for each one and graphs run once.
 
         %n = all_reduce(%count, "micro")       opening, each:  %count            once: %n
         %l = div(%s, %n)                   ->  body:           %l = div(%s, %n)
@@ -109,7 +109,7 @@ class Microbatch:
         )  # fmt: skip
 
     def _check_work(self, openings: Sequence[Loop], cut: _Cut) -> None:
-        """Raises PlanError if the loops before the forward do more work than one forward."""
+        """Raises PlanError if ``openings``, the loops before the forward, do more work than one forward."""
         graphs = [loop.body.graph for loop in openings if loop.body is not None]
         work, forward = sum(map(cut.layer_flops, graphs)), cut.layer_flops(cut.graph, forward=True)
         if work > forward:
@@ -121,7 +121,7 @@ class Microbatch:
             )
 
     def _gathered(self, cut: _Cut) -> list[fx.Node]:
-        """Returns the gathered parameters that all microbatches share."""
+        """Returns the nodes that gather parameters which stay gathered for all microbatches."""
         graph = cut.graph
         chains = [
             moved_alone(node) for node in ir.placeholders(graph, "param") if ir.info(node).name in self.gathered_once
@@ -135,7 +135,7 @@ class Microbatch:
         return [node for node in graph.nodes if node in inside and any(user not in inside for user in node.users)]
 
     def _results(self, graph: fx.Graph, cut: _Cut) -> tuple[Outputs, Outputs]:
-        """Returns (results of the body, forward ones first; results of the closing graph)."""
+        """Returns (results of the body, run for each microbatch, forward ones first; results of the closing graph)."""
         first: list[tuple[Role, Argument]] = []
         grads: list[tuple[Role, Argument]] = []
         rest: list[tuple[Role, Argument]] = []
@@ -265,7 +265,7 @@ class Microbatch:
         return any(varies.get(x, False) for x in node.all_input_nodes)
 
     def _refused(self, node: fx.Node, why: str) -> PlanError:
-        """Returns the error for a model that does not run in microbatches, because of ``node``."""
+        """Returns the error that ``node`` keeps the model from running in microbatches, for the reason ``why``."""
         record = ir.info(node)
         where = f" of module {record.origin.module!r}" if record.origin.module else ""
         dims: dict[int, list[str]] = {}
@@ -319,7 +319,7 @@ class _Cut:
         self._set_levels()
 
     def _set_levels(self) -> None:
-        """Sets the level of each node."""
+        """Sets the level of each node: the number of loops before the body that have to end before it is computed."""
         opening = set(self.opening)
         self.level: dict[fx.Node, int] = {}
         for node in self.graph.nodes:
@@ -384,7 +384,7 @@ class _Cut:
 
     @cached_property
     def _layers(self) -> frozenset[str]:
-        """The names of the products of a parameter, gathered or not, with another value."""
+        """Returns the names of the layers: products of a parameter, gathered or not, with another value."""
         alone: dict[fx.Node, bool] = {}
         for node in self.graph.nodes:
             if node.op == "placeholder":
@@ -398,8 +398,8 @@ class _Cut:
         )
 
     def layer_flops(self, graph: fx.Graph, forward: bool = False) -> int:
-        """Returns the operations of the layers in ``graph``, a part of the joint graph; with ``forward``, those of its
-        forward.
+        """Returns the floating-point operations of the layers in ``graph``, a part of the joint graph; if ``forward``,
+        of those of its forward only.
         """
         calls = (node for node in graph.nodes if node.op == "call_function")
         layers = (node for node in calls if ir.info(node).name in self._layers)
@@ -427,7 +427,7 @@ def closing_forward(closing: fx.GraphModule) -> fx.GraphModule:
 def closed(
     backward: fx.GraphModule, closing: fx.GraphModule, reduce: Mapping[str, str], left: Container[str] = ()
 ) -> fx.GraphModule:
-    """Returns the backward of the last microbatch: it adds its terms to the sums of the others, then closes the step.
+    """Returns the backward of the last microbatch: it adds its terms to the sums of the others, then runs ``closing``.
 
         backward:  ... %g            ...  %g.sum = add(%g.sums, %g)
         closing:   %d = rs(%g.sum)   ->   %d = reduce_scatter(%g.sum)
@@ -508,7 +508,7 @@ class _Chain:
         return ir.update(copy, name=self.names.fresh(ir.info(node).name)) if renames else copy
 
     def end(self, results: Outputs) -> fx.GraphModule:
-        """Returns the new graph, with ``results``, which are nodes of both graphs."""
+        """Returns the new graph with the outputs ``results``, which are given as nodes of the two graphs."""
         for node in self.second.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 self.env[node] = self._copied(node, True)
@@ -525,7 +525,7 @@ class _Chain:
 
 
 def mark_terms(backward: fx.GraphModule, names: Iterable[str], kind: str = TERM) -> fx.GraphModule:
-    """Gives the results ``names`` of a backward the role ``kind``, that of terms; returns ``backward``."""
+    """Sets the role of results ``names`` of a backward to ``kind``, by default that of terms; returns ``backward``."""
     output, chosen = ir.output_node(backward.graph), set(names)
     roles = output.meta[ir.ROLES]
     output.meta[ir.ROLES] = tuple(replace(role, kind=kind) if role.name in chosen else role for role in roles)
@@ -555,8 +555,8 @@ def _in_time(node: Argument, mesh: Mesh) -> bool:
 
 
 def part(graph: fx.Graph, results: Outputs, cuts: Mapping[fx.Node, Role], late: Container[fx.Node] = ()) -> fx.Graph:
-    """Returns the graph that computes ``results`` from arguments of ``graph``, and from the values ``cuts`` as
-    arguments.
+    """Returns the graph that computes ``results`` from arguments of ``graph`` and from the values ``cuts``, which
+    become arguments; backward alone reads those in ``late``.
 
     Args:
         results: (role, node or constant) of each output.

@@ -99,7 +99,7 @@ class Stages:
         return tuple(out)
 
     def _refused(self, node: fx.Node, why: str) -> PlanError:
-        """Returns the error for a model that cannot be cut, because of ``node``."""
+        """Returns the error for a model that cannot be cut into stages, for the reason ``why``, because of ``node``."""
         record = ir.info(node)
         return PlanError(
             f"the model cannot be cut into stages: %{record.name} of module {record.origin.module!r} {why}",
@@ -125,7 +125,8 @@ class Stages:
         self, gm: fx.GraphModule, cut: _Assignment, results: Iterable[tuple[Role, object, int]],
         up: tuple[tuple[fx.Node, ...], ...], down: tuple[tuple[fx.Node, ...], ...], at: int,
     ) -> fx.GraphModule:  # fmt: skip
-        """Returns the graph of stage ``at``.
+        """Returns the graph of stage ``at``: it computes those of ``results`` that are of this stage, and what it sends
+        across its boundaries, ``up`` in forward and ``down`` in backward.
 
         Args:
             results: (role, node, its stage) of each output of ``gm``.
@@ -310,13 +311,13 @@ class _Assignment:
         return min([*operands, *([] if module is None else [module])])
 
     def _owner(self, params: Iterable[str]) -> int:
-        """Returns the last of the stages of parameters."""
+        """Returns the last of the stages of the parameters ``params``."""
         return max(self.stages.first[name] for name in params)
 
 
 def _gathers_by_stage(parts: Phases) -> Phases:
-    """Returns ``parts`` with the gathers of a first loop without body as ``gathers``, of which each stage runs its own
-    part.
+    """Returns ``parts`` in which the gathers of a first loop without body become the graph ``gathers``, of which each
+    stage runs its own part.
     """
     alone = [loop for loop in parts.openings if loop.body is None]
     return replace(parts, openings=parts.openings[1:], gathers=alone[0].once) if alone else parts

@@ -156,7 +156,7 @@ class Native(Algorithm):
 
 
 class _Exchanged(Algorithm):
-    """A collective as an all-to-all; gives its predicted seconds."""
+    """Base of the algorithms that run a collective as an all-to-all: their predicted seconds."""
 
     def seconds(self, group: Group, x: Value) -> float:
         """Returns the predicted seconds of the all-to-all."""

@@ -135,7 +135,8 @@ class Bucket:
         return gm
 
     def _buckets(self, graph: fx.Graph, order: dict[fx.Node, float], free: frozenset[fx.Node]) -> list[_Open]:
-        """Groups the collectives into buckets: each joins the last one of its kind if it fits, or opens a new one.
+        """Returns the collectives grouped into buckets: each joins the last bucket of its kind if it fits, or opens a
+        new one.
 
         Args:
             order: position of each node.
@@ -177,7 +178,9 @@ class Bucket:
         return every
 
     def _coalesce(self, rewriter: GraphRewriter, bucket: _Open, priority: dict[fx.Node, float]) -> None:
-        """Fuses the members of a bucket into one coalesced collective; the wait of each then reads its own result."""
+        """Fuses the members of a bucket into one coalesced collective, whose results the members' waits then read; adds
+        its position to ``priority``.
+        """
         first, end = bucket.members[0], ir.output_node(rewriter.graph)
         target: OpOverload = (_DIRECT if self.direct else _NATIVE)[first.target]
         values = tuple(ir.value(node) for node in bucket.members)

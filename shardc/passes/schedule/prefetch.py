@@ -67,9 +67,8 @@ def _is_maximum(start: fx.Node) -> bool:
 
 
 def _ops_before(start: fx.Node, free: set[fx.Node], any_size: bool = False) -> set[fx.Node] | None:
-    """Returns the ops that lead to the collective ``start`` from inputs, or from the prefetchable ops ``free``.
-
-    None if their results are too large, unless ``any_size``, or if something else reads large ones.
+    """Returns the ops that lead to the collective ``start`` from inputs or from ``free``, the ops that are prefetchable
+    already; None if something else reads large results of theirs or, unless ``any_size``, if they are too large.
     """
     ops: set[fx.Node] = set()
     left = inf if any_size else max(SMALL, 2 * result_bytes(start))
@@ -89,7 +88,9 @@ def _ops_before(start: fx.Node, free: set[fx.Node], any_size: bool = False) -> s
 
 
 def sink_to_first_use(graph: fx.Graph, free: frozenset[fx.Node], priority: dict[fx.Node, float]) -> None:
-    """Gives each op of ``free`` a priority (its position in the new order) just before that of its first user."""
+    """Sets the ``priority`` (position in the new order) of each op of ``free`` to just before that of its first user,
+    in place.
+    """
     for node in reversed(graph.nodes):
         if node in free:
             priority[node] = min((priority[user] for user in node.users), default=priority[node]) - 1e-3
@@ -106,7 +107,8 @@ Wanted = list[tuple[Prefetch, fx.Node, fx.Node]]
 
 
 def prioritize(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.Node, float], limit: int) -> Wanted:
-    """Gives each gather that ``entries`` name a priority just before the first op of its entry's module.
+    """Sets the ``priority`` of each gather that ``entries`` name to just before the first op of its entry's module, in
+    place; returns (entry, gather, that op) of each.
 
     Args:
         priority: position of each node in the new order, changed in place.

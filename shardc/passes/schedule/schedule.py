@@ -102,7 +102,8 @@ class Schedule:
     def _prefetch(
         self, gathers: list[fx.Node], uses: dict[fx.Node, float], priority: dict[fx.Node, float], first: float
     ) -> None:
-        """Gives each gather a priority after the first use of an earlier one, so that at most the limit is in flight.
+        """Sets the ``priority`` of each gather, in place, to just after the first use of an earlier one, so that at
+        most the limit is in flight; to ``first`` if it may start at once.
 
         Args:
             gathers: the gathers to prefetch.
@@ -168,7 +169,8 @@ def _spread_all_to_alls(graph: fx.Graph) -> None:
 def _drain(
     graph: fx.Graph, starts: list[fx.Node], free: frozenset[fx.Node], priority: dict[fx.Node, float], limit: int
 ) -> None:
-    """Gives priorities to the waits of collectives whose results only leave the graph: at most ``limit`` is in flight.
+    """Sets the ``priority``, in place, of the waits of collectives whose results only leave the graph, so that at most
+    ``limit`` bytes of these are in flight.
 
     Each is waited for after the start of a later such collective, at the earliest the next one; the last ones at the
     end. A second reduction, or a move to the host, starts when the next collective does.

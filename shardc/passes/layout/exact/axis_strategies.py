@@ -223,7 +223,9 @@ def _first(spec: Spec) -> list[str]:
 
 
 def _carriers(spec: Spec, op: str, at: int) -> list[frozenset[int]]:
-    """Returns the sets of operands that contain ``at`` and whose pending reduction by ``op`` passes through the op."""
+    """Returns each set of operand positions that contains ``at`` and for which pending reductions by ``op``, one in
+    each of these operands, pass through to the results.
+    """
     sets = [operands for operands in spec.linear if at in operands]
     if spec.moves and at == 0 and frozenset({0}) not in sets:
         sets.append(frozenset({0}))
@@ -301,6 +303,6 @@ def nested(mesh: Mesh, outer: Digits, inner: Digits) -> Digits | None:
 
 
 def _spans(digits: Digits) -> list[tuple[int, int, str]]:
-    """Returns (stride times size, stride, axis) of each digit that is bound to an axis, the most major first."""
+    """Returns (stride times radix, stride, axis) of each digit that is bound to an axis, the most major first."""
     below = strides(digits)
     return [(at * d.radix, at, d.axis) for d, at in zip(digits, below, strict=True) if d.axis is not None]

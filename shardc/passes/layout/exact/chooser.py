@@ -140,11 +140,13 @@ class LayoutProblem:
         """Hook for subclasses, called when all variables and costs are built."""
 
     def energy(self, byte: float = 0.0) -> Energy:
-        """Returns the costs to minimize, in seconds; a byte of memory counts as ``byte`` seconds."""
+        """Returns the energy that the solver minimizes: the sum of all costs in seconds, in which a byte of memory
+        counts as ``byte`` seconds.
+        """
         return self.builder.energy(byte)
 
     def bytes(self, labels: Sequence[int]) -> float:
-        """Returns the bytes of memory that a solution needs on a rank."""
+        """Returns the bytes of memory that the solution ``labels``, one label per variable, needs on a rank."""
         return self.builder.bytes(labels)
 
     def apply(self, labels: Sequence[int]) -> dict[fx.Node, Layout]:
@@ -316,7 +318,9 @@ class Outside:
 
 
 def _outside(problem: Problem, graph: fx.Graph) -> Outside:
-    """Returns the layouts that are not chosen: inputs and pins; outputs and tangents by a greedy sweep on a copy."""
+    """Returns the `Outside` of a graph: the layouts of inputs and pins, and those of outputs and tangents as `Greedy`
+    chooses them on a copy of the graph.
+    """
     copy = ir.copied(graph)
     twins = dict(zip(graph.nodes, copy.nodes, strict=True))
     with warnings.catch_warnings():
@@ -375,17 +379,21 @@ class OpenLayoutProblem(LayoutProblem):
     # --- reading a solution
 
     def stored(self, labels: Sequence[int]) -> dict[str, Stored]:
-        """Returns open parameter -> its (compute layout, storage layout) in a solution."""
+        """Returns open parameter -> its (compute layout, storage layout) in the solution ``labels``, one label per
+        variable.
+        """
         return {ir.info(node).name: found[labels[self.variable[node]]] for node, found in self.storages.items()}
 
     def batch(self, labels: Sequence[int]) -> tuple[str, ...]:
-        """Returns the axes that split the batch in a solution."""
+        """Returns the axes that split the batch in the solution ``labels``, one label per variable."""
         return self.free.batch[labels[self.batch_variable]] if self.free.batch else ()
 
     # --- the problem
 
     def _start(self) -> None:
-        """Takes the open parameters, and inputs and outputs with the batch's dim, out of the fixed layouts."""
+        """Collects the layouts left open by the plan: those of open parameters, and of inputs and outputs whose dim 0
+        is the batch; they are no longer fixed.
+        """
         self.storages: dict[fx.Node, list[Stored]] = {}
         self.rows: dict[fx.Node, list[Layout]] = {}
         for node in ir.placeholders(self.graph):
@@ -407,7 +415,9 @@ class OpenLayoutProblem(LayoutProblem):
         self.batch_variable = self.builder.add_variable(np.zeros(max(len(self.free.batch), 1)))
 
     def _tied_outputs(self, sizes: set[int]) -> None:
-        """Collects the layouts of outputs whose dim 0 has one of ``sizes`` (the batch), and of their tangents."""
+        """Collects, for each choice of batch axes, the layouts of each output and of its tangent: split over these axes
+        if its dim 0 has one of ``sizes`` (those of the batch), else replicated.
+        """
         by_index: dict[int, list[Layout]] = {}
         for role, node in ir.outputs(self.graph):
             if role.kind == "output" and isinstance(node, fx.Node):

@@ -83,7 +83,7 @@ def _traffic_per_op(
     roots: dict[fx.Node, fx.Node],
     readers: dict[fx.Node, set[int]],
 ) -> Iterator[tuple[fx.Node, Traffic]]:
-    """Yields (op, its traffic).
+    """Yields (op, its `Traffic`) for each op in ``order``, given the runs of fused ops that the ops are in.
 
     Args:
         order: (op, number of its run), in graph order.
@@ -139,7 +139,9 @@ def one_axis(have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Table:
 
 
 def _closed(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
-    """Returns the seconds of the cheapest path between each two of ``layouts`` that leads over others of them."""
+    """Returns a table [from, to] of the seconds of the cheapest way from each of ``layouts`` to each other, by way of
+    others of them.
+    """
     table = _direct(layouts, itemsize, cost)
     for middle in range(len(layouts)):
         np.minimum(table, table[:, middle, None] + table[None, middle], out=table)
@@ -147,7 +149,8 @@ def _closed(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
 
 
 def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
-    """Returns the seconds to reshard each layout to each other directly; inf if that takes another layout in between.
+    """Returns a table [from, to] of the seconds to reshard each of ``layouts`` to each other directly; inf if that
+    takes another layout in between.
 
     A direct reshard has changes of one kind, or slices, reduce-scatters and all-reduces in their cheapest order. These
     are independent, so any order is possible. A gradient is scattered over one axis, then its shard is reduced over
@@ -184,7 +187,8 @@ def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
 def _seconds(
     mesh: Mesh, steps: Sequence[tuple[int, tuple[str, ...]]], before: int, itemsize: int, cost: Pricing
 ) -> float:
-    """Returns the seconds of a sequence of collectives.
+    """Returns the predicted seconds of ``steps``, a sequence of collectives on a tensor with ``before`` elements per
+    rank before the first one.
 
     Args:
         steps: (kind, axis parts) of each collective, in order.
@@ -200,7 +204,9 @@ def _seconds(
 
 
 def _clashes(layouts: Sequence[Layout]) -> Table:
-    """Returns a bool array [layout, layout]: whether their splits of some dim have no common refinement."""
+    """Returns a bool array [layout, layout]: whether two of ``layouts`` split some dim in ways without a common
+    refinement.
+    """
     out = np.zeros((len(layouts), len(layouts)), dtype=bool)
     for dims in zip(*(layout.dims for layout in layouts), strict=True):
         index = {digits: at for at, digits in enumerate(dict.fromkeys(dims))}
@@ -217,7 +223,8 @@ def _clash(mesh: Mesh, first: Digits, second: Digits) -> bool:
 
 
 def _codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table]:
-    """Returns (axis parts that layouts use, int array [layout, part] of codes).
+    """Returns (the axis parts that ``layouts`` use, int array [layout, part]: a code for what the layout does with the
+    part).
 
     A code is 0 for replicated, negative for a pending reduction, and positive for a split, equal for equal places.
     """

@@ -69,7 +69,9 @@ class Builder:
     pairs: list[tuple[int, int, Table | PairCosts]] = field(default_factory=list)
 
     def add_variable(self, costs: Table, memory: Table | float = 0.0) -> int:
-        """Adds a variable, given the seconds and the bytes of each of its labels; returns its number."""
+        """Adds a variable to the problem, given the seconds (``costs``) and the bytes (``memory``) of each of its
+        labels; returns its number.
+        """
         self.unary.append(costs)
         self.memory.append(memory)
         return len(self.unary) - 1
@@ -80,7 +82,7 @@ class Builder:
         return Energy(tuple(costs), tuple(self.pairs))
 
     def bytes(self, labels: Sequence[int]) -> float:
-        """Returns the bytes of memory that a labelling needs."""
+        """Returns the bytes of memory that a solution needs, given the label of each variable."""
         return float(
             sum(memory[at] for memory, at in zip(self.memory, labels, strict=True) if isinstance(memory, np.ndarray))
         )
@@ -111,7 +113,9 @@ class Builder:
 
 @lru_cache(maxsize=1 << 10)
 def _makes(produced: tuple[Layout, ...], labels: tuple[Label, ...]) -> PairCosts:
-    """Returns the pair costs that forbid each label of a value whose layout the op does not produce."""
+    """Returns pair costs of an op's labels and a value's labels: inf where the op's label produces the value in another
+    layout than the value's label says, else 0.
+    """
     index = {layout: at for at, layout in enumerate(dict.fromkeys((*produced, *(label.produced for label in labels))))}
     rows, columns = _at(produced, index), _at([label.produced for label in labels], index)
     return PairCosts.by_class(np.where(np.eye(len(index), dtype=bool), 0.0, np.inf), rows, columns)
@@ -121,7 +125,8 @@ def _makes(produced: tuple[Layout, ...], labels: tuple[Label, ...]) -> PairCosts
 def _value(
     produced: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
 ) -> tuple[tuple[Label, ...], Table, tuple[PairCosts, ...]]:
-    """Returns (labels of a value, seconds of each, pair costs with each use).
+    """Returns (labels of a value, seconds of each label, pair costs with each of ``uses``) of a value that an op
+    produces in the layouts ``produced``.
 
     Args:
         produced: the layout in which each label of the op produces the value.
@@ -172,15 +177,15 @@ def _priced(
 
 
 def _at(layouts: Sequence[Layout], index: Mapping[Layout, int]) -> Table:
-    """Returns the index of each of ``layouts``."""
+    """Returns ``index[x]`` of each layout x in ``layouts``, as an int array."""
     return np.array([index[layout] for layout in layouts])
 
 
 def _shares(
     moves: Table, uses: Sequence[Sequence[Layout]], column: Mapping[Layout, int]
 ) -> tuple[list[int], list[list[int]]]:
-    """Enumerates the labels of a value; returns (row of each label's produced layout in ``moves``, columns of the
-    layouts that it shares).
+    """Enumerates the labels of a value; returns, for each label, (the row in ``moves`` of the layout in which it is
+    produced, the columns of the further layouts that uses share).
 
     Only reshards that two uses may need are shared, at most half as many as there are uses, and at most two.
 
@@ -209,7 +214,9 @@ def _shares(
 def kernel_seconds(
     node: fx.Node, spec: Spec | None, strategies: Sequence[Strategy], traffic: Traffic, cost: Pricing
 ) -> Table:
-    """Returns the predicted seconds of each strategy's kernel on a rank: a roofline of operations and traffic."""
+    """Returns the predicted seconds of an op's kernel on a rank under each of ``strategies``: a roofline of operations
+    and memory traffic.
+    """
     if spec is None:
         return np.zeros(len(strategies))
     work = Work.of(call_of(node))
