@@ -251,7 +251,9 @@ def _first_backward(graph: fx.Graph, needed: set[fx.Node]) -> fx.Node | None:
 
 
 def _input_role(desc: aot.AOTInput, inputs: Sequence[str]) -> Role:
-    """Return the `Role` of a placeholder: parameter, buffer, tangent or input."""
+    """Return the `Role` of a placeholder (parameter, buffer, tangent or input) by AOTAutograd's descriptor of it;
+    ``inputs``: the name of each tensor input.
+    """
     if isinstance(desc, aot.ParamAOTInput):
         return Role("param", model_name(desc.target))
     if isinstance(desc, aot.BufferAOTInput):
@@ -266,7 +268,9 @@ def _input_role(desc: aot.AOTInput, inputs: Sequence[str]) -> Role:
 
 
 def _output_role(desc: aot.AOTOutput, inputs: Sequence[str]) -> Role | None:
-    """Return the `Role` of an output: model output, gradient or buffer; None if the program does not return it."""
+    """Return the `Role` of an output (model output, gradient or buffer) by AOTAutograd's descriptor of it; None if the
+    program does not return it.
+    """
     if isinstance(desc, aot.GradAOTOutput):
         target = _input_role(desc.grad_of, inputs)
         return Role("grad", target.name, target.index)
@@ -299,7 +303,7 @@ def _output_index(desc: aot.AOTOutput) -> int:
 
 
 def _output_name(desc: aot.AOTOutput) -> str:
-    """Return the name of a model output: "out", "out.1" and so on."""
+    """Return the name that an output of the model gets by its position: "out", "out.1" and so on."""
     return "out" if _output_index(desc) == 0 else f"out.{_output_index(desc)}"
 
 

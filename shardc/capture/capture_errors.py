@@ -425,8 +425,8 @@ def _inputs_text(inputs: Sequence[tuple[str, Tensor]]) -> str:
 
 
 def check_result(out: PyTree, is_loss: bool) -> None:
-    """Raises ValueError, in the trace, if a loss is no real scalar tensor, or if a model returns no tensor or an
-    unknown class.
+    """Raises ValueError, in the trace, if ``out`` is no real scalar tensor although it is the loss, or if it has no
+    tensor or a value of an unknown class.
     """
     if is_loss and not (isinstance(out, Tensor) and out.numel() == 1 and not out.is_complex()):
         kind = f"a tensor of {out.dtype}, {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
@@ -441,7 +441,9 @@ def check_result(out: PyTree, is_loss: bool) -> None:
 
 
 def check_dtypes(graph: fx.Graph, uncast: tuple[str, str]) -> None:
-    """Raises CaptureError for a product of mixed dtypes: fake tensors let it pass, but no kernel takes it."""
+    """Raises CaptureError for a product of mixed dtypes, which fake tensors accept and kernels do not; ``uncast``:
+    (further cause, fix), or empty texts.
+    """
     for node in graph.nodes:
         if node.target in _PRODUCTS:
             dtypes = dict.fromkeys(x.meta["val"].dtype for x in node.all_input_nodes)

@@ -104,8 +104,8 @@ def _cuts(node: fx.Node, dim: int, length: Any) -> list[tuple[fx.Node, int]] | N
 
 
 def _moved(user: fx.Node, dim: int, rank: int) -> int | None:
-    """Return the position of ``dim`` after ``user``, a transpose or a pointwise function of one tensor; None for
-    others.
+    """Return the position of ``dim``, one of ``rank`` dims, after ``user``, a transpose or a pointwise function of one
+    tensor; None for other calls.
     """
     if user.target in _POINTWISE or user.op == "call_method" and user.target in _POINTWISE_METHODS:
         return dim if len(user.all_input_nodes) == 1 else None
@@ -125,7 +125,9 @@ def _moved(user: fx.Node, dim: int, rank: int) -> int | None:
 
 
 def _begins(user: fx.Node, dim: int, rank: int) -> bool:
-    """Return whether ``user`` slices ``dim`` from element 0 on, without steps."""
+    """Return whether ``user`` is a slice of its operand of ``rank`` dims that takes ``dim`` from element 0 on, without
+    steps.
+    """
     if user.op == "call_method" and user.target == "narrow" and len(user.args) == 4:
         return user.args[1] in (dim, dim - rank) and user.args[2] == 0
     index = _index(user, rank)

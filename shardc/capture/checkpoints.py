@@ -32,7 +32,7 @@ _MODULE = checkpoint_activation.__name__
 
 @contextmanager
 def sequential_traced() -> Iterator[None]:
-    """Context manager in which Dynamo traces ``checkpoint_sequential``, and what it calls in its file."""
+    """Context manager in which Dynamo traces ``checkpoint_sequential``, and the functions that it calls in its file."""
     inlined = trace_rules.get_mod_inlinelist()
     new = {Path(checkpoint_sequential.__code__.co_filename).with_suffix("").as_posix()} - inlined
     inlined |= new
@@ -55,7 +55,9 @@ _call = CheckpointHigherOrderVariable._call_function
 def _call_with_function(
     self: CheckpointHigherOrderVariable, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """Calls Dynamo's checkpoint; a ``context_fn`` of forward's own, or a method, is passed as a plain function."""
+    """Calls Dynamo's handler of a checkpoint; a ``context_fn`` that is defined in forward, or that is a method, is
+    passed as a plain function.
+    """
     context_fn = kwargs.get("context_fn")
     if isinstance(context_fn, NestedUserFunctionVariable | UserMethodVariable):
         kwargs = {**kwargs, "context_fn": UserFunctionVariable(_plain(context_fn))}
@@ -77,7 +79,9 @@ _partition_step = HopJointGraph.partition
 
 
 def _partition(self: HopJointGraph, *args: Any, **kwargs: Any) -> HopPartitionedGraph:
-    """Cuts the step of a scan into forward and backward; a checkpoint around the scan says nothing of a step's ops."""
+    """Cuts the step of a scan into forward and backward as torch does, but without the marks that a checkpoint around
+    the scan left on the step's ops.
+    """
     for node in self.joint_gm.graph.nodes:
         node.meta.pop("recompute", None)
     return _partition_step(self, *args, **kwargs)

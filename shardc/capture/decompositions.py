@@ -203,7 +203,9 @@ Hidden: TypeAlias = "Tensor | tuple[Tensor, Tensor]"  # for an LSTM (hidden, cel
 def _layer(
     input: Tensor, hidden: Hidden, params: Sequence[Tensor], has_biases: bool, hidden_fn: str, reverse: bool = False
 ) -> tuple[Tensor, Hidden]:
-    """Computes one direction of one layer: input [time, batch, in] -> (outputs [time, batch, out], last state)."""
+    """Computes one direction of one layer of an RNN, GRU or LSTM: returns (outputs [time, batch, out], last state) for
+    ``input`` [time, batch, in].
+    """
     h, c = hidden if isinstance(hidden, tuple) else (hidden, None)
     w_input, w_state, *rest = params
     gates = F.linear(input, w_input, rest[0] if has_biases else None)
@@ -232,8 +234,8 @@ def _layers(
     input: Tensor, hidden: Sequence[Hidden], params: Sequence[Sequence[Tensor]], has_biases: bool, num_layers: int,
     dropout: float, train: bool, bidirectional: bool, batch_first: bool, layer_fn: Callable[..., tuple[Tensor, Hidden]],
 ) -> tuple[Tensor, list[Hidden]]:  # fmt: skip
-    """Computes all layers of a recurrent module -> (outputs, last states), with the dropout between them, which torch's
-    decomposition leaves out.
+    """Computes all layers of an RNN, GRU or LSTM; returns (outputs, last states). Unlike torch's decomposition it
+    applies the dropout between layers.
     """
     input, ways, last = input.transpose(0, 1) if batch_first else input, 1 + bidirectional, []
     for at in range(0, num_layers * ways, ways):

@@ -115,7 +115,7 @@ class Dtypes:
 
     @contextlib.contextmanager
     def cast(self, model: nn.Module) -> Iterator[None]:
-        """Casts the arguments and results of modules by hooks; removes the hooks on exit."""
+        """Context manager in which hooks cast the arguments and results of the modules of ``model``."""
         with contextlib.ExitStack() as stack:
             for path, dtypes in self.modules:
                 module = model.get_submodule(path)

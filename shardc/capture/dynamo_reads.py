@@ -135,7 +135,7 @@ _MODEL, _LOSS = "L['self']._modules['model']", "L['self']._loss[0]"
 
 @contextmanager
 def recorded() -> Iterator[list[CaptureOutput]]:
-    """Yields a list to which each trace in the block adds Dynamo's `CaptureOutput`.
+    """Context manager that yields a list to which each trace in the block adds Dynamo's `CaptureOutput`.
 
     Also adds guards for absent dict keys and absent attributes that code looks up.
     """
@@ -303,7 +303,7 @@ def _foreign_tensor_error(text: str, value: Tensor, guard: Guard) -> CaptureErro
 
 
 def _line(guard: Any) -> str | None:
-    """Return the user's line that installed ``guard``, or None."""
+    """Return the line of the user's code (``file:line``) at which Dynamo installed ``guard``, or None."""
     frames = [f"{frame.filename}:{frame.lineno}" for frame in guard.user_stack or guard.stack or ()]
     return user_frame(frames) or None
 

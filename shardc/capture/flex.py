@@ -201,7 +201,9 @@ class _Broadcast:
         return True
 
     def _number(self, node: fx.Node) -> fx.Node:
-        """Return a number as a tensor with the dims of scores, so that dtypes promote as among numbers."""
+        """Return ``node``, a number of the traced function, as a tensor with the dims of the scores, so that dtypes
+        promote as among numbers.
+        """
         if node in self.varies:
             return self.env[node]
         return self.new.call_function(aten.view.default, (self.env[node], [1, 1, 1, 1]))

@@ -14,7 +14,8 @@ aten = torch.ops.aten
 
 
 def turn(outer: fx.Graph, scan: fx.Node, operands: list[fx.Node], counts: tuple[int, int]) -> bool:
-    """Remove flips of the sequences of a scan, and of its results, by reversing the scan if most sequences are flipped.
+    """Remove flips of the sequences and of the results of ``scan``, in place; return whether the scan now has to run in
+    reverse, which holds if most sequences are flipped.
 
     Changes ``operands`` and the uses of the scan's results in place.
 

@@ -144,7 +144,7 @@ def _number(gm: fx.GraphModule, constant: fx.Node, node: fx.Node | None, kind: s
 
 
 def _error(node: fx.Node | None, what: str, fix: str) -> CaptureError:
-    """Return the error ``what``, with the user's line of ``node``."""
+    """Return the CaptureError ``what``, with this ``fix`` and the user's line of ``node``."""
     return CaptureError(what, source=(line_of(node) if node else "") or calling_line(), fix=fix)
 
 
@@ -247,7 +247,7 @@ def loop_gradients(gm: fx.GraphModule, decompositions: Mapping[Any, Callable[...
 
 
 def _copied(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Return what an ``x`` is after it was overwritten with ``source``."""
+    """Return the value that ``x`` has after ``x.copy_(source)``: ``source`` in the dtype and shape of ``x``."""
     return source.to(x.dtype).expand_as(x)
 
 

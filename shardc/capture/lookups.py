@@ -189,7 +189,7 @@ class _Lookup:
         )
 
     def _in_order(self, x: fx.Node, ordered: Sequence[int], rest: Sequence[int], tail: Sequence[int]) -> fx.Node:
-        """Return ``x`` with the dims of the lookup's result.
+        """Return ``x``, the result of a ``gather`` by `_entries`, with the dims of the lookup's result, in order.
 
         Args:
             x: its dims are those of the ranges, then ``rest`` as one dim, then the tail.

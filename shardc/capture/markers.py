@@ -58,7 +58,7 @@ mark.register_autograd(
 
 @contextlib.contextmanager
 def tagged(root: nn.Module, tags: Sequence[Tag]) -> Iterator[None]:
-    """Passes the tagged inputs and outputs through ``shardc::tag`` by hooks; removes the hooks on exit."""
+    """Context manager in which hooks pass the inputs and outputs that ``tags`` name through the op ``shardc::tag``."""
     modules = dict(root.named_modules())
     with contextlib.ExitStack() as stack:
         for tag in tags:
@@ -144,7 +144,7 @@ def other_forms() -> tuple[tuple[object, str, object], ...]:
 
 @contextmanager
 def patched(forms: Iterable[tuple[object, str, object]]) -> Iterator[None]:
-    """Applies the patches ``forms``, (owner, attribute name, replacement); undoes them on exit."""
+    """Context manager in which each patch of ``forms``, (owner, attribute name, replacement), is applied."""
     replacements = tuple(forms)
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replacements]
     try:

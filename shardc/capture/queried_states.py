@@ -51,7 +51,8 @@ _INTERPRETERS = torch._C._functorch.peek_interpreter_stack  # Dynamo answers as 
 
 @contextmanager
 def recorded_states() -> Iterator[set[Read]]:
-    """Yields a set to which a trace in the block adds, as `Read`, the states of torch and of the process that it reads.
+    """Context manager that yields a set to which a trace in the block adds, as `Read`, the states of torch and of the
+    process that it reads.
 
     The grad mode counts if code outside of torch reads it: torch's own code computes the same in both modes.
     """
@@ -169,7 +170,7 @@ _BY_MODE = (torch.set_grad_enabled, torch.inference_mode)
 
 
 class GradMode:
-    """Adds to ``reads`` the grad and inference modes that a trace reads.
+    """Records the reads of the grad mode and of inference mode during a trace, as guards in ``reads``.
 
     A computed tensor requires no gradient in inference mode, also under `torch.enable_grad`. A capture runs outside of
     that mode, so the answer is computed here. A read in a reentrant checkpoint is refused: one device runs its code
@@ -197,7 +198,9 @@ class GradMode:
 
     @contextmanager
     def recorded_tensor_reads(self) -> Iterator[None]:
-        """Patches Dynamo to note and answer reads of the grad mode through tensors and autograd contexts."""
+        """Context manager in which Dynamo notes and answers reads of the grad mode that happen through tensors and
+        autograd contexts.
+        """
         attribute, grad_of = TensorVariable.var_getattr, TensorVariable.method_attr_grad
         of_context, sets = AutogradFunctionContextVariable.var_getattr, GradModeVariable._call_func
         register, store = TensorVariable._method_register_hook, SideEffects.store_attr
@@ -290,7 +293,8 @@ class GradMode:
             yield
 
     def _in_inference(self, name: str, answer: VariableTracker, view: bool) -> VariableTracker:
-        """Return ``answer``, Dynamo's value of a tensor's attribute ``name``, corrected for inference mode.
+        """Return ``answer``, Dynamo's value of a tensor's attribute ``name``, corrected for inference mode; ``view``:
+        the tensor is a view of a parameter, buffer or input.
 
         A view of a parameter requires a gradient there too, so such a read is refused.
         """

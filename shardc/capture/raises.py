@@ -25,7 +25,7 @@ Jump = Callable[[Any, Any], None]  # handles (translator, instruction)
 
 @contextmanager
 def without_raising() -> Iterator[None]:
-    """Lets Dynamo trace past ``if <tensor>: raise ...``, like past ``assert <tensor>``."""
+    """Context manager in which Dynamo traces past ``if <tensor>: raise ...`` as it does past ``assert <tensor>``."""
     kinds = list(_subclasses(InstructionTranslatorBase))
     before = [(kind, kind.dispatch_table) for kind in kinds]
     try:

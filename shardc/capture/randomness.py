@@ -30,7 +30,9 @@ Shape = Sequence[int]
 
 @contextmanager
 def without_random_numbers() -> Iterator[None]:
-    """Makes Dynamo refuse random numbers of Python's ``random``, which would become constants of a program."""
+    """Context manager in which Dynamo refuses random numbers of Python's ``random``, which would become constants of a
+    program.
+    """
 
     def refuse(tx: object, fn: object, *_: object) -> NoReturn:
         raise Unsupported(f"a random number of Python's, {getattr(fn, '__name__', fn)}")
@@ -107,7 +109,7 @@ def refuse_draws(graph: fx.Graph) -> None:
 def _rrelu_backward(
     grad: Tensor, x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, self_is_result: bool
 ) -> Tensor:
-    """Return the gradient of ``x``; in training ``noise`` has the scales that forward drew."""
+    """Return the gradient of the operand ``x`` of ``rrelu``; in training ``noise`` has the scales that forward drew."""
     if training and upper - lower > 1e-6:
         return aten.mul.Tensor(grad, noise)
     return aten.where.self(aten.gt.Scalar(x, 0), grad, aten.mul.Tensor(grad, (lower + upper) / 2))
@@ -156,12 +158,14 @@ class _Draws:
         return drawn if fine == dtype else aten._to_copy.default(drawn, dtype=dtype)
 
     def gaussian(self, like: Tensor, mean: Tensor | float, std: Tensor | float) -> Tensor:
-        """Draws normal numbers with a mean and standard deviation, shaped like ``like``."""
+        """Draws normal numbers of mean ``mean`` and standard deviation ``std``, shaped like ``like``."""
         drawn = self.normal(like.shape, dtype=like.dtype, device=like.device)
         return aten.add.Tensor(aten.mul.Tensor(drawn, std), mean)
 
     def spread(self, mean: float, std: float, size: Shape, **how: Any) -> Tensor:
-        """Draws normal numbers of shape ``size``; ``how`` has the dtype and device."""
+        """Draws normal numbers of shape ``size``, mean ``mean`` and standard deviation ``std``; ``how`` has the dtype
+        and device.
+        """
         return aten.add.Tensor(aten.mul.Tensor(self.normal(size, **how), std), mean)
 
     def multinomial(self, weights: Tensor, count: int, replacement: bool = False) -> Tensor:
@@ -182,8 +186,8 @@ class _Draws:
     def rrelu(
         self, x: Tensor, noise: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return (``x`` with its negative elements scaled, the scales), drawn between the bounds; in evaluation (``x``
-        scaled by their mean, ``noise``).
+        """Return (``x`` with its negative elements scaled, the scales). Scales are drawn between ``lower`` and
+        ``upper``; in evaluation all are their mean, and ``noise`` is returned instead.
         """
         if not training:
             slopes = aten.where.self(aten.gt.Scalar(x, 0), x, aten.mul.Tensor(x, (lower + upper) / 2))
@@ -221,7 +225,7 @@ class _Draws:
         return aten._to_copy.default(drawn, dtype=x.dtype)
 
     def geometric(self, x: Tensor, p: float) -> Tensor:
-        """Draws the number of trials up to the first success."""
+        """Draws numbers of trials up to the first success, each of probability ``p``, shaped like ``x``."""
         trials = aten.div.Scalar(aten.log1p.default(aten.neg.default(self._uniform_like(x))), log1p(-p))
         return aten._to_copy.default(aten.add.Scalar(aten.floor.default(trials), 1), dtype=x.dtype)
 

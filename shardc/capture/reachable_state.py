@@ -126,7 +126,7 @@ class ReachableState:
         return {Read(at, "own", name) for at, x in self._open for name in self._queried if not hasattr(x, name)}
 
     def _scope(self, scope: dict[str, Any]) -> str:
-        """Return the expression of a module's globals."""
+        """Return the expression by which guards name ``scope``, the globals of a Python module."""
         name = str(scope.get("__name__"))
         if vars(sys.modules.get(name, sys)) is scope:
             return f"module({module_name(name)!r})"
@@ -151,7 +151,7 @@ class ReachableState:
             self._inside(expression, value)
 
     def _inside(self, expression: str, value: Any) -> None:
-        """Adds guards on the items, attributes or variables of ``value``."""
+        """Adds guards on the items, attributes or variables of ``value``, the object that ``expression`` names."""
         if isinstance(value, dict):
             self._contain(expression, value, "keys")
             for key, item in list(value.items()):
@@ -200,8 +200,8 @@ class ReachableState:
                 self._add(f"{expression}.{key}", item)
 
     def _contain(self, expression: str, value: Any, what: Any) -> None:
-        """Adds a guard on the property ``what`` ("keys", "length" or "value") of a container, and records
-        its content.
+        """Adds a guard on the property ``what`` ("keys", "length" or "value") of the container that ``expression``
+        names, and records its content.
         """
         self.reads.add(Read(expression, what))
         if not isinstance(value, tuple | frozenset):

@@ -142,8 +142,8 @@ class Recorder(TorchFunctionMode):
         leaves: list[object],
         spec: pytree.TreeSpec,
     ) -> PyTree:
-        """Return the result of ``func``; with ``reuse``, new fake tensors like the results of an earlier call with
-        equal arguments.
+        """Return the result of ``func(*args, **kwargs)``; with ``reuse``, new fake tensors like the results of an
+        earlier call with equal arguments.
         """
         name = getattr(func, "__name__", "_")
         if self._results is None or name.endswith("_") or not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves):
@@ -250,8 +250,8 @@ def _signature(block: nn.Module | None, name: str, places: Mapping[int, Sequence
 
 
 def _add_hooks(block: nn.Module | None, calls: list[Block], record: Recorder) -> list[RemovableHandle]:
-    """Installs hooks that add each call of ``block`` to ``calls``, as ``record`` numbers tensors; returns their
-    handles.
+    """Installs hooks on ``block`` that add each of its calls to ``calls``, with the tokens that ``record`` gives to
+    tensors; returns their handles.
     """
     if block is None:
         return []
@@ -281,8 +281,8 @@ def numbered_containers(model: nn.Module) -> list[tuple[str, int]]:
 
 @contextlib.contextmanager
 def shortened(model: nn.Module, repeats: Repeats) -> Iterator[None]:
-    """Removes from ``model`` all but the first ``repeats.keep`` blocks of each run, and renumbers the children after
-    it; restores them on exit.
+    """Context manager in which ``model`` has only the first ``repeats.keep`` blocks of each run; the children after a
+    run are renumbered.
     """
     containers = [(model.get_submodule(run.path), run) for run in repeats]
     saved = [dict(container._modules) for container, _ in containers]
@@ -443,8 +443,8 @@ def _calls_between(record: Recorder, before: Block, after: Block) -> object:
 
 
 def _escapes(record: Recorder, calls: Sequence[Block], run: Repeat) -> bool:
-    """Return whether tensors computed in a run of blocks, other than the last block's results, are
-    used after the run.
+    """Return whether tensors computed in ``run``, whose blocks made ``calls``, are used after it, other than the
+    results of the last block.
     """
     start, last = calls[run.first].enter, calls[run.first + run.count - 1]
     tail = [x for _, args, *_ in record.events[last.exit :] for x in args]

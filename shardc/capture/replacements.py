@@ -54,7 +54,9 @@ def _call_attribute(
     args: list[VariableTracker],
     kwargs: dict[str, VariableTracker],
 ) -> VariableTracker:
-    """Traces a call of method ``name`` on a torch class's attribute, also if the attribute is a string."""
+    """Traces a call of method ``name`` on an attribute of a torch class, also if that attribute is a string, which
+    Dynamo refuses.
+    """
     text = getattr(self.obj.value, self.name, None) if isinstance(self.obj, TorchInGraphFunctionVariable) else None
     if isinstance(text, str):
         return ConstantVariable.create(text).call_method(tx, name, args, kwargs)
@@ -65,7 +67,7 @@ _make_dual = forward_ad.make_dual
 
 
 def _dual(tensor: Tensor, tangent: Tensor, *, level: int | None = None) -> Tensor:
-    """Makes a dual tensor of a copy of ``tensor``: for a view, the tangent of a fake tensor gets another device."""
+    """Return a dual tensor of a copy of ``tensor``: the fake tangent of a view would get another device."""
     return _make_dual(tensor.clone(memory_format=torch.contiguous_format), tangent, level=level)
 
 
@@ -185,7 +187,7 @@ def _from_json(value: object) -> object:
 
 @contextmanager
 def other_layers(root: nn.Module) -> Iterator[None]:
-    """Patches layers of ``root`` that cannot be traced; undoes it on exit.
+    """Context manager in which layers of ``root`` that cannot be traced are patched.
 
     - Cumulative averages of a batch norm (``momentum=None``) weigh a batch by a counter, used as a tensor, not as a
       number.
@@ -463,7 +465,9 @@ def _reduced(loss: Tensor, reduction: str) -> Tensor:
 
 
 def get_cached(self: Any, instance: object, owner: type | None = None) -> object:
-    """Reads a `functools.cached_property` without taking its lock (Python 3.11)."""
+    """Return the value of a `functools.cached_property` of ``instance``, as its ``__get__`` does, but without its lock
+    (Python 3.11).
+    """
     if instance is None:
         return self
     if self.attrname not in instance.__dict__:
@@ -529,7 +533,7 @@ if linear_cross_entropy is not None:  # from torch 2.13 on
 
 @contextmanager
 def other_forms() -> Iterator[None]:
-    """Replaces functions of torch by the functions of this file in the block."""
+    """Context manager in which functions of torch are replaced by the functions of this file."""
     raises.fill_kl_cache()
     get_torch_obj_rule_map(), get_tensor_method()  # Dynamo looks functions up by name, once: to find torch's own
     with markers.patched((*_OTHER_FORMS, *markers.other_forms())), checkpoints.sequential_traced():

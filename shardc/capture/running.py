@@ -62,7 +62,7 @@ _OF_INPUTS: dict[object, str] = {
 
 
 class Run:
-    """Runs of a root module on fake tensors, after each of which Python's state is what it was before.
+    """Runs a root module on fake tensors; after each run, Python's state is what it was before.
 
     Args:
         root: the root module: a call returns outputs marked by `mark`; ``root.run(tensors)`` returns them unmarked.
@@ -127,13 +127,13 @@ class Run:
         fx_traceback.current_meta["nn_module_stack"] = {path: (path, type(module))}
 
     def _leave(self, *_: object) -> None:
-        """Notes that the module has run, and the module around it goes on: a forward hook."""
+        """Notes that the module has ended, so that later ops are of the module around it: a forward hook."""
         self._modules.pop()
         path = self._modules[-1] if self._modules else ""
         fx_traceback.current_meta["nn_module_stack"] = {path: (path, nn.Module)}
 
     def _region(self, *_: object, **__: object) -> Iterator[None]:
-        """Marks the code that runs between two steps of this iterator as a checkpoint region."""
+        """Generator, as of a context manager: what runs until its second step is marked as a checkpoint region."""
         meta = fx_traceback.current_meta
         before = {key: meta[key] for key in ("recompute", "ac_graph_id") if key in meta}
         meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": next(self._regions), **before}

@@ -125,7 +125,8 @@ class _Order:
         self._keys = [_key(node) for node in self.calls]
 
     def strides(self, nodes: dict[int, list[fx.Node]]) -> Iterator[tuple[int, int]]:
-        """Yield (position of the use of the last slice, distance) for uses of consecutive slices at equal distances.
+        """Yield (position of the call that uses the last slice, distance) where consecutive slices are used by calls at
+        equal distances.
 
         The use of the first slice may be elsewhere.
 
@@ -454,7 +455,7 @@ def _operands(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _have_same_type(nodes: Iterable[fx.Node]) -> bool:
-    """Return whether all are tensors of one type."""
+    """Return whether all ``nodes`` are tensors of one type."""
     values = list(map(value_of, nodes))
     return all(isinstance(x, Tensor) for x in values) and len({(x.shape, x.dtype, x.device) for x in values}) == 1
 

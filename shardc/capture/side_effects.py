@@ -125,7 +125,9 @@ def _traced(variable: VariableTracker) -> VariableTracker:
 
 @contextmanager
 def changes_recorded() -> Iterator[list[Change]]:
-    """Collects the attributes of modules, and the globals, that forward sets during a trace in the block."""
+    """Context manager that yields a list, to which a trace in the block adds the attributes of modules and the globals
+    that forward sets.
+    """
     changes: list[Change] = []
     store, mutation, set_cell = SideEffects.store_attr, SideEffects.mutation, SideEffects.store_cell
 
@@ -229,7 +231,7 @@ def changed_reads(
 
 
 def _variable(change: Change, at: Lookup) -> str:
-    """Return the name that code uses for the changed attribute, global or closure variable.
+    """Return the name by which code reads what ``change`` sets: an attribute, a global or a closure variable.
 
     Args:
         at: evaluates expressions.
@@ -268,7 +270,9 @@ def reads_and_changes(expression: str, name: str, line: str | None) -> CaptureEr
 
 @contextmanager
 def assigned(model: nn.Module, values: dict[str, Constant]) -> Iterator[None]:
-    """Sets attributes of a model and globals to ``values`` in the block; the keys are expressions as in `Read`."""
+    """Context manager in which attributes of a model and globals have ``values``; the keys are expressions as in
+    `Read`.
+    """
     at = Lookup(model)
     places = [(at(parse(name)[1]), parse(name)[2], value) for name, value in values.items()]
     before = [getattr(owner, "__dict__", {"cell_contents": value}).get(name, places) for owner, name, value in places]
@@ -488,8 +492,8 @@ def replaced_buffers(before: Before, line: Callable[[str], str | None]) -> list[
 
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[Before]:
-    """Restores the attributes and buffers of ``model`` on exit; yields module path -> (module, its attributes, its
-    buffers) on entry.
+    """Context manager that yields module path -> (module, its attributes, its buffers), and restores these attributes
+    and buffers of ``model`` on exit.
     """
     before = {path: (module, dict(module.__dict__), dict(module._buffers)) for path, module in model.named_modules()}
     try:

@@ -197,7 +197,7 @@ class _Root(nn.Module):
         return pytree.tree_map_only(Tensor, marked, out)
 
     def run(self, tensors: Sequence[Tensor]) -> PyTree:
-        """Return what the model, or the loss, returns."""
+        """Return what the model returns for ``tensors``, or the loss if there is one."""
         args, kwargs, extra = self.arguments(tensors)
         out = self.model(*args, **kwargs)
         if self._loss is not None:

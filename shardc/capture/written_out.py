@@ -78,7 +78,7 @@ _WRITTEN_STEPS = 1024  # most nodes that a scan becomes; a longer one stays an o
 
 
 def _scan(step: fx.GraphModule, carries: Sequence[Any], xs: Sequence[Tensor], rest: Sequence[Any]) -> Any:
-    """Return the results of a scan: step after step if it has few ops in all, else by `scan`."""
+    """Return the results of a scan by ``step``: step after step if that is few ops in all, else by `scan`."""
     steps = len(xs[0]) if xs else 0
     if not 0 < steps * len(step.graph.nodes) <= _WRITTEN_STEPS:
         return scan(step, carries, xs, rest)

@@ -31,7 +31,7 @@ E = TypeVar("E", bound=Called)
 
 
 def runs(entries: Iterable[E]) -> list[list[E]]:
-    """Split ``entries`` into runs of consecutive entries that one constructor call creates."""
+    """Split ``entries`` into runs of consecutive entries that one constructor call creates; return the runs."""
     out: list[list[E]] = []
     for entry in entries:
         group, before = entry.group, out[-1][-1].group if out else None

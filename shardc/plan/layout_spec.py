@@ -276,7 +276,7 @@ def _read_partial(item: str, text: str, entry: str) -> tuple[str, str]:
 
 
 def _read_dim(part: str, text: str, entry: str) -> DimSpec:
-    """Parse one dim of the layout ``text``."""
+    """Parse ``part``, one dim of the layout ``text``; return its `DimSpec`."""
     if part == "~":
         return DimSpec(keep=True)
     subs: list[tuple[int | None, tuple[str, ...]]] = []

@@ -177,7 +177,9 @@ class Placed:
         return replace(self, layout=layout, causes=causes)
 
     def keeping(self, axis: str) -> Placed:
-        """Return the parameter split over ``axis`` for compute, even if entries split storage over that axis."""
+        """Return the parameter, marked so that ``axis`` splits it for compute even if entries split storage over that
+        axis.
+        """
         return replace(self, compute_axes=self.compute_axes | {axis})
 
     def split(self, dim: int, axis: str, entry: str) -> Placed:

@@ -89,14 +89,14 @@ def decode(text: str, path: str, constructors: Mapping[str, Callable[..., Any]])
 
 
 def _of(kind: type[K], value: object, path: str, what: str) -> K:
-    """Return ``value``; raise PlanError, which calls it ``what``, if it is not a ``kind``."""
+    """Return ``value``, which is ``what`` in the file ``path``; raise PlanError if it is not a ``kind``."""
     if not isinstance(value, kind):
         raise PlanError(f"{path}: {what} is {value!r}, not a {kind.__name__}")
     return value
 
 
 def _check_keys(table: Iterable[str], allowed: tuple[str, ...], path: str, what: str) -> None:
-    """Raise PlanError if a key of ``table``, which is ``what`` in the file, is not ``allowed``."""
+    """Raise PlanError if a key of ``table``, which is ``what`` in the file ``path``, is not ``allowed``."""
     for key in table:
         if key not in allowed:
             fix = did_you_mean(get_close_matches(key, allowed), f"use one of {list(allowed)}")

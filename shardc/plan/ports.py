@@ -299,7 +299,9 @@ def resolve_saves(plan: Plan, module_names: Iterable[str]) -> list[SavePolicy]:
 
 
 def check_pins(pins: Sequence[ActivationPin], tags: Sequence[str], graph: fx.Graph) -> None:
-    """Raise PlanError for an entry none of whose activations is in ``graph``; ``tags`` has the tag name of each pin."""
+    """Raise PlanError for an entry of ``pins`` none of whose activations is in ``graph``; ``tags`` has the tag name of
+    each pin.
+    """
     met = {node.kwargs["name"] for node in graph.nodes if node.target is ops.tag}
     heard = {pin.entry for pin, tag in zip(pins, tags, strict=True) if tag in met}
     for pin in pins:

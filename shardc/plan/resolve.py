@@ -237,7 +237,7 @@ def check_axes(plan: Plan, mesh: Mesh) -> None:
 
 @contextmanager
 def _named(entry: str) -> Iterator[None]:
-    """Raise a LayoutError of the ``with`` block as a PlanError that names ``entry``."""
+    """Context manager that raises a LayoutError of the block as a PlanError that names ``entry``."""
     try:
         yield
     except LayoutError as error:

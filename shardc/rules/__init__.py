@@ -62,7 +62,9 @@ def find_rule(target: object) -> Rule | None:
 
 
 def _names(target: object) -> tuple[str, str]:
-    """Return the names by which the rule of an op overload is looked up: of the overload, of all overloads."""
+    """Return two names by which the rule of an op overload is looked up: that of the overload, and that of the op for
+    all overloads.
+    """
     overload = str(written_op(target) or target)
     return overload, overload.rpartition(".")[0]
 

@@ -109,7 +109,9 @@ FUSED = table(
 
 
 def _packed(call: Call, backward: bool) -> Spec:
-    """Return the spec of attention of packed sequences (``varlen_attn``), whose heads may be split."""
+    """Return the spec of attention of packed sequences (``varlen_attn``) or, if ``backward``, of its gradient: heads
+    may be split.
+    """
     loops = Loops(call)
     shapes = dict(zip(loops.names, loops.shapes, strict=True))
     query, key, value = (shapes[name] for name in ("query", "key", "value"))

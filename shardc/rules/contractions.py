@@ -173,7 +173,9 @@ def _local_groups(local: Local) -> Emitted:
 
 
 def windowed(ops: str, ndim: int, linear: bool = False) -> list[Rule]:
-    """Return rules for windows over the last ``ndim`` dims, which must not be split; leading dims may be."""
+    """Return rules for windows over the last ``ndim`` dims, which must not be split; leading dims may be. ``linear``:
+    operand 0 may be a partial sum.
+    """
 
     def spec(call: Call) -> Spec:
         return mixed(call, range(-ndim, 0), linear=[{0}] if linear else ())

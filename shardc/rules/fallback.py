@@ -53,7 +53,9 @@ def _spec(call: Call) -> Spec:
 
 
 def _factor(named: dict[tuple[int, int], tuple[str, str]], at: int, dim: int, size: int) -> tuple[str, int, str]:
-    """Return (name, size, kind) of the factor of ``dim`` of tensor ``at``; a dim that no row names must be whole."""
+    """Return (name, size, kind) of the factor of ``dim`` of tensor ``at``, by ``named``: (tensor, dim) -> (name, kind);
+    a dim that is not there must be whole.
+    """
     name, kind = named.get((at, dim), (f"x{at}.{dim}", WHOLE))
     return name, size, kind
 

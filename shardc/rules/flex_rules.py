@@ -23,7 +23,9 @@ aten = torch.ops.aten
 
 
 class _Heads(SequenceHeads):
-    """Factors of the op: those of attention of a split sequence, and those of the captured tensors."""
+    """Factors of `flex_attention` as an op: those of attention of a split sequence, and those of the tensors that its
+    functions capture.
+    """
 
     def __init__(self, loops: Loops, *, backward: bool) -> None:
         # Gradients of captured tensors are sums over batch and heads too.

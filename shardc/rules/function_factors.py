@@ -41,7 +41,9 @@ class SubDims:
         self.whole: set[int] = set()
 
     def new(self, size: int, whole: bool = False) -> Row:
-        """Return the row of a new sub-dim."""
+        """Add a sub-dim of ``size`` elements and return the row that consists of it, () for size 1; if ``whole``, no
+        axis may split it.
+        """
         if size == 1:
             return ()
         self._sizes.append(size)
@@ -88,7 +90,7 @@ class SubDims:
             self._replace(x, (y,))
 
     def _cut(self, sub_dim: int, size: int) -> Row:
-        """Cut a sub-dim into a major part and a minor one of ``size``; return both."""
+        """Cut a sub-dim into a major part and a minor part of ``size`` elements; return the row of both."""
         parts = (*self.new(self._sizes[sub_dim] // size), *self.new(size))
         self._replace(sub_dim, parts)
         return parts
@@ -170,7 +172,7 @@ class Graph:
         return [self.rows[node][0] for node in self.outputs]
 
     def _run(self, operands: Sequence[Value]) -> dict[fx.Node, Any]:
-        """Return node -> its fake value."""
+        """Run the graph on fake tensors of the types ``operands``; return node -> its fake value."""
         vals: dict[fx.Node, Any] = {}
         values = iter(operands)
         with FakeTensorMode():
@@ -184,7 +186,7 @@ class Graph:
         return vals
 
     def _add(self, node: fx.Node) -> None:
-        """Adds an op, and unifies the sub-dims of its operands with the factors of its rule."""
+        """Adds the op ``node`` to ``ops``, and unifies the sub-dims of its operands with the factors of its rule."""
         call, new = self._call(node), self.sub_dims.new
         spec = self._spec_of(call)
         arguments = arguments_of(node)
@@ -220,7 +222,8 @@ class Graph:
         return Call(target, plain(node.args), kwargs, value if isinstance(value, tuple) else (value,))
 
     def propagate(self, pending: Sequence[Pending], check: bool) -> list[Pending]:
-        """Return the pending sums of the outputs, given those of the arguments; ``check``: only what ops accept.
+        """Return the pending sums of the outputs, given those of the arguments (``pending``); ``check``: operands that
+        an op cannot take as pending sums are kept whole.
 
         Args:
             pending: pending sums of each argument.
@@ -238,7 +241,9 @@ class Graph:
         return [self.pending[node][0] for node in self.outputs]
 
     def _pending(self, op: Op, check: bool) -> list[Pending]:
-        """Return the pending sums of each result of ``op``; see `propagate` for ``check``."""
+        """Return the pending sums of each result of ``op``, given those of its operands so far; ``check`` as in
+        `propagate`.
+        """
         before, whole = [self.pending[x][0] for x in op.operands], self.sub_dims.whole
         carried, summed = NOTHING.union(*before), op.summed(self.sub_dims, [])
         for sub_dim in carried if check else ():
@@ -364,7 +369,7 @@ class Factored:
             self.sub_dims.keep_distinct(rows)
 
     def _settle(self) -> None:
-        """Computes the pending sums of carries and results as a fixed point.
+        """Computes the pending sums of carries and results, as a fixed point over the steps, and stores them.
 
         A sub-dim is kept whole if a step changes whether a carry is a pending sum over it.
         """
@@ -385,7 +390,9 @@ class Factored:
             self._keep_consistent()
 
     def _step(self, check: bool) -> list[Pending]:
-        """Return the pending sums of the carries after a step; see `Graph.propagate` for ``check``."""
+        """Return the pending sums of the carries after one step, given those before it; ``check`` as in
+        `Graph.propagate`.
+        """
         after, self._pending_of_graphs = list(self.carried), []
         for graph, (arguments, results) in zip(self.graphs, self.flows, strict=True):
             incoming = [NOTHING if number is None else self.carried[number] for _, number in arguments]

@@ -72,7 +72,8 @@ def term(builder: Builder, x: Emitted, axes: Sequence[str]) -> Emitted:
 
 
 class _OnRank:
-    """The graphs of a call's functions on one rank.
+    """The graphs of a call's functions as one rank runs them: the layouts of their values, and builders of their local
+    ops.
 
     Attributes:
         coordinates: axes of the coordinates that the graphs read, as further operands.

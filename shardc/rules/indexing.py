@@ -382,7 +382,9 @@ def _index_put(call: Call) -> Spec:
 
 
 def _find(local: Local, layout: Layout) -> tuple[list[Emitted], list[int], Emitted]:
-    """Return (local indices, those of the indexed dims that are split, mask of the entries that this rank holds)."""
+    """Return (index tensors, in local indices where this rank's shard is indexed; the indexed dims that are split; mask
+    of the entries that this rank holds).
+    """
     call = local.builder.call
     indices, mask = list(local.operand("indices")), None
     dims = [dim for dim in indexed_dims(local.call) if split(layout, dim)]

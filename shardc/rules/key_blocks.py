@@ -117,7 +117,9 @@ class KeyBlocks:
         return self.local.builder.once(key, lambda: self._key_positions([self._coordinates(n) for n in numbers]))
 
     def _ways(self, number: int) -> tuple[Callable[[Emitted], Emitted], Callable[[Emitted], Emitted]]:
-        """Return `KeyBlock.take` and `KeyBlock.back` of the shard of rank ``number`` (see `_coordinates`)."""
+        """Return the functions `KeyBlock.take` and `KeyBlock.back` of the shard of rank ``number`` (see
+        `_coordinates`).
+        """
         if self.gathers:
             return partial(self._shard_of, number), _same
         return partial(self._sent, shift=number), partial(self._sent, shift=-number)
@@ -141,7 +143,8 @@ class KeyBlocks:
         return [self.run(aten.slice.Tensor, tensors[0], 0, at, at + half) for at in (0, half)]
 
     def reached(self, tensors: list[Emitted]) -> list[Emitted]:
-        """Return the tensors from which blocks are selected, given the keys and values of this rank.
+        """Return the tensors from which blocks are selected, given those of this rank: gathered over ranks or, in a
+        ring, the same tensors.
 
         They are gathered ones, [ranks, b, g, k, e] each; in a ring ``tensors`` themselves.
         """
@@ -181,7 +184,7 @@ class KeyBlocks:
         return self.run(aten.clone.default, x, memory_format=torch.contiguous_format)
 
     def _shard_of(self, source: int, x: Emitted) -> Emitted:
-        """Select the shard of rank ``source`` from gathered keys [ranks, b, g, k, e]."""
+        """Return the shard of rank ``source``, selected from the gathered keys ``x`` [ranks, b, g, k, e]."""
         return self.run(aten.select.int, x, 0, source)
 
     def _concatenated(self, x: Emitted) -> Emitted:
@@ -402,14 +405,14 @@ def _below(minor: Digits) -> list[int]:
 
 
 def _add(run: Callable[..., Emitted], left: Emitted, right: Emitted) -> Emitted:
-    """Emit ``left + right``; either may be an int."""
+    """Return ``left + right``, emitted by ``run``; either may be an int."""
     if isinstance(left, int) and isinstance(right, int):
         return left + right
     return run(aten.add.Tensor, *((right, left) if isinstance(left, int) else (left, right)))
 
 
 def _times(run: Callable[..., Emitted], x: Emitted, by: int) -> Emitted:
-    """Emit ``x * by``; ``x`` may be an int."""
+    """Return ``x * by``, emitted by ``run``; ``x`` may be an int."""
     return x * by if isinstance(x, int) else x if by == 1 else run(aten.mul.Tensor, x, by)
 
 

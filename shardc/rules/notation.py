@@ -102,7 +102,9 @@ class Loops:
         moves: bool = False,
         replicated: Iterable[int] = (),
     ) -> Spec:
-        """Return the `Spec` with these factors; raises RuleError if they do not multiply up to the call's shapes."""
+        """Return the `Spec` with the factors declared so far; raises RuleError if they do not multiply up to the call's
+        shapes. Keywords as in `Spec`.
+        """
         spec = Spec(
             tuple(operands),
             tuple(results),
@@ -150,7 +152,9 @@ class Loops:
 
 
 def mixed(call: Call, dims: Iterable[int], *, linear: Iterable[Iterable[int]] = (), moves: bool = False) -> Spec:
-    """Return the spec of an op that mixes elements along ``dims`` only: these must not be split and may change size."""
+    """Return the spec of an op that mixes elements along ``dims`` only, which must not be split and may change size;
+    keywords as in `Spec`.
+    """
     loops = Loops(call)
     ndim = len(loops.shapes[0])
     whole = {d % ndim for d in dims} if ndim else set()
@@ -285,8 +289,8 @@ def bind(
     linear: tuple[frozenset[int], ...],
     moves: bool,
 ) -> Spec:
-    """Return the `Spec` of ``call`` by ``operands`` and ``results``, its parsed notation; sizes of factors are read
-    from the shapes.
+    """Return the `Spec` of ``call`` by its parsed notation (``operands``, ``results``); sizes are read from shapes,
+    ``factors`` has kinds, the rest is as in `Spec`.
     """
     shapes = [v.shape for v in call.operands]
     result_shapes = [v.shape for v in call.results if v is not None]
@@ -336,7 +340,9 @@ def _shown(dims: Dims) -> str:
 
 
 def _complete(sizes: dict[str, int], sides: Iterable[Dims], shapes: Iterable[Iterable[int]]) -> None:
-    """Add to ``sizes`` each factor that shares all its dims with others: the dim's size divided by the others'."""
+    """Add to ``sizes``, in place, each factor that is missing and shares all its dims with known ones: the dim's size
+    divided by theirs.
+    """
     for dims, shape in zip(sides, shapes, strict=True):
         for names, size in zip(dims, shape, strict=True):
             unknown = [name for name in names if name not in sizes]

@@ -27,7 +27,9 @@ def pointwise(ops: str, linear: str = "", *, moves: bool = False) -> list[Rule]:
 
 
 def pointwise_spec(call: Call, linear: Iterable[Iterable[int]] = (), moves: bool = False) -> Spec:
-    """Return the spec of operands that broadcast to the results, all of which have one shape."""
+    """Return the spec of operands that broadcast to the results, all of which have one shape; ``linear`` and ``moves``
+    as in `Spec`.
+    """
     loops = Loops(call)
     shape = loops.result_shapes[0]
     operands = [loops.broadcast(operand, shape) for operand in loops.shapes]

@@ -129,7 +129,9 @@ def owned(local: Local, layout: Layout, dim: int, index: Emitted) -> tuple[Emitt
 
 
 def owned_at(local: Local, layout: Layout, dim: int, index: int) -> tuple[int, Emitted]:
-    """Return (local index on the rank that holds it, bool [] mask of this rank) of one constant global index."""
+    """Return (local index on the rank that holds it, bool [] mask that is true on that rank) of ``index``, one constant
+    global index along ``dim``.
+    """
     mask, local_index = None, 0
     digits = layout.dims[dim]
     for (radix, axis), stride in zip(digits, strides(digits), strict=True):

@@ -92,8 +92,8 @@ class Proof:
 
 
 def prove(rule: Rule, sample: Sample, ranks: Callable[[Mesh], Ranks], meshes: Sequence[Mesh]) -> Proof:
-    """Run ``sample`` under every strategy of ``rule`` on each of ``meshes``; return the `Proof`, with a text per
-    failure.
+    """Run ``sample`` under every strategy of ``rule`` on each of ``meshes``, simulated by ``ranks(mesh)``; return the
+    `Proof`, with a text per failure.
     """
     sample = sample.on_device()
     dense = sample.dense()

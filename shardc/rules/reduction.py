@@ -62,7 +62,9 @@ REDUCTIONS = table(
 
 
 def along(ops: str, *, linear: bool = False) -> list[Rule]:
-    """Return rules for ops along argument ``dim``, which must not be split and may have another size in the results."""
+    """Return rules for ops along argument ``dim``, which must not be split and may change its size; ``linear``: operand
+    0 may be a partial sum.
+    """
 
     def spec(call: Call) -> Spec:
         return mixed(call, [call["dim"]], linear=[{0}] if linear else ())

@@ -30,7 +30,7 @@ _TOKENS, _EXPERTS = "t", "e"
 
 
 def _tokens(loops: Loops, at: int, name: str) -> Dims:
-    """Declare and return the factors of operand ``at``, [tokens, width]; ``name``: the factor of its width."""
+    """Declare and return the factors of operand number ``at``, [tokens, width]; ``name``: the factor of its width."""
     size, width = loops.shapes[at]
     return loops.dim(_TOKENS, size, "sum"), loops.dim(name, width, WHOLE)
 
@@ -152,7 +152,9 @@ class _Sent:
     def _exchange(
         self, tensors: list[Emitted], sends: Emitted | None, receives: Emitted | None, rows: int
     ) -> list[Emitted]:
-        """Emit an exchange of rows and the wait for it; blocks of equal size if ``sends`` is None."""
+        """Emit an exchange of rows and the wait for it, and return the received rows; ``sends``, ``receives``: rows per
+        rank, or None for blocks of equal size.
+        """
         call, (_, group) = self.local.builder.call, self.local.builder.group(_sent(self.local))
         if sends is None:
             sizes = [self.rows // self.of.ranks] * self.of.ranks
@@ -347,7 +349,8 @@ def _unpack(local: Local, outputs: Emitted, count: int) -> list[Emitted]:
 
 
 def _by_token(local: Local, rows: _Rows, returned: Emitted, added: bool) -> Emitted:
-    """Return ``returned``, rows of choices, in the order of tokens.
+    """Return ``returned``, which has a row for each choice (token, expert), in the order of tokens; ``added``: summed
+    over each token's choices.
 
     They are summed over a token's choices, [t, width], if ``added``; else each is one number, [t, k].
     """
@@ -381,7 +384,7 @@ def _forward(local: Local) -> tuple[list[_Rows], list[list[Emitted]]]:
 
 
 def _waits(rows: _Rows) -> bool:
-    """Return whether the host may wait for the number of rows: not if they came in blocks of equal size."""
+    """Return True unless ``rows`` came in blocks of equal size: the host may then wait to learn their number."""
     return rows.sent is None or rows.sent.sends is not None
 
 

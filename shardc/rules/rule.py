@@ -129,7 +129,9 @@ class Local:
     true_size: Callable[[int, int], int] = lambda dim, size: size
 
     def same(self, /, **replaced: object) -> Emitted:
-        """Emit the same op, with the arguments in ``replaced`` (by schema name) replaced."""
+        """Emit the op itself on local tensors and return its result, with the arguments in ``replaced`` (by schema
+        name) replaced.
+        """
         args, kwargs = list(self.args), dict(self.kwargs)
         for at, argument in enumerate(self.call.target._schema.arguments):
             if argument.name not in replaced:

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitted:
-    """Emit a scan by ``function`` over the slices of one rank."""
+    """Emit a scan by ``function`` over the slices that this rank holds; return its results."""
     carries, reverse = function.counts[0], local.call["reverse"]
     pieces, run = Pieces(local, carries, 0), local.builder.call
     steps = _steps(pieces)
@@ -59,13 +59,13 @@ def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitte
 
 
 def is_padded(local: Local) -> bool:
-    """Return whether operands are padded, so that there may be fewer steps than slices."""
+    """Return whether the scan's operands are padded, so that there may be fewer steps than slices."""
     sizes = [size for layout in local.operands for size in layout.shape]
     return any(local.true_size(dim, size) != size for dim, size in enumerate(sizes))
 
 
 def _steps(pieces: Pieces) -> Emitted | None:
-    """Return the number of this rank's slices that are not padding, int64 [1]; None if none is."""
+    """Return the number of this rank's slices that are not padding, int64 [1]; None if the dim has no padding."""
     run, builder = pieces.local.builder.call, pieces.local.builder
     if pieces.elements == pieces.layout.shape[0]:
         return None
@@ -93,7 +93,9 @@ def _scaled(
 
 
 def _send(pieces: Pieces, x: Emitted, before: int, now: int) -> Emitted:
-    """Send ``x`` from the rank of piece ``before`` to that of piece ``now``; return what this rank has then."""
+    """Send ``x`` from the rank of piece ``before`` to that of piece ``now`` (and back); return what this rank has
+    received, or its own ``x``.
+    """
     to, ranks = list(range(pieces.ranks)), (pieces.members[before], pieces.members[now])
     to[ranks[0]], to[ranks[1]] = ranks[1], ranks[0]
     return pieces.run(WAIT, pieces.run(torch.ops.shardc.permute_ranks.default, x, to, pieces.group))

@@ -232,7 +232,7 @@ def _stack(call: Call) -> Spec:
 
 def _moved(dims_of: Callable[[Call, int], Sequence[int]], *, moves: bool) -> SpecOf:
     """Return the spec function of an op that rearranges elements along ``dims_of(call, ndim)``, which must not be
-    split.
+    split; ``moves`` as in `Spec`.
     """
 
     def spec(call: Call) -> Spec:

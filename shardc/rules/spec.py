@@ -87,8 +87,8 @@ def required_splits(spec: Spec, mesh: Mesh, routed: Routed, proposals: Sequence[
 
 
 def in_part(spec: Spec, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
-    """Return whether an axis of one factor of a `Routed` is a part of (or overlaps) an axis of the other, without being
-    equal.
+    """Return whether an axis that splits one factor of a `Routed` overlaps one that splits the other without being
+    equal to it; ``assignment``: factor -> digits.
     """
     if spec.routed is None:
         return False
@@ -179,7 +179,9 @@ class Spec:
         )
 
     def check(self, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]], what: str) -> None:
-        """Raise RuleError if the factors do not multiply up to the shapes."""
+        """Raise RuleError, which names the op ``what``, if the factors do not multiply up to the shapes of operands and
+        results.
+        """
         for kind, dims, shapes in (("operand", self.operands, operands), ("result", self.results, results)):
             if len(dims) != len(shapes):
                 raise RuleError(f"the rule of {what} has {len(dims)} {kind}s, the op has {len(shapes)}")
@@ -342,7 +344,9 @@ def infer(spec: Spec, operands: Sequence[Layout], results: Sequence[Layout] = ()
 
 
 def commute(spec: Spec, assignment: Mapping[str, Digits], carried: Iterable[tuple[str, str]]) -> bool:
-    """Return whether the reductions that a strategy leaves partial, or passes through, may be done in any order."""
+    """Return whether the reductions that a strategy leaves pending can be done in any order: those of factors split by
+    ``assignment``, and those ``carried`` through.
+    """
     ops = {op for _, op in carried}
     for factor, digits in assignment.items():
         if factor in spec._reduce and any(d.axis is not None for d in digits) and not spec.carried_by_all(factor):
@@ -432,7 +436,7 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
 def _strategy(
     spec: Spec, mesh: Mesh, proposals: Sequence[Assignment], choice: Mapping[str, tuple[str, object]]
 ) -> tuple[Strategy, bool] | None:
-    """Return (strategy that takes one choice for each axis, whether `Routed` allows it); None if choices clash."""
+    """Return (strategy that takes one choice for each axis, whether `Routed` allows it); None if two choices clash."""
     wanted: dict[tuple[str, int], set[str]] = {}
     carried: dict[str, tuple[str, frozenset[int]]] = {}
     for axis, (kind, detail) in choice.items():

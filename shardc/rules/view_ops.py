@@ -37,7 +37,9 @@ def _squeezed(local: Local) -> Emitted:
 
 
 def as_dims(dims: int | Sequence[int], ndim: int) -> list[int]:
-    """Return ``dims``, one or several, as a list of dims counted from 0; [] for a tensor without dims."""
+    """Return ``dims``, an int or several, as a list of dims counted from 0, given the number of dims; [] for a tensor
+    without dims.
+    """
     return [d % ndim for d in ((dims,) if isinstance(dims, int) else dims)] if ndim else []
 
 

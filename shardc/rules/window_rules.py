@@ -55,7 +55,8 @@ class Pieces:
         return zero_unless(self.local, self._along(inside, self.size), x)
 
     def from_rank(self, x: Emitted, begin: int, end: int, away: int) -> Emitted | None:
-        """Return elements ``begin`` to ``end`` of the piece ``away`` places behind this rank's; zeros if it has none.
+        """Return elements ``begin`` to ``end`` of the piece ``away`` places further along the dim than this rank's
+        (before it if negative); zeros if there is none.
 
         Returns None if no rank receives an element.
         """
@@ -93,7 +94,9 @@ class Pieces:
         return self._padded(x, before - reach[0], after - reach[1])
 
     def moved(self, x: Emitted, by: int) -> Emitted:
-        """Return ``x`` shifted by ``by`` places towards the end of the whole dim; zeros come in."""
+        """Return ``x`` shifted by ``by`` places towards the end of the unsharded dim (the begin if negative), with
+        zeros in the places that are left open.
+        """
         if by < 0:
             x = self.without_filling(x)
         away, begin = divmod(-by, self.size)
@@ -106,7 +109,9 @@ class Pieces:
         return self._padded(moved, *((0, short) if parts[1] is None else (short, 0)))
 
     def entered(self, moved: Emitted, fill: Emitted, by: int) -> Emitted:
-        """Return ``moved``, shifted by ``by``, with the elements of ``fill`` in the places that the shift left open."""
+        """Return ``moved``, which was shifted by ``by``, with the elements of ``fill`` in the places that the shift
+        left open.
+        """
         count, at = abs(by), positions(self.local, self.layout, self.dim, None)
         if by > 0:
             come = self.run(aten.lt.Scalar, at, count)

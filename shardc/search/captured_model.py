@@ -163,13 +163,15 @@ class CapturedModel:
 
     @cached_property
     def more(self) -> CapturedModel:
-        """Return a capture of more of the repeated blocks, in the end of all, for plans that treat some differently."""
+        """Return a capture of more of the repeated blocks (after some calls, of all), for plans that treat some of them
+        differently.
+        """
         keep = next((keep for keep in KEEP if keep > self.repeats.keep), 0)
         return CapturedModel.of(self.source, self.plan, self.mesh, keep) if self.repeats else self
 
     @cached_property
     def forward(self) -> CapturedModel:
-        """The captured model without its backward, for which layouts are chosen three times as fast."""
+        """The captured model without its backward: layouts for it are chosen three times as fast."""
         return replace(self, captured=replace(self.captured, graph=passes.inference(self.captured.graph)))
 
     def graph(self, mesh: Mesh, plan: Plan, options: Options, chooser: Chooser | None) -> PlannedGraph:

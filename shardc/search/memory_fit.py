@@ -208,7 +208,8 @@ class Fit:
         return [measure for *_, measure in sorted(priced, key=lambda row: row[:2])]
 
     def _take(self, plan: Plan, now: Cost, measure: Measure) -> tuple[Plan, Cost] | None:
-        """Return (plan with ``measure`` for all units, its cost); None if that fits, after fewer units were tried.
+        """Return (plan with ``measure`` for all units, its cost) if that does not fit yet; None if it fits, after plans
+        with fewer units were tried, too.
 
         Args:
             now: cost of ``plan`` without the measure; both are returned if the measure frees nothing.

@@ -168,7 +168,9 @@ class SearchOverMeshes:
     @staticmethod
     @contextmanager
     def _noted(errors: list[ShardcError]) -> Iterator[None]:
-        """Append a ShardcError of the ``with`` block (on one mesh) to ``errors``, so that the search goes on."""
+        """Context manager that appends a ShardcError of the block, the search on one mesh, to ``errors``, so that the
+        search goes on.
+        """
         try:
             yield
         except ShardcError as error:

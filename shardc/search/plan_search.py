@@ -228,8 +228,8 @@ class Search:
         return None
 
     def _fit(self) -> None:
-        """Apply memory measures to the fastest and to the smallest plan until they fit, while they are faster than the
-        best one.
+        """Apply memory measures to the fastest and to the smallest plan until each fits or is slower than the best plan
+        so far.
         """
         tried = sorted(self.tried.values(), key=lambda t: (t.seconds, str(t.plan)))
         globs = [glob for glob, _ in self.writer.by_glob(dict.fromkeys(self.param_plans, ""))]
@@ -364,7 +364,7 @@ class Search:
         return list(dict.fromkeys(layout for over in overs for layout in self._storages(over, name, compute)))
 
     def _batches(self) -> Iterator[tuple[str, ...]]:
-        """Yield the sets of axes that may split the batch."""
+        """Yield each set of axes that may split the batch; none if the user's entries split it."""
         if any(entry.batch for entry in self.hand.entries):
             return
         mentioned = set(self.hand.axes)
@@ -375,7 +375,9 @@ class Search:
     # --- schedules
 
     def forms_of(self) -> Iterator[tuple[str, Plan]]:
-        """Yield (name, plan) of the ready-made plans; the user's plan as it is, if there is one."""
+        """Yield (name, plan) of the ready-made plans; if the user gave entries, of the plan that consists of these
+        only.
+        """
         if self.hand:
             yield "given", self.hand
             return

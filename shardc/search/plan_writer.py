@@ -80,8 +80,8 @@ class Pinner:
         return plan | Plan(activations=pins) if pins else plan
 
     def _target(self, name: str) -> str:
-        """Return the name, or the glob for repeated blocks, by which plan entries mean the module boundary that tag
-        ``name`` marks.
+        """Return how plan entries name the module boundary that tag ``name`` marks: by name, or by a glob for all
+        repeated blocks.
         """
         module, where, _ = name.rsplit(".", 2)
         return self.writer.by_glob(dict.fromkeys(self.writer.block_names(module), ""))[-1][0] + (

@@ -85,7 +85,9 @@ def unstaged(plan: Plan) -> Plan:
 
 
 def _rest(plan: Plan, base: Plan) -> Plan:
-    """Return ``plan`` without the entries of ``base``, which may be of classes that only the caller has defined."""
+    """Return the plan of those entries of ``plan`` that ``base`` does not have; those of ``base`` may be of classes
+    that only the caller has defined.
+    """
     return Plan.of(entry for entry in plan.entries if entry not in base.entries)
 
 

@@ -84,7 +84,7 @@ def parts_of(captured_model: CapturedModel, program: InspectedProgram, hardware:
             sums[name][key] = sums[name].get(key, 0.0) + (end - start) / runs[phase[run]]
     sizes: dict[str, dict[str, int]] = {name: {} for name in names}
     for x in schedule.memory.tensors_at_peak:
-        of_part = sizes[_longest(names, x.module or x.name)]
+        of_part = sizes[_part_name(names, x.module or x.name)]
         of_part[x.owner] = of_part.get(x.owner, 0) + x.bytes
     received = _crossing(forward, names)
     few = [_priced(name, sums[name], sizes[name], received[name]) for name in names]
@@ -111,8 +111,8 @@ def _names(captured_model: CapturedModel, forward: Half) -> list[str]:
     return out
 
 
-def _longest(names: Sequence[str], module: str) -> str:
-    """Return the name of the part that ``module``, a module or value, is in.
+def _part_name(names: Sequence[str], module: str) -> str:
+    """Return the name of the part that ``module``, a module or value, is in; ``names`` has the names of all parts.
 
     It is the first part of a block for what is in the block and in no part of it, and the last of all for the rest.
     """
@@ -126,15 +126,15 @@ def _longest(names: Sequence[str], module: str) -> str:
 
 
 def _part(names: Sequence[str], node: fx.Node) -> str:
-    """Return the name of the part that a node is in."""
+    """Return the name of the part that a node is in; ``names`` has the names of all parts."""
     record = ir.info(node)
-    return _longest(names, record.origin.module or record.name)
+    return _part_name(names, record.origin.module or record.name)
 
 
 def _chain(half: Half, names: Sequence[str]) -> frozenset[fx.Node]:
     """Return the ops of a backward that lead to the gradients of the model's first part, through all of its blocks."""
     results = [(role, x) for role, x in ir.outputs(half.graph) if isinstance(x, fx.Node)]
-    work = [x for role, x in results if role.name and _longest(names, role.name) == names[0]]
+    work = [x for role, x in results if role.name and _part_name(names, role.name) == names[0]]
     chain: set[fx.Node] = set()
     while work:
         node = work.pop()
@@ -273,7 +273,9 @@ class Player:
         return best
 
     def _near(self, starts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Yield cuts of which a run of consecutive starts is moved by one or two places."""
+        """Yield cuts that differ from ``starts`` in that some consecutive stages begin one or two places earlier or
+        later.
+        """
         at = [self._places.index(start) for start in starts[1:]]
         for by in (-1, 1, -2, 2):
             for first in range(len(at)):
@@ -284,7 +286,7 @@ class Player:
 
     @cached_property
     def _places(self) -> list[int]:
-        """The parts at which a stage may begin."""
+        """Return the numbers of the parts at which a stage may begin."""
         return [at for at in range(1, len(self.parts)) if self._may(at)]
 
     def _order(self, played: Played) -> tuple[bool, float, tuple[int, ...]]:
@@ -293,7 +295,9 @@ class Player:
         return not fits, round(played.seconds, 9) if fits else played.memory, played.starts
 
     def _may(self, at: int) -> bool:
-        """Return whether a stage may begin at a part: inside a block only if no more is sent there than at its edge."""
+        """Return whether a stage may begin at part ``at``: inside a block only if no more bytes are sent there than at
+        the block's begin.
+        """
         name = self.parts[at].name.rpartition(".")[0]
         first = next(part for part in self.parts if part.name.rpartition(".")[0] == name)
         return self.parts[at].received <= first.received or self.parts[at] is first or not first.received
@@ -319,7 +323,7 @@ class Player:
         return min(options)[1]
 
     def play(self, starts: tuple[int, ...]) -> Played:
-        """Return the predicted step of a cut."""
+        """Return the predicted step of the cut whose stages begin at the parts ``starts``."""
         if starts not in self.played:
             stages = [self.parts[a:b] for a, b in pairwise((*starts, len(self.parts)))]
             self.played[starts] = Played(starts, self._seconds(stages), self._memory(stages))
@@ -382,6 +386,6 @@ class Player:
 
     @cached_property
     def _flights(self) -> list[set[tuple[tuple[int, int], ...]]]:
-        """For each rank, the states of a step as ((stage, number of its microbatches in flight), ...)."""
+        """For each rank, the states that occur in a step: ((stage, number of its microbatches in flight), ...)."""
         lists = self.schedule.lists
         return [{tuple(sorted(count.items())) for count in in_flight(actions)} for actions in lists]

@@ -182,5 +182,7 @@ def _order(trial: Trial) -> tuple[bool, float]:
 
 @cache
 def lists(name: str, ranks: int, count: int, per_rank: int | None) -> Schedule:
-    """Return the schedule ``name`` with the list of actions of each rank; see `shardc.ir.schedules.schedule`."""
+    """Return the schedule ``name`` (a list of actions for each rank) of ``count`` microbatches with ``per_rank`` stages
+    per rank; see `shardc.ir.schedules.schedule`.
+    """
     return schedule(name, ranks, count, per_rank)

@@ -260,7 +260,9 @@ def descend(graph: Graph, chosen: Labelling, rounds: int = 20) -> Labelling:
 
 
 def _least(parts: list[np.ndarray]) -> int:
-    """Return the index of the least sum of ``parts``; if all are inf, the one with the fewest infinite terms."""
+    """Return the index of the least sum of ``parts``; if all sums are inf, the least among those with the fewest
+    infinite terms.
+    """
     total = sum(parts[1:], parts[0])
     best = int(np.argmin(total))
     if total[best] < math.inf:
@@ -385,7 +387,7 @@ class Search:
         return self.value if self.chosen is None else self.value - self.effort.gap * abs(self.value)
 
     def propose(self, value: float, chosen: dict[int, int], graph: Graph) -> None:
-        """Record a labelling of ``graph`` of cost ``value`` if it improves on the best so far."""
+        """Record ``chosen``, a labelling of ``graph`` of cost ``value``, if it improves on the best so far."""
         if value < self.value:
             self.value, self.chosen = value, dict(chosen)
             recover(graph.trail, self.chosen)
@@ -481,7 +483,9 @@ class Search:
         return chosen
 
     def improve(self, graph: Graph, messages: Messages, chosen: Labelling) -> None:
-        """Solve the graph exactly with a few labels of each variable: the likeliest, and those of a labelling."""
+        """Solve the graph exactly with only a few labels of each variable (the likeliest, and that of ``chosen``), and
+        record the solution if it is the best so far.
+        """
         masks = {}
         for i, bounds in messages.bounds.items():
             few = np.zeros(len(bounds), dtype=bool)

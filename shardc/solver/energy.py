@@ -207,7 +207,7 @@ class Clock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the seconds of the ``with`` block to stage ``name``."""
+        """Context manager that adds the seconds of the block to the total of the stage ``name``."""
         started = time.perf_counter()
         try:
             yield

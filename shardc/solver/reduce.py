@@ -271,7 +271,7 @@ def merge_small_degrees(graph: Graph, variables: Iterable[int]) -> list[int]:
 
 
 def _eliminate(graph: Graph, i: int, products: dict[tuple, tuple]) -> bool:
-    """Eliminate variable ``i`` if that makes the graph smaller; return whether it did.
+    """Eliminate variable ``i`` if that makes the graph smaller, in place; return whether it did.
 
     Args:
         products: caches the results of `_through` for pairs of tables.

@@ -162,7 +162,9 @@ class Fsdp(Data):
         return stored
 
     def _split(self, stored: ParamPlan, param: Placed, axis: str, view: Mesh | None) -> ParamPlan:
-        """Return ``stored`` with storage split over ``axis``, too: at the first dim that divides, or else padded."""
+        """Return ``stored`` with storage also split over ``axis``: at the first dim that divides, or else padded.
+        ``view``: the mesh of the parameters' DTensors.
+        """
         storage, size = stored.storage, stored.storage.mesh.size(axis)
         if not storage.ndim or size == 1 or storage.numel == 0:
             return stored

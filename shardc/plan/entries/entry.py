@@ -120,7 +120,9 @@ class Entry:
 
     @property
     def group(self) -> tuple[tuple[str, ...], int] | None:
-        """Return (key of the constructor call, position of the entry in its arguments); None for a call of its own."""
+        """Return (key, position of the entry in the arguments) of the constructor call that creates it together with
+        others; None if the entry has a call to itself.
+        """
         return None
 
     @property

@@ -83,7 +83,7 @@ class Precision(Entry):
         return {}
 
     def covers(self, module: str) -> bool:
-        """Return whether the policy applies to the module at path ``module``."""
+        """Return whether the entry applies to the module at path ``module``."""
         return not self.modules or any(matching(glob, _around(module)) for glob in self.modules)
 
     @property

@@ -160,7 +160,9 @@ class Prefetch(Raw):
         return ("prefetch", self.module)
 
     def pins(self, modules: Sequence[str]) -> dict[tuple[str, str, int | str], Form]:
-        """Return no pins; raise PlanError if one of the modules does not exist."""
+        """Return no pins, as the entry gives no layout; raise PlanError if one of the modules that it names does not
+        exist.
+        """
         for name in (self.module, *self.modules):
             if name not in modules:
                 fix = did_you_mean(near_names(name, list(modules)), f"there are {shorten(list(modules))}")
