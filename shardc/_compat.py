@@ -133,8 +133,8 @@ def forget_specs_of_dtensors() -> None:
 
 @contextmanager
 def dynamo_captures() -> Iterator[None]:
-    """Context in which Dynamo captures code that uses Python builtins, under a config with functions in it, as torch
-    2.13 does.
+    """Context manager in which Dynamo captures code that uses Python builtins, under a config with functions in it, as
+    torch 2.13 does.
 
     Before 2.13, its bytecode needs each builtin passed in, and it fails to log such a config.
     """
@@ -260,7 +260,9 @@ def _one_dim_placement(placement: Placement | None) -> object:
 
 @contextmanager
 def differentiable() -> Iterator[None]:
-    """Context in which ops record gradients, also within an op's kernel, where torch may have turned autograd off."""
+    """Context manager in which ops record gradients, also within an op's kernel, where torch may have turned autograd
+    off.
+    """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
         yield
 

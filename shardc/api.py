@@ -259,7 +259,7 @@ def _spec(
 
 
 def _sync(build: Build, spec: ShardingSpec) -> Sync:
-    """Return the `Sync` of a module: which gradients its backwards reduce."""
+    """Return the `Sync` of a module, with the settings of the plan: which gradients its backwards reduce."""
     return Sync(
         {name: p.level for name, p in build.params.items()},
         unsynced=frozenset(build.params if build.plan.setting("accumulate") else ()),

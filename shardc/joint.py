@@ -43,7 +43,7 @@ class StageRecorder(passes.Hook):
 
 
 class Work(passes.Hook):
-    """Hook that records the FLOPs of the model's dense ops, and the dense ops of a rank."""
+    """Hook that records the FLOPs of the model's dense ops, and the dense ops (`Dense`) that one rank runs."""
 
     flops: tuple[tuple[str, int], ...] = ()
     ops: tuple[Dense, ...] = ()
@@ -84,7 +84,7 @@ class Joint:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the stages of `stages`: ``capture`` and the passes before the cut."""
+        """Names of the stages of `stages`: ``capture``, and the passes before the split into forward and backward."""
         return ("capture", *self.pipeline.until(CUT).names)
 
     @cached_property
@@ -167,7 +167,7 @@ class Request:
 
 
 def build_joint(request: Request, captured: Captured | None = None) -> Joint:
-    """Captures the model at its example inputs and runs the passes before the cut.
+    """Captures the model at its example inputs and runs the passes before the split into forward and backward.
 
     Args:
         captured: the model, if it is captured already.

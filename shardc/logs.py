@@ -30,7 +30,7 @@ TOPICS = {log.name.partition(".")[2]: log for log in (CACHE, STAGES, BUCKETS, WA
 
 
 class _Formatter(logging.Formatter):
-    """Puts the topic and, among several ranks, the rank before the message."""
+    """Formatter that puts the topic, and the rank if there are several, before the message."""
 
     def format(self, record: logging.LogRecord) -> str:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -62,7 +62,7 @@ def configure(text: str) -> None:
 
 @contextmanager
 def timed(what: str) -> Iterator[None]:
-    """Log the seconds of the block to ``shardc.stages``."""
+    """Context manager: log the seconds of its block, as ``what``, to ``shardc.stages``."""
     start = perf_counter()
     yield
     STAGES.info("%s: %.3f s", what, perf_counter() - start)

@@ -396,7 +396,9 @@ class _AdamCall:
         return grads
 
     def __call__(self, group: dict[str, Any], grads: list[Tensor]) -> None:
-        """Runs the kernel with the options of ``group``."""
+        """Repeat the kernel call with the present options of ``group`` and the gradients ``grads``; updates the shards
+        in place.
+        """
         beta1, beta2 = group["betas"]
         numbers = {name: group[name] for name in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
         adam(

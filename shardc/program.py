@@ -107,7 +107,7 @@ class Program(Executable):
             self.gathers_once, self.opens_backward = cut.parts.gathers is not None, cut.parts.backward
 
     def _set_ports(self, inputs: Sequence[tuple[str, Layout]], outputs: Sequence[Role]) -> None:
-        """Sets the layouts of inputs and outputs, which are given with the axis of time."""
+        """Sets the layouts of inputs and outputs, in place; those of the arguments include the axis of microbatches."""
         self.inputs = tuple((name, layout.devices) for name, layout in inputs)
         self.outputs = tuple(map(on_devices, outputs))
         self.in_time = in_time(inputs, outputs)
@@ -126,7 +126,7 @@ class Program(Executable):
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Names of the stages, in order; those after the cut run on demand."""
+        """Names of the stages, in order; those after the split into forward and backward run on demand."""
         last = [f"{name}{_suffix(phase)}" for name in (CUT, *self.halves.names) for phase in self.cut.phases]
         return (*self.joint.names, *last)
 
@@ -141,7 +141,7 @@ class Program(Executable):
 
     @property
     def halves(self) -> passes.Pipeline:
-        """Passes that run on the forward and the backward graph, after the cut."""
+        """Passes that run on the forward and on the backward graph, after the split into the two."""
         return self.pipeline.behind(CUT)
 
     @property
@@ -165,7 +165,7 @@ class Program(Executable):
 
     @property
     def trains(self) -> bool:
-        """Whether something needs a gradient."""
+        """Whether a parameter or input needs a gradient, so that there is a backward."""
         return self.cut.trains
 
     def order(self, training: bool) -> Schedule:
@@ -178,7 +178,9 @@ class Program(Executable):
         return {}
 
     def using(self, used: frozenset[int]) -> Program:
-        """Return this program with microbatches, for gradients of the outputs ``used``."""
+        """Return the variant of this program with microbatches that computes gradients of the outputs ``used``
+        (indices) only; cached.
+        """
         if isinstance(self.cut, MicrobatchCut) and used == self.cut.used:
             return self
         if used not in self._using:
@@ -186,7 +188,7 @@ class Program(Executable):
         return self._using[used]
 
     def _for(self, used: frozenset[int]) -> Program:
-        """Returns a program for gradients of the outputs ``used``."""
+        """Returns a new program that computes gradients of the outputs ``used`` (indices) only."""
         return type(self)(self.joint, self.source, self.folded, used)
 
     def _schedule(self, half: fx.GraphModule) -> fx.GraphModule:
@@ -215,7 +217,9 @@ class Program(Executable):
 
     @cached_property
     def _last(self) -> dict[str, fx.Graph]:
-        """Stage -> the graph after it, from the cut on, computed for inspection."""
+        """Stage -> the graph after it, computed for inspection, for the stages from the split into forward and backward
+        on.
+        """
         graphs: dict[str, fx.Graph] = {}
         for phase in self.cut.phases:
             if (half := self.cut.graph(phase)) is not None:

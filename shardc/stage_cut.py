@@ -159,7 +159,8 @@ class PipelineCut(MicrobatchCut):
         return out
 
     def _gathers(self, at: int, first: bool) -> fx.GraphModule | None:
-        """Returns the graph of a stage's gathers if it is run as ``first`` says, else None.
+        """Returns the graph in which stage ``at`` gathers parameters, if it runs within the first forward (``first``)
+        or before that (not ``first``); else None.
 
         True: as a part of the first forward. False: before that. Each stage has one or the other.
         """

@@ -64,7 +64,7 @@ class StepCut:
 
     @property
     def trains(self) -> bool:
-        """Return whether something needs a gradient."""
+        """Return whether a parameter or input needs a gradient, so that there is a backward."""
         return has_gradients(self.joint.local.graph)
 
     @property
@@ -234,15 +234,17 @@ def in_time(inputs: Iterable[tuple[str, Layout]], roles: Iterable[Role]) -> InTi
 
 
 def on_devices(role: Role) -> Role:
-    """Return ``role`` with its layout on the mesh of devices, without the axis of time."""
+    """Return ``role`` with its layout on the mesh of devices, without the axis of microbatches."""
     return role if role.layout is None else replace(role, layout=role.layout.devices)
 
 
 def of_half(role: Role) -> Role:
-    """Return ``role`` as the result of a local graph: `on_devices`, without a layout if it is of one microbatch."""
+    """Return ``role`` as the result of a local graph: as `on_devices` does, but without a layout if the result is of
+    one microbatch.
+    """
     return replace(role, layout=None) if role.layout is not None and _is_timed(role.layout) else on_devices(role)
 
 
 def _is_timed(layout: Layout) -> bool:
-    """Return whether the axis of time splits a dim."""
+    """Return whether the axis of microbatches splits a dim."""
     return layout.mesh.time in layout.bound

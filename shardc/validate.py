@@ -282,7 +282,9 @@ class _Reader:
         return value
 
     def one_of(self, value: object, kinds: tuple[Any, ...], path: tuple[str, ...]) -> object:
-        """Return ``value`` converted to the first of ``kinds`` that it fits; else the error of the closest."""
+        """Return ``value`` converted to the first of ``kinds`` that it fits; if it fits none, raise the `_Mismatch` of
+        the closest.
+        """
         deepest: _Mismatch | None = None
         for kind in kinds:
             try:

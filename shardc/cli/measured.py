@@ -20,7 +20,7 @@ _GAP = 0.002  # share of the step from which a wait is drawn as a gap of compute
 
 @dataclass(frozen=True)
 class Pair:
-    """One collective as predicted and as measured.
+    """A predicted collective and the one that ran in its place: bytes, seconds and exposed seconds of both.
 
     Args:
         kind, axis, tensor, phase: kind, mesh axis, tensor and phase of the predicted collective.
@@ -72,7 +72,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One step as predicted and as measured on rank 0.
+    """One step as predicted and as measured on rank 0: seconds, memory, collectives and phases.
 
     Args:
         plan: the plan, as text.

@@ -43,7 +43,7 @@ WARM_UP = 2  # steps that are not timed; the first compiles
 
 @dataclass(frozen=True)
 class Work:
-    """The model to run, and the settings of the run.
+    """The model to run with ``measure``, and the settings of the run.
 
     Args:
         target: the model, as `shardc.cli.target.load` takes it.
@@ -64,7 +64,7 @@ class Work:
 
 @dataclass(frozen=True)
 class _Training:
-    """A model under one plan on this rank.
+    """A model compiled under one plan on this rank, with its optimizer, inputs and predicted schedule.
 
     Args:
         plan: the plan, as text.

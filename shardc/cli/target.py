@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Command(NamedTuple):
-    """A command of the command line.
+    """A command of ``python -m shardc``: its name, help, arguments and function.
 
     Args:
         name: its name.
@@ -56,7 +56,7 @@ class Command(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """A model to compile.
+    """A model to compile, with example arguments, as the user's file defines it.
 
     Args:
         name: the target as the user wrote it.

@@ -22,7 +22,7 @@ _MAX_OPS = 64  # ops to search upstream of a collective for the parameter whose 
 
 @dataclass(frozen=True)
 class Cause:
-    """The origin of a collective.
+    """The origin of a collective: the tensors that it moves, the code that needs it, and the plan entry that causes it.
 
     Args:
         tensors: the parameters that are gathered or whose gradients are reduced; otherwise the value that moves.
@@ -143,8 +143,8 @@ class Explainer:
             work += fresh
 
     def _first_use(self, at: int) -> str:
-        """Return the source line of the first op that computes with the result of the collective at ``at``; "" for
-        none.
+        """Return the source line of the first op that computes with the result of the collective at ``at``; "" if no op
+        does.
         """
         work, seen = [at], {at}
         while work:
@@ -168,8 +168,8 @@ class Explainer:
         return self.position.get(consumer, at)
 
     def _compute_entry(self, at: int) -> str:
-        """Return the plan entries, as text, that decide the compute layout of the parameter at ``at``; "" if the op
-        there is no parameter.
+        """Return the plan entries, as text, that decide the compute layout of the parameter at ``at``; "" if the op at
+        ``at`` is no parameter.
         """
         node = self.step.ops[at].node
         return self.compute.get(ir.info(node).name, "") if node.op == "placeholder" else ""

@@ -33,7 +33,7 @@ _LOOKUPS = {aten.embedding.default, aten.index_select.default, aten.gather.defau
 
 @dataclass
 class Buffer:
-    """Memory that one op allocates.
+    """Memory that one op of a step allocates: its bytes, and the positions of the ops that use it.
 
     Args:
         size: bytes.
@@ -50,7 +50,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Local ops that run as one kernel.
+    """Local ops of a step that run as one kernel, with its operations and bytes.
 
     Args:
         ops: positions of the ops in the step.
@@ -213,7 +213,7 @@ NAMED = 3  # most modules named in a warning
 
 @dataclass(frozen=True)
 class Dense:
-    """A dense op (`is_dense`) on one rank.
+    """A dense op (`is_dense`) on one rank: its operations and bytes, and how many ranks repeat them.
 
     Args:
         name, module: name and module of the op.
@@ -238,7 +238,9 @@ def layers_of(name: str) -> str:
 
 
 def model_flops(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
-    """Yield (dense op, operations on all ranks together, without redundancy) of a global graph."""
+    """Yield (dense op, its operations) of a global graph: at global shapes, so on all ranks together and without
+    redundancy.
+    """
     for node in graph.nodes:
         if node.op == "call_function" and (flops := flops_of(node)):
             yield node, flops
@@ -369,11 +371,13 @@ def _mend(axis: str, work: _Axis, total: int, params: Mapping[str, Layout]) -> s
 
 
 def _largest(modules: dict[str, float]) -> list[str]:
-    """Return the names of the `NAMED` modules with the most operations, the largest first."""
+    """Return the names of the modules with the most operations, the largest first, `NAMED` at most; ``modules``: name
+    -> operations.
+    """
     return sorted(modules, key=lambda module: -modules[module])[:NAMED]
 
 
 def _names(modules: dict[str, float]) -> str:
-    """Return the modules with the most operations as text, with the number of the others."""
+    """Return as text the names of the modules with the most operations, and how many modules it leaves out."""
     left = len(modules) - NAMED
     return ", ".join(name or "the model" for name in _largest(modules)) + (f" and {left} more" if left > 0 else "")

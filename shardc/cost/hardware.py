@@ -23,7 +23,7 @@ from shardc.validate import near
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between ranks.
+    """A connection between ranks, or between device and host: its bandwidth, and its latency per hop.
 
     Args:
         name: the usual name of its technology.
@@ -40,7 +40,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A cluster of nodes with equal ranks.
+    """Description of a cluster of nodes with equal ranks: compute rates, memory and links, from which it predicts
+    seconds.
 
     Args:
         name: the name that ``find`` looks up.
@@ -191,7 +192,7 @@ class Hardware:
         return Price(self.host.ring + nbytes / (self.host.bandwidth * self.wire), "copy", self.host.name)
 
     def check(self, mesh: Mesh) -> None:
-        """Raise MeshError if ``mesh`` is larger than the description is valid for."""
+        """Raise MeshError if ``mesh`` has more ranks than this description is valid for."""
         if mesh.ranks > self.largest:
             raise MeshError(
                 f"the mesh {mesh} has {mesh.ranks} ranks; {self.name} is described for at most {self.largest}",
@@ -298,8 +299,8 @@ def price(hardware: Hardware, kind: str, where: Route, wire_bytes: float) -> Pri
 
 
 def direct_bandwidth(hardware: Hardware, kind: str, where: Route) -> float:
-    """Return the bytes per second that a rank sends point to point in a collective of ``kind`` over a group placed at
-    ``where``.
+    """Return the bytes per second that a rank sends in a collective of ``kind`` by direct messages over a group placed
+    at ``where``.
 
     Links within its node and between nodes carry data concurrently.
     """

@@ -56,7 +56,7 @@ class Pricing(Protocol):
 
 
 class Measured(NamedTuple):
-    """The measured cost of a kind of collective on groups of ``ranks`` ranks.
+    """The measured latency and bandwidth of a kind of collective on groups of ``ranks`` ranks.
 
     Args:
         kind: the kind of collective, as in `shardc.cost.redistribute.Step`.
@@ -94,7 +94,7 @@ class Messages(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel:
-    """The performance of a rank and its links.
+    """A `Pricing` by the measured or assumed rates of a rank and its links: latency, bandwidth, FLOP/s.
 
     Args:
         latency: seconds of a collective before its first byte.
@@ -155,7 +155,9 @@ class CostModel:
         return self.best_seconds(kind, prod([mesh.size(axis) for axis in axes]), wire_bytes)
 
     def best_seconds(self, kind: str, ranks: int, wire_bytes: float) -> float:
-        """Return the seconds of a collective of ``kind`` by its fastest algorithm (see the pass `Algorithms`)."""
+        """Return the seconds of a collective of ``kind`` on ``ranks`` ranks by the fastest of its algorithms (those of
+        the pass `Algorithms`).
+        """
         native = self.seconds(kind, ranks, wire_bytes)
         if ranks == 1 or not any(map(self.measured, _EXCHANGEABLE)):
             return native

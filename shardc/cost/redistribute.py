@@ -27,7 +27,8 @@ Region = tuple[Place, ...]
 
 @dataclass(frozen=True)
 class Move:
-    """An edge of the search graph: one collective or local op.
+    """An edge of the search graph of a redistribution: one collective or local op, which changes the locations of axis
+    parts.
 
     Args:
         kind: the kind of step, as in `Step`.
@@ -100,7 +101,8 @@ def _straight(
     came: dict[State, tuple[State, Move]],
     states: list[State],
 ) -> list[tuple[Move, State]]:
-    """Return the cheapest of the paths that lead to one of ``states`` and from there on take `_Moves.straight`.
+    """Return the cheapest of the paths that lead to one of ``states`` and continue by the moves of `_Moves.straight` to
+    the target.
 
     Args:
         best: state -> seconds of the cheapest path to it.
@@ -177,7 +179,9 @@ class _StateCache:
         return (self.numel * partial * (terms - 2) + ranks * self.target_numel) // ranks
 
     def tilings(self, region: Region, state: State) -> list[State]:
-        """Return the states that split exactly ``region``; parts that are partial in ``state`` remain partial."""
+        """Return the states in which axis parts split exactly the factors of ``region``; parts that are partial in
+        ``state`` remain so.
+        """
         key = region, tuple(min(at, WHOLE) for at in state)
         if key not in self._tilings:
             inside = [
@@ -212,7 +216,9 @@ class _StateCache:
                 yield from self._fill(inside, left // places.sizes[part], bound, part + 1, blocked | places.clashes[at])
 
     def rivals_whole(self, state: State, part: int) -> bool:
-        """Return whether no axis part that overlaps ``part`` splits anything: all are at the location `WHOLE`."""
+        """Return whether no axis part that overlaps axis part ``part`` splits anything in ``state``: all are at the
+        location `WHOLE`.
+        """
         return all(state[rival] == WHOLE for rival in self.places.rivals[part])
 
 
@@ -229,7 +235,7 @@ class _Moves:
 
     @cached_property
     def blocked(self) -> int:
-        """Bit mask of the locations that overlap a location in use: no axis part can move there."""
+        """Bit mask of the locations that overlap a location in use, to which no axis part can move."""
         mask = 0
         for at in self.state:
             if at > WHOLE:
@@ -238,7 +244,9 @@ class _Moves:
 
     @cached_property
     def crossed(self) -> bool:
-        """Return whether a part occupies a place that overlaps its own target; then all temporary places count."""
+        """Return whether an axis part occupies a place that overlaps its own target; if so, moves try all temporary
+        places.
+        """
         return any(self.goal[k] > WHOLE and self.places.clashes[self.state[k]] >> self.goal[k] & 1 for k in self.bound)
 
     def all(self) -> Iterator[tuple[Move, State]]:
@@ -404,7 +412,7 @@ class Step:
 
     @property
     def slices_time(self) -> bool:
-        """Return whether it is a local op over the axis of time: a slice for each microbatch."""
+        """Return whether it is a local op over the axis of microbatches: a slice for each microbatch."""
         return self.kind in LOCAL and _is_in_time(self.src.mesh, self.axes)
 
     def wire_elements(self) -> int:
@@ -475,7 +483,7 @@ def wire_bytes(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> int:
 
 
 def _is_in_time(mesh: Mesh, axes: Iterable[str]) -> bool:
-    """Return whether one of ``axes`` is the axis of time, or a part of it."""
+    """Return whether one of ``axes`` is the axis of microbatches, or a part of it."""
     return bool(mesh.time) and any(mesh.overlap(axis, mesh.time) for axis in axes)
 
 

@@ -77,8 +77,8 @@ def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
 
 
 def _bringing_keys(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that lead from a rank's own keys and values to an attention op, if there is a collective among
-    them.
+    """Return the nodes that bring other ranks' keys and values to attention ops: the collective, an op before it that
+    packs its operand, and the ops from it to the attention.
     """
     nodes: set[fx.Node] = set()
     for call in (node for op in (CALL, FLEX) for node in graph.find_nodes(op="call_function", target=op)):
@@ -95,7 +95,7 @@ def _bringing_keys(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _region(node: fx.Node) -> int:
-    """Return the number of the checkpoint region of a forward node; 0 for none."""
+    """Return the number of the checkpoint region that a forward ``node`` is in; 0 if it is in none."""
     origin = ir.info(node).origin
     return origin.region if origin.phase == "forward" else 0
 
@@ -125,7 +125,7 @@ ALIASED = "shardc_aliased"
 
 @dataclass(frozen=True)
 class Op:
-    """One execution of a node in a step.
+    """One execution of a node in a step; a recomputed or regathered node has several.
 
     Args:
         node: the node.
@@ -280,13 +280,13 @@ def _key(half: Half, role: Role, microbatch: int) -> tuple[object, ...]:
 
 
 def _placed(start: Op, plan: MemoryPlan) -> tuple[int, ...]:
-    """Return the indices of the results of the collective ``start`` that are in the arena."""
+    """Return the indices of those results of the collective ``start`` that ``plan`` places in the arena."""
     slots: Any = comm_volume.arguments_of(start.node).get("slots") or ()
     return tuple(k for k, slot in enumerate(slots) if plan.slots and plan.slots[slot].region != OUTSIDE)
 
 
 class _Builder:
-    """Collects the ops of a step.
+    """Collects the ops of a step in order, each after those that it reads.
 
     Attributes:
         gathered: node whose value is an unsharded parameter -> FSDP level.
@@ -308,7 +308,9 @@ class _Builder:
             self.at.pop(node, None)
 
     def add(self, node: fx.Node, phase: str) -> None:
-        """Append ``node`` to the ops of the step, after those of its inputs that are not in it yet."""
+        """Append ``node`` to the ops of the step, as one of ``phase``, after those of its inputs that are not in it
+        yet.
+        """
         work = [node]
         while work:
             current = work[-1]
@@ -418,7 +420,8 @@ def is_coordinate(node: fx.Node) -> bool:
 
 @dataclass
 class Gathered:
-    """The cost of gathering a parameter a second time, for backward.
+    """A parameter that backward gathers a second time: the seconds that this adds, and the bytes that it would take to
+    keep it.
 
     Args:
         name: name of the parameter.

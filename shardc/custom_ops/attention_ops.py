@@ -154,7 +154,9 @@ def _without_padding(
 
 
 def _aligned(causal: bool, query: Tensor, key: Tensor) -> bool:
-    """Return whether kernels agree on the mask: there is none, or as many queries as keys, so none is shifted."""
+    """Return whether all attention kernels mask alike: there is no causal mask, or there are as many queries as keys,
+    so that none shifts it.
+    """
     return not causal or query.shape[2] == key.shape[2]
 
 
@@ -177,7 +179,9 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale
 def _written_out(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, scores: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value by plain ops, given the ``scores`` [b, h, q, k]."""
+    """Return the gradients of query, key and value by plain ops, given ``grad``, that of ``out``, and the ``scores``
+    [b, h, q, k] with their log-sum-exps ``sums``.
+    """
     wide = scores.dtype
     weights, grad = (scores - sums.unsqueeze(-1)).exp(), grad.to(wide)
     shares = grad @ _by_head(value, query).to(wide).transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)

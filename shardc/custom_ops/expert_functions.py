@@ -86,7 +86,9 @@ class Body:
 
     @cached_property
     def grouped_backward(self) -> Callable[..., Sequence[Tensor | None]] | None:
-        """Return ``backward`` as a function for all experts' rows; None if there is none, or it cannot be rewritten."""
+        """Return ``backward`` as a function for the rows of all experts; None if there is no backward, or it cannot be
+        rewritten.
+        """
         return None if self.backward is None else grouped(self.backward, 2)
 
     def to_json(self) -> dict[str, object]:
@@ -130,7 +132,7 @@ def register(body: Body) -> Body:
 
 
 def body_of(name: str) -> Body:
-    """Return the registered body ``name``; RuleError if there is none, i.e. it was not captured or loaded here."""
+    """Return the registered body ``name``; RuleError if this process has not captured or loaded it."""
     if name not in _bodies:
         raise RuleError(f"no experts are known by the name {name!r}", fix="capture, or load, the model that has them")
     return _bodies[name]
@@ -181,7 +183,8 @@ def _write_to(graph: fx.Graph, node: fx.Node, place: fx.Node) -> None:
 
 
 def _product(graph: fx.Graph, gradient: fx.node.Argument, place: fx.Node) -> fx.node.Argument:
-    """Return a node for ``gradient`` that writes it to the buffer ``place``; ``gradient`` itself if it is no ``mm``.
+    """Return a node that writes ``gradient``, if it is an ``mm`` or the transpose of one, to the buffer ``place``; else
+    ``gradient`` itself.
 
     The transpose of a product is a product too.
     """

@@ -25,13 +25,17 @@ _library.define("exit_grad(Tensor grad, Tensor index) -> Tensor")
 
 
 def _enter(tensors: list[Tensor], index: Tensor) -> list[Tensor]:
-    """Marker op: return [rows, routing weight of each row [n, 1], *parameters of one expert], given those of all."""
+    """Marker op at the start of one expert's function: return its [rows, routing weight of each row [n, 1],
+    *parameters], given ``tensors``, those of all experts.
+    """
     x, weight, *params = tensors
     return [x.clone(), weight.new_empty(x.shape[0], 1), *(p.new_empty(p.shape[1:]) for p in params)]
 
 
 def _enter_grad(grads: list[Tensor], index: Tensor, sizes: list[int]) -> list[Tensor]:
-    """Gradient of `_enter`: return the gradients of tokens, routing weights and all experts' parameters."""
+    """Gradient of `_enter`: return the gradients of tokens, routing weights and all experts' parameters (``sizes``:
+    number of experts in each).
+    """
     x, scale, *params = grads
     return [
         x.clone(),
@@ -59,7 +63,7 @@ def _enter_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor |
 
 
 def _copy(x: Tensor, index: Tensor) -> Tensor:
-    """Marker op at the end: return the results of the rows."""
+    """Marker op at the end of one expert's function: return a copy of its results ``x``."""
     return x.clone()
 
 

@@ -115,7 +115,9 @@ def _note(index: Tensor, experts: int, over: str) -> Tensor:
 
 
 def _order(key: Tensor, count: int) -> list[Tensor]:
-    """Return [order that sorts ``key``, its inverse, end of each key below ``count`` in that order], all int64."""
+    """Return [permutation that sorts ``key``; its inverse; for each value below ``count``, the end of its entries in
+    that order], all int64.
+    """
     values, order = key.sort(stable=True)
     ends = torch.searchsorted(values, torch.arange(count, device=key.device), right=True)
     return [order, _inverse(order), ends]
@@ -127,7 +129,7 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def _arrived(came: Tensor, ranks: int, rows: int, blocks: bool) -> list[Tensor]:
-    """Return [order that sorts received rows by expert, its inverse, end of each expert's rows in that order].
+    """Return [permutation that sorts received rows by expert; its inverse; end of each expert's rows in that order].
 
     Rows arrive sorted by rank, then by expert.
 
@@ -176,7 +178,9 @@ def _blocks(order: Tensor, back: Tensor, ends: Tensor, ranks: int, rows: int) ->
 
 
 def _within(most: Tensor, rows: int, ranks: int, dtype: torch.dtype) -> Tensor:
-    """Record a `Load` for `noting`; return 1 if all blocks have room for their rows, else NaN, as ``dtype`` [1]."""
+    """Record a `Load` for `noting`; return 1 if the fullest block, by ``most`` (encoded as in `Load`), has at most
+    ``rows`` rows, else NaN, as ``dtype`` [1].
+    """
     if _noted is not None:
         _noted.loads.append(Load(most, rows, ranks))
     return torch.where(most // ranks <= rows, 1.0, torch.nan).to(dtype)

@@ -31,7 +31,7 @@ _PLACES = ("batch", "head")  # by-place dims of captured tensors, by the positio
 
 @dataclass(frozen=True)
 class ScoreFunctions:
-    """The score and mask functions of a call.
+    """The score and mask functions of a call of flex_attention, and what they read.
 
     Args:
         score: of (score, batch, head, row, column, batch here, head here, *captured) -> score; None for the score as
@@ -231,7 +231,7 @@ _Take = slice | Tensor  # of keys: neighbours, or any
 
 
 class _Mask:
-    """The mask of a call.
+    """The mask of a call of `flex`: its mask function with the positions that it takes.
 
     Args:
         captured: tensors that the mask function reads.
@@ -257,7 +257,7 @@ class _Mask:
         self.local_batches, self.local_heads = (torch.arange(n, device=device) for n in (batch, heads))
 
     def batch_slices(self) -> list[slice]:
-        """Return slices of the batch, in each of which all rows have the same mask."""
+        """Return slices of the batch dim; all entries of a slice have the same mask."""
         return [slice(at, at + 1) for at in range(self.size[0])] if self.functions.by_batch else [slice(None)]
 
     def of(self, batch: slice, rows: slice, take: _Take) -> Tensor:
@@ -284,7 +284,9 @@ class _Mask:
         return visible
 
     def places(self, batch: slice, rows: slice, take: _Take) -> list[Tensor]:
-        """Return the functions' arguments between score and captured tensors: what they say about a block."""
+        """Return the places of a block that score and mask functions take: indices of batch, head, query and key, then
+        batch and head as counted on this rank.
+        """
         return [
             self.batches[batch].view(-1, 1, 1, 1), self.heads.view(1, -1, 1, 1), self.rows[rows].view(1, 1, -1, 1),
             self.columns[take].view(1, 1, 1, -1),
@@ -301,7 +303,7 @@ def _mask_of(
 
 
 class _Blocks:
-    """Blocks of scores of a call: which keys the queries of a block see, and the scores of these.
+    """Iterates over blocks of the scores of a call: which keys the queries of a block see, and their scores.
 
     Args:
         query, key, captured: as of `flex`.
@@ -346,7 +348,8 @@ class _Blocks:
         return x.reshape(x.shape[0], self.groups, -1, x.shape[3])
 
     def of_queries(self) -> Iterator[tuple[_At, Iterator[tuple[_Take, Tensor | None]]]]:
-        """Yield each block of queries, with the keys that it sees, block by block, and the mask of those it does not.
+        """Yield each block of queries with an iterator of (block of keys that it sees, mask that is true where a query
+        does not see a key).
 
         The mask broadcasts to the block's scores; None for none.
         """
@@ -371,7 +374,8 @@ class _Blocks:
     def scores(
         self, query: Tensor, at: _At, take: _Take, hidden: Tensor | None
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return (scores, -inf where hidden; function from their gradient to that of the products).
+        """Return (scores of the block, -inf where ``hidden``; function from their gradient to that of the products of
+        query and key).
 
         Args:
             query: queries of the block, times the scale.
@@ -472,8 +476,8 @@ FLEX_VISIBLE = torch.ops.shardc_attention.flex_visible.default
 
 @lru_cache(maxsize=1024)
 def seen_share(body: str, rows: int, columns: int) -> float:
-    """Return the share of ``rows`` x ``columns`` pairs that the mask of ``body`` leaves, by some of the rows; 1 if it
-    reads tensors.
+    """Return the share of ``rows`` x ``columns`` pairs that the mask of ``body`` leaves visible, computed on a sample
+    of the rows; 1 if the mask reads tensors.
     """
     functions = score_functions(body)
     if functions.counts[1] or not rows or not columns:

@@ -68,7 +68,9 @@ def dim_of_blocks(x: Sequence[int], amax: Sequence[int]) -> int:
 
 
 def multiply(a: Tensor, b: Tensor, amax_a: Tensor, amax_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product, in ``dtype``, of the matrices that the float8 operands are, divided by their scales."""
+    """Return the matrix product, in ``dtype``, of two float8 operands divided by their scales, which follow from their
+    maxima ``amax_a`` and ``amax_b``.
+    """
     inverse_a, inverse_b = scale_of(amax_a, a.dtype).reciprocal(), scale_of(amax_b, b.dtype).reciprocal()
     blocks = amax_a.ndim == 3
     if _has_kernel(a.device) and not blocks and dtype != torch.float64:
@@ -87,7 +89,9 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 def _by_kernel(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product by the kernel, of operands that are padded and laid out as it takes them."""
+    """Return the product by torch's float8 kernel, times ``inverse_a`` and ``inverse_b``; pads and lays out the
+    operands as the kernel needs them.
+    """
     (_, inner), (_, columns) = a.shape, b.shape
     more_inner, more_columns = -inner % UNIT, -columns % UNIT
     a = aten.constant_pad_nd(a, [0, more_inner]) if more_inner else a
@@ -120,7 +124,7 @@ WRITTEN_OUT = {QUANTISE: quantise, MM: multiply}  # in torch's ops, which Induct
 
 
 def data_operands(node: fx.Node) -> list[fx.Node]:
-    """Return the operands of ``node``; those of a quantisation without the maximum by which it scales."""
+    """Return the operands of ``node``; of a quantisation only the tensor, without the maximum that gives its scale."""
     return node.all_input_nodes[:1] if node.target is QUANTISE else node.all_input_nodes
 
 

@@ -26,7 +26,8 @@ NAMESPACE = "shardc_function"
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """The graphs of an op, and how its operands are their arguments.
+    """The graphs that an op such as ``cond`` or ``scan`` runs, with the numbers by which its operands are split into
+    their arguments.
 
     Args:
         kind: name of the op, a key of `KINDS`.
@@ -84,7 +85,7 @@ _functions: dict[str, Function] = {}
 
 
 def named(graph: fx.Graph) -> None:
-    """Gives the nodes names that do not depend on where the function is called."""
+    """Renames the nodes of ``graph``, in place, by names that do not depend on where the function is called."""
     for at, node in enumerate(graph.nodes):
         node._rename(f"v{at}") if node.op != "output" else None
         node.target = node.name if node.op == "placeholder" else node.target
@@ -96,7 +97,7 @@ def register(function: Function) -> Function:
 
 
 def function_of(name: str) -> Function:
-    """Return the registered function ``name``; RuleError if there is none: it was not captured or loaded here."""
+    """Return the registered function ``name``; RuleError if this process has not captured or loaded it."""
     if name not in _functions:
         raise RuleError(f"no function is known by the name {name!r}", fix="capture, or load, the model that has it")
     return _functions[name]
@@ -123,7 +124,7 @@ def _cond(operands: list[Tensor], body: str) -> list[Tensor]:
 
 
 def _scan(operands: list[Tensor], body: str, reverse: bool = False, steps: Tensor | None = None) -> list[Tensor]:
-    """Return what the last step carries, and the results of all steps, stacked along dim 0.
+    """Return the carries after the last step, then the results of all steps, stacked along dim 0.
 
     Args:
         reverse: whether the last slices come first.
@@ -179,7 +180,9 @@ def _unaliased(results: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Te
 
 
 def _loop_gradient(operands: list[Tensor], body: str) -> list[Tensor]:
-    """Run a loop, then its gradient step by step backward; return gradients of carries, then of the rest."""
+    """Run a loop, then its gradient step by step in reverse; return gradients of its carries, then of its other
+    operands.
+    """
     function = function_of(body)
     (condition, step, gradient), (count, carries) = function.calls, function.counts
     grads, carried, rest = operands[:count], operands[count : count + carries], operands[count + carries :]
@@ -194,7 +197,8 @@ def _loop_gradient(operands: list[Tensor], body: str) -> list[Tensor]:
 
 
 def _no_gradient(grads: list[Tensor], like: list[Tensor], results: list[Tensor]) -> list[Tensor]:
-    """Raise InputError in place of a gradient: of a while_loop that contains a loop or branch, or is inside of one.
+    """Raise InputError in place of the gradient of a while_loop that contains a loop or branch, or that is inside of
+    one.
 
     On fake tensors it returns tensors like ``like``, so that the backward can be traced.
     """

@@ -31,7 +31,8 @@ def suits(x: Tensor, params: list[Tensor]) -> bool:
 
 
 def grouped(graph: fx.Graph, experts_from: int) -> Callable[..., Any] | None:
-    """Rewrite ``graph`` of a `Body` for the rows of all experts at once; return None if that is not possible.
+    """Rewrite ``graph`` of a `Body` for the rows of all experts at once; return it as a function, or None if that is
+    not possible.
 
     Args:
         experts_from: index of the first result with a dim of experts; earlier results have one of rows.

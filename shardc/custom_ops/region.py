@@ -251,29 +251,31 @@ Collective = Callable[[Tensor, int, str], Tensor]
 
 
 def _apply(forward_op: Collective, backward_op: Collective, x: Tensor, axis: str) -> Tensor:
-    """Run a collective along ``axis``, whose gradient is the collective ``backward_op``."""
+    """Run ``forward_op``, a collective, along ``axis`` on ``x``; the gradient of its result is the collective
+    ``backward_op``.
+    """
     apply: Callable[..., Tensor] = _Differentiable.apply
     return apply(x.contiguous(), forward_op, backward_op, size(axis), group_name([axis]))
 
 
 def _wait(started: Tensor) -> Tensor:
-    """Wait for the result of a collective."""
+    """Wait for the result of the collective that returned ``started``, and return it."""
     done: Tensor = _ops.wait_tensor.default(started)
     return done
 
 
 def _sum(x: Tensor, n: int, group: str) -> Tensor:
-    """All-reduce ``x`` over the ``n`` ranks of ``group``."""
+    """All-reduce ``x``, by sum, over the ``n`` ranks of ``group``; wait for the result and return it."""
     return _wait(_ops.all_reduce.default(x, "sum", group))
 
 
 def _gather(x: Tensor, n: int, group: str) -> Tensor:
-    """All-gather ``x`` along dim 0."""
+    """All-gather ``x`` along dim 0 over the ``n`` ranks of ``group``; wait for the result and return it."""
     return _wait(_ops.all_gather_into_tensor.default(x, n, group))
 
 
 def _scatter(x: Tensor, n: int, group: str) -> Tensor:
-    """Reduce-scatter ``x`` along dim 0."""
+    """Reduce-scatter ``x`` along dim 0, by sum, over the ``n`` ranks of ``group``; wait and return the result."""
     return _wait(_ops.reduce_scatter_tensor.default(x, "sum", n, group))
 
 
@@ -284,7 +286,7 @@ def _all_to_all(x: Tensor, n: int, group: str) -> Tensor:
 
 
 class _Differentiable(torch.autograd.Function):
-    """A collective whose gradient is another collective."""
+    """Autograd function of a collective, whose gradient is another collective."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_op: Collective, backward_op: Collective, n: int, group: str) -> Tensor:

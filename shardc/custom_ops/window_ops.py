@@ -35,17 +35,19 @@ def _shift(x: Tensor, fill: Tensor | None, dim: int, by: int) -> Tensor:
 
 
 def _edge(x: Tensor, dim: int, begin: int, end: int) -> Tensor:
-    """Return elements ``begin`` to ``end`` of ``x``: few, so that they are best sent to all ranks that need them."""
+    """Return elements ``begin`` to ``end`` of ``x`` along ``dim``: so few that it is best to send them to all ranks
+    that need some.
+    """
     return aten.slice.Tensor(x, dim, begin, end).clone()
 
 
 def _cumsum(x: Tensor, dim: int, reverse: bool) -> Tensor:
-    """Return the sums up to each element, or from each on if ``reverse``."""
+    """Return, for each element, the sum up to it along ``dim``, or from it to the end if ``reverse``."""
     return x.flip([dim]).cumsum(dim).flip([dim]) if reverse else x.cumsum(dim)
 
 
 def _convolve(x: Tensor, weight: Tensor, before: int, after: int, dilation: int, groups: int) -> Tensor:
-    """Return the convolution over the last dim of ``x``, which has the same number of elements.
+    """Return the convolution of ``x`` with ``weight`` over the last dim, which keeps its number of elements.
 
     Args:
         x: [rows, channels in, elements].

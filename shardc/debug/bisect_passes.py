@@ -39,7 +39,7 @@ SCALED = GLOBAL + ("propagate",)  # stages before the gradient scaling of the ob
 
 @dataclass(frozen=True)
 class Checked:
-    """The comparison of one stage with one device.
+    """The comparison of one stage with a run on one device: the largest error, and the output or gradient that has it.
 
     Args:
         stage: name of the stage, that of its pass.
@@ -54,7 +54,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of `bisect`.
+    """The result of `bisect`: the first wrong stage and node, if any, and the errors of the stages up to it.
 
     Args:
         checked: the stages in order, up to the first wrong one.

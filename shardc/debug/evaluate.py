@@ -31,7 +31,7 @@ MOVES = (*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.reshard)
 
 
 class Failed(Exception):
-    """Raised if a node cannot be executed.
+    """Raised if `node` of a graph cannot be executed.
 
     Attributes:
         node: the node.
@@ -44,7 +44,7 @@ class Failed(Exception):
 
 @dataclass
 class Values:
-    """The values that a graph computed.
+    """The values that a run of a graph computed, as global tensors: of nodes by name, and of outputs by key.
 
     Args:
         by_name: node name -> its value as a global tensor, or an error text if replicas differ or shards do not fit.

@@ -29,7 +29,7 @@ from shardc.validate import near
 
 
 class DynamicDims:
-    """The dims whose sizes change from call to call.
+    """The dims of inputs whose sizes change from call to call, with a name for each size.
 
     Args:
         dims_by_input: input -> dim (negative counts from the end) -> name of its size; equal names are equal sizes.
@@ -142,7 +142,8 @@ class Family:
             raise next((e for e in errors if isinstance(e, Differs)), errors[-1])
 
     def _hints(self, parts: int) -> Iterator[Sizes]:
-        """Yield sizes (name -> size) for the capture to decide branches by, one dict per attempt.
+        """Yield sizes (name -> size) to try, one dict per attempt, as the example by which a symbolic capture decides
+        branches; near ones are congruent to the example's modulo ``parts``.
 
         The first are near the example's sizes, but not related to each other by chance: sizes that are equal in the
         example first differ, then are equal. The last are the example's own.
@@ -157,7 +158,8 @@ class Family:
         yield self.example
 
     def _fits(self, symbolic: SymbolicCapture, parts: int, errors: list[Exception]) -> bool:
-        """Compile and fit one program for all sizes to a symbolic capture; return whether that succeeds.
+        """Compile and fit one program for all sizes to the capture ``symbolic``; return whether that succeeds, and
+        append errors to ``errors``.
 
         Errors are appended to ``errors``; ``parts`` is as in `Family`.
         """

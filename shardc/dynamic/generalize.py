@@ -183,7 +183,8 @@ def generalize(graphs: Sequence[fx.GraphModule], fit: Fit, sizes: Mapping[str, i
 def _node(
     graphs: Sequence[fx.GraphModule], nodes: tuple[fx.Node, ...], places: Sequence[dict[fx.Node, int]], fit: Fit
 ) -> Numbers | None:
-    """Merge one node of each graph; numbers that differ become polynomials in the sizes. Return None if none differ.
+    """Return the `Numbers` of one node, merged over all graphs: numbers that differ become polynomials in the sizes.
+    None if none differ.
 
     Args:
         nodes: the node in each graph.
@@ -209,7 +210,7 @@ def _node(
 
 
 def _fitted(values: Sequence[PyTree], places: Sequence[dict[fx.Node, int]], fit: Fit) -> PyTree:
-    """Merge the arguments of a node in all graphs; numbers that differ become polynomials in the sizes.
+    """Return the arguments of a node, merged over all graphs; numbers that differ become polynomials in the sizes.
 
     ``places`` has node -> position for each graph: nodes are equal if their positions are.
     """
@@ -220,7 +221,8 @@ def _fitted(values: Sequence[PyTree], places: Sequence[dict[fx.Node, int]], fit:
 
 
 def _leaf(values: Sequence[Any], places: Sequence[dict[fx.Node, int]], fit: Fit) -> object:
-    """Merge one argument of a node in all graphs: an equal value stays, integers that differ become a polynomial.
+    """Return one argument of a node, merged over all graphs: an equal value stays, integers that differ become a
+    polynomial.
 
     ``places`` has node -> position for each graph: nodes are equal if their positions are.
     """
@@ -257,7 +259,9 @@ def _fraction(x: float) -> Fraction | None:
 
 
 def _val(values: Sequence[Any], fit: Fit) -> object:
-    """Merges the fake values of one node in all graphs: a `Shape` for a tensor, a tuple of them for several results."""
+    """Returns the fake values of one node, merged over all graphs: a `Shape` for a tensor, a tuple of them for several
+    results.
+    """
     first = values[0]
     if isinstance(first, Tensor):
         sizes = tuple(fit(size) for size in zip(*(x.shape for x in values), strict=True))
@@ -268,7 +272,7 @@ def _val(values: Sequence[Any], fit: Fit) -> object:
 
 
 def _shapes(records: Sequence[Info], fit: Fit) -> tuple[tuple[int | Polynomial, ...] | None, ...]:
-    """Merges the shapes in the records of one node in all graphs; None for a result that is no tensor."""
+    """Returns the shapes in the records of one node, merged over all graphs; None for a result that is no tensor."""
     return tuple(
         tuple(fit(sizes) for sizes in zip(*(x.shape for x in each), strict=True))
         if isinstance(each[0], Value)

@@ -115,7 +115,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """As ``Accelerator.no_sync``, except for a model in pipeline stages, whose gradients are always reduced."""
+        """Context manager like ``Accelerator.no_sync``, but a model in pipeline stages always reduces its gradients."""
         staged = isinstance(model, ShardedModule) and model.shardc.spec.stages
         with nullcontext() if staged else super().no_sync(model):
             yield
@@ -214,7 +214,9 @@ class Trainer(transformers.Trainer):
         self.accelerator.hold(self.model)
 
     def get_tp_size(self) -> int:
-        """Returns the number of ranks that have the same rows."""
+        """Returns the number of ranks that get the same rows of a batch; the Trainer takes them for tensor-parallel
+        ranks.
+        """
         return self.accelerator.num_processes // self.accelerator.shares[0]
 
     def compute_loss_context_manager(self) -> Any:

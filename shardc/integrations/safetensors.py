@@ -110,7 +110,9 @@ def write_file(path: Path | None, tensors: Mapping[str, Lazy]) -> None:
 
 
 def forget(folder: Path, keep: Iterable[str]) -> None:
-    """Deletes `SINGLE` and `INDEX` of an earlier checkpoint, which readers look for first, except those in ``keep``."""
+    """Deletes the files of an earlier checkpoint that readers look for first (`SINGLE`, `INDEX`) from ``folder``,
+    except those in ``keep``.
+    """
     for name in {SINGLE, INDEX} - set(keep):
         with suppress(FileNotFoundError):
             (folder / name).unlink()

@@ -165,7 +165,8 @@ class ShardedPretrained(ShardedModule):
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
-        """Called by ``generate`` before each token: a rank whose rows are finished pads them while others go on.
+        """Returns whether a rank has unfinished rows; ``generate`` asks before each token, and ranks whose rows are
+        finished pad them meanwhile.
 
         All ranks run the same program, so none may stop before the others.
         """
@@ -175,7 +176,7 @@ class ShardedPretrained(ShardedModule):
     def _prepare_text_encoder_decoder_kwargs_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any], model_input_name: str, generation_config: Any
     ) -> dict[str, Any]:
-        """Called by ``generate`` to run the encoder once.
+        """Returns ``model_kwargs`` with the encoder's outputs; called by ``generate``, once, before the first token.
 
         The encoder is sharded and cannot run separately: its states come from a call with the decoder's first token.
         """
@@ -191,7 +192,8 @@ class ShardedPretrained(ShardedModule):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: object, batch_size: int, *args: Any
     ) -> None:
-        """Called by ``generate`` before the first token: makes all ranks pass a mask, or none.
+        """Called by ``generate`` before the first token: adds an attention mask to ``model_kwargs``, in place, if
+        another rank has one and this rank none.
 
         The library omits a mask of ones, while rows of other ranks may have padding.
         """

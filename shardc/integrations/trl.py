@@ -1,5 +1,5 @@
-"""TRL's fused head for compiled models: what it puts in the place of ``forward`` calls parts of the model, so it is
-written anew on the logits of the whole program.
+"""TRL's fused head for compiled models. TRL replaces ``forward`` by a function that calls parts of the model, which
+compiled models do not allow; here it works on the logits of the whole program.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class FusedHead:
         return self._of_tokens(scaled, shift_labels, num_items_in_batch, getattr(out, "aux_loss", None))
 
     def _of_tokens(self, logits: Tensor, labels: Tensor, count: Any, aux_loss: Tensor | None) -> Any:
-        """Returns TRL's result for ``logits`` of [rows, tokens, vocabulary] and ``labels`` of [rows, tokens]."""
+        """Returns TRL's result for ``logits`` [rows, tokens, vocabulary] and ``labels`` [rows, tokens]; the loss is a
+        sum divided by ``count``, by default the number of labels.
+        """
         mask, places = labels != -100, labels.clamp(min=0)
         words = torch.log_softmax(logits, -1)
         of: dict[str, Callable[[], Tensor]] = {

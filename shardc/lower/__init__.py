@@ -32,7 +32,7 @@ Run = Callable[[list[Tensor]], Sequence[object]]
 
 @dataclass(frozen=True)
 class Code:
-    """A compiled local graph.
+    """A lowered local graph, or segment of one: its callable, and the generated source.
 
     Args:
         run: takes a list of local tensors, which it empties, and returns the results.

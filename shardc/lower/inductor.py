@@ -90,7 +90,7 @@ def widened(table: Mapping[Any, Callable[..., PyTree]]) -> dict[Any, Callable[..
 
 
 def _is_slow(x: object) -> TypeGuard[Tensor]:
-    """Return whether ``x`` has a dtype for which this CPU has no fast matrix products."""
+    """Return whether ``x`` is a tensor of a dtype for which this CPU has no fast matrix products."""
     return isinstance(x, Tensor) and x.device.type == "cpu" and x.dtype in slow_dtypes()
 
 
@@ -156,7 +156,7 @@ def _with_strides(run: BoxedRun, gm: fx.GraphModule) -> BoxedRun:
 
 
 def _has_gaps(x: object) -> bool:
-    """Return whether a tensor is not dense: whether there are gaps between its elements, or elements share memory."""
+    """Return whether a tensor is not dense: it has gaps between its elements, or elements that share memory."""
     if not isinstance(x, Tensor) or not x.numel():
         return False
     size = 1
@@ -217,7 +217,9 @@ def lowered_for(gm: fx.GraphModule, inputs: Sequence[InputType], kind: str) -> t
 
 @contextmanager
 def _shardc_config(inputs: Sequence[InputType]) -> Iterator[None]:
-    """Context with the configuration for shardc's graphs: Inductor keeps the order of ops, and kernels share files."""
+    """Context manager that sets Inductor's configuration for shardc's graphs: ops keep their order, and kernels share
+    files.
+    """
     if any(isinstance(x, Tensor) and x.device.type == "cpu" for x in inputs):
         check_vectors()
     with inductor_config.patch(reorder_for_peak_memory=False, reorder_for_locality=False), together():
@@ -226,7 +228,7 @@ def _shardc_config(inputs: Sequence[InputType]) -> Iterator[None]:
 
 @contextmanager
 def _graph_cache(inputs: Sequence[InputType]) -> Iterator[None]:
-    """Context in which Inductor may cache graphs, with shardc's lowerings as a part of the key."""
+    """Context manager in which Inductor may cache graphs, with shardc's lowerings as a part of the key."""
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
     if mode.shape_env is None:
         mode.shape_env = ShapeEnv()  # without one, Inductor caches nothing
@@ -236,7 +238,7 @@ def _graph_cache(inputs: Sequence[InputType]) -> Iterator[None]:
 
 @cache
 def _tag() -> str:
-    """Return a hash of the code of this folder, which the cached graphs depend on."""
+    """Return a hash of the code of shardc.lower, on which the cached graphs depend."""
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     return f"shardc {hashlib.sha256(code).hexdigest()}"
 
@@ -269,7 +271,7 @@ def load_artifacts(data: bytes) -> None:
 
 
 def fakes(values: Sequence[Mapping[str, Any]]) -> list[object]:
-    """Return fake tensors of one mode for a graph's placeholders; constants stay as they are.
+    """Return fake tensors, all of one FakeTensorMode, for a graph's placeholders; constants stay as they are.
 
     Args:
         values: ``shape``, ``stride``, ``dtype`` and ``device`` of each tensor, or ``constant``.
@@ -373,7 +375,9 @@ def _symbol(env: ShapeEnv, name: str, value: int) -> int | SymInt:
 
 
 def _holds(env: ShapeEnv, symbols: Mapping[str, int | SymInt], units: Mapping[str, int]) -> bool:
-    """Return whether the sizes ``units`` meet the guards of a compilation at the symbolic sizes ``symbols``."""
+    """Return whether code compiled at the symbolic sizes ``symbols`` is valid at the sizes ``units``, by name: they
+    meet the guards of the compilation.
+    """
     fixed = {name: x for name, x in symbols.items() if isinstance(x, int)}
     if any(units[name] != x if name in fixed else units[name] < 2 for name, x in symbols.items()):
         return False

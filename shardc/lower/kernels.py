@@ -61,7 +61,7 @@ _deferred: ContextVar[_Scopes | None] = ContextVar("_deferred", default=None)  #
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Context in which the C++ kernels of each graph that this thread compiles or loads share files."""
+    """Context manager in which the C++ kernels of each graph that this thread compiles or loads share files."""
     alone, wait, thread = AsyncCompile.cpp_pybinding, AsyncCompile.wait, get_ident()
 
     def defer_kernel(self: AsyncCompile, argtypes: list[str], source_code: str) -> object:
@@ -93,7 +93,8 @@ def together() -> Iterator[None]:
 
 @contextmanager
 def at_end() -> Iterator[None]:
-    """Context whose exit waits for the kernels of its graphs, so that g++ works while the next graph is lowered.
+    """Context manager whose exit waits for the kernels of its graphs, so that g++ works while the next graph is
+    lowered.
 
     The graphs cannot run inside the block.
     """

@@ -76,7 +76,9 @@ def _replace_floats(graph: fx.Graph, change: Callable[[float], float]) -> bool:
 
 @contextmanager
 def _without_random_state() -> Iterator[None]:
-    """Context in which the cut saves no random state: attention kernels without dropout are tagged as random too."""
+    """Context manager in which the min-cut saves no random state: attention kernels without dropout are tagged as
+    random too.
+    """
     original = partitioners.has_recomputable_rng_ops
     partitioners.has_recomputable_rng_ops = lambda fx_g: False
     try:
@@ -87,7 +89,9 @@ def _without_random_state() -> Iterator[None]:
 
 @contextmanager
 def _dead_unread_waits() -> Iterator[None]:
-    """Context in which collectives that nothing reads are dead code, so that each half has only those that it reads."""
+    """Context manager in which collectives that nothing reads count as dead code, so that each half has only those that
+    it reads.
+    """
     waits = _side_effectful_functions & {c10d.wait_tensor, c10d.wait_tensor.default}
     _side_effectful_functions.difference_update(waits)
     try:
@@ -98,7 +102,7 @@ def _dead_unread_waits() -> Iterator[None]:
 
 @contextmanager
 def _fusible_lookups() -> Iterator[None]:
-    """Context in which the min-cut counts embedding lookups as ops that fuse: Inductor fuses them."""
+    """Context manager in which the min-cut counts embedding lookups as ops that fuse: Inductor fuses them."""
     listed = partitioners.get_default_op_list
 
     def with_lookups() -> partitioners.OpTypes:
@@ -114,7 +118,7 @@ def _fusible_lookups() -> Iterator[None]:
 
 @contextmanager
 def _lazy_backward() -> Iterator[None]:
-    """Context in which no code is generated for the backward, which the cut sorts into an ordinary module."""
+    """Context manager in which no code is generated for the backward graph, whose nodes the min-cut still sorts."""
     sort = partitioners.reordering_to_mimic_autograd_engine
 
     def sorted_lazily(gm: fx.GraphModule) -> fx.GraphModule:
@@ -129,12 +133,14 @@ def _lazy_backward() -> Iterator[None]:
 
 
 def must_recompute(node: fx.Node, region: int) -> None:
-    """Mark ``node``, which draws no random numbers, to be recomputed in backward."""
+    """Mark ``node``, which draws no random numbers, to be recomputed in backward, as one of checkpoint region number
+    ``region``.
+    """
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = region
 
 
 def must_save(node: fx.Node, region: int) -> None:
-    """Mark ``node`` to be saved for backward."""
+    """Mark ``node`` to be saved for backward, as one of checkpoint region number ``region``."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     node.meta["ac_graph_id"] = region

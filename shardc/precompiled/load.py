@@ -92,7 +92,7 @@ _BACKWARDS = (WEIGHT_GRADIENTS, INPUT_GRADIENTS, BACKWARD, LAST_BACKWARD)  # non
 
 
 def _kind(phase: Phase) -> Phase:
-    """Return a phase without its stage."""
+    """Return a stage's ``phase`` without its stage, such as forward; other phases as they are."""
     return phase.phase if isinstance(phase, AtStage) else phase
 
 
@@ -168,7 +168,7 @@ class Precompiled(Executable):
 
     @property
     def infers(self) -> bool:
-        """Return whether the graphs of an inference are saved."""
+        """Return whether the program was saved with graphs for inference."""
         return any(_kind(phase) == INFERENCE for phase in self._halves)
 
     def order(self, training: bool) -> Schedule:
@@ -176,7 +176,9 @@ class Precompiled(Executable):
         return order
 
     def _set_timed(self, timed: Timed, inputs: Mapping[str, Layout]) -> None:
-        """Sets the attributes of a program with microbatches; ``inputs``: layouts with the axis of time."""
+        """Sets the attributes of a program with microbatches, from ``timed``; ``inputs``: layouts that include the axis
+        of microbatches.
+        """
         mesh = self.mesh.timed(self.microbatches)
         outputs = {index: Layout.parse(text, mesh) for index, text in timed.outputs}
         self.in_time = {

@@ -82,7 +82,9 @@ _UNCHECKED = re.compile(r"_test|_nested|.*_unsafe$|_reinterpret|_debug|_validate
 
 
 def allowed(subject: Subject) -> Broken:
-    """Yield (node, reason) for each call in a graph that a saved program may not contain, or that breaks its schema."""
+    """Check that a graph calls only ops that a saved program may contain, by their schemas; yields (node, reason) for
+    each other call.
+    """
     for node in subject.calls:
         if node.target is operator.getitem:
             continue
@@ -283,7 +285,7 @@ class LargeConstant:
 
 @dataclass(frozen=True)
 class Half:
-    """The data of a graph that its text does not contain.
+    """The data of a saved graph that its text does not contain: types of placeholders, large constants, memory plan.
 
     Args:
         placeholders: (name in the graph, type or value).

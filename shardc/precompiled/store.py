@@ -49,7 +49,8 @@ _EVALUATION = (FIRST_INFERENCE, INFERENCE, CLOSING)
 
 
 class Stored(Precompiled):
-    """A program that an earlier run or another rank compiled.
+    """A program that an earlier run or another rank compiled, loaded from the store; compiles graphs that were not
+    saved.
 
     Args:
         folder, record: the folder of the program, and the record in it.
@@ -124,7 +125,9 @@ class Store:
     def find(
         self, model: nn.Module, loss: Callable[..., PyTree] | None, fresh: Callable[[], Executable]
     ) -> Stored | None:
-        """Return the stored program whose guards hold for ``model``, or None; repeats the warnings of its compile."""
+        """Return the stored program whose guards hold for ``model``, or None; repeats the warnings of its compile.
+        ``fresh`` compiles graphs that it lacks.
+        """
         unlike: list[str] = []
         for folder in sorted(self.folder.glob("*/")):
             try:
@@ -148,7 +151,8 @@ class Store:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Context for compiling and adding a program: one process of a machine enters, the others wait for its exit.
+        """Context manager for compiling and adding a program: one process of a machine enters, the others wait for its
+        exit.
 
         These then look for the added program first. No process waits if an earlier program could not be stored; a block
         that raises does not count as such.

@@ -138,7 +138,9 @@ def check_steps(program: Executable, evaluates: bool) -> None:
 
 
 def _check_actions(actions: Sequence[Run | Message], program: Executable, rank: int = 0) -> None:
-    """Raises PrecompiledError if a rank uses or sends a value that it does not have at that point."""
+    """Raises PrecompiledError if one of ``actions`` of ``rank`` takes or sends a value that the rank does not have at
+    that point.
+    """
     available: set[Key] = {("tangent", index, 0) for index in program.differentiates}
     parts = {name: program.in_time["inputs"].get(name, layout).local_shape for name, layout in program.inputs}
     openings = [opening(at) for at in range(program.openings)]
@@ -179,7 +181,9 @@ def _check_actions(actions: Sequence[Run | Message], program: Executable, rank: 
 
 
 def _key(half: Half, role: Role, name: str, microbatch: int) -> Key:
-    """Return the key of a value that ``half`` takes or gives as ``name``; that of a term is the key of its sum."""
+    """Return the key of a value that ``half`` takes or gives as ``name``, with ``role``, for ``microbatch``; a term of
+    a sum has the key of the sum.
+    """
     if role.kind == "saved":
         return saved_key(half, name, microbatch)
     if role.kind in (KEPT, TRANSFER):

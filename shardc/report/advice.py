@@ -28,7 +28,7 @@ BUCKETS = ("small-messages", "exposed-axis")  # rules whose findings larger or s
 
 @dataclass(frozen=True)
 class Advice:
-    """A change that makes the predicted step shorter.
+    """A change of the plan, options or mesh that shortens the predicted step: a line of code, and what it gains.
 
     Args:
         rules: names of the lint rules whose findings it answers.
@@ -66,7 +66,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Try:
-    """A change to try.
+    """A change of the plan, options or mesh that `advise` tries: a line of code, and a function that compiles with it.
 
     Args:
         kind: the setting that it changes, such as "buckets"; of the tries of one kind, only the best is advised.
@@ -145,7 +145,9 @@ def _has_input_gradients(program: Program) -> bool:
 
 
 def with_options(program: Program, **changes: Any) -> Program:
-    """Return ``program`` under other options of the cut and of the passes after it; earlier passes do not run again."""
+    """Return ``program`` with ``changes`` of options that concern the split into forward and backward and later passes;
+    earlier passes do not run again.
+    """
     joint = program.joint
     options = replace(program.options, verify=False, hooks=(), dump=None, **changes)
     partition, device = joint.pipeline[passes.Partition], joint.pipeline[passes.Localize].device

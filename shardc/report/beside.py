@@ -71,7 +71,7 @@ class Step:
 
 
 def step_of(schedule: Prediction, against: Prediction) -> Step:
-    """Return ``schedule`` as a step to be drawn under ``against``, with the numbers that differ."""
+    """Return ``schedule`` as a step to be drawn under ``against``, with a table of the numbers that differ."""
     runs = [Bar("compute", schedule.phase_of(run), run.kernel.name, run.start, run.end) for run in schedule.runs]
     moved = [
         Bar(c.axis, c.kind, f"{c.kind} {c.cause.tensor}", c.start, c.end, c.exposed) for c in schedule.transfers

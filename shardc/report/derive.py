@@ -171,7 +171,8 @@ def verify(costs: Costs, schedule: Schedule, at: tuple[int, int]) -> None:
 def _verify_axis(
     costs: Costs, axis: str, first: _Sample, sample: Callable[[Mesh, tuple[int, int]], _Sample], at: tuple[int, int]
 ) -> None:
-    """Compare the formulas with a capture on another size of ``axis``, at which the collectives are the same.
+    """Compare the formulas with a capture at another size of ``axis`` with the same collectives; raises PlanError if a
+    number differs or no size has the same.
 
     Args:
         first: the sample of the program itself.
@@ -257,7 +258,7 @@ def _named(program: Recompilable, dims: Dims | None) -> dict[str, tuple[str | No
 
 
 def _size(program: Recompilable, symbols_of: Dims, symbol: sympy.Symbol) -> int | None:
-    """Return the size of the input dims that are called ``symbol``; None if there are none."""
+    """Return the size of the input dims that ``symbols_of`` calls ``symbol``; None if there are none."""
     sizes = {
         size
         for name, layout in program.inputs
@@ -270,6 +271,6 @@ def _size(program: Recompilable, symbols_of: Dims, symbol: sympy.Symbol) -> int 
 
 
 def _point_text(at: tuple[int, int], has: Mapping[sympy.Symbol, bool]) -> str:
-    """Return batch and sequence as text, as far as the program ``has`` them."""
+    """Return the sizes ``at`` (batch, sequence) as text, without those that the program does not have."""
     parts: Iterator[str] = (f"{s} {n}" for s, n in zip((BATCH, SEQUENCE), at, strict=True) if has[s])
     return ", ".join(parts) or "its size"

@@ -153,7 +153,9 @@ def waits_of(step: Sequence) -> list[tuple[int, int]]:
 
 
 def _named(what: str, tid: int, name: str | int, key: str = "name") -> dict[str, object]:
-    """Return a Chrome metadata event, a dict: property ``what`` of the process, or of track ``tid``."""
+    """Return a Chrome metadata event, a dict, that sets property ``what`` of the process, or of track ``tid``, to
+    ``name``.
+    """
     return {"name": what, "ph": "M", "pid": 0, "tid": tid, "args": {key: name}}
 
 

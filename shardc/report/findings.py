@@ -50,7 +50,7 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _merge(of: list[Finding]) -> Finding:
-    """Return one finding in place of findings ``of`` repeated layers; what differs in their texts becomes ``*``."""
+    """Return one finding in place of the findings ``of`` repeated layers; where their texts differ, it has ``*``."""
     named: dict[str, Any] = {name: _common([getattr(f, name) for f in of]) for name in ("subject", "module", "message")}
     summed: dict[str, Any] = {name: sum(getattr(f, name) for f in of) for name in ("seconds", "bytes", "count")}
     return replace(of[0], **named, **summed)

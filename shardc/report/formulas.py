@@ -27,7 +27,8 @@ DIRECT = ("all_to_all", "permute_ranks", "broadcast")  # kinds sent point to poi
 
 @dataclass(frozen=True)
 class Moves:
-    """Collectives of one kind over one group, with tensors split over the same axes.
+    """Equal collectives of a step: of one kind, over one group, with tensors split over the same axes; their number,
+    and the size of one as a formula.
 
     Args:
         kind: the kind, as in `shardc.report.prediction.Collective`.
@@ -52,7 +53,9 @@ class Moves:
 
     @property
     def wire(self) -> sympy.Expr:
-        """Return the bytes that each rank sends in all ``count`` of them, as `shardc.ir.comm_volume` counts them."""
+        """Return the bytes that each rank sends in all ``count`` collectives together, as `shardc.ir.comm_volume`
+        counts them.
+        """
         local = self.size / sympy.Mul(*(axis_symbol(axis) for axis in self.cut))
         n = self.ranks
         if self.kind == "all_reduce":  # its chunks are rounded up to elements: the sum of one number over 4 ranks
@@ -98,7 +101,7 @@ def unrounded(formula: sympy.Expr) -> sympy.Expr:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of the collectives over one group, per rank and training step.
+    """Formulas of the cost of the collectives over one group, per rank and training step.
 
     Args:
         axis: the axes of the group, joined by commas.
@@ -110,7 +113,7 @@ class Cost:
 
     @cached_property
     def count(self) -> int:
-        """Return the number of collectives."""
+        """Return the number of collectives over the group in a step."""
         return sum(move.count for move in self.moves)
 
     @cached_property
@@ -131,7 +134,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Crossover:
-    """The batch sizes at which two meshes are equally fast.
+    """The batch sizes at which two meshes are equally fast, and which of the two is faster between them.
 
     Args:
         at: the batch sizes, ascending; empty if one mesh is never slower.
@@ -152,7 +155,7 @@ class Crossover:
 
 @dataclass(frozen=True)
 class Costs:
-    """The cost formulas of one program.
+    """The cost formulas of one program: of the collectives of each group, and of its dense operations.
 
     Args:
         mesh: the mesh that the program is compiled for.

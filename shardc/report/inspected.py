@@ -192,7 +192,7 @@ class InspectedSizedProgram(SizedProgram, InspectedProgram):
 
 
 def _whole_mesh(program: Program) -> Mesh:
-    """Return the mesh of all ranks, those of other pipeline stages among them."""
+    """Return the mesh of all ranks; that of the program itself has only one pipeline stage."""
     if (pp := program.bound.pp) is None:
         return program.mesh
     return Mesh((axis, pp.ranks if axis == pp.entry.axis else size) for axis, size in program.mesh.shape)

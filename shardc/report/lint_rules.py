@@ -48,7 +48,7 @@ RECEIVED = "brought in order after it came"
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy within a rank.
+    """A copy of data within one rank, which a collective makes necessary.
 
     Args:
         name: name of the value in the graph's text.
@@ -117,7 +117,7 @@ def _named(node: fx.Node, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]
 
 
 def _reached(graph: fx.Graph, backward: bool) -> set[fx.Node]:
-    """Return the copies and views that only copies and views separate from a collective.
+    """Return the copies and views of a graph between which and a collective there are only other copies and views.
 
     With ``backward``, those from which such a path leads to the start of a collective; else those behind its wait.
     """
@@ -161,7 +161,7 @@ def severity_of(share: float) -> str:
 
 @dataclass(frozen=True)
 class Subject:
-    """The program to lint.
+    """The program that lint rules check: its global graph and predicted schedules.
 
     Args:
         graph: its global graph after ``collectives``.

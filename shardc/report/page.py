@@ -102,7 +102,9 @@ def record(schedule: Prediction, findings: Iterable[Finding] = (), beside: Step 
 
 
 def curve(schedule: Prediction) -> list[tuple[float, tuple[int, ...]]]:
-    """Return (seconds, bytes by owner) whenever memory changes; the largest and the last sample of each time."""
+    """Return (seconds, bytes by owner) for each time at which memory changes; if it changes several times at once, the
+    largest and the last state.
+    """
     out: list[tuple[float, tuple[int, ...]]] = []
     moment: list[tuple[int, ...]] = []
     now = 0.0

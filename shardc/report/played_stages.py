@@ -57,7 +57,8 @@ NAMES = {
 
 @dataclass(frozen=True)
 class StageCost:
-    """The predicted costs of one stage of a pipeline, on each of its ranks.
+    """The predicted costs of one stage of a pipeline, on each rank that has it: seconds of its graphs and messages, and
+    saved bytes.
 
     Args:
         stage, rank: its number, and its coordinate along the axis.
@@ -154,7 +155,9 @@ class Played:
         return [(self.parts.graph(x.half), x.microbatch) for x in self.actions[rank] if isinstance(x, Run)]
 
     def _predict_stage(self, stage: int, rank: int) -> None:
-        """Predict the graphs of a stage, in the order in which they run for one microbatch."""
+        """Predict the graphs of ``stage``, which ``rank`` runs, in their order for one microbatch; stores their
+        seconds, exposed communication and saved bytes.
+        """
         runs = [x.half for x in self.actions[rank] if isinstance(x, Run) and x.half.stage in (None, stage)]
         halves = list(dict.fromkeys(runs))
         step = of_runs([(self.parts.graph(half), 0) for half in halves], self.program.levels)
@@ -178,7 +181,9 @@ class Played:
         return price(hardware, "permute_ranks", where, sent).seconds + hardware.start_seconds(1)
 
     def _transfer(self, source: int, target: int, flow: StageRuns | None = None) -> float:
-        """Return the seconds of a microbatch's message between two stages, in the step or, with ``flow``, in a loop."""
+        """Return the seconds of a microbatch's message from stage ``source`` to ``target``: in the step, or in the loop
+        whose messages ``flow`` has.
+        """
         boundary = (flow or self.flow).boundaries[min(source, target)]
         return self._message((boundary.up if source < target else boundary.down).values())
 
@@ -202,7 +207,9 @@ class Played:
         return begins
 
     def _play(self) -> None:
-        """Computes the times of all ranks: of their lists, and of what runs in front of the lists and behind."""
+        """Compute and store the times of all ranks: of their lists of computations, and of what each rank runs before
+        and after its list.
+        """
         flow, lists = self.flow, [self._in_parts(rank) for rank in range(self.program.stage_ranks)]
         looped = {opening(at)[0] for at, loop in enumerate(flow.openings) if loop is not None}
         before = [sum(self.seconds[x.half] for x in first) for first, _, _ in lists]

@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class PeakTensor:
-    """Memory that is allocated at the peak.
+    """A tensor that is allocated at the peak: its owner, bytes, name and source line.
 
     Args:
         owner: one of ``OWNERS``.
@@ -65,7 +65,7 @@ class PeakTensor:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one rank over a step, in bytes.
+    """The predicted memory of one rank over a step, in bytes: by owner at each change, at the peak, and on the host.
 
     Args:
         samples: one for every op that allocates or frees, in order.
@@ -180,7 +180,9 @@ def run_end(step: Sequence, at: int) -> int:
 
 
 def _peak_tensor(step: Sequence, owner: str, size: int, at: int, number: int) -> PeakTensor:
-    """Return a `PeakTensor` of ``size`` bytes for ``owner``: result ``number`` of op ``at``; -1 is the arena."""
+    """Return a `PeakTensor` of ``size`` bytes for ``owner``: result ``number`` of op ``at`` of the step, or the arena
+    if ``at`` is -1.
+    """
     if at < 0:
         return PeakTensor(owner, size, "arena of collectives' results", "", "")
     node = step.ops[at].node
@@ -196,7 +198,7 @@ _NEAR = 64  # most nodes behind a value that are searched for a source line
 
 
 def _first_use(node: fx.Node) -> str:
-    """Return the source line of the first op behind ``node`` that has one; "" if there is none nearby.
+    """Return the source line of the first op after ``node`` that has one; "" if there is none nearby.
 
     Behind a bucket of collectives, only the result for the value that went in is followed.
     """

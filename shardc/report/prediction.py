@@ -48,7 +48,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The simulated times of a step.
+    """The simulated times of a step: of each kernel and collective, and of the whole.
 
     Args:
         kernels: position of a kernel's last op -> its time.
@@ -201,7 +201,7 @@ class Collective:
 
     @property
     def seconds(self) -> float:
-        """Return the duration."""
+        """Return the seconds from start to end."""
         return self.end - self.start
 
 
@@ -215,13 +215,13 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Return the duration."""
+        """Return the seconds from start to end."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class Total:
-    """Sums over a group of collectives.
+    """Sums over a group of collectives: their number, bytes and seconds.
 
     Args:
         count: number of collectives.
@@ -275,7 +275,7 @@ class Prediction:
 
     @property
     def title(self) -> str:
-        """Return mesh, hardware and order, after model and plan if these are known."""
+        """Return the title: model and plan if they are known, then mesh, hardware and order."""
         where = f"{self.mesh} on {self.hardware.name}, {self.order} order"
         return ", ".join(filter(None, (self.model, self.plan, where)))
 
@@ -291,12 +291,12 @@ class Prediction:
 
     @cached_property
     def by_node(self) -> dict[str, list[Collective]]:
-        """Return node name in the global graph -> its collectives; ZeRO-3 gathers have two."""
+        """Return node name in the global graph -> its collectives; a parameter gathered again for backward has two."""
         return grouped(self.collectives, lambda c: c.name.rpartition(".")[0])
 
     @property
     def wire(self) -> int:
-        """Return the bytes that each rank sends to others."""
+        """Return the bytes that each rank sends to other ranks in a step."""
         return sum(c.wire for c in self.collectives)
 
     @property
@@ -306,7 +306,7 @@ class Prediction:
 
     @property
     def peak(self) -> int:
-        """Return the bytes at the peak, of the rank that needs the most."""
+        """Return the bytes of memory at the peak, on the rank that needs the most."""
         return self.memory.peak.total
 
     @property
@@ -370,7 +370,7 @@ class Prediction:
 
 
 def _updated(owners: Mapping[str, int]) -> int:
-    """Return the bytes that an update reads and writes, given the bytes of each owner."""
+    """Return the bytes that an optimizer's update reads and writes; ``owners``: owner ("parameters", ...) -> bytes."""
     return 3 * owners.get("parameters", 0) + 2 * owners.get("optimizer", 0)
 
 

@@ -71,7 +71,9 @@ def lines(schedule: Prediction) -> list[str]:
 
 
 def memory_line(schedule: Prediction, where: str) -> str:
-    """Return the line of memory; ``where`` says where the peak is."""
+    """Return the line about memory: bytes at the peak and in total, and whether they fit; ``where``, a text, says where
+    the peak is.
+    """
     room = schedule.hardware.memory - schedule.peak
     fits = f"fits, {size(room)} free" if schedule.fits() else f"does not fit: {size(-room)} too much"
     return f"memory    {size(schedule.peak)} of {size(schedule.hardware.memory)} at the peak, {where}: {fits}"

@@ -113,8 +113,8 @@ class PipelineSchedule(Schedule):
 
 
 def _table(schedule: PipelineSchedule, rows: int | None) -> str:
-    """Return the answer for a step with pipeline stages, its drawn timeline, the tables of stages and of ranks, and
-    those of the rank that is shown.
+    """Return, as text, duration, bubble and memory of a step with pipeline stages, its drawn timeline, the tables of
+    stages and ranks, and those of the rank that is shown.
     """
     title = f"{f'{schedule.model}, ' if schedule.model else ''}mesh {schedule.mesh} on {schedule.hardware.name}"
     _, *others = schedule_text.lines(schedule)

@@ -103,7 +103,7 @@ def _row(timeline: Timeline, rank: int, columns: int) -> str:
 
 
 def _is_first(timeline: Timeline, action: Action) -> bool:
-    """Return whether an action's stage is the first of its rank."""
+    """Return whether the stage of ``action`` is the first of the stages on its rank."""
     rank_of = timeline.schedule.rank_of
     return rank_of.index(rank_of[action.stage]) == action.stage
 

@@ -34,7 +34,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The parts of one tensor, and the ranks that store each.
+    """The parts (tiles) into which a layout splits one tensor, and the ranks that store each, for a table or picture.
 
     Two dims are shown: those that are split, or else the last ones. If further dims are split, a tile lists all ranks
     that store some of it.
@@ -55,7 +55,7 @@ class Tiles:
         return tuple(sorted([*split, *rest][:2]))
 
     def stretches(self, dim: int) -> list[Stretch]:
-        """Return the consecutive ranges of ``dim`` that different ranks store."""
+        """Return the ranges of indices of ``dim``, in order, such that all of a range is on the same ranks."""
         owners: list[list[int]] = [[] for _ in range(self.layout.shape[dim])]
         for rank in range(self.layout.mesh.ranks):
             for at in self.layout.local_index(dim, rank):

@@ -63,7 +63,9 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> PyTree:
 
 
 def _update_buffers(runner: Runner, results: Sequence[Any]) -> None:
-    """Copies the new values of buffers, those among ``results``, to the module's buffers."""
+    """Writes the new values of buffers, which are among ``results`` of a forward graph, to the module's buffers, in
+    place.
+    """
     for role, result in zip(runner.program.outputs, results, strict=False):
         if role.kind == "buffer":
             with torch.no_grad():
@@ -83,7 +85,7 @@ def _tree(program: Executable, results: Sequence[object]) -> PyTree:
 
 
 class StepContext(Protocol):
-    """Autograd's context (``ctx``) of `Step`: the values that one forward keeps for its backward.
+    """Type of autograd's context (``ctx``) of `Step`, with the values that one forward keeps for its backward.
 
     Attributes:
         runner: runs the program.
@@ -181,7 +183,8 @@ class Step(torch.autograd.Function):
 
 
 def _backward_inputs(ctx: StepContext, half: Half, gradients: Mapping[int, Any]) -> list[object]:
-    """Returns the arguments of a backward graph in its order: gradients of outputs, and values that forward saved.
+    """Returns the arguments of the backward graph ``half``, in its order: ``gradients`` of outputs (index -> gradient),
+    and values that forward saved.
 
     Raises:
         RuntimeError: torch's own, if a saved tensor was changed in place.
@@ -236,7 +239,7 @@ def _argument_grads(
 
 
 class MicrobatchContext(Protocol):
-    """Autograd's context (``ctx``) of `StepInMicrobatches`.
+    """Type of autograd's context (``ctx``) of `StepInMicrobatches`, with the values that a call keeps for its backward.
 
     Attributes:
         step: the call; None once its backward has run, without ``retain_graph``.
@@ -289,7 +292,9 @@ class StepInMicrobatches(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: MicrobatchContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of forward's arguments: the loss's, scaled; computed anew if other outputs are used."""
+        """Returns the gradients of forward's arguments: those that forward computed, times the loss's; if outputs other
+        than the loss have gradients, it computes them anew.
+        """
         runner, program, step = ctx.runner, ctx.runner.program, ctx.step
         if torch.is_grad_enabled():
             raise twice_differentiated()
@@ -319,7 +324,9 @@ class StepInMicrobatches(torch.autograd.Function):
 
 
 def _without_rows(device: torch.device, value: Value) -> Tensor:
-    """Returns an empty gradient for a parameter that another stage stores; ``value``: its gradient's type there."""
+    """Returns this rank's gradient of a parameter that another stage stores: a tensor without rows. ``value``: type of
+    its gradient there.
+    """
     return torch.empty((0, *value.shape[1:]), dtype=value.dtype, device="cpu" if value.host else device)
 
 
@@ -352,7 +359,9 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
         return Loops(program, run, argument, by_name, over)
 
     def step() -> Microstep:
-        """Runs the call, and checks the capacity of its layers of experts."""
+        """Runs the microbatches of the call and returns the `Microstep`; InputError if a layer of experts exceeded its
+        capacity.
+        """
         computed = Microstep(program, loops, grad)
         runner.check_loads(runner.routing.unchecked())
         return computed
@@ -405,7 +414,8 @@ def _accumulate(param: Tensor, grad: Tensor) -> None:
 
 
 def unaliased(grad: Tensor, occupied: set[tuple[int, int]]) -> Tensor:
-    """Returns ``grad``, or a copy of it if another gradient or a tensor of the user has its memory.
+    """Returns ``grad``, or a copy of it if its memory is in ``occupied``: that of another gradient or of a tensor of
+    the user.
 
     Users change each gradient in place, and no other tensor may change with it.
 
@@ -420,7 +430,7 @@ def unaliased(grad: Tensor, occupied: set[tuple[int, int]]) -> Tensor:
 
 
 def _versions(runner: Runner, feed: Feed) -> Iterator[int]:
-    """Yields the version counter's value of each tensor in ``feed`` that the backward reads."""
+    """Yields the version counter's value of each tensor in ``feed``, forward's arguments, that the backward reads."""
     with torch._C.DisableTorchFunctionSubclass():
         for _, at in runner.border.reads(runner.half(BACKWARD)):
             x = feed[at]
@@ -439,7 +449,9 @@ def _check_versions(runner: Runner, half: Half, feed: Feed, before: Sequence[int
 
 
 def changed(role: Role, old: int, new: int) -> BackwardError:
-    """Returns the error for a parameter, buffer or input that was changed in place between forward and backward."""
+    """Returns the error for a parameter, buffer or input whose version counter changed from ``old`` to ``new`` between
+    forward and backward.
+    """
     return BackwardError(
         f"{_PLURAL.get(role.kind, role.kind)} {role.name!r} was modified in place between the forward and this "
         f"backward, which needs its values of then: it is at version {new}; expected version {old}",
@@ -465,7 +477,8 @@ def backward_again() -> BackwardError:
 
 
 def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
-    """Raises BackwardError if gradients of a per-rank loss and of a global one would mix.
+    """Raises BackwardError if an input comes from a compiled module whose gradients are of each rank's own loss, and
+    this module's loss is one of all ranks.
 
     That is: an input comes from a compiled module whose outputs feed each rank's own loss, and this module's loss is
     one of all ranks.

@@ -37,7 +37,7 @@ Listened = tuple[int, GradHooks, weakref.ref[Tensor]]  # (position of an output,
 
 @dataclass(frozen=True)
 class SameMemory:
-    """The tensors with which one output shares its memory in a run on this rank; falsy if there are none.
+    """The tensors with which one output shares its memory in a run on this rank; false as a bool if there are none.
 
     Args:
         feed_index: position of an input of the forward.
@@ -80,14 +80,14 @@ class Border:
 
     @cached_property
     def needed(self) -> tuple[bool, ...]:
-        """One bool per input of the forward graph: whether it is a parameter, or the backward reads it."""
+        """For each input of the forward graph, true if it is a parameter or the backward reads it."""
         read = {at for _, at in self.reads(self.half(BACKWARD))}
         takes = self.half(FORWARD).takes
         return tuple(port.role.kind == "param" or at in read for at, port in enumerate(takes))
 
     @cached_property
     def differentiable(self) -> frozenset[int]:
-        """Positions of the outputs that have gradients."""
+        """Positions, among the forward graph's results, of the outputs that have gradients."""
         if not self.program.trains:
             return frozenset()
         takes = self.half(BACKWARD).takes
@@ -97,12 +97,16 @@ class Border:
 
     @cached_property
     def _returned(self) -> dict[int, Returned]:
-        """Maps the position of each model output among the graph's results to how one device returns it."""
+        """Maps each model output, by its position among the graph's results, to its `Returned`: what it aliases on one
+        device.
+        """
         roles, returned = self.program.outputs, self.program.returned
         return {at: returned[role.index] for at, role in enumerate(roles) if role.kind == "output"}
 
     def views(self, half: Half, outputs: Sequence[Any], feed: Sequence[Any]) -> Views:
-        """Returns the `Views` of a graph: its outputs that are views, for `hand_out` to make; cached per graph."""
+        """Returns the `Views` of graph ``half``: those of its outputs that are views on one device, which `hand_out`
+        makes after each run; cached per graph.
+        """
         if half not in self._views:
             views = views_of(self.program, half, self.differentiable, outputs, feed, self.dtensors)
             bases = {self.count + at: self._returned[base.of[0]] for at, base in enumerate(views.bases)}
@@ -139,7 +143,9 @@ class Border:
             self._listen(outputs, node)
 
     def _read_only(self, half: Half, outputs: list[Any], feed: Sequence[Any]) -> list[Any]:
-        """Returns ``outputs``; those that share memory with another tensor on one device and not here as `ReadOnly`."""
+        """Returns ``outputs``, in which those that share memory with another tensor on one device, but not here, are
+        wrapped as `ReadOnly`.
+        """
         views = self._views[half]
         for at in views.read_only:
             if not isinstance(outputs[at], Tensor):
@@ -236,7 +242,8 @@ class Border:
                     node.listened.append((at, hooks, weakref.ref(outputs[at])))
 
     def check(self, half: Half, used: frozenset[int], changes: Changes, listened: Sequence[Listened]) -> None:
-        """Raises BackwardError if outputs were changed or hooked such that a backward cannot do what one device does.
+        """Raises BackwardError if the user changed outputs in place, or hooked them, such that a backward would differ
+        from that of one device.
 
         Args:
             half: the backward graph.
@@ -295,7 +302,9 @@ class Border:
     def _base(
         self, half: Half, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]
     ) -> Tensor | None:
-        """Returns the tensor whose memory output ``at`` has both here and on one device; None if there is none."""
+        """Returns the tensor whose memory output ``at`` shares both here (``shared`` says with what) and on one device;
+        None if there is none.
+        """
         output = self._behind[half][at]
         if shared.feed_index is not None and output.of is not None:
             return local_part(feed[shared.feed_index])

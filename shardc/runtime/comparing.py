@@ -54,7 +54,9 @@ class Comparisons:
         self._published: set[str] = set()  # hashes of events
 
     def tell(self, store: dist.Store, event: Event) -> None:
-        """Publishes the (topic, text) lines of ``event`` in the store under its hash, unless this rank has done so."""
+        """Publishes the (topic, text) lines of ``event`` in the store, under the event's hash, unless this rank has
+        done so.
+        """
         if event.key not in self._published:
             store.set(f"{self.prefix}what/{event.key}", json.dumps(event.lines))
             self._published.add(event.key)
@@ -99,7 +101,8 @@ class Comparisons:
         return None
 
     def wait(self, store: dist.Store, number: int) -> tuple[int, str] | str | None:
-        """Waits until all ranks have arrived at event ``number``, and returns how they differ; None if they do not.
+        """Waits until all ranks have arrived at event ``number``; returns None if they agree, (rank, hash) of one that
+        differs, or `BEFORE` if they differ at an earlier event.
 
         Returns:
             None if all do the same; (rank, hash) of one that does not; `BEFORE` if they differ at an earlier event.
@@ -122,7 +125,9 @@ class Comparisons:
         return None
 
     def _wait(self, store: dist.Store, at: str) -> None:
-        """Polls the store until the key ``<at>verdict`` is set; raises MeshError if a rank has ended or is late."""
+        """Polls the store until the key ``<at>verdict`` is set; raises MeshError if a rank has ended, or has not
+        arrived in time.
+        """
         pause, end = 0.0005, time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
         while True:
             try:
@@ -154,7 +159,8 @@ class Comparisons:
         return {rank: store.get(f"{self.at(number)}said/{self.ranks[rank]}").decode() for rank in ranks}
 
     def hear_all(self, store: dist.Store, number: int) -> str:
-        """Counts this rank among those that have read how ranks differ at event ``number``; returns a store key.
+        """Counts this rank among those that have read how ranks differ at event ``number``; returns the store key that
+        is set when all have.
 
         Returns:
             The store key that the last rank to do so sets.
@@ -165,7 +171,8 @@ class Comparisons:
         return heard
 
     def refuse(self, store: dist.Store, number: int) -> bool:
-        """Ends event ``number``, at which this rank waits, with the verdict `BEFORE`, unless it has a verdict.
+        """Ends event ``number``, at which this rank waits, with the verdict `BEFORE` unless it has one; returns whether
+        its verdict is `BEFORE`.
 
         Returns whether its verdict is `BEFORE`.
         """
@@ -258,7 +265,8 @@ class Meeting:
             store.delete_key(f"{self.prefix}meet/{number}")
 
     def on_attempt(self, store: dist.Store, number: int, attempt: str, now: Callable[[], int]) -> None:
-        """Handles another rank's message: it called a collective method after event ``number`` and opened ``attempt``.
+        """Handles another rank's message that it called a collective method after event ``number``, and waits for this
+        rank under the name ``attempt``.
 
         Args:
             now: returns the number of this rank's last event; the attempt is refused if that is a later one.
@@ -270,7 +278,8 @@ class Meeting:
             self.on_event(store, event, "later step")
 
     def on_event(self, store: dist.Store, event: int, what: str) -> None:
-        """Refuses the attempt in ``invited`` if event number ``event``, which this rank begins, comes after it.
+        """Called when this rank begins event number ``event``: refuses another rank's attempt (`invited`) if its turn
+        was before this event.
 
         Args:
             what: the event as text.
@@ -281,7 +290,9 @@ class Meeting:
             self._refuse_invited(store, *invited, f"rank {self.rank} went on to a {what}")
 
     def look(self, store: dist.Store) -> None:
-        """Refuses the attempt in ``invited`` if this rank waits in a torch collective; the listener calls it often."""
+        """Refuses another rank's attempt (`invited`) if this rank waits in a torch collective; the listener thread
+        calls it often.
+        """
         invited = self.invited
         if invited is None:
             return
@@ -298,7 +309,7 @@ class Meeting:
         self._refuse(store, number, attempt, self._failed[1] if self._failed[0] == number else why)
 
     def end(self, store: dist.Store) -> None:
-        """Publishes in the store that this rank's process ends."""
+        """Publishes in the store that this rank's process ends, so that other ranks do not wait for it."""
         store.set(f"{self.prefix}gone/{self.rank}", "")
 
 
@@ -311,7 +322,8 @@ class StackSamples:
         self._patience = _LONG
 
     def stuck(self, rank: int, count: int) -> str | None:
-        """Takes a sample; returns "name (file:line)" of a torch collective with ``rank`` that takes ``count`` samples.
+        """Takes a sample; returns "name (file:line)" of the torch collective with ``rank`` in which the last ``count``
+        samples were, else None.
 
         None unless the last ``count`` samples show the same call.
         """
@@ -320,7 +332,8 @@ class StackSamples:
         return entry[1] if entry is not None and self._last[1] >= count else None
 
     def long(self, number: int, running: bool) -> bool:
-        """Takes a sample; returns whether a graph runs in event ``number`` for many samples. True doubles the limit.
+        """Takes a sample; returns whether graphs have run in event ``number`` for many samples in a row. After each
+        True, twice as many are needed.
 
         Args:
             running: whether a graph runs now.
@@ -341,7 +354,8 @@ _TOGETHER = {
 
 
 def _collective(frame: FrameType | None, rank: int) -> tuple[int, str] | None:
-    """Returns (id, "name (file:line)") of the call of a torch collective with ``rank`` that a stack is in; else None.
+    """Returns (id, "name (file:line)") of the torch collective with ``rank`` that the stack at ``frame`` is in; None if
+    it is in none.
 
     Args:
         frame: innermost frame of the stack.

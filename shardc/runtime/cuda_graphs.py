@@ -29,7 +29,7 @@ class Recorder(Protocol):
     capturable: bool
 
     def warm(self, function: Callable[[], T]) -> T:
-        """Runs ``function`` as it must be run before it is recorded; returns its result."""
+        """Runs ``function`` once, in the way that has to precede its recording; returns its result."""
 
     def record(self, function: Callable[[], T]) -> Callable[[], T]:
         """Returns a function that repeats the kernels of ``function``; its results are the same tensors each time.
@@ -60,7 +60,9 @@ class CudaGraphs:
         return result
 
     def record(self, function: Callable[[], T]) -> Callable[[], T]:
-        """Captures a function, without running its kernels."""
+        """Captures ``function`` as a CUDA graph, without running its kernels; returns a function that replays it into
+        the same result tensors each time.
+        """
         if not self._graphs:  # the allocator refuses a pool whose graphs are all gone
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -107,7 +109,7 @@ _EXPERTS = {expert_ops.RUN, expert_ops.RUN_GRADIENT}
 
 
 def hooked(parameters: Mapping[str, Tensor]) -> str | None:
-    """Returns the name of the first parameter with a hook on its gradient; None if there is none."""
+    """Returns the name of the first of ``parameters`` with a hook on its gradient; None if there is none."""
     with torch._C.DisableTorchFunctionSubclass():
         return next(
             (name for name, x in parameters.items() if x._backward_hooks or x._post_accumulate_grad_hooks), None

@@ -137,7 +137,7 @@ def _format(self: DTensor, spec: str) -> str:
 
 
 def _str(self: DTensor) -> str:
-    """Returns a scalar's gathered value as text; for others the `repr` of the DTensor, with pending sums reduced."""
+    """Returns a scalar's gathered value as text; for other DTensors their `repr`, with pending sums reduced."""
     if not _is_ours(self):
         return repr(self)
     detached: Any = self.detach()
@@ -145,7 +145,9 @@ def _str(self: DTensor) -> str:
 
 
 def _deepcopy(self: DTensor, memo: dict[int, object]) -> object:
-    """Copies a leaf of autograd and its ``.grad``, in the same layout; torch's own method fails on DTensors."""
+    """Returns a copy of a leaf of autograd with its ``.grad``, in the same layout; torch's own method fails on
+    DTensors.
+    """
     if id(self) in memo:
         return memo[id(self)]
     if not self.is_leaf or not _is_ours(self):
@@ -187,14 +189,17 @@ def _set_data(self: DTensor, value: Tensor) -> None:
 def _redistribute(
     self: DTensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
 ) -> DTensor:
-    """Replaces `DTensor.redistribute`, which is wrong for a tensor on one coordinate of a mesh dim (`owned.Owned`)."""
+    """Replaces `DTensor.redistribute`, which is wrong for tensors with an `owned.Owned` placement (whole on one
+    coordinate of a mesh dim).
+    """
     if placements is None or not _is_ours(self) or not has_owner((*self.placements, *placements)):
         return _torch_redistribute(self, device_mesh, placements, **options)
     return redistribute(_torch_redistribute, self, device_mesh, tuple(placements), **options)
 
 
 def _memory(name: str, fix: str) -> Callable[..., object]:
-    """Returns a replacement of the method ``name`` that raises LayoutError on meshes of compiled modules.
+    """Returns a replacement of the DTensor method ``name`` that raises LayoutError, with ``fix`` as its advice, on
+    meshes of compiled modules.
 
     ``data_ptr`` still works for torch's own code, which uses it to compare tensors.
     """
@@ -265,7 +270,7 @@ _HANDLED = (
 
 
 def install(device_mesh: DeviceMesh) -> None:
-    """Makes ops on DTensors on ``device_mesh`` return what one device returns."""
+    """Patches DTensor, so that ops on DTensors on ``device_mesh`` return what one device returns."""
     if device_mesh in meshes:
         return
     dispatcher, table = DTensor._op_dispatcher, DTensor._op_dispatcher._custom_op_handlers
@@ -367,7 +372,7 @@ def _computed(
 def _beside_plain(
     op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], mesh: DeviceMesh, writes: list[Tensor]
 ) -> PyTree:
-    """Runs ``op`` on DTensors and plain tensors, which count as replicated."""
+    """Returns the result of ``op`` on DTensors and (replicated) plain tensors; ``writes``: tensors that it writes."""
     if any(not isinstance(x, DTensor) for x in writes):
         return on_unsharded(op, args, kwargs, mesh)
     leaves = pytree.tree_leaves((args, kwargs))
@@ -419,7 +424,9 @@ def _copy(target: Tensor, value: Any, *_: object) -> Tensor:
 
 
 def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-    """Implements the op of `GradScaler.unscale_` on shards; ``found_inf`` is set on all ranks if it is on one."""
+    """Implements the op of `GradScaler.unscale_` on shards, in place; ``found_inf`` is set on all ranks if it is on
+    one.
+    """
     local = [settle(x)._local_tensor if isinstance(x, DTensor) else x for x in grads]
     aten._amp_foreach_non_finite_check_and_unscale_.default(local, found_inf, inverse)
     split = ((x.device_mesh, dim, p) for x in grads if isinstance(x, DTensor) for dim, p in enumerate(x.placements))
@@ -443,7 +450,7 @@ def _is_traced(args: PyTree) -> bool:
 
 
 def _one_sum(specs: list[DTensorSpec], op: OpOverload, kwargs: dict[str, PyTree]) -> bool:
-    """Whether all operands have the same placements, and ``op`` (one of `_PENDING`) commutes with the pending sums."""
+    """Whether all operands have the same placements, and ``op`` (one of `_PENDING`) may run on their pending terms."""
     if op is aten.stack.default:
         return all(spec.placements == specs[0].placements for spec in specs)
     if op is aten.add.Tensor and (kwargs or len(specs) < 2):

@@ -74,7 +74,7 @@ class Event:
 
     @cached_property
     def fresh(self) -> Event:
-        """Returns the call's event plus one line: that parameter values were replaced since the previous call."""
+        """Returns the call's event with one more line: that parameter values were replaced since the previous call."""
         return Event((*self.lines, ("new values", "some since the last call")))
 
     @cached_property
@@ -167,7 +167,9 @@ def _constants(gm: fx.GraphModule) -> list[str]:
 
 
 def _shown(x: object, constant: Like | Constant, any_rows: bool) -> str:
-    """Returns an argument as text: shape and dtype of a tensor, without its rows if ``any_rows``; else the value."""
+    """Returns argument ``x`` of a call as text: shape and dtype of a tensor, without its number of rows if
+    ``any_rows``; else the value. ``constant``: its record in the call's signature.
+    """
     if isinstance(x, Tensor):
         kind = "DTensor of " if isinstance(x, DTensor) else ""
         shape = ", ".join(["any", *map(str, x.shape[1:])] if any_rows else map(str, x.shape))
@@ -212,7 +214,7 @@ def difference(rank: int, rank_lines: Lines, other_rank: int, other_lines: Lines
 
 
 def raised(rank: str, error: BaseException) -> tuple[str, str | None, str]:
-    """Returns (text, source line, fix) of the error that other ranks raise after ``rank`` has raised ``error``."""
+    """Returns (text, source line, fix) of the error that other ranks raise because ``rank`` has raised ``error``."""
     shardc_error = error if isinstance(error, ShardcError) else None
     text = (shardc_error.what if shardc_error else str(error))[:_LONGEST]
     fix = f"mend it on rank {rank}" + (
@@ -256,7 +258,9 @@ def late_ranks(store: dist.Store, at: str, ranks: Sequence[int], place: Place) -
 
 
 def ended(rank: str, ranks: Sequence[int]) -> MeshError:
-    """Returns the error for ``rank``, as text, which does not arrive because its program has ended."""
+    """Returns the error for a comparison between ``ranks`` at which ``rank``, as text, does not arrive because its
+    program has ended.
+    """
     return MeshError(
         f"rank {rank} of {list(ranks)} has ended, or left its process group, and does not come to compare what it runs",
         fix=f"look at rank {rank} first: it raised, or took fewer steps (drop_last=True, or a sampler that pads)",
@@ -279,7 +283,8 @@ def lost(error: RuntimeError, rank: str, ranks: Sequence[int], fix: str) -> Coll
 
 
 def look_at(first: Sequence[str]) -> str:
-    """Returns the ``fix`` of an error about a wait for other ranks: which ranks to look at.
+    """Returns the ``fix`` of an error about a wait for other ranks: to look at the ranks ``first``, as text, before the
+    others.
 
     Args:
         first: the ranks to look at first, as text.
@@ -301,7 +306,8 @@ def look_at_store(rank: str) -> str:
 
 
 def different_waits(rank: int, where: str, other: int, does: Lines) -> MeshError:
-    """Returns the error for ranks that wait for each other: one in a torch collective, one in an event.
+    """Returns the error for two ranks that wait for each other: ``rank`` in a torch collective at ``where``, ``other``
+    in an event.
 
     Args:
         rank, where: the rank in the collective, and its name and source line.

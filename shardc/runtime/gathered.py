@@ -69,7 +69,7 @@ def _distribute_tensors(local_state_dict: dict[str, object], keys: list[str], *a
 
 
 def _is_strided(tensor: DTensor) -> bool:
-    """Whether a shard may consist of several boxes of the global tensor."""
+    """Whether ``tensor`` has strided placements, so that a shard may consist of several boxes of the global tensor."""
     return any(isinstance(placement, _StridedShard) for placement in tensor.placements)
 
 
@@ -203,7 +203,9 @@ class ReplicatedSpec(DTensorSpec):
 
     @classmethod
     def mark(cls, spec: object) -> bool:
-        """Turns ``spec`` into this class, in place, if it is a DTensorSpec of a replicated tensor; returns whether."""
+        """Turns ``spec`` into this class, in place, if it is the DTensorSpec of a replicated tensor; returns whether it
+        is.
+        """
         if type(spec) is not DTensorSpec or not all(x.is_replicate() for x in spec.placements):
             return False
         spec.__class__ = cls
@@ -227,7 +229,7 @@ def settle(x: DTensor) -> DTensor:
 
 
 def scatter_into(x: DTensor, whole: Tensor) -> None:
-    """Copies this rank's shard of ``whole`` into ``x``, in place; LayoutError if the shapes differ."""
+    """Copies this rank's shard of the unsharded ``whole`` into ``x``, in place; LayoutError if the shapes differ."""
     if whole.shape != x.shape:
         raise LayoutError(
             f"an op in place would make a DTensor of shape {list(x.shape)} one of shape {list(whole.shape)}",
@@ -301,11 +303,11 @@ class _Source:
         self.base, self.whole = base, whole
 
     def read(self) -> None:
-        """Copies the current values of the sharded tensor to the unsharded one."""
+        """Copies the current values of the sharded DTensor to the unsharded tensor of the views, in place."""
         self.whole.copy_(gather(self.base))
 
     def write(self) -> None:
-        """Copies the unsharded tensor to the shards of the base."""
+        """Copies the unsharded tensor of the views to the shards of the base DTensor, in place."""
         scatter_into(self.base, self.whole)
 
 

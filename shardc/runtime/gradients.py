@@ -130,14 +130,18 @@ class Sync:
         return Sync(self.levels, unsynced=self.unsynced, over_shards=self.over_shards, replicated=self.replicated)
 
     def unreduced(self) -> Deferred:
-        """Returns the parameters whose gradients the next backward leaves unreduced."""
+        """Returns the parameters whose gradients the next backward leaves unreduced, over all axes or over replicas
+        only.
+        """
         if not (self.paused or self.unsynced or self.over_shards):
             return NOTHING
         whole = self.paused | frozenset(name for name in self.unsynced if self.levels[name] <= 1)
         return Deferred(whole, self.over_shards.intersection(self.replicated) - whole)
 
     def deferred(self) -> Deferred:
-        """Returns the parameters whose gradients the next backward adds to local sums, even if it reduces these."""
+        """Returns the parameters whose gradients the next backward adds to local sums: unreduced ones, and those whose
+        sums it then reduces.
+        """
         accumulating = self.unreduced()
         if not self.sums:
             return accumulating
@@ -164,7 +168,9 @@ class Sync:
         _optimizers.watch(self)
 
     def take(self, names: frozenset[str]) -> dict[Key, Tensor]:
-        """Removes the local sums of parameters ``names``; returns them by (parameter name, layout), to be reduced."""
+        """Removes the local gradient sums of parameters ``names``; returns (parameter name, layout) -> sum, to be
+        reduced.
+        """
         due = {key: self.sums.pop(key) for key in list(self.sums) if key[0] in names}
         self._own.difference_update(due)
         if not self.sums:
@@ -176,7 +182,7 @@ class Sync:
         self.take(frozenset(name for name, _ in self.sums) if names is None else names)
 
     def of(self, optimizer: Optimizer) -> frozenset[str]:
-        """Returns the names of the parameters of ``optimizer`` that have unreduced gradient sums."""
+        """Returns the names of the parameters of ``optimizer`` that have local sums of unreduced gradients."""
         theirs = {id(param) for group in optimizer.param_groups for param in group["params"]}
         mine = self.parameters()
         return frozenset(name for name, _ in self.sums if name in mine and id(mine[name]) in theirs)
@@ -208,7 +214,7 @@ class Sync:
             self.all_reduce(True, names)
 
     def all_reduce(self, on: bool, names: Iterable[str]) -> None:
-        """Sets whether gradients of ``names`` are reduced over replicas too, when they are reduced over shards."""
+        """Sets whether backwards that reduce gradients of ``names`` over shards also reduce them over replicas."""
         self.over_shards = _switched(self.over_shards, not on, names)
 
     @contextlib.contextmanager

@@ -33,7 +33,7 @@ Result = tuple[Tensor, Tensor | None]  # the loss, and the norm of the gradients
 
 @dataclass
 class _Recorded:
-    """A recorded step.
+    """A recorded step of one program: the tensors from which it reads its inputs, and the function that repeats it.
 
     Args:
         program: the program of its call.
@@ -51,7 +51,7 @@ class _Recorded:
 
 
 class GraphedStep:
-    """Runs the updates of a module by recorded steps.
+    """Runs training steps of a module: the first ones of a kind as they are, later ones by repeating a recorded step.
 
     Args:
         module: the compiled module.
@@ -108,7 +108,9 @@ class GraphedStep:
             self._state.admits = None
 
     def _record(self, program: Executable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> _Recorded:
-        """Records the step of a batch, which has not run yet when this returns."""
+        """Captures the step of a batch without running it; returns the `_Recorded`, or raises InputError if it cannot
+        be recorded.
+        """
         runner = self._state.cache.runner(program)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         placed = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
@@ -138,7 +140,9 @@ class GraphedStep:
         return _Recorded(program, inputs, rates, keys, repeat)
 
     def _refresh(self, recorded: _Recorded, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
-        """Copies a batch, the learning rates of now and new keys to where a recorded step reads them."""
+        """Copies a batch, the optimizer's present learning rates and new random keys to the tensors that a recorded
+        step reads.
+        """
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         with torch.no_grad():
             for place, x in zip(recorded.inputs, tensors, strict=True):
@@ -201,7 +205,9 @@ class GraphedStep:
         return (key, *((x.stride(), x.device, getattr(x, "_spec", None)) for x in tensors)), program
 
     def _has_hooks(self) -> bool:
-        """Whether Python functions run in each step, which a repeat would leave out; warns once of each kind."""
+        """Whether the optimizer or a parameter's gradient has Python hooks, which a repeat would leave out; warns once
+        of each.
+        """
         name = hooked(self._state.params.look().parameters)
         of_optimizer = any(getattr(self._optimizer, f"_optimizer_step_{when}_hooks", ()) for when in ("pre", "post"))
         what = "the optimizer" if of_optimizer else "" if name is None else f"parameter {name!r}"
@@ -249,7 +255,9 @@ def _set(rate: Tensor, value: float | Tensor) -> None:
 
 
 def _check_program(program: Executable) -> None:
-    """Raises InputError if a program has something that a CUDA graph cannot."""
+    """Raises InputError if a step of ``program`` cannot be a CUDA graph: it has stages or microbatches, or an op for
+    which the host waits.
+    """
     for setting, count in (("pp", program.stage_ranks), ("microbatches", program.microbatches - 1)):
         if count:
             raise InputError(

@@ -144,7 +144,9 @@ class Groups:
 
     @property
     def whole(self) -> Groups:
-        """The groups of the whole device mesh, of all stages; without stages this object."""
+        """The `Groups` of the whole device mesh, with the ranks of all pipeline stages; this object itself if there are
+        no stages.
+        """
         return self if self._whole is None else self._whole
 
     @property
@@ -158,7 +160,8 @@ class Groups:
         return self.whole.rank == 0
 
     def along_stages(self, back: bool = False) -> dist.ProcessGroup:
-        """Returns this rank's process group along the axis of stages, in their order.
+        """Returns this rank's process group along the axis of stages, in their order; with ``back`` a second group of
+        the same ranks, for the opposite direction.
 
         Args:
             back: the second one of these ranks. NCCL runs what two ranks send each other over one group in turn, so
@@ -173,7 +176,8 @@ class Groups:
         return c10d._resolve_process_group(whole.add([(self.stages,)])[key])  # type: ignore[arg-type]
 
     def add(self, axes_sets: Iterable[Axes]) -> dict[str, str]:
-        """Creates the process groups along each of ``axes_sets`` that do not exist yet; returns `rename`.
+        """Creates the process groups along each of ``axes_sets`` that do not exist yet; returns `rename`, which maps
+        names of groups in graphs to registered names.
 
         All ranks of the mesh must call this with the same axes sets; groups are created in the same order on all. With
         stages, the ranks of each stage must.
@@ -286,7 +290,8 @@ class Groups:
         return [[self._global[rank] for rank in group] for group in groups_of(self.mesh, axes)]
 
     def _make(self, axes: Axes) -> dist.ProcessGroup:
-        """Creates this rank's group along ``axes``. All ranks create the same groups in the same order.
+        """Returns this rank's group along ``axes``: one that the device mesh has, or else a new one. All ranks create
+        the same groups in the same order.
 
         With stages, those of a stage do: the programs of stages may differ in their groups.
         """
@@ -304,7 +309,9 @@ class Groups:
         return self._new(axes)
 
     def _new(self, axes: Axes) -> dist.ProcessGroup:
-        """Creates a new group along ``axes``, as `_make` does where there is none yet."""
+        """Creates a new group along ``axes``, even if the device mesh has a group of the same ranks; other ranks must
+        do the same.
+        """
         groups, everyone = self._groups(axes), list(range(dist.get_world_size()))
         if sorted(self._global) != everyone:
             # Ranks that are not on the mesh do not take part.
@@ -331,7 +338,7 @@ def _world() -> dist.ProcessGroup:
 
 
 def _is_shared(device_mesh: DeviceMesh) -> bool:
-    """Whether another thread may use the world's group beside steps: on CPU ranks it may.
+    """Whether threads other than the one that runs steps may use the world's process group: they may on CPU ranks.
 
     Gloo matches collectives of a group by their order on each rank. ``torch.distributed.checkpoint.async_save`` calls
     them in a thread, in the world's group by default. Among those of steps their order differs from rank to rank, and
@@ -430,7 +437,7 @@ def collective_of(error: Exception, gm: fx.GraphModule, segment: Segment | None 
 
 
 def _start(node: fx.Node) -> fx.Node | None:
-    """Returns the node of the collective that ``node`` starts or waits for; None if it does neither."""
+    """Returns the node that starts the collective that ``node`` starts or waits for; None if ``node`` does neither."""
     while collective_kind(node) is None:
         waits = node.target in (WAIT, getitem)
         if not waits or not isinstance(node.args[0], fx.Node):

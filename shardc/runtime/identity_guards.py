@@ -144,7 +144,9 @@ class IdentityGuards:
         )
 
     def _note(self, read: Read, lookup: Lookup, seen: set[Path]) -> None:
-        """Adds guards for ``read``: one attribute, item, length or the like that a capture has read."""
+        """Adds guards for ``read``: an attribute, item, length or the like that a capture has read. ``lookup`` finds
+        its value; ``seen``: expressions that have guards.
+        """
         path = parse(read.expression)
         try:
             self._path(path, lookup, seen)
@@ -161,7 +163,9 @@ class IdentityGuards:
             self._tensors.append((value, value._version))
 
     def _path(self, path: Path, lookup: Lookup, seen: set[Path]) -> None:
-        """Adds a guard for each attribute, item and call in the expression ``path``, unless it is in ``seen``."""
+        """Adds a guard for each attribute, item and call in the expression ``path``, and adds it to ``seen``; nothing
+        if it is in there. ``lookup`` finds the values.
+        """
         if path in seen:
             return
         seen.add(path)
@@ -185,7 +189,7 @@ class IdentityGuards:
                 self._row(container)
 
     def _row(self, container: object) -> None:
-        """Adds a guard that ``container`` has the same elements."""
+        """Adds a guard that ``container`` has the same elements, unless it is immutable or cannot be iterated."""
         if hasattr(container, "__iter__") and not isinstance(container, (tuple, str)):  # these are immutable
             self._rows[id(container)] = container, tuple(container)
 

@@ -50,7 +50,8 @@ def reset_parameters(module: nn.Module) -> None:
 
 @dataclass(eq=False)
 class Slot:
-    """An entry of a module's parameters or buffers during initialisation.
+    """An entry of a module's parameters or buffers during initialisation: its tensor before and after, and the
+    `Virtual` in between.
 
     Args:
         name: qualified name; tied entries share a tensor.
@@ -243,7 +244,9 @@ def _share(low: float, high: float) -> float:
 
 
 def _reject(piece: Piece, bounds: Sequence[float], fill: Fill, dtype: torch.dtype, limit: int) -> None:
-    """Fills ``piece`` by rejection: draws the whole tensor until no element, of any rank, is out of ``bounds``."""
+    """Fills ``piece`` by rejection: draws the whole tensor, at most ``limit`` elements at once, again until no element
+    of any rank is out of ``bounds``, (low, high).
+    """
     low, high = bounds
     # First flat index of a chunk -> offsets of its elements that are out of bounds.
     outside: dict[int, torch.Tensor] = {}
@@ -321,7 +324,9 @@ def initialise(state: State, run: Callable[[nn.Module], T], complete: bool = Fal
 
 
 def _note_attributes(slot: Slot) -> None:
-    """Copies attributes and ``requires_grad`` of a slot's tensor after initialisation to that before, which stays."""
+    """Copies attributes and ``requires_grad`` of a slot's tensor after initialisation to its tensor before, which is
+    the one that stays.
+    """
     assert slot.now is not None
     slot.before.requires_grad_(slot.now.requires_grad)
     vars(slot.before).update(attributes(slot.now))

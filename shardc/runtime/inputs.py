@@ -26,7 +26,7 @@ WAYS_OUT = (
 
 
 def shard_input(whole: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
-    """Copies the shard of ``rank`` out of a global input, contiguous and with its ``requires_grad``.
+    """Returns a copy of the shard of ``rank`` of a global input, contiguous and with its ``requires_grad``.
 
     Gradients do not flow back to ``whole``.
 
@@ -43,7 +43,9 @@ def shard_input(whole: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
 
 
 def local_input(x: torch.Tensor, layout: Layout, device_mesh: DeviceMesh) -> torch.Tensor:
-    """Returns the local tensor of an input, contiguous; a DTensor is resharded to ``layout``, on the same mesh."""
+    """Returns the local tensor of input ``x``, contiguous; a DTensor is first resharded to ``layout``, on the same
+    mesh.
+    """
     if isinstance(x, ReadOnly):
         return x.clone()
     if not isinstance(x, DTensor):
@@ -129,7 +131,8 @@ def _wrong_shape(name: str, x: torch.Tensor, layout: Layout) -> str:
 
 
 def takes_loss(model: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], loss_args: int | None) -> bool:
-    """Whether the last ``loss_args`` positional arguments are the loss's: ``forward`` takes the others alone.
+    """Whether the last ``loss_args`` positional arguments are the loss's: ``model.forward`` takes the call without
+    them.
 
     False if ``forward`` takes all arguments; InputError if it takes neither. ``loss_args`` is None without a loss.
     """
@@ -174,7 +177,9 @@ def in_call(
 
 
 def takes(model: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], targets: Sequence[str] | None) -> bool:
-    """Whether ``model.forward`` takes these arguments, or takes them without the loss's ``targets`` at the end."""
+    """Whether ``model.forward`` takes these arguments as they are, or without the last ones, which are the loss's
+    ``targets``.
+    """
     model_args = len(args) - len(targets or ())
     without = targets is not None and model_args >= 0 and _refuses(model, args[:model_args], kwargs) is None
     return without or _refuses(model, args, kwargs) is None

@@ -40,7 +40,7 @@ Argument = Callable[[Port, int], Any]
 
 @dataclass
 class Results:
-    """Results of a step: outputs by (kind, index), and gradients by name."""
+    """Results of a step: outputs by (kind, index or name), and gradients by name."""
 
     outputs: dict[tuple[str, Any], Any] = field(default_factory=dict)
     grads: dict[str, Any] = field(default_factory=dict)
@@ -78,7 +78,9 @@ class Loops:
         return self._step(False, {})
 
     def _step(self, training: bool, tangents: Mapping[int, Any]) -> Results:
-        """Runs all graphs of a step, in order."""
+        """Runs all graphs of a training or inference step, in order, and returns its results; ``tangents``: output
+        index -> gradient.
+        """
         saved: dict[str, Any] = {}
         parts = Results()
         for half, at in self.program.runs(training):
@@ -92,7 +94,8 @@ class Loops:
         return self._joined(parts)
 
     def _keep(self, role: Role, x: Any, at: int, parts: Results) -> None:
-        """Stores the result ``x`` of a graph of microbatch ``at``, by its ``role``.
+        """Stores the result ``x`` of a graph of microbatch ``at`` where its ``role`` says: added to a sum, kept for
+        later graphs, or appended to ``parts``.
 
         It is added to its sum, kept for later graphs, or appended to ``parts`` (outputs and gradients per microbatch).
         """
@@ -106,7 +109,9 @@ class Loops:
             parts.outputs.setdefault((role.kind, role.index if role.kind == "output" else role.name), []).append(x)
 
     def _value(self, port: Port, at: int, saved: Mapping[str, Any], tangents: Mapping[int, Any]) -> Any:
-        """Returns the argument ``port`` of a graph of microbatch ``at``; ``saved``: values from the graph before."""
+        """Returns the argument ``port`` of a graph of microbatch ``at``: from ``saved`` (values of the graph before),
+        the inputs, ``tangents`` (output index -> gradient), sums or kept results.
+        """
         role = port.role
         if port.name in saved:
             return saved[port.name]
@@ -141,12 +146,16 @@ class Loops:
             self._added.add(name)
 
     def _part(self, kind: str, key: object, x: Any, at: int) -> Any:
-        """Returns microbatch ``at``'s part of ``x``, an input or an output's gradient; all of it if it is not split."""
+        """Returns microbatch ``at``'s part of ``x``, all of it if it is not split: an input (``kind`` "inputs", ``key``
+        its name) or an output's gradient ("outputs", its index).
+        """
         layout = self.program.in_time.get(kind, {}).get(key)
         return x if layout is None or x is None else self.over(lambda whole: part_of(whole, layout, at), x)
 
     def _joined(self, parts: Results) -> Results:
-        """Joins the results of the microbatches to those of the step, by concatenation or addition."""
+        """Returns the results of the step, joined from ``parts``, the results of each microbatch, by concatenation or
+        addition; clears sums and kept results.
+        """
         self.sums, self.shared = {}, {}
         joined = Results()
         for key, values in parts.outputs.items():
@@ -157,7 +166,9 @@ class Loops:
         return joined
 
     def _join(self, values: list[Any], layout: Layout | None) -> Any:
-        """Concatenates the values of the microbatches by ``layout``; returns the last one if it does not split them."""
+        """Returns the results ``values`` of the microbatches concatenated as ``layout`` splits them; the last one if it
+        does not split them.
+        """
         if layout is None or values[0] is None:
             return values[-1]
         return self.over(lambda *parts: join_parts(parts, layout), *values)
@@ -168,7 +179,9 @@ class Step(Protocol):
 
     @property
     def over(self) -> Map:
-        """Applies a function of tensors to values, as `Loops.over`."""
+        """A function that applies a function of tensors to values (in a simulation: to those of each rank), as
+        `Loops.over`.
+        """
 
     def train(self, tangents: Mapping[int, Any]) -> Results:
         """Runs forward and backward of each microbatch; ``tangents``: output index -> gradient."""
@@ -211,7 +224,9 @@ class Microstep:
         return self._outputs.get((role.kind, role.index if role.kind == "output" else role.name))
 
     def has_gradients(self, used: Iterable[int]) -> bool:
-        """Returns whether the call has computed the gradients of the outputs with indices ``used``, and no others."""
+        """Returns whether the call has computed just the gradients of the outputs with indices ``used``: only the loss,
+        and they are kept.
+        """
         return self._grads is not None and set(used) == {self.program.loss}
 
     def grads(self, tangents: Mapping[int, Any], keeps: bool = True) -> dict[str, Any]:
@@ -269,7 +284,7 @@ def join_parts(parts: Sequence[Tensor], layout: Layout) -> Tensor:
 
 
 def _place(layout: Layout) -> tuple[int, int, int]:
-    """Returns (dim that the axis of time splits, local elements above it, local elements below it)."""
+    """Returns (dim that the axis of microbatches splits, local elements above it, local elements below it)."""
     time = layout.mesh.time
     dim = layout.dim_of(time)
     assert dim is not None, f"{layout} is not split over {time}"

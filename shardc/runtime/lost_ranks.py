@@ -1,5 +1,5 @@
-"""`LostRanks`: finds the ranks to look at first when a wait for others has failed, through a `BoundedStore`, whose
-requests end, also if the process that keeps it is stopped.
+"""`LostRanks`: after a failed wait for other ranks, finds the ranks to look at first. Its requests to the store
+(`BoundedStore`) end even if the store's process is stopped.
 
 A rank that gives up a wait publishes for whom it waited. The first one also calls the roll: the listener threads
 (`shardc.runtime.gloo.listen`) of all ranks answer, and it publishes which ranks did not: they died or were stopped. If
@@ -25,7 +25,7 @@ _Request = tuple["Future[Any]", str, tuple[Any, ...]]
 
 
 class BoundedStore(dist.Store):
-    """Passes requests to ``store`` on a thread of its own, so that a caller is free if there is no answer.
+    """Passes requests to ``store`` on a separate thread, so that a caller can give up if there is no answer.
 
     A TCPStore waits without end for the process that keeps it: rank 0, if no launcher does.
 
@@ -85,7 +85,7 @@ class BoundedStore(dist.Store):
 
 
 def _serve(store: Any, requests: SimpleQueue[_Request | None]) -> None:
-    """Runs requests one after the other, until None comes."""
+    """Runs the calls of the store in the queue ``requests``, one after the other, until one is None."""
     while (request := requests.get()) is not None:
         answer, name, args = request
         try:
@@ -99,7 +99,7 @@ _PAUSE = 0.02
 
 
 class LostRanks:
-    """Finds the ranks that others wait for in vain; one object per rank and mesh.
+    """Finds the ranks that keep others waiting; one object per rank and mesh.
 
     Args:
         prefix: prefix of the keys in the store.
@@ -125,12 +125,13 @@ class LostRanks:
             call(store)
 
     def answer(self, store: dist.Store) -> None:
-        """Answers the roll call, on the listener thread."""
+        """Publishes that this rank is alive, as an answer to the roll call; the listener thread calls it."""
         store.set(f"{self._roll}{self.rank}", "")
         store.add(f"{self._roll}answers", 1)
 
     def first(self, store: dist.Store, ranks: Sequence[int]) -> list[int]:
-        """Returns the ranks to look at first, after `give_up` of ``ranks``: those that do not answer the roll call.
+        """Returns the ranks to look at first, after `give_up` of ``ranks``: those that do not answer the roll call, if
+        any.
 
         If all answer, follows who waits for whom, from ``ranks`` on, and returns those that have not given up.
         """
@@ -149,7 +150,9 @@ class LostRanks:
         return sorted(first) or [*ranks]
 
     def _silent(self, store: dist.Store) -> list[int]:
-        """Returns the ranks that did not answer the roll call; [] if its caller has not come to tell."""
+        """Returns the ranks that did not answer the roll call; [] if the rank that calls the roll has not published
+        them in time.
+        """
         end, outcome = time.monotonic() + _ROLL, f"{self._roll}silent"
         if self._calls:
             while time.monotonic() < end and store.add(f"{self._roll}answers", 0) < len(self.ranks):

@@ -34,7 +34,8 @@ class Wanted(NamedTuple):
 
 @contextmanager
 def compiling(programs: Collection[CacheKey], wanted: Wanted) -> Iterator[None]:
-    """Log that a call has no program, and why, before the block compiles one; then the seconds of the block.
+    """Context manager around the compilation of a program: logs why none of ``programs`` fits the call ``wanted``, and
+    at exit the seconds that it took.
 
     Args:
         programs: the keys of the programs that there are, the latest last.
@@ -47,7 +48,9 @@ def compiling(programs: Collection[CacheKey], wanted: Wanted) -> Iterator[None]:
 
 
 def reason(programs: Sequence[CacheKey], wanted: Wanted) -> str:
-    """Return how a call differs from the nearest call that has a program, or what the model reads differently."""
+    """Return, as text, how the call ``wanted`` differs from the nearest call that has a program, or which value that
+    captures read has changed.
+    """
     if not programs:
         return "the first call"
     call, deferred = wanted.call, wanted.deferred
@@ -65,7 +68,7 @@ def reason(programs: Sequence[CacheKey], wanted: Wanted) -> str:
 
 
 def differences(call: Signature, other: Signature) -> list[str]:
-    """Return the differences of ``call`` from ``other``, a text for each."""
+    """Return a text for each difference of ``call`` from ``other``."""
     if call.spec != other.spec or call.names != other.names:
         return [f"the arguments are {', '.join(call.names)} and were {', '.join(other.names)}"]
     pairs = zip(call.names, call.leaves, other.leaves, strict=True)
@@ -89,6 +92,6 @@ def _shown(leaf: Any) -> str:
 
 
 def _listed(texts: list[str]) -> str:
-    """Return the first of ``texts`` joined, and the number of the others."""
+    """Return as text the first of ``texts``, and how many it leaves out."""
     more = f", and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return "; ".join(texts[:_SHOWN]) + more

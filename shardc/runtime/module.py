@@ -37,7 +37,7 @@ GlobalShapes = Callable[[Sequence[tuple[str, tuple[int, ...]]]], list[tuple[int,
 
 
 def copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
-    """Copies a compiled module without its gradients; both have the same programs. All ranks call it.
+    """Returns a copy of a compiled module, without gradients; both share their programs. All ranks call it.
 
     Args:
         memo: memo of ``deepcopy``: id of an object -> its copy.
@@ -118,7 +118,7 @@ class ShardedModule(nn.Module):
         return sorted({*super().__dir__(), *(self.shardc.short_names() if "shardc" in vars(self) else ())})
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
-        """Makes a compiled module with the same values and plan, without gradients. All ranks copy."""
+        """Returns a copy of the compiled module with the same values and plan, without gradients. All ranks call it."""
         with self.shardc.tells():
             return copied(self, memo)
 
@@ -246,7 +246,8 @@ def _step(state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> 
 def known_program(
     state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> tuple[Hashable, Executable] | None:
-    """Returns (key, program) of a call that has run before and for which ranks exchange nothing; None for others.
+    """Returns (key, program) of a call that has run before and needs no exchange of row counts or checks between ranks;
+    None for another.
 
     The key is that of the call among those of the module's present snapshot.
     """

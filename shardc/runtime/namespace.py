@@ -72,7 +72,7 @@ class Namespace(State):
     @classmethod
     @cache
     def short_names(cls) -> frozenset[str]:
-        """Names of the methods that are available on the module itself."""
+        """Names of the methods of ``module.shardc`` that are available on the module itself, too."""
         bases = cls.__mro__[: cls.__mro__.index(State)]
         return frozenset(name for each in bases for name in vars(each) if not name.startswith("_")) - {"short_names"}
 

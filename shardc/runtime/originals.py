@@ -131,7 +131,9 @@ class _Originals:
             self._seen[optimizer] = sizes
 
     def _replace(self, optimizer: Optimizer) -> None:
-        """Replaces old parameters in ``optimizer`` by those that replaced them; InputError if it has state of one."""
+        """Replaces original parameters in ``optimizer`` by the compiled module's, in place; InputError if the optimizer
+        has state for one.
+        """
         for group in optimizer.param_groups:
             for at, param in enumerate(group["params"]):
                 pair, name = self._pairs.get(param, (None, ""))

@@ -100,7 +100,8 @@ torch.serialization.add_safe_globals([Owned])
 
 @dataclass(frozen=True, init=False)
 class OwnedLayout(Layout):
-    """Storage layout of a parameter that one stage owns, as this rank has it; its mesh is that of one stage.
+    """Storage layout of a parameter that one pipeline stage owns, as this rank has it; its mesh is the mesh of one
+    stage.
 
     Args:
         layout: the layout on the ranks of the owner's stage.
@@ -124,7 +125,7 @@ class OwnedLayout(Layout):
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
-        """Return the shape of this rank's shard: without rows, on a rank of another stage."""
+        """Return the shape of this rank's shard; dim 0 is 0 on a rank of a stage that does not own the parameter."""
         return super().local_shape if self.local else (0, *super().local_shape[1:])
 
     @property
@@ -158,7 +159,8 @@ def everywhere(placements: Iterable[Placement]) -> Placements:
 def redistribute(
     move: Callable[..., DTensor], x: DTensor, device_mesh: DeviceMesh | None, placements: Placements, **options: Any
 ) -> DTensor:
-    """Redistributes ``x`` to ``placements``, where these or its present ones include `Owned`; differentiable.
+    """Returns ``x`` resharded to ``placements``, where the old or the new placements include `Owned`; differentiable.
+    ``move``: DTensor's own method.
 
     The shards of an owner are broadcast, then moved as without stages, then dropped by those who do not own the result.
     DTensor's own order of steps would take an owner's rows for a chunk of a split dim.
@@ -178,7 +180,9 @@ def _spread(x: DTensor) -> DTensor:
 
 
 def _confined(x: DTensor, placements: Placements) -> DTensor:
-    """Returns ``x`` with ``placements``; ``x`` is replicated on the mesh dims where these are `Owned`."""
+    """Returns ``x`` resharded to ``placements``, some of them `Owned`; ``x`` is replicated on the mesh dims of
+    these.
+    """
     return _Confine.apply(x, tuple(placements)) if has_owner(placements) else x
 
 

@@ -39,7 +39,8 @@ _REDUCTIONS = ("aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_pows
 
 
 def computed(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], mesh: DeviceMesh) -> PyTree:
-    """Returns the result of ``op`` on DTensors on ``mesh``, computed on local tensors; NotImplemented if it gathers.
+    """Returns the result of ``op`` on DTensors on ``mesh``, computed on local tensors; NotImplemented if that needs
+    gathered tensors.
 
     Raises:
         LayoutError: torch.compile traces the op. It would compile code for other local shapes.
@@ -137,7 +138,8 @@ def _norms(
     *,
     dtype: torch.dtype | None = None,
 ) -> PyTree:
-    """Computes norms of positive order of all elements, by one all-reduce for each mesh dim; NotImplemented for others.
+    """Computes norms, of positive order, of all elements of tensors, by one all-reduce for each mesh dim;
+    NotImplemented for other norms.
 
     Of replicas, those at coordinate 0 count.
     """

@@ -36,7 +36,7 @@ _BUCKET = 1 << 28
 
 
 def update_cost(shape: Sequence[int]) -> int:
-    """Returns the cost of a matrix's update relative to others': elements times the smaller of rows and columns.
+    """Returns the relative cost of an optimizer's update of a matrix: elements times the smaller of rows and columns.
 
     That is the order of its products with itself (Muon, Shampoo). Dims after the first count as columns.
     """
@@ -54,7 +54,7 @@ def split_dims(param: DTensor) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Box:
-    """The position of a rank's shard in the whole tensor.
+    """The position of a rank's shard in the whole tensor, as an index that selects it.
 
     Args:
         index: selects the shard: a slice per dim, or index tensors that broadcast to its shape.
@@ -82,7 +82,7 @@ class Box:
 
 @dataclass(eq=False)
 class Owner:
-    """The owner of one parameter, as this rank sees it.
+    """The owner of one parameter, i.e. the rank that updates it whole, as this rank sees it.
 
     Args:
         param: the parameter.

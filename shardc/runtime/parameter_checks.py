@@ -38,7 +38,7 @@ _FIX = "load values into the module's own parameters (load_state_dict, or copy_ 
 
 @dataclass(frozen=True)
 class ParamContract:
-    """Properties of a parameter that must not change after compile.
+    """Properties of a parameter that must not change after compile: name, shape and placements.
 
     Args:
         first: the name it is stored under; tied parameters share it.
@@ -62,7 +62,7 @@ def contracts(template: nn.Module, storages: Mapping[str, Layout], view: Mesh) -
 
 
 class CheckedParams:
-    """Specs and devices of parameters that passed `check`; while they are the same, no new check is needed.
+    """Specs and devices of parameters that have passed `check`, which need no new check while they stay the same.
 
     Args:
         runs: whether the check was for a run of the module.
@@ -73,7 +73,7 @@ class CheckedParams:
         self._runs = runs
 
     def still(self, params: Mapping[str, nn.Parameter], runs: bool) -> bool:
-        """Whether ``params``, the objects that passed the check, still have the specs and devices of then.
+        """Whether ``params``, which passed the check as objects, still have the same specs and devices as then.
 
         Args:
             runs: whether the module is about to run; an earlier check without ``runs`` does not suffice for that.
@@ -167,7 +167,9 @@ def _load(
     prefix: str,
     *_: object,
 ) -> None:
-    """Pre-hook: loads the state dict's values into the module's own parameters, and puts these in the state dict."""
+    """Pre-hook of ``load_state_dict``: copies the values of ``state_dict`` into the module's own parameters, which then
+    replace the values in ``state_dict``.
+    """
     for key, (storage, home) in stored.items():
         param, loaded = module._parameters.get(key), state_dict.get(prefix + key)
         if not isinstance(param, DTensor) or not isinstance(loaded, Tensor) or loaded is param:
@@ -209,7 +211,9 @@ def _on_meta(value: Tensor) -> Tensor:
 
 
 def renew(module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: Mapping[str, ParamLocation]) -> None:
-    """Gives parameters that ``nn.Module._apply`` converted a padded local buffer again; the objects stay the same."""
+    """Gives parameters that ``nn.Module._apply`` converted (``module.to``) a padded local buffer again, on the device
+    that ``homes`` says; the DTensors stay the same objects.
+    """
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
             grad, param.grad = param.grad, None
@@ -262,7 +266,9 @@ class ParamStore:
         return self._snapshot
 
     def present(self) -> nn.Module:
-        """Copies the user's module in its present state, with ``meta`` tensors at global shapes, for capture."""
+        """Returns a copy of the user's module in its present state, with ``meta`` tensors at global shapes, for
+        capture.
+        """
         named = self.spec.template.named_parameters(remove_duplicate=False)
         strides = {name: param.stride() for name, param in named}
 

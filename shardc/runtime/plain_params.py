@@ -43,7 +43,7 @@ class Shard:
         self._left: list[object] = []  # values of the shard's state at the last `write`
 
     def end_step(self) -> None:
-        """Drops what only the step needs: the gradient."""
+        """Drops the plain parameter's gradient, which only the step needs."""
         self.data.grad = None
 
     def placed(self, x: object) -> object:
@@ -232,5 +232,5 @@ def _are(values: Sequence[object], others: Sequence[object]) -> bool:
 
 
 def _same(state: Mapping[str, object], values: Sequence[object]) -> bool:
-    """Whether ``state`` has the same objects as ``values``."""
+    """Whether the values of ``state`` are the same objects as ``values``."""
     return len(state) == len(values) and all(map(is_, state.values(), values))

@@ -219,7 +219,7 @@ def _kind(name: str) -> str | None:
 
 
 def _inside(event: _Event, outer: _Event) -> bool:
-    """Whether event ``outer`` contains ``event``, on the same thread."""
+    """Whether ``event`` lies within event ``outer``, on the same thread."""
     same = event.start_thread_id() == outer.start_thread_id()
     return bool(same and outer.start_ns() <= event.start_ns() and _end(event) <= _end(outer))
 

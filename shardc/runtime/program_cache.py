@@ -37,7 +37,7 @@ _MANY = 8  # programs of one call that differ in what was read; as Dynamo's limi
 
 @dataclass
 class CallCacheEntry:
-    """Cached facts about calls of one signature.
+    """What is cached for calls of one signature: their event, the axes of uneven rows, and their program.
 
     Args:
         event: event by which ranks compare such a call.
@@ -90,7 +90,9 @@ class Build(Protocol):
         """Whether the plan has per-rank inputs (`shardc.per_rank`)."""
 
     def numbered(self, names: Sequence[str]) -> dict[int, int]:
-        """Maps the position of an input that holds row indices of each rank's shard to that of the input they index."""
+        """Maps the position of each input that holds row indices of each rank's shard to the position of the input
+        whose rows they are.
+        """
 
     def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Layout]:
         """Returns the layouts of inputs, given as (name, global shape)."""
@@ -136,7 +138,9 @@ class ProgramCache:
         self._identities: IdentityGuards | None = None
 
     def look(self) -> ModuleSnapshot:
-        """Returns the module's current snapshot; empties ``calls`` if it, or an object that captures read, changed."""
+        """Returns the module's current snapshot; empties ``calls`` if the snapshot, or an object that captures read,
+        has changed.
+        """
         snapshot = self.params.look()
         if snapshot is not self._snapshot or self._identities is None or not self._identities.holds():
             self.calls.clear()
@@ -282,7 +286,9 @@ class ProgramCache:
         self.build.dynamic.mark(list(zip(names, pytree.tree_leaves((tuple(args), kwargs)), strict=True)))
 
     def lowered_but_for_sizes(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> bool:
-        """Whether a program has the signature of these arguments, whatever its dynamic sizes and train or eval mode."""
+        """Whether there is a program for these arguments, apart from their dynamic sizes and from train or eval
+        mode.
+        """
         call = self.signature(args, kwargs)
         inputs = list(zip(call.names, pytree.tree_leaves((tuple(args), kwargs)), strict=True))
         dims, _ = self.build.dynamic.of(inputs)

@@ -170,7 +170,7 @@ class RankConsistency:
 
     @contextmanager
     def reduces(self, method: str) -> Iterator[None]:
-        """Context manager like `runs`, around a ``method`` that calls torch's own collectives."""
+        """Context manager that registers the event ``method``, like `runs`, around calls of torch's own collectives."""
         with self.runs(method):
             try:
                 yield
@@ -251,14 +251,18 @@ class RankConsistency:
             return f"{look_at_store(self.place(0))}. If it is well, {look_at(list(map(self.place, ranks)))}"
 
     def _lost_between(self, error: RuntimeError) -> MeshError | RuntimeError:
-        """Returns the error to raise in place of ``error``, which a torch collective raised; raises as `lost` does."""
+        """Returns the error to raise in place of ``error`` of a torch collective: one that says which ranks to look at,
+        or that explains how ranks differ.
+        """
         if not is_lost(error):
             return self.behind() or error
         fix = self.lost([rank for rank in self.ranks if rank != self.rank])
         return lost(error, self.place(self.rank), self.ranks, fix)
 
     def _raised(self) -> MeshError:
-        """Returns the error to raise on this rank, once other ranks have had time to read it; restarts numbering."""
+        """Returns the error that this rank will raise, after other ranks have had time to read it, and restarts the
+        numbering of events.
+        """
         error, heard, self._heard = self._different, self._heard, None
         assert error is not None
         if heard is not None:  # else the store may end with this rank, before others have read it
@@ -324,7 +328,8 @@ class RankConsistency:
         store.set(f"{self._prefix}log/{store.add(f'{self._prefix}log', 1)}", json.dumps(entry))
 
     def heard(self, store: dist.Store, entry: str) -> None:
-        """Handles a message on the listener thread; `NOTHING` if there is no new one, `END` when the thread ends.
+        """Handles a message ``entry`` of the log, on the listener thread; it is `NOTHING` if there is no new one, `END`
+        when the thread ends.
 
         Args:
             entry: JSON of a `Message`: an event to compare, a difference, a method to join, a wait, a roll call or an
@@ -375,7 +380,9 @@ class RankConsistency:
         self._interrupt_if_running(store)
 
     def _on_difference(self, store: dist.Store, number: int, rank: int, key: str) -> None:
-        """Handles the hash ``key`` of event ``number`` on ``rank``: this rank raises if its own past one differs."""
+        """Handles the message that ``rank`` has hash ``key`` at event ``number``: makes this rank raise if its own past
+        event there differs.
+        """
         with self._lock:
             passed = number <= self.number and self.number - number < len(self._past) and self._waits != number
             if rank == self.rank or not passed or self._different is not None:

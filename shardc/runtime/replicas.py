@@ -220,7 +220,7 @@ def _equal_or_unknown(left: int | None, right: int | None) -> bool:
 
 
 def _first(split: tuple[str, ...], groups: Groups) -> int:
-    """Returns the first mesh rank that has the same shard as this one of a tensor split over axes ``split``."""
+    """Returns the first mesh rank that has the same shard as this rank, of a tensor split over axes ``split``."""
     mine = flat_index(groups.mesh, split, groups.rank)
     return next(rank for rank in range(groups.mesh.ranks) if flat_index(groups.mesh, split, rank) == mine)
 

@@ -16,7 +16,7 @@ Loads = list[tuple[str, Load]]  # (module, its load) of layers of experts in the
 
 @dataclass
 class Routing:
-    """The records of a module's layers of experts, made when its graphs run.
+    """The records that a module's layers of experts make when its graphs run: tokens per expert, and loads to check.
 
     Attributes:
         tokens: layer -> (tokens per expert, name of the group to sum over) in the last forward.
@@ -66,7 +66,7 @@ def is_limited(graph: fx.Graph) -> bool:
 
 
 def _captured(x: Tensor) -> bool:
-    """Returns whether a CUDA graph is being captured: its replays record nothing."""
+    """Returns whether a CUDA graph is being captured on the device of ``x``: its replays would record nothing."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -98,5 +98,5 @@ def check_loads(loads: Loads, any_rank: Callable[[bool], bool] | None = None) ->
 
 
 def _most(load: Load) -> int:
-    """Returns the number of rows for the fullest block."""
+    """Waits for ``load``; returns the number of rows for its fullest block."""
     return int(torch.ops._c10d_functional.wait_tensor(load.most)) // load.ranks

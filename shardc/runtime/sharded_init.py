@@ -274,7 +274,9 @@ class InitShard:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, storage: Layout | None, rank: int, limit: int) -> InitShard:
-        """Makes the `InitShard` of ``tensor``, a parameter or buffer; unless on ``meta``, it counts as filled."""
+        """Makes the `InitShard` of ``tensor``, a parameter or buffer; unless it is on ``meta``, it counts as filled.
+        ``limit``: most elements that may be drawn at once.
+        """
         shape = tuple(tensor.shape)
         dims = range(len(shape))
         indices = [range(shape[dim]) if storage is None else local_indices(storage, shape, dim, rank) for dim in dims]
@@ -307,12 +309,12 @@ class InitShard:
 
     @property
     def touched(self) -> bool:
-        """Whether an op has read or written the values."""
+        """Whether an op has read or written the values of the parameter or buffer."""
         return "padded" in vars(self)
 
     @cached_property
     def whole(self) -> bool:
-        """Whether this rank holds every element."""
+        """Whether this rank holds every element of the parameter or buffer."""
         return tuple(map(len, self.indices)) == self.shape
 
     def mark(self, view: Virtual) -> None:
@@ -421,7 +423,7 @@ def _factory(func: OpOverload, target: Virtual, args: Sequence[PyTree], kwargs: 
 
 
 def _elementwise(func: OpOverload, target: Virtual, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
-    """Runs an in-place elementwise op on the shard of ``target``, with the same part of the other operands."""
+    """Runs an in-place elementwise op on the shard of ``target``, with the matching elements of the other operands."""
     piece = piece_of(func, target)
 
     def cut_like(other: torch.Tensor) -> torch.Tensor:

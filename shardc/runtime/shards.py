@@ -177,7 +177,9 @@ def shard(x: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 
 
 def scatter_terms(x: torch.Tensor, layout: Layout, generator: torch.Generator) -> list[torch.Tensor]:
-    """Like `shard`, but for a pending reduction ranks get random tensors that reduce to ``x``, not neutral elements."""
+    """Splits global ``x`` like `shard`, but of a pending reduction ranks get random terms that reduce to ``x``, not
+    ``x`` and neutral elements.
+    """
     mesh, terms = layout.mesh, [x]
     for axis, op in layout.partial:
         terms = [part for term in terms for part in _split_term(term, op, mesh.size(axis), generator)]

@@ -24,7 +24,7 @@ from shardc.runtime.inputs import check_constants, check_inputs
 
 
 class TorchGlobalState(NamedTuple):
-    """Global settings of torch that change the captured ops of a model.
+    """Global settings of torch on which the captured ops of a model depend, such as autocast.
 
     Args:
         autocast: (device type, dtype) for each device type with autocast on.
@@ -218,7 +218,7 @@ def _flat_spec(count: int, *names: str) -> pytree.TreeSpec:
 
 
 class CacheKey(NamedTuple):
-    """Key of a program, which serves calls of this signature that defer these gradients, while the guards hold."""
+    """Key of a program: it serves calls with this signature and these deferred gradients, while the guards hold."""
 
     call: Signature
     guards: Guards
@@ -260,7 +260,9 @@ def _check_constants(call: Signature, expected: Signature, program: Executable, 
 
 
 def _check_tensors(call: Signature, expected: Signature, program: Executable, tensors: Sequence[Tensor]) -> None:
-    """Raises InputError if a tensor does not fit its layout, or its dtype differs."""
+    """Raises InputError if one of ``tensors`` does not fit its layout in ``program``, or has another dtype than in
+    ``expected``.
+    """
     names, dtypes = [name for name, _ in call.tensors], [like.dtype for _, like in expected.tensors]
     check_inputs(names, tensors, [layout for _, layout in program.inputs], dtypes)
 

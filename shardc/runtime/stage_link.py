@@ -22,7 +22,7 @@ _AHEAD = 2
 
 
 class StageLink:
-    """Connection of this rank to those of other stages that have the same place in their stage.
+    """Connection of this rank to the ranks of other stages that have the same place within their stage.
 
     Messages between two ranks arrive in the order of their sends, since gloo and NCCL match them in order. On CPUs
     receives of the next messages are posted ahead, so that gloo's sender writes them at once. Otherwise a thread of
@@ -94,7 +94,7 @@ class StageLink:
         return [x for _, x in receives]
 
     def _ask(self, source: int) -> None:
-        """Posts receives of the next messages from the stage ``source``, up to `_AHEAD` at a time."""
+        """Posts receives of the next messages from stage ``source``, until `_AHEAD` of them are pending."""
         receiving, coming = self._receiving.setdefault(source, deque()), self._coming.get(source)
         while coming and len(receiving) < _AHEAD:
             receiving.append(self._receive(coming.popleft()))

@@ -1,4 +1,4 @@
-"""`StageLoops`: runs the part of one rank of a pipeline in a step, and exchanges values with the others."""
+"""`StageLoops`: runs the graphs of a step that one rank of a pipeline runs, and exchanges values with other ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardc.runtime.loops import Loops, Results
 
 
 class Link(Protocol):
-    """Connection of a rank of a pipeline to the others."""
+    """Interface of the connection of a rank of a pipeline to the other ranks: sends and receives messages of values."""
 
     def begin(self, actions: Iterable[Run | Message]) -> None:
         """Begins a step of ``actions``: may start to receive their messages."""
@@ -65,7 +65,9 @@ class StageLoops(Loops):
         return results
 
     def steps(self, training: bool, tangents: Mapping[int, Any], results: Results) -> Iterator[None]:
-        """Runs a step, and fills ``results``; yields where a message has not arrived."""
+        """Runs a step, and fills ``results`` in place; yields, so that other ranks of this thread can run, while a
+        message has not arrived.
+        """
         actions = self.program.actions(self.rank, training)
         self.link.begin(actions)
         parts = Results()
@@ -108,7 +110,9 @@ class StageLoops(Loops):
                 self.shared.pop(key, None)
 
     def _sent(self, key: Key, example: Value, parts: Results) -> Any:
-        """Returns the value ``key`` (kind, name, microbatch), to be sent to another stage; ``example``: its type."""
+        """Returns the value ``key`` (kind, name, microbatch) to send to another stage, from kept values, sums or
+        ``parts``, the results so far; ``example``: its type.
+        """
         kind, name, at = key
         if kind == TRANSFER:
             return self.shared[key]
@@ -119,7 +123,9 @@ class StageLoops(Loops):
         return parts.grads[name][at] if kind == "grad" else parts.outputs[kind, name][at]
 
     def _store_received(self, key: Key, x: Any, parts: Results) -> None:
-        """Stores the value ``x`` that another stage has sent as ``key`` (kind, name, microbatch)."""
+        """Stores the value ``x`` that another stage has sent as ``key`` (kind, name, microbatch): added to a sum, kept,
+        or put in ``parts``.
+        """
         kind, name, _ = key
         if kind == TRANSFER:
             self.shared[key] = x

@@ -233,7 +233,9 @@ class Runner:
             raise failure from error
 
     def _without_pad(self, name: str, grad: Tensor) -> Tensor:
-        """Returns the gradient of the parameter ``name`` without the padding of its storage; others as they are."""
+        """Returns the gradient ``grad`` of parameter ``name`` without the padding of its storage; unchanged if ``name``
+        is no parameter.
+        """
         param: Any = self.params.snapshot.parameters.get(name)
         return grad if param is None or grad.dim() != param.dim() else cut(grad, param._local_tensor.shape)
 
@@ -248,7 +250,9 @@ class Runner:
 
     @cached_property
     def _limits_stages(self) -> bool:
-        """Whether a layer in a stage has a capacity: ranks of one stage do not know the loads of another."""
+        """Whether a layer of experts in some pipeline stage has a capacity: then stages must tell each other, as each
+        knows its own loads only.
+        """
         halves = self.program.step(self.program.trains) if self.program.stage_ranks else ()
         return any(is_limited(half.graph) for half in halves)
 
@@ -377,7 +381,8 @@ class Runner:
         return self._coordinates[key]
 
     def arguments(self, inputs: list[Tensor]) -> Argument:
-        """Returns the arguments of the graphs of one call with microbatches, also of a later run of the same call.
+        """Returns a function (port, microbatch) -> argument of the graphs of one call with microbatches, which serves a
+        later run of the same call too.
 
         Buffers that the call changes are copied, since a later run reads their values of now.
         """

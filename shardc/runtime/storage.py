@@ -78,7 +78,9 @@ def take(tensor: torch.Tensor, dim: int, index: Sequence[int]) -> torch.Tensor:
 
 
 def shard_tensor(whole: torch.Tensor, storage: Layout, rank: int) -> torch.Tensor:
-    """Copies the shard of ``rank`` out of ``whole``, contiguous, padded with zeros to ``storage.local_shape``."""
+    """Returns a copy of the shard of ``rank`` of ``whole``, contiguous and padded with zeros to
+    ``storage.local_shape``.
+    """
     _check_fits(storage, whole.shape)
     shard = whole.detach()
     for dim in range(whole.dim()):
@@ -197,7 +199,7 @@ def like_parameter(local: torch.Tensor, param: torch.Tensor) -> DTensor:
 
 
 def _views(local: torch.Tensor, padded: torch.Tensor) -> bool:
-    """Whether ``local`` is a view of ``padded`` from its first element on."""
+    """Whether ``local`` lies in the memory of ``padded``: the same first element, strides and dtype."""
     return (
         local.untyped_storage().data_ptr() == padded.untyped_storage().data_ptr()
         and local.storage_offset() == padded.storage_offset()

@@ -34,7 +34,7 @@ def row_axes(tensors: Sequence[Tensor], layouts: Sequence[Layout]) -> tuple[Axes
 
 @dataclass(frozen=True)
 class Rows:
-    """The number of rows that each rank of a mesh passes.
+    """The number of rows of each input of a call that each rank of a mesh passes.
 
     Args:
         names: names of the inputs.
@@ -50,14 +50,16 @@ class Rows:
     def exchanged(
         cls, names: Sequence[str], tensors: Sequence[Tensor], axes: Sequence[Axes], groups: Groups, device: torch.device
     ) -> Rows:
-        """Exchanges the row counts of ``tensors`` between all ranks; a collective."""
+        """Returns the `Rows` of a call: the row counts of ``tensors`` on all ranks, exchanged by a collective.
+        ``axes``: the axes that split the rows of each.
+        """
         mine = torch.tensor([x.shape[0] if over else 0 for x, over in zip(tensors, axes, strict=True)], device=device)
         table = torch.stack(gather(mine, groups, groups.mesh.axes)).tolist()
         return cls(tuple(names), tuple(axes), tuple(map(tuple, table)))
 
     @property
     def even(self) -> bool:
-        """Whether all ranks pass the same numbers of rows."""
+        """Whether all ranks pass the same number of rows, for each input."""
         return len(set(self.counts)) == 1
 
     def blocks(self, at: int, groups: Groups) -> list[int]:
@@ -106,7 +108,9 @@ class Rows:
 
 
 def gather(x: Tensor, groups: Groups, axes: Axes, what: str = "exchange of rows") -> list[Tensor]:
-    """All-gathers ``x`` along ``axes``; returns a tensor per rank of the group, in group order."""
+    """All-gathers ``x`` along ``axes``; returns a tensor per rank of the group, in group order. ``what`` names the
+    exchange in errors.
+    """
     rename = groups.add([axes])
     group = c10d._resolve_process_group(rename[GROUP_PREFIX + ",".join(axes)])  # type: ignore[arg-type]
     out = [torch.empty_like(x) for _ in range(group.size())]

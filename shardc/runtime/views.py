@@ -119,7 +119,7 @@ class Views:
     read_only: frozenset[int] = frozenset()
 
     def held_back(self, outputs: list[Any]) -> list[Any]:
-        """Replaces outputs that are views by None, and appends the base tensors (`Base`) that they are made from."""
+        """Returns ``outputs`` with None in place of views, and with the base tensors (`Base`) of views appended."""
         bases = [base.holding(outputs) for base in self.bases]
         handed = list(outputs)
         for view in self.views:
@@ -128,7 +128,9 @@ class Views:
         return handed + bases
 
     def make(self, outputs: list[Any], feed: Sequence[Any]) -> None:
-        """Fills in the outputs that are views, in place, and removes the base tensors at the end of ``outputs``."""
+        """Fills in the outputs that are views, in place, from other outputs or from ``feed``, forward's arguments;
+        removes the base tensors at the end.
+        """
         for view in self.views:
             outputs[view.at] = view(feed[view.source] if view.from_feed else outputs[view.source])
         if self.bases:
@@ -167,7 +169,9 @@ def views_of(
     stray: set[int] = set()
 
     def add(view: View, source: Tensor, fits: bool) -> None:
-        """Adds ``view`` to ``views`` if ``fits`` and the source's local tensor has the view too, else to ``stray``."""
+        """Adds ``view`` to ``views`` if ``fits`` and the local tensor of ``source`` has this view too, else its output
+        to ``stray``.
+        """
         if fits and not dtensors and _holds(view, source, outputs[view.at]):
             views[view.at] = view
         else:
@@ -317,7 +321,7 @@ def _holds(view: View, source: Tensor, value: Tensor) -> bool:
 def _base(
     group: Sequence[int], nodes: Sequence[fx.node.Argument], outputs: Sequence[Any], gradients: Collection[int]
 ) -> Base | None:
-    """Returns the `Base` that a group of outputs are views of; None if there is none.
+    """Returns the `Base` of which the outputs at positions ``group`` are views; None if they have none in common.
 
     Args:
         group: positions of the outputs.

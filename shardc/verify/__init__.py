@@ -175,7 +175,9 @@ def verify_first(
 
 
 def verify_stages(staged: Staged, mesh: Mesh) -> None:
-    """Check that the graphs of the stages of a pipeline give what the uncut ones gave; raises VerifyError."""
+    """Check that the graphs of pipeline stages together compute what the graphs before the cut into stages computed;
+    raises VerifyError.
+    """
 
     def names(crossing: Iterable[Iterable[fx.Node]]) -> Names:
         return [[info(x).name for x in nodes] for nodes in crossing]

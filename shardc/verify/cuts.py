@@ -77,7 +77,9 @@ def in_microbatches(
 
 
 def _is_own(role: Role, mesh: Mesh, split: set[str | int]) -> bool:
-    """Return whether an argument of ``role`` differs between microbatches."""
+    """Return whether an argument of ``role`` differs between microbatches; ``split``: names of the inputs and indices
+    of the outputs that they split.
+    """
     if role.kind == "coordinate":
         return any(mesh.overlap(axis, mesh.time) for axis in role.name.split(","))
     return {"input": role.name, "tangent": role.index}.get(role.kind) in split

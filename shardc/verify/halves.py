@@ -20,7 +20,8 @@ from shardc.verify.subject import Broken, Subject
 
 
 def in_order(subject: Subject, segments: Sequence[Segment]) -> Broken:
-    """Check that the segments run the graph's ops in the scheduled order; a single segment passes.
+    """Check that the segments of a graph run its ops in the scheduled order; yields (op, reason) for the first that is
+    not.
 
     - Their ops, in order, are the ops of the half, in its order.
     - Each op has the operands that it has in the half.
@@ -158,7 +159,7 @@ def read(subject: Subject) -> Broken:
 
 
 def once(subject: Subject) -> Broken:
-    """Check that no two collectives have the same kind, operand, group and reduction."""
+    """Check that no collective repeats another of the same kind, operand, group and reduction."""
     seen: dict[object, fx.Node] = {}
     for node in subject.calls:
         for value, rest in _sent(node):
@@ -168,7 +169,7 @@ def once(subject: Subject) -> Broken:
 
 
 def rerun(forward: fx.GraphModule, backward: fx.GraphModule) -> Broken:
-    """Check that no collective of ``backward`` has a result that ``forward`` saves."""
+    """Check that backward does not run a collective again whose result forward saves."""
     saved_names = {
         info(_brought(x)).name for role, x in outputs(forward.graph) if role.kind == "saved" and isinstance(x, fx.Node)
     }

@@ -13,7 +13,7 @@ from shardc.verify.subject import Broken, Subject
 
 
 def pins(subject: Subject) -> Broken:
-    """Check that placeholders have a usable layout.
+    """Check that each parameter, buffer and input has a layout, and none of them a pending reduction.
 
     - Each parameter, buffer and input has a layout.
     - None of these has a pending reduction: a caller cannot pass a partial sum.
@@ -122,7 +122,8 @@ def _broken_pad(node: fx.Node, source: Value, result: Value) -> str | None:
 
 
 def results(subject: Subject) -> Broken:
-    """Check that outputs have the layout that the caller expects.
+    """Check that outputs have the layout in their role; without one, gradients and updated buffers have that of the
+    stored tensor.
 
     - An output with a layout in its role has that layout.
     - Without one, a gradient or updated buffer has the layout of the stored tensor, and no pending reduction.

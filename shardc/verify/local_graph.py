@@ -35,7 +35,8 @@ _COMBINING: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of one tensor, which other ops may implement.
+    """The mathematical result of a collective of one tensor, by fingerprints, to recognise other ops that compute the
+    same.
 
     Args:
         value, operand: fingerprints (`shardc.verify.identity`) of its result and of its operand.
@@ -49,7 +50,9 @@ class Collective:
     reduces: str
 
     def is_implemented_by(self, result: fx.Node, prints: Fingerprints) -> bool:
-        """Return whether ``result`` depends on the operand only, through collectives of this group and reduce op."""
+        """Return whether ``result`` depends on this collective's operand only, through collectives of the same group
+        and reduce op.
+        """
         sent, reduced = False, not self.reduces
         seen, todo = {result}, [result]
         while todo:

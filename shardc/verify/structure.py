@@ -98,7 +98,8 @@ def results(subject: Subject) -> Broken:
 
 
 def legal(*allowed: Callable[..., object], collectives: bool = False) -> Check:
-    """Return the check that a stage has legal ops only: ``getitem``, ``allowed``, and overloads of ``torch.ops``.
+    """Return the check that all ops of a stage are legal: ``getitem``, ``allowed``, and overloads of ``torch.ops``,
+    torch's collectives only if ``collectives``.
 
     Collectives of torch are legal only if ``collectives`` is true, as after localize.
     """

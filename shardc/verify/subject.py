@@ -133,7 +133,9 @@ class Subject:
         return {(role.kind, role.name): value for role, value in pairs if role is not None and isinstance(value, Value)}
 
     def owner_value(self, kind: str, name: str) -> Value | None:
-        """Return the `Value` of the parameter, buffer or input whose gradient or update the output is, or None."""
+        """Return the `Value` of the parameter, buffer or input that the output (``kind``, ``name``) is the gradient or
+        new value of; None for another output.
+        """
         return self.stored.get(("param" if kind == "grad" else kind, name))
 
 

@@ -65,7 +65,8 @@ class Arena:
             self._used = []
 
     def take(self, slot: Slot, dtype: torch.dtype, shape: Sequence[int], left: Callable[[], None]) -> Tensor | None:
-        """Returns a tensor of ``shape`` in the memory of ``slot``; None if that is in use or too small.
+        """Returns a tensor of ``shape`` in the memory of ``slot``; None if that is in use or too small. ``left`` is
+        called when the tensor's storage is freed.
 
         Args:
             left: called when the tensor's storage is freed.
@@ -198,7 +199,8 @@ class Window:
 
 
 def empty(slots: Sequence[int], at: int, like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns an uninitialised tensor for a result of a collective, in its planned slot: ``shape``, dtype of ``like``.
+    """Returns an uninitialised tensor of ``shape`` and the dtype of ``like`` for a result of a collective: in the arena
+    slot ``slots[at]`` if its graph has a memory plan, else in new memory.
 
     Args:
         slots: slot indices of the collective, in the plan of the running graph; empty without a plan, which allocates.

@@ -73,7 +73,8 @@ def exchange(
     packing: Packing,
     slots: Sequence[int] = (),
 ) -> Mail:
-    """Starts one collective's messages to and from all peers, and returns their `Mail`.
+    """Starts one collective's messages and returns their `Mail`: sends each peer its row of ``rows``, and receives into
+    the memory that ``into(tensor number, peer)`` returns.
 
     Args:
         rows: per tensor, [ranks, elements] with a row to send to each rank; expanded if all get the same.

@@ -33,7 +33,8 @@ _SEGMENT = 4e-3  # seconds of compute before a collective
 
 
 def collectives(group: str, ranks: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Maps "all_gather", "reduce_scatter", "all_reduce", "all_to_all" and "permute_ranks" to functions that start them.
+    """Maps each kind of collective ("all_gather", "reduce_scatter", ...) to a function that starts it on a float32
+    tensor and returns its result, which is still to be waited for.
 
     Each takes a float32 tensor whose size is a multiple of ``ranks``, and returns the result, to be waited for.
     """
@@ -139,7 +140,8 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
 
 
 def _after_compute(call: Call, xs: list[torch.Tensor], runs: int, group: dist.ProcessGroup) -> float:
-    """Returns the seconds that a collective adds to the compute before it: means of the middle 80 % of runs, compared.
+    """Returns the seconds that a collective, ``call(xs)``, adds to the compute before it: mean time with it minus mean
+    time without it, each of the middle 80 % of runs.
 
     In a step, ranks meet after milliseconds of compute: they arrive at different times, and sleeping threads must be
     rescheduled. Back-to-back collectives hide both. Long waits count in a step, so a median would be too low.
@@ -163,7 +165,9 @@ def _after_compute(call: Call, xs: list[torch.Tensor], runs: int, group: dist.Pr
 
 
 def _share(call: Call, xs: list[torch.Tensor], runs: int, times: int, group: dist.ProcessGroup) -> float:
-    """Returns the fraction of a collective's time that concurrent compute loses."""
+    """Returns the fraction of the time of a collective, ``call(xs)``, by which it delays compute that runs at the same
+    time.
+    """
     x = torch.rand(256, 256)
     alone = _fastest(lambda: [c10d.wait_tensor(result) for result in call(xs)], runs, group, times)
     product = _fastest(lambda: x @ x, runs, group, times=50)
@@ -272,7 +276,7 @@ def _mean_of_middle(seconds: list[float]) -> float:
 
 
 def _host_seconds(call: Callable[[], object], runs: int, group: dist.ProcessGroup) -> float:
-    """Returns the CPU seconds that one ``call`` takes in this thread: the least of several runs of ten calls."""
+    """Returns the CPU seconds per ``call`` that this thread takes: the least of ``runs`` runs of ten calls."""
     best = float("inf")
     for _ in range(runs + 1):
         dist.barrier(group)
@@ -284,7 +288,7 @@ def _host_seconds(call: Callable[[], object], runs: int, group: dist.ProcessGrou
 
 
 def _slowest(seconds: float, group: dist.ProcessGroup) -> float:
-    """Returns the largest ``seconds`` of all ranks."""
+    """Returns the largest ``seconds`` among the ranks of ``group``."""
     slowest = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     return float(slowest)

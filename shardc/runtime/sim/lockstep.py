@@ -173,7 +173,7 @@ class Lockstep:
 
 
 def _pick(x: object, rank: int) -> Any:
-    """Replaces each `PerRank` in nested arguments by its value on ``rank``."""
+    """Returns nested arguments ``x`` with each `PerRank` in them replaced by its value on ``rank``."""
     if isinstance(x, PerRank):
         return x[rank]
     if isinstance(x, (tuple, list)):

@@ -178,7 +178,7 @@ class Simulation:
                 self.grads[name] = list(grad) if before is None else [a + b for a, b in zip(before, grad, strict=True)]
 
     def _microstep(self, program: Executable, inputs: dict[str, PerRank], grad: bool) -> Microstep:
-        """Runs a step in microbatches on shards of the inputs, by name."""
+        """Runs a step of ``program`` in microbatches on shards of the inputs, by name; returns its `Microstep`."""
         key, ranks, buffers = draw_key(), range(self.mesh.ranks), dict(self.buffers)
         timed = self.mesh.timed(program.microbatches)
 
@@ -201,7 +201,7 @@ class Simulation:
         return Microstep(program, loops, grad, lambda x: PerRank(x for _ in ranks))
 
     def _run(self, half: Half, feed: list[Any]) -> list[PerRank | None]:
-        """Runs a graph on all ranks."""
+        """Runs the graph ``half`` on all ranks with arguments ``feed``; returns each result's value on every rank."""
         with noting() as noted:
             results = self.ranks.run(half.gm, feed)
         if half.is_forward:
@@ -222,7 +222,7 @@ class Simulation:
         return self._whole(self.grads[name], name)
 
     def buffer(self, name: str) -> Tensor:
-        """Returns the buffer; checks that all ranks have the same."""
+        """Returns the buffer ``name``; checks that it is equal on all ranks."""
         first, *rest = self.buffers[name]
         assert all(same(first, other) for other in rest), f"ranks' buffers {name} differ"
         return first
