@@ -226,7 +226,7 @@ REFUSALS = (
     ),
     (
         "failed to bind arguments when attempting to inline",
-        "calls a function with arguments that it does not take",
+        "calls a function, or gets a loss, with arguments that it does not take",
         "pass those of its signature",
     ),
     (

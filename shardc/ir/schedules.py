@@ -80,7 +80,8 @@ def schedule(
         PlanError: an unknown name, or numbers that the schedule does not have.
 
     >>> print(schedule("1f1b", 2, 2))
-    rank 0: F0.0 SF0.0 F0.1 SF0.1 RB0.0 B0.0 RB0.1 B0.1 rank 1: RF1.0 F1.0 B1.0 SB1.0 RF1.1 F1.1 B1.1 SB1.1
+    rank 0: F0.0 SF0.0 F0.1 SF0.1 RB0.0 B0.0 RB0.1 B0.1
+    rank 1: RF1.0 F1.0 B1.0 SB1.0 RF1.1 F1.1 B1.1 SB1.1
     """
     if name not in ORDERS:
         raise PlanError(f"no pipeline schedule is called {name!r}", fix=near(name, ORDERS))

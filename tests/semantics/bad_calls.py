@@ -140,7 +140,11 @@ LOSSES: dict[str, Case] = {
     "a target too many": (losing(F.mse_loss, X, X), InputError, "forward|loss"),
     "a target of another size": (losing(F.mse_loss, torch.rand(8, 3)), CaptureError, "Mlp|loss"),
     "a target of None": (losing(F.mse_loss, None), (InputError, CaptureError), "target|loss"),  # type: ignore[dict-item]
-    "a loss of nothing": (losing(lambda: torch.tensor(0.0)), CaptureError, "bind arguments|takes"),
+    "a loss of nothing": (
+        losing(lambda: torch.tensor(0.0)),
+        CaptureError,
+        "a loss, with arguments that it does not take",
+    ),
     "that raises": (losing(lambda out: out.nothing_of_this_name), CaptureError, "nothing_of_this_name"),
     "a builtin": (losing(max), InputError, "max"),
 }

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from shardc.rules import contractions, reduction
 from shardc.rules.attention_rules import FUSED as ATTENTION
-from shardc.rules.attention_rules import SEQUENCE
+from shardc.rules.attention_rules import PACKED, SEQUENCE
 from shardc.rules.flex_rules import TABLE as FLEX
 from shardc.rules.pointwise import TABLE as POINTWISE
 from shardc.rules.proof import Sample
-from tests.rules.samples import attention, elements, functions, indexing, matrices, pointwise, structured, windows
+from tests.rules.samples import (
+    attention,
+    elements,
+    functions,
+    indexing,
+    matrices,
+    packed,
+    pointwise,
+    structured,
+    windows,
+)
 
 
 def samples(op: str) -> list[Sample]:
@@ -21,6 +31,8 @@ def samples(op: str) -> list[Sample]:
         return list(pointwise.samples(op))
     if op in ATTENTION:
         return list(attention.samples(op))
+    if op in PACKED:
+        return list(packed.samples(op))
     if op in SEQUENCE:
         return list(attention.of_a_sequence(op))
     if op in FLEX:
