@@ -345,7 +345,7 @@ def _attribute(module: ModuleType, name: str, where: str, what: str) -> Any:
 
 
 def _run(what: str, function: Callable[[], T]) -> T:
-    """Call the user's ``function`` and return its result.
+    """Call the user's ``function`` and return its result; InputError "``what`` fails" if it raises.
 
     Raises:
         InputError: the function fails: "``what`` fails", the line of the user's code, and the error.

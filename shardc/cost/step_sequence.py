@@ -166,7 +166,7 @@ class Sequence:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Return the positions of collectives and host copies."""
+        """Return the positions of the ops that start collectives or host copies."""
         return tuple(at for at, op in enumerate(self.ops) if op.kind == START)
 
 

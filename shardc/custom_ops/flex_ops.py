@@ -270,7 +270,7 @@ class _Mask:
         return visible.expand(*visible.shape[:3], places[3].shape[3])
 
     def visible(self) -> Tensor:
-        """Return the result of `flex_visible`."""
+        """Return for each block of queries and each key whether no query sees it, some do or all (`flex_visible`)."""
         *_, queries, keys = self.size
         batches, length = self.batch_slices(), _block_rows(self.functions, self.size)
         visible = torch.empty(_visible_shape(self.functions, self.size), dtype=torch.uint8)
@@ -420,7 +420,7 @@ def skips(device: torch.device) -> bool:
 
 
 def _select(x: Tensor, take: _Take) -> Tensor:
-    """Return the keys or values ``take`` of ``x`` [b, g, k, e]."""
+    """Return those keys or values of ``x`` [b, g, k, e] that ``take`` selects."""
     return x[:, :, take] if isinstance(take, slice) else x.index_select(2, take)
 
 

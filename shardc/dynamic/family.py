@@ -173,7 +173,7 @@ class Family:
         return False
 
     def build(self, sizes: Sizes) -> Program:
-        """Compiles the program for ``sizes`` only."""
+        """Compiles and returns a program for ``sizes`` only, without fitting."""
         return self._build(self.symbolic.at(sizes), sizes)
 
     def _fitted(self, modulus: int, above: bool) -> None:

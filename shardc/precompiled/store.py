@@ -244,5 +244,5 @@ def _code() -> str:
 
 
 def _hash(data: bytes) -> str:
-    """Return a hash of ``data`` as text."""
+    """Return a hash of ``data`` as hexadecimal text."""
     return hashlib.sha256(data).hexdigest()[:32]

@@ -102,7 +102,7 @@ def answer(changes: Sequence[Change]) -> str:
 
 
 def _written(metric: str, value: float) -> str:
-    """Return a number of a schedule in the unit of its metric."""
+    """Return ``value``, a number of a schedule, as text in the unit of ``metric``."""
     kind = metric.partition(".")[0]
     if kind in ("seconds", "compute_seconds", "exposed"):
         return duration(value)

@@ -204,7 +204,7 @@ class Limit:
 
     @staticmethod
     def parse(text: str) -> Limit:
-        """Return the condition that ``text`` describes.
+        """Return the `Limit` that ``text`` describes, such as ``exposed>+5%``.
 
         >>> Limit.parse("exposed>+5%")
         Limit(metric='exposed', above=True, number=0.05, relative=True, change=True)

@@ -110,7 +110,7 @@ def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
 
 
 def _named(node: fx.Node, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, value) of each result of a collective."""
+    """Yield (name, value) of each result of the collective ``node``; ``outputs``: the values of its results."""
     items: dict[object, str] = {user.args[1]: ir.info(user).name for user in node.users if user.target is getitem}
     for at, x in enumerate(outputs):
         yield items.get(at, ir.info(node).name), x

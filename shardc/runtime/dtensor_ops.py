@@ -122,7 +122,7 @@ def _tolist(self: DTensor) -> object:
 
 
 def _numpy(self: DTensor, *, force: bool = False) -> object:
-    """Returns the gathered values as a read-only array."""
+    """Implements ``DTensor.numpy``: returns the gathered values as a read-only array."""
     if not _is_ours(self):
         return Tensor.numpy(self, force=force)
     torch.empty(0, requires_grad=self.requires_grad).numpy(force=force)  # raises torch's error
@@ -490,7 +490,7 @@ def _trusts(op: OpOverload, specs: list[DTensorSpec], args: tuple[PyTree, ...]) 
 
 
 def _is_whole(spec: DTensorSpec) -> bool:
-    """Whether each rank has the whole tensor."""
+    """Whether each rank has all of a tensor with ``spec``: it is replicated."""
     return all(x.is_replicate() for x in spec.placements)
 
 

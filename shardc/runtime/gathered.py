@@ -196,15 +196,15 @@ class ReplicatedSpec(DTensorSpec):
     __hash__ = DTensorSpec.__hash__
 
     def plain(self) -> DTensorSpec:
-        """Converts to a plain DTensorSpec, for files."""
+        """Returns a plain DTensorSpec with the same content, which can be saved to files."""
         spec = DTensorSpec.__new__(DTensorSpec)
         spec.__dict__.update(self.__dict__)
         return spec
 
     @classmethod
     def mark(cls, spec: object) -> bool:
-        """Turns ``spec`` into this class, in place, if it is the DTensorSpec of a replicated tensor; returns whether it
-        is.
+        """Turns ``spec`` into this class, in place, if it is a plain DTensorSpec of a replicated tensor; returns
+        whether it did.
         """
         if type(spec) is not DTensorSpec or not all(x.is_replicate() for x in spec.placements):
             return False

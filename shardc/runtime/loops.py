@@ -74,7 +74,7 @@ class Loops:
         return self._step(True, tangents)
 
     def infer(self) -> Results:
-        """Runs the forward of each microbatch, without gradients."""
+        """Runs the forward of each microbatch, without gradients; returns the outputs."""
         return self._step(False, {})
 
     def _step(self, training: bool, tangents: Mapping[int, Any]) -> Results:
@@ -127,7 +127,7 @@ class Loops:
         return self.argument(port, at)
 
     def gathered(self, terms: list[Any]) -> Any:
-        """Concatenates the terms of all microbatches along dim 0."""
+        """Returns the terms of all microbatches, concatenated along dim 0."""
         return self.over(lambda *parts: torch.cat(parts), *terms)
 
     def _add(self, name: str, term: Any) -> None:
@@ -187,7 +187,7 @@ class Step(Protocol):
         """Runs forward and backward of each microbatch; ``tangents``: output index -> gradient."""
 
     def infer(self) -> Results:
-        """Runs the forward of each microbatch, without gradients."""
+        """Runs the forward of each microbatch, without gradients; returns the outputs."""
 
 
 class Microstep:

@@ -44,7 +44,7 @@ class Ranges:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Opens the range of a run, if a profiler runs."""
+        """Context manager around a run of the graph: opens its range, if a profiler runs."""
         if not torch.autograd._profiler_enabled():
             yield
             return
@@ -225,7 +225,7 @@ def _inside(event: _Event, outer: _Event) -> bool:
 
 
 def _end(event: _Event) -> int:
-    """Returns the end of an event in nanoseconds."""
+    """Returns the time at which ``event`` ends, in nanoseconds."""
     return event.start_ns() + event.duration_ns()
 
 

@@ -53,7 +53,7 @@ class Shared:
     constant: bool = False
 
     def note(self) -> None:
-        """Records the current version of the source."""
+        """Records the current version of the source, for `check`."""
         self.version = self._version()
 
     def check(self) -> None:
@@ -73,7 +73,7 @@ class Shared:
         return x._version + x._local_tensor._version if isinstance(x, DTensor) else x._version
 
     def refuse(self) -> NoReturn:
-        """Raises LayoutError for a write to the output."""
+        """Raises the LayoutError for a write to the output."""
         fix = "change a copy (out = out.clone())"
         if self.constant:
             fix += f", or make {self.name} a buffer (register_buffer)"

@@ -70,7 +70,7 @@ class Lazy(torch.Tensor):
         return f"Lazy({list(self.shape)}, {self.dtype})"
 
     def value(self) -> torch.Tensor:
-        """Reads and returns all elements."""
+        """Returns the values as a CPU tensor; reads all elements."""
         return self.read(tuple(range(size) for size in self.shape))
 
     @classmethod
@@ -318,7 +318,7 @@ class InitShard:
         return tuple(map(len, self.indices)) == self.shape
 
     def mark(self, view: Virtual) -> None:
-        """Records that ``view`` was filled."""
+        """Records that the elements of ``view`` have been filled, for `check_written`."""
         self.written.add((int(view.storage_offset()), tuple(view.shape), view.stride()))
 
     def check_written(self) -> None:

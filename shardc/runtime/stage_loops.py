@@ -19,7 +19,7 @@ class Link(Protocol):
         """Begins a step of ``actions``: may start to receive their messages."""
 
     def send(self, message: Message, values: list[Any]) -> None:
-        """Sends values; does not wait until they are received."""
+        """Starts to send the ``values`` of ``message``; does not wait until they are received."""
 
     def arrived(self, message: Message) -> bool:
         """Returns whether `receive` will not wait. False only where other ranks run in this thread."""
@@ -32,7 +32,7 @@ class Link(Protocol):
         """
 
     def finish(self) -> None:
-        """Waits until all that was sent has left."""
+        """Waits until all messages that this rank has sent have left it."""
 
 
 @dataclass

@@ -89,7 +89,7 @@ def collectives(graph: fx.Graph, prints: Fingerprints) -> dict[str, Collective]:
 
 
 def local_shapes(subject: Subject) -> Broken:
-    """Check that shapes are local.
+    """Check that all shapes are those of one rank's shards: no tensor has a layout, and outputs fit their roles.
 
     - No tensor has a layout.
     - An output has the local shape of its role's layout.

@@ -53,7 +53,8 @@ class State:
 
 @contextmanager
 def reporting(mesh: Mesh, programs: Mapping[str, fx.GraphModule | None]) -> Iterator[None]:
-    """Write a report file for a VerifyError of the block that has no fix, and raise it with a fix that names the file.
+    """Context manager: writes a report file for a VerifyError of the block that has no fix, and raises it with a fix
+    that names the file.
 
     Args:
         programs: title in the file -> graph; None for a graph that does not exist.

@@ -238,7 +238,7 @@ def _elementwise(
 
 
 def _run_and_wait(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Runs a collective and waits for its result."""
+    """Returns the result of a collective, ``call(x)``, after the wait for it."""
     return c10d.wait_tensor(call(x))
 
 

@@ -60,7 +60,7 @@ class PipelineRanks:
         return self._step(True, tangents)
 
     def infer(self) -> Results:
-        """Runs the forward of each microbatch, without gradients."""
+        """Runs the forward of each microbatch, without gradients; returns the outputs."""
         return self._step(False, {})
 
     def _step(self, training: bool, tangents: Mapping[int, Any]) -> Results:
