@@ -55,8 +55,8 @@ _call = CheckpointHigherOrderVariable._call_function
 def _call_with_function(
     self: CheckpointHigherOrderVariable, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """Calls Dynamo's handler of a checkpoint; a ``context_fn`` that is defined in forward, or that is a method, is
-    passed as a plain function.
+    """Calls Dynamo's handler of a checkpoint and returns its result; a ``context_fn`` that is defined in forward, or
+    that is a method, is passed as a plain function.
     """
     context_fn = kwargs.get("context_fn")
     if isinstance(context_fn, NestedUserFunctionVariable | UserMethodVariable):
@@ -79,8 +79,8 @@ _partition_step = HopJointGraph.partition
 
 
 def _partition(self: HopJointGraph, *args: Any, **kwargs: Any) -> HopPartitionedGraph:
-    """Cuts the step of a scan into forward and backward as torch does, but without the marks that a checkpoint around
-    the scan left on the step's ops.
+    """Returns the step of a scan, cut into forward and backward as torch does, without the marks that a checkpoint
+    around the scan left on the step's ops.
     """
     for node in self.joint_gm.graph.nodes:
         node.meta.pop("recompute", None)

@@ -164,7 +164,7 @@ class _Elements:
         return x if list(order) == sorted(order) else self._call(aten.permute.default, x, list(order))
 
     def _call(self, target: OpOverload, *args: fx.node.Argument, **kwargs: fx.node.Argument) -> fx.Node:
-        """Inserts a call of ``target`` with the meta of the op, and its own fake value."""
+        """Inserts a call of ``target`` with the meta of the op, and its own fake value; returns its node."""
         node = self.graph.call_function(target, args, kwargs)
         node.meta = {name: value for name, value in self.node.meta.items() if name != "val"}
         fakes = fx.map_arg((args, kwargs), lambda x: x.meta["val"])
@@ -287,7 +287,7 @@ FROM_TORCH = tuple(
 def _mean(
     x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Computes a mean as a sum and a quotient."""
+    """Returns a mean, computed as a sum and a quotient."""
     dims = list(range(x.ndim)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
     count = prod(x.shape[d] for d in dims if x.ndim)
     return aten.div.Tensor(aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype), count)
@@ -376,7 +376,7 @@ def _nll_loss_backward(
 
 
 def _slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Tensor:
-    """Pads the gradient of a slice with zeros to the sizes of its operand."""
+    """Returns the gradient of the operand of a slice: ``grad``, padded with zeros to ``sizes``."""
     dim %= grad.ndim
     before = min(max(start + sizes[dim] if start < 0 else start, 0), sizes[dim])
     if step != 1:  # put zeros in the places that the step skipped
@@ -391,7 +391,7 @@ def _slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, en
 
 
 def _select_backward(grad: Tensor, sizes: Sequence[int], dim: int, index: int) -> Tensor:
-    """Pads the gradient of a ``select`` with zeros to the sizes of its operand."""
+    """Returns the gradient of the operand of a ``select``: ``grad``, padded with zeros to ``sizes``."""
     dim %= len(sizes)
     index %= sizes[dim]
     return _pad_dim(aten.unsqueeze.default(grad, dim), dim, index, sizes[dim] - index - 1)
@@ -403,7 +403,9 @@ def _pad_dim(x: Tensor, dim: int, before: int, after: int) -> Tensor:
 
 
 def _constant_pad_nd(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
-    """Replaces negative padding by slices: torch's kernel takes symbolic sizes for positive padding only."""
+    """Computes padding with a constant, where negative widths become slices: torch's kernel takes symbolic sizes for
+    positive widths only.
+    """
     if all(width >= 0 for width in pad):
         return NotImplemented
     for at, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
@@ -415,8 +417,8 @@ def _constant_pad_nd(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
 
 
 def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
-    """Writes one value under a boolean mask by ``where``, whose shapes do not depend on the mask; NotImplemented for
-    others.
+    """Computes a write of one value under a boolean mask by ``where``, whose shapes do not depend on the mask; returns
+    NotImplemented for other writes.
     """
     indexed = [(at, index) for at, index in enumerate(indices) if index is not None]
     if len(indexed) != 1 or indexed[0][1].dtype != torch.bool or values.numel() != 1 or accumulate:
@@ -429,8 +431,8 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
 def _zeros(
     size: Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: object
 ) -> Tensor:
-    """Replaces ``_efficientzerotensor``, autograd's zero gradient without memory, by ``full``: its views would have no
-    device.
+    """Computes ``_efficientzerotensor``, autograd's zero gradient without memory, by ``full``: views of it would have
+    no device.
     """
     return aten.full.default(size, 0, dtype=dtype or torch.get_default_dtype(), device=device or torch.device("cpu"))
 

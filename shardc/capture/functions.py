@@ -218,7 +218,7 @@ def _copy_to_outer(outer: fx.Graph, scan: fx.Node, node: fx.Node, env: dict[fx.N
 
 
 def _call(outer: fx.Graph, scan: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert a call of ``target`` into ``outer``, with the meta of ``scan`` and its own fake value."""
+    """Insert a call of ``target`` into ``outer``, with the meta of ``scan`` and its own fake value; return its node."""
     node = outer.call_function(target, args, kwargs)
     args, kwargs = fx.map_arg((args, kwargs), lambda x: x.meta["val"])
     with scan.meta["val"][0].fake_mode:

@@ -107,7 +107,9 @@ def _replace(values: PyTree, tag: Tag) -> PyTree:
 
 
 def transformers_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Computes the experts of a ``transformers`` model, for every ``experts_implementation`` of its config."""
+    """Computes the experts of a ``transformers`` model as a function that takes the place of every
+    ``experts_implementation``.
+    """
     gate, bias, turned = self.has_gate, self.has_bias, self.is_transposed
     params = [self.gate_up_proj if gate else self.up_proj, self.down_proj]
     if bias:

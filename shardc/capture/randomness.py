@@ -136,7 +136,7 @@ class _Draws:
         return aten.add.Scalar(aten.mul.Scalar(unit, high - low), low)
 
     def bernoulli(self, x: Tensor, p: Tensor | float) -> Tensor:
-        """Return 1 with probability ``p``, else 0, in the dtype of ``x``."""
+        """Return random numbers shaped like ``x``, in its dtype: each is 1 with probability ``p``, else 0."""
         less = aten.lt.Tensor if isinstance(p, Tensor) else aten.lt.Scalar
         return aten._to_copy.default(less(self._uniform_like(x), p), dtype=x.dtype)
 
@@ -150,7 +150,7 @@ class _Draws:
         return aten.where.self(mask, aten.mul.Tensor(x, scale), zero), mask
 
     def normal(self, size: Shape, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Draws normal numbers by the cosine branch of the Box-Muller transform."""
+        """Draws standard normal numbers, by the cosine branch of the Box-Muller transform."""
         fine = _draw_dtype(dtype)
         radius, angle = (self.uniform(size, dtype=fine, device=device) for _ in range(2))
         length = aten.sqrt.default(aten.mul.Scalar(aten.log1p.default(aten.neg.default(radius)), -2))
@@ -169,8 +169,8 @@ class _Draws:
         return aten.add.Tensor(aten.mul.Tensor(self.normal(size, **how), std), mean)
 
     def multinomial(self, weights: Tensor, count: int, replacement: bool = False) -> Tensor:
-        """Draws ``count`` indices by ``weights``: several with replacement by inverting the cumulative weights, others
-        by exponential races.
+        """Draws ``count`` indices with probabilities in proportion to ``weights``: with ``replacement`` by inverting
+        the cumulative weights, else by exponential races.
         """
         if not replacement or count == 1:
             fine = aten._to_copy.default(weights, dtype=_draw_dtype(weights.dtype))
@@ -206,7 +206,9 @@ class _Draws:
         device: torch.device | None = None,
         **_: object,
     ) -> Tensor:
-        """Draws integers from float64 uniforms: their 53 bits reach every number of a range below 2**53."""
+        """Draws integers from ``low`` to below ``high``, by float64 uniforms, whose 53 bits reach every number of a
+        range below 2**53.
+        """
         unit = self.uniform(size, dtype=torch.float64, device=device or torch.device("cpu"))
         drawn = aten.add.Scalar(aten.floor.default(aten.mul.Scalar(unit, high - low)), low)
         return aten._to_copy.default(drawn, dtype=dtype or torch.int64)
@@ -230,6 +232,6 @@ class _Draws:
         return aten._to_copy.default(aten.add.Scalar(aten.floor.default(trials), 1), dtype=x.dtype)
 
     def cauchy(self, x: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
-        """Draws Cauchy numbers, shaped like ``x``."""
+        """Draws numbers of the Cauchy distribution with ``median`` and scale ``sigma``, shaped like ``x``."""
         turned = aten.tan.default(aten.mul.Scalar(aten.sub.Scalar(self._uniform_like(x), 0.5), pi))
         return aten._to_copy.default(aten.add.Scalar(aten.mul.Scalar(turned, sigma), median), dtype=x.dtype)

@@ -81,7 +81,8 @@ def _apply(
     args: list[VariableTracker],
     kwargs: dict[str, VariableTracker],
 ) -> VariableTracker:
-    """Traces a call of an autograd.Function with its gradient; raises Unsupported within torch.func.
+    """Traces a call of an autograd.Function with its gradient and returns Dynamo's variable of the result; raises
+    Unsupported within torch.func.
 
     There Dynamo traces its forward alone. It does so too where no argument requires a gradient: a first carry of a loop
     may require none, while later ones do.
@@ -250,7 +251,7 @@ def _adaptive_log_softmax(self: nn.AdaptiveLogSoftmaxWithLoss, input_: Tensor, t
 
 
 def _cumulative(self: _BatchNorm, input: Tensor) -> Tensor:
-    """Computes a batch norm that updates cumulative averages, with the counter as a tensor."""
+    """Computes a batch norm that updates cumulative averages, in which the counter of batches stays a tensor."""
     self._check_input_dim(input)
     count, mean, var = self.num_batches_tracked, self.running_mean, self.running_var
     assert count is not None and mean is not None and var is not None
@@ -286,8 +287,8 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Computes bags of equal size (rows of ``input``) as lookups and a reduction, which shard over bags and table rows;
-    other cases as torch does.
+    """Computes `F.embedding_bag` of bags of equal size (rows of ``input``) as lookups and a reduction, which can be
+    split over bags and table rows; other cases as torch does.
     """
     even = input.dim() == 2 and not input.is_nested and input.shape[1] > 0
     plain = offsets is None and max_norm is None and not sparse and not scale_grad_by_freq
@@ -321,7 +322,7 @@ def bags(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes `torch.embedding_bag`, bags of any sizes which start at ``offsets``, as lookups and an ``index_add``
+    """Computes `torch.embedding_bag` of bags of any sizes, which start at ``offsets``, as lookups and an ``index_add``
     (maximum: a scatter); other cases as torch does.
     """
     if sparse or scale_grad_by_freq or indices.dim() != 1:
@@ -387,7 +388,9 @@ def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> T
 
 
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Computes `torch.bincount` by a ``scatter_add`` into ``minlength`` bins; a value beyond them raises as it runs."""
+    """Computes `torch.bincount` by a ``scatter_add`` into ``minlength`` bins; a value that is not below ``minlength``
+    raises when the op runs.
+    """
     if minlength < 1 or input.dim() != 1:
         return _bincount(input, weights, minlength)
     added = torch.ones_like(input, dtype=torch.int64) if weights is None else weights.detach()
@@ -414,7 +417,7 @@ def chunked_cross_entropies(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
     ignore_index: int, rows: int, *_: object,
 ) -> Tensor:  # fmt: skip
-    """Computes `chunked_cross_entropy` without reduction: one loss a row."""
+    """Computes `chunked_cross_entropy` without reduction; returns one loss per row."""
     with annotate({CHUNK_ROWS: rows}):
         logits = F.linear(input, linear_weight, linear_bias)
     return F.cross_entropy(logits, target, weight, ignore_index=ignore_index, reduction="none")

@@ -142,7 +142,7 @@ class Run:
             fx_traceback.current_meta.pop(key, None)
 
     def _reentrant(self, function: Callable[..., PyTree], _: bool, *args: PyTree) -> PyTree:
-        """Calls ``function`` as a checkpoint region, in place of ``CheckpointFunction.apply``."""
+        """Calls ``function`` as a checkpoint region, as ``CheckpointFunction.apply`` does; returns its result."""
         needs_grad = any(isinstance(x, Tensor) and x.requires_grad for x in args)
         region = self._region()
         next(region)
@@ -223,7 +223,8 @@ class Run:
                 raise Unsupported(f"a state, {called.__name__}")
 
     def _refuse_acts(self, named: dict[str, Tensor], needed: dict[str, bool]) -> None:
-        """Raises Unsupported if forward did something with parameters or inputs that a program does not repeat.
+        """Raises Unsupported if forward changed ``requires_grad`` of a parameter or input, gave it a gradient or hooked
+        it.
 
         Args:
             named: name -> parameter, buffer or input.

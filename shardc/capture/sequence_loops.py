@@ -41,7 +41,8 @@ STEPS = 4  # fewest steps of a loop that is written as a scan
 def scan_loops(
     gm: fx.GraphModule, lengths: Collection[int], decompositions: dict[Any, Callable[..., object]]
 ) -> Callable[[], None] | None:
-    """Rewrites each unrolled loop over a whole sequence, in Dynamo's graph, as a scan.
+    """Rewrites each unrolled loop over a whole sequence, in Dynamo's graph, as a scan, in place; returns a function
+    that undoes it, or None if there is no loop.
 
     Args:
         lengths: lengths of the sequences, in elements.

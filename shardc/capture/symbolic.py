@@ -100,7 +100,8 @@ def capture_symbolic(
     tags: Sequence[Tag] = (),
     dtypes: Dtypes,
 ) -> SymbolicCapture:
-    """Captures forward and backward as one graph like `shardc.capture.capture`, with symbols for some sizes.
+    """Captures forward and backward as one graph like `shardc.capture.capture`, with symbols for the sizes that
+    ``dynamic`` names; returns the `SymbolicCapture`.
 
     Args:
         dynamic: input -> dim -> the name of its size. If code branches on a size, the example's decides. Names whose

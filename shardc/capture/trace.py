@@ -282,7 +282,7 @@ def capture(
     dtypes: Dtypes = UNCHANGED,
     lengths: Collection[int] = (),
 ) -> Captured:
-    """Traces ``loss(model(*args), ...)`` to one joint graph; ``model`` is left unchanged.
+    """Traces ``loss(model(*args), ...)`` to one joint graph and returns it as `Captured`; ``model`` is left unchanged.
 
     Args:
         model: the module, on any device (``meta`` and fake included); its mode (train or eval) is traced.
@@ -317,7 +317,7 @@ def trace(
     lengths: Collection[int] = (),
     retraces: bool = True,
 ) -> Traced:
-    """Traces forward and backward to one joint graph, without annotations (see `capture`).
+    """Traces forward and backward to one joint graph and returns it as `Traced`, without annotations; see `capture`.
 
     Args:
         mode: the mode of the graph's fake values.

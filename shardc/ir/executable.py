@@ -207,7 +207,7 @@ class Compiled:
     source_code: str = ""
 
     def __call__(self, inputs: list[Any], enter: Callable[[Segment], None] = lambda _: None) -> Sequence[Any]:
-        """Run the graph on ``inputs``, a list that it empties; calls ``enter`` before each segment."""
+        """Run the graph on ``inputs``, which it empties; return its outputs. Calls ``enter`` before each segment."""
         if len(self.segments) == 1:
             return self.codes[0](inputs)
         values = self._constants | dict(zip(self.takes, inputs, strict=True))
@@ -327,11 +327,11 @@ class Executable(ABC):
 
     @abstractmethod
     def make(self, phase: Phase) -> fx.GraphModule | None:
-        """Build the graph of a phase; None for a forward or backward if nothing needs a gradient."""
+        """Return the graph of a phase, newly built; None for a forward or backward if nothing needs a gradient."""
 
     @abstractmethod
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> Half:
-        """Build the graph that reduces over ranks the local gradient sums of earlier backwards (``no_sync``).
+        """Return the graph that reduces over ranks the local gradient sums of earlier backwards (``no_sync``).
 
         Args:
             sums: parameter, layout and dtype of each local sum.

@@ -137,7 +137,7 @@ class InnerCode:
 
     def _name(self, scope: dict[str, object], name: str, names: frozenset[str], versioned: bool = False) -> None:
         """Record what ``name`` in ``scope`` (globals, or attributes of a module) is bound to; if that is a module, also
-        its attributes in ``names``.
+        its attributes in ``names``. ``versioned``: the scope is torch's, shardc's or Python's.
         """
         self._names[id(scope), name] = scope, name
         value = scope.get(name, _ABSENT)
@@ -270,7 +270,9 @@ class InnerTensors(nn.Module):
         return f"{self.cls.__module__}.{self.cls.__qualname__}, {self.context!r}, {list(self.shape)}, {self.attributes}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Apply ``fn`` to the inner tensors; InputError if it converts their dtype."""
+        """Apply ``fn`` to the inner tensors, as `nn.Module._apply` does, and return the module; InputError if it
+        converts their dtype.
+        """
         check_conversion(self, fn)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 

@@ -23,7 +23,7 @@ def tag(x: Tensor, *, name: str) -> Tensor:
 
 
 def reshard(x: Tensor, *, to: str = "") -> Tensor:
-    """Changes the layout of ``x`` to the one recorded on the node; a pass lowers it to the collectives below.
+    """Returns ``x`` in the layout that is recorded on the node; a pass lowers this op to the collectives below.
 
     ``to`` is kept empty: the text form shows the layout in the type.
     """

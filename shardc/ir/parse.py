@@ -340,7 +340,7 @@ class _Parser:
         return ",".join(reader.listed(")", read_axis)) if reader.take("(") else read_axis()
 
     def _argument(self, reader: Reader) -> fx.node.Argument:
-        """Parse one argument: a node, a list, or a constant."""
+        """Parse and return one argument: a node, a list, or a constant."""
         if reader.take("%"):
             return self._use(reader)
         if reader.take("["):

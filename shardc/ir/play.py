@@ -10,7 +10,7 @@ from shardc.ir.actions import COMPUTATIONS, OTHER_END, RECEIVES, SENDS, Action, 
 
 
 def play(schedule: Schedule) -> tuple[dict[int, int], ...]:
-    """Play all ranks' lists against each other.
+    """Play all ranks' lists against each other; return, for each rank, stage -> the most microbatches in flight.
 
     Returns:
         For each rank, each of its stages -> the most microbatches in flight at a time (`in_flight`).

@@ -499,7 +499,7 @@ class Reach:
 
     @staticmethod
     def of_all(several: Sequence[Reach]) -> Reach:
-        """Return the union of what `holds` compares in ``several``; ``code`` and ``values`` are empty."""
+        """Return the union of ``several`` as far as `holds` compares it; its ``code`` and ``values`` are empty."""
         bound = {(cls, name): value for reach in several for cls, name, value in reach.bound}
         functions = {id(function): (function, code) for reach in several for function, code in reach.functions}
         places = tuple((cls, name, value) for (cls, name), value in bound.items())

@@ -74,7 +74,7 @@ class Pipeline:
                 raise InputError(f"the pass {pass_.name!r} requires {name!r}, which {what}", fix=fix)
 
     def run(self, gm: fx.GraphModule, *hooks: Hook) -> fx.GraphModule:
-        """Runs the passes on ``gm``; ``hooks`` are called before and after each.
+        """Runs the passes on ``gm`` and returns the graph of the last; ``hooks`` are called before and after each.
 
         Autocast is off meanwhile, since the graph has its own casts.
         """

@@ -485,7 +485,7 @@ class Names:
         return block if block is not None and block < self.keep else None
 
     def _split(self, name: str) -> tuple[int, str] | None:
-        """Splits a name of a module, parameter or op into (block, name in the block); None if it is in no block."""
+        """Returns (block, name in the block) of the name of a module, parameter or op; None if it is in no block."""
         return self.run.split(name) or self.run.split(name.removeprefix("d."))
 
     def learn(self, pairs: Iterable[tuple[str, str, int]], step: int) -> None:

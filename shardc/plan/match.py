@@ -96,7 +96,8 @@ class Target:
 
 
 def split_target(target: str) -> Target:
-    """Parse the target of an activation entry: module glob, "input" or "output", and position or keyword of the tensor.
+    """Return the parts of ``target``, the text of an activation entry: module glob, "input" or "output", and position
+    or keyword of the tensor.
 
         layers.*.attn                                   the first output of these modules
         layers.*.attn.input, layers.*.attn:input        the first input

@@ -230,7 +230,7 @@ class Plan:
     @classmethod
     @typed(PlanError)
     def load(cls, path: str | Path, namespace: Constructors | None = None) -> Plan:
-        """Read a plan that `save` wrote.
+        """Read and return a plan that `save` wrote.
 
         Args:
             path: the file.
@@ -249,7 +249,7 @@ class Plan:
     @classmethod
     @typed(PlanError)
     def from_json(cls, text: str, path: str = "the text", namespace: Constructors | None = None) -> Plan:
-        """Read a plan from text that `to_json` wrote; ``path`` is for messages, ``namespace`` as for `load`."""
+        """Return the plan in a text that `to_json` wrote; ``path`` is for messages, ``namespace`` as for `load`."""
         plan, constructors = cls(), {**CONSTRUCTORS, **(namespace or {})}
         for name, arguments in decode(text, path, constructors):
             try:

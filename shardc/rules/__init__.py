@@ -137,7 +137,7 @@ def register_rule(
     linear: str = "",
     localize: Localize = Local.same,
 ) -> Rule:
-    """Gives a custom op a sharding rule, replacing any rule that it has.
+    """Gives a custom op a sharding rule, replacing any rule that it has, and returns the rule.
 
     Args:
         op: the op: an overload, or its name (``"mylib::scale"`` for all its overloads).

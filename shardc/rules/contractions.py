@@ -161,7 +161,7 @@ def _backward(call: Call) -> Spec:
 
 
 def _local_groups(local: Local) -> Emitted:
-    """Emit the convolution with the number of groups that the local channels form."""
+    """Emit and return the convolution with the number of groups that the local channels form."""
     weight = local.operand_layout("weight").local_shape
     if not local.call["transposed"]:
         channels = local.operand_layout("input").local_shape[1]

@@ -26,7 +26,7 @@ def _uniform(call: Call) -> Spec:
 
 
 def _uniform_local(local: Local) -> Emitted:
-    """Emit the draw of this rank's elements, each a function of the key and its global position."""
+    """Emit and return the draw of this rank's elements, each a function of the key and its global position."""
     layout, device = local.results[0], local.call["device"]
     call, below, index = local.builder.call, layout.numel, None
     for dim, size in enumerate(layout.shape):
@@ -63,7 +63,7 @@ def _arange(call: Call) -> Spec:
 
 
 def _arange_local(local: Local) -> Emitted:
-    """Emit the numbers of this rank, from the global positions of its elements."""
+    """Emit and return this rank's numbers of the range, by the global positions of its elements."""
     layout = local.results[0]
     if not split(layout, 0):
         return local.same()
@@ -77,7 +77,7 @@ def _arange_local(local: Local) -> Emitted:
 
 
 def _strided_local(local: Local) -> Emitted:
-    """Emit ``empty_strided`` of the local shape with its dims in the same memory order."""
+    """Emit and return an ``empty_strided`` of the local shape, with its dims in the same memory order."""
     shape, stride = local.results[0].local_shape, local.call["stride"]
     local_stride, below = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):

@@ -40,7 +40,7 @@ def rules(find_rule: FindRule, spec_of: SpecOf) -> list[Rule]:
 
 
 def _localize(local: Local, find_rule: FindRule, spec_of: SpecOf) -> Emitted:
-    """Emit a ``cond``, ``scan`` or ``while_loop`` on one rank, with functions of local shapes."""
+    """Emit and return a ``cond``, ``scan`` or ``while_loop`` on one rank, with functions of local shapes."""
     whole = all(
         not layout.axes and layout.shape == value.shape
         for layout, value in zip(local.operands, local.call.operands, strict=True)
@@ -63,7 +63,9 @@ def _localize(local: Local, find_rule: FindRule, spec_of: SpecOf) -> Emitted:
 
 
 def term(builder: Builder, x: Emitted, axes: Sequence[str]) -> Emitted:
-    """Emit ``x``, which every rank has, as a pending sum over ``axes``: ``x`` on their first rank, zeros on others."""
+    """Emit and return this rank's term of ``x``, which every rank has, as a pending sum over ``axes``: ``x`` on their
+    first rank, zeros on others.
+    """
     if not axes:
         return x
     elsewhere = builder.call(aten.ne.Scalar, builder.coordinate(tuple(axes)), 0)
@@ -137,7 +139,7 @@ class _OnRank:
         return builder
 
     def _op(self, graph: Graph, node: fx.Node, env: dict[fx.Node, Any], builder: _Body) -> Emitted:
-        """Emit the op ``node`` on one rank, by its rule; ``env``: node -> its local value."""
+        """Emit the op ``node`` on one rank, by its rule, and return its result; ``env``: node -> its local value."""
         op = graph.ops[node]
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env[x])
         rule = self.find_rule(node.target)
@@ -172,7 +174,7 @@ class _Body:
         return self._arguments[-1]
 
     def _placeholder(self, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
-        """Add a placeholder with an example value of this shape and dtype."""
+        """Add and return a placeholder, with an example value of this shape and dtype."""
         node = self.inner.placeholder("argument")
         with self._mode:
             node.meta["val"] = torch.empty(tuple(shape), dtype=dtype, device=self.device)

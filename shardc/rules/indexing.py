@@ -36,7 +36,7 @@ def _embedding(call: Call) -> Spec:
 
 
 def _embedding_local(local: Local) -> Emitted:
-    """Emit a lookup in this rank's rows of the table; entries of other ranks read as zero."""
+    """Emit and return a lookup in this rank's rows of the table; entries of other ranks read as zero."""
     indices = in_range(local, local.operands[0], 0, local.operand("indices"))
     if not split(local.operands[0], 0):
         return local.same(indices=indices)
@@ -57,7 +57,7 @@ def _embedding_backward(call: Call) -> Spec:
 
 
 def _embedding_backward_local(local: Local) -> Emitted:
-    """Emit the gradient of this rank's rows of the table."""
+    """Emit and return the gradient of this rank's rows of the table."""
     layout = local.results[0]
     if not split(layout, 0):
         return local.same()
@@ -130,7 +130,9 @@ def _gather(call: Call) -> Spec:
 
 
 def _lookup_local(local: Local) -> Emitted:
-    """Emit a gather or index_select that reads entries in this rank's shard, and zero for entries of other ranks."""
+    """Emit and return a gather or index_select of the entries in this rank's shard, with zero for entries of other
+    ranks.
+    """
     dim = _dim(local.call)
     index = in_range(local, local.operands[0], dim, local.operand("index"))
     if not split(local.operands[0], dim):
@@ -199,7 +201,9 @@ def _index_write(call: Call, over: str) -> Spec:
 
 
 def _write_local(local: Local) -> Emitted:
-    """Emit a write that replaces: entries of other ranks go to an extra element, which is then cut off."""
+    """Emit a write that replaces, and return its result; entries of other ranks go to an extra element, which is then
+    cut off.
+    """
     dim = _dim(local.call)
     wraps = local.call.target.overloadpacket is aten.index_fill
     index = in_range(local, local.results[0], dim, local.operand("index"), wraps)
@@ -349,7 +353,7 @@ def indexed_dims(call: Call) -> list[int]:
 
 
 def _masks(call: Call) -> bool:
-    """Whether an index is a boolean mask, whose number of results depends on data."""
+    """Return whether an index is a boolean mask, for which the number of results depends on data."""
     return any(call["indices"][dim].dtype in (torch.bool, torch.uint8) for dim in indexed_dims(call))
 
 
@@ -398,7 +402,7 @@ def _find(local: Local, layout: Layout) -> tuple[list[Emitted], list[int], Emitt
 
 
 def _index_local(local: Local) -> Emitted:
-    """Emit indexing by tensors on a shard; entries of other ranks read as zero."""
+    """Emit and return indexing by tensors on a shard; entries of other ranks read as zero."""
     indices, dims, mask = _find(local, local.operands[0])
     if not dims:
         return local.same(indices=indices)
@@ -407,7 +411,7 @@ def _index_local(local: Local) -> Emitted:
 
 
 def _index_put_local(local: Local) -> Emitted:
-    """Emit a write by tensors of indices to this rank's entries."""
+    """Emit a write by tensors of indices to this rank's entries, and return its result."""
     layout = local.results[0]
     x = local.operand("self")
     indices, dims, mask = _find(local, layout)

@@ -125,7 +125,7 @@ class KeyBlocks:
         return partial(self._sent, shift=number), partial(self._sent, shift=-number)
 
     def joined(self, key: Emitted, value: Emitted) -> list[Emitted]:
-        """Concatenate key and value to one tensor [2 b, g, k, e], so that they are sent as one message.
+        """Return key and value concatenated to one tensor [2 b, g, k, e], so that they are sent as one message.
 
         Returns [key, value] unchanged if they are not sent or have different shapes.
         """
@@ -188,25 +188,29 @@ class KeyBlocks:
         return self.run(aten.select.int, x, 0, source)
 
     def _concatenated(self, x: Emitted) -> Emitted:
-        """Concatenate the shards of all ranks along the sequence: [b, g, ranks * k, e]."""
+        """Return the shards of all ranks in ``x`` [ranks, b, g, k, e], concatenated along the sequence: [b, g, ranks *
+        k, e].
+        """
         n, b, g, k, e = self.local.builder.shape(x)
         return self.run(aten.reshape.default, self.run(aten.permute.default, x, [1, 2, 0, 3, 4]), [b, g, n * k, e])
 
     def _split_by_rank(self, x: Emitted) -> Emitted:
-        """Split [b, g, ranks * k, e] into [ranks, b, g, k, e]: the gradient of `_concatenated`."""
+        """Return ``x`` [b, g, ranks * k, e] split into [ranks, b, g, k, e]: the gradient of `_concatenated`."""
         b, g, k, e = self.local.builder.shape(x)
         x = self.run(aten.reshape.default, x, [b, g, self.ranks, k // self.ranks, e])
         return self.run(aten.permute.default, x, [2, 0, 1, 3, 4])
 
     def _in_order(self, x: Emitted) -> Emitted:
-        """Concatenate the shards of all ranks in the order of the sequence: [b, g, ranks * k, e]."""
+        """Return the shards of all ranks in ``x`` [ranks, b, g, k, e], concatenated in the order of the sequence: [b,
+        g, ranks * k, e].
+        """
         n, b, g, k, e = self.local.builder.shape(x)
         sizes, order = self._order(b, g, e)
         x = self.run(aten.permute.default, self.run(aten.reshape.default, x, sizes), order)
         return self.run(aten.reshape.default, x, [b, g, n * k, e])
 
     def _out_of_order(self, x: Emitted) -> Emitted:
-        """Split [b, g, ranks * k, e] into [ranks, b, g, k, e]: the gradient of `_in_order`."""
+        """Return ``x`` [b, g, ranks * k, e] split into [ranks, b, g, k, e]: the gradient of `_in_order`."""
         b, g, k, e = self.local.builder.shape(x)
         sizes, order = self._order(b, g, e)
         x = self.run(aten.reshape.default, x, [sizes[at] for at in order])
@@ -343,7 +347,9 @@ class KeyBlocks:
         return self.run(aten.slice.Tensor, x, 2, number, length, step)
 
     def _unstripe(self, number: int, step: int, length: int, x: Emitted) -> Emitted:
-        """Scatter element i of ``x`` to position ``number + i * step``, else zero: the gradient of `_stripe`."""
+        """Return zeros with element i of ``x`` at position ``number + i * step`` of the sequence: the gradient of
+        `_stripe`.
+        """
         b, g, n, e = self.local.builder.shape(x)
         full = self.key.local_shape[2]
         x = self.run(aten.unsqueeze.default, x, 3)

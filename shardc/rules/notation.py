@@ -64,12 +64,16 @@ class Loops:
         return (name,)
 
     def indexed(self, name: str, size: int, kind: str = FREE) -> Factors:
-        """Declare, as `dim` does, the factor of a dim that the op indexes; such a dim may be padded at its end only."""
+        """Declare, as `dim` does, the factor of a dim that the op indexes, and return it; such a dim may be padded at
+        its end only.
+        """
         self._indexed.add(name)
         return self.dim(name, size, kind)
 
     def ordered(self, name: str, size: int, kind: str = FREE) -> Factors:
-        """Declare, as `indexed` does, a factor that is split only into one contiguous piece per rank, in rank order."""
+        """Declare, as `indexed` does, a factor that is split only into one contiguous piece per rank, in rank order;
+        return it.
+        """
         self._ordered.add(name)
         return self.indexed(name, size, kind)
 
@@ -314,7 +318,9 @@ def bind(
 
 
 def _expand(call: Call, dims: Dims, shape: Iterable[int], sizes: dict[str, int]) -> Dims:
-    """Replace ``...`` by factors ``.1``, ``.2``, ... counted from the right; note the sizes of factors in ``sizes``."""
+    """Return ``dims`` with ``...`` replaced by factors ``.1``, ``.2``, ... counted from the right; adds the sizes of
+    factors to ``sizes``.
+    """
     shape = tuple(shape)
     if ("...",) in dims:
         at = dims.index(("...",))

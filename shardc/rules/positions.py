@@ -98,7 +98,8 @@ def in_range(local: Local, layout: Layout, dim: int, index: Emitted, wraps: bool
 
 
 def owned(local: Local, layout: Layout, dim: int, index: Emitted) -> tuple[Emitted, Emitted]:
-    """Translate global indices along ``dim`` into local ones of this rank's shard, which has ``layout``.
+    """Translate global indices along ``dim`` into local ones of this rank's shard; return (local indices, mask of the
+    entries that this rank holds).
 
     Args:
         index: an integer tensor of any shape, every entry in ``range(size of the dim)``.
@@ -151,7 +152,7 @@ def zero_unless(local: Local, mask: Emitted, x: Emitted) -> Emitted:
 
 
 def align(local: Local, mask: Emitted, dims: int) -> Emitted:
-    """Append ``dims`` dims of size 1 to ``mask``, so that it broadcasts over the dims that follow an index."""
+    """Return ``mask`` with ``dims`` dims of size 1 appended, which broadcasts over the dims that follow an index."""
     return local.builder.call(aten.reshape.default, mask, [*local.builder.shape(mask), *[1] * dims]) if dims else mask
 
 

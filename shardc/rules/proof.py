@@ -65,7 +65,7 @@ class Sample:
 
 
 def _as_value(x: object) -> Any:
-    """Replace tensors in an argument by their `Value`, and lists by tuples."""
+    """Return an argument with tensors replaced by their `Value`, and lists by tuples."""
     if isinstance(x, Tensor):
         return Value(x.dtype, tuple(x.shape))
     return tuple(map(_as_value, x)) if isinstance(x, (list, tuple)) else x
@@ -77,10 +77,12 @@ class Ranks(Builder, Protocol):
     mesh: Mesh
 
     def scatter_terms(self, x: Tensor, layout: Layout, generator: torch.Generator) -> Emitted:
-        """Split ``x`` into a shard per rank; ranks get random terms of a pending reduction."""
+        """Return ``x`` as a shard per rank; for a pending reduction the ranks get random terms of ``x``, drawn by
+        ``generator``.
+        """
 
     def assemble(self, values: Sequence[Tensor], layout: Layout) -> Tensor:
-        """Join the shards of all ranks into the global tensor, pending reductions performed."""
+        """Return the global tensor of the shards of all ranks (``values``), with pending reductions performed."""
 
 
 @dataclass(frozen=True)

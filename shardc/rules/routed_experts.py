@@ -146,7 +146,9 @@ class _Sent:
         return self._exchange(tensors, self.sends, self.receives, self.rows)
 
     def back(self, tensors: list[Emitted]) -> list[Emitted]:
-        """Emit the exchange of received rows, or what was computed of them, back to where they came from."""
+        """Emit the exchange that sends rows, or what was computed of them, back to where they came from; return the
+        rows that this rank gets back.
+        """
         return self._exchange(tensors, self.receives, self.sends, self.of.tokens * self.of.choices)
 
     def _exchange(
@@ -185,7 +187,8 @@ class _Rows:
 
 
 def _keys(local: Local, sent: tuple[str, ...], index: Emitted) -> tuple[Emitted, Emitted, int, int]:
-    """Emit the keys by which choices are sorted: the destination rank, then the expert on it.
+    """Emit and return the keys by which choices are sorted (the destination rank, then the expert on it), the mask of
+    reachable choices, and the numbers of ranks and of experts per rank.
 
     A choice is reachable if its expert is on a rank to which this rank's rows can be sent. Others are sorted last.
 
@@ -251,7 +254,7 @@ def _noted(local: Local) -> Emitted:
 
 
 def _choices(local: Local, x: Emitted, index: Emitted, weight: Emitted) -> _Choices:
-    """Emit the ops that sort the choices of some tokens by the ranks of their experts."""
+    """Emit the ops that sort the choices of some tokens by the ranks of their experts; return them as `_Choices`."""
     call = local.builder.call
     key, mine, ranks, experts = _keys(local, _sent(local), index)
     tokens, choices = local.builder.shape(index)
@@ -276,7 +279,8 @@ def _exact(local: Local, of: _Choices) -> tuple[_Sent, Emitted]:
 
 
 def _bounded(local: Local, every: list[_Choices]) -> list[tuple[_Sent, Emitted]]:
-    """Emit exchanges of blocks of a fixed size, so that the host need not know how many rows are filled.
+    """Emit exchanges of blocks of a fixed size, so that the host need not know how many rows are filled; return
+    (exchange, rows from each rank for each expert) per chunk.
 
     Returns:
         for each chunk of choices, (the exchange, number of rows that come from each rank for each expert).
@@ -302,7 +306,8 @@ def _bounded(local: Local, every: list[_Choices]) -> list[tuple[_Sent, Emitted]]
 
 
 def _rows(local: Local) -> Iterator[_Rows]:
-    """Emit the ops that sort this rank's rows by expert and, if axes split tokens and experts both, exchange them.
+    """Emit the ops that sort this rank's rows by expert and, if axes split tokens and experts both, exchange them;
+    yield the `_Rows` of each chunk of tokens.
 
     Yields:
         the rows of each chunk. The rows of all chunks are under way then, and those of later chunks are not waited for.
@@ -365,7 +370,9 @@ def _by_token(local: Local, rows: _Rows, returned: Emitted, added: bool) -> Emit
 
 
 def _forward(local: Local) -> tuple[list[_Rows], list[list[Emitted]]]:
-    """Emit the routing and the experts of a forward; the backward op of the same call reuses both."""
+    """Emit the routing and the experts of a forward; return (rows, results) of each chunk, which the backward op of the
+    same call uses, too.
+    """
     body = local.call["body"]
     x, index, weight, params = (local.operand(name) for name in ("x", "index", "weight", "params"))
 

@@ -102,12 +102,12 @@ def _send(pieces: Pieces, x: Emitted, before: int, now: int) -> Emitted:
 
 
 def _wide(local: Local, mask: Emitted, x: Emitted) -> Emitted:
-    """Emit a view of ``mask``, of one element, that broadcasts to ``x``."""
+    """Emit and return a view of ``mask``, of one element, that broadcasts to ``x``."""
     return local.builder.call(aten.view.default, mask, [1] * len(local.builder.shape(x)))
 
 
 def _only(local: Local, mask: Emitted, x: Emitted) -> Emitted:
-    """Emit ``x`` where ``mask``, of one element, is true; else zeros."""
+    """Emit and return ``x`` if ``mask``, of one element, is true; else zeros."""
     return zero_unless(local, _wide(local, mask, x), x)
 
 
@@ -129,7 +129,7 @@ class _Carried:
         self.sent = [at for at in range(carries) if at not in (*self.sums, *self.same)]
 
     def _adds(self, before: fx.Node, after: fx.Node) -> bool:
-        """Whether a step only adds to a carry: ``after`` is its next value, ``before`` the last one."""
+        """Return whether a step only adds to a carry: ``after`` is its next value, ``before`` the last one."""
         return (
             list(before.users) == [after]
             and after.target is aten.add.Tensor
@@ -148,7 +148,8 @@ class _Carried:
         return self._function(graph, [env[self.results[at]] for at in self.sent])
 
     def scaled_step(self) -> Function | None:
-        """Return `step` with further carries at the end: for each in ``sent``, the product of the factors scaling it.
+        """Return `step` with one more carry for each in ``sent``: the product of the factors that scale it; None if
+        steps do not just scale and add.
 
         Returns None if a step is not of the form ``factor * carry + summand`` for each carry in ``sent``.
         """

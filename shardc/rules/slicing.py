@@ -67,7 +67,7 @@ def _slice(call: Call) -> Spec:
 
 
 def _slice_local(local: Local) -> Emitted:
-    """Emit a slice with its bounds in local indices."""
+    """Emit and return a slice with its bounds in local indices."""
     dim, start, end, step = _slice_bounds(local.call)
     layout = local.operands[0]
     if step != 1:
@@ -89,7 +89,7 @@ def _split(call: Call) -> Spec:
 
 
 def _split_local(local: Local) -> Emitted:
-    """Emit a split with local sizes."""
+    """Emit a split with local sizes; return its results."""
     dim = local.call["dim"] % len(local.call.operands[0].shape)
     sizes = [layout.local_shape[dim] for layout in local.results]
     return local.builder.call(aten.split_with_sizes.default, local.args[0], sizes, dim)
@@ -149,7 +149,7 @@ def _slice_scatter(call: Call) -> Spec:
 
 
 def _slice_scatter_local(local: Local) -> Emitted:
-    """Emit ``slice_scatter`` with its bounds in local indices."""
+    """Emit and return a ``slice_scatter`` with its bounds in local indices."""
     dim, start, _, step = _slice_bounds(local.call)
     if step != 1:
         return local.same()
@@ -163,7 +163,7 @@ def _select_scatter(call: Call) -> Spec:
 
 
 def _select_scatter_local(local: Local) -> Emitted:
-    """Emit ``select_scatter``: only the rank that holds the index writes."""
+    """Emit and return a ``select_scatter``, in which only the rank that holds the index writes."""
     dim = local.call["dim"] % len(local.call.operands[0].shape)
     if not split(local.operands[0], dim):
         return local.same(index=_index(local.call))
@@ -212,7 +212,7 @@ def _pad(call: Call) -> Spec:
 
 
 def _pad_local(local: Local) -> Emitted:
-    """Emit a pad with the numbers of elements to add to the shard."""
+    """Emit and return a pad with the numbers of elements to add to the shard."""
     layout = local.operands[0]
     pads = [[_to_local(layout, i, edge) for edge in pair] for i, pair in enumerate(_pads(local.call))]
     return local.same(pad=[edge for pair in pads[::-1] for edge in pair])

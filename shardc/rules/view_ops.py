@@ -24,13 +24,15 @@ def _view(call: Call) -> Spec:
 
 
 def _reshape_local(local: Local) -> Emitted:
-    """Emit a reshape to the local shape of the result."""
+    """Emit and return a reshape to the local shape of the result."""
     # A shard may have other strides than the whole tensor had, so a view may need a copy.
     return local.builder.call(aten.reshape.default, local.args[0], list(local.results[0].local_shape))
 
 
 def _squeezed(local: Local) -> Emitted:
-    """Emit a squeeze of the dims that have size 1 in the global shape: on a shard other dims may have size 1 too."""
+    """Emit and return a squeeze of the dims that have size 1 in the global shape: on a shard other dims may have size 1
+    too.
+    """
     shape = local.call.operands[0].shape
     dims = range(len(shape)) if local.call.name.endswith("default") else as_dims(local.call["dim"], len(shape))
     return local.builder.call(aten.squeeze.dims, local.args[0], [d for d in dims if shape[d] == 1])
@@ -91,7 +93,7 @@ def _repeat(call: Call) -> Spec:
 
 
 def _repeat_local(local: Local) -> Emitted:
-    """Emit a repeat with the numbers of repeats that give the local shape of the result."""
+    """Emit and return a repeat with the numbers of repeats that give the local shape of the result."""
     result_shape = local.results[0].local_shape
     operand_shape = [1] * (len(result_shape) - local.operands[0].ndim) + list(local.operands[0].local_shape)
     # An empty dim can be repeated any number of times.

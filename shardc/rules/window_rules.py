@@ -143,7 +143,7 @@ class Pieces:
         return added
 
     def _padded(self, x: Emitted, before: int, after: int) -> Emitted:
-        """Emit ``x`` with ``before`` and ``after`` zeros at the ends of the dim."""
+        """Emit and return ``x`` with ``before`` and ``after`` zeros at the ends of the dim."""
         if not before and not after:
             return x
         pad = [0, 0] * (self.layout.ndim - 1 - self.dim) + [before, after]
@@ -166,7 +166,7 @@ def _shift(call: Call) -> Spec:
 
 
 def _shift_local(local: Local) -> Emitted:
-    """Emit a shift; this rank gets the elements that come in from its neighbours."""
+    """Emit and return a shift, in which this rank gets the elements that come in from its neighbours."""
     pieces, by, fill = Pieces(local, 0, local.call["dim"]), local.call["by"], local.operand("fill")
     moved = pieces.moved(local.operand("x"), by)
     return moved if fill is None else pieces.entered(moved, fill, by)
@@ -182,7 +182,7 @@ def _edge(call: Call) -> Spec:
 
 
 def _edge_local(local: Local) -> Emitted:
-    """Emit the slice: this rank's elements of it, and zeros for those of other ranks."""
+    """Emit and return the slice: this rank's elements of it, and zeros for those of other ranks."""
     run, dim, layout = local.builder.call, local.call["dim"], local.operands[0]
     begin, end = local.call["begin"], local.call["end"]
     x = local.operand("x")
@@ -204,7 +204,7 @@ def _cumsum(call: Call) -> Spec:
 
 
 def _cumsum_local(local: Local) -> Emitted:
-    """Emit the running sums of this rank's piece, plus the totals of the pieces before."""
+    """Emit and return the running sums of this rank's piece, plus the totals of the pieces before."""
     run, dim, reverse = local.builder.call, local.call["dim"], local.call["reverse"]
     pieces, x = Pieces(local, 0, dim), local.operand("x")
     if reverse:
@@ -245,21 +245,21 @@ def _geometry(local: Local) -> tuple[object, ...]:
 
 
 def _extended(local: Local) -> Emitted:
-    """Emit the convolution's input with the edges of the neighbouring pieces."""
+    """Emit and return the convolution's input, with the edges of the neighbouring pieces."""
     at = local.call.position("x")
     assert at is not None
     return Pieces(local, at, 2).extended(local.operand("x"), local.call["before"], local.call["after"])
 
 
 def _convolve_local(local: Local) -> Emitted:
-    """Emit the convolution of this rank's piece and the edges of its neighbours' pieces."""
+    """Emit and return the convolution of this rank's piece and the edges of its neighbours' pieces."""
     return local.builder.call(
         aten.convolution.default, _extended(local), local.operand("weight"), None, *_geometry(local)
     )
 
 
 def _convolve_weight_local(local: Local) -> Emitted:
-    """Emit the gradient of the weight from this rank's piece."""
+    """Emit and return the gradient of the weight from this rank's piece."""
     run, weight = local.builder.call, local.operand("weight")
     grad, mask = local.operand("grad"), [False, True, False]
     grads = run(aten.convolution_backward.default, grad, _extended(local), weight, None, *_geometry(local), mask)

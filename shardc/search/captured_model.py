@@ -124,7 +124,8 @@ class CapturedModel:
 
     @classmethod
     def of(cls, source: ModelCall, plan: Plan, mesh: Mesh, keep: int = KEEP[0]) -> CapturedModel:
-        """Capture a few of the repeated blocks of ``source``, for plans that treat the same blocks equally as ``plan``.
+        """Capture a few of the repeated blocks of ``source``, for plans that treat the same blocks equally as ``plan``;
+        return the capture.
 
         Args:
             source: the model and the arguments of its call.

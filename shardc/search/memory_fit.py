@@ -97,7 +97,8 @@ class PriceSearch(Generic[P]):
         return last if last is not None and last.at(0.0) <= limit else None
 
     def _at(self, price: float, room: float, limit: float, last: P | None) -> P | None:
-        """Return the best solution at ``price``; None if it proves that no solution is within both limits.
+        """Return the best solution at ``price`` (seconds per byte); None if that price proves that no solution is
+        within both limits, ``room`` and ``limit``.
 
         Args:
             room, limit: as for `fastest`.

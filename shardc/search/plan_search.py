@@ -222,7 +222,9 @@ class Search:
         self._fit()
 
     def _try(self, candidate: Candidate) -> Trial | None:
-        """Predict the schedule of a solution's plan, with pins of activations; None if the plan cannot be compiled."""
+        """Predict the schedule of a solution's plan, with pins of activations, and return the `Trial`; None if the plan
+        cannot be compiled.
+        """
         with suppress(ShardcError):
             return self._schedule(self.pinner.pinned(candidate.plan, candidate.borders), "found", candidate)
         return None
@@ -264,9 +266,8 @@ class Search:
         return split.candidate is not None and _value(split) <= MARGIN * self.limit()
 
     def _fitting(self, split: Split) -> Trial | None:
-        """Predict schedules of solutions of ``split``, the fastest first, until a prediction fits in memory.
-
-        Returns the last prediction; None if no plan could be compiled.
+        """Predict schedules of solutions of ``split``, the fastest first, until a prediction fits in memory; return the
+        last one, None if no plan can be compiled.
         """
         candidate = split.candidate
         if candidate is not None and candidate.bytes > self._room(split.over):
@@ -417,7 +418,8 @@ class Search:
         origin: str,
         candidate: Candidate | Trial | None = None,
     ) -> Trial | None:
-        """Predict the schedule of a plan, unless that was done before, and record it; None if it cannot be compiled.
+        """Predict the schedule of a plan, unless that was done before, record and return it as `Trial`; None if it
+        cannot be compiled.
 
         Args:
             plan: the plan.

@@ -143,7 +143,8 @@ class Messages:
                 node.sends[0 if j > i else 1].append(send)
 
     def sweep(self, forward: bool, bounds: bool = False) -> float:
-        """Update the messages of all variables once, in their order or against it.
+        """Update the messages of all variables once, in their order (``forward``) or against it; return a lower bound
+        of the cost of any labelling.
 
         Args:
             forward: visit the variables in order; otherwise in reverse.
@@ -172,7 +173,8 @@ class Messages:
         return passed
 
     def absorb(self, graph: Graph, masks: Mapping[int, np.ndarray]) -> list[int]:
-        """Drop labels, and add the messages to the graph's costs, which leaves the cost of every labelling unchanged.
+        """Drop labels by ``masks``, and add the messages to the graph's costs, which leaves the cost of every labelling
+        unchanged; return the variables that lost labels.
 
         Args:
             graph: the graph that these messages belong to, changed in place.
@@ -393,7 +395,8 @@ class Search:
             recover(graph.trail, self.chosen)
 
     def tighten(self, graph: Graph, bound: float) -> tuple[float, Mapping[int, np.ndarray] | None]:
-        """Raise the lower bound of a graph, in place, until it is solved, reaches the best value found, or stalls.
+        """Raise the lower bound of a graph, in place, until it is solved, reaches the best value found, or stalls;
+        return (bound, variable -> bounds of its labels, or None if the graph is closed).
 
         Returns:
             the bound and, if the graph is still open, variable -> a lower bound for each of its labels; else None.
@@ -503,7 +506,7 @@ class Search:
 
 
 def split(graph: Graph, bounds: Mapping[int, np.ndarray]) -> list[Graph]:
-    """Split a graph into one without the best label of a variable, and one in which it has only that label.
+    """Return the two cases of a graph as graphs: without the best label of a variable, and with only that label of it.
 
     The variable is the one whose two best labels have the closest bounds. Both graphs are reduced; one that is
     infeasible is left out.

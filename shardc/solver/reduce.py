@@ -49,7 +49,8 @@ def reduce(graph: Graph, changed: Iterable[int] | None = None) -> None:
 
 
 def drop_unsupported(graph: Graph, changed: Iterable[int]) -> list[int]:
-    """Drop labels that cost inf, or that cost inf with every label of a neighbour (arc consistency).
+    """Drop labels that cost inf, or that cost inf with every label of a neighbour (arc consistency), in place; return
+    the variables that lost labels.
 
     Args:
         changed: the variables that lost labels since the last call.
@@ -92,7 +93,8 @@ def drop_unsupported(graph: Graph, changed: Iterable[int]) -> list[int]:
 
 
 def drop_separable(graph: Graph, variables: Iterable[int]) -> list[int]:
-    """Remove pairs whose costs are a sum ``a[x] + b[y]``, adding the terms to the two variables' own costs.
+    """Remove pairs whose costs are a sum ``a[x] + b[y]``, in place, adding the terms to the two variables' own costs;
+    return the variables that lost a neighbour.
 
     Returns:
         the variables that lost a neighbour.
@@ -126,7 +128,8 @@ def _separate(table: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def drop_dominated(graph: Graph, variables: Iterable[int]) -> list[int]:
-    """Drop each label x for which a label y never costs more, whatever the neighbours' labels are (Goldstein 1994).
+    """Drop each label x for which a label y never costs more, whatever the neighbours' labels are (Goldstein 1994), in
+    place; return the variables that lost labels.
 
     Of labels with equal costs the lowest one stays. Some dominated labels may be missed (see `_candidates`).
 
@@ -247,7 +250,8 @@ def _worst_excess(table: np.ndarray, better: np.ndarray, worse: np.ndarray) -> n
 
 
 def merge_small_degrees(graph: Graph, variables: Iterable[int]) -> list[int]:
-    """Eliminate variables with at most two neighbours, or one label; with two, only if the tables do not grow.
+    """Eliminate, in place, variables with at most two neighbours (with two, only if the tables do not grow) or with one
+    label; return the variables whose costs or neighbours changed.
 
     Returns:
         the variables whose costs or neighbours changed.
@@ -401,7 +405,8 @@ def plan_order(graph: Graph, table: int) -> Order | None:
 
 
 def eliminate(graph: Graph, order: Order, clock: Clock) -> bool:
-    """Eliminate all variables of a graph one by one; its constant then is the least cost.
+    """Eliminate all variables of a graph one by one, in place, so that its constant is the least cost; return whether
+    this was done within the budget.
 
     Returns:
         whether it finished within the budget. If not, the graph is unchanged.

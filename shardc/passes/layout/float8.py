@@ -77,7 +77,7 @@ class _Product(NamedTuple):
 
 
 class _Quantiser:
-    """Replaces the products of one graph.
+    """Replaces the products of linear layers of one graph by scaled products of float8 operands.
 
     Attributes:
         quantised: (matrix, dim over which the maximum is taken, dtype) -> (the matrix in float8, the maximum); the dim
@@ -191,7 +191,7 @@ class _Quantiser:
 
 
 def _operand(x: fx.Node) -> _Operand:
-    """Returns the matrix ``x``, or the matrix that it is the transpose of."""
+    """Returns the `_Operand` of ``x``: the matrix itself, or the matrix that it is the transpose of."""
     turned = False
     while x.target in TRANSPOSES:
         x, turned = x.args[0], not turned

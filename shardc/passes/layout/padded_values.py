@@ -198,7 +198,7 @@ class PaddedValues(Calls):
         return x
 
     def _slice(self, x: fx.Node, dim: int, run: Run) -> fx.Node:
-        """Returns ``x`` without the padding of ``run``, which is its ``dim``."""
+        """Returns ``x`` without the padding of ``run``, which is a dim of its own, ``dim``, in ``x``."""
         return self.call(aten.slice.Tensor, x, dim, 0, run.true)
 
     def grown(self, x: fx.Node, padding: Padding) -> fx.Node:
@@ -245,15 +245,15 @@ class PaddedValues(Calls):
     # --- interface of `shardc.rules` builders: what a graph at global shapes cannot have
 
     def coordinate(self, axes: tuple[str, ...]) -> fx.Node:
-        """Fails: global shapes need no coordinate of a rank."""
+        """Raises AssertionError: a graph at global shapes needs no coordinate of a rank."""
         raise AssertionError(f"a replicated value needs no coordinate along {axes}")
 
     def key(self) -> fx.Node:
-        """Fails: random draws are not padded."""
+        """Raises AssertionError: random draws are not padded."""
         raise AssertionError("random draws are not padded")
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
-        """Fails: global shapes need no process group."""
+        """Raises AssertionError: a graph at global shapes needs no process group."""
         raise AssertionError(f"a replicated value needs no group along {axes}")
 
 

@@ -53,7 +53,7 @@ class Chooser(Protocol):
     """Interface of a layout chooser: gives every value of a seeded graph a layout, and every op its ``Info.needs``."""
 
     def __call__(self, problem: Problem, graph: fx.Graph) -> Mapping[fx.Node, Layout]:
-        """Returns output of ``graph`` -> the layout in which the caller gets it."""
+        """Writes layouts on the nodes of ``graph``; returns output -> the layout in which the caller gets it."""
 
 
 @dataclass(frozen=True)

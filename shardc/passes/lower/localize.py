@@ -225,7 +225,7 @@ class Emitter(Calls):
         return result
 
     def output(self, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
-        """Emits the output node, with its roles.
+        """Emits the output node, with its roles, and returns it.
 
         Args:
             node: the output of the global graph.

@@ -74,7 +74,8 @@ class Offload:
                 user.replace_input_with(param, on_device)
 
     def _move(self, rewriter: GraphRewriter, x: fx.Node, before: fx.Node, entry: str, op: Any, *args: Any) -> fx.Node:
-        """Inserts the move of ``x`` by ``op`` and its wait before node ``before``; returns the wait.
+        """Inserts before node ``before`` the op ``op``, which moves ``x`` between host and device, and its wait;
+        returns the wait.
 
         Args:
             entry: the plan entry that causes it.

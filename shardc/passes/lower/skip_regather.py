@@ -12,7 +12,8 @@ from shardc.ir.rewriter import GraphRewriter
 
 @dataclass(frozen=True)
 class SkipRegather:
-    """Reads w.full in place of w.full.regathered in a half that has both, since they are equal.
+    """Reads a gathered parameter (``w.full``) in place of gathering it again (``w.full.regathered``), in a half that
+    does both.
 
         %y = mm(%x, %w.full.regathered)     ->  %y = mm(%x, %w.full)
 

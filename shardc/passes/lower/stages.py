@@ -146,7 +146,8 @@ class Stages:
     def _terms_apart(
         self, parts: Phases, cut: _Assignment, gathered: Mapping[str, frozenset[str]]
     ) -> tuple[Phases, fx.Graph, _Assignment]:
-        """Splits each gradient that sums values of several stages into its summands; the closing graph adds them up.
+        """Splits each gradient that sums values of several stages into its summands, which the closing graph then adds
+        up; returns the changed (phases, graph of the body, stages of its ops).
 
         This is the case for a parameter that several stages use. No stage then needs the others' summands.
 

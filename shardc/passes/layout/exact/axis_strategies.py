@@ -197,7 +197,8 @@ def laid_out(
     carried: Sequence[tuple[str, str]],
     positions: Mapping[tuple[tuple[str, str], ...], frozenset[int]],
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    """Returns (layouts of an op's operands, layouts of its results).
+    """Returns (layouts of an op's operands, layouts of its results) when factors are split as in ``factors`` and the
+    pending reductions ``carried`` pass through.
 
     Args:
         factors: factor -> its digits.
@@ -262,7 +263,7 @@ def combine_axes(spec: Spec, mesh: Mesh, ways: tuple[tuple[AxisStrategy, ...], .
 
 
 def _combined(spec: Spec, mesh: Mesh, choice: Sequence[AxisStrategy]) -> Strategy | None:
-    """Returns the strategy that combines one strategy per axis; None if they cannot be combined."""
+    """Returns the strategy that combines ``choice``, one strategy per axis; None if they cannot be combined."""
     factors: dict[str, Digits] = {}
     for way in choice:
         for factor, digits in way.factors:

@@ -232,7 +232,9 @@ class LayoutProblem:
         return combined + self._fitting(node, spec, combined)
 
     def _fitting(self, node: fx.Node, spec: Spec, combined: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """Returns strategies for fixed operand layouts whose nesting of axes `combine_axes` does not enumerate."""
+        """Returns strategies, other than those in ``combined``, that take the fixed operand layouts as they are:
+        `combine_axes` does not enumerate every nesting of axes.
+        """
         operands = operands_of(node)
         fixed = [self.outside.fixed.get(x) for x in operands]
         if all(layout is None for layout in fixed):
