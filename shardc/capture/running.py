@@ -300,7 +300,9 @@ def _is_state(code: CodeType) -> bool:
 
 
 def unseen(model: nn.Module, refused: CaptureError) -> ShardcWarning:
-    """Return the warning of a capture that Dynamo ``refused`` and that ran the model."""
+    """Return the warning that Dynamo refused ``model``, for the reason in ``refused``, and that it was captured by
+    running it.
+    """
     return ShardcWarning(
         f"{refused.what} ({refused.source}): captured by running {type(model).__name__} on fake tensors. Attributes of "
         "its modules, and globals that its code names, are compared at each call. What it reads elsewhere keeps the "
@@ -310,7 +312,8 @@ def unseen(model: nn.Module, refused: CaptureError) -> ShardcWarning:
 
 
 class _Lines(TorchFunctionMode):
-    """Notes the user's line of each call of torch, and refuses some calls.
+    """Notes the user's line of each call of torch; refuses calls in `_REFUSED` and, of parameters and inputs, those in
+    `_OF_INPUTS`.
 
     Args:
         inputs: id -> parameter or input of the run to observe; {} for a run that is traced.

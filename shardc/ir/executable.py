@@ -366,7 +366,7 @@ class Executable(ABC):
         return frozenset(self.tangents if self.loss is None else [self.loss])
 
     def using(self, used: frozenset[int]) -> Executable:
-        """Return this program with microbatches, for gradients of the outputs with indices ``used``."""
+        """Return the program with microbatches like this one that differentiates the outputs with indices ``used``."""
         raise AssertionError("a step without microbatches has a backward for each set of outputs")
 
     def step(self, training: bool = True) -> tuple[Half, ...]:

@@ -533,7 +533,7 @@ class Names:
         )
 
     def node(self, name: str, shift: int = 0, placed: bool = False) -> str:
-        """Returns the name of node ``name``, shifted by ``shift`` blocks, in the graph of all blocks."""
+        """Returns the name of node ``name``, ``shift`` blocks later; ``placed`` as in `renamed`."""
         if self._split(name) or (numbered := self._family(name)) is None:
             return self.module(name, shift)
         family, at, value = numbered

@@ -35,7 +35,7 @@ def by_part(path: str) -> str:
 
 
 def must_match(glob: str, names: Iterable[str], kind: str, entry: str) -> list[str]:
-    """Return the names that ``glob`` matches.
+    """Return the names that ``glob`` matches; raise PlanError, with similar names, if there are none.
 
     Args:
         kind: the kind of names, for the error.

@@ -277,7 +277,7 @@ def _call_local(local: Local) -> Emitted:
 
 
 def _finite(local: Local, sums: Emitted) -> Emitted:
-    """Replace -inf by 0 in ``sums`` (rows that see no key), as the kernels return it."""
+    """Return ``sums`` with 0 in place of -inf (rows that see no key), as the kernels return it."""
     run = local.builder.call
     nothing = run(aten.eq.Scalar, sums, -inf)
     return run(aten.where.self, nothing, run(aten.full_like.default, sums, 0.0), sums)

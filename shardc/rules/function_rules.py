@@ -24,7 +24,7 @@ FindRule = Callable[[object], Rule | None]
 
 
 def rules(find_rule: FindRule, spec_of: SpecOf) -> list[Rule]:
-    """Return the rules of ops that run functions.
+    """Return the rules of the ops that run functions: ``cond``, ``scan``, ``while_loop`` and its gradient.
 
     Args:
         find_rule, spec_of: give the rules and specs of the ops in the functions.

@@ -11,7 +11,7 @@ from shardc.rules.spec import Spec
 
 
 def pointwise(ops: str, linear: str = "", *, moves: bool = False) -> list[Rule]:
-    """Return one rule for each of ``ops``.
+    """Return a rule for each of ``ops``, names separated by spaces: operands broadcast, and every dim may be split.
 
     Args:
         linear: sets of arguments, by name, that may be partial sums: ``"self|other"`` either, ``"self&other"`` both

@@ -25,7 +25,9 @@ def reduction(ops: str, kind: str) -> list[Rule]:
 
 
 def reduction_spec(call: Call, kind: str) -> Spec:
-    """Return the spec of operand 0 reduced over argument ``dim`` (all dims if it is absent, None or empty)."""
+    """Return the spec of operand 0 reduced over argument ``dim`` (all dims if it is absent, None or empty); ``kind`` as
+    in `reduction`.
+    """
     loops = Loops(call)
     shape = loops.shapes[0]
     dims = reduced_dims(call, len(shape))

@@ -287,7 +287,8 @@ def find_plan(
     report: Report | None = None,
     **kwargs: PyTree,
 ) -> Found:
-    """Search for the plan with the least predicted step time that fits in memory; no devices are needed.
+    """Search for the plan with the least predicted step time that fits in memory, without devices; return it as
+    `Found`.
 
     Args:
         model: as for `shardc.compile`.

@@ -50,7 +50,7 @@ class StageSearch(Search):
         )
 
     def forms(self) -> None:
-        """Predict nothing: layouts are those of the mesh of one stage."""
+        """Predicts nothing: `run` tries the ready-made plans as layouts of a stage."""
 
     def least(self) -> float:
         """Return a lower bound of the step: all products divided by the ranks, and the shortest bubble."""
@@ -100,7 +100,9 @@ class StageSearch(Search):
     # --- what is tried
 
     def _layouts(self) -> Iterator[Plan]:
-        """Yield the layouts of a stage: the library's forms; while nothing fits, the same with blocks recomputed."""
+        """Yield plans as layouts of a stage: the ready-made ones and, while nothing fits, the same with blocks
+        recomputed.
+        """
         forms = [form for _, plan in self.inner.forms_of() for form in (kept_whole(plan, self.rest), plan)]
         unique = list({str(plan): plan for plan in forms}.values())
         yield from unique

@@ -56,7 +56,7 @@ class PairCosts:
 
     @cached_property
     def finite(self) -> tuple[np.ndarray, float]:
-        """Return (which costs are finite, their share)."""
+        """Return (bool array of the costs that are finite, their share of all costs)."""
         finite = np.isfinite(self.costs)
         return finite, float(finite.mean())
 

@@ -290,7 +290,9 @@ class _Builder:
             return node.args, node.kwargs
 
         def sized(argument: Argument) -> Argument:
-            """Returns ``argument``, with its rows replaced if it is the shape of the result."""
+            """Returns ``argument``; if it is the shape of the result, with the traced number of rows replaced by
+            ``size``.
+            """
             if isinstance(argument, (list, tuple)) and list(argument) == list(value.shape):
                 return [*argument[:at], size, *argument[at + 1 :]]
             return argument

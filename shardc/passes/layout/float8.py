@@ -28,7 +28,8 @@ class _Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class Float8:
-    """Replaces the products of linear layers that the plan wants in float8: of the weight, forward and backward.
+    """Replaces the products with the weights of linear layers, forward and backward, by scaled float8 products where
+    the plan asks for it.
 
         %t: f32[8,16] = t(%w)               %w.amax: f32[] = amax(abs(%w))
         %y: f32[4,16] = mm(%x, %t)      ->  %w.quantise: f8e4m3fn[16,8] = quantise(%w, %w.amax)

@@ -129,7 +129,7 @@ class _Padder(PaddedValues):
         return self.graph
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        """Returns a copy of an op on unpadded operands."""
+        """Returns a copy of the op ``node`` that reads unpadded operands."""
         copy = self.graph.node_copy(node, self.without)
         with self.graph.inserting_before(copy):
             copy.args, copy.kwargs = self.with_strides(
@@ -242,7 +242,7 @@ class _Padder(PaddedValues):
             self.plain[node] = result
 
     def _getitem(self, node: fx.Node) -> None:
-        """Records one of several results of a padded op."""
+        """Records ``node``, which reads one of several results of an op, as that result of the padded op."""
         source, index = node.args
         results, paddings, filling = self.several[source]
         result = results[index] if isinstance(results, list | tuple) else self.call(getitem, results, index)

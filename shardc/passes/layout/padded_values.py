@@ -99,8 +99,8 @@ class Calls:
         return self.like(x, old, strides) if isinstance(x, fx.Node) else x
 
     def like(self, x: fx.Node, old: object, strides: str = TRACED) -> fx.Node:
-        """Returns ``x`` if it has ``strides`` that a kernel accepts, else a copy with the memory order that ``old`` had
-        in the trace (contiguous if that is unknown).
+        """Returns ``x`` if its memory order is that of ``old`` in the trace (or, by ``strides``, contiguous), else a
+        copy in that order; a contiguous copy if it is unknown.
 
         Args:
             old: the operand in the traced graph; None if there is none.

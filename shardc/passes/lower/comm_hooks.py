@@ -65,7 +65,9 @@ class OnTheWire:
         return gm
 
     def _replace(self, node: fx.Node, rewriter: GraphRewriter) -> None:
-        """Replaces ``node`` and its wait by ``before``, the collective, a wait and ``after``."""
+        """Replaces ``node`` and its wait by the ops of the user's ``before``, the collective, a wait, and the ops of
+        the user's ``after``.
+        """
         x, (wait,) = node.args[0], waits_of(node)
         ranks = node.args[1] if self.of == "gather" else None
         val, start, end = wait.meta["val"], rewriter.before(node), rewriter.before(wait)

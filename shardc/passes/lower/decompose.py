@@ -261,7 +261,9 @@ class _Cuts:
     # --- the choice of nodes
 
     def _mark(self, starts: set[fx.Node]) -> None:
-        """Fills ``cuts`` from the collectives ``starts`` on, in graph order."""
+        """Enters in ``cuts`` the collectives ``starts``, in graph order, and the nodes that are computed in chunks with
+        them.
+        """
         for node in self.graph.nodes:
             if node in starts:
                 self._enter(node)

@@ -141,7 +141,7 @@ def inference(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def send_once(graph: fx.Graph) -> None:
-    """Merges equal collectives, and the casts and views that read them.
+    """Merges equal collectives in ``graph``, in place, and the casts and views that read them.
 
     The partitioner merges equal ops (such as the gradients of two biases of one sum), but neither their waits nor the
     ops that read these.

@@ -63,7 +63,9 @@ class ByLink:
         return {node: min(link[_kind(node)], largest.get(_kind(node), link[_kind(node)])) for node in collectives}
 
     def _by_latency(self, node: fx.Node) -> int:
-        """Returns the bytes at which latency is a twentieth of the time; at most a sixty-fourth of memory."""
+        """Returns the size in bytes of a bucket for the collective ``node``, at which latency is a twentieth of its
+        time; at most a sixty-fourth of memory.
+        """
         where = route(self.mesh, group_of(node, self.mesh)[0], self.hardware.node)
         latency = price(self.hardware, str(collective_kind(node)), where, 0.0).seconds
         return int(min(20 * latency * where.ring_bandwidth(self.hardware), self.hardware.memory / 64))

@@ -464,7 +464,9 @@ class OpenLayoutProblem(LayoutProblem):
         return self.weights.of(node) * self.weights.gather * GATHERS * np.array(gathers)
 
     def _memory(self, node: fx.Node) -> Table | float:
-        """Returns the bytes for each strategy: of an open parameter's shard, its gradient and optimizer states."""
+        """Returns the bytes on a rank for each of a node's strategies: of an open parameter those of its shard, its
+        gradient and optimizer states.
+        """
         if node not in self.storages:
             return super()._memory(node)
         size = self.weights.of(node) * self.free.copies * ir.value(node).itemsize
