@@ -169,7 +169,7 @@ class _Body:
         self._once: dict[object, Any] = {}
 
     def argument(self, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
-        """Return the placeholder of a tensor."""
+        """Add and return the placeholder of one more tensor argument of the function."""
         self._arguments.append(self._placeholder(shape, dtype))
         return self._arguments[-1]
 

@@ -168,7 +168,8 @@ class _Carried:
         return self._function(graph, [*(env[self.results[at]] for at in self.sent), *(scale for _, scale in products)])
 
     def _copy(self, scales: bool = False) -> tuple[fx.Graph, dict[fx.Node, fx.Node], Scales]:
-        """Return (copy of the step's graph without its results, node -> its copy, products).
+        """Return (copy of the step's graph without its results, node -> its copy, carry -> an argument for its product
+        of scales, if ``scales``).
 
         The products are empty without ``scales``, else carry -> (the carry, a new argument of the copy that stands for
         its product of scales so far).

@@ -56,9 +56,7 @@ class Pieces:
 
     def from_rank(self, x: Emitted, begin: int, end: int, away: int) -> Emitted | None:
         """Return elements ``begin`` to ``end`` of the piece ``away`` places further along the dim than this rank's
-        (before it if negative); zeros if there is none.
-
-        Returns None if no rank receives an element.
+        (before it if negative): zeros if there is no such piece, None if no rank receives an element.
         """
         if begin >= end or abs(away) >= self.ranks:
             return None

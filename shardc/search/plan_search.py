@@ -458,7 +458,8 @@ class Search:
         return Trial(plan, self.mesh, few, self.memory, origin, estimate=estimate)
 
     def confirm(self, trial: Trial) -> None:
-        """Predict the schedule of ``trial``, which was estimated from some blocks, from all blocks.
+        """Predict the schedule of ``trial`` from all blocks, since its cost was estimated from some of them, and record
+        it.
 
         If it needs more memory than estimated, other estimates are scaled by that ratio. If no plan fits any more,
         plans are made to fit again.
