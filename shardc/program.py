@@ -62,7 +62,7 @@ class Program(Executable):
         plan, options: those that it was compiled with; ``bound`` is the plan, resolved for this model.
         pipeline: its passes.
         conditions: conditions on the dynamic sizes that it is valid for, as text; see `shardc.dynamic`.
-        results: the role of each output, with the axis of time in its layout.
+        results: the role of each output, with the axis of microbatches in its layout.
         used: indices of the outputs whose gradients a program with microbatches computes; None: by default.
         folded: for a model whose repeated blocks were captured and planned on a few, the relation to all blocks; stages
             up to the cut show the few.

@@ -383,8 +383,8 @@ def _subsets(items: list[int]) -> Iterator[tuple[int, ...]]:
 
 
 LOCAL = ("shard", "to_partial")  # kinds of step without communication
-# Seconds of steps over the axis of time, which must not be chosen for speed: a slice, which an op needs only beside a
-# value of one microbatch; and a step that exchanges values between microbatches other than by adding them up.
+# Seconds of steps over the axis of microbatches, which must not be chosen for speed: a slice, which an op needs only
+# beside a value of one microbatch; and a step that exchanges values between microbatches other than by adding them up.
 IN_TIME, NEVER = 1e3, 1e6
 
 

@@ -289,8 +289,8 @@ class Executable(ABC):
         levels: parameter -> its level of gathering, as `shardc.plan` defines it.
         causes: parameter -> the plan entries that decide its compute layout.
         microbatches: number of microbatches of a step; 1 if it is not split.
-        in_time: "inputs" or "outputs" -> name or index -> layout with the axis of time, of those that are split over
-            the microbatches.
+        in_time: "inputs" or "outputs" -> name or index -> layout with the axis of microbatches, of those that it
+            splits.
         reduce: name of a term of the microbatches -> the reduce op that joins two of them.
         openings: number of loops over the microbatches before the forward.
         opens_backward: whether these loops depend on gradients of outputs.

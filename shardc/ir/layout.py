@@ -242,7 +242,7 @@ class Layout:
 
     @property
     def devices(self) -> Layout:
-        """Return this layout on the mesh of devices: all microbatches, without the axis of time."""
+        """Return this layout on the mesh of devices: all microbatches, without the axis of microbatches."""
         if not (time := self.mesh.time):
             return self
         return self.unbind([time]).without_partial([time]).on(self.mesh.devices)

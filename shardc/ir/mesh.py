@@ -19,7 +19,7 @@ from math import prod
 
 from shardc.errors import MeshError
 
-MICRO = "micro"  # name of the axis of time
+MICRO = "micro"  # name of the axis of microbatches
 
 
 @dataclass(frozen=True, init=False)
@@ -56,7 +56,7 @@ class Mesh:
         object.__setattr__(self, "time", "")
 
     def timed(self, microbatches: int) -> Mesh:
-        """Return this mesh with the axis of time added, of size ``microbatches``; itself for one microbatch."""
+        """Return this mesh with the axis of microbatches added, of size ``microbatches``; itself for one microbatch."""
         if microbatches == 1:
             return self
         mesh = Mesh((*self.shape, (MICRO, microbatches)))
@@ -69,12 +69,12 @@ class Mesh:
 
     @property
     def microbatches(self) -> int:
-        """Return the size of the axis of time; 1 if there is none."""
+        """Return the size of the axis of microbatches; 1 if there is none."""
         return self._sizes[self.time] if self.time else 1
 
     @cached_property
     def devices(self) -> Mesh:
-        """Return this mesh without its axis of time."""
+        """Return this mesh without its axis of microbatches."""
         return Mesh(self.shape[:-1]) if self.time else self
 
     def __hash__(self) -> int:

@@ -43,7 +43,7 @@ class ActivationPin:
 def batch_axes(plan: Plan, mesh: Mesh | None = None) -> tuple[str, ...]:
     """Return the axes that split dim 0 of the inputs, in mesh order; without ``mesh``, replicate before shard axes.
 
-    The axis of time, if ``mesh`` has one, is the last.
+    The axis of microbatches, if ``mesh`` has one, is the last.
     """
     axes = list(dict.fromkeys(axis for entry in plan.entries for axis in entry.batch))
     return tuple(axes) if mesh is None else (*sorted(axes, key=mesh.order), *filter(None, [mesh.time]))
@@ -113,13 +113,13 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
 def _in_time(
     plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[int]]], whole: Sequence[InputPlan]
 ) -> list[InputPlan]:
-    """Return the plans of inputs with the axis of time: each rank's rows are split over its microbatches.
+    """Return the plans of inputs with the axis of microbatches: each rank's rows are split over its microbatches.
 
     The dim that the batch axes split is split again, dim 0 by default. If its local size does not divide, it is padded.
 
     Args:
         plan: the plan.
-        mesh: the mesh, with its axis of time.
+        mesh: the mesh, with its axis of microbatches.
         inputs: (name, shape) of each input.
         whole: the plans of the inputs without microbatches.
     """

@@ -308,7 +308,7 @@ class Record:
         shardc_program: version of the format.
         torch: version of torch.
         key, guards: the cache key of the program, and the values that its capture read.
-        inputs: (name, layout as text) of each tensor input; with the axis of time where microbatches split it.
+        inputs: (name, layout as text) of each tensor input; with the axis of microbatches where microbatches split it.
         levels, causes: parameter -> its FSDP level, and the plan entry that set its compute layout.
         output_spec: the JSON of `spec_to_json`.
         returned: how each output aliases other tensors.

@@ -53,7 +53,7 @@ class Timed:
     Fields without a description are the attributes of that name.
 
     Args:
-        outputs: (index, layout as text, with the axis of time) of each output that is split over the microbatches.
+        outputs: (index, layout as text, with the axis of microbatches) of each output that it splits.
         stage_of: parameter -> the first stage of a pipeline that uses it; empty without stages.
     """
 

@@ -270,7 +270,7 @@ def part_of(x: Tensor, layout: Layout, at: int) -> Tensor:
     """Returns the part of ``x``, a shard of all microbatches, that is of microbatch ``at``.
 
     Args:
-        layout: layout of one microbatch's shard, in which the axis of time splits a dim.
+        layout: layout of one microbatch's shard, in which the axis of microbatches splits a dim.
     """
     dim, above, below = _place(layout)
     parts = x.unflatten(dim, (above, layout.mesh.microbatches, below))

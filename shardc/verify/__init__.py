@@ -127,7 +127,7 @@ def verify_phases(cut: Phases, mesh: Mesh, split: Iterable[str | int]) -> None:
 
     Args:
         cut: the graphs.
-        mesh: the mesh, with its axis of time.
+        mesh: the mesh, with its axis of microbatches.
         split: names of inputs, and indices of outputs, that each microbatch has its own part of.
     """
     bodies = [(f"opening {at}", x.body.graph) for at, x in enumerate(cut.openings, 1) if x.body is not None]

@@ -41,9 +41,9 @@ def in_microbatches(
     """Return (graph, reason) for the first fault of graphs that a joint graph is cut into, or None.
 
     Args:
-        joint: the joint graph, with reductions over the axis of time.
+        joint: the joint graph, with reductions over the axis of microbatches.
         bodies, once: (name, graph) of the graphs that run for each microbatch, and of those that run once.
-        mesh: the mesh, with its axis of time.
+        mesh: the mesh, with its axis of microbatches.
         split: names of inputs, and indices of outputs, that each microbatch has its own part of.
     """
     prints = fingerprints(joint)

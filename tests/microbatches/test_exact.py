@@ -107,7 +107,7 @@ def test_alike_blocks_are_folded(level: int) -> None:
 
 @pytest.mark.parametrize("name", ["orthogonal", "masked"])
 def test_the_exact_solver(name: str) -> None:
-    """It uses the axis of time for the batch alone."""
+    """It uses the axis of microbatches for the batch alone."""
     agrees(CASES[name](), DP, shardc.fsdp("dp") | shardc.microbatches(4), layout_solver="exact")
 
 

@@ -1,8 +1,8 @@
 """Microbatch: cuts the joint graph of a step into graphs that run for each microbatch and graphs that run once.
 
-The mesh has an axis of time (`Mesh.timed`), whose coordinates are the microbatches of a step. A reduction over it is an
-addition in time, and a gather a concatenation: its operand is a *term* of each microbatch, and its result is known when
-all microbatches have run.
+The mesh has an axis of microbatches (`Mesh.timed`), whose coordinates are the microbatches of a step. A reduction over
+it is an addition in time, and a gather a concatenation: its operand is a *term* of each microbatch, and its result is
+known when all microbatches have run.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Microbatch:
     on sums are computed once. Other such values (casts and gathers of parameters of level 3) are computed in each part
     that reads them.
 
-    *Requires:* a local joint graph, in which only all-reduces and all-gathers communicate over the axis of time.
-    *Ensures:* no graph communicates over it.
+    *Requires:* a local joint graph, in which only all-reduces and all-gathers communicate over the axis of
+    microbatches. *Ensures:* no graph communicates over it.
 
     Args:
-        mesh: the mesh, with its axis of time.
+        mesh: the mesh, with its axis of microbatches.
         split: names of the inputs, and indices of the outputs, that are split over the microbatches.
         inputs: name -> layout of each input, at padded sizes.
         gathered_once: parameters that stay gathered for all microbatches.
@@ -153,7 +153,7 @@ class Microbatch:
         return [*first, *grads], rest
 
     def _check(self, graph: fx.Graph) -> None:
-        """Raises PlanError if something else than all-reduces and all-gathers communicates over the axis of time."""
+        """Raises PlanError if an op that is no all-reduce or all-gather communicates over the axis of microbatches."""
         for node in graph.nodes:
             axes = _axes(node)
             if any(self.mesh.overlap(axis, self.mesh.time) for axis in axes) and not _in_time(node, self.mesh):
@@ -549,7 +549,7 @@ def _axes(node: fx.Node) -> tuple[str, ...]:
 
 
 def _in_time(node: Argument, mesh: Mesh) -> bool:
-    """Returns whether ``node`` is an all-reduce or an all-gather over the axis of time."""
+    """Returns whether ``node`` is an all-reduce or an all-gather over the axis of microbatches."""
     in_time = isinstance(node, fx.Node) and _axes(node) == (mesh.time,)
     return isinstance(node, fx.Node) and in_time and collective_kind(node) in ("all_reduce", "all_gather")
 

@@ -15,7 +15,7 @@ from shardc.validate import Range, check_fields
 
 @dataclass(frozen=True)
 class Microbatches(Entry):
-    """Splits dim 0 of the inputs of each rank into ``count`` microbatches: an axis of time (`Mesh.timed`).
+    """Splits dim 0 of the inputs of each rank into ``count`` microbatches, by an axis of the mesh (`Mesh.timed`).
 
     The fields are those of `shardc.microbatches`.
     """
