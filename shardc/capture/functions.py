@@ -262,10 +262,8 @@ def _gradient(
     vals: list[Tensor] = [node.meta["val"] for node in step.nodes if node.op == "placeholder"]
     floating = [x.is_floating_point() for x in vals]
     count, run = sum(floating[:carries]), fx.GraphModule({}, ir.copied(step))
-    for node in run.graph.find_nodes(
-        op="call_function", target=aten.copy.default
-    ):  # which torch does not differentiate
-        node.target = _copied
+    for node in run.graph.find_nodes(op="call_function", target=aten.copy.default):
+        node.target = _copied  # torch does not differentiate aten.copy
     run.recompile()
 
     def back(*flat: Tensor) -> tuple[Tensor, ...]:

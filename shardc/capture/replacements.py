@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._dynamo._trace_wrapped_higher_order_op import ModIndex
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.trace_rules import get_tensor_method, get_torch_obj_rule_map
@@ -87,8 +88,8 @@ def _apply(
     There Dynamo traces its forward alone. It does so too where no argument requires a gradient: a first carry of a loop
     may require none, while later ones do.
     """
-    is_torchs = self.fn_cls.__module__.partition(".")[0] == "torch"  # whose ops have the gradient too (lookups of flex)
-    if not is_torchs and torch._C._functorch.peek_interpreter_stack() is not None:
+    # Lookups of flex_attention's functions are a ModIndex, whose gradient is that of their ops.
+    if self.fn_cls is not ModIndex and torch._C._functorch.peek_interpreter_stack() is not None:
         raise Unsupported(f"an autograd.Function within torch.func, {self.fn_cls.__name__}")
     is_loop = any(target in _LOOPS for _, target in tx.output.current_tracer.source_fn_stack)
     tensors: Any = (x.realize() for x in (*args, *kwargs.values()) if x.is_tensor()) if is_loop else ()

@@ -64,8 +64,8 @@ def _map(body: fx.GraphModule, xs: Sequence[Tensor], args: Sequence[Any]) -> Any
     """Return the results of ``body`` for each slice of ``xs`` along dim 0, stacked."""
     targets = [x.target for x in body.graph.nodes if x.op == "call_function"]
     if any(getattr(x, "__name__", "") == "autograd_function_apply" or _is_users_op(x) for x in targets):
-        each = [_run(body, *slices, *args) for slices in zip(*(x.unbind(0) for x in xs), strict=True)]
-        return tuple(map(torch.stack, zip(*each, strict=True)))
+        results = [_run(body, *slices, *args) for slices in zip(*(x.unbind(0) for x in xs), strict=True)]
+        return tuple(map(torch.stack, zip(*results, strict=True)))
     return torch.vmap(lambda *slices: _run(body, *slices, *args), randomness="different")(*xs)
 
 

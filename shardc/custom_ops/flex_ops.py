@@ -50,10 +50,6 @@ class ScoreFunctions:
     reads: tuple[bool, bool]
     places: tuple[dict[int, str], ...]
 
-    def visible(self, places: Sequence[Tensor], captured: Sequence[Tensor]) -> Tensor:
-        """Return a mask that broadcasts to [b, h, q, k], true where a query sees a key."""
-        return self.mask(*places, *captured[self.counts[0] :])
-
 
 @lru_cache(maxsize=1024)
 def score_functions(body: str) -> ScoreFunctions:
@@ -489,7 +485,7 @@ def seen_share(body: str, rows: int, columns: int) -> float:
         x.view([-1 if dim == at else 1 for dim in range(4)]) for x, at in zip(places, (0, 1, 2, 3, 0, 1), strict=True)
     ]
     with torch.no_grad():
-        visible = functions.visible(shaped, ())
+        visible = functions.mask(*shaped)
     return visible.expand(1, 1, len(row), columns).double().mean().item()
 
 

@@ -123,7 +123,7 @@ def _packed(call: Call, backward: bool) -> Spec:
     h = (*g, *loops.dim("r", query[1] // key[1], "sum" if backward else FREE))
     t, u = loops.dim("t", query[0], WHOLE), loops.dim("u", key[0], WHOLE)
     e, f = loops.dim("e", query[2], WHOLE), loops.dim("f", value[2], WHOLE)
-    known = {
+    dims = {
         "query": (t, h, e),
         "key": (u, g, e),
         "value": (u, g, f),
@@ -131,11 +131,11 @@ def _packed(call: Call, backward: bool) -> Spec:
         "grad_out": (t, h, f),
         "lse": (h, t),
     }
-    operands = [known[n] if n in known else loops.dims(f"{n}.", shape, WHOLE) for n, shape in shapes.items()]
+    operands = [dims[n] if n in dims else loops.dims(f"{n}.", shape, WHOLE) for n, shape in shapes.items()]
     if backward:
-        return loops.spec(operands, [known[name] for name in ("query", "key", "value")])
+        return loops.spec(operands, [dims[name] for name in ("query", "key", "value")])
     state = loops.dims("state", loops.result_shapes[2], WHOLE)
-    return loops.spec(operands, [known["out"], known["lse"], state], replicated=[2])
+    return loops.spec(operands, [dims["out"], dims["lse"], state], replicated=[2])
 
 
 _PACKED_TEXT = "t (g r) e, u g e, u g f, ... -> t (g r) f, (g r) t    t u e f: whole"

@@ -97,15 +97,15 @@ class _Positions:
     def at(self, block: KeyBlock, key: Emitted) -> dict[str, Emitted]:
         """Return keyword arguments of the op for ``block``, whose keys are ``key`` [b, g, k, e]."""
         local, builder = self.local, self.local.builder
-        given = self.same | ({} if block.columns is None else {"columns": block.columns})
+        where = self.same | ({} if block.columns is None else {"columns": block.columns})
         if not skips(builder.device):
-            return given
+            return where
         *batch_heads_rows, _ = builder.shape(local.operand("query"))
         captured = list(local.operand("captured"))[self.functions.counts[0] :]
         mask = captured, local.call["body"], [*batch_heads_rows, builder.shape(key)[2]], local.call["keys"]
-        name = (FLEX_VISIBLE, *(tuple(x) if isinstance(x, list) else x for x in mask), *given.items())
-        visible = builder.once(name, lambda: builder.call(FLEX_VISIBLE, *mask, **given))
-        return given | {"visible": visible}
+        name = (FLEX_VISIBLE, *(tuple(x) if isinstance(x, list) else x for x in mask), *where.items())
+        visible = builder.once(name, lambda: builder.call(FLEX_VISIBLE, *mask, **where))
+        return where | {"visible": visible}
 
 
 def _flex_local(local: Local) -> Emitted:

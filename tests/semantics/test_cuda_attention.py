@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.attention.varlen import varlen_attn
 
 import shardc
 
@@ -146,7 +147,7 @@ class Packed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
-        self.attend = pytest.importorskip("torch.nn.attention.varlen").varlen_attn
+        self.attend = varlen_attn
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         q = self.q(x).unflatten(-1, (-1, HEAD))
