@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as flex
 
 import shardc
 from shardc.ir.mesh import Mesh
@@ -96,4 +99,33 @@ def test_four_ranks() -> None:
         partial(trains, Mesh(cp=4), "own", "ring", "eager", length=10),
         *(partial(keeps, method) for method in METHODS),
         partial(trains, Mesh(cp=4), "mistral", "ulysses", "eager"),
+    )
+
+
+def trains_with_documents(method: str, backend: str) -> None:
+    """Layers of `flex_attention` with one mask, whose visible blocks a rank computes once, equal one device."""
+    from tests.sequence.test_flex import LENGTH, WIDTH, Layers
+
+    torch.manual_seed(0)
+    with patch.object(flex, "_validate_device", lambda *_: None):
+        model = Layers(2).double()
+        module = shardc.compile(
+            copy.deepcopy(model), device_mesh(Mesh(cp=2)), shardc.cp("cp", method=method), backend=backend
+        )
+        x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+        document = torch.randint(0, 9, (2, LENGTH)).sort(-1).values
+        loss = model(x, document).square().mean()
+        loss.backward()
+        out = module(*module.shard_inputs(x, document))
+        (out.square().mean()).backward()
+    for (key, mine), other in zip(module.named_parameters(), model.parameters(), strict=True):
+        assert relative(mine.grad.full_tensor(), other.grad) < 1e-9, key
+
+
+@pytest.mark.medium
+def test_documents_on_two_ranks() -> None:
+    run_ranks(
+        2,
+        *(partial(trains_with_documents, method, "eager") for method in METHODS),
+        partial(trains_with_documents, "gather", "inductor"),
     )
