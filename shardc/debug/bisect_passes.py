@@ -252,7 +252,9 @@ class _Stages:
         return values
 
     def _tangents(self) -> Iterator[tuple[Key, Tensor]]:
-        """Yields (key, tangent) such that the objective, the mean of the ranks' losses, has one device's gradients."""
+        """Yields (key, tangent) for each output of the program. The tangents are scaled so that gradients equal those
+        of one device, although the objective is the mean of the ranks' losses.
+        """
         plan = self.program.plan
         reduce, scale = plan.setting("reduce"), plan.setting("grad_scale")
         # A DTensor output's gradient is of one global loss already.
@@ -284,7 +286,9 @@ class _Stages:
 
 
 def _error(actual: Tensor | str, right: Tensor) -> float:
-    """Return the largest error relative to the largest element of ``right``; inf for an error text or another shape."""
+    """Return the largest absolute error of ``actual``, divided by the largest element of ``right``. It is inf if
+    ``actual`` is the text of an error or has another shape.
+    """
     if isinstance(actual, str):
         return float("inf")
     for dim, size in enumerate(right.shape):  # without its pad

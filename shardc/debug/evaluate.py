@@ -152,7 +152,9 @@ def on_ranks(
         return ranks.shard(_resized(whole, layout.shape), layout)
 
     def layout_of(node: fx.Node) -> Layout | None:
-        """Return the layout whose shard the local value of ``node`` is; None if it is not known."""
+        """Return the layout of the global value of ``node``, whose shard a rank's local graph computes. None if the
+        layout is not known.
+        """
         layout = layouts.get(ir.info(node).name)
         return layout if layout is not None and ir.value(node).shape == layout.local_shape else None
 
@@ -168,7 +170,7 @@ def _run(
     layout_of: Callable[[fx.Node], Layout | None],
     layout_of_result: Callable[[Role, fx.Node], Layout | None],
 ) -> Values:
-    """Run ``gm`` on every rank; return its values as global tensors.
+    """Run the graph ``gm`` on every simulated rank; return the values of its nodes and outputs as global tensors.
 
     Args:
         ranks: the simulated ranks.

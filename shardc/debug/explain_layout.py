@@ -268,7 +268,8 @@ def _gradient(grad: fx.Node, rows: dict[str, list[Collective]]) -> Use:
 
 
 def _use(op: fx.Node, takes: str, way: tuple[fx.Node, ...], rows: dict[str, list[Collective]]) -> Use:
-    """Return the `Use` of the tensor by ``op``.
+    """Return the record (`Use`) of how ``op`` uses the explained tensor: its layout there, and the collectives before
+    it.
 
     Args:
         takes: the layout at which the op reads it, as text.

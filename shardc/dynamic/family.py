@@ -100,7 +100,8 @@ _MAX_FAMILIES = 8  # families per signature; other sizes are compiled separately
 
 
 class Family:
-    """One program for many input sizes, fitted to programs compiled at three of them.
+    """One program for many input sizes. It is fitted to programs compiled at three sets of sizes: their numbers
+    become polynomials in the sizes.
 
     Args:
         capture: captures the model at symbolic sizes; branches are decided by the sizes (name -> size) that it is
@@ -142,8 +143,9 @@ class Family:
             raise next((e for e in errors if isinstance(e, Differs)), errors[-1])
 
     def _hints(self, parts: int) -> Iterator[Sizes]:
-        """Yield sizes (name -> size) to try, one dict per attempt, as the example by which a symbolic capture decides
-        branches; near ones are congruent to the example's modulo ``parts``.
+        """Yield the sizes (name -> size) to try as the example of a symbolic capture, one dict per attempt. At
+        branches of the model on a size, the capture follows the example; near sizes are congruent to `example` modulo
+        ``parts``.
 
         The first are near the example's sizes, but not related to each other by chance: sizes that are equal in the
         example first differ, then are equal. The last are the example's own.
@@ -173,7 +175,7 @@ class Family:
         return False
 
     def build(self, sizes: Sizes) -> Program:
-        """Compiles and returns a program for ``sizes`` only, without fitting."""
+        """Compiles and returns a program that is valid at exactly ``sizes``, instead of fitting one for many sizes."""
         return self._build(self.symbolic.at(sizes), sizes)
 
     def _fitted(self, modulus: int, above: bool) -> None:
@@ -243,7 +245,7 @@ class Family:
         return self._using[used]
 
     def outputs(self, sizes: Sizes) -> tuple[Role, ...]:
-        """Return the role of each output at ``sizes``; its layout includes the axis of microbatches."""
+        """Return the role of each output at ``sizes``. The layout in the role has the axis of microbatches too."""
         return roles_at(self.programs[0].results, self._outputs, numbers_at(sizes))
 
     def half(self, phase: Phase) -> SizedGraph | None:
@@ -304,8 +306,8 @@ class SizedProgram(Program):
         return graph
 
     def _for(self, used: frozenset[int]) -> Program:
-        """Return the program for gradients of the outputs ``used`` only; compiled for these sizes if the family has
-        none.
+        """Return the program that computes gradients only of the outputs with indices ``used``, at this program's
+        sizes. If the family has none, one is compiled for these sizes alone.
         """
         try:
             return type(self)(self.family.using(used), self.sizes)
@@ -368,8 +370,8 @@ class Families:
         family: Callable[[], Family | None],
         alone: Callable[[], Program],
     ) -> Program:
-        """Return the `Program` for a call with dynamic sizes: a cached one, the family's, or one compiled for these
-        sizes only.
+        """Return the `Program` for a call at dynamic ``sizes``. It is taken from the cache, or from a family (one
+        program for many sizes), or else compiled for these sizes only.
 
         Args:
             key: the call's signature, without its sizes.

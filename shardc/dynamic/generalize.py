@@ -29,14 +29,17 @@ _MAX_POWER, _MAX_DEGREE = 2, 4
 
 @dataclass
 class Fit:
-    """Fits numbers at three ``points`` (sizes by name) by polynomials; ``divisors`` limits their denominators."""
+    """Finds polynomials in the sizes that have given values at three ``points`` (size name -> size). ``divisors``
+    limits the denominators of coefficients.
+    """
 
     points: Sequence[Mapping[str, int]]
     divisors: int
     _found: dict[tuple[int, ...], Polynomial] = field(default_factory=dict)
 
     def __call__(self, values: tuple[int, ...]) -> int | Polynomial:
-        """Return the polynomial that has ``values`` at the points; a number if they are equal.
+        """Return the polynomial in the sizes that has ``values`` at the three points. If the values are equal, return
+        that number.
 
         Its form is ``a m``, ``a m + c`` or ``a m + b n``, with monomials m and n. LayoutError if none fits.
         """
@@ -92,8 +95,8 @@ def _solve(values: Sequence[int], m: Sequence[int], n: Sequence[int]) -> tuple[F
 
 
 def points(example: Mapping[str, int], modulus: int, above: bool = True) -> list[dict[str, int]]:
-    """Return `POINTS` dicts (size name -> size) near the example's, above or below, and congruent to them modulo
-    ``modulus``.
+    """Choose the sets of sizes (`POINTS` many, each size name -> size) at which programs are compiled for a fit. They
+    are near ``example``, above or below it, and congruent to it modulo ``modulus``.
 
     The quotients by ``modulus`` are distinct, and above the example primes, so that sizes are not related by chance.
 
@@ -125,8 +128,8 @@ def _is_prime(k: int) -> bool:
 
 
 def moduli(polynomials: Sequence[Polynomial], example: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Returns size name -> (a, b) such that all ``polynomials`` are integers at sizes ``a u + b``,
-    for every integer u.
+    """Returns, for each size name, (a, b): at all sizes of the form ``a * u + b``, with any integer u, the values of
+    ``polynomials`` are integers. ``example`` is one set of sizes of this form.
     """
     scale = dict.fromkeys(example, 1)
     for polynomial in sorted(
@@ -183,8 +186,8 @@ def generalize(graphs: Sequence[fx.GraphModule], fit: Fit, sizes: Mapping[str, i
 def _node(
     graphs: Sequence[fx.GraphModule], nodes: tuple[fx.Node, ...], places: Sequence[dict[fx.Node, int]], fit: Fit
 ) -> Numbers | None:
-    """Return the `Numbers` of one node, merged over all graphs: numbers that differ become polynomials in the sizes.
-    None if none differ.
+    """Return the `Numbers` (arguments and shapes) of one node, merged over all graphs: numbers that differ become
+    polynomials in the sizes. Return None if no number differs.
 
     Args:
         nodes: the node in each graph.
@@ -221,8 +224,8 @@ def _fitted(values: Sequence[PyTree], places: Sequence[dict[fx.Node, int]], fit:
 
 
 def _leaf(values: Sequence[Any], places: Sequence[dict[fx.Node, int]], fit: Fit) -> object:
-    """Return one argument of a node, merged over all graphs: an equal value stays, integers that differ become a
-    polynomial.
+    """Merge one argument of a node, which has the given value in each graph, into one for all graphs. Equal values
+    stay; integers that differ become a polynomial in the sizes.
 
     ``places`` has node -> position for each graph: nodes are equal if their positions are.
     """

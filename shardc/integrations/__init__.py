@@ -9,7 +9,9 @@ from shardc.runtime.namespace import Namespace
 
 
 def classes_for(model: object) -> tuple[type[ShardedModule], type[Namespace]]:
-    """Returns (mixin class of a compiled ``model``, class of its ``module.shardc``), which depend on its library."""
+    """Returns two classes by the library that ``model`` comes from: the mixin of the compiled module, and the class
+    of its ``module.shardc``.
+    """
     transformers = sys.modules.get("transformers")
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):
         from shardc.integrations.transformers import PretrainedNamespace, ShardedPretrained

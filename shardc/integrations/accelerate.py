@@ -1,4 +1,6 @@
-"""`Accelerator` and `Trainer`: the libraries' classes, for modules that are sharded already."""
+"""Subclasses of accelerate's `Accelerator` and transformers' `Trainer` that train compiled modules, which are sharded
+already.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,9 @@ from shardc.runtime.module import ShardedModule
 
 
 class ShardedSaving(ShardedModule):
-    """Like `ShardedModule`, for models of a library with a ``save_pretrained`` that writes ``self.state_dict()``."""
+    """A `ShardedModule` for models whose library gives them a ``save_pretrained`` that writes ``self.state_dict()``.
+    Whole tensors are written.
+    """
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Writes what the model's own ``save_pretrained`` writes, with whole tensors. All ranks call it.

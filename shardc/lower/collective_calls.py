@@ -34,7 +34,9 @@ def only_calls(graph: fx.Graph) -> bool:
 
 
 def called(gm: fx.GraphModule) -> tuple[Run, str]:
-    """Return (callable, source) for ``gm``, for which `only_calls` is true."""
+    """Generate Python source that runs ``gm``, a graph of collectives and waits only. Return (the function, its
+    source).
+    """
     source = "\n".join(["import torch", "", "def call(args):", *(f"    {line}" for line in _lines(gm.graph)), ""])
     check_order(gm.graph, source)
     run: Run = PyCodeCache.load(source).call

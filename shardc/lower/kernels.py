@@ -36,7 +36,7 @@ _CALL, _TABLE = "static PyObject* {}_py", "static PyMethodDef"
 
 
 class _Kernel(CodeCacheFuture):
-    """A C++ kernel that shares a file with others.
+    """Future of a C++ kernel that is compiled in one file with other kernels, to save runs of the compiler.
 
     Args:
         argtypes: C++ types of its arguments.
@@ -174,7 +174,7 @@ def _place(kernel: _Kernel) -> Path:
 
 
 def _hash(*texts: str) -> str:
-    """Return a hash of ``texts``."""
+    """Return a hash of ``texts``, by which generated code is found in a cache."""
     return sha256("\n".join(texts).encode()).hexdigest()
 
 

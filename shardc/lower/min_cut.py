@@ -118,7 +118,9 @@ def _fusible_lookups() -> Iterator[None]:
 
 @contextmanager
 def _lazy_backward() -> Iterator[None]:
-    """Context manager in which no code is generated for the backward graph, whose nodes the min-cut still sorts."""
+    """Context manager around torch's min-cut partitioner, to save time. It sorts the backward graph, but no Python
+    code is generated for it.
+    """
     sort = partitioners.reordering_to_mimic_autograd_engine
 
     def sorted_lazily(gm: fx.GraphModule) -> fx.GraphModule:

@@ -338,7 +338,9 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
     by_name = dict(zip((name for name, _ in program.inputs), inputs, strict=True))
 
     def loops(program: Executable) -> Loops:
-        """Returns the `Loops` of ``program`` on the inputs; those of this rank's stages if it is a pipeline."""
+        """Returns the object that runs forward and backward of each microbatch: `Loops`, or `StageLoops` for this
+        rank's stages of a pipeline.
+        """
         running, forwards = runner.using(program), 0
 
         def run(half: Half, feed: list[Any]) -> Sequence[Any]:
@@ -477,8 +479,8 @@ def backward_again() -> BackwardError:
 
 
 def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
-    """Raises BackwardError if an input comes from a compiled module whose gradients are of each rank's own loss, and
-    this module's loss is one of all ranks.
+    """Raises BackwardError if two compiled modules in sequence count losses differently: an input comes from a module
+    with one loss per rank, and this module's loss is one of all ranks.
 
     That is: an input comes from a compiled module whose outputs feed each rank's own loss, and this module's loss is
     one of all ranks.

@@ -220,7 +220,8 @@ class Border:
         return by_output
 
     def watch(self, outputs: Sequence[Any]) -> Changes:
-        """Returns (position, version counter, version) of each output that a backward reads, here or on one device.
+        """Returns (position, version counter, version) of each output that a backward reads, so that in-place changes
+        are detected later. Outputs that a backward of one device reads count, too.
 
         The counter is an empty tensor, which does not keep the output's memory alive.
         """
@@ -231,7 +232,8 @@ class Border:
         return [(at, counter_of(outputs[at]), outputs[at]._version) for at in changed]
 
     def _listen(self, outputs: Sequence[Any], node: Any) -> None:
-        """Gives each output, if several are differentiable, its own `GradHooks`.
+        """Gives each differentiable output, if there are several, hooks (`GradHooks`) that are not called with
+        gradient None.
 
         Those of outputs from which other outputs are computed are appended to ``node.listened``, for `check`.
         """
@@ -349,7 +351,9 @@ def read_only(x: Tensor, output: Returned, index: int, others: set[int], source:
 
 
 def modified(index: int, counter: Tensor, before: int) -> BackwardError:
-    """Returns the error for output ``index``, which was changed in place since version ``before``."""
+    """Returns the error for output ``index`` that was changed in place before its backward. ``counter`` has its
+    present version, ``before`` is the version at its return.
+    """
     return BackwardError(
         f"output {index} of the module was modified in place by an inplace operation, and this backward needs the "
         f"values that it was returned with: it is at version {counter._version}; expected version {before}",
@@ -358,7 +362,8 @@ def modified(index: int, counter: Tensor, before: int) -> BackwardError:
 
 
 def follow(local: Tensor, x: DTensor, index: int) -> None:
-    """Makes `Border.check` also see in-place changes and hooks of ``x``, the DTensor around output ``index``.
+    """Registers ``x``, the DTensor that wraps output ``index``: `Border.check` then detects in-place changes and
+    hooks of ``x``, and not only of its local tensor.
 
     Args:
         local: the output's local tensor, which has the step's autograd node.
@@ -374,7 +379,9 @@ def follow(local: Tensor, x: DTensor, index: int) -> None:
 
 
 def _give_hooks(x: Any) -> GradHooks:
-    """Replaces the gradient hooks of ``x``, which has an autograd node, by an empty `GradHooks`; returns it."""
+    """Replaces the gradient hooks of ``x``, a result of an autograd node, by an empty `GradHooks`; returns the new
+    hooks.
+    """
     x._backward_hooks = hooks = GradHooks()
     x.grad_fn._register_hook_dict(x)  # the node then reads this dict, into which later hooks go too
     return hooks

@@ -265,8 +265,8 @@ class Meeting:
             store.delete_key(f"{self.prefix}meet/{number}")
 
     def on_attempt(self, store: dist.Store, number: int, attempt: str, now: Callable[[], int]) -> None:
-        """Handles another rank's message that it called a collective method after event ``number``, and waits for this
-        rank under the name ``attempt``.
+        """Handles the message that another rank has called a collective method after event ``number``, and waits for
+        this rank to call it too. ``attempt`` names that call in the store.
 
         Args:
             now: returns the number of this rank's last event; the attempt is refused if that is a later one.
@@ -290,8 +290,8 @@ class Meeting:
             self._refuse_invited(store, *invited, f"rank {self.rank} went on to a {what}")
 
     def look(self, store: dist.Store) -> None:
-        """Refuses another rank's attempt (`invited`) if this rank waits in a torch collective; the listener thread
-        calls it often.
+        """Refuses another rank's call of a collective method (`invited`) if this rank has waited long in a torch
+        collective with that rank. The listener thread runs this check often.
         """
         invited = self.invited
         if invited is None:
@@ -354,8 +354,8 @@ _TOGETHER = {
 
 
 def _collective(frame: FrameType | None, rank: int) -> tuple[int, str] | None:
-    """Returns (id, "name (file:line)") of the torch collective with ``rank`` that the stack at ``frame`` is in; None if
-    it is in none.
+    """Finds the torch collective in which a thread is, from the thread's stack. Returns (id of the call, "name
+    (file:line)"); None if there is no collective, or ``rank`` has no part in it.
 
     Args:
         frame: innermost frame of the stack.

@@ -31,7 +31,9 @@ def closed(tree: PyTree, values: PyTree) -> PyTree:
 
 
 def _open(leaf: Any) -> PyTree:
-    """Returns a dict of the values of ``leaf`` if it is a container, else ``leaf``."""
+    """Converts ``leaf`` to a dict of its values if it is a mapping or a dataclass that torch's pytrees do not know;
+    returns any other leaf as it is.
+    """
     if isinstance(leaf, Tensor):
         return leaf
     if isinstance(leaf, Mapping):

@@ -79,7 +79,7 @@ class Event:
 
     @cached_property
     def _backwards(self) -> dict[frozenset[int], Event]:
-        """Events of backwards so far: indices of the outputs used -> event."""
+        """Cache of the events of this call's backwards: set of indices of the outputs that have gradients -> event."""
         return {}
 
 
@@ -294,7 +294,7 @@ def look_at(first: Sequence[str]) -> str:
 
 
 def look_at_store(rank: str) -> str:
-    """Returns the ``fix`` of an error about a store that does not answer.
+    """Returns the advice (``fix``) for an error raised because the store (torch's key-value store) does not answer.
 
     Args:
         rank: rank 0, which keeps it if no launcher does, as text.

@@ -131,7 +131,9 @@ class Refuses(dict[object, object]):
 
 
 def wrapped(by: str) -> InputError:
-    """Returns the error for a compiled module, or a submodule of it, that is passed to ``by`` (DDP, FSDP)."""
+    """Returns the error raised if a compiled module, or a submodule of it, is passed to the wrapper ``by`` ("DDP",
+    "FSDP").
+    """
     return InputError(
         f"{by} is given a compiled module, which shards its parameters and reduces its gradients itself",
         fix="train the module as it is: its plan says what is sharded; with accelerate or Trainer, use Accelerator or "
@@ -165,7 +167,9 @@ def guard(owner: nn.Module) -> None:
 
 
 def unguard(owner: nn.Module) -> None:
-    """Undoes `guard`."""
+    """Undoes `guard`: submodules of ``owner`` can be called directly again, and an outer ``fully_shard`` no longer
+    skips them.
+    """
     for part in owner.modules():
         if isinstance(vars(part).get(STATE_KEY), Refuses):
             vars(part)[STATE_KEY] = dict(vars(part)[STATE_KEY])

@@ -195,7 +195,8 @@ def _write_grad(param: DTensor, value: Tensor | None, storage: Layout, rank: int
 
 
 def _replaced_value(named: tuple[str, Tensor], values: list[Tensor | None]) -> Tensor:
-    """Returns the unsharded tensor that the user left for a parameter at the end of `summon_full_params`.
+    """Returns the unsharded tensor that replaces a parameter at the end of `summon_full_params`, as the user assigned
+    it inside the context.
 
     Args:
         named: name and parameter.

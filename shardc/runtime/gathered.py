@@ -45,7 +45,9 @@ _distribute_boxes = _state_dict_utils._distribute_tensors
 
 
 def install_checkpointing() -> None:
-    """Replaces DTensor's checkpoint hooks; a second call changes nothing."""
+    """Replaces DTensor's hooks for distributed checkpoints by ones that also handle a shard of several boxes. A
+    second call changes nothing.
+    """
     for name, hook in zip(_HOOKS, (_write_items, _chunk_list, _tensor_shard), strict=True):
         setattr(DTensor, name, hook)
     _state_dict_utils._distribute_tensors = _distribute_tensors
@@ -99,7 +101,9 @@ def _chunk_list(self: DTensor) -> list[ChunkStorageMetadata]:
 
 
 def _tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
-    """Implements ``DTensor.__get_tensor_shard__``: the box at the offset of ``index``."""
+    """Implements ``DTensor.__get_tensor_shard__``, with which a checkpoint reads a shard that consists of several
+    boxes: returns the box that starts at the offset of ``index``.
+    """
     boxes = _boxes(self)
     if len(boxes) == 1:
         return _original["__get_tensor_shard__"](self, index)

@@ -130,8 +130,8 @@ class Sync:
         return Sync(self.levels, unsynced=self.unsynced, over_shards=self.over_shards, replicated=self.replicated)
 
     def unreduced(self) -> Deferred:
-        """Returns the parameters whose gradients the next backward leaves unreduced, over all axes or over replicas
-        only.
+        """Returns the parameters whose gradients the next backward does not reduce at all, and those whose gradients
+        it reduces over shards but not over replicas.
         """
         if not (self.paused or self.unsynced or self.over_shards):
             return NOTHING
@@ -139,8 +139,8 @@ class Sync:
         return Deferred(whole, self.over_shards.intersection(self.replicated) - whole)
 
     def deferred(self) -> Deferred:
-        """Returns the parameters whose gradients the next backward adds to local sums: unreduced ones, and those whose
-        sums it then reduces.
+        """Returns the parameters whose gradients the next backward adds to local sums. That sum either stays local
+        (`unreduced`), or contains earlier gradients and is then reduced.
         """
         accumulating = self.unreduced()
         if not self.sums:
@@ -243,7 +243,9 @@ class _Optimizers:
         self._ours: Callable[..., None] | None = None
 
     def watch(self, sync: Sync) -> None:
-        """Adds ``sync``, which has gradient sums now, and installs the hooks if they are not installed."""
+        """Adds ``sync``, the `Sync` of a module, to those that hold sums of unreduced gradients. The first call also
+        hooks the step and ``zero_grad`` of all optimizers.
+        """
         self._holding.add(sync)
         if self._hook is not None:
             return

@@ -98,7 +98,9 @@ class GraphedStep:
         return loss.clone(), None if norm is None else norm.clone()
 
     def _warm(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Result:
-        """Runs one step as it is; InputError, before anything changes, if it has an op that cannot be recorded."""
+        """Runs one training step without recording it. Raises InputError, before anything changes, if the step's
+        program has an op that cannot be recorded.
+        """
         self._state.admits = _check_program
         try:
             with warnings.catch_warnings():
@@ -287,7 +289,7 @@ def _instead(why: str) -> str:
 
 
 def recorder_of(module: ShardedModule, optimizer: torch.optim.Optimizer) -> Recorder:
-    """Returns the `Recorder` for the steps of a module.
+    """Returns the object (a `Recorder`) that records the module's training steps as CUDA graphs and repeats them.
 
     Raises:
         InputError: they cannot be recorded: by the device, a dynamic size, the optimizer, or what the host keeps.

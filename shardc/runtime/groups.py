@@ -211,7 +211,9 @@ class Groups:
         return self._views[view]
 
     def _interrupt(self) -> None:
-        """Makes collectives in which this rank waits raise; the groups cannot be used afterwards."""
+        """Aborts the collectives in which this rank waits: the wait raises an error. The process groups cannot be
+        used afterwards.
+        """
         names = [name for groups in (self, *self._inside.values()) for name in groups.rename.values()]
         groups = {c10d._resolve_process_group(name) for name in names}  # type: ignore[arg-type]
         # A rank may also wait in a collective of the user's, for those that do not come.
@@ -374,7 +376,7 @@ class Cause(Protocol):
 
     @property
     def source(self) -> str:
-        """The source line as ``file:line``; "" if unknown."""
+        """Source line in the model that the failed collective comes from, as ``file:line``; "" if it is unknown."""
 
 
 def named(
@@ -447,7 +449,9 @@ def _start(node: fx.Node) -> fx.Node | None:
 
 
 def results_of(start: fx.Node) -> str:
-    """Returns the names of a collective's results as text: ``%a, %b, %c and 2 more``."""
+    """Returns the names of the results of the collective that node ``start`` starts, as text: ``%a, %b, %c and 2
+    more``.
+    """
     work, names = list(start.users), []
     while work:
         user = work.pop(0)

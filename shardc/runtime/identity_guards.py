@@ -163,8 +163,8 @@ class IdentityGuards:
             self._tensors.append((value, value._version))
 
     def _path(self, path: Path, lookup: Lookup, seen: set[Path]) -> None:
-        """Adds a guard for each attribute, item and call in the expression ``path``, and adds it to ``seen``; nothing
-        if it is in there. ``lookup`` finds the values.
+        """Adds a guard for each attribute, item and call in the expression ``path``, then adds ``path`` to ``seen``.
+        Does nothing if ``path`` is in ``seen``. ``lookup`` returns the value of an expression.
         """
         if path in seen:
             return

@@ -121,7 +121,9 @@ def check_constants(names: Sequence[str], values: Sequence[object], captured: Se
 
 
 def _wrong_shape(name: str, x: torch.Tensor, layout: Layout) -> str:
-    """Returns the error text for input ``name``, whose shape does not fit ``layout``: its and the expected shape."""
+    """Returns the error text for input ``name``, whose shape does not fit ``layout``. The text has the actual and the
+    expected shape.
+    """
     shape = tuple(x.shape)
     expected = f"expected local shape {list(layout.local_shape)} (global {list(layout.shape)}, layout {layout})"
     if isinstance(x, DTensor):

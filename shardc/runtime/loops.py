@@ -224,8 +224,8 @@ class Microstep:
         return self._outputs.get((role.kind, role.index if role.kind == "output" else role.name))
 
     def has_gradients(self, used: Iterable[int]) -> bool:
-        """Returns whether the call has computed just the gradients of the outputs with indices ``used``: only the loss,
-        and they are kept.
+        """Returns whether forward has already computed the gradients that a backward of the outputs with indices
+        ``used`` needs. That is so if only the loss is used and its gradients are kept.
         """
         return self._grads is not None and set(used) == {self.program.loss}
 
@@ -284,7 +284,9 @@ def join_parts(parts: Sequence[Tensor], layout: Layout) -> Tensor:
 
 
 def _place(layout: Layout) -> tuple[int, int, int]:
-    """Returns (dim that the axis of microbatches splits, local elements above it, local elements below it)."""
+    """Returns how the axis of microbatches splits a local tensor: (dim, above, below). In that dim, the tensor can be
+    viewed as ``[above, microbatches, below]``.
+    """
     time = layout.mesh.time
     dim = layout.dim_of(time)
     assert dim is not None, f"{layout} is not split over {time}"

@@ -174,7 +174,9 @@ class ShardedModule(nn.Module):
 
 
 class BehindModel(nn.Module):
-    """Last base class of a compiled module, before `nn.Module`: the model's methods reach it by ``super()``."""
+    """Last base class of a compiled module before `nn.Module`. Its methods run when the model's own ``zero_grad`` or
+    ``load_state_dict`` calls ``super()``.
+    """
 
     @typed()
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -246,8 +248,8 @@ def _step(state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> 
 def known_program(
     state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> tuple[Hashable, Executable] | None:
-    """Returns (key, program) of a call that has run before and needs no exchange of row counts or checks between ranks;
-    None for another.
+    """Returns (key, program) of a call that can run at once, since it has run before and needs no exchange of row
+    counts or checks between ranks. Returns None for any other call.
 
     The key is that of the call among those of the module's present snapshot.
     """
@@ -268,7 +270,8 @@ def known_program(
 def _program(
     state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], leaves: list[object], spec: pytree.TreeSpec
 ) -> tuple[Executable, Rows | None, bool]:
-    """Returns (program, `Rows` or None, whether to compare inputs) for a call on local inputs; compiles it if need be.
+    """Returns (program, row counts, whether to compare inputs) for a call on local inputs. The program is compiled if
+    there is none.
 
     Args:
         leaves, spec: pytree leaves and structure of ``(args, kwargs)``.

@@ -104,7 +104,8 @@ class Namespace(State):
 
     @typed()
     def set_requires_grad_sync(self, sync: bool, parameters: str = "*") -> None:
-        """Sets whether backwards reduce gradients; False: they sum them locally, without FSDP and with ZeRO-1.
+        """Sets whether backwards reduce gradients. With False, each rank sums its unreduced gradients locally; this
+        holds for plans without FSDP and with ZeRO-1.
 
         With ZeRO-2 and -3 every backward reduces gradients. True also resumes reduction over replicas
         (`set_requires_all_reduce`).

@@ -71,7 +71,9 @@ class Replaced(nn.Parameter):
 
 
 class _Originals:
-    """The original parameters of compiled models, held weakly, and the optimizers that were checked."""
+    """Registry of the parameters that models had before they were compiled, held weakly, to detect that they are used
+    afterwards. Also remembers which optimizers were checked for them.
+    """
 
     def __init__(self) -> None:
         self._pairs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

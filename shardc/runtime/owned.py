@@ -152,7 +152,7 @@ def has_owner(placements: Iterable[Placement]) -> bool:
 
 
 def everywhere(placements: Iterable[Placement]) -> Placements:
-    """Returns ``placements`` with `Owned` replaced by ``Replicate``."""
+    """Returns ``placements`` with ``Replicate`` in place of `Owned` (stored whole on one coordinate of a mesh dim)."""
     return tuple(Replicate() if isinstance(placement, Owned) else placement for placement in placements)
 
 

@@ -1,4 +1,5 @@
-"""Ops on DTensors of which some lie on one coordinate of a mesh axis (`Owned`): elementwise ones, copies, norms.
+"""Elementwise ops, copies and norms for lists of DTensors some of which are `Owned`: stored whole on one coordinate
+of a mesh axis.
 
 DTensor takes `Owned` for a split of dim 0 and gives results an ordinary one, so these ops run on local tensors here:
 optimizers and clipping. Others gather (`dtensor_ops.on_unsharded`).
@@ -100,7 +101,8 @@ def _is_scalar(x: object) -> bool:
 
 
 def _local(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], like: Sequence[Tensor]) -> PyTree:
-    """Runs ``op`` on local tensors; each result has the layout of its operand in ``like``.
+    """Runs ``op`` on the local tensors of its operands, and wraps each result as a DTensor. The result gets the
+    layout of the operand at its position in ``like``.
 
     In place of an operand that the op wrote, the operand is returned.
     """

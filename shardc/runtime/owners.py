@@ -98,7 +98,7 @@ class Owner:
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether this rank is the owner."""
+        """Whether this rank is the one that updates the parameter."""
         return self.rank == dist.get_rank()
 
     def place(self, local: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> DTensor:
@@ -148,7 +148,8 @@ class Owners:
         return dist.get_process_group_ranks(self.group)
 
     def gather(self, shards: Sequence[tuple[int, Tensor]]) -> list[Tensor | None]:
-        """Returns the whole tensor of each shard on its owner, in new memory, and None elsewhere; all-to-alls.
+        """Sends the ``shards`` of each parameter to its owner by all-to-alls. Returns for each the whole tensor, in
+        new memory, on the owner, and None on other ranks.
 
         Args:
             shards: (index of a parameter, this rank's shard of it or of its gradient), the same indices on all ranks.

@@ -52,7 +52,9 @@ class ParamContract:
 
 
 def contracts(template: nn.Module, storages: Mapping[str, Layout], view: Mesh) -> dict[str, ParamContract]:
-    """Maps each name of each parameter of ``template``, the model at global shapes, to its `ParamContract`."""
+    """Maps each parameter name of ``template``, the model at global shapes, to the properties (`ParamContract`) that
+    the parameter must keep.
+    """
     first: dict[int, str] = {}
     out = {}
     for name, param in template.named_parameters(remove_duplicate=False):
@@ -73,7 +75,8 @@ class CheckedParams:
         self._runs = runs
 
     def still(self, params: Mapping[str, nn.Parameter], runs: bool) -> bool:
-        """Whether ``params``, which passed the check as objects, still have the same specs and devices as then.
+        """Whether ``params`` need no new check: they are the objects that passed the last one, and none has changed
+        its DTensor spec or its device since then.
 
         Args:
             runs: whether the module is about to run; an earlier check without ``runs`` does not suffice for that.
@@ -132,7 +135,7 @@ def check(
 
 
 def _moved(name: str, param: DTensor, home: ParamLocation) -> LayoutError:
-    """Returns the error for a parameter that is on another device than ``home`` says."""
+    """Returns the error for a parameter that is not on the device where ``home`` requires it."""
     entry = home.entry or None
     if param.is_meta:
         fix = "give it some: module.init_weights(...) or module.load_state_dict(...)"
@@ -167,8 +170,8 @@ def _load(
     prefix: str,
     *_: object,
 ) -> None:
-    """Pre-hook of ``load_state_dict``: copies the values of ``state_dict`` into the module's own parameters, which then
-    replace the values in ``state_dict``.
+    """Pre-hook of ``load_state_dict`` that lets a sharded module load unsharded tensors. Copies this rank's shard of
+    each value of ``state_dict`` into the parameter, and puts the parameter in the value's place.
     """
     for key, (storage, home) in stored.items():
         param, loaded = module._parameters.get(key), state_dict.get(prefix + key)

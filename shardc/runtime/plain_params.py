@@ -1,4 +1,5 @@
-"""Parameters as an optimizer's step updates them: plain tensors, with the optimizer's state of each.
+"""Parameters as plain tensors, with their optimizer state: optimizers of `shardc.optim` update these in place of
+DTensors.
 
 A `Shard` is this rank's local tensor. A `WholeParameter` is there during a step, on the rank that owns the parameter.
 """
@@ -110,7 +111,8 @@ class Shard:
         self._known, self._left = list(state.values()), list(mine.values())
 
     def _as_dtensor(self, key: str, x: object, dtensor: object) -> object:
-        """Converts ``x``, value ``key`` of the shard's state, for the parameter's; to a DTensor if shaped as the shard.
+        """Converts ``x``, entry ``key`` of the shard's optimizer state, to an entry of the parameter's state. A
+        tensor of the shard's shape becomes a DTensor; other values stay.
 
         Args:
             dtensor: the parameter's present value, returned if its local tensor is ``x``.
@@ -142,7 +144,9 @@ class Described:
 
     @staticmethod
     def of(x: object) -> object:
-        """Returns the description of ``x``, a leaf of a state; numbers, text and None are returned as they are."""
+        """Returns a description (shape, dtype, device) of ``x``, a leaf of an optimizer state. Numbers, text and None
+        are returned as they are.
+        """
         if isinstance(x, Tensor):
             shape, number = tuple(x.shape), None if x.dim() else x.detach().cpu()
             return Described(shape, x.dtype, number, x.device.type)
@@ -171,7 +175,9 @@ class WholeParameter(Shard):
         self._same_dtype = True
 
     def take(self, value: Tensor | None, grad: Tensor | None) -> None:
-        """Sets the whole parameter and its gradient for a step; None on ranks that do not own it."""
+        """Sets the unsharded value and gradient of the parameter for a step. Both are None on ranks that do not own
+        the parameter, and nothing is set.
+        """
         if value is not None and grad is not None:
             self.data.data = value
             self._set_grad(grad)

@@ -74,7 +74,9 @@ class Ranges:
         ]
 
     def _module(self, segment: Segment) -> str:
-        """Returns the module that all results of a segment are of, or the modules of its first and last result."""
+        """Returns the name of the module that computed the results of a segment: their common prefix, or "first to
+        last" if they have none.
+        """
         results = [node for node in self.half.graph.nodes if node.name in {*segment.gives}]
         modules = [module.split(".") for node in results if (module := ir.info(node).origin.module)]
         shared = commonprefix(modules)

@@ -274,7 +274,9 @@ class ProgramCache:
     def _sized(
         self, call: Signature, args: Sequence[PyTree], kwargs: dict[str, PyTree], deferred: Deferred
     ) -> Executable | None:
-        """Returns the program for a call of which some sizes are dynamic, built if need be; None if none are."""
+        """Returns the program for a call whose inputs have dynamic sizes, compiled if there is none yet. Returns None
+        if no size is dynamic.
+        """
         example = args, kwargs, self.with_loss(args, kwargs)
         program = self.build.sized(self.params.present, *example, call, deferred, self.holds)
         if program is not None and (program.guards, torch.is_grad_enabled()) not in self._holding:
@@ -331,7 +333,8 @@ class ProgramCache:
         return self.spec.names(self.params.view, args, kwargs, targets)
 
     def settle(self, program: Executable) -> None:
-        """Sets the attributes that forward assigned to the model during capture, as a first call on one device does.
+        """Sets attributes of the model to the values that its forward assigned during capture. On one device the
+        first call would set them.
 
         The guards are taken again with these values, so that ``program`` serves later calls too.
         """
@@ -344,7 +347,7 @@ class ProgramCache:
             self.add(program, Guards.of(reads, self.params.view, self.build.loss))
 
     def runner(self, program: Executable) -> Runner:
-        """Returns the runner of ``program`` on this rank."""
+        """Returns the `Runner`, which runs the graphs of ``program`` on this rank; made at the first call."""
         if id(program) not in self.runners:
             self.runners[id(program)] = Runner(program, self.spec, self.params, self.buffers, self.routing)
         return self.runners[id(program)]
@@ -366,7 +369,9 @@ def _changing(variants: list[Values]) -> str:
 
 
 def _of_sizes(calls: Sequence[Signature]) -> str:
-    """Returns the text of the warning for many programs of ``calls`` that differ in sizes only, with the fix."""
+    """Returns the text of a warning: the module was compiled for each of ``calls``, which differ in sizes only. The
+    text proposes ``dynamic`` sizes.
+    """
     sizes = {
         (name, dim): tuple(dict(call.tensors)[name].shape[dim] for call in calls)
         for name, like in calls[0].tensors

@@ -34,7 +34,8 @@ _GRADIENTS = (_PROPERTIES.requires_grad.__set__, Tensor.requires_grad_, Tensor.d
 
 @dataclass
 class Shared:
-    """The tensor with which an output shares memory on one device, and not here.
+    """Describes the tensor whose memory an output would share on one device. Here the output is a copy, so it must
+    not be written, nor read after that tensor was changed.
 
     Args:
         index: index of the output.

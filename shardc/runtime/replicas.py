@@ -203,7 +203,9 @@ def note_source(sources: Sources, name: str, storage: Layout, whole: Tensor, par
 
 
 def _stored(storage: Layout | None) -> str:
-    """Returns ``, stored as <layout>``, to follow a tensor's shape and dtype in text; "" without a layout."""
+    """Returns the text ``, stored as <layout>``, which errors append to a tensor's shape and dtype. Without a layout
+    it is empty.
+    """
     return "" if storage is None else f", stored as {storage}"
 
 

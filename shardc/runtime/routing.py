@@ -16,7 +16,8 @@ Loads = list[tuple[str, Load]]  # (module, its load) of layers of experts in the
 
 @dataclass
 class Routing:
-    """The records that a module's layers of experts make when its graphs run: tokens per expert, and loads to check.
+    """What a module's layers of experts recorded when its graphs last ran: the tokens of each expert, and each
+    layer's highest load, to be checked against its capacity.
 
     Attributes:
         tokens: layer -> (tokens per expert, name of the group to sum over) in the last forward.
@@ -44,7 +45,9 @@ class Routing:
         self.loads += loads_of(graph, noted)
 
     def unchecked(self) -> Loads:
-        """Returns the loads that nobody has checked yet, and forgets them."""
+        """Returns the recorded loads (`Load`) of layers of experts that were not yet checked against the capacity,
+        and removes them from the record.
+        """
         loads, self.loads = self.loads, []
         return loads
 
@@ -98,5 +101,7 @@ def check_loads(loads: Loads, any_rank: Callable[[bool], bool] | None = None) ->
 
 
 def _most(load: Load) -> int:
-    """Waits for ``load``; returns the number of rows for its fullest block."""
+    """Waits for the reduction of ``load`` over ranks; returns the number of rows that the fullest block of a layer of
+    experts received.
+    """
     return int(torch.ops._c10d_functional.wait_tensor(load.most)) // load.ranks

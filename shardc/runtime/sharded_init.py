@@ -46,7 +46,8 @@ def _wrapper(cls: type[W], meta: torch.Tensor) -> W:
 
 
 class Lazy(torch.Tensor):
-    """A CPU tensor without memory. Ops on it return lazy tensors; `value` and ``copy_`` from it read the elements.
+    """A CPU tensor without memory of its own. An op on it returns another lazy tensor. The elements are read only by
+    `value`, or when a tensor is filled from it by ``copy_``.
 
     Slices and casts read only the elements they need. Any other op reads its operands in full.
 

@@ -54,7 +54,9 @@ def all_reduce(terms: list[torch.Tensor], op: str) -> list[torch.Tensor]:
 
 
 def all_to_all(shards: list[torch.Tensor], receives: Sequence[int], sends: Sequence[int]) -> list[torch.Tensor]:
-    """Returns, for each rank, the rows that all ranks send to it: each sends ``sends[k]`` of its rows to rank k."""
+    """Reference of an all-to-all: every rank sends its first ``sends[0]`` rows to rank 0, the next ``sends[1]`` to
+    rank 1, and so on. Returns the rows that each rank receives; ``receives`` has their expected counts by sender.
+    """
     pieces = [shard.split(list(sends)) for shard in shards]
     out = [torch.cat([piece[k] for piece in pieces]) for k in range(len(shards))]
     assert all(result.shape[0] == sum(receives) for result in out), f"sends {sends} do not make receives {receives}"
@@ -187,7 +189,9 @@ def scatter_terms(x: torch.Tensor, layout: Layout, generator: torch.Generator) -
 
 
 def assemble(shards: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
-    """Joins ``shards`` into the global tensor, after pending reductions; AssertionError if replicas differ."""
+    """Joins ``shards``, one per rank, into the global tensor. Pending reductions are done first. Raises
+    AssertionError if replicas differ.
+    """
     mesh, dtype = layout.mesh, shards[0].dtype
     if dtype in _SAME_BITS and not layout.partial:
         return assemble([local.view(_SAME_BITS[dtype]) for local in shards], layout).view(dtype)

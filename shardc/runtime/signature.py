@@ -127,7 +127,9 @@ class Signature:
         args: Sequence[PyTree],
         kwargs: dict[str, PyTree],
     ) -> Signature:
-        """Returns the signature of a call of a model in ``mode``; InputError if an argument is not comparable."""
+        """Returns the signature of a call of a model in ``mode`` with ``args`` and ``kwargs``. Raises InputError if
+        an argument's value cannot be compared with that of another call.
+        """
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         described = tuple(map(_leaf, names, leaves))
         return cls(tuple(names), described, spec, mode, surroundings)
@@ -143,7 +145,7 @@ class Signature:
         return replace(self, leaves=leaves)
 
     def is_but_for_sizes(self, other: Signature) -> bool:
-        """Whether ``other`` differs from this signature in sizes of tensors at most."""
+        """Whether ``other`` equals this signature, except perhaps in the sizes of tensors."""
         pairs = zip(self.leaves, other.leaves, strict=False)
         same = all(
             replace(x, shape=y.shape) == y and len(x.shape) == len(y.shape)
@@ -154,7 +156,7 @@ class Signature:
         return same and replace(self, leaves=other.leaves) == other
 
     def is_but_for_constants(self, other: Signature) -> bool:
-        """Whether ``other`` differs from this signature in arguments that are no tensors at most."""
+        """Whether ``other`` equals this signature, except perhaps in the values of arguments that are not tensors."""
         pairs = zip(self.leaves, other.leaves, strict=False)
         same = all(x == y or (isinstance(x, Constant) and isinstance(y, Constant)) for x, y in pairs)
         return same and replace(self, leaves=other.leaves) == other
@@ -171,7 +173,9 @@ class Signature:
 
     @property
     def kinds(self) -> tuple[object, ...]:
-        """(Pytree structure, for each leaf the class `Like` (a tensor) or `Constant`)."""
+        """Structure of the call: its pytree spec, and the type of each leaf (`Like` for a tensor, `Constant` for
+        other values).
+        """
         return self.spec, tuple(type(x) for x in self.leaves)
 
 
@@ -226,7 +230,8 @@ class CacheKey(NamedTuple):
 
 
 def fitting(call: Signature, tensors: Sequence[Tensor], programs: dict[CacheKey, Executable]) -> Executable:
-    """Returns the latest of ``programs`` that takes a call with local ``tensors``, whatever the model's mode.
+    """Returns the most recent of ``programs`` that accepts the ``call``. Train and eval mode of the model are not
+    compared.
 
     Raises:
         InputError: no program fits; the text is for the one that fits best.

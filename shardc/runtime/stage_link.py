@@ -100,7 +100,9 @@ class StageLink:
             receiving.append(self._receive(coming.popleft()))
 
     def _receive(self, message: Message) -> list[tuple[Any, Tensor]]:
-        """Posts the receives of a message; returns (work handle, tensor) per value; no handle (None) if it is empty."""
+        """Posts the receives of a message. Returns (work handle, tensor) for each of its values; the handle is None
+        for an empty tensor, which is not sent.
+        """
         receives: list[tuple[Any, Tensor]] = []
         for example in message.examples:
             x, work = torch.empty(example.shape, dtype=example.dtype, device=self.device), None
@@ -117,7 +119,8 @@ class StageLink:
 
     @contextmanager
     def _naming(self, message: Message) -> Iterator[None]:
-        """Context manager around a send or receive of a part of ``message``, and the wait for it.
+        """Context manager around a send, a receive or a wait of ``message``. It turns an error of torch into one that
+        names the message and the other rank.
 
         Raises:
             CollectiveError: the other rank is gone, or too late.

@@ -19,10 +19,14 @@ class Link(Protocol):
         """Begins a step of ``actions``: may start to receive their messages."""
 
     def send(self, message: Message, values: list[Any]) -> None:
-        """Starts to send the ``values`` of ``message``; does not wait until they are received."""
+        """Starts to send ``values`` to another stage of the pipeline, as the content of ``message``. Does not wait
+        until they are received.
+        """
 
     def arrived(self, message: Message) -> bool:
-        """Returns whether `receive` will not wait. False only where other ranks run in this thread."""
+        """Returns whether `receive` of ``message`` can be called now. True if ranks are processes, since `receive`
+        waits there; in a simulation, False until the message is sent.
+        """
 
     def receive(self, message: Message, received: int) -> Sequence[Any]:
         """Waits for the values of a message, and returns them.
@@ -157,6 +161,8 @@ class StageLoops(Loops):
         return super()._value(port, at, saved, tangents)
 
     def _total(self, name: str) -> Any:
-        """Returns the sum ``name`` over microbatches; if its reduction is a gather, the concatenated terms."""
+        """Returns the value ``name`` (a gradient or an output) of all microbatches: the sum of its terms, or their
+        concatenation if its reduction is a gather.
+        """
         total = self.sums[name]
         return self.gathered(total) if self.program.reduce[name] == GATHER else total

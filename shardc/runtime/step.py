@@ -94,7 +94,8 @@ def has_nan(x: object) -> bool:
 def check(
     half: Half, results: Sequence[object], first: int, groups: Groups, unpadded: Callable[[str, Tensor], Tensor]
 ) -> None:
-    """Raises BackwardError if a gradient of a backward is NaN on any rank; all ranks call it.
+    """Raises BackwardError if a gradient of a backward is NaN on any rank. The error names the first op whose result
+    has NaN. All ranks call it.
 
     Args:
         half: the backward graph.
@@ -193,7 +194,8 @@ class Runner:
             return self.half(used)
 
     def run(self, half: Half, inputs: list[object], adds_tokens: bool = False) -> Sequence[Any]:
-        """Runs a forward or backward graph; empties ``inputs``. A failed collective raises CollectiveError.
+        """Runs ``half``, a forward or backward graph, on ``inputs``, and returns its results. The list ``inputs`` is
+        emptied, so that memory can be freed early; a failed collective raises CollectiveError.
 
         Args:
             adds_tokens: whether a forward adds to the counts of tokens, in place of those of an earlier forward.

@@ -36,7 +36,8 @@ dtensor_ops.install_pickling()  # when this is imported: a file may be read befo
 
 
 class GradHooks(OrderedDict[int, Hook]):
-    """Gradient hooks of a tensor that a compiled program takes or returns, by id; not called with gradient None.
+    """Gradient hooks of a tensor that a compiled program takes or returns: id -> hook. Hooks are not called with
+    gradient None.
 
     Autograd sees the program as one function, which returns None for tensors without gradient, and would pass None to
     hooks.

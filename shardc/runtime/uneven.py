@@ -81,7 +81,9 @@ class Rows:
         return [blocks[at][1] for at in range(len(blocks))]
 
     def totals(self, shapes: Sequence[tuple[int, ...]], groups: Groups) -> list[tuple[int, ...]]:
-        """Returns the global shapes of the inputs; ``shapes`` are those if all ranks passed this rank's row counts."""
+        """Returns the global shapes of the inputs for the row counts that the ranks really pass. ``shapes`` are the
+        global shapes computed as if every rank passed as many rows as this rank.
+        """
         return [
             (sum(self.blocks(at, groups)), *shape[1:]) if over else shape
             for at, (over, shape) in enumerate(zip(self.axes, shapes, strict=True))

@@ -78,7 +78,8 @@ class Base:
     split: frozenset[int]
 
     def holding(self, outputs: Sequence[Any]) -> Tensor:
-        """Returns the base, a tensor of one dim of which ``outputs`` are views.
+        """Returns a tensor of one dim (the base) that contains all elements of ``outputs``, so that the outputs can
+        be made from it as views.
 
         It is a view of their own memory if they lie there as `places` says, else new memory.
         """
@@ -106,7 +107,8 @@ class Base:
 
 @dataclass(frozen=True)
 class Views:
-    """The outputs of a graph that are views, made from other tensors after a run, and those that can only be read.
+    """Describes which outputs of a graph are views, and which can only be read. The views are made from other tensors
+    after each run of the graph.
 
     Args:
         views: view ops of these outputs, each after its source.
@@ -128,8 +130,8 @@ class Views:
         return handed + bases
 
     def make(self, outputs: list[Any], feed: Sequence[Any]) -> None:
-        """Fills in the outputs that are views, in place, from other outputs or from ``feed``, forward's arguments;
-        removes the base tensors at the end.
+        """Fills in those entries of ``outputs`` that are views, in place. Each is made from another output or from
+        ``feed``, the arguments of forward; then the base tensors at the end of ``outputs`` are removed.
         """
         for view in self.views:
             outputs[view.at] = view(feed[view.source] if view.from_feed else outputs[view.source])
@@ -260,7 +262,9 @@ def _ordered(views: dict[int, View]) -> Iterator[View]:
 
 
 def _up(node: fx.Node) -> Iterator[tuple[fx.Node, Op | None]]:
-    """Yields (node, op) up a chain of view ops: ``op`` makes the node from the next one yielded; None for the last."""
+    """Walks from ``node`` up a chain of view ops. Yields (node, op) for each: ``op`` computes the node from the node
+    that is yielded next; it is None for the last node.
+    """
     while True:
         before = node.all_input_nodes[0] if node.op == "call_function" and node.all_input_nodes else None
         op: Op | None = None

@@ -165,7 +165,8 @@ class Buffers:
         self._outside.clear()
 
     def take(self, slot: Slot, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Returns a tensor for a collective's result, in the arena memory of ``slot``, else (if in use) in new memory.
+        """Returns a tensor for a collective's result. It lies in the arena memory of ``slot``, or in new memory if
+        the slot is in use.
 
         Args:
             like: a tensor of the result's dtype and device.
@@ -191,7 +192,7 @@ class Buffers:
 
 @dataclass
 class Window:
-    """The arena slots of the running segment of a graph: the slots of ``plan`` from index ``first``."""
+    """The arena slots for the collectives of the segment that runs: those in ``plan`` from index ``first`` on."""
 
     buffers: Buffers
     plan: MemoryPlan

@@ -62,7 +62,9 @@ class Mail:
 
 
 def packing_of(rows: Sequence[Tensor]) -> Packing:
-    """Returns which of ``rows``, the tensors for one peer, share a message, and their offsets in it."""
+    """Packs ``rows``, the tensors for one peer, into messages. Returns which of them share a message, with their
+    offsets in it.
+    """
     return Packing.of([(row.dtype, row.numel() * row.element_size()) for row in rows])
 
 

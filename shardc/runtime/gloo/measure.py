@@ -106,7 +106,9 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
     calls = in_messages(group.group_name, ranks)
 
     def mean(seconds: Callable[[Call, str], float]) -> float:
-        """Returns the mean, over kinds of collective, of the slowest rank's ``seconds(call, kind)``."""
+        """Measures each kind of collective by ``seconds(call, kind)``, and takes the slowest rank's time. Returns the
+        mean over the kinds.
+        """
         return sum(_slowest(seconds(call, kind), group) for kind, call in calls.items()) / len(calls)
 
     def whole(call: Call, xs: list[torch.Tensor]) -> None:

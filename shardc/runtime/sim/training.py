@@ -228,7 +228,9 @@ class Simulation:
         return first
 
     def optimizers(self, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Callable[[], None]:
-        """Makes an optimizer per rank from its local shards; returns a function that steps all and clears `grads`."""
+        """Makes one optimizer per rank, from the rank's local shards of parameters. Returns a function that steps all
+        optimizers with the gradients in `grads`, then clears `grads`.
+        """
         per_rank = [make([self.params[name][rank] for name in self.params]) for rank in range(self.mesh.ranks)]
 
         def step() -> None:
