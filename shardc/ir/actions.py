@@ -8,7 +8,9 @@ from enum import Enum
 
 
 class Kind(str, Enum):
-    """The kind of an action; the value is its short name in schedules."""
+    """The kind of an action of a pipeline rank: a computation, a send or a receive. Its value is its short name in the
+    text of a schedule.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -34,7 +36,7 @@ OTHER_END = {
 
 @dataclass(frozen=True)
 class Action:
-    """One action in the list of a pipeline rank: what it computes, sends or receives (``kind``), for which stage and
+    """One action in the list of a pipeline rank. ``kind`` says what it computes, sends or receives, for which stage and
     which microbatch.
 
     The stage of a send is the one whose result is sent; the stage of a receive is the one that needs it.
@@ -86,7 +88,7 @@ class Schedule:
 
 
 def reads(action: Action, rank_of: Sequence[int]) -> list[Action]:
-    """Return the actions that must come before ``action`` in the list of the same rank.
+    """Return the actions on the same rank whose results ``action`` reads. They come before it in the rank's list.
 
     In the result, BACKWARD also stands for BACKWARD_INPUT. ``rank_of`` has the rank of each stage.
     """
@@ -109,8 +111,8 @@ def reads(action: Action, rank_of: Sequence[int]) -> list[Action]:
 
 
 def advance(schedule: Schedule, runs: Callable[[int, int, Action], bool]) -> bool:
-    """Run the lists of all ranks as far as they go, where ``runs`` runs one action or says that it must wait; return
-    whether all lists reached their ends.
+    """Run the action lists of all ranks in turn, each until its next action must wait for another rank, until no rank
+    can go on. Return whether all lists reached their ends.
 
     Args:
         runs: function of (rank, position, next action of the rank): runs the action and returns True, or returns False

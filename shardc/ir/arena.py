@@ -26,7 +26,9 @@ LARGEST = 128 << 10
 
 
 def rows_of(node: fx.Node, ranks: int) -> list[tuple[torch.dtype, int]]:
-    """Return (dtype, bytes) of the data that a collective over ``ranks`` ranks sends to one peer, for each operand."""
+    """Return, for each operand of a collective over ``ranks`` ranks, (dtype, bytes) of what a rank sends of it to one
+    peer.
+    """
     operands = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
     parts = ranks if comm_volume.collective_kind(node) == "reduce_scatter" else 1
     return [(v.dtype, prod(v.shape) * v.itemsize // parts) for v in map(ir.value, cast(list[fx.Node], operands))]
@@ -67,12 +69,14 @@ class Packing(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Return the size of the message in a buffer of several messages: its bytes, rounded up to the alignment."""
+        """Return the bytes that this message takes in a buffer of several messages: ``size``, rounded up to a multiple
+        of `ALIGNMENT`.
+        """
         return aligned(self.size)
 
     def messages(self, tensors: int) -> int:
-        """Return the number of messages in which ``tensors`` tensors go to a peer: one for each unpacked tensor, and
-        the packed one.
+        """Return the number of messages in which a rank sends ``tensors`` tensors to a peer: one for each tensor that
+        is not packed, and one for all packed tensors.
         """
         return tensors - len(self.offsets) + bool(self.offsets)
 
@@ -84,7 +88,8 @@ PLAN = "shardc_memory"  # on a half's output node: its MemoryPlan
 
 @dataclass(frozen=True)
 class Slot:
-    """Memory of one result of a collective, or of a received term that is reduced into one, and when it is in use.
+    """Memory of one result of a collective (or of a term that is received and then added to it), and the time in which
+    it is in use.
 
     Args:
         name: name of the result in the graph's text; with ``.wire`` for a received term.
@@ -135,7 +140,9 @@ class MemoryPlan:
         return sum(slot.size for slot in self.slots if slot.start <= at <= slot.end)
 
     def peak_after(self, forward: MemoryPlan) -> int:
-        """Return the `peak` of a backward, in which the slots kept by its forward count until their last read."""
+        """Return the most bytes in use at once during a backward, the results that ``forward`` kept for it included. A
+        kept result counts until its last read.
+        """
         ends = dict(self.last_reads)
         saved = [
             (slot.size, max(ends.get(name, 0) for name in slot.saved)) for slot in forward.slots if slot.region == KEPT
@@ -146,8 +153,8 @@ class MemoryPlan:
     def moved(
         self, lifetimes: Mapping[int, tuple[int, int]], leaving: Iterable[int], argument_ends: Sequence[int]
     ) -> MemoryPlan:
-        """Return the plan of the compiled graph: lifetimes in lines of Inductor's code, and regions and offsets chosen
-        anew.
+        """Return the memory plan of the compiled graph. Lifetimes are counted in lines of Inductor's code; regions and
+        offsets follow from these.
 
         Args:
             lifetimes: slot number -> (first line, last line); a missing slot is never written.
@@ -171,8 +178,8 @@ class MemoryPlan:
         return MemoryPlan(place(slots), tuple(zip(names, argument_ends, strict=True)))
 
     def renamed(self, arguments: Mapping[str, str], saved: Mapping[str, str]) -> MemoryPlan:
-        """Return a copy with other placeholder names: ``arguments`` maps those of its graph, ``saved`` those of the
-        backward's placeholders that read kept slots.
+        """Return a copy with other placeholder names. ``arguments`` maps the names of this graph's placeholders,
+        ``saved`` those of the backward's placeholders that read kept slots.
 
         Raises:
             KeyError: a name is missing from the mapping.
@@ -198,7 +205,7 @@ class MemoryPlan:
 
 
 def place(slots: Iterable[Slot]) -> tuple[Slot, ...]:
-    """Return ``slots`` with offsets: slots of one region with overlapping lifetimes share no byte.
+    """Return ``slots`` with an offset for each. Slots of one region whose lifetimes overlap get separate bytes.
 
     The largest slot is placed first, each at the lowest offset that is free during its lifetime ("greedy by size" of
     Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020). Kept slots are placed side by

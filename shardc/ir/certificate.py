@@ -1,4 +1,6 @@
-"""`Certificate`: the collectives of a step as text, by which ranks agree that they start the same in the same order."""
+"""`Certificate`: the collectives of a step as text. Ranks compare it, to agree that they start the same collectives in
+the same order.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,8 @@ def certify(mesh: Mesh, halves: Sequence[tuple[str, fx.Graph]]) -> Certificate:
 
 
 def _next_ops(graph: fx.Graph) -> dict[fx.Node, tuple[int, str]]:
-    """Return, for each wait of a collective, (a number that orders waits as the graph does, the text of the first op
-    after it that is neither a wait nor a getitem).
+    """Return wait node of a collective -> (sort key, text of the next op after the wait). The sort keys put waits in
+    the graph's order; waits and getitems do not count as next ops.
     """
     out: dict[fx.Node, tuple[int, str]] = {}
     next_op = "the outputs"

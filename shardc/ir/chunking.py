@@ -33,7 +33,8 @@ _CHECKS = "shardc_checks"  # namespace of ops that return their operand
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """Division of one dim into chunks: the dim is seen as [outer, count, inner], and a chunk is one of ``count``.
+    """Division of dim ``dim`` into ``count`` chunks. The dim is viewed as [outer, count, inner]; a chunk has all of
+    ``outer`` and ``inner`` at one index of ``count``.
 
     Args:
         dim: index of the dim, from 0.
@@ -50,7 +51,9 @@ class ChunkSpec:
         return [n // self.count if d == self.dim else n for d, n in enumerate(whole)]
 
     def split(self, shape: Sequence[int]) -> list[int]:
-        """Return ``shape``, of the tensor or of a chunk, with the dim viewed as two dims [outer, rest]."""
+        """Return ``shape`` with the chunked dim viewed as two dims, [outer, rest]. ``shape`` is that of the tensor or
+        of one chunk.
+        """
         return [*shape[: self.dim], self.outer, shape[self.dim] // self.outer, *shape[self.dim + 1 :]]
 
 
@@ -58,7 +61,7 @@ Operands = dict[fx.Node, ChunkSpec | None]  # None: every chunk of the result re
 
 
 def viewed(cut: ChunkSpec, shape: Sequence[int], new_shape: Sequence[int]) -> ChunkSpec | None:
-    """Return the `ChunkSpec`, after a view to ``new_shape``, of a tensor of ``shape`` that is chunked by ``cut``.
+    """Return how a tensor of ``shape``, chunked by ``cut``, is chunked after a view to ``new_shape``.
 
     None if a chunk would span several dims there.
     """
@@ -74,8 +77,8 @@ def viewed(cut: ChunkSpec, shape: Sequence[int], new_shape: Sequence[int]) -> Ch
 
 
 def operands(node: fx.Node, cut: ChunkSpec) -> Operands | None:
-    """Return operand -> its `ChunkSpec`, or None for one that every chunk reads completely, if ``cut`` chunks the
-    result.
+    """Return operand of ``node`` -> its `ChunkSpec`, given the chunks ``cut`` of the result. None stands for an operand
+    that every chunk of the result reads completely.
 
     If the result of ``node`` cannot be computed chunk by chunk, return None in place of the dict.
     """
@@ -123,9 +126,9 @@ def operands(node: fx.Node, cut: ChunkSpec) -> Operands | None:
 
 
 def results(node: fx.Node, x: fx.Node, cut: ChunkSpec) -> Iterator[ChunkSpec]:
-    """Yield each `ChunkSpec` that the result of ``node`` may have if operand ``x`` is chunked by ``cut``.
+    """Yield candidates for the chunks of the result of ``node``, given the chunks ``cut`` of its operand ``x``.
 
-    The caller checks by `operands` which of them are valid.
+    The caller checks by `operands` which of the candidates are valid.
     """
     if node.target in _VIEWS:
         seen = viewed(cut, value(x).shape, value(node).shape)
@@ -139,8 +142,8 @@ def results(node: fx.Node, x: fx.Node, cut: ChunkSpec) -> Iterator[ChunkSpec]:
 
 
 def through(node: fx.Node, read: dict[fx.Node, ChunkSpec]) -> ChunkSpec | None:
-    """Return the `ChunkSpec` of the result of ``node`` if its operands are chunked as in ``read``; None if there is
-    none.
+    """Return how the result of ``node`` is chunked if its operands are chunked as in ``read`` (operand -> `ChunkSpec`).
+    None if the result cannot be computed chunk by chunk.
     """
     x, cut = next(iter(read.items()))
     for result in results(node, x, cut):
@@ -151,8 +154,7 @@ def through(node: fx.Node, read: dict[fx.Node, ChunkSpec]) -> ChunkSpec | None:
 
 
 def _broadcast(cut: ChunkSpec, shape: Sequence[int], result_shape: Sequence[int]) -> ChunkSpec | None:
-    """Return the `ChunkSpec` of an operand of ``shape`` that broadcasts to ``result_shape``, which is chunked by
-    ``cut``.
+    """Return how an operand of ``shape`` is chunked. It broadcasts to ``result_shape``, which is chunked by ``cut``.
 
     None if every chunk reads the operand completely.
     """
@@ -161,7 +163,7 @@ def _broadcast(cut: ChunkSpec, shape: Sequence[int], result_shape: Sequence[int]
 
 
 def _of_product(node: fx.Node, cut: ChunkSpec) -> Operands | None:
-    """Return operand -> its `ChunkSpec` for a matrix product with result chunks ``cut``, as `operands` does."""
+    """Return operand -> its `ChunkSpec` for a matrix product whose result is chunked by ``cut``; see `operands`."""
     *bias, x, weight = node.args
     if cut.dim != 0 or x is weight:
         return None
@@ -174,8 +176,8 @@ def _of_product(node: fx.Node, cut: ChunkSpec) -> Operands | None:
 
 
 def total_operands(node: fx.Node, read: Mapping[fx.Node, ChunkSpec]) -> Operands | None:
-    """Return operand -> its `ChunkSpec` if the result of ``node`` is a sum of one term for each chunk of the operands
-    ``read``.
+    """Return operand -> its `ChunkSpec` if the result of ``node`` can be computed as a sum of one term per chunk.
+    ``read`` gives the chunks of the operands: operand -> `ChunkSpec`.
 
     Such nodes are a sum over the chunked dim, and a product that contracts it. None for other nodes.
     """
@@ -192,20 +194,20 @@ def total_operands(node: fx.Node, read: Mapping[fx.Node, ChunkSpec]) -> Operands
 
 
 def make_pieces(graph: fx.Graph, cuts: dict[fx.Node, ChunkSpec]) -> None:
-    """Rewrite each node in ``cuts`` as several, one per chunk (all have the same number of chunks); chunks that other
-    nodes read are concatenated.
+    """Rewrite each node in ``cuts`` as several nodes, one for each chunk of its result. A node outside of ``cuts``
+    reads the concatenated chunks.
 
     Nodes between two collectives are computed together for one chunk after another, so that the first chunk is sent
     while the second is computed.
 
     Args:
-        cuts: in the graph's order; `operands` accepts each.
+        cuts: node -> chunks of its result, in the graph's order. `operands` accepts each; all have as many chunks.
     """
     ChunkRewriter(graph, cuts).run()
 
 
 class ChunkRewriter:
-    """Rewrites the nodes in ``cuts`` chunk by chunk; state of one `make_pieces`."""
+    """Rewrites the nodes in ``cuts`` (node -> chunks of its result) chunk by chunk, for one call of `make_pieces`."""
 
     def __init__(self, graph: fx.Graph, cuts: dict[fx.Node, ChunkSpec]) -> None:
         self.graph, self.cuts, self.count = graph, cuts, next(iter(cuts.values())).count
@@ -240,8 +242,8 @@ class ChunkRewriter:
             self.graph.erase_node(node)
 
     def _insert_pending(self, before: fx.Node) -> None:
-        """Insert the chunks of the nodes in ``pending``, all nodes of a chunk before the next, and move the nodes in
-        ``deferred`` behind these.
+        """Insert the chunks of the nodes in ``pending`` before the node ``before``: first chunk 0 of all nodes, then
+        chunk 1, and so on. Move the nodes in ``deferred`` behind the chunks.
         """
         for number in range(self.count):
             for node in self.pending:
@@ -253,8 +255,8 @@ class ChunkRewriter:
         self.deferred.clear()
 
     def _take_joined(self, node: fx.Node, before: fx.Node) -> None:
-        """Let ``node`` read concatenated chunks in place of nodes of ``cuts``, concatenated before the node
-        ``before``.
+        """Make ``node``, which is computed as a whole, read concatenated chunks in place of operands in ``cuts``. The
+        concatenations are inserted before the node ``before``.
         """
         self.phase = info(node).origin.phase if node.op == "call_function" else ""
         for x in node.all_input_nodes:
@@ -281,8 +283,8 @@ class ChunkRewriter:
         return piece
 
     def _operand(self, x: fx.Node, cut: ChunkSpec | None, number: int, before: fx.Node) -> fx.Node:
-        """Return chunk ``number`` by ``cut`` of operand ``x``, sliced before the node ``before`` if need be; all of
-        ``x`` if ``cut`` is None.
+        """Return what chunk ``number`` of a result reads of operand ``x``: its chunk of that number by ``cut``, or all
+        of ``x`` if ``cut`` is None. Slices are inserted before the node ``before``.
         """
         if cut is not None and self.cuts.get(x) == cut:
             return self.pieces[x][number]

@@ -37,7 +37,8 @@ def clone_tree(module: nn.Module, tensor_fn: TensorFn) -> nn.Module:
 
 
 def replace_tensors(module: nn.Module, tensor_fn: TensorFn) -> nn.Module:
-    """Replace the tensors of ``module`` in place, as `clone_tree` would in a copy; return ``module``.
+    """Replace each parameter and buffer of ``module`` by ``tensor_fn(first qualified name, tensor)``, in place; return
+    ``module``. References to the tensors are replaced as in `clone_tree`.
 
     If ``tensor_fn`` raises, nothing is changed.
     """
@@ -45,7 +46,8 @@ def replace_tensors(module: nn.Module, tensor_fn: TensorFn) -> nn.Module:
 
 
 def subclass(module: nn.Module, front: type, behind: type, methods: Mapping[str, object]) -> None:
-    """Set the class of ``module`` to ``Sharded<its class>``, a subclass of ``front``, its own class and ``behind``.
+    """Set the class of ``module`` to a new class ``Sharded<its class>``, with bases ``front``, the user's class and
+    ``behind``. ``methods`` (name -> function) are added to the new class.
 
     Names are looked up in ``methods``, ``front``, the user's class, ``behind``, `nn.Module`. The module is still an
     instance of the user's class. Class and module have the signature of the user's ``forward``, by which some libraries
@@ -85,7 +87,9 @@ def _remade(
 
 
 def unsharded(module: nn.Module) -> nn.Module:
-    """Return a module of the user's class, which `subclass` replaced, that shares the attributes of ``module``."""
+    """Return a view of ``module`` as a module of the user's class, without the class that `subclass` gave it. Both
+    share one dict of attributes.
+    """
     cls = type(module).__bases__[1]
     view: nn.Module = object.__new__(cls)
     object.__setattr__(view, "__dict__", vars(module))
@@ -93,7 +97,9 @@ def unsharded(module: nn.Module) -> nn.Module:
 
 
 class _Cloner:
-    """Copier of one module tree, or replacer of its tensors in place; maps originals to copies by id."""
+    """Copies one module tree, or replaces its tensors in place. Remembers the copy of each original, so that a shared
+    object is copied once.
+    """
 
     def __init__(self, tensor_fn: TensorFn, in_place: bool) -> None:
         self._tensor_fn, self._in_place = tensor_fn, in_place
@@ -179,8 +185,8 @@ class _Cloner:
         return self._clones[id(value)]
 
     def _function(self, function: FunctionType) -> object:
-        """Return a copy of ``function`` whose cells and defaults refer to the copied tree; itself if it does not refer
-        to it.
+        """Return a copy of ``function`` whose closure cells and defaults refer to the copied tree. A function without
+        references to the tree is returned as it is.
         """
         if id(function) not in self._clones:
             self._clones[id(function)] = function  # it may hold itself
@@ -192,7 +198,9 @@ class _Cloner:
         return self._clones[id(function)]
 
     def _partial(self, value: partial[object]) -> partial[object]:
-        """Return a copy of a partial that refers to the copied tree; itself if it does not refer to it."""
+        """Return a copy of a `functools.partial` that refers to the copied tree. A partial without references to the
+        tree is returned as it is.
+        """
         parts = value.func, value.args, value.keywords, vars(value)
         func, args, keywords, attributes = copies = tuple(map(self._copy_content, parts))
         if _same(copies, parts):
@@ -208,8 +216,8 @@ class _Cloner:
         return value if hook is value.hook and module is of else WrappedHook(hook, module)
 
     def _cell(self, cell: CellType) -> CellType:
-        """Return a cell with the copied value; the same cell if it does not refer to the tree, since others may change
-        it.
+        """Return a closure cell with the copied value. A cell without references to the tree is returned as it is,
+        since other functions may assign to it.
         """
         try:
             content = cell.cell_contents
@@ -222,8 +230,8 @@ class _Cloner:
         return twin
 
     def _copy_content(self, value: Any) -> Any:
-        """Return a function's closure or default value with references replaced; containers without any are returned as
-        they are.
+        """Return a closure value or a default of a function, with references to the tree replaced by references to the
+        copy. Containers without such references are not copied.
         """
         items = value.values() if isinstance(value, dict) else value if isinstance(value, _CONTAINERS) else None
         if items is not None and all(isinstance(x, _CONTAINERS) or self._copy(x) is x for x in items):
@@ -232,5 +240,5 @@ class _Cloner:
 
 
 def _same(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Return whether both sequences have the same objects."""
+    """Return whether two sequences have the same objects, compared by identity."""
     return all(one is other for one, other in zip(some, others, strict=True))

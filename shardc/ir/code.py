@@ -52,7 +52,7 @@ def _code_text(code: types.CodeType) -> str:
 
 
 def _constant(x: object) -> str:
-    """Return a constant of code as text."""
+    """Return a constant of a code object as text. Sets are sorted, and nested code objects are written out."""
     if isinstance(x, types.CodeType):
         return _code_text(x)
     if isinstance(x, tuple):
@@ -112,7 +112,7 @@ def versioned_path(file: str) -> str | None:
 
 
 def is_versioned(code: types.CodeType) -> bool:
-    """Return whether ``code`` is torch's, shardc's or Python's, and so identified by their version."""
+    """Return whether ``code`` is torch's, shardc's or Python's. Their versions then identify the code."""
     return versioned_path(code.co_filename) is not None
 
 
@@ -134,8 +134,8 @@ def is_versioned_module(module: types.ModuleType) -> bool:
 
 @cache
 def _is_versioned_name(module: str) -> bool:
-    """Return whether a module is torch's, shardc's or Python's own, and not a user's module that shadows one of
-    Python's.
+    """Return whether the module named ``module`` belongs to torch, shardc or Python. False for a user's module that
+    shadows one of Python's.
     """
     root = sys.modules.get(module.partition(".")[0])
     file, origin = getattr(root, "__file__", None), getattr(getattr(root, "__spec__", None), "origin", None)
@@ -146,7 +146,9 @@ MAIN = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "__ma
 
 
 def is_of_library(module: str) -> bool:
-    """Return whether ``module`` is torch's, shardc's, Python's or an installed library's, or is not loaded."""
+    """Return whether the module named ``module`` belongs to torch, shardc, Python or an installed library. Also true
+    for a module that is not loaded.
+    """
     loaded = sys.modules.get("__main__" if module == MAIN else module)
     file = getattr(loaded, "__file__", None) or ""
     return loaded is None or is_versioned_module(loaded) or f"{os.sep}site-packages{os.sep}" in file
@@ -185,7 +187,7 @@ _PLAIN = (
 
 
 def plain_text(value: object) -> str:
-    """Return a value that `is_plain` as text."""
+    """Return an atomic constant (see `is_plain`) as text."""
     if isinstance(value, enum.Enum):
         return f"{qualified_name(type(value))}.{value.name}={text_of(value.value)}"
     if type(value) in (type(None), bool, str, type(...)):
@@ -203,7 +205,7 @@ def tensor_text(tensor: Tensor) -> str:
 
 
 def module_name(name: str) -> str:
-    """Return ``name``; for ``__main__`` the name of the module that runs as ``python -m NAME``, if it is one."""
+    """Return ``name``, except for ``__main__``: there return NAME if the program runs as ``python -m NAME``."""
     return MAIN if name == "__main__" else name
 
 

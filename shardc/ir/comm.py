@@ -59,10 +59,10 @@ MOVES = {torch.ops.shardc.to_device.default: "to_device", torch.ops.shardc.to_ho
 
 
 def is_ring(kind: str, ranks: int) -> bool:
-    """Return whether CPU ranks leave a collective of ``kind`` to gloo's ring: an all-reduce over any number of ranks
-    but two.
+    """Return whether CPU ranks run a collective of ``kind`` by gloo's ring instead of direct messages. True for
+    all-reduces over any number of ranks but two.
 
-    As direct messages, an all-reduce sends everything to every rank: only between two ranks that is as little as in a
+    As direct messages, an all-reduce sends everything to every rank. Only between two ranks that is as little as in a
     ring.
     """
     return kind == "all_reduce" and ranks != 2
@@ -127,7 +127,9 @@ def move_kind(node: fx.Node) -> str | None:
 
 
 def is_stored(node: fx.Node) -> bool:
-    """Return whether ``node`` copies a value to host memory only for a later graph to copy it back."""
+    """Return whether ``node`` copies a value to host memory for a later graph only: nothing on the host reads the
+    copy.
+    """
     return move_kind(node) == "to_host" and not arguments_of(node).get("read", True)
 
 
@@ -158,8 +160,8 @@ def collective_of(node: fx.Node) -> fx.Node | None:
 
 
 def entry_of(node: fx.Node, causes: Mapping[str, str]) -> str | None:
-    """Return the plan entry, as text, that caused the collective ``node``, or None; ``causes``: parameter -> its
-    entries as text.
+    """Return the plan entry, as text, that caused the collective ``node``; None if none did. ``causes`` maps a
+    parameter to its plan entries as text.
     """
     origin: Origin = info(node).origin
     if not origin.consumer:
@@ -176,7 +178,7 @@ def axes_of(node: fx.Node) -> set[str]:
 
 
 def about(axes: Iterable[str], entries: Iterable[str]) -> Iterator[str]:
-    """Yield those of ``entries``, plan entries as text, that mention one of ``axes``."""
+    """Yield the plan entries (as text) that mention a mesh axis in ``axes``."""
     return (entry for entry in entries if any(f'"{axis}"' in entry or f"@{axis}" in entry for axis in axes))
 
 

@@ -118,7 +118,9 @@ def group_of(node: fx.Node, mesh: Mesh) -> tuple[tuple[str, ...], int]:
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """Return schema name -> argument of a call of a torch op, without the defaults of arguments that are not given."""
+    """Return name in the op's schema -> argument, of a call of a torch op. Arguments that the call leaves at their
+    defaults are missing.
+    """
     target = node.target
     return {**dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)), **node.kwargs}
 
@@ -132,7 +134,7 @@ def collective_kind(node: fx.Node) -> str | None:
 
 @cache
 def _kind_of(target: object) -> str | None:
-    """Return the kind of collective that an op starts, as `collective_kind`; None for others."""
+    """Return the kind of collective that the op ``target`` starts, such as "all_gather"; None for other ops."""
     if target in ops.COLLECTIVES:
         return str(target.__name__)
     if not grammar.is_torch_op(target) or not communicates(target):
@@ -174,6 +176,8 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _local_elements(node: fx.Node) -> int:
-    """Return the number of elements of a tensor on each rank, by its layout or its local shape."""
+    """Return the number of elements that each rank has of the tensor ``node``: its layout's local size or, in a local
+    graph, its size.
+    """
     tensor = value(node)
     return prod(tensor.shape) if tensor.layout is None else tensor.layout.local_numel

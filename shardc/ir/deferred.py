@@ -10,7 +10,8 @@ from shardc.ir.layout import Layout
 
 @dataclass(frozen=True)
 class Deferred:
-    """Names of parameters whose gradients are accumulated on each rank and reduced by a later call.
+    """Names of the parameters whose gradients a backward under ``no_sync`` leaves on each rank. They are accumulated
+    there, and reduced by a later call.
 
     Args:
         whole: parameters whose gradients are not reduced at all.
@@ -22,7 +23,7 @@ class Deferred:
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the names of all deferred parameters, ``whole`` and ``scattered``."""
+        """Return the names of all deferred parameters: the union of ``whole`` and ``scattered``."""
         return self.whole | self.scattered
 
     def renamed(self, change: Callable[[str], str | None]) -> Deferred:
@@ -34,8 +35,8 @@ class Deferred:
         return bool(self.names)
 
     def layout(self, name: str, stored: Layout, incoming: Layout) -> Layout | None:
-        """Return the layout, with pending reductions, in which a backward returns the gradient of ``name``; None if it
-        is reduced.
+        """Return the layout of the gradient of parameter ``name`` as a backward returns it, with the reductions that
+        are still pending. None if the parameter is not deferred: its gradient is reduced.
 
         Args:
             stored: layout of the parameter's storage.
@@ -51,8 +52,8 @@ NOTHING = Deferred()
 
 
 def replicated(storages: Mapping[str, Layout], batch: Sequence[str]) -> dict[str, Layout]:
-    """Return those of ``storages`` (parameter -> layout) whose gradients are summed over axes of ``batch`` that do not
-    split the parameter.
+    """Return the parameters (of ``storages``, parameter -> storage layout) that some batch axis does not split. Their
+    gradients are summed over that axis.
     """
     return {
         name: stored
@@ -62,7 +63,8 @@ def replicated(storages: Mapping[str, Layout], batch: Sequence[str]) -> dict[str
 
 
 def pending_beside(stored: Layout, incoming: Layout) -> Layout:
-    """Return ``stored`` with the pending reductions that ``incoming`` has over axes that do not split ``stored``.
+    """Return the layout ``stored`` with the pending reductions of ``incoming`` added, except those over axes that split
+    ``stored``.
 
     >>> from shardc.ir.mesh import Mesh
     >>> mesh = Mesh(rep=2, dp=4)

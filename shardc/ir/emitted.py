@@ -36,8 +36,8 @@ def of_graph(graph: fx.Graph) -> list[str]:
 
 
 def of_source(source: str) -> list[str]:
-    """Return each collective in Inductor's code ``source`` as text, as `of_graph` does; in-place ops by functional
-    names.
+    """Return each collective in Inductor's code ``source`` as text, as `of_graph` does. An in-place op gets the name of
+    its functional form.
     """
     out = []
     for name, arguments in _CALL.findall(source):
@@ -62,7 +62,8 @@ def check_order(graph: fx.Graph, source: str) -> None:
 
 
 def collective_at(lines: Sequence[str], number: int) -> int | None:
-    """Return the index, among all collectives, of the one that line ``number`` of Inductor's code starts or waits for.
+    """Return which collective line ``number`` of Inductor's code starts or waits for, as its index among all
+    collectives.
 
     -1 - k stands for a wait for argument k, None for a line of anything else.
 
@@ -91,7 +92,8 @@ def collective_at(lines: Sequence[str], number: int) -> int | None:
 
 @dataclass
 class Uses:
-    """Lifetimes of arena slots (`shardc.ir.arena`) and arguments in generated code, in lines of its function.
+    """Lifetimes of arena slots (memory of collectives' results, `shardc.ir.arena`) and of arguments in generated code.
+    Times are line numbers of the generated function.
 
     Args:
         spans: slot -> (first line, last line) at which it is in use.
@@ -112,7 +114,7 @@ class Uses:
 
     @property
     def leaving(self) -> set[int]:
-        """Return the numbers of the arena slots whose memory the code returns."""
+        """Return the numbers of the arena slots whose memory holds a result of the function, which its caller keeps."""
         return {slot for result in self.results for slot in result if slot >= 0}
 
 
@@ -169,7 +171,7 @@ def uses_of(source: str) -> Uses:
 def joined(
     uses: Sequence[Uses], segments: Sequence[Segment], arguments: Sequence[str], returned: Sequence[object]
 ) -> Uses:
-    """Return the `Uses` of a forward or backward graph from those of its segments, in order.
+    """Combine the `Uses` of a graph's segments, in order, to the `Uses` of the whole forward or backward graph.
 
     Args:
         uses: the `Uses` of each segment's code.
@@ -184,7 +186,7 @@ def joined(
     base = 0
 
     def last(slots: Iterable[int], at: int) -> None:
-        """Extend the use of ``slots`` to line ``at``."""
+        """Extend the lifetimes of ``slots`` so that they last at least until line ``at``."""
         spans.update({slot: (spans.get(slot, (0, 0))[0], max(spans.get(slot, (0, 0))[1], at)) for slot in slots})
 
     for use, segment in zip(uses, segments, strict=True):
@@ -206,8 +208,8 @@ def joined(
 
 
 def _behind(behind: dict[str, set[int]], text: str) -> set[int]:
-    """Return the arena slots (-1 - k for argument k) in whose memory the variables named in ``text`` may lie;
-    ``behind`` maps each variable to its slots.
+    """Return the numbers of the arena slots whose memory the variables named in ``text`` may use; -1 - k stands for the
+    memory of argument k. ``behind`` maps a variable to its slots.
     """
     return {slot for name in re.findall(r"\w+", text) for slot in behind.get(name, ())}
 

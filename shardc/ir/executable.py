@@ -61,8 +61,8 @@ JOIN: dict[str, Callable[..., Tensor]] = {  # reduce op -> op that joins two ter
 
 
 def opening(at: int) -> tuple[str, str]:
-    """Return the names of two phases of the loop number ``at`` before the forward: its graph for each microbatch, and
-    the graph that runs once after the loop.
+    """Return the names of two phases of loop number ``at``, one of the loops over microbatches before the forward: its
+    graph for each microbatch, and the graph that runs once after it.
     """
     return f"opening {at + 1}", f"opened {at + 1}"
 
@@ -94,7 +94,7 @@ _LIKE_BACKWARD = (LAST_BACKWARD, GRADIENTS, INPUT_GRADIENTS, WEIGHT_GRADIENTS)
 
 @dataclass(frozen=True)
 class AtStage:
-    """The name of a phase, such as the forward, of one ``stage`` of a pipeline."""
+    """The name of a phase of one pipeline stage, such as "forward of stage 1"."""
 
     phase: str
     stage: int
@@ -149,13 +149,13 @@ class Half:
 
     @property
     def kind(self) -> str:
-        """Return the phase as text, without stage; BACKWARD for every backward, whatever outputs it is for."""
+        """Return the phase as text without its stage. Every backward has the text BACKWARD."""
         phase = self.phase.phase if isinstance(self.phase, AtStage) else self.phase
         return phase if isinstance(phase, str) and phase not in _LIKE_BACKWARD else BACKWARD
 
     @property
     def is_forward(self) -> bool:
-        """Return whether the graph is a forward of the model, on a batch or microbatch; loops before it are not."""
+        """Return whether the graph is the model's forward, on a batch or microbatch. Loops before it are not."""
         return self.kind in (FORWARD, FIRST_FORWARD, INFERENCE, FIRST_INFERENCE)
 
     @property
@@ -174,15 +174,15 @@ class Half:
 
     @cached_property
     def reads(self) -> Mapping[str, Role]:
-        """Return argument name -> `Role` of the parameter, buffer or input that the argument is, or was gathered, moved
-        or cast from.
+        """Return argument name -> `Role` of the parameter, buffer or input behind the argument. The argument is that
+        tensor itself, or was gathered, moved or cast from it.
         """
         roles = ir.output_node(self.graph).meta.get(ir.READS, {})
         return {port.name: roles[port.name] for port in self.takes if port.name in roles}
 
     @property
     def plan(self) -> MemoryPlan:
-        """Return the memory plan for the results of its collectives."""
+        """Return the memory plan of the graph's collectives."""
         plan: MemoryPlan = ir.output_node(self.graph).meta.get(PLAN, MemoryPlan())
         return plan
 
@@ -207,7 +207,7 @@ class Compiled:
     source_code: str = ""
 
     def __call__(self, inputs: list[Any], enter: Callable[[Segment], None] = lambda _: None) -> Sequence[Any]:
-        """Run the graph on ``inputs``, which it empties; return its outputs. Calls ``enter`` before each segment."""
+        """Run the graph on ``inputs``, which is emptied; return its outputs. Call ``enter`` before each segment."""
         if len(self.segments) == 1:
             return self.codes[0](inputs)
         values = self._constants | dict(zip(self.takes, inputs, strict=True))
@@ -362,16 +362,16 @@ class Executable(ABC):
 
     @property
     def differentiates(self) -> frozenset[int]:
-        """Return the indices of the outputs whose gradients a program with microbatches computes: the loss, or all."""
+        """Return which outputs a program with microbatches differentiates, by index: the loss or, without one, all."""
         return frozenset(self.tangents if self.loss is None else [self.loss])
 
     def using(self, used: frozenset[int]) -> Executable:
-        """Return the program with microbatches like this one that differentiates the outputs with indices ``used``."""
+        """Return a variant of this program with microbatches that differentiates the outputs with indices ``used``."""
         raise AssertionError("a step without microbatches has a backward for each set of outputs")
 
     def step(self, training: bool = True) -> tuple[Half, ...]:
-        """Return the graphs of one step: (forward, backward) if ``training`` and something needs a gradient, else
-        (inference,).
+        """Return the graphs of one step. Without microbatches these are (forward, backward) in training, else
+        (inference,). It is training if ``training`` is set and something needs a gradient.
         """
         trains = training and self.trains
         if self.opens_backward and not trains:
@@ -386,12 +386,11 @@ class Executable(ABC):
         return tuple(half for half in map(self.find, names) if half is not None)
 
     def own_halves(self, evaluates: bool = True) -> tuple[Half, ...]:
-        """Return the graphs of a training step, if something needs a gradient, then those of an inference.
+        """Return each graph of this program once: those of a training step, if there is one, and of an inference.
 
         Args:
             evaluates: False leaves out the graphs of an inference if there is a training step. So does
-                `opens_backward`:
-                then another program (`using`) has them.
+                `opens_backward`: then another program (`using`) has them.
         """
         inference = self.step(training=False) if evaluates and not self.opens_backward else ()
         return tuple(dict.fromkeys((*self.step(), *inference)))
@@ -421,7 +420,9 @@ class Executable(ABC):
             yield self.half(CLOSING), 0
 
     def _openings(self) -> Iterator[tuple[Half, int]]:
-        """Yield (graph, microbatch) of the runs of the loops before the forward; 0 for a graph that runs once."""
+        """Yield (graph, microbatch) of each run before the forward: those of a loop over microbatches, then its closing
+        graph (with microbatch 0), and so on for each loop.
+        """
         for number in range(self.openings):
             body, once = opening(number)
             if (half := self.find(body)) is not None:
@@ -429,7 +430,7 @@ class Executable(ABC):
             yield self.half(once), 0
 
     def order(self, training: bool) -> Schedule:
-        """Return the order of a pipeline's runs in a training step (``training``) or in a call without gradients."""
+        """Return a pipeline's `Schedule` for a training step (``training``) or for a call without gradients."""
         raise AssertionError("the program has no stages")
 
     def stage_runs(self, training: bool) -> StageRuns:
@@ -451,8 +452,8 @@ class Executable(ABC):
         return {}
 
     def _opening_runs(self, number: int, stages: int) -> StageRuns | None:
-        """Return the `StageRuns` of loop ``number`` before the forward, given the number of ``stages``; None if all
-        ranks run all of it.
+        """Return the messages and runs of loop ``number`` before the forward, whose layers lie on ``stages`` pipeline
+        stages. None for a loop without stages, which all ranks run completely.
 
         The order is that of an inference, and all ranks take its sums.
         """
@@ -469,7 +470,7 @@ class Executable(ABC):
         return StageRuns.of(order, self.stage_of, graphs)
 
     def _of_stages(self, order: Schedule) -> Iterator[tuple[int, bool, fx.Graph]]:
-        """Yield (stage, whether it runs for each microbatch, graph) of the stages' graphs, by stage."""
+        """Yield (stage, whether it runs for each microbatch or once, graph) of the stages' graphs, by stage."""
         forward = FORWARD if order.trains else INFERENCE
         phase_of = {Kind.FORWARD: forward, **BACKWARDS}
         once = (GATHERS, FIRST[forward], *((LAST_BACKWARD, GRADIENTS) if order.trains else (CLOSING,)))
@@ -515,7 +516,7 @@ class Executable(ABC):
         return {}
 
     def _listed(self, rank: int, trains: bool) -> list[Run | Message]:
-        """Return the actions of a rank, not cached; see `actions`."""
+        """Compute the actions of a rank, which `actions` caches."""
         runs = self.stage_runs(trains)
         stages = runs.stages(rank)
         forward = FORWARD if trains else INFERENCE
@@ -557,7 +558,7 @@ class Executable(ABC):
         return [*out, *runs.behind(rank), *self._once(GRADIENTS if trains else CLOSING, stages), *runs.last(rank)]
 
     def _once(self, phase: str, stages: Iterable[int]) -> list[Run]:
-        """Return one run of ``phase`` for each of ``stages`` that has this phase."""
+        """Return a run of the graph of ``phase`` for each of ``stages`` that has such a graph."""
         halves = [self.find(AtStage(phase, stage)) for stage in stages]
         return [Run(half) for half in halves if half is not None]
 
@@ -595,5 +596,5 @@ class Executable(ABC):
 
 
 def certificate_of(halves: Sequence[Half]) -> Certificate:
-    """Return the certificate (all collectives, in order) of graphs that run one after the other."""
+    """Return the `Certificate` (all collectives, in order) of graphs that run one after the other."""
     return certify(halves[0].mesh, [(half.name, half.graph) for half in halves])

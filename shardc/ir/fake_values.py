@@ -1,4 +1,4 @@
-"""Fake values of inserted ops, from a table of results that were computed before (`fake_result`).
+"""Computes the fake values of inserted ops, with a cache of results by op and operand types (`fake_result`).
 
 A run of an op in a fake mode takes some 150 us. The same op comes at the same shapes in each repeated block, and in
 each plan that a search tries.
@@ -23,7 +23,9 @@ _BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 class _Type(NamedTuple):
-    """Type of a dense fake tensor: all that the results of ops that return no views depend on."""
+    """Shape, strides, dtype and device of a dense fake tensor: all of it that an op's result depends on, unless the
+    result is a view.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -44,7 +46,7 @@ def fake_result(
     args: Sequence[object],
     kwargs: Mapping[str, object],
 ) -> object:
-    """Return what ``target`` returns for fake values in ``mode``, as new tensors in each call.
+    """Return the result of ``target`` on fake values in ``mode``. Its type is cached; its tensors are new in each call.
 
     An op runs if its result is in no table: at new types of operands, or if types and other arguments do not determine
     the result, as with views, random draws and shapes that depend on values.
@@ -76,8 +78,8 @@ def _is_pure(target: object) -> bool:
 
 
 def _key(x: object) -> object:
-    """Return a hashable key of an argument, equal for arguments that lead to results of equal types; raise _NoKeyError
-    if there is none.
+    """Return a hashable key of an argument. Arguments with equal keys lead to results of equal types. Raise _NoKeyError
+    if the argument can have no key.
     """
     if isinstance(x, FakeTensor):
         if x.layout is not torch.strided or x.dtype.is_complex or x.is_neg():
@@ -99,7 +101,9 @@ def _ints(sizes: Sequence[object]) -> tuple[int, ...]:
 
 
 def _types(result: object) -> _Type | tuple[_Type, ...] | None:
-    """Return the types of results; None if equal results cannot be made from their types, as of a view."""
+    """Return the types of an op's result (a tensor or a tuple of tensors). None if they do not describe the result
+    completely, as for a view.
+    """
     if type(result) is tuple:
         types = [_types(x) for x in result]
         return tuple(x for x in types if isinstance(x, _Type)) if all(isinstance(x, _Type) for x in types) else None

@@ -24,8 +24,8 @@ def uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def outgrown() -> Iterator[None]:
-    """Context manager that pauses garbage collection in the block, then moves all objects to the oldest generation
-    (rarely scanned).
+    """Context manager that pauses garbage collection in the block. Afterwards all objects are in the oldest generation,
+    which is rarely scanned.
     """
     with uncollected():
         yield

@@ -96,7 +96,9 @@ class Origin:
 
     @property
     def reason(self) -> str:
-        """Return ``cause``, or ``needed by CONSUMER``, or "", as text and reports show it."""
+        """Return why a node is there, as text: ``cause`` (a plan entry), or ``needed by CONSUMER``, or "" if neither is
+        known.
+        """
         return self.cause or (f"{NEEDED_BY}{self.consumer}" if self.consumer else "")
 
 
@@ -123,7 +125,8 @@ class Role:
 
 @dataclass(frozen=True)
 class Info:
-    """shardc's record of one FX node, under one key of its ``meta``: name, type, provenance and role.
+    """shardc's record of one FX node: its name, type, provenance and role. It is stored under one key of the node's
+    ``meta``.
 
     Args:
         name: its name in text: scope and op, unique in the graph, e.g. ``layers.0.mlp.up.mm``.
@@ -158,7 +161,9 @@ class Info:
         return [value for value in self.values if value is not None]
 
     def at(self, layout: Layout | tuple[Layout | None, ...] | None) -> Info:
-        """Return this record with its tensors at ``layout``; a tuple has one layout per result."""
+        """Return a copy of this record in which the tensors have another ``layout``. For an op with several results, a
+        tuple gives one layout per result.
+        """
         if isinstance(self.value, tuple):
             layouts = layout if isinstance(layout, tuple) else (layout,) * len(self.value)
             values = tuple(v and replace(v, layout=new) for v, new in zip(self.value, layouts, strict=True))
@@ -197,9 +202,7 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def value_of(val: object) -> Value | tuple[Value | None, ...] | None:
-    """Return the `Value` of an example tensor, a tuple with that of each item of a list or tuple, and None for a
-    non-tensor.
-    """
+    """Return the `Value` of an example tensor; a tuple of these for a list or tuple; None for a non-tensor."""
     if isinstance(val, (tuple, list)):
         return tuple(Value(v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else None for v in val)
     return Value(val.dtype, tuple(val.shape)) if isinstance(val, Tensor) else None
@@ -220,7 +223,9 @@ def layout(node: fx.Node) -> Layout:
 
 
 def placeholders(graph: fx.Graph, kind: str | None = None) -> list[fx.Node]:
-    """Return the placeholders in order; only those whose role has ``kind``, if it is set."""
+    """Return the graph's placeholders in order. With ``kind`` (such as "param"), return those with a role of that kind
+    only.
+    """
     nodes = [n for n in graph.nodes if n.op == "placeholder"]
     return nodes if kind is None else [n for n in nodes if (r := info(n).role) and r.kind == kind]
 
@@ -231,7 +236,9 @@ def output_node(graph: fx.Graph) -> fx.Node:
 
 
 def outputs(graph: fx.Graph) -> Iterator[tuple[Role, fx.node.Argument]]:
-    """Yield (role, node) of each output in order; a constant or None in place of the node of a non-tensor."""
+    """Yield (role, node) of each output of the graph, in order. An output that is a constant or None is yielded as it
+    is in place of the node.
+    """
     node = output_node(graph)
     yield from zip(node.meta[ROLES], node.args[0], strict=True)
 

@@ -42,8 +42,8 @@ _NAMES = """
 
 
 def _states() -> Iterator[tuple[str, Callable[..., object]]]:
-    """Yield (qualified name, function that returns the state) of each of torch's global states that this version of
-    torch has.
+    """Yield (qualified name, getter function) of torch's global states, such as the default dtype. States that this
+    version of torch lacks are left out.
     """
     for name in _NAMES.split():
         try:
@@ -53,14 +53,16 @@ def _states() -> Iterator[tuple[str, Callable[..., object]]]:
 
 
 def in_inference_mode() -> bool:
-    """Return whether the user's call is in inference mode, even within `tracing`, which leaves it for the trace."""
+    """Return whether the user's call is in inference mode. True also inside of `tracing`, which leaves that mode for
+    the time of a trace.
+    """
     return torch.is_inference_mode_enabled() or _LEFT.get()
 
 
 @contextmanager
 def tracing(grad: bool) -> Iterator[None]:
-    """Context manager that leaves inference mode, whose tensors cannot be traced; gradients are recorded in it if
-    ``grad``.
+    """Context manager for a trace: leaves inference mode, whose tensors cannot be traced, and turns recording of
+    gradients on or off (``grad``).
     """
     token = _LEFT.set(in_inference_mode())
     try:
@@ -79,7 +81,9 @@ STATES: dict[str, Callable[..., object]] = {
 
 
 def state(name: str, *args: object) -> object:
-    """Return the current value of torch's global state ``name``; KeyError if it has none, as for an absent device."""
+    """Return the current value of torch's global state ``name``. KeyError if there is no value, as for a device that is
+    absent.
+    """
     try:
         return STATES[name](*args)
     except (RuntimeError, AssertionError) as error:
@@ -114,7 +118,8 @@ Constant = bool | int | float | str | None
 
 @dataclass(frozen=True)
 class Read:
-    """One read of a capture: an object, named by an expression, and the property of it that was read.
+    """One read that a capture made: an object, named by an expression (``model.training``), and the property of it that
+    was read.
 
     Args:
         expression: expression of the object.
@@ -155,8 +160,8 @@ class Reads:
         return Read(GRAD_MODE) in self.entries
 
     def values(self, model: nn.Module, loss: object = None) -> Values:
-        """Return (read, its current value) for each read, then ("its code", hash of the reachable code), as text that
-        ranks can compare.
+        """Return the current values of all reads as text, in pairs (read, value). The last pair is ("its code", hash of
+        the code that a trace could reach).
         """
         at = Lookup(model, loss, self.scopes)
         return *((str(read), at.text(read)) for read in self.entries), ("its code", self.reach(model, loss).digest)
@@ -166,7 +171,9 @@ class Reads:
         return reach(model, loss, [does for does, _ in self.traced])
 
     def joined(self, other: Reads) -> Reads | None:
-        """Return the union of both; None if they use a scope name for different globals."""
+        """Return the union of these reads and ``other``. None if a scope name stands for different globals in the
+        two.
+        """
         if any(other.scopes.get(name, scope) is not scope for name, scope in self.scopes.items()):
             return None
         reads = sorted({*self.entries, *other.entries}, key=lambda read: (read.expression, read.what, repr(read.key)))
@@ -176,7 +183,8 @@ class Reads:
 
 @dataclass(frozen=True, eq=False)
 class Guards:
-    """The reads of a capture with the values that they had: its program is valid for calls at which these are the same.
+    """The reads of a capture and the values that they had. The capture's program is valid for calls at which the values
+    are the same.
 
     Args:
         reads: the reads.
@@ -190,20 +198,22 @@ class Guards:
 
     @classmethod
     def of(cls, reads: Reads, model: nn.Module, loss: object = None) -> Guards:
-        """Return the guards of a capture of ``model`` in its current state."""
+        """Return the guards of a capture: its ``reads`` with their current values in ``model`` and ``loss``."""
         reach = reads.reach(model, loss)
         return cls(reads, reads.values(model, loss), {**reach.code, **reach.values})
 
     def hold(self, model: nn.Module, loss: object = None) -> bool:
-        """Return whether a capture of ``model`` in its current state would read the same values."""
+        """Return whether all reads still have the values of the capture, given the current state of ``model`` and
+        ``loss``.
+        """
         return self.reads.values(model, loss) == self.values
 
     def equals(self, other: Guards) -> bool:
-        """Return whether ``other`` has the same reads and values; ``==`` compares by identity, which is faster."""
+        """Return whether ``other`` has the same reads and values. (``==`` compares by identity, which is faster.)"""
         return self.values == other.values and self.reads == other.reads
 
     def unlike(self, model: nn.Module, loss: object = None) -> list[str]:
-        """Return the names of the guards whose values now differ from those of a capture in another process.
+        """Return the names of the guards that fail now, for a capture that was made in another process.
 
         Guards here are reads, the reachable code, and the plain values that this code names.
         """
@@ -215,7 +225,7 @@ class Guards:
 
 
 class Lookup:
-    """Evaluator of the expressions of reads, which evaluates common prefixes once.
+    """Evaluates the expressions of reads (``model.layer.scale``), each common prefix once.
 
     Args:
         model, loss: values of the names ``model`` and ``loss``.
@@ -227,13 +237,17 @@ class Lookup:
         self._scopes = scopes or {}
 
     def __call__(self, path: Path) -> Any:
-        """Return the object at ``path``; AttributeError, KeyError, IndexError or TypeError if there is none."""
+        """Return the object that a parsed expression (a `Path`, see `parse`) names. AttributeError, KeyError,
+        IndexError or TypeError if there is none.
+        """
         if path not in self._values:
             self._values[path] = self._resolve(*path)
         return self._values[path]
 
     def _resolve(self, kind: str, first: Any, *more: Any) -> Any:
-        """Return the object at the path (``kind``, ``first``, ...), as `parse` returns paths."""
+        """Evaluate one level of a parsed expression (see `parse`): ``kind`` is that of its tuple, ``first`` and
+        ``more`` are the other entries. Return the object.
+        """
         if kind == "constant":
             return first
         if kind == "module":
@@ -274,7 +288,8 @@ class Lookup:
 
 @lru_cache(maxsize=8192)
 def parse(expression: str) -> Path:
-    """Return an expression as nested tuples: ("attribute", path, name), ("item", path, path) and so on.
+    """Parse an expression to nested tuples, such as ("attribute", ("name", "model"), "training") for
+    ``model.training``.
 
     Raises:
         KeyError: the text is no such expression.
@@ -286,7 +301,9 @@ def parse(expression: str) -> Path:
 
 
 def _path(node: ast.expr) -> Path:
-    """Return the nested tuples of `parse` for a syntax node."""
+    """Convert the syntax tree of an expression to nested tuples, as `parse` returns them: ("attribute", ("name",
+    "model"), "training") for ``model.training``.
+    """
     if isinstance(node, ast.Name):
         return "name", node.id
     if isinstance(node, ast.Attribute):
@@ -303,7 +320,7 @@ def _path(node: ast.expr) -> Path:
 
 
 def _items(x: object) -> list[object]:
-    """Return the items, or keys, of a container as a list; raise TypeError for another object."""
+    """Return the items of a container (the keys of a dict) as a list. TypeError for any other object."""
     if not isinstance(x, (dict, list, tuple, set, frozenset, KeysView)):
         raise TypeError(x)
     return list(x)

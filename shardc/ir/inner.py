@@ -30,7 +30,8 @@ _SEQUENCES = (list, tuple, set, frozenset)
 
 
 class InnerCode:
-    """Snapshot of the user's functions and tables that the wrapper subclasses in ``model`` may use when an op runs.
+    """Snapshot of the user's functions and tables that the wrapper subclasses in ``model`` may use when one of their
+    ops runs.
 
     Tracing does not reach them. A snapshot is compared by identity, within one process; `shardc.ir.reach` names traced
     code for other processes.
@@ -61,7 +62,9 @@ class InnerCode:
 
     @cached_property
     def text(self) -> str:
-        """Return a text that two snapshots in this process share if and only if their code is the same."""
+        """Return a name for the state of the code in this snapshot. Within one process, two snapshots have equal names
+        if and only if their code is the same.
+        """
         for at, state in enumerate(_states):
             if _same(state, self._before):
                 return f"state {at}"
@@ -69,7 +72,7 @@ class InnerCode:
         return f"state {len(_states) - 1}"
 
     def _now(self) -> Iterator[object]:
-        """Yield all objects on which the code depends, in their current state."""
+        """Yield all objects on which the wrapper subclasses' code depends, in their current state."""
         for owner in self._mappings.values():
             entries = owner if isinstance(owner, _MAPPINGS) else vars(owner)
             yield len(entries)
@@ -90,7 +93,7 @@ class InnerCode:
             yield tensor._version
 
     def _visit(self, x: object) -> None:
-        """Record ``x`` if it can change, and queue the objects that it refers to."""
+        """Record ``x`` in the snapshot if it can change, and queue the objects that ``x`` refers to for a visit."""
         if is_plain(x) or id(x) in self._seen:
             return
         self._seen[id(x)] = x  # keeps it alive, so that no other object gets its id
@@ -124,7 +127,9 @@ class InnerCode:
                 self._todo += vars(x).values()
 
     def _function(self, function: types.FunctionType) -> None:
-        """Record a user's function, and queue its defaults, cells and the globals that it names."""
+        """Record a user's function in the snapshot. Queue its defaults, its closure cells and the globals that it
+        names.
+        """
         cells = list(map(_contents, function.__closure__ or ()))
         if is_versioned(function.__code__):  # a decorator of torch or Python is around the user's functions
             self._todo += [x for x in cells if isinstance(x, types.FunctionType)]
@@ -136,8 +141,11 @@ class InnerCode:
             self._name(function.__globals__, name, names)
 
     def _name(self, scope: dict[str, object], name: str, names: frozenset[str], versioned: bool = False) -> None:
-        """Record what ``name`` in ``scope`` (globals, or attributes of a module) is bound to; if that is a module, also
-        its attributes in ``names``. ``versioned``: the scope is torch's, shardc's or Python's.
+        """Record the object that ``name`` is bound to in ``scope`` (globals, or the attributes of a module). If the
+        object is a module, also record its attributes in ``names``.
+
+        Args:
+            versioned: whether the scope is torch's, shardc's or Python's.
         """
         self._names[id(scope), name] = scope, name
         value = scope.get(name, _ABSENT)
@@ -159,7 +167,7 @@ def _contents(cell: types.CellType) -> object:
 
 
 def _same(before: tuple[object, ...], now: tuple[object, ...]) -> bool:
-    """Return whether both tuples have the same objects, or equal plain values."""
+    """Return whether two tuples have the same objects. Plain values (numbers, strings) need to be equal only."""
     if len(before) == len(now) and all(map(is_, before, now)):
         return True
     return len(before) == len(now) and all(
@@ -213,8 +221,8 @@ class InnerTensors(nn.Module):
             )
 
     def outer(self, of: Callable[[Tensor], Tensor] = lambda x: x, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the wrapper tensor made of ``of(inner tensor)`` for each inner tensor, converted to ``dtype`` by its
-        class if that is given.
+        """Return the wrapper tensor, made again from ``of(inner tensor)`` for each of its inner tensors. With
+        ``dtype``, it is converted by its class.
         """
         inner = {key: x.outer(of) if isinstance(x, InnerTensors) else of(x) for key, x in self._entries.items()}
         tensor: Tensor = self.cls.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
@@ -226,12 +234,15 @@ class InnerTensors(nn.Module):
 
     @property
     def _entries(self) -> dict[str, Any]:
-        """Return name -> inner tensor, or `InnerTensors` in place of one that is a wrapper itself."""
+        """Return name -> inner tensor. An inner tensor that is a wrapper subclass itself is there as its `InnerTensors`
+        module.
+        """
         entries = {**self._parameters, **self._buffers, **self._modules}
         return {key: entries[key] for key in self.names}
 
     def inner_tensors_of(self, x: Any, prefix: str) -> dict[str, Tensor]:
-        """Return ``prefix`` + name -> inner tensor of ``x``.
+        """Return qualified name (``prefix`` + name) -> inner tensor of ``x``, a wrapper tensor like the one that this
+        module replaces.
 
         Raises:
             ValueError: ``x`` is of another class than the replaced tensor, or has other metadata.
@@ -266,11 +277,13 @@ class InnerTensors(nn.Module):
             ) from None
 
     def extra_repr(self) -> str:
-        """Return the class and the metadata as text; a program depends on them besides the inner tensors."""
+        """Return the wrapper's class and metadata as text. A program depends on this text, as it does on the inner
+        tensors.
+        """
         return f"{self.cls.__module__}.{self.cls.__qualname__}, {self.context!r}, {list(self.shape)}, {self.attributes}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Apply ``fn`` to the inner tensors, as `nn.Module._apply` does, and return the module; InputError if it
+        """Apply ``fn`` to the inner tensors, as `nn.Module._apply` does, and return the module. InputError if ``fn``
         converts their dtype.
         """
         check_conversion(self, fn)
@@ -278,8 +291,8 @@ class InnerTensors(nn.Module):
 
 
 class _Holder(nn.Module):
-    """Base class, ahead of the user's, of a module with `InnerTensors`: its state dicts have the wrapper tensors in
-    their place.
+    """First base class of a module that has `InnerTensors` in place of wrapper tensors. Its state dicts show the
+    wrapper tensors.
     """
 
     def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
@@ -292,7 +305,7 @@ class _Holder(nn.Module):
         super().__setattr__(name, value)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Load a state dict that has wrapper tensors: their inner tensors take their places first."""
+        """Load a state dict that has wrapper tensors: replace each by its inner tensors, then load these."""
         for key, inner in self._modules.items():
             if isinstance(inner, InnerTensors) and prefix + key in state_dict:
                 try:
@@ -304,7 +317,8 @@ class _Holder(nn.Module):
 
 
 def flattened(model: nn.Module) -> nn.Module:
-    """Return ``model``, or a copy in which `InnerTensors` replace parameters and buffers of wrapper subclasses.
+    """Return a copy of ``model`` in which `InnerTensors` modules replace the parameters and buffers of wrapper
+    subclasses. Without any, return ``model`` itself.
 
     The copy shares all tensors.
     """
@@ -338,8 +352,8 @@ _KINDS = ("_parameters", "_buffers")
 
 
 def unflatten(model: nn.Module, of: Callable[[str, InnerTensors], Tensor]) -> None:
-    """Replace each `InnerTensors` in ``model`` by the tensor ``of(name, it)``, and restore the classes of the modules,
-    in place.
+    """Undo `flattened` in place: replace each `InnerTensors` in ``model`` by the tensor that ``of`` returns, and give
+    the modules their own classes again.
 
     Args:
         of: function of an `InnerTensors` and the path of its module that returns the tensor; called once for one that
@@ -369,8 +383,8 @@ def unflatten(model: nn.Module, of: Callable[[str, InnerTensors], Tensor]) -> No
 
 @contextmanager
 def outer_tensors(module: nn.Module) -> Iterator[None]:
-    """Context manager that puts the wrapper tensors back into ``module``, whose inner tensors are unsharded, for the
-    block.
+    """Context manager in which ``module`` has its wrapper tensors, made again from their inner tensors, which must be
+    unsharded before.
 
     Raises:
         LayoutError: a wrapper tensor was replaced in the block.
@@ -402,8 +416,8 @@ def outer_tensors(module: nn.Module) -> Iterator[None]:
 
 
 def rebuilt(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``state``, a full state dict, with wrapper tensors in place of their inner tensors, under the model's
-    names.
+    """Return a copy of the full state dict ``state`` in which wrapper tensors replace their inner tensors, as in the
+    state dict of the user's model.
     """
     out = dict(state)
     for path, inner in _outermost(module):
@@ -417,13 +431,17 @@ def rebuilt(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def first_places(module: nn.Module) -> dict[str, str]:
-    """Return each qualified name of a wrapper tensor in ``module`` -> the first name of the same tensor."""
+    """Return name of a wrapper tensor in ``module`` -> the first of its names. (A tied tensor has several qualified
+    names.)
+    """
     first: dict[int, str] = {}
     return {path: first.setdefault(id(inner), path) for path, inner in _outermost(module)}
 
 
 def outer_names(module: nn.Module) -> dict[str, str]:
-    """Return name of a wrapper parameter -> name of its inner tensor of equal shape, to which plan entries apply."""
+    """Return name of a wrapper parameter -> name of its inner tensor of the same shape. Plan entries about the
+    parameter apply to that inner tensor.
+    """
     out: dict[str, str] = {}
     for path, inner in _outermost(module):
         shaped = [name for name, x in inner.named_parameters() if x.shape == inner.shape]
@@ -432,15 +450,17 @@ def outer_names(module: nn.Module) -> dict[str, str]:
 
 
 def with_inner(x: Any) -> Iterator[Tensor]:
-    """Yield ``x``, then, if it is of a wrapper subclass, its inner tensors and theirs."""
+    """Yield ``x`` and, if it is of a wrapper subclass, its inner tensors. Inner tensors of inner tensors are yielded
+    too.
+    """
     yield x
     for key in x.__tensor_flatten__()[0] if is_wrapper(x) else ():
         yield from with_inner(getattr(x, key))
 
 
 def metadata(x: Tensor) -> list[object]:
-    """Return a list, to be compared, of the class, shape, strides, dtype, requires_grad and attributes of ``x`` and of
-    its inner tensors.
+    """Return a list of the metadata of ``x`` and its inner tensors, for comparison: class, shape, strides, dtype,
+    requires_grad and attributes.
     """
     out: list[object] = []
     for part in with_inner(x):
@@ -452,7 +472,9 @@ def metadata(x: Tensor) -> list[object]:
 
 
 def check_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
-    """Raise InputError if ``fn`` converts an inner tensor to another dtype, to which its class could not adapt."""
+    """Raise InputError if ``fn`` converts an inner tensor in ``module`` to another dtype. The wrapper's class could not
+    adapt to that.
+    """
     for path, inner in _outermost(module):
         for kind in {inner.dtype, *(x.dtype for x in (*inner.parameters(), *inner.buffers()))}:
             if (wanted := fn(torch.empty(0, dtype=kind)).dtype) != kind:
@@ -464,7 +486,7 @@ def check_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
 
 
 def _outermost(module: nn.Module) -> Iterator[tuple[str, InnerTensors]]:
-    """Yield (path, module) of each `InnerTensors` in ``module`` that is not inside another."""
+    """Yield (path, module) of each `InnerTensors` in ``module`` that is not inside another `InnerTensors`."""
     paths: set[str] = set()
     for path, part in module.named_modules(remove_duplicate=False):  # a module comes before those in it
         if isinstance(part, InnerTensors):

@@ -1,4 +1,4 @@
-"""Allow-list of tensor classes: programs accept tensors that shape, strides and values describe completely."""
+"""Says which tensor classes programs accept: those that are described completely by shape, strides and values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _UNWRAPPED = ("torchvision.tv_tensors",)
 
 
 def why_refused(x: Tensor, stored: bool = False) -> tuple[str, str] | None:
-    """Return (description of ``x``, suggested replacement) if a program cannot take ``x``, else None.
+    """Return None if a program can take the tensor ``x``, else (description of ``x``, replacement to suggest to the
+    user).
 
     The replacement is a text with ``{}`` for the tensor's name. The allowed classes are torch's own, and subclasses
     that override nothing of these.
@@ -65,12 +66,16 @@ def why_refused(x: Tensor, stored: bool = False) -> tuple[str, str] | None:
 
 
 def as_plain(x: Tensor) -> Tensor:
-    """Return ``x`` as a plain `torch.Tensor`, which a trace requires; unchanged if its class overrides anything."""
+    """Return ``x`` as a plain `torch.Tensor`, which a trace requires. ``x`` is returned as it is if its class overrides
+    methods of `torch.Tensor`.
+    """
     return x if type(x) in _PLAIN or _overridden(type(x)) else x.as_subclass(Tensor)
 
 
 def note_attributes(x: Tensor, like: Tensor) -> None:
-    """Copy to ``x`` the attributes of ``like`` and those that its class adds; record that class for `lost_names`."""
+    """Give ``x``, which takes the place of ``like``, the attributes of ``like`` and of its class. Also record that
+    class on ``x``, for `lost_names`.
+    """
     if isinstance(like, FakeTensor):  # its attributes are its state
         return
     cls = type(like)
@@ -82,7 +87,9 @@ def note_attributes(x: Tensor, like: Tensor) -> None:
 
 
 def lost_names(x: Tensor) -> tuple[type, set[str]]:
-    """Return (class of the user's tensor that ``x`` copies, name of the class and of the methods that it adds)."""
+    """Return the class of the user's tensor that ``x`` was copied from, and the names that ``x`` lacks: that class and
+    the methods that it adds to `torch.Tensor`.
+    """
     cls: type = vars(x).get(CLASS, type(x))
     return cls, {name for name, value in _added(cls).items() if hasattr(value, "__get__")} | {cls.__name__}
 
@@ -96,7 +103,7 @@ def _added(cls: type) -> dict[str, object]:
 
 @cache
 def _overridden(cls: type) -> list[str]:
-    """Return the names that ``cls`` overrides of its torch base class."""
+    """Return the names of the methods of torch's tensor classes that ``cls`` overrides."""
     names: list[str] = []
     for base in cls.__mro__:
         if base in _PLAIN or any(is_in(base.__module__, module) for module in ("shardc", *_UNWRAPPED)):

@@ -1,4 +1,5 @@
-"""The code that a capture of a model can reach (`Reach`), found by a walk over the objects that its names are bound to.
+"""Finds the code that a capture of a model can reach (`Reach`): a walk follows the names that the code uses to the
+objects that they are bound to.
 
 The walk begins at the classes and attributes of the model's modules, and at the loss. From a traced function it goes on
 to its defaults, cells and the globals that it names; from a class, module or object to the attributes that traced code
@@ -75,7 +76,7 @@ _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the attributes of other classes cannot be
 
 @dataclass
 class _Namespace:
-    """A class, module or object in which the attributes that traced code names are looked up.
+    """A class, module or object whose attributes can be looked up by the names that traced code uses.
 
     Args:
         label: its name in the keys of `Reach`.
@@ -91,7 +92,8 @@ class _Namespace:
 
 
 class Walk:
-    """Walk over the objects that names are bound to, starting at the modules of ``model``.
+    """Walk over the objects that code can reach, starting at the modules of ``model``. It records each object as text,
+    under its name.
 
     Args:
         traced: see `reach`.
@@ -127,12 +129,12 @@ class Walk:
         self._distributed = False
 
     def root(self, path: str, module: nn.Module) -> None:
-        """`bind` the class and the attributes of ``module``, which the model has at ``path``."""
+        """Record (`bind`) the class and the attributes of ``module``, which lies at ``path`` in the model."""
         self._attributes_of(f"module {path!r}", module, [])
 
     def _attributes_of(self, label: str, module: nn.Module, more: Iterable[str]) -> None:
-        """`bind`, under ``label``, the class of a module, its hooks, its attributes except constants and tensors, and
-        those of nn.Module in ``more``.
+        """Record (`bind`), under ``label``, the class, hooks and attributes of a module, but no constants and tensors.
+        Attributes that every `nn.Module` has are left out, except those in ``more``.
         """
         self.bind(label, "class", type(module))
         for key, value in sorted(vars(module).items()):
@@ -144,7 +146,7 @@ class Walk:
                 self.bind(label, key, value)
 
     def run(self) -> None:
-        """Walk all objects that can be reached from those that were bound."""
+        """Walk all objects that can be reached from those that were recorded so far."""
         self.ref(Tensor)  # whose methods any code may call
         while self._queue or self._new:
             while self._queue:
@@ -161,8 +163,8 @@ class Walk:
                 self.values[what] = str(now()) if dist.is_available() and dist.is_initialized() else "none"
 
     def bind(self, label: str, name: str, value: object) -> None:
-        """Record, as text, the object that ``name`` is bound to in the namespace ``label``, and queue the code that it
-        refers to.
+        """Record, as text, the object ``value`` that ``label.name`` is bound to, such as attribute ``name`` of module
+        ``label``. Queue the code that ``value`` refers to for the walk.
         """
         key = f"{label}.{name}"
         if key in self.code or key in self.values:
@@ -173,7 +175,9 @@ class Walk:
         (self.values if is_plain(value) or isinstance(value, _CONTAINERS) else self.code)[key] = text
 
     def ref(self, value: object) -> str:
-        """Return a value as text that is equal in every process, and queue the code that it refers to."""
+        """Return a text for an object that is the same in every process. Record the functions and classes that it
+        refers to.
+        """
         if is_plain(value):
             return plain_text(value)
         if id(value) in self._refs:
@@ -213,14 +217,14 @@ class Walk:
         return self._object(value)
 
     def _named(self, value: object, name: str) -> str:
-        """Return a unique name for ``value``: ``name``, or with a number if that is taken."""
+        """Return a unique name for ``value``: ``name`` or, if another object has that name, ``name #2`` and so on."""
         number = self._counts[name] = self._counts.get(name, 0) + 1
         self._alive.append(value)
         text = self._refs[id(value)] = name if number == 1 else f"{name} #{number}"
         return text
 
     def _container(self, value: Any) -> str:
-        """Return a dict, list, tuple or set as text; of the functions and classes in it only those whose code was
+        """Return a dict, list, tuple or set as text. Functions and classes in it are included only if their code was
         traced.
         """
         if id(value) in self._inside:
@@ -241,7 +245,9 @@ class Walk:
         return f"{kind}({', '.join(inside)})" + (f" or {self.ref(factory)}" if factory is not None else "")
 
     def _counts_in(self, item: object) -> bool:
-        """Return whether ``item`` of a container is included in the container's text."""
+        """Return whether the text of a container includes ``item``. A function or class is included only if its code
+        was traced.
+        """
         if isinstance(item, type):
             return any(self._was_traced(value) for value in vars(item).values())
         return not isinstance(item, types.FunctionType) or self._was_traced(item)
@@ -260,8 +266,8 @@ class Walk:
         return code_hash(function.__code__) in self._traced
 
     def _function(self, function: types.FunctionType) -> str:
-        """Record the code of a function, and return its name; if it may have been traced, also `bind` what it refers
-        to.
+        """Record the code of a function and return its name. If the function may have been traced, also record its
+        defaults, closure cells and attributes, and queue it.
         """
         code = function.__code__
         location, does = versioned_path(code.co_filename), code_hash(code)
@@ -290,7 +296,7 @@ class Walk:
         return name
 
     def _class(self, cls: type) -> str:
-        """Record the bases of a class and the attributes that traced code names; return its name."""
+        """Record the bases of a class and those of its attributes that traced code names; return the class's name."""
         if not cls.__flags__ & _HEAP:
             return qualified_name(cls)
         name = self._named(cls, qualified_name(cls))
@@ -301,7 +307,7 @@ class Walk:
         return name
 
     def _module(self, module: types.ModuleType) -> str:
-        """Record the attributes of a Python module that traced code names; return its name."""
+        """Record those attributes of a Python module that traced code names; return the name of the module."""
         name = self._refs[id(module)] = f"module {module_name(module.__name__)}"
         self._alive.append(module)
         self._distributed |= is_in(module.__name__, "torch.distributed")
@@ -309,7 +315,9 @@ class Walk:
         return name
 
     def _object(self, value: object) -> str:
-        """Record the class of any other object, and the attributes that traced code names; return its name."""
+        """Record the class of an object of any other kind, and its attributes that traced code names; return the name
+        of the object.
+        """
         cls = type(value)
         if (op := custom_op(value)) is not None:
             return self._custom_op(value, *op)
@@ -328,7 +336,7 @@ class Walk:
         return name
 
     def _custom_op(self, value: object, op: str, parts: Mapping[str, object]) -> str:
-        """Record a user's custom op and its functions, which Dynamo calls untraced; return the name of its record.
+        """Record a user's custom op and its functions, which Dynamo calls without tracing them; return the op's name.
 
         Args:
             value: the op.
@@ -345,13 +353,15 @@ class Walk:
         return name
 
     def _add(self, namespace: _Namespace) -> None:
-        """Look up the names that traced code has used so far in ``namespace``, and later names when they are found."""
+        """Add a namespace to the walk. Its attributes are looked up by all names that traced code uses: those known
+        now, and those found later.
+        """
         self._namespaces.append(namespace)
         self._look_up(namespace, self._names)
 
     def _look_up(self, namespace: _Namespace, names: set[str]) -> None:
-        """`bind` the attributes of ``namespace`` in ``names`` and, of a class, the methods that are called without
-        being named.
+        """Record (`bind`) the attributes of ``namespace`` whose names are in ``names``. Of a class, also record the
+        methods that run without being named, such as ``__add__``.
         """
         names_here = {name for name in namespace.attributes.keys() & names if name not in _INERT}
         if namespace.cls is not None and not namespace.done:
@@ -366,7 +376,9 @@ class Walk:
                 self._bound[namespace.cls].add(name)
 
     def bound(self, classes: Iterable[type]) -> Iterator[tuple[type, str, object]]:
-        """Yield (class, name, value) for the attributes of ``classes`` that a trace may have called."""
+        """Yield (class, attribute name, value) of the methods and properties of ``classes`` that may have been
+        traced.
+        """
         for cls in dict.fromkeys(classes):
             for name in sorted(set().union(*(self._bound.get(base, ()) for base in cls.__mro__))):
                 value = getattr(cls, name, None)
@@ -377,16 +389,18 @@ class Walk:
                     yield cls, name, value
 
     def _without_name(self, name: str, value: object) -> bool:
-        """Return whether a class attribute is used without being named in code: by Python, or by a computed name."""
+        """Return whether the class attribute ``name`` may be used without its name in traced code: Python calls it
+        (``__add__``), or a name computed at run time.
+        """
         if name.startswith("__"):
             versioned = isinstance(value, types.FunctionType) and is_versioned(value.__code__)
             return name not in _INERT and (not versioned or name == "__call__")
         return self._was_traced(value)
 
     def _expand(self, function: types.FunctionType, name: str) -> None:
-        """`bind` the globals that the code of ``function``, called ``name`` in `Reach`, names.
+        """Record (`bind`) the globals that the code of ``function`` names. ``name`` is the function's name in the walk.
 
-        Also the attributes that it names of torch's and Python's modules.
+        The attributes that it names of torch's and Python's modules are recorded too.
         """
         names, texts = names_in(function.__code__)
         if versioned_path(function.__code__.co_filename) is None:
@@ -413,8 +427,8 @@ class Walk:
                 self.values[f"environment {text}"] = repr(os.environ.get(text))
 
     def _attributes(self, module: types.ModuleType, names: frozenset[str], seen: set[int]) -> None:
-        """`bind` the attributes of ``module`` in ``names``, on which a function may depend; of modules among them,
-        their attributes.
+        """Record (`bind`) the attributes of a Python module whose names are in ``names``, the names in a function's
+        code. Modules of torch, shardc and Python among the attributes are searched the same way.
         """
         if id(module) in seen:
             return
@@ -438,7 +452,7 @@ def _contents(cell: types.CellType) -> object:
 
 
 def _is_native(function: types.FunctionType) -> bool:
-    """Return whether a trace calls a user's function instead of tracing it."""
+    """Return whether a trace calls the user's function ``function`` without tracing its code."""
     return is_called_by_trace(function) or function.__module__ == "transformers.utils.output_capturing"
 
 
@@ -446,7 +460,7 @@ _builtins = sys.modules["builtins"]
 
 
 def _attributes(value: object) -> Mapping[str, object]:
-    """Return the attributes of an object, with those in ``__slots__``."""
+    """Return name -> value of an object's attributes, both in its ``__dict__`` and in ``__slots__``."""
     out = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
         for name, slot in vars(cls).items():
@@ -463,7 +477,8 @@ _code = attrgetter("__code__")
 
 @dataclass(frozen=True)
 class Reach:
-    """Code and plain values that a capture of a model and a loss can reach, as text and as objects.
+    """The user's code and plain values that a capture of a model and a loss can reach: as text, to compare processes,
+    and as objects, to notice changes.
 
     Args:
         code: name -> text of the function, or other object than a plain value, that it is bound to.
@@ -492,14 +507,18 @@ class Reach:
 
     @cached_property
     def _getters(self) -> tuple[list[Any], ...]:
-        """Return (classes, names, values) of ``bound`` and (functions, codes) of ``functions``, as five lists."""
+        """Return five lists for `holds`: the classes, names and values in ``bound``, then the functions and code
+        objects in ``functions``.
+        """
         classes, names, values = map(list, zip(*self.bound, strict=True)) if self.bound else ([], [], [])
         functions, codes = map(list, zip(*self.functions, strict=True)) if self.functions else ([], [])
         return classes, names, values, functions, codes
 
     @staticmethod
     def of_all(several: Sequence[Reach]) -> Reach:
-        """Return the union of ``several`` as far as `holds` compares it; its ``code`` and ``values`` are empty."""
+        """Return the union of several `Reach` for `holds`, which then checks all of them. Its ``code`` and ``values``
+        are empty.
+        """
         bound = {(cls, name): value for reach in several for cls, name, value in reach.bound}
         functions = {id(function): (function, code) for reach in several for function, code in reach.functions}
         places = tuple((cls, name, value) for (cls, name), value in bound.items())
@@ -508,8 +527,8 @@ class Reach:
         return Reach({}, {}, frozenset(), (), places, tuple(functions.values()), ops, inner)
 
     def holds(self) -> bool:
-        """Return whether no method of a class, code of a function, custom op or code of a wrapper subclass has changed;
-        takes some microseconds.
+        """Return whether the reached code is unchanged: methods, functions, custom ops and the code of wrapper
+        subclasses. Takes some microseconds.
         """
         classes, names, values, functions, codes = self._getters
         return (
@@ -521,8 +540,8 @@ class Reach:
 
 
 def reach(model: nn.Module, loss: object, traced: Iterable[str] = ()) -> Reach:
-    """Return the `Reach` of a capture of ``model`` and ``loss``: the last one as long as it holds, else one by a new
-    walk.
+    """Return the code that a capture of ``model`` and ``loss`` can reach. The last result is reused as long as it
+    holds, else a new walk is made.
 
     Args:
         traced: `code_hash` of the user's code that was traced.
