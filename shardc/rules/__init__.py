@@ -62,15 +62,16 @@ def find_rule(target: object) -> Rule | None:
 
 
 def _names(target: object) -> tuple[str, str]:
-    """Return two names by which the rule of an op overload is looked up: that of the overload, and that of the op for
-    all overloads.
+    """Return the two names by which rules are looked up for ``target``: the name of the overload (``aten.add.Tensor``),
+    and the name of its op (``aten.add``).
     """
     overload = str(written_op(target) or target)
     return overload, overload.rpartition(".")[0]
 
 
 def strides_of(target: object) -> str:
-    """Return the strides of operands that an op accepts: ANY, CONTIGUOUS (or as traced), or TRACED (only as traced).
+    """Return which strides an op accepts of its operands: ANY, CONTIGUOUS (contiguous, or as in the trace), or TRACED
+    (only as in the trace).
 
     Collectives and shardc's own ops copy their operands into contiguous memory. Python functions (getitem) read none.
     """
@@ -99,7 +100,8 @@ def registered() -> list[tuple[str, str, str]]:
 
 @lru_cache(maxsize=65536)
 def spec_of(call: Call) -> Spec | None:
-    """Return the `Spec` (factors) of ``call``, with torch's count of FLOPs if the op is dense; None if it has no rule.
+    """Return the `Spec` (factors) of ``call`` by the rule of its op; None if the op has no rule. For a dense op the
+    spec has torch's count of floating-point operations.
 
     Raises:
         RuleError: the op's rule does not fit the call's shapes.

@@ -49,8 +49,8 @@ class _FusedHeads:
         return any(shape[2] != self.queries for shape in lse or self.loops.result_shapes[1:2] if len(shape) > 2)
 
     def row(self, shape: Sequence[int]) -> Dims:
-        """Return the factors of a tensor with one number per query (log-sum-exp). Some kernels append a dim of size 1,
-        pad the rows or return an empty tensor.
+        """Return the factors of the dims of a tensor with one number per query, such as the log-sum-exp. Some kernels
+        append a dim of size 1, pad the rows or return an empty tensor.
         """
         q = self.output[2] if shape[2] == self.queries else self.loops.dim("rows", shape[2], WHOLE)
         return (*self.output[:2], q, *[()] * (len(shape) - 3))
@@ -61,7 +61,9 @@ class _FusedHeads:
         return tuple(() if size == 1 else factors for size, factors in zip(shape, full, strict=True))
 
     def operand(self, name: str, shape: Sequence[int]) -> Dims:
-        """Return the factors of the dims of argument ``name``; those that attention lacks must not be split."""
+        """Return the factors of the dims of the operand ``name``. An operand that is no input or output of attention,
+        such as a random seed, must not be split.
+        """
         if name in ("attn_mask", "attn_bias"):
             return self.bias(shape)
         if name == "logsumexp":
@@ -182,7 +184,8 @@ class SequenceHeads:
 
 
 def routed(call: Call, spec: Spec, moving: tuple[int, ...], trips: int) -> Spec:
-    """Return ``spec`` with its `Routed`, which allows one axis to split queries and keys together.
+    """Return ``spec`` with a `Routed` added, so that one axis may split queries and keys together (the op then sends
+    keys between the ranks).
 
     Args:
         moving: positions of the operands with keys and values.
@@ -198,7 +201,7 @@ def routed(call: Call, spec: Spec, moving: tuple[int, ...], trips: int) -> Spec:
 
 
 def _call(call: Call) -> Spec:
-    """Return the spec of attention of a split sequence: keys that are split leave a partial output."""
+    """Return the spec of attention with a split sequence. If keys are split, the output is a partial sum."""
     loops = Loops(call)
     heads = SequenceHeads(loops, backward=False)
     # With keys split the output is a partial sum, already weighted by each rank's share; the log-sum-exp is complete.
@@ -227,7 +230,9 @@ class Attended:
         self.blind = self.many = False
 
     def add(self, out: Emitted, sums: Emitted, *, blind: bool = False) -> None:
-        """Adds a block; ``blind``: its log-sum-exp ``sums`` is -inf for queries that see none of its keys."""
+        """Adds the result for one block of keys: its output ``out`` and its log-sum-exp ``sums``. ``blind``: some
+        queries may see no key of this block, so their log-sum-exp is -inf.
+        """
         self.blind |= blind
         if self.out is None:
             self.out, self.sums = out, sums
@@ -242,7 +247,9 @@ class Attended:
         self.out, self.sums = self.run(aten.add.Tensor, first, second), combined
 
     def over(self, pending: tuple[str, ...]) -> tuple[Emitted, Emitted]:
-        """Return (this rank's share of the output, log-sum-exp over all ranks of the axes ``pending``)."""
+        """Return (this rank's term of the output, log-sum-exp over all keys). ``pending``: the axes over which the keys
+        are split, so that each rank has seen a part of them.
+        """
         if pending:
             part, self.sums = self.sums, _all_sums(self.local, self.sums, pending)
             share = self._share(part, self._base(self.sums))
@@ -250,11 +257,15 @@ class Attended:
         return narrow(self.local, self.out) if self.many else self.out, self.sums
 
     def _base(self, sums: Emitted) -> Emitted:
-        """Return ``sums``, with 0 for -inf if some query sees no key of a block."""
+        """Return the log-sum-exp ``sums`` as a base of exponents: if some query sees no key of a block, with 0 in place
+        of -inf (else -inf minus -inf would give nan).
+        """
         return _finite(self.local, sums) if self.blind else sums
 
     def _share(self, part: Emitted, whole: Emitted) -> Emitted:
-        """Return the weight ``exp(part - whole)`` of a block's output, given the log-sum-exp of it and of all."""
+        """Return the weight ``exp(part - whole)`` of a block in the output: ``part`` is the log-sum-exp over the
+        block's keys, ``whole`` that over all keys.
+        """
         weight = self.run(aten.exp.default, self.run(aten.sub.Tensor, part, whole))
         return self.run(aten.unsqueeze.default, weight, 3)
 
@@ -277,7 +288,9 @@ def _call_local(local: Local) -> Emitted:
 
 
 def _finite(local: Local, sums: Emitted) -> Emitted:
-    """Return ``sums`` with 0 in place of -inf (rows that see no key), as the kernels return it."""
+    """Return the log-sum-exp ``sums`` with 0 in place of -inf (a query that sees no key). The fused kernels return 0
+    for such queries, too.
+    """
     run = local.builder.call
     nothing = run(aten.eq.Scalar, sums, -inf)
     return run(aten.where.self, nothing, run(aten.full_like.default, sums, 0.0), sums)

@@ -14,8 +14,9 @@ from shardc.rules.spec import Dims, Spec
 
 
 def biased(op: str, text: str, *summed: str) -> Rule:
-    """Return the rule of ``operand 0 + product``; factors ``summed``, which the product sums over, are never split:
-    every rank would add operand 0.
+    """Return the rule of an op that adds a bias to a product, such as ``addmm``: operand 0 is the bias. ``text`` is the
+    rule's notation. The factors ``summed``, over which the product sums, must stay whole, since otherwise every rank
+    would add the bias.
     """
     operands, results = parse(text)
     kinds = dict.fromkeys(summed, "whole")
@@ -29,8 +30,8 @@ def biased(op: str, text: str, *summed: str) -> Rule:
 
 
 def _scaled(call: Call) -> Spec:
-    """Return the spec of a float8 product, whose operands have a scale each, one for each row and column, or one for
-    each block of these.
+    """Return the spec of a float8 matrix product with scales: each operand has one scale for the whole matrix, one per
+    row (or column), or one per block of these.
     """
     loops = Loops(call)
     (rows, inner), (_, columns), of_a, of_b = loops.shapes
@@ -173,8 +174,8 @@ def _local_groups(local: Local) -> Emitted:
 
 
 def windowed(ops: str, ndim: int, linear: bool = False) -> list[Rule]:
-    """Return rules for windows over the last ``ndim`` dims, which must not be split; leading dims may be. ``linear``:
-    operand 0 may be a partial sum.
+    """Return rules for ops that slide a window over the last ``ndim`` dims, such as pooling. These dims must not be
+    split; leading dims may be. ``linear``: operand 0 may be a partial sum.
     """
 
     def spec(call: Call) -> Spec:
@@ -185,7 +186,9 @@ def windowed(ops: str, ndim: int, linear: bool = False) -> list[Rule]:
 
 
 def _resize_backward(ops: str, ndim: int) -> list[Rule]:
-    """Return rules as `windowed` does for backward ops, whose argument ``input_size`` is the shape of the result."""
+    """Return rules of backward ops of windows (see `windowed`). Their argument ``input_size`` is the shape of the
+    result, so on a rank it becomes the local shape.
+    """
     return [replace(rule, localize=sized("input_size")) for rule in windowed(ops, ndim, linear=True)]
 
 

@@ -1,4 +1,6 @@
-"""Rules for ops that create tensors from numbers, and for random draws, a function of global positions."""
+"""Rules for ops that create tensors from numbers alone (``full``, ``arange``), and for random draws. Each rank draws
+the elements of its shard, by their global positions.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ aten = torch.ops.aten
 
 
 def _key(call: Call) -> Spec:
-    """Return the spec of the op that draws the key of random numbers."""
+    """Return the spec of the op that draws the key (seed) from which a step's random numbers are computed."""
     loops = Loops(call)
     return loops.spec([], [loops.dims("key", loops.result_shapes[0])])
 
@@ -77,7 +79,9 @@ def _arange_local(local: Local) -> Emitted:
 
 
 def _strided_local(local: Local) -> Emitted:
-    """Emit and return an ``empty_strided`` of the local shape, with its dims in the same memory order."""
+    """Emit and return an ``empty_strided`` of the local shape, contiguous, with its dims in memory in the same order as
+    in the global tensor.
+    """
     shape, stride = local.results[0].local_shape, local.call["stride"]
     local_stride, below = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):

@@ -25,7 +25,9 @@ _ORDINAL = "k"  # the only symbolic argument that is not a size (kthvalue): it s
 
 @lru_cache(maxsize=4096)
 def fallback_rule(target: object) -> Rule | None:
-    """Return the rule of an op overload by torch's table, or None if it has no usable one."""
+    """Return a rule for an op overload that is derived from DTensor's table of strategies; None if DTensor has no table
+    for it that can be used.
+    """
     if not isinstance(target, OpOverload) or draws(target):
         return None
     if any(name != _ORDINAL for name in re.findall(r"SymInt\S* (\w+)", str(target._schema))):
@@ -34,7 +36,9 @@ def fallback_rule(target: object) -> Rule | None:
 
 
 def _spec(call: Call) -> Spec:
-    """Return the spec of a call by torch's table: one factor for each usable row."""
+    """Return the spec of a call, derived from DTensor's table: each usable row of the table (one way to shard the op)
+    becomes a factor.
+    """
     loops = Loops(call)
     places = [i for i, result in enumerate(call.results) if result is not None]
     rows = [_Row(row, len(call.results), places) for row in _rows(call)]
@@ -53,16 +57,16 @@ def _spec(call: Call) -> Spec:
 
 
 def _factor(named: dict[tuple[int, int], tuple[str, str]], at: int, dim: int, size: int) -> tuple[str, int, str]:
-    """Return (name, size, kind) of the factor of ``dim`` of tensor ``at``, by ``named``: (tensor, dim) -> (name, kind);
-    a dim that is not there must be whole.
+    """Return (name, size, kind) of the factor of dim ``dim`` of tensor number ``at``. ``named`` has the known factors,
+    (tensor, dim) -> (name, kind); a dim that is not in it gets a factor that must be whole.
     """
     name, kind = named.get((at, dim), (f"x{at}.{dim}", WHOLE))
     return name, size, kind
 
 
 def _rows(call: Call) -> list[list[object]]:
-    """Return the rows of torch's table for ``call``, each a list with a dim, a reduce op or ``...`` (replicated) per
-    result and operand; none if torch raises.
+    """Return the rows of DTensor's table for ``call``. A row has one entry per result and operand: the dim that is
+    split, a reduce op (partial), or ``...`` (replicated). Return [] if torch raises.
     """
 
     def meta(x: object) -> object:
@@ -81,7 +85,7 @@ def _rows(call: Call) -> list[list[object]]:
 
 
 class _Row:
-    """One row of torch's table.
+    """One row of DTensor's table: one way to shard the op over one mesh dim.
 
     Attributes:
         split: (tensor, dim) pairs that are split together; tensors are numbered results first.
@@ -100,7 +104,7 @@ class _Row:
         self.linear = frozenset(i for i, x in enumerate(inputs) if x == "sum") if sums and not self.split else None
 
     def usable(self, loops: Loops, factor_of: Mapping[tuple[int, int], object]) -> bool:
-        """Return whether the row can become a factor, apart from those of earlier rows.
+        """Return whether this row can become a factor (loop) of the op.
 
         Args:
             factor_of: (tensor, dim) -> factor of an earlier row.

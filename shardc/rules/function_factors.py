@@ -29,7 +29,8 @@ Rows = list[Row]  # one for each dim of a value
 
 
 class SubDims:
-    """A union-find of sub-dims, which are numbers. A joined one stands for another, a cut one for its parts.
+    """The sub-dims of all values in the functions of a call, and which of them are the same. Sub-dims are numbers. As
+    in union-find, a joined sub-dim stands for another one; a sub-dim that was cut stands for its two parts.
 
     Attributes:
         whole: the sub-dims that no axis may split.
@@ -41,8 +42,8 @@ class SubDims:
         self.whole: set[int] = set()
 
     def new(self, size: int, whole: bool = False) -> Row:
-        """Add a sub-dim of ``size`` elements and return the row that consists of it, () for size 1; if ``whole``, no
-        axis may split it.
+        """Create a sub-dim of ``size`` elements; return it as a row (the sub-dims of one dim), which is () for size 1.
+        ``whole``: no axis may split the sub-dim.
         """
         if size == 1:
             return ()
@@ -56,7 +57,9 @@ class SubDims:
         return self._sizes[sub_dim]
 
     def leaves(self, row: Iterable[int]) -> Iterator[int]:
-        """Yield the sub-dims that ``row`` stands for now."""
+        """Yield the sub-dims of ``row``. A sub-dim that was joined or cut is replaced by the sub-dims that it now
+        stands for.
+        """
         for sub_dim in row:
             if sub_dim in self._stands_for:
                 yield from self.leaves(self._stands_for[sub_dim])
@@ -64,11 +67,12 @@ class SubDims:
                 yield sub_dim
 
     def keep_whole(self, row: Iterable[int]) -> None:
-        """Forbid splits of the sub-dims in ``row``."""
+        """Forbid that an axis splits any of the sub-dims in ``row``."""
         self.whole.update(self.leaves(row))
 
     def join(self, left: Row, right: Row) -> None:
-        """Unify two rows (lists of sub-dims) of one dim, from the minor end.
+        """Record that two rows (lists of sub-dims) describe the same dim: their sub-dims are unified in pairs, the
+        minor ones first.
 
         Sub-dims of different sizes are cut. If neither size divides the other, what remains is kept whole.
         """
@@ -96,7 +100,7 @@ class SubDims:
         return parts
 
     def _replace(self, sub_dim: int, row: Row) -> None:
-        """Let ``sub_dim`` stand for the sub-dims ``row``."""
+        """Make ``sub_dim`` stand for the sub-dims in ``row`` from now on."""
         self._stands_for[sub_dim] = row
         if sub_dim in self.whole:
             self.whole.update(row)
@@ -126,7 +130,9 @@ class Op:
     operands: list[fx.Node]
 
     def summed(self, sub_dims: SubDims, rows: Rows) -> set[int]:
-        """Return the sub-dims over which the op sums to compute a result with ``rows``: those that it lacks."""
+        """Return the sub-dims over which the op sums to compute a result: all sub-dims of the op that are not in
+        ``rows``, the dims of the result.
+        """
         return set(sub_dims.leaves(_row(self.factors, self.factors))) - _leaves_of(sub_dims, rows)
 
 
@@ -222,8 +228,8 @@ class Graph:
         return Call(target, plain(node.args), kwargs, value if isinstance(value, tuple) else (value,))
 
     def propagate(self, pending: Sequence[Pending], check: bool) -> list[Pending]:
-        """Return the pending sums of the outputs, given those of the arguments (``pending``); ``check``: operands that
-        an op cannot take as pending sums are kept whole.
+        """Return the pending sums of each output (the sub-dims over which it is a pending sum), given those of the
+        arguments. ``check``: forbid splits of a sub-dim if an op cannot take operands that are pending sums over it.
 
         Args:
             pending: pending sums of each argument.
@@ -241,8 +247,8 @@ class Graph:
         return [self.pending[node][0] for node in self.outputs]
 
     def _pending(self, op: Op, check: bool) -> list[Pending]:
-        """Return the pending sums of each result of ``op``, given those of its operands so far; ``check`` as in
-        `propagate`.
+        """Return the pending sums of each result of ``op``, given the pending sums that are known for its operands.
+        ``check``: forbid splits of a sub-dim if the op cannot take operands that are pending sums over it.
         """
         before, whole = [self.pending[x][0] for x in op.operands], self.sub_dims.whole
         carried, summed = NOTHING.union(*before), op.summed(self.sub_dims, [])
@@ -258,7 +264,9 @@ class Graph:
 
 
 def _splits(spec: Spec, factor: str) -> bool:
-    """Return whether ``factor`` can be split, and either all results are then split or they are partial sums."""
+    """Return whether an axis may split ``factor`` so that every result is then split, or every result without the
+    factor is a partial sum.
+    """
     return spec.splittable(factor) and (spec.carried_by_all(factor) or dict(spec.reduce)[factor] == "sum")
 
 
@@ -268,12 +276,16 @@ def _row(factors: Mapping[str, Row], names: Iterable[str]) -> Row:
 
 
 def _leaves_of(sub_dims: SubDims, rows: Rows) -> set[int]:
-    """Return the sub-dims that ``rows``, one row for each dim, stand for now."""
+    """Return the sub-dims of a value whose dims are ``rows``. A sub-dim that was joined or cut is replaced by the
+    sub-dims that it now stands for.
+    """
     return {sub_dim for row in rows for sub_dim in sub_dims.leaves(row)}
 
 
 def _device(graph: fx.Graph) -> Any:
-    """Return the device of a graph's constants; the CPU if it has none, as shapes are the same on all devices."""
+    """Return the device on which ops of the graph create tensors; the CPU if none does, which is enough to compute
+    shapes.
+    """
     return next((x for node in graph.nodes if (x := node.kwargs.get("device")) is not None), torch.device("cpu"))
 
 
@@ -281,7 +293,8 @@ Flow = tuple[list[tuple[int, int | None]], list[int | None]]
 
 
 def _flows(kind: str, counts: tuple[int, int], floating: Sequence[bool]) -> tuple[list[int], list[Flow]]:
-    """Return how values flow from step to step, as (operand of each carry, flow of each graph).
+    """Return how a function of the given ``kind`` ("scan", "cond", "while_loop", "loop_gradient") passes values from
+    step to step.
 
     Returns:
         For each carry (value that is carried from step to step), the operand with the same sub-dims. For each graph,
@@ -356,12 +369,14 @@ class Factored:
             self.pending[at] |= frozenset(self.sub_dims.leaves(self.time)) - self.sub_dims.whole
 
     def _join(self, rows: Rows, others: Rows) -> None:
-        """Unify the sub-dims of two values of the same shape, dim by dim."""
+        """Record that two values of the same shape have the same sub-dims: unify the rows of each dim."""
         for row, other in zip(rows, others, strict=True):
             self.sub_dims.join(row, other)
 
     def _keep_distinct(self) -> None:
-        """Keeps a sub-dim whole if it is two factors of one op, or in two dims of one value."""
+        """Forbids splits of a sub-dim that occurs twice: in two factors of one op, or in two dims of one operand or
+        result.
+        """
         for graph in self.graphs:
             for op in graph.ops.values():
                 self.sub_dims.keep_distinct(list(op.factors.values()))
@@ -369,7 +384,8 @@ class Factored:
             self.sub_dims.keep_distinct(rows)
 
     def _settle(self) -> None:
-        """Computes the pending sums of carries and results, as a fixed point over the steps, and stores them.
+        """Computes over which sub-dims the carries (values that go from step to step) and results are pending sums.
+        Steps are repeated until nothing changes.
 
         A sub-dim is kept whole if a step changes whether a carry is a pending sum over it.
         """
@@ -390,8 +406,8 @@ class Factored:
             self._keep_consistent()
 
     def _step(self, check: bool) -> list[Pending]:
-        """Return the pending sums of the carries after one step, given those before it; ``check`` as in
-        `Graph.propagate`.
+        """Return the pending sums of the carries (values that go from step to step) after one more step. ``check``:
+        forbid splits of a sub-dim if an op cannot take operands that are pending sums over it.
         """
         after, self._pending_of_graphs = list(self.carried), []
         for graph, (arguments, results) in zip(self.graphs, self.flows, strict=True):
@@ -403,7 +419,9 @@ class Factored:
         return after
 
     def _keep_consistent(self) -> None:
-        """Keeps a sub-dim whole if one result is a pending sum over it and another is neither that nor split."""
+        """Forbids splits of a sub-dim over which some result is a pending sum, if another result would then be neither
+        split nor a pending sum.
+        """
         for sub_dim in NOTHING.union(*self.pending):
             for rows, pending in zip(self.results, self.pending, strict=True):
                 split = sub_dim in _leaves_of(self.sub_dims, rows)
@@ -411,7 +429,9 @@ class Factored:
                     self.sub_dims.whole.add(sub_dim)
 
     def _replicated(self) -> frozenset[int]:
-        """Return the positions of results that are replicated under the split of some factor other than the steps."""
+        """Return the positions of the results that stay replicated if some factor is split (a factor other than the
+        steps).
+        """
         split = [_leaves_of(self.sub_dims, rows) for rows in self.results]
         every = _leaves_of(self.sub_dims, [row for rows in (*self.operands, *self.results) for row in rows])
         free = every - self.sub_dims.whole - set(self.sub_dims.leaves(self.time))

@@ -63,8 +63,8 @@ def _localize(local: Local, find_rule: FindRule, spec_of: SpecOf) -> Emitted:
 
 
 def term(builder: Builder, x: Emitted, axes: Sequence[str]) -> Emitted:
-    """Emit and return this rank's term of ``x``, which every rank has, as a pending sum over ``axes``: ``x`` on their
-    first rank, zeros on others.
+    """Turn the replicated value ``x`` into a pending sum over ``axes``: emit and return this rank's term, which is
+    ``x`` on the first rank along the axes and zeros on the others.
     """
     if not axes:
         return x
@@ -118,7 +118,7 @@ class _OnRank:
         )
 
     def body(self, graph: Graph) -> _Body:
-        """Return the builder of ``graph`` on one rank, to which all of its ops have been emitted."""
+        """Return a builder with the local form of the function ``graph``: the ops that one rank runs for it."""
         builder = _Body(self.local.builder.device, self.coordinates)
         env: dict[fx.Node, Any] = {}
         for node in graph.graph.nodes:

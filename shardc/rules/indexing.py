@@ -1,4 +1,5 @@
-"""Rules for embeddings, and for lookups and writes by index. Each rank handles the entries of a split dim in its shard.
+"""Rules for embeddings, and for lookups and writes by index. If the indexed dim is split, each rank handles the indices
+that point into its shard.
 
 Lookups: an entry that another rank holds reads as zero, so the result is a partial sum. Writes: a rank writes only the
 entries that it holds. If the op adds, the index may be split too (the result is a partial sum); if the op replaces,
@@ -90,7 +91,7 @@ _MAX = 2
 
 
 def _along(call: Call, looked_up: str, over: str) -> tuple[Loops, list[Dims]]:
-    """Return the factors of the operands of a gather or scatter: a `Loops` and one `Dims` per operand.
+    """Return (`Loops`, factors of each operand's dims) of a gather or scatter along argument ``dim``.
 
     Along argument ``dim`` the tensor (operand 0) has factor ``v`` of kind ``looked_up``; the index and the source have
     ``k`` of kind ``over``. The other dims share a factor if all operands have the same size there; if not they are
@@ -164,8 +165,9 @@ def _scatter_add(call: Call) -> Spec:
 
 
 def _slices(call: Call, looked_up: str, over: str) -> tuple[Loops, Dims, Dims, Dims]:
-    """Return (loops, tensor, index, slices): a `Loops`, then the factors of the dims of a tensor, of its one-dim index
-    along argument ``dim``, and of the selected slices, in which the dim of the index replaces that of the tensor.
+    """Return the factors of an op that selects slices by a one-dim index along argument ``dim``: (`Loops`, factors of
+    the tensor's dims, of the index, of the selected slices). In the slices the index's factor stands in place of the
+    indexed dim's.
 
     Example: for ``index_select(x, 1, index)`` with ``x`` [8, 10, 4] and ``index`` [3] these are (d0, v, d2), (k,) and
     (d0, k, d2): the result has shape [8, 3, 4].
@@ -192,7 +194,9 @@ def _index_select(call: Call) -> Spec:
 
 
 def _index_write(call: Call, over: str) -> Spec:
-    """Return the spec of a write of slices by index; ``over``: the kind of the index's factor."""
+    """Return the spec of a write by index of whole slices, such as ``index_copy``. ``over``: the kind of the factor of
+    the index.
+    """
     loops, x, index, slices = _slices(call, FREE, over)
     if len(loops.shapes) == 2:
         return loops.spec([x, index], [x], linear=[{0}] if call["value"] == 0 else ())
@@ -201,8 +205,8 @@ def _index_write(call: Call, over: str) -> Spec:
 
 
 def _write_local(local: Local) -> Emitted:
-    """Emit a write that replaces, and return its result; entries of other ranks go to an extra element, which is then
-    cut off.
+    """Emit a write by index that replaces elements (no sum), and return its result. Indices into other ranks' shards
+    write to an extra element at the end, which is then cut off.
     """
     dim = _dim(local.call)
     wraps = local.call.target.overloadpacket is aten.index_fill
@@ -386,8 +390,9 @@ def _index_put(call: Call) -> Spec:
 
 
 def _find(local: Local, layout: Layout) -> tuple[list[Emitted], list[int], Emitted]:
-    """Return (index tensors, in local indices where this rank's shard is indexed; the indexed dims that are split; mask
-    of the entries that this rank holds).
+    """Return (index tensors, split dims, mask). The index tensors are in local indices along the split dims, which are
+    the indexed dims that ``layout`` splits. The mask is true at the entries that this rank holds; None if no indexed
+    dim is split.
     """
     call = local.builder.call
     indices, mask = list(local.operand("indices")), None

@@ -64,15 +64,15 @@ class Loops:
         return (name,)
 
     def indexed(self, name: str, size: int, kind: str = FREE) -> Factors:
-        """Declare, as `dim` does, the factor of a dim that the op indexes, and return it; such a dim may be padded at
-        its end only.
+        """Declare and return the factor of a dim that the op indexes (see `dim`). Such a dim may be padded only at its
+        end.
         """
         self._indexed.add(name)
         return self.dim(name, size, kind)
 
     def ordered(self, name: str, size: int, kind: str = FREE) -> Factors:
-        """Declare, as `indexed` does, a factor that is split only into one contiguous piece per rank, in rank order;
-        return it.
+        """Declare and return a factor of which each rank must have one contiguous piece, in rank order, if it is split.
+        It may be padded only at its end, as with `indexed`.
         """
         self._ordered.add(name)
         return self.indexed(name, size, kind)
@@ -80,15 +80,16 @@ class Loops:
     def dims(
         self, prefix: str, shape: Sequence[int], kind: str = FREE, but: Mapping[int, Factors] | None = None
     ) -> Dims:
-        """Declare one factor per dim, ``prefix0``, ``prefix1``, ..., and return them; ``but`` maps a dim to factors to
-        use instead.
+        """Declare one factor per dim of ``shape``, named ``prefix0``, ``prefix1``, ...; return the factors of each dim.
+        ``but``: dim -> factors that already exist, for dims that need no new one.
         """
         return tuple(
             but[i] if but and i in but else self.dim(f"{prefix}{i}", size, kind) for i, size in enumerate(shape)
         )
 
     def blocks(self, name: str, size: int, block: int, shared: str = "block") -> Factors:
-        """Declare and return the factors of a dim that consists of blocks of ``block`` elements.
+        """Declare and return the two factors of a dim that consists of blocks of ``block`` elements: the number of
+        blocks, and the position in a block (named ``shared``).
 
         They are the number of blocks, which must be whole, and ``shared``, the position in a block. If ``block`` is 0,
         the dim is one whole factor.
@@ -132,8 +133,8 @@ class Loops:
         )
 
     def regroup(self, before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims]:
-        """Return (factors of each dim before, factors of each dim after) a view from shape ``before`` to shape
-        ``after``.
+        """Return (factors of each dim of ``before``, factors of each dim of ``after``), for a view from the first shape
+        to the second.
 
         Common factors are taken off both shapes, first from the major end, then from the minor end. What remains is
         whole on each side. Example: [6, 4] viewed as [4, 6] shares a major factor of 2 and a minor one of 2, which
@@ -156,8 +157,8 @@ class Loops:
 
 
 def mixed(call: Call, dims: Iterable[int], *, linear: Iterable[Iterable[int]] = (), moves: bool = False) -> Spec:
-    """Return the spec of an op that mixes elements along ``dims`` only, which must not be split and may change size;
-    keywords as in `Spec`.
+    """Return the spec of an op that mixes elements along ``dims`` only, such as a sort. These dims must not be split
+    and may change size. ``linear`` and ``moves`` are as in `Spec`.
     """
     loops = Loops(call)
     ndim = len(loops.shapes[0])
@@ -175,7 +176,9 @@ _MAJOR, _MINOR = 0, -1
 
 
 class _Run:
-    """The dims of one shape that `Loops.regroup` has not divided into factors yet; it takes factors at both ends."""
+    """The state of one shape in `Loops.regroup`: which of its dims still have to be divided into factors. Factors are
+    taken from the major end and from the minor end.
+    """
 
     def __init__(self, shape: Sequence[int]) -> None:
         self._left = [(at, size) for at, size in enumerate(shape) if size > 1]
@@ -183,11 +186,15 @@ class _Run:
         self._minor: list[Factors] = [()] * len(shape)
 
     def size(self, end: int) -> int:
-        """Return the size that is left of the outermost dim at ``end``; 1 if nothing is left."""
+        """Return the size that is not yet divided into factors, of the outermost such dim at the major or minor
+        ``end``; 1 if all dims are divided.
+        """
         return self._left[end][1] if self._left else 1
 
     def take(self, end: int, factor: Factors, size: int) -> None:
-        """Divide the outermost dim at ``end`` by ``size``, and add ``factor`` to the factors of that dim."""
+        """Take ``factor``, of size ``size``, from the first undivided dim at the major or minor ``end``: add it to the
+        factors of that dim, and divide what is left of the dim.
+        """
         at, left = self._left[end]
         if end == _MAJOR:
             self._major[at] += factor
@@ -199,7 +206,9 @@ class _Run:
             self._left[end] = (at, left // size)
 
     def finish(self, name: Callable[[int, int], Factors]) -> None:
-        """Add ``name(dim, size)`` to the factors of each dim that has a size left."""
+        """Give each dim that is not yet fully divided a last factor ``name(dim, size)``, for the size that is left of
+        the dim.
+        """
         for at, size in self._left:
             self._major[at] += name(at, size)
 
@@ -293,8 +302,8 @@ def bind(
     linear: tuple[frozenset[int], ...],
     moves: bool,
 ) -> Spec:
-    """Return the `Spec` of ``call`` by its parsed notation (``operands``, ``results``); sizes are read from shapes,
-    ``factors`` has kinds, the rest is as in `Spec`.
+    """Return the `Spec` of ``call`` from its rule's notation: ``operands`` and ``results`` have the factor names of
+    each dim, ``factors`` maps a name to its kind. Sizes are read from the call's shapes.
     """
     shapes = [v.shape for v in call.operands]
     result_shapes = [v.shape for v in call.results if v is not None]
@@ -318,8 +327,8 @@ def bind(
 
 
 def _expand(call: Call, dims: Dims, shape: Iterable[int], sizes: dict[str, int]) -> Dims:
-    """Return ``dims`` with ``...`` replaced by factors ``.1``, ``.2``, ... counted from the right; adds the sizes of
-    factors to ``sizes``.
+    """Replace ``...`` in the notation ``dims`` of a tensor by factors ``.1``, ``.2``, ..., numbered from the right, and
+    return the result. The size of each factor is added to ``sizes``.
     """
     shape = tuple(shape)
     if ("...",) in dims:
@@ -346,8 +355,8 @@ def _shown(dims: Dims) -> str:
 
 
 def _complete(sizes: dict[str, int], sides: Iterable[Dims], shapes: Iterable[Iterable[int]]) -> None:
-    """Add to ``sizes``, in place, each factor that is missing and shares all its dims with known ones: the dim's size
-    divided by theirs.
+    """Add missing sizes of factors to ``sizes``, in place. If all other factors of a dim have sizes, the missing factor
+    has the size of the dim divided by theirs.
     """
     for dims, shape in zip(sides, shapes, strict=True):
         for names, size in zip(dims, shape, strict=True):

@@ -27,8 +27,8 @@ def pointwise(ops: str, linear: str = "", *, moves: bool = False) -> list[Rule]:
 
 
 def pointwise_spec(call: Call, linear: Iterable[Iterable[int]] = (), moves: bool = False) -> Spec:
-    """Return the spec of operands that broadcast to the results, all of which have one shape; ``linear`` and ``moves``
-    as in `Spec`.
+    """Return the spec of a pointwise op: its operands broadcast to its results, which all have the same shape.
+    ``linear`` and ``moves`` are as in `Spec`.
     """
     loops = Loops(call)
     shape = loops.result_shapes[0]
@@ -38,7 +38,8 @@ def pointwise_spec(call: Call, linear: Iterable[Iterable[int]] = (), moves: bool
 
 
 def named_sets(call: Call, linear: str) -> tuple[frozenset[int], ...]:
-    """Return the operand positions of each set of arguments in ``linear``, such as "self&other|weight".
+    """Translate names of arguments to positions among the operands: return one set of positions for each set in
+    ``linear``, such as "self&other|weight" (two sets).
 
     Sets with an argument that is not a tensor in the call are left out.
     """
@@ -47,13 +48,15 @@ def named_sets(call: Call, linear: str) -> tuple[frozenset[int], ...]:
 
 
 def _div(call: Call) -> Spec:
-    """Return the spec of a division; with rounding it is not linear."""
+    """Return the spec of a division. It is linear in the dividend, unless the division rounds."""
     exact = "mode" not in call.name
     return pointwise_spec(call, named_sets(call, "self") if exact else ())
 
 
 def _quantise(call: Call) -> Spec:
-    """Return the spec of numbers in float8, which may have a scale for each block of a dim."""
+    """Return the spec of the op that converts numbers to float8. Its second operand has the maxima for the scales: one
+    for all, one per row, or one per block of a dim.
+    """
     loops = Loops(call)
     shape, amax = loops.shapes
     if len(amax) < 3:

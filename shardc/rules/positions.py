@@ -74,7 +74,9 @@ def positions(
 
 
 def split(layout: Layout, dim: int) -> bool:
-    """Return whether ``layout`` splits ``dim``; False for a tensor without dims, which torch indexes along dim 0."""
+    """Return whether ``layout`` splits ``dim``. For a tensor without dims the answer is False (torch lets an index use
+    its dim 0).
+    """
     return layout.ndim > 0 and bool(layout.dim_axes(dim))
 
 
@@ -130,8 +132,8 @@ def owned(local: Local, layout: Layout, dim: int, index: Emitted) -> tuple[Emitt
 
 
 def owned_at(local: Local, layout: Layout, dim: int, index: int) -> tuple[int, Emitted]:
-    """Return (local index on the rank that holds it, bool [] mask that is true on that rank) of ``index``, one constant
-    global index along ``dim``.
+    """Locate ``index``, one global index along ``dim`` that is known when the graph is built. Return (its local index
+    on the rank that holds it, bool [] mask that is true on that rank).
     """
     mask, local_index = None, 0
     digits = layout.dims[dim]
@@ -152,12 +154,15 @@ def zero_unless(local: Local, mask: Emitted, x: Emitted) -> Emitted:
 
 
 def align(local: Local, mask: Emitted, dims: int) -> Emitted:
-    """Return ``mask`` with ``dims`` dims of size 1 appended, which broadcasts over the dims that follow an index."""
+    """Return ``mask`` with ``dims`` dims of size 1 appended. The mask of an index then broadcasts over the dims of the
+    tensor that follow the indexed dim.
+    """
     return local.builder.call(aten.reshape.default, mask, [*local.builder.shape(mask), *[1] * dims]) if dims else mask
 
 
 def once_per_sum(local: Local, x: Emitted) -> Emitted:
-    """Return ``x`` on the first rank, zero on others, along axes over which only the result is partial.
+    """Return ``x`` on the first rank and zero on the other ranks, along each axis over which the op's result is partial
+    and its operand 0 is not.
 
     Every rank holds ``x`` and would add its entries to it, so the sum over ranks would count ``x`` once per rank.
     """

@@ -43,7 +43,7 @@ class Sample:
     tolerance: float | None = None
 
     def on_device(self) -> Sample:
-        """Return the sample with its tensors on ``device``."""
+        """Return a copy of this sample with its tensors moved to the device that its attribute ``device`` names."""
         kwargs = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in self.kwargs.items()}
         args = tuple(x.to(self.device) if isinstance(x, Tensor) else x for x in self.args)
         return replace(self, args=args, kwargs=kwargs)
@@ -77,8 +77,8 @@ class Ranks(Builder, Protocol):
     mesh: Mesh
 
     def scatter_terms(self, x: Tensor, layout: Layout, generator: torch.Generator) -> Emitted:
-        """Return ``x`` as a shard per rank; for a pending reduction the ranks get random terms of ``x``, drawn by
-        ``generator``.
+        """Return ``x`` as one shard per rank. If ``layout`` has a pending reduction, each rank gets a random term
+        instead, drawn by ``generator``, and the terms reduce to ``x``.
         """
 
     def assemble(self, values: Sequence[Tensor], layout: Layout) -> Tensor:
@@ -120,7 +120,9 @@ def prove(rule: Rule, sample: Sample, ranks: Callable[[Mesh], Ranks], meshes: Se
 
 
 def _can_be_pending(value: Value, layout: Layout) -> bool:
-    """Return whether ``value`` can have partials like ``layout``: bools have no sum, complex no order."""
+    """Return whether the dtype of ``value`` allows the pending reductions of ``layout``: bools cannot be summed, and
+    complex numbers have no maximum.
+    """
     orders = {op for _, op in layout.partial}
     return not (value.dtype == torch.bool and "sum" in orders) and not (value.dtype.is_complex and "max" in orders)
 
@@ -129,7 +131,9 @@ def _can_be_pending(value: Value, layout: Layout) -> bool:
 
 
 def offered(spec: Spec, mesh: Mesh) -> Iterator[Strategy]:
-    """Yield the strategies that use all axes of ``mesh``: each axis splits a factor or carries a partial."""
+    """Yield each strategy in which every axis of ``mesh`` is used: it either splits a factor, or the operands are
+    partial over it and the pending reduction passes through the op.
+    """
     for uses in product(_uses(spec), repeat=len(mesh.axes)):
         carried = [(axis, *use) for axis, use in zip(mesh.axes, uses, strict=True) if isinstance(use, tuple)]
         split: dict[str, list[str]] = {}
@@ -149,8 +153,8 @@ def offered(spec: Spec, mesh: Mesh) -> Iterator[Strategy]:
 
 
 def _uses(spec: Spec) -> list[str | Routed | tuple[str, frozenset[int]]]:
-    """Return the possible uses of an axis: a factor to split, a `Routed` (two factors to split at once), or (reduce op,
-    operands partial over it).
+    """Return what a mesh axis can do to the op: split a factor (given by name), split both factors of a `Routed` at
+    once, or carry a pending reduction, as (reduce op, positions of the operands that are partial).
     """
     carried: list[tuple[str, frozenset[int]]] = [("sum", positions) for positions in spec.linear]
     if spec.moves:
@@ -237,7 +241,9 @@ def _difference(
 
 
 def _tolerance(sample: Sample, spec: Spec, call: Call) -> float:
-    """Return the largest relative error of a sample: its own, else by dtype and whether the op only moves data."""
+    """Return the relative error that is tolerated for ``sample``: the error that the sample states, else a default by
+    dtype and by whether the op only moves data.
+    """
     dtypes = {value.dtype for value in (*call.operands, *call.results) if value is not None}
     exact = MOVED if spec.moves else COMPUTED
     return sample.tolerance or max((COARSER[dtype] for dtype in dtypes if dtype in COARSER), default=exact)

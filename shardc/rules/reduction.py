@@ -14,8 +14,8 @@ from shardc.rules.spec import Dims, Spec
 
 
 def reduction(ops: str, kind: str) -> list[Rule]:
-    """Return a rule per op; ``kind`` is the reduce op of the partial result if reduced dims are split, or "whole"
-    (never split).
+    """Return one rule for each op in ``ops``, which reduces dims. ``kind``: what a split of the reduced dims leaves,
+    such as "sum" for a partial sum; "whole" if they must not be split.
     """
 
     def spec(call: Call) -> Spec:
@@ -44,7 +44,9 @@ def reduced_dims(call: Call, ndim: int) -> frozenset[int]:
 
 
 def _reduced(operand: Dims, dims: frozenset[int], *, keepdim: bool) -> Dims:
-    """Return the factors of the result: those of ``operand`` without ``dims``, which have size 1 with ``keepdim``."""
+    """Return the factors of the result's dims if an operand with the factors ``operand`` is reduced over ``dims``. With
+    ``keepdim`` the reduced dims remain, with size 1.
+    """
     return tuple(() if i in dims else factors for i, factors in enumerate(operand) if keepdim or i not in dims)
 
 
@@ -76,8 +78,8 @@ def along(ops: str, *, linear: bool = False) -> list[Rule]:
 
 
 def _counted(fixed: Callable[[Call], bool]) -> SpecOf:
-    """Return the spec function of a histogram; if ``fixed(call)``, the bins do not depend on the data and elements may
-    be split.
+    """Return the function that gives the spec of a histogram. ``fixed(call)`` says whether the bins are the same for
+    any data; only then may the elements be split.
     """
 
     def spec(call: Call) -> Spec:

@@ -44,7 +44,8 @@ def _params(loops: Loops, first: int) -> list[Dims]:
 
 
 def _routed(call: Call, spec: Spec, choices: int, width: int) -> Spec:
-    """Return ``spec`` with its `Routed`, which allows an axis to split tokens and experts together.
+    """Return ``spec`` with a `Routed` added, so that one axis may split tokens and experts together (expert
+    parallelism).
 
     Ranks then exchange ``choices`` rows of ``width`` elements for each token.
     """
@@ -87,7 +88,8 @@ def _gradient(call: Call) -> Spec:
 
 @dataclass(frozen=True)
 class _Choices:
-    """The choices (token, expert) of one rank, or of one chunk of its tokens, sorted by the ranks of their experts.
+    """The choices of one rank, or of one chunk of its tokens: the pairs (token, expert) that the router chose. They are
+    sorted by the rank that holds the expert.
 
     Args:
         tokens, choices: number of tokens, and of experts for each of them.
@@ -113,13 +115,14 @@ class _Choices:
 
     @property
     def most(self) -> int:
-        """Return the largest number of rows that one rank can send to another."""
+        """Return an upper bound of the number of rows that this rank can send to one other rank."""
         return self.tokens * min(self.choices, self.experts)
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """An exchange of rows between ranks: ``go`` takes the rank's choices to their experts' ranks, ``back`` returns.
+    """An exchange of rows between ranks. `go` sends each chosen token to the rank of its expert, and `back` sends the
+    experts' results back.
 
     Args:
         local: the call.
@@ -142,12 +145,14 @@ class _Sent:
     most: Emitted | None = None
 
     def go(self, tensors: list[Emitted]) -> list[Emitted]:
-        """Emit the exchange of rows that are sorted by destination; return the received rows, sorted by source."""
+        """Emit the all-to-all that sends rows to the ranks of their experts. The rows of ``tensors`` are sorted by
+        destination; return the received rows, sorted by the rank that sent them.
+        """
         return self._exchange(tensors, self.sends, self.receives, self.rows)
 
     def back(self, tensors: list[Emitted]) -> list[Emitted]:
-        """Emit the exchange that sends rows, or what was computed of them, back to where they came from; return the
-        rows that this rank gets back.
+        """Emit the all-to-all in the opposite direction of `go`: it returns rows (the experts' results for them) to the
+        ranks that sent them. Return the rows that come back to this rank.
         """
         return self._exchange(tensors, self.receives, self.sends, self.of.tokens * self.of.choices)
 
@@ -167,7 +172,7 @@ class _Sent:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows (token, expert) of a chunk of a call on one rank, for `shardc.custom_ops.expert_ops.RUN`.
+    """The rows that one rank's experts compute, for a chunk of tokens: one row per pair (token, expert).
 
     Args:
         of: the choices that the rows belong to.
@@ -187,8 +192,8 @@ class _Rows:
 
 
 def _keys(local: Local, sent: tuple[str, ...], index: Emitted) -> tuple[Emitted, Emitted, int, int]:
-    """Emit and return the keys by which choices are sorted (the destination rank, then the expert on it), the mask of
-    reachable choices, and the numbers of ranks and of experts per rank.
+    """Emit the keys by which choices (token, expert) are sorted: first the rank that holds the expert, then the expert
+    on that rank. Return the keys, a mask, and the numbers of ranks and of experts per rank.
 
     A choice is reachable if its expert is on a rank to which this rank's rows can be sent. Others are sorted last.
 
@@ -242,7 +247,9 @@ def _everyone(local: Local) -> tuple[tuple[str, ...], int]:
 
 
 def _noted(local: Local) -> Emitted:
-    """Emit the op that counts this rank's choices by expert; return the choices."""
+    """Emit an op that records how many choices of this rank go to each expert (for `shardc.expert_tokens`). Return its
+    result: the choices, in which those of padding are spread over all experts.
+    """
     mesh = local.operands[0].mesh
     on_ranks = (axis for axis in local.operand_layout("index").dim_axes(0) if split_part(axis)[0] != mesh.time)
     split = sorted(on_ranks, key=mesh.order)
@@ -266,7 +273,9 @@ def _choices(local: Local, x: Emitted, index: Emitted, weight: Emitted) -> _Choi
 
 
 def _exact(local: Local, of: _Choices) -> tuple[_Sent, Emitted]:
-    """Emit the exchange of row counts; return (exchange of exactly these rows, rows from each rank for each expert)."""
+    """Emit the exchange of row counts between ranks. Return (the exchange of exactly so many rows, number of rows that
+    come from each rank for each expert).
+    """
     call = local.builder.call
     _, group = local.builder.group(_sent(local))
     counts = call(expert_ops.COUNTS, of.ends)
@@ -279,8 +288,8 @@ def _exact(local: Local, of: _Choices) -> tuple[_Sent, Emitted]:
 
 
 def _bounded(local: Local, every: list[_Choices]) -> list[tuple[_Sent, Emitted]]:
-    """Emit exchanges of blocks of a fixed size, so that the host need not know how many rows are filled; return
-    (exchange, rows from each rank for each expert) per chunk.
+    """Emit exchanges in which each rank sends each other rank a block of fixed size, so that the host need not wait for
+    the row counts. Return, for each chunk, (the exchange, number of rows that come from each rank for each expert).
 
     Returns:
         for each chunk of choices, (the exchange, number of rows that come from each rank for each expert).
@@ -306,8 +315,8 @@ def _bounded(local: Local, every: list[_Choices]) -> list[tuple[_Sent, Emitted]]
 
 
 def _rows(local: Local) -> Iterator[_Rows]:
-    """Emit the ops that sort this rank's rows by expert and, if axes split tokens and experts both, exchange them;
-    yield the `_Rows` of each chunk of tokens.
+    """Emit the ops that sort this rank's rows by expert. If some axis splits both tokens and experts, also emit the
+    exchange of rows between ranks. Yield the `_Rows` of each chunk of tokens.
 
     Yields:
         the rows of each chunk. The rows of all chunks are under way then, and those of later chunks are not waited for.
@@ -339,7 +348,9 @@ def _rows(local: Local) -> Iterator[_Rows]:
 
 
 def _cut(local: Local, x: Emitted) -> list[Emitted]:
-    """Return the chunks of ``x``, a tensor whose dim 0 is this rank's tokens."""
+    """Cut ``x``, whose dim 0 is this rank's tokens, into chunks of tokens; return them. Without an exchange of rows
+    ``x`` is the only chunk.
+    """
     tokens = local.builder.shape(x)[0]
     count = min(local.call["chunks"], tokens)
     if not _sent(local) or count == 1:
@@ -349,13 +360,13 @@ def _cut(local: Local, x: Emitted) -> list[Emitted]:
 
 
 def _unpack(local: Local, outputs: Emitted, count: int) -> list[Emitted]:
-    """Emit the getitems of an op with ``count`` outputs; return these."""
+    """Emit a getitem for each of the ``count`` results of an op; return the getitem nodes."""
     return [local.builder.call(getitem, outputs, at) for at in range(count)]
 
 
 def _by_token(local: Local, rows: _Rows, returned: Emitted, added: bool) -> Emitted:
-    """Return ``returned``, which has a row for each choice (token, expert), in the order of tokens; ``added``: summed
-    over each token's choices.
+    """Return ``returned``, which has one row per choice (token, expert), reordered to the order of tokens. ``added``:
+    the rows of a token's choices are summed.
 
     They are summed over a token's choices, [t, width], if ``added``; else each is one number, [t, k].
     """
@@ -391,7 +402,9 @@ def _forward(local: Local) -> tuple[list[_Rows], list[list[Emitted]]]:
 
 
 def _waits(rows: _Rows) -> bool:
-    """Return True unless ``rows`` came in blocks of equal size: the host may then wait to learn their number."""
+    """Return whether the host may wait until it knows the number of rows. It need not if ``rows`` were received in
+    blocks of fixed size.
+    """
     return rows.sent is None or rows.sent.sends is not None
 
 
@@ -411,7 +424,7 @@ def _call_local(local: Local) -> Emitted:
 
 
 def _joined(local: Local, parts: list[Emitted]) -> Emitted:
-    """Return the results of all chunks of tokens, given those of each."""
+    """Emit and return the concatenation of ``parts``, the results for each chunk of tokens."""
     return parts[0] if len(parts) == 1 else local.builder.call(aten.cat.default, parts)
 
 

@@ -106,7 +106,8 @@ class Builder(Protocol):
 
 @dataclass(frozen=True)
 class Local:
-    """Argument of a localize function: an op with the layouts of its operands and results, to emit on local tensors.
+    """What a rule's localize function gets: an op call, the layouts of its operands and results, and the builder that
+    emits ops on local tensors.
 
     Args:
         builder: emitter of the local ops.
@@ -129,8 +130,8 @@ class Local:
     true_size: Callable[[int, int], int] = lambda dim, size: size
 
     def same(self, /, **replaced: object) -> Emitted:
-        """Emit the op itself on local tensors and return its result, with the arguments in ``replaced`` (by schema
-        name) replaced.
+        """Emit the call's own op on the local tensors and return its result. ``replaced`` has new values for arguments,
+        by their names in the schema.
         """
         args, kwargs = list(self.args), dict(self.kwargs)
         for at, argument in enumerate(self.call.target._schema.arguments):
@@ -185,7 +186,9 @@ class Rule:
 
 
 def sized(argument: str = "size") -> Localize:
-    """Return the localize function of an op whose ``argument`` is the result's shape: it passes the local shape."""
+    """Return the localize function of ops that take the result's shape as ``argument``: it emits the op with the local
+    shape in its place.
+    """
 
     def localize(local: Local) -> Emitted:
         return local.same(**{argument: list(local.results[0].local_shape)})
@@ -194,12 +197,16 @@ def sized(argument: str = "size") -> Localize:
 
 
 def rules_for(ops: str, spec: SpecOf, text: str, localize: Localize = Local.same) -> list[Rule]:
-    """Return a list of equal rules, one for each aten op in ``ops``, whose names are separated by spaces."""
+    """Return one rule for each aten op that the text ``ops`` names, separated by spaces. All rules have the same spec
+    function, notation and localize function.
+    """
     return [Rule(f"aten.{op}", spec, text, localize) for op in ops.split()]
 
 
 def table(*rules: Rule | Sequence[Rule], strides: str = "") -> dict[str, Rule]:
-    """Return op -> its `Rule`; all accept ``strides`` if that is given. Asserts that no op has two rules."""
+    """Return ``rules`` (rules or lists of rules) as a dict: op -> rule. If ``strides`` is given, it applies to all of
+    them. Asserts that no op has two rules.
+    """
     out: dict[str, Rule] = {}
     for item in rules:
         for rule in [item] if isinstance(item, Rule) else item:

@@ -1,4 +1,5 @@
-"""Scans on one rank, where ranks may each have one piece of the slices, in order.
+"""Emits scans on one rank. If the scanned dim is split, each rank has one contiguous piece of the slices, in rank
+order.
 
 The ranks compute one after another what the scan carries from piece to piece, and send it on. Then all of them compute
 the results of their steps. What steps only add to is not sent: each rank adds up its own terms.
@@ -59,13 +60,13 @@ def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitte
 
 
 def is_padded(local: Local) -> bool:
-    """Return whether the scan's operands are padded, so that there may be fewer steps than slices."""
+    """Return whether some dim of the scan's operands is padded (there may then be more slices than steps)."""
     sizes = [size for layout in local.operands for size in layout.shape]
     return any(local.true_size(dim, size) != size for dim, size in enumerate(sizes))
 
 
 def _steps(pieces: Pieces) -> Emitted | None:
-    """Return the number of this rank's slices that are not padding, int64 [1]; None if the dim has no padding."""
+    """Return how many of this rank's slices are not padding, int64 [1]; None if the scanned dim has no padding."""
     run, builder = pieces.local.builder.call, pieces.local.builder
     if pieces.elements == pieces.layout.shape[0]:
         return None
@@ -78,7 +79,8 @@ def _steps(pieces: Pieces) -> Emitted | None:
 def _scaled(
     local: Local, carried: _Carried, operands: Sequence[Emitted], rest: Sequence[Emitted], steps: Emitted | None
 ) -> list[tuple[Emitted, Emitted]] | None:
-    """Return (scale, summand) of each carry that is sent: this rank's steps map carry c to ``scale * c + summand``.
+    """Emit all steps of this rank as one map ``c -> scale * c + summand`` of a carry c (a value that goes from step to
+    step). Return (scale, summand) for each carry that is sent between ranks.
 
     Returns None if they compute something else.
     """
@@ -93,8 +95,8 @@ def _scaled(
 
 
 def _send(pieces: Pieces, x: Emitted, before: int, now: int) -> Emitted:
-    """Send ``x`` from the rank of piece ``before`` to that of piece ``now`` (and back); return what this rank has
-    received, or its own ``x``.
+    """Exchange ``x`` between the ranks of the pieces ``before`` and ``now``. Return what this rank receives; on all
+    other ranks, ``x`` itself.
     """
     to, ranks = list(range(pieces.ranks)), (pieces.members[before], pieces.members[now])
     to[ranks[0]], to[ranks[1]] = ranks[1], ranks[0]
@@ -112,7 +114,7 @@ def _only(local: Local, mask: Emitted, x: Emitted) -> Emitted:
 
 
 class _Carried:
-    """The carries of a scan, sorted by what a step does with them.
+    """The carries of a scan (values that go from step to step), sorted by what a step does to them.
 
     Attributes:
         sums: positions of the carries to which a step only adds something.
@@ -129,7 +131,9 @@ class _Carried:
         self.sent = [at for at in range(carries) if at not in (*self.sums, *self.same)]
 
     def _adds(self, before: fx.Node, after: fx.Node) -> bool:
-        """Return whether a step only adds to a carry: ``after`` is its next value, ``before`` the last one."""
+        """Return whether a step only adds something to a carry. ``before`` is the carry at the start of the step,
+        ``after`` at its end.
+        """
         return (
             list(before.users) == [after]
             and after.target is aten.add.Tensor
@@ -140,7 +144,8 @@ class _Carried:
         )
 
     def step(self) -> Function:
-        """Return the function of a step that maps the carries ``sent`` to their next values.
+        """Return the scan function that computes only the carries in ``sent``: from their values before a step to those
+        after it.
 
         The carries ``same`` are its last arguments.
         """
@@ -148,8 +153,8 @@ class _Carried:
         return self._function(graph, [env[self.results[at]] for at in self.sent])
 
     def scaled_step(self) -> Function | None:
-        """Return `step` with one more carry for each in ``sent``: the product of the factors that scale it; None if
-        steps do not just scale and add.
+        """Return a scan function as `step` does, with a further carry for each carry in ``sent``: the product of the
+        factors by which the steps scale it.
 
         Returns None if a step is not of the form ``factor * carry + summand`` for each carry in ``sent``.
         """
@@ -168,8 +173,8 @@ class _Carried:
         return self._function(graph, [*(env[self.results[at]] for at in self.sent), *(scale for _, scale in products)])
 
     def _copy(self, scales: bool = False) -> tuple[fx.Graph, dict[fx.Node, fx.Node], Scales]:
-        """Return (copy of the step's graph without its results, node -> its copy, carry -> an argument for its product
-        of scales, if ``scales``).
+        """Return (copy of the step's graph without its results, node -> its copy, products). ``scales``: whether the
+        copy gets an argument for each carry's product of scales.
 
         The products are empty without ``scales``, else carry -> (the carry, a new argument of the copy that stands for
         its product of scales so far).
@@ -197,7 +202,8 @@ Scales = dict[fx.Node, tuple[fx.Node, Any]]
 
 
 def _scale(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], scales: Scales) -> tuple[fx.Node, Any] | None:
-    """Return (carry, factor) if ``node`` is ``factor * carry + summand``, else None.
+    """Return (carry, factor) if ``node`` computes ``factor * carry + summand``; else None. Nodes that compute the
+    factor are added to ``graph``.
 
     Args:
         scales: (carry, factor) of the nodes before it that are of this form.

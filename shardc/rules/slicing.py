@@ -77,7 +77,9 @@ def _slice_local(local: Local) -> Emitted:
 
 
 def _to_local(layout: Layout, dim: int, edge: int) -> int:
-    """Return ``edge``, the global index along ``dim`` at which a block begins or ends, as a local index."""
+    """Convert ``edge``, a global index along ``dim`` at which every shard is cut in the same proportion, to a local
+    index: divided by the number of shards of ``dim``.
+    """
     return edge * layout.local_shape[dim] // layout.shape[dim] if layout.dim_axes(dim) else edge
 
 
@@ -96,8 +98,8 @@ def _split_local(local: Local) -> Emitted:
 
 
 def _unstacked(call: Call, kind: str) -> tuple[Loops, Dims, Dims]:
-    """Return (loops, factors of operand 0's dims, these without ``dim``); the factor of ``dim`` is ``n``, of kind
-    ``kind``.
+    """Return (`Loops`, factors of operand 0's dims, the same factors without those of ``dim``). The factor of argument
+    ``dim`` is named ``n`` and has kind ``kind``.
     """
     loops = Loops(call)
     dim = call["dim"] % len(loops.shapes[0])
@@ -112,7 +114,9 @@ def _select(call: Call) -> Spec:
 
 
 def _index(call: Call) -> int:
-    """Return the selected index counted from 0: the end of a padded dim is not the end of its elements."""
+    """Return the selected index as a non-negative number. A negative index must not count from the end of the local
+    dim, which may be padded.
+    """
     shape = call.operands[0].shape
     index, dim = int(call["index"]), int(call["dim"])
     return index % shape[dim % len(shape)]
@@ -231,8 +235,8 @@ def _stack(call: Call) -> Spec:
 
 
 def _moved(dims_of: Callable[[Call, int], Sequence[int]], *, moves: bool) -> SpecOf:
-    """Return the spec function of an op that rearranges elements along ``dims_of(call, ndim)``, which must not be
-    split; ``moves`` as in `Spec`.
+    """Return the function that gives the spec of an op that moves elements along the dims ``dims_of(call, ndim)``, such
+    as ``flip``. These dims must not be split. ``moves`` is as in `Spec`.
     """
 
     def spec(call: Call) -> Spec:

@@ -63,7 +63,9 @@ def routed_axes(spec: Spec, assignment: Mapping[str, Digits]) -> frozenset[str]:
 
 
 def required_splits(spec: Spec, mesh: Mesh, routed: Routed, proposals: Sequence[Assignment]) -> list[Assignment]:
-    """Return further proposals (factor -> digits) that split factors over an axis as `Routed.required` demands."""
+    """Return proposals (factor -> digits) beyond ``proposals``: splits of factors over those axes over which
+    `Routed.required` demands a split of given factors.
+    """
     out: list[Assignment] = []
     pair = (routed.rows, routed.owners)
     for axis, factors in ((axis, factors) for axis, sets in routed.required for factors in sets):
@@ -87,8 +89,8 @@ def required_splits(spec: Spec, mesh: Mesh, routed: Routed, proposals: Sequence[
 
 
 def in_part(spec: Spec, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
-    """Return whether an axis that splits one factor of a `Routed` overlaps one that splits the other without being
-    equal to it; ``assignment``: factor -> digits.
+    """Return whether the two factors of ``spec.routed`` are split over different axes that overlap (``tp`` and its part
+    ``tp:1x2``), which no op can run. ``assignment``: factor -> digits.
     """
     if spec.routed is None:
         return False
@@ -98,8 +100,9 @@ def in_part(spec: Spec, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
 
 
 def meets_requirements(spec: Spec, assignment: Mapping[str, Digits], axes: Iterable[str]) -> bool:
-    """Return whether ``assignment`` splits as the plan requires: by `Routed.way`, and by `Routed.required` over the
-    axes in ``axes``.
+    """Return whether the splits ``assignment`` (factor -> digits) are as the plan requires of an op with a `Routed`.
+    Over each axis in ``axes`` it must split the factors that `Routed.required` names, and send rows or gather them as
+    `Routed.way` says.
     """
     if (routed := spec.routed) is None:
         return True
@@ -173,7 +176,9 @@ class Spec:
         return factor in self._reduce or self.carried_by_all(factor)
 
     def carried_by_all(self, factor: str) -> bool:
-        """Return whether every result has a dim with ``factor``; `replicated` ones are not counted."""
+        """Return whether every result has a dim with ``factor``. Results whose positions are in `replicated` are
+        ignored.
+        """
         return all(
             any(factor in dim for dim in result) for at, result in enumerate(self.results) if at not in self.replicated
         )
@@ -203,7 +208,8 @@ class Strategy:
 
 
 def project(spec: Spec, dims: Dims, layout: Layout) -> Assignment:
-    """Return factor -> its digits, divided from those of ``layout``, for an operand with factors ``dims``.
+    """Return factor -> digits: how an operand at ``layout`` splits each of its factors. ``dims`` has the factors of
+    each dim of the operand.
 
     An axis is dropped (its digits become local) if it crosses the border of two factors and no part of it fits, or if
     it splits a factor that must be whole.
@@ -217,7 +223,9 @@ def project(spec: Spec, dims: Dims, layout: Layout) -> Assignment:
 
 
 def _in_order(digits: Iterable[Digit]) -> list[Digit]:
-    """Return ``digits`` reordered so that each rank has one contiguous piece: first those bound to an axis."""
+    """Return ``digits`` of one dim with those that are bound to an axis first, so that each rank holds one contiguous
+    piece of the dim.
+    """
     return sorted(digits, key=lambda digit: digit.axis is None)
 
 
@@ -225,8 +233,8 @@ def _in_order(digits: Iterable[Digit]) -> list[Digit]:
 def _share_out(
     mesh: Mesh, factors: tuple[tuple[str, int, bool], ...], digits: Digits
 ) -> tuple[tuple[str, Digits], ...]:
-    """Return (factor, its digits) for each of ``factors`` ((name, size, may be split), major to minor) of a dim with
-    ``digits``.
+    """Distribute the ``digits`` of a dim over its factors; return (factor name, its digits) for each. ``factors``:
+    (name, size, may be split) of each factor, the major one first.
     """
     if any(size == 0 for _, size, _ in factors):
         return tuple((factor, (Digit(size),)) for factor, size, _ in factors)
@@ -250,8 +258,8 @@ def _share_out(
 
 
 def _drop_clashing(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits:
-    """Return ``digits`` with one of the split digits made local: one without which ``cuts`` (strides) fit, else the
-    first.
+    """Return the digits of a dim with one split digit made local, so that ``digits`` can be cut at the strides
+    ``cuts``. If no single change suffices, the first split digit becomes local.
     """
     for at, (radix, axis) in reversed(list(enumerate(digits))):
         trial = canonical(mesh, [*digits[:at], Digit(radix), *digits[at + 1 :]])
@@ -310,8 +318,8 @@ def from_results(spec: Spec, layout: Layout) -> Strategy | None:
 
 
 def infer(spec: Spec, operands: Sequence[Layout], results: Sequence[Layout] = ()) -> tuple[Layout, ...] | str:
-    """Return the result layouts that follow from ``operands`` as they are, or the reason, as text, why these do not fit
-    together.
+    """Return the layouts of the results that follow from the layouts ``operands`` without any reshard. If the operands'
+    layouts do not fit together, return the reason as text.
 
     Args:
         results: layouts that decide the split of factors that no operand carries; by default these are not split.
@@ -369,7 +377,9 @@ def carried_partials(spec: Spec, operands: Sequence[Layout]) -> tuple[tuple[str,
 
 
 def carries(spec: Spec, op: str, positions: frozenset[int]) -> bool:
-    """Return whether a pending reduction ``op`` passes through if exactly the operands at ``positions`` have it."""
+    """Return whether a pending reduction ``op`` ("sum", "max") passes through an op to its results, if the operands at
+    ``positions``, and no others, have this pending reduction.
+    """
     if spec.moves and positions == {0}:
         return True
     return op in ("sum", "avg") and positions in spec.linear
@@ -436,7 +446,9 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
 def _strategy(
     spec: Spec, mesh: Mesh, proposals: Sequence[Assignment], choice: Mapping[str, tuple[str, object]]
 ) -> tuple[Strategy, bool] | None:
-    """Return (strategy that takes one choice for each axis, whether `Routed` allows it); None if two choices clash."""
+    """Return (strategy, whether it meets the requirements of `Routed`) for ``choice``: axis -> (what to do over this
+    axis, details). Return None if the choices of two axes clash.
+    """
     wanted: dict[tuple[str, int], set[str]] = {}
     carried: dict[str, tuple[str, frozenset[int]]] = {}
     for axis, (kind, detail) in choice.items():
@@ -466,8 +478,8 @@ def _strategy(
 
 
 def merge(mesh: Mesh, digits: Digits | None, other: Digits) -> Digits | None:
-    """Return the digits of a factor split over the axes of both ``digits`` and ``other``; None if sizes clash or a
-    digit has two axes.
+    """Return the digits of a factor that is split as in ``digits`` and also as in ``other``. Return None if the sizes
+    do not fit together, or if a digit would have two axes.
     """
     if digits is None:
         return other
@@ -483,6 +495,8 @@ def merge(mesh: Mesh, digits: Digits | None, other: Digits) -> Digits | None:
 
 
 def atoms(mesh: Mesh, axes: Sequence[str]) -> dict[str, list[str]]:
-    """Return axis -> the parts into which it is cut so that any two parts of any of ``axes`` are equal or disjoint."""
+    """Cut each of ``axes`` (axes and parts of axes) so finely that any two pieces are equal or disjoint; return axis ->
+    its pieces.
+    """
     edges = mesh.edges(axes)
     return {axis: mesh.parts(axis, edges) for axis in axes}

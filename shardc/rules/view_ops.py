@@ -140,7 +140,9 @@ def _shuffle(call: Call, *, shrink: bool) -> Spec:
 
 
 def _copies(op: str, spec: SpecOf, text: str, localize: Localize = Local.same) -> list[Rule]:
-    """Return the rules of a view op and of its copying form (``aten.view_copy`` of ``aten.view``)."""
+    """Return two equal rules: for the view op ``op`` and for the op of the same name that copies, such as
+    ``aten.view_copy`` for ``aten.view``.
+    """
     return rules_for(f"{op} {op}_copy", spec, text, localize)
 
 

@@ -25,7 +25,8 @@ aten = torch.ops.aten
 
 
 class Pieces:
-    """The pieces of a dim of one operand, one a rank, from which a rank takes elements of other ranks.
+    """One dim of an operand as pieces, one contiguous piece per rank. The methods emit what a rank needs of other
+    ranks' pieces.
 
     Args:
         local: the op.
@@ -55,8 +56,9 @@ class Pieces:
         return zero_unless(self.local, self._along(inside, self.size), x)
 
     def from_rank(self, x: Emitted, begin: int, end: int, away: int) -> Emitted | None:
-        """Return elements ``begin`` to ``end`` of the piece ``away`` places further along the dim than this rank's
-        (before it if negative): zeros if there is no such piece, None if no rank receives an element.
+        """Emit and return elements ``begin`` to ``end`` of another rank's piece, which is ``away`` places after this
+        rank's along the dim (before it if negative). Return zeros on ranks without such a neighbour, None if no rank
+        has one.
         """
         if begin >= end or abs(away) >= self.ranks:
             return None
@@ -73,8 +75,8 @@ class Pieces:
         return zero_unless(self.local, self._along(exists, 1), x)
 
     def extended(self, x: Emitted, before: int, after: int) -> Emitted:
-        """Return ``x`` with the ``before`` elements before this rank's piece and the ``after`` elements behind it,
-        zeros where the dim has none.
+        """Return ``x`` (this rank's piece) extended by its neighbours: ``before`` elements in front and ``after``
+        elements behind. Beyond the ends of the dim they are zeros.
         """
         if after:
             x = self.without_filling(x)
@@ -92,8 +94,8 @@ class Pieces:
         return self._padded(x, before - reach[0], after - reach[1])
 
     def moved(self, x: Emitted, by: int) -> Emitted:
-        """Return ``x`` shifted by ``by`` places towards the end of the unsharded dim (the begin if negative), with
-        zeros in the places that are left open.
+        """Return this rank's piece of the whole dim shifted by ``by`` places towards its end (towards its begin if
+        negative). Elements that nothing is shifted to are zero.
         """
         if by < 0:
             x = self.without_filling(x)
@@ -107,8 +109,8 @@ class Pieces:
         return self._padded(moved, *((0, short) if parts[1] is None else (short, 0)))
 
     def entered(self, moved: Emitted, fill: Emitted, by: int) -> Emitted:
-        """Return ``moved``, which was shifted by ``by``, with the elements of ``fill`` in the places that the shift
-        left open.
+        """Fill the places at the end of the dim that a shift by ``by`` left open. Return ``moved`` (the shifted piece)
+        with the elements of ``fill`` there.
         """
         count, at = abs(by), positions(self.local, self.layout, self.dim, None)
         if by > 0:
@@ -121,7 +123,8 @@ class Pieces:
         return self.run(aten.where.self, self._along(come, self.size), entering, moved)
 
     def earlier_sums(self, sums: Emitted, reverse: bool) -> Emitted:
-        """Return the total of all earlier pieces, given each piece's running ``sums``; of all later if ``reverse``.
+        """Return the total of all pieces before this rank's (after it if ``reverse``). ``sums`` are the running sums of
+        this rank's piece.
 
         The result has one element along the dim. A piece's total is the last of its running sums, or the first.
         """
@@ -153,7 +156,7 @@ class Pieces:
 
 
 def _shift(call: Call) -> Spec:
-    """Return the spec of a shift along a dim, of which each rank has one piece if it is split."""
+    """Return the spec of a shift along a dim. If the dim is split, each rank must have one contiguous piece of it."""
     loops = Loops(call)
     shape, dim = loops.shapes[0], call["dim"]
     x = loops.dims("d", shape, but={dim: loops.ordered("l", shape[dim])})
@@ -180,7 +183,7 @@ def _edge(call: Call) -> Spec:
 
 
 def _edge_local(local: Local) -> Emitted:
-    """Emit and return the slice: this rank's elements of it, and zeros for those of other ranks."""
+    """Emit and return a slice of a split dim, in full size on each rank: elements that other ranks hold are zero."""
     run, dim, layout = local.builder.call, local.call["dim"], local.operands[0]
     begin, end = local.call["begin"], local.call["end"]
     x = local.operand("x")
@@ -194,7 +197,9 @@ def _edge_local(local: Local) -> Emitted:
 
 
 def _cumsum(call: Call) -> Spec:
-    """Return the spec of a running sum along a dim, of which each rank has one piece if it is split."""
+    """Return the spec of a running sum along a dim. If the dim is split, each rank must have one contiguous piece of
+    it.
+    """
     loops = Loops(call)
     shape = loops.shapes[0]
     x = loops.dims("d", shape, but={call["dim"]: loops.ordered("l", shape[call["dim"]])})
@@ -237,7 +242,9 @@ def _convolve_weight(call: Call) -> Spec:
 
 
 def _geometry(local: Local) -> tuple[object, ...]:
-    """Return stride, padding, dilation and so on of the local convolution, whose groups are those of local channels."""
+    """Return the last arguments of the local ``aten.convolution`` (stride, padding, dilation, transposed, output
+    padding, groups). The groups are those of the local channels.
+    """
     channels = local.operand_layout("x").local_shape[1] // local.operand_layout("weight").local_shape[1]
     return [1], [0], [local.call["dilation"]], False, [0], channels
 

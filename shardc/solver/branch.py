@@ -1,4 +1,5 @@
-"""Branch and bound: raises the lower bound of a graph by message passing, and splits the graph in two if that stalls.
+"""Branch and bound. Message passing raises the lower bound of a graph of costs. When the bound stalls, the graph is
+split into two cases, which are solved one after the other.
 
 The lower bound comes from sequential tree-reweighted message passing (TRW-S; Kolmogorov, "Convergent tree-reweighted
 message passing for energy minimization", 2006). Messages move cost from pairs to variables without changing the cost of
@@ -52,7 +53,9 @@ class Send:
     inbox: np.ndarray
 
     def run(self) -> None:
-        """Compute the message from ``sent`` and write it to ``inbox``."""
+        """Compute this message from ``sent``, an array of costs per label of the sender, and write it to ``inbox`` at
+        the neighbour.
+        """
         sent = self.sent if self.order is None else np.minimum.reduceat(self.sent[self.order], self.starts)
         if len(self.costs) == len(self.room):
             np.add(self.costs, sent if self.axis else sent[:, None], out=self.room)
@@ -99,7 +102,8 @@ class Node:
 
 
 class Messages:
-    """Message passing over a graph in which every label is supported (see `drop_unsupported`): no message is ever inf.
+    """Message passing over the variables of a graph. It needs a graph without labels that are forbidden outright (see
+    `drop_unsupported`), so that messages are finite.
 
     Attributes:
         nodes: the variables in order.
@@ -199,7 +203,8 @@ class Messages:
 
 
 def _sorted(classes: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
-    """Return (the labels sorted by class, the index at which each class begins in these).
+    """Sort labels by class: return (the labels in the order of their classes, the position there at which each class
+    begins).
 
     The labels are None if each class has one label and they are sorted already.
     """
@@ -239,7 +244,8 @@ def round_messages(messages: Messages, forward: bool) -> Labelling:
 
 
 def descend(graph: Graph, chosen: Labelling, rounds: int = 20) -> Labelling:
-    """Return ``chosen`` improved by local search.
+    """Improve the labelling ``chosen`` by local search, one variable at a time, in at most ``rounds`` passes; return
+    the improved labelling.
 
     One label at a time is changed while that lowers the number of infinite costs, or the cost.
 
@@ -262,8 +268,8 @@ def descend(graph: Graph, chosen: Labelling, rounds: int = 20) -> Labelling:
 
 
 def _least(parts: list[np.ndarray]) -> int:
-    """Return the index of the least sum of ``parts``; if all sums are inf, the least among those with the fewest
-    infinite terms.
+    """Return the label with the least total cost; ``parts`` are arrays of costs per label, to be added. If every total
+    is inf, labels with the fewest infinite terms are preferred.
     """
     total = sum(parts[1:], parts[0])
     best = int(np.argmin(total))
@@ -276,7 +282,9 @@ def _least(parts: list[np.ndarray]) -> int:
 
 
 def _order(parts: list[np.ndarray], x: int) -> tuple[int, float]:
-    """Return the sort key of label ``x``: the number of its infinite costs, and the sum of its finite ones."""
+    """Return a key by which labels can be compared, even of infinite cost: (number of infinite costs of label ``x``,
+    sum of its finite costs). ``parts`` are arrays of costs per label.
+    """
     values = [float(part[x]) for part in parts]
     return sum(map(math.isinf, values)), sum(value for value in values if value < math.inf)
 
@@ -321,7 +329,8 @@ class Effort:
 
 
 def search(graph: Graph, effort: Effort, ceiling: float = math.inf) -> tuple[dict[int, int] | None, float, float]:
-    """Solve a reduced graph; return (variable -> label, cost, lower bound), with the labels of eliminated variables.
+    """Solve a graph that is already reduced; return (variable -> label, cost, lower bound). Variables that were
+    eliminated earlier get their labels, too.
 
     The labels are None and the cost is ``ceiling`` if no labelling costs less, or if the work did not suffice.
 
@@ -395,8 +404,9 @@ class Search:
             recover(graph.trail, self.chosen)
 
     def tighten(self, graph: Graph, bound: float) -> tuple[float, Mapping[int, np.ndarray] | None]:
-        """Raise the lower bound of a graph, in place, until it is solved, reaches the best value found, or stalls;
-        return (bound, variable -> bounds of its labels, or None if the graph is closed).
+        """Raise the lower bound of ``graph`` from ``bound``, changing the graph in place. Stop when the graph is
+        solved, cannot improve on the best labelling, or the bound stalls. Return (bound, variable -> bound for each
+        label), with None in place of the latter if the graph needs no further search.
 
         Returns:
             the bound and, if the graph is still open, variable -> a lower bound for each of its labels; else None.
@@ -439,7 +449,9 @@ class Search:
                 return bound, messages.bounds
 
     def sweep(self, messages: Messages) -> float:
-        """Pass messages forward and backward up to ``BATCH`` times within the budget; return the last lower bound."""
+        """Pass messages over all variables forward and backward, up to ``BATCH`` times and within the budget; return
+        the last lower bound.
+        """
         with self.effort.clock.stage("messages"):
             for step in range(BATCH):
                 messages.sweep(forward=True)
@@ -452,7 +464,8 @@ class Search:
         return bound
 
     def stalls(self, before: float, bound: float, batches: int) -> bool:
-        """Return whether the last batch of sweeps, which raised the bound from ``before``, gained too little to go on.
+        """Return whether message passing should stop, since the last batch of sweeps raised the lower bound too little
+        (from ``before`` to ``bound``).
 
         Args:
             batches: number of batches so far.
@@ -463,7 +476,9 @@ class Search:
         return before > -math.inf and bound - before <= part * (self.value - before)
 
     def solve_exactly(self, graph: Graph) -> bool:
-        """Solve a graph by components or by elimination; return False if it is connected and its tables too large."""
+        """Solve a graph by solving its connected components one by one or, if there is only one, by eliminating all
+        variables. Return False if the tables for the elimination would be too large.
+        """
         if self.effort.depth < DEEPEST and len(graph.components()) > 1:
             chosen, value, bound = search(graph, self.effort)
             if chosen is not None:
@@ -478,7 +493,9 @@ class Search:
             return True
 
     def round(self, graph: Graph, messages: Messages) -> Labelling:
-        """Round the messages to labellings, improve these by local search; record the best one and return it."""
+        """Turn the messages into labellings, improve them by local search, and record the best one. Return the best
+        one.
+        """
         rounded = [descend(graph, round_messages(messages, forward)) for forward in (True, False)]
         value, chosen = min(((cost(graph, labels), labels) for labels in rounded), key=lambda pair: pair[0])
         if value < self.value:
@@ -486,8 +503,8 @@ class Search:
         return chosen
 
     def improve(self, graph: Graph, messages: Messages, chosen: Labelling) -> None:
-        """Solve the graph exactly with only a few labels of each variable (the likeliest, and that of ``chosen``), and
-        record the solution if it is the best so far.
+        """Look for a better labelling: solve the graph exactly with only the most promising labels of each variable (by
+        their bounds) and the label of ``chosen``. Record the solution if it is the best so far.
         """
         masks = {}
         for i, bounds in messages.bounds.items():
@@ -506,7 +523,8 @@ class Search:
 
 
 def split(graph: Graph, bounds: Mapping[int, np.ndarray]) -> list[Graph]:
-    """Return the two cases of a graph as graphs: without the best label of a variable, and with only that label of it.
+    """Split a graph into two cases by one label of one variable: return the graph without this label, and the graph
+    with only this label for the variable.
 
     The variable is the one whose two best labels have the closest bounds. Both graphs are reduced; one that is
     infeasible is left out.

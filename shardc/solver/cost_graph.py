@@ -93,7 +93,8 @@ class Graph:
         return self.part(self.unary, self.constant, list(self.trail))
 
     def part(self, variables: Iterable[int], constant: float, trail: list[Eliminated]) -> Graph:
-        """Return the graph of ``variables``, which must share no costs with the others.
+        """Return a new graph with only ``variables``, which must share no costs with the other variables. ``constant``
+        and ``trail`` (eliminated variables) are those of the new graph.
 
         Args:
             constant: the new graph's constant.
@@ -110,7 +111,9 @@ class Graph:
         return [(i, j, table) for i in self.unary for j, table in self.near[i].items() if i < j]
 
     def add_pair(self, i: int, j: int, table: PairCosts, transposed: PairCosts) -> None:
-        """Add costs of the pair ``(i, j)``, given in both orders, to those that it has."""
+        """Add pair costs of the variables ``i`` and ``j`` to the costs that the pair has already. ``table`` has the
+        labels of ``i`` first, ``transposed`` has the same costs with those of ``j`` first.
+        """
         if j in self.near[i]:
             table = self.near[i][j] + table
             transposed = table.transposed
@@ -121,7 +124,8 @@ class Graph:
         del self.near[i][j], self.near[j][i]
 
     def remove(self, i: int, factors: tuple) -> None:
-        """Remove a variable whose costs have been merged into others, and append it to the trail.
+        """Remove variable ``i``, whose costs are by now part of other costs. Append it to the trail with ``factors``,
+        the costs by which its label can be found later.
 
         Args:
             factors: costs from which its label is recovered, as in `Eliminated`.

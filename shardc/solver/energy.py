@@ -91,7 +91,9 @@ class PairCosts:
         return self.costs[np.ix_(self.rows, self.columns)]
 
     def keep(self, rows: np.ndarray | None, columns: np.ndarray | None) -> PairCosts:
-        """Return the costs of the labels at positions ``rows`` and ``columns``; None selects all."""
+        """Return the pair costs of only some labels: those of the first variable at positions ``rows``, and those of
+        the second at ``columns``. None keeps all labels.
+        """
         return PairCosts.by_class(
             self.costs,
             self.rows if rows is None else self.rows[rows],
@@ -99,7 +101,9 @@ class PairCosts:
         )
 
     def sum_size(self, rows: np.ndarray, columns: np.ndarray) -> int:
-        """Return the number of costs that a sum with a table of classes ``rows`` and ``columns`` would store."""
+        """Return how many costs a sum of this and another table would store. ``rows`` and ``columns`` are the classes
+        of labels of the other table.
+        """
         return int(np.unique(_joint(self.rows, rows)).size * np.unique(_joint(self.columns, columns)).size)
 
     def __add__(self, other: PairCosts) -> PairCosts:
@@ -117,13 +121,15 @@ def least_of_classes(classes: np.ndarray, costs: np.ndarray) -> np.ndarray:
 
 
 def _joint(classes: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return, for each label, one number for its pair of classes in two cost tables: equal pairs have equal numbers."""
+    """Combine two divisions of the same labels into classes: return one number per label, equal for labels that are in
+    the same class in both.
+    """
     joint: np.ndarray = classes * (int(other.max()) + 1) + other
     return joint
 
 
 def _classes(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (the class of each row, the index of the first row of each class); equal rows form a class."""
+    """Group equal rows of ``table`` into classes; return (class of each row, index of the first row of each class)."""
     seen: dict[bytes, int] = {}
     classes = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in np.ascontiguousarray(table)])
     return classes, np.unique(classes, return_index=True)[1]

@@ -152,7 +152,8 @@ def drop_dominated(graph: Graph, variables: Iterable[int]) -> list[int]:
 
 
 def _without(labels: int, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
-    """Return the mask of labels that remain: from the last label on, each that a remaining label dominates is dropped.
+    """Return a mask of the labels to keep. A label is dropped if another label that is kept dominates it (never costs
+    more).
 
     Args:
         labels: number of labels.
@@ -168,7 +169,8 @@ def _without(labels: int, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
 
 
 def _dominations(costs: np.ndarray, tables: list[PairCosts]) -> tuple[np.ndarray, np.ndarray]:
-    """Return arrays (y, x) of pairs of labels of one variable in which y dominates x: it never costs more.
+    """Return arrays (y, x) of pairs of labels of one variable in which y dominates x: y never costs more than x,
+    whatever labels the neighbours have.
 
     Args:
         costs: cost of each label.
@@ -193,7 +195,8 @@ def _dominations(costs: np.ndarray, tables: list[PairCosts]) -> tuple[np.ndarray
 
 
 def _excess(table: PairCosts, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
-    """Return the cost of each label y minus that of x, if the neighbour has the label that is cheapest with x.
+    """Return, for each pair of labels y (``better``) and x (``worse``), by how much y costs more than x at one label of
+    the neighbour: the cheapest one with x.
 
     Args:
         table: pair costs with the neighbour.
@@ -206,7 +209,8 @@ def _excess(table: PairCosts, better: np.ndarray, worse: np.ndarray) -> np.ndarr
 
 
 def _candidates(costs: np.ndarray, tables: list[PairCosts]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield arrays (y, x) of pairs of labels in which y may dominate x: it does for some labels of the neighbours.
+    """Yield arrays (y, x) of pairs of labels of one variable that are worth a full test of whether y dominates x (never
+    costs more). For some labels of the neighbours this holds.
 
     Strategies can replace each other only if they produce the same layout. So in the table with the most infinite
     entries, y must be allowed with the neighbour's label that is cheapest with x. Of many such y, those with the least
@@ -275,7 +279,8 @@ def merge_small_degrees(graph: Graph, variables: Iterable[int]) -> list[int]:
 
 
 def _eliminate(graph: Graph, i: int, products: dict[tuple, tuple]) -> bool:
-    """Eliminate variable ``i`` if that makes the graph smaller, in place; return whether it did.
+    """Eliminate variable ``i`` in place if it has few neighbours and the graph becomes smaller; return whether it was
+    eliminated.
 
     Args:
         products: caches the results of `_through` for pairs of tables.
@@ -321,7 +326,8 @@ def _eliminate(graph: Graph, i: int, products: dict[tuple, tuple]) -> bool:
 
 
 def _through(costs: np.ndarray, to_a: PairCosts, to_b: PairCosts) -> tuple[PairCosts, int | None]:
-    """Return the pair costs of a variable's two neighbours after it is minimised out, and which one decides its label.
+    """Return (pair costs of the neighbours a and b after the variable between them is minimised out, which neighbour
+    alone decides the variable's label: 0 for a, 1 for b, None for neither).
 
     That neighbour is 0 (a) or 1 (b) if its label alone leaves the variable one class of labels, else None.
 
@@ -342,7 +348,7 @@ def _through(costs: np.ndarray, to_a: PairCosts, to_b: PairCosts) -> tuple[PairC
 
 
 def min_product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return ``min over v of left[v, a] + right[v, b]`` for all a and b."""
+    """Return the min-plus product of two matrices, [a, b]: the least of ``left[v, a] + right[v, b]`` over v."""
     left, right = np.ascontiguousarray(left), np.ascontiguousarray(right)
     out = np.full((left.shape[1], right.shape[1]), np.inf)
     rows = max(1, min(CHUNK // right.shape[1], left.shape[1]))
@@ -367,7 +373,9 @@ Factor = tuple[tuple[int, ...], np.ndarray | PairCosts]
 
 @dataclass(frozen=True)
 class Order:
-    """An order in which to eliminate all variables, and the total number of table entries that this visits."""
+    """An order in which all variables of a graph can be eliminated, and the number of table entries that this
+    elimination visits.
+    """
 
     variables: tuple[int, ...]
     entries: int
@@ -405,8 +413,8 @@ def plan_order(graph: Graph, table: int) -> Order | None:
 
 
 def eliminate(graph: Graph, order: Order, clock: Clock) -> bool:
-    """Eliminate all variables of a graph one by one, in place, so that its constant is the least cost; return whether
-    this was done within the budget.
+    """Eliminate all variables of a graph in place, in the given ``order``; the graph's constant is then the least cost.
+    Return False, with the graph unchanged, if the budget of ``clock`` does not suffice.
 
     Returns:
         whether it finished within the budget. If not, the graph is unchanged.

@@ -17,7 +17,8 @@ WORK = 1e11
 
 @dataclass(frozen=True)
 class Solution:
-    """A labelling, with a lower bound of the least cost.
+    """Result of the solver: a labelling (a label for each variable), its cost, and a lower bound of the cost of any
+    labelling.
 
     Attributes:
         labels: a label index for each variable.
