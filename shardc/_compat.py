@@ -54,7 +54,9 @@ DYNAMIC_DIMS = "_dynamo_dynamic_indices"  # attribute set by ``torch._dynamo.mar
 def new_fake_tensor(
     mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> FakeTensor:
-    """Return a new fake tensor; as ``torch.empty_strided`` in ``mode``, in an eighth of the time."""
+    """Return a new fake tensor of ``mode``. It equals that of ``torch.empty_strided`` and takes an eighth of
+    the time.
+    """
     return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
 
@@ -102,7 +104,9 @@ def new_group(ranks: Sequence[int], members_only: bool = False) -> dist.ProcessG
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Returns the timeout of a gloo group for ``Work.wait``; for other groups 0, which stands for the group's own."""
+    """Returns the timeout to pass to ``Work.wait``: that of a gloo group; 0 for other backends, which then use their
+    own.
+    """
     if dist.get_backend(group) != "gloo":
         return timedelta(0)
     timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
@@ -133,8 +137,8 @@ def forget_specs_of_dtensors() -> None:
 
 @contextmanager
 def dynamo_captures() -> Iterator[None]:
-    """Context manager in which Dynamo captures code that uses Python builtins, under a config with functions in it, as
-    torch 2.13 does.
+    """Context manager in which Dynamo of torch before 2.13 captures what torch 2.13 does: code that calls Python
+    builtins, under a config that holds functions.
 
     Before 2.13, its bytecode needs each builtin passed in, and it fails to log such a config.
     """
@@ -303,7 +307,8 @@ def aten_overloads() -> list[OpOverload]:
 
 
 def pipeline_order(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> list[list[tuple[str, int, int]]]:
-    """Returns the order of each rank's computations in a pipeline schedule of torch; needs no process group.
+    """Returns the order of each rank's computations in a pipeline schedule of ``torch.distributed.pipelining``. It
+    needs no process group.
 
     Args:
         name: the schedule's, as `torch.distributed.pipelining.schedules.get_schedule_class` takes it.

@@ -274,7 +274,7 @@ def _loaded(programs: str | Path | Precompiled | Sequence[str | Path | Precompil
 
 
 def _global_shapes(plan: Plan, mesh: Mesh, local: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[int, ...]]:
-    """Returns the global shape of each input, given ``local``: (name, shape on this rank)."""
+    """Returns the global shape of each input. ``local`` has (input name, its shape on this rank)."""
     # The number of shards of each dim does not depend on its size, if the size divides.
     guess = [(name, tuple(max(size, 1) * mesh.ranks for size in shape)) for name, shape in local]
     layouts = [found.layout for found in resolve_inputs(plan, mesh, guess)]

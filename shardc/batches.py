@@ -54,7 +54,9 @@ def data_parts(module: nn.Module) -> tuple[int, int]:
 
 
 def part_of_rank(module: nn.Module) -> dict[int, int]:
-    """Maps each rank of the process group to the index of its part of the rows, as `data_parts` gives this rank's."""
+    """Return, for each rank of the process group, the index of the part of the rows that it takes (see
+    `data_parts`).
+    """
     state = _state(module)
     axes, groups = _row_axes(state), state.spec.groups
     if groups is None:

@@ -337,5 +337,5 @@ class Build:
         return numbered(self.plan, names)
 
     def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Layout]:
-        """Return the layouts of inputs with these names and global shapes."""
+        """Return the layouts of inputs under the plan; ``shapes`` has (name, global shape) of each."""
         return [port.layout for port in resolve_inputs(self.plan, self.mesh, shapes)]

@@ -51,7 +51,9 @@ class LayoutError(ShardcError, ValueError):
 
 
 class PlanError(ShardcError, ValueError):
-    """A plan entry matches nothing, names an unknown axis or has the wrong rank."""
+    """A plan entry cannot apply: it matches nothing, names an unknown axis, or has another number of dims than the
+    tensor.
+    """
 
 
 class CaptureError(ShardcError, RuntimeError):

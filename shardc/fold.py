@@ -32,7 +32,8 @@ KEEP = (4, 6)
 
 
 def build_folded(request: Request, make: Callable[[Joint, Folded | None], Program]) -> Program:
-    """Compiles a few of a model's repeated blocks and replicates the result; the whole model if none repeat.
+    """Compiles a few of a model's repeated blocks with ``make`` and replicates their program. Compiles the whole
+    model if no blocks repeat.
 
     The whole model is also compiled if the graphs of its blocks differ; with ``fold=True`` a warning says why.
     """
@@ -78,8 +79,8 @@ def few_of(request: Request, repeats: Repeats) -> Request:
 
 
 def folded_of(request: Request, joint: Joint, repeats: Repeats, reads: Reads) -> Folded:
-    """Returns the `Folded` that relates ``joint``, of the shortened model, to the model with all blocks that
-    ``request`` is for.
+    """Returns the `Folded` of a shortened model: how its ``joint`` graph, of a few repeated blocks, extends to the
+    whole model of ``request``.
 
     Args:
         reads: the reads (guards) of a capture of all blocks.
@@ -166,7 +167,9 @@ def _plan_settings(
     saves: Sequence[SavePolicy],
     dtypes: Dtypes,
 ) -> object:
-    """Returns the plan's settings for ``block``, by names within it: equal for blocks that may be folded."""
+    """Returns the plan's settings for the repeated ``block``, by names within the block. They are equal for blocks that
+    may be folded.
+    """
     own_params = {name_in(name, block): param for name, param in params.items()}
     own_pins = [(name_in(pin.module, block), pin) for pin in pins]
     return (

@@ -43,11 +43,11 @@ def wrap(
     whole: bool | Select | None = None,
     **options: Any,
 ) -> Any:
-    """Returns an optimizer of class ``optimizer_cls`` for ``module`` that updates plain tensors.
+    """Returns an optimizer of class ``optimizer_cls`` for ``module`` that updates plain tensors in place of DTensors.
 
-    These are this rank's shards if the optimizer updates each element by itself. Otherwise each parameter that is split
-    has an owner among the ranks that hold it. The owners get parameters and gradients by an all-to-all, update whole
-    tensors, and send the shards back by another. Their load is balanced by the costs of matrix products
+    The plain tensors are this rank's shards if the optimizer updates each element by itself. Otherwise each parameter
+    that is split has an owner among the ranks that hold it. The owners get parameters and gradients by an all-to-all,
+    update whole tensors, and send the shards back by another. Their load is balanced by the costs of matrix products
     (`shardc.runtime.owners.update_cost`).
 
     From outside it is a plain optimizer: ``param_groups`` hold the module's parameters, and ``state`` and
@@ -107,7 +107,9 @@ def _whole(kind: type[torch.optim.Optimizer], whole: bool | Select | None) -> Se
 
 @lru_cache(maxsize=64)
 def _on_shards(base: type[torch.optim.Optimizer]) -> Any:
-    """Returns a class derived from `_OnShards` and the optimizer class ``base``."""
+    """Returns a class that runs the step of the optimizer class ``base`` on plain tensors: derived from the mixin
+    `_OnShards` and from ``base``.
+    """
     return type(f"Sharded{base.__name__}", (_OnShards, base), {"base": base, "__module__": __name__})
 
 
@@ -129,7 +131,9 @@ class _OnShards(torch.optim.Optimizer):
     _values: list[object]  # all values in these states
 
     def bind(self, module: ShardedModule, selects: Select, must_select: bool) -> None:
-        """Sets the module, and which parameters are updated whole; InputError if some must be, and none are."""
+        """Sets the module of the optimizer, and which parameters it updates whole (not by shards). Raises InputError
+        if ``must_select`` and ``selects`` chooses no parameter.
+        """
         names = {id(param): name for name, param in module.named_parameters()}
         groups = module.shardc.spec.groups
         assert groups is not None, "a module on a device mesh has process groups"
@@ -244,7 +248,7 @@ class _OnShards(torch.optim.Optimizer):
                 self._owners.scatter([(x.at, x.local, x.data.detach() if x.is_local else None) for x in whole])
 
     def _share(self) -> None:
-        """Sets, on ranks that are not the owner, the optimizer state of whole parameters; a collective.
+        """Sets the optimizer state of whole parameters on the ranks that do not own them. A collective.
 
         Their tensors have no rows there, and numbers are the owner's.
 
@@ -277,7 +281,9 @@ class _OnShards(torch.optim.Optimizer):
                 self.state[param] = self.state.pop(param)
 
     def _refuse_unshared(self) -> None:
-        """Raises InputError if states of whole parameters have values that other ranks cannot have."""
+        """Raises InputError if the state of a parameter that one rank updates whole holds an object that cannot be sent
+        to the other ranks.
+        """
         for x in self._whole:
             for key, value in self.state.get(x.param, {}).items():
                 for leaf in pytree.tree_leaves(value):
@@ -371,7 +377,9 @@ class _AdamCall:
 
     @staticmethod
     def can_be(group: dict[str, Any]) -> bool:
-        """Whether an `_AdamCall` can do the step of ``group``: all its shards are on a CPU, and ``fused`` is true."""
+        """Whether one call of the fused CPU Adam kernel (`_AdamCall`) can do the step of ``group``: ``fused`` is
+        true, and all its shards are on a CPU.
+        """
         return bool(group["fused"]) and all(x.device.type == "cpu" for x in group["params"])
 
     def gradients(self, group: dict[str, Any]) -> list[Tensor] | None:

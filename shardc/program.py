@@ -38,7 +38,7 @@ Rebuild = Callable[[Mesh, Sequence[Sequence[int]]], "Program"]
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of a program: its key and guards, and functions that compile it anew.
+    """What a program was compiled from: its key and guards, and the functions that compile it anew.
 
     Args:
         key: the static cache key; None for a program of no module.
@@ -113,8 +113,8 @@ class Program(Executable):
         self.in_time = in_time(inputs, outputs)
 
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> Half:
-        """Return the graph that reduces accumulated gradients; ``sums`` are (parameter, layout of its accumulator,
-        dtype).
+        """Return the graph that reduces accumulated gradients. ``sums`` has (parameter, layout of its accumulator,
+        dtype) of each.
         """
         plan, joint = self.bound, self.pipeline.until(CUT)
         summands, device = [Sum(*parts) for parts in sums], joint[passes.Localize].device
@@ -131,7 +131,9 @@ class Program(Executable):
         return (*self.joint.names, *last)
 
     def is_half(self, stage: str) -> bool:
-        """Return whether the graph after ``stage`` is one of the graphs that run, not the joint one."""
+        """Return whether the graph after ``stage`` is a half (forward, backward, or a part of it) and not the joint
+        graph.
+        """
         return stage.partition(".")[0] in (CUT, *self.halves.names)
 
     @property
@@ -178,8 +180,8 @@ class Program(Executable):
         return {}
 
     def using(self, used: frozenset[int]) -> Program:
-        """Return the variant of this program with microbatches that computes gradients of the outputs ``used``
-        (indices) only; cached.
+        """Return the variant of this program with microbatches whose backward takes tangents of the outputs ``used``
+        (indices) only. Variants are cached.
         """
         if isinstance(self.cut, MicrobatchCut) and used == self.cut.used:
             return self
@@ -188,7 +190,7 @@ class Program(Executable):
         return self._using[used]
 
     def _for(self, used: frozenset[int]) -> Program:
-        """Returns a new program that computes gradients of the outputs ``used`` (indices) only."""
+        """Returns a new program whose backward takes tangents of the outputs ``used`` (indices) only."""
         return type(self)(self.joint, self.source, self.folded, used)
 
     def _schedule(self, half: fx.GraphModule) -> fx.GraphModule:
@@ -217,9 +219,7 @@ class Program(Executable):
 
     @cached_property
     def _last(self) -> dict[str, fx.Graph]:
-        """Stage -> the graph after it, computed for inspection, for the stages from the split into forward and backward
-        on.
-        """
+        """Graphs of the stages after the split into forward and backward, for inspection: stage name -> graph."""
         graphs: dict[str, fx.Graph] = {}
         for phase in self.cut.phases:
             if (half := self.cut.graph(phase)) is not None:
@@ -281,5 +281,7 @@ class Program(Executable):
 
 
 def _suffix(phase: Phase) -> str:
-    """Return the suffix of the names of stages of a phase: "" of the forward, ``.backward``, ``.last_backward``."""
+    """Return the suffix that ``phase`` adds to a stage's name: none in the forward, else ``.backward`` or
+    ``.last_backward``.
+    """
     return "" if phase == FORWARD else f".{str(phase).replace(' ', '_')}"

@@ -102,7 +102,9 @@ class PipelineCut(MicrobatchCut):
         return None if half is None else LazyGraphModule(half, ir.copied(half.graph))
 
     def _at(self, phase: AtStage) -> fx.GraphModule | None:
-        """Returns the graph of a phase of a stage; None if it has none."""
+        """Returns the graph of ``phase``, which is a phase of one stage (its forward, its backward, ...). None if the
+        stage has no such graph.
+        """
         staged, at = self.staged, phase.stage
         for number, loop in enumerate(staged.openings):
             if loop is not None and phase.phase == opening(number)[0]:
@@ -169,14 +171,16 @@ class PipelineCut(MicrobatchCut):
 
     @cached_property
     def _closings(self) -> list[tuple[fx.GraphModule | None, fx.GraphModule | None]]:
-        """The closing graph of each stage as (part that its last backward computes, rest).
+        """The closing graph of each stage (gradient reductions after the last microbatch) in two: (the part that runs
+        with its last backward, the rest).
 
         The first part has what takes sums of the stage's own terms only, so that its collectives overlap.
         """
         return [self._in_two(at, closing) for at, closing in enumerate(self.staged.closings)]
 
     def _in_two(self, at: int, closing: fx.GraphModule) -> tuple[fx.GraphModule | None, fx.GraphModule | None]:
-        """Returns the closing graph of stage ``at`` in two, as `_closings` does.
+        """Returns the closing graph of stage ``at`` in two: (the part that runs with the stage's last backward, the
+        rest).
 
         The first is None if it communicates nothing, the second if it is empty.
         """

@@ -134,7 +134,7 @@ class MicrobatchCut(StepCut):
 
     @cached_property
     def in_time(self) -> InTime:
-        """Layouts of the inputs and outputs that are split over the microbatches."""
+        """Layouts of those inputs and outputs whose rows are split over the microbatches."""
         inputs = zip(self.joint.captured.inputs, (x.layout for x in self.bound.inputs), strict=True)
         return in_time(inputs, [role for role, _ in ir.outputs(self.joint.local.graph)])
 
@@ -239,12 +239,12 @@ def on_devices(role: Role) -> Role:
 
 
 def of_half(role: Role) -> Role:
-    """Return ``role`` as the result of a local graph: as `on_devices` does, but without a layout if the result is of
-    one microbatch.
+    """Return ``role`` as the result of a local graph has it: with the layout on the mesh of devices. A result of one
+    microbatch gets no layout.
     """
     return replace(role, layout=None) if role.layout is not None and _is_timed(role.layout) else on_devices(role)
 
 
 def _is_timed(layout: Layout) -> bool:
-    """Return whether the axis of microbatches splits a dim."""
+    """Return whether ``layout`` splits a dim over the axis of microbatches."""
     return layout.mesh.time in layout.bound

@@ -46,7 +46,9 @@ _NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a s
 
 @dataclass(frozen=True)
 class Range:
-    """Annotation of numbers from ``least`` (excluded if ``above``) to ``most``, or in ``also``."""
+    """Type annotation for a number that must lie between ``least`` (excluded if ``above``) and ``most``, or in
+    ``also``.
+    """
 
     least: float = -math.inf
     most: float = math.inf
@@ -210,13 +212,15 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 class _Reader:
-    """Converts values to their annotations; ``tables`` and ``readers`` are those of `checked`."""
+    """Checks values against type annotations, and converts them. ``tables`` and ``readers`` are the arguments of
+    `checked`.
+    """
 
     def __init__(self, tables: bool, readers: Readers) -> None:
         self.tables, self.readers = tables, readers
 
     def read(self, value: object, kind: Any, path: tuple[str, ...]) -> Any:
-        """Return ``value`` converted to the annotation ``kind``; `_Mismatch` if it is of another kind."""
+        """Return ``value`` converted to the type annotation ``kind``. Raises `_Mismatch` if it is of another type."""
         origin = get_origin(kind)
         if kind is Any:
             return value
@@ -267,7 +271,9 @@ class _Reader:
         return value
 
     def marked(self, value: Any, inner: Any, marks: list[object], path: tuple[str, ...]) -> object:
-        """Return ``value`` converted to ``Annotated[inner, *marks]``."""
+        """Return ``value`` checked against ``Annotated[inner, *marks]`` and converted. ``marks`` are ranges, byte sizes
+        and literals.
+        """
         for mark in marks:
             if get_origin(mark) is Literal:
                 inner = mark

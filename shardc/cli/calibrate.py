@@ -55,7 +55,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _rank(rank: int, ranks: int, runs: int, out: str, store: str) -> None:
-    """Measure as one of the new processes, which meet at ``store``."""
+    """Run the measurement as rank ``rank`` of ``ranks`` new processes, which meet at the URL ``store``. Rank 0 writes
+    ``out``.
+    """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)

@@ -152,7 +152,9 @@ def pairs_of(schedule: Prediction, seen: Profiled, latest: Sequence[float]) -> t
 
 
 def _pair(c: Collective, ran: Ran) -> Pair:
-    """Return the `Pair` of a collective, without the fields that depend on its waits."""
+    """Return the `Pair` (predicted and measured numbers) of a collective; the fields that depend on its waits are
+    left at their defaults.
+    """
     counted = ran.sent
     if counted is None and ran.payload is not None:
         elements, nbytes = ran.payload
@@ -224,7 +226,7 @@ def _by_layer_pattern(
 
 
 def _tensor(pairs: Sequence[Pair]) -> str:
-    """Return the name of the tensor of ``pairs``; of several, which are of repeated layers, with ``*`` for the layer's
+    """Return the name of the tensor of ``pairs``. If they are of several repeated layers, ``*`` stands for the layer's
     number.
     """
     return pairs[0].tensor if len(pairs) == 1 else layers_of(pairs[0].tensor)

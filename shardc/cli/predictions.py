@@ -62,7 +62,9 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_schedule(options: argparse.Namespace) -> None:
-    """Print the table; write the files of ``--trace``, ``--json``, ``--html`` and ``--plot``."""
+    """Print the table of the predicted schedule. Write the files named by ``--trace``, ``--json``, ``--html`` and
+    ``--plot``.
+    """
     program, predicted = predict(options)
     tried = program.advise(options.hardware) if options.tries and options.html is not None else []
     beside = _beside(options)

@@ -215,7 +215,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print predicted and measured numbers: of one plan its collectives and totals, of several their totals and order.
+    """Run real steps and print predicted and measured numbers: for one plan, of its collectives and in total; for
+    several plans, their totals and order.
 
     Raises:
         InputError, MeshError, PlanError: an argument is wrong.
@@ -298,7 +299,9 @@ def _print_one(comparison: Comparison) -> None:
 
 
 def _print_all(comparisons: list[Comparison]) -> None:
-    """Print a row per plan, and the plans in order of predicted and of measured time."""
+    """Print a table of predicted and measured numbers with a row per plan. Then print the plans ordered by predicted
+    and by measured time.
+    """
     body = []
     for row in comparisons:
         sent, counted = row.bytes

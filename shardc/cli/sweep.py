@@ -145,7 +145,9 @@ def _row(
     options: shardc.Options,
     described: Hardware,
 ) -> Row:
-    """Return the prediction for one mesh and plan (``text`` as the user wrote it), or its error."""
+    """Return the row of the table for one mesh and plan: the prediction, or the error. ``text`` is the plan as the user
+    wrote it.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardcWarning)  # a line for each row would hide the table

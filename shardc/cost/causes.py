@@ -41,7 +41,9 @@ class Cause:
 
     @property
     def tensor(self) -> str:
-        """Return the first of the tensors that the collective moves, and the number of others, as text."""
+        """Return the tensors that the collective moves as text: the first one's name, and the number of others (``a and
+        2 more``).
+        """
         return self.tensors[0] if len(self.tensors) == 1 else f"{self.tensors[0]} and {len(self.tensors) - 1} more"
 
 
@@ -86,7 +88,9 @@ class Explainer:
         return replace(cause, entry=" | ".join(about(axes_of(node), self.entries)))
 
     def _cause(self, at: int) -> Cause:
-        """Return the `Cause` of the op at ``at``, without the entries that only mention its axes."""
+        """Return the `Cause` of the collective at position ``at``. Plan entries are left out if they only mention its
+        axes.
+        """
         op, origin = self.step.ops[at], self.origins[at]
         if move_kind(op.node) is not None:
             return _recorded(op.node, self._host_param(at))
@@ -110,9 +114,7 @@ class Explainer:
         return next(names, ir.info(self.step.ops[self.step.ops[at].reads[0]].node).name)
 
     def _gathered(self, at: int) -> list[str]:
-        """Return the names of the parameters at the start of the chains of gathers and views that end in the op at
-        ``at``.
-        """
+        """Return the parameters that the op at ``at`` gathers, found by going back through gathers and views."""
         name = ir.info(self.step.ops[at].node).name
         return [name] if name in self.params else [p for read in self.step.ops[at].reads for p in self._gathered(read)]
 

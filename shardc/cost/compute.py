@@ -79,7 +79,9 @@ class Kernel:
 
 
 def flops_of(node: fx.Node) -> int:
-    """Return the operations of ``node`` at its (global or local) shapes, by torch's counter; 0 if it is not dense."""
+    """Return the floating-point operations of a dense op (a matrix product, attention, ...) at its (global or local)
+    shapes, by torch's counter. 0 for other ops.
+    """
     if not is_dense(node):
         return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), _shape)
@@ -140,7 +142,8 @@ def tensor_bytes(x: object) -> int:
 
 
 def kernels(step: Sequence, memory: list[tuple[Buffer | None, ...]]) -> dict[int, Kernel]:
-    """Return position of the last op -> `Kernel`, for each group of a step's ops that Inductor would fuse.
+    """Return the kernels of a step: position of the last op of a kernel -> `Kernel`. A kernel is a group of ops that
+    Inductor would fuse.
 
     Args:
         memory: the buffers of each op's results, from `buffers`.
@@ -150,7 +153,7 @@ def kernels(step: Sequence, memory: list[tuple[Buffer | None, ...]]) -> dict[int
     run: list[int] = []  # positions of the ops of the kernel so far
 
     def close() -> None:
-        """Make a kernel of the ops of ``run``, and empty it."""
+        """Add a kernel of the ops in ``run`` to the result, and empty ``run``."""
         if run:
             out[run[-1]] = _kernel(step, memory, tuple(run), step_outputs)
             run.clear()
@@ -286,7 +289,8 @@ def _gathers(node: fx.Node) -> Iterator[tuple[str, str, int]]:
 
 @dataclass
 class _Axis:
-    """The redundant work of the ranks along one axis, per rank and step.
+    """The operations and bytes that each rank repeats in a step because other ranks along one mesh axis compute the
+    same.
 
     Attributes:
         flops, bytes: redundant operations, and redundant bytes read and written.

@@ -123,8 +123,8 @@ class Hardware:
         return self if self.tf32 is None or precision == self.precision else replace(self, precision=precision)
 
     def peak(self, dtype: torch.dtype, attention: bool = False) -> float:
-        """Return the peak operations per second of a matrix product, or of ``attention``, in ``dtype``; of float32 for
-        unlisted dtypes.
+        """Return the peak operations per second in ``dtype``, of attention if ``attention``, else of a matrix
+        product. A dtype without a figure counts as float32.
         """
         by_dtype = dict(self.flops)
         if self.tf32 is not None and self.precision != "highest" and dtype is torch.float32 and not attention:

@@ -39,7 +39,9 @@ class Pricing(Protocol):
         """
 
     def least_seconds(self, wire_bytes: float) -> float:
-        """Return a lower bound of the seconds of any collectives in which a rank receives ``wire_bytes`` in total."""
+        """Return a lower bound of the seconds of the collectives in which a rank receives ``wire_bytes`` in total,
+        whatever their kinds and number.
+        """
 
     def compute_seconds(
         self, flops: float, nbytes: float, dtype: torch.dtype = torch.float32, attention: bool = False
@@ -94,7 +96,7 @@ class Messages(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel:
-    """A `Pricing` by the measured or assumed rates of a rank and its links: latency, bandwidth, FLOP/s.
+    """A cost model by the measured or assumed rates of a rank and its links: latency, bandwidth, FLOP/s.
 
     Args:
         latency: seconds of a collective before its first byte.
@@ -131,7 +133,7 @@ class CostModel:
 
     @cached_property
     def _best(self) -> tuple[float, float]:
-        """Return (lowest latency, highest bandwidth) of any collective."""
+        """Return (lowest latency, highest bandwidth) over all kinds of collectives."""
         latencies = [self.latency, *(row.latency for row in self.kinds)]
         return min(latencies), max([self.bandwidth, *(row.bandwidth for row in self.kinds)])
 
@@ -151,7 +153,9 @@ class CostModel:
         return messages * (row.latency + further) + wire_bytes / row.bandwidth
 
     def collective_seconds(self, kind: str, mesh: Mesh, axes: tuple[str, ...], wire_bytes: float) -> float:
-        """Return the seconds of a collective of ``kind`` over ``axes``, by `best_seconds` for the size of its group."""
+        """Return the seconds of a collective of ``kind`` over ``axes``: those of its best algorithm (`best_seconds`) on
+        as many ranks.
+        """
         return self.best_seconds(kind, prod([mesh.size(axis) for axis in axes]), wire_bytes)
 
     def best_seconds(self, kind: str, ranks: int, wire_bytes: float) -> float:
@@ -175,7 +179,9 @@ class CostModel:
         return self.seconds("all_to_all", ranks, wire_bytes) + local
 
     def least_seconds(self, wire_bytes: float) -> float:
-        """Return a lower bound of the seconds of any collectives in which a rank receives ``wire_bytes`` in total."""
+        """Return a lower bound of the seconds of the collectives in which a rank receives ``wire_bytes`` in total,
+        whatever their kinds and number.
+        """
         latency, bandwidth = self._best
         return latency + wire_bytes / bandwidth
 
@@ -191,8 +197,8 @@ class CostModel:
         return self.compute_seconds(0, nbytes)
 
     def linear(self, direct: bool) -> tuple[float, float]:
-        """Return (seconds before the first byte, bytes per second) of a collective; of one in direct messages if
-        ``direct``.
+        """Return (seconds before the first byte, bytes per second) of a collective; of a direct one (messages between
+        CPU ranks) if ``direct``.
         """
         if (messages := self.messages) is not None and direct:
             return messages.latency + messages.call + messages.message, messages.bandwidth
@@ -210,7 +216,7 @@ class CostModel:
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
-        """Read a model from a file that `save` wrote.
+        """Read a cost model from a file that `save` wrote.
 
         Raises:
             InputError: the file does not exist, or is not a cost model.

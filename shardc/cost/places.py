@@ -29,7 +29,9 @@ class Place(NamedTuple):
 
     @property
     def radix(self) -> int:
-        """Return the size of the factor, which is the number of ranks of an axis part that splits it."""
+        """Return the number of indices along this factor of a dim: the number of ranks of an axis part that
+        splits it.
+        """
         return self.high // self.low
 
     def fits(self, other: Place) -> bool:
@@ -99,7 +101,9 @@ class Places:
 
 
 def _digits(size: int, bound: list[tuple[Place, str]]) -> list[Digit]:
-    """Return the digits of a dim of ``size`` elements whose places ``bound`` are split by the named axis parts."""
+    """Return the digits of a dim of ``size`` elements. ``bound`` has its factors that are split, as (place,
+    axis part).
+    """
     if size == 0:
         return [*(Digit(place.radix, part) for place, part in sorted(bound, reverse=True)), Digit(0)]
     out, above = [], size

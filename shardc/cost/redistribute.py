@@ -61,7 +61,8 @@ _FINISHED = 8  # number of the best states that are then continued straight to t
 
 
 def cheapest(places: Places, prices: Prices) -> list[tuple[Move, State]]:
-    """Return the cheapest moves from the source to the target of ``places``, each with the state after it.
+    """Return the cheapest moves (collectives and local slices) from the source layout to the target layout of
+    ``places``, as (move, state after it).
 
     If the search considers more than `PATIENCE` moves, the result is good but may not be the cheapest.
     """
@@ -164,7 +165,9 @@ class _StateCache:
         return axes
 
     def missing(self, state: State) -> int:
-        """Return a lower bound of the elements that a rank must still receive, averaged over the ranks."""
+        """Return a lower bound of the elements that the ranks must still receive between ``state`` and the target
+        layout, as the mean per rank.
+        """
         senders, terms, partial = 1, 1, 1
         for size, at, goal in zip(self.places.sizes, state, self.places.target, strict=True):
             if at == goal:
@@ -244,8 +247,8 @@ class _Moves:
 
     @cached_property
     def crossed(self) -> bool:
-        """Return whether an axis part occupies a place that overlaps its own target; if so, moves try all temporary
-        places.
+        """Return whether some axis part lies where it overlaps the target of its own data. Moves then try all temporary
+        places too.
         """
         return any(self.goal[k] > WHOLE and self.places.clashes[self.state[k]] >> self.goal[k] & 1 for k in self.bound)
 
@@ -354,7 +357,8 @@ class _Moves:
                 yield Move("permute_ranks", tuple(changed)), after
 
     def _waiting_slices(self) -> Iterator[tuple[Move, State]]:
-        """Yield slices over an unused axis part at a temporary place: shards, and so later moves, get smaller.
+        """Yield local slices that split an unused axis part at a temporary place. Shards and later moves get smaller by
+        them.
 
         Such a slice pays if the part's target is blocked. Otherwise the part must be gathered again, which pays only if
         it shares the work of a reduction, or if the smaller shards can be permuted among ranks.
@@ -490,7 +494,7 @@ def _is_in_time(mesh: Mesh, axes: Iterable[str]) -> bool:
 def step_seconds(
     kind: str, mesh: Mesh, axes: tuple[str, ...], before: int, after: int, itemsize: int, cost: Pricing
 ) -> float:
-    """Return the predicted seconds of one step.
+    """Return the predicted seconds of one step of a redistribution: a collective or a local slice.
 
     Args:
         kind: the kind of step, as in `Step`.

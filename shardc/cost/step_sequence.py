@@ -101,7 +101,9 @@ def _region(node: fx.Node) -> int:
 
 
 def _leaves(node: fx.Node, region: int) -> bool:
-    """Return whether a forward node outside ``region``, or the output, uses ``node``."""
+    """Return whether ``node`` is used outside of the checkpoint ``region``: by the output or by another forward
+    node.
+    """
     return any(
         user.op == "output" or (ir.info(user).origin.phase == "forward" and _region(user) != region)
         for user in node.users
@@ -280,7 +282,9 @@ def _key(half: Half, role: Role, microbatch: int) -> tuple[object, ...]:
 
 
 def _placed(start: Op, plan: MemoryPlan) -> tuple[int, ...]:
-    """Return the indices of those results of the collective ``start`` that ``plan`` places in the arena."""
+    """Return which results (indices) of the collective ``start`` have their place in the arena that ``plan``
+    describes.
+    """
     slots: Any = comm_volume.arguments_of(start.node).get("slots") or ()
     return tuple(k for k, slot in enumerate(slots) if plan.slots and plan.slots[slot].region != OUTSIDE)
 
@@ -437,10 +441,11 @@ class Gathered:
 
     @property
     def order(self) -> tuple[bool, float, float, str]:
-        """Return the sort key: the most seconds saved per byte first; on a tie the parameter that backward uses first.
+        """Return the sort key of this parameter among those to keep unsharded: most seconds saved per byte first. On a
+        tie, the parameter that backward uses first.
 
-        That one is unsharded for the shortest time, since forward used it last, and its second gather would have the
-        least compute to overlap with.
+        The parameter that backward uses first is unsharded for the shortest time, since forward used it last. Its
+        second gather would have the least compute to overlap with.
         """
         saved = float(f"{self.seconds / self.size:.6g}")  # rounded, so that it is equal for equal parameters
         return isinf(self.first_use), -saved, self.first_use, self.name
@@ -449,8 +454,8 @@ class Gathered:
 def keep_within(
     graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], budget: int, cost: Pricing, bucket: int
 ) -> dict[str, int]:
-    """Return ``levels`` with 2 in place of 3 (no second gather in backward) where that saves the most time per byte,
-    within ``budget``.
+    """Return ``levels`` with some parameters kept unsharded for backward: level 2 in place of 3. Those that save the
+    most time per byte are chosen, until their bytes reach ``budget``.
 
     Args:
         graph: the localized joint graph.

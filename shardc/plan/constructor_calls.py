@@ -49,7 +49,7 @@ def in_order(entries: Iterable[E]) -> list[E]:
     """
 
     def order(entry: E) -> tuple[bool, int]:
-        """Return the sort key of an entry."""
+        """Return the sort key of an entry within a plan's text: arguments of ``Plan(...)`` go last."""
         group, place = entry.group or ((), 0)
         return group == ("Plan",), place
 
@@ -100,7 +100,9 @@ def _argument_text(key: str, value: Any) -> str:
 
 
 def _specs_text(key: str, specs: dict[str, Form]) -> str:
-    """Return ``specs`` (target -> spec), the value of argument ``key``, as Python source."""
+    """Return the plan specs of argument ``key`` as Python source. ``specs`` maps a parameter glob or the path of an
+    input or output to its spec.
+    """
     if key in ("inputs", "outputs"):
         if list(specs) == [""]:
             return show(specs[""])

@@ -84,7 +84,7 @@ class _Reader:
         raise self._at(node, f"{ast.unparse(node)} may not stand in a plan", _FIX)
 
     def _name(self, node: ast.Name) -> object:
-        """Return the value of a name."""
+        """Return the value of a name in an expression; PlanError for an unknown name."""
         if node.id in self.names:
             return self.names[node.id]
         names = ", ".join(sorted(name for name in self.names if not name.startswith("_")))

@@ -170,7 +170,7 @@ def split_module(glob: str, splits: str, embedding: bool, axis: str) -> list[Ent
 
 
 def _of_parameter(glob: str, splits: str, ndim: int, axis: str) -> list[Entry]:
-    """Return [the entry that splits the parameters that ``glob`` matches over ``axis``], or [] if they stay whole.
+    """Return a list with the entry that splits the parameters of ``glob`` over ``axis``; [] if they are not split.
 
     Args:
         splits: the dim, as in `HF_STYLES`.

@@ -95,8 +95,8 @@ def hsdp_plan(
 
 
 def _cell(glob: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return argument -> value, checked and with defaults, of one call of ``hsdp()`` for the cells that ``glob``
-    matches.
+    """Return all arguments of the call of ``hsdp()`` for the cells (groups of parameters) that ``glob`` matches: name
+    -> value, checked, with defaults filled in.
     """
     _check(f"cells[{glob!r}]", arguments, isinstance(arguments, Mapping), "a table of arguments of hsdp()")
     cell = dict(_CELL) | dict(arguments)

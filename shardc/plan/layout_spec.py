@@ -46,7 +46,9 @@ class OnAxes:
 
 @dataclass(frozen=True)
 class PerRank:
-    """A spec of an input that each rank passes for its own rows; arguments as for `per_rank`, which creates it."""
+    """The spec of an input whose rows belong to each rank, such as edge lists. Its fields are the arguments of
+    `per_rank`, which creates it.
+    """
 
     dim: int
     relative_to: str | None
@@ -402,7 +404,9 @@ class _Tensor:
         return f"{self.what} of shape {self.shape}"
 
     def fill(self, spec: DimsSpec) -> list[DimSpec]:
-        """Return one spec per dim of the tensor; a spec that starts with ``...`` is extended to the leading dims."""
+        """Return the spec of each dim of the tensor. A spec that starts with ``...`` gives all leading dims the same
+        spec.
+        """
         dims = list(spec.dims)
         if spec.leading is not None and len(dims) <= len(self.shape):
             dims = [spec.leading] * (len(self.shape) - len(dims)) + dims
@@ -491,7 +495,9 @@ class _Tensor:
         return placement.dim % len(self.shape)
 
     def read_placements(self) -> DimsSpec | Layout:
-        """Return DTensor placements (one per mesh axis, earlier axes are major) as a spec; as a layout if strided."""
+        """Return the DTensor placements of a plan entry (one per mesh axis, earlier axes are major) as a spec; as a
+        `Layout` if one is strided.
+        """
         form = self.form
         assert isinstance(form, tuple)
         if len(form) != len(self.mesh.axes):

@@ -22,7 +22,9 @@ def matching(glob: str, names: Iterable[str]) -> list[str]:
 
 
 def _matches(glob: str, name: str) -> bool:
-    """Return whether ``glob`` matches ``name``, part by part if it starts with ``./``."""
+    """Return whether ``glob`` matches ``name``. A glob that starts with ``./`` is matched between the dots, so that
+    ``*`` matches no dot.
+    """
     if not glob.startswith("./"):
         return fnmatchcase(name, glob)
     parts, globs = name.split("."), glob[2:].split(".")
@@ -55,7 +57,9 @@ def must_match(glob: str, names: Iterable[str], kind: str, entry: str) -> list[s
 
 
 def near_names(glob: str, names: list[str]) -> list[str]:
-    """Return up to three names similar to ``glob``, the most similar first; numbers and stars count as equal."""
+    """Return up to three names similar to ``glob`` to suggest in an error, the most similar first. Differing numbers
+    and stars do not count.
+    """
     wanted = _plain(glob).removeprefix("./").removeprefix("*.")
     depth = wanted.count(".") + 1
     scores = {}
@@ -114,7 +118,8 @@ def split_target(target: str) -> Target:
 
 
 def flatten(value: object, entry: str, path: str = "") -> list[tuple[str, object]]:
-    """Return (dotted path, spec of one tensor) for each spec in nested lists and dicts of specs; None is skipped.
+    """Return the specs in nested lists and dicts as pairs (dotted path, spec of one tensor). None, for a tensor without
+    a spec, is skipped.
 
     Args:
         value: the specs.

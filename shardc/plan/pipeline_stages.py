@@ -66,7 +66,8 @@ class PipelineStages:
         return cls(entry, mesh, lists.rank_of, first, _of_modules(first, model))
 
     def of_module(self, name: str) -> int | None:
-        """Return the stage of a module (without parameters: of the innermost module around it that has some).
+        """Return the pipeline stage of a module. A module without parameters belongs to the stage of the innermost
+        module around it that has some.
 
         None if its parameters belong to several stages.
         """

@@ -21,7 +21,8 @@ from shardc.plan.layout_spec import Form, leaves_dims, to_layout
 def grown_layout(
     spec: Form, mesh: Mesh, shape: Sequence[int], *, what: str, entry: str, padded: Sequence[int] | None = None
 ) -> Layout | None:
-    """Return the layout of ``spec`` with every dim that does not divide padded to the next size that does.
+    """Return the padded layout of ``spec``: each dim that its axes do not divide is padded to the next size that they
+    divide.
 
     Args:
         spec: the spec, in hashable form.
@@ -85,7 +86,7 @@ def _chunks(size: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ParamPlan:
-    """The layouts of one parameter by the plan.
+    """The layouts of one parameter under a plan: in storage and in compute.
 
     Args:
         storage: layout between steps; its shape is ``padded``.
@@ -115,7 +116,9 @@ class ParamPlan:
 
     @property
     def regather_level(self) -> int:
-        """Return the FSDP level; 3 (backward gathers or copies it again) for an offloaded parameter without FSDP."""
+        """Return the parameter's FSDP level. An offloaded parameter without FSDP has level 3, since backward copies it
+        to the device again.
+        """
         return self.level or (3 if self.host else 0)
 
     def on(self, mesh: Mesh) -> ParamPlan:
@@ -204,7 +207,8 @@ class Placed:
 
 
 def grown(layout: Layout, dim: int, axis: str, size: int) -> Layout | None:
-    """Return ``layout`` also split over ``axis``, with ``dim`` (of ``size`` elements) padded until that divides.
+    """Return ``layout`` also split over ``axis`` at ``dim``. Its ``size`` elements are padded until the axes of the dim
+    divide them.
 
     None if an axis splits the dim inside of chunks, each of which would need padding.
     """
@@ -255,7 +259,7 @@ _PRODUCTS = {"aten.linear": "aten.mm", "aten.addmm": "aten.mm", "aten.baddbmm": 
 
 
 def is_named(op: object, name: str) -> bool:
-    """Return whether ``name``, with or without an overload, names ``op``, or an op that capture decomposes into the
-    product ``op``.
+    """Return whether ``name`` (with or without an overload) is the name of ``op``, or of an op that capture decomposes
+    into ``op``.
     """
     return f"{op}.".startswith(f"{_PRODUCTS.get(name.removesuffix('.default'), name)}.")

@@ -33,14 +33,14 @@ K = TypeVar("K")
 
 
 def encode(calls: Iterable[Call]) -> str:
-    """Return ``calls`` as JSON text."""
+    """Return the constructor calls of a plan (``fsdp("dp")``) as JSON text."""
     items = [{name: {key: _encode_argument(key, value) for key, value in args.items()}} for name, args in calls]
     return json.dumps({"shardc_plan": VERSION, "calls": items}, indent=2) + "\n"
 
 
 def _encode_argument(key: str, value: Any) -> Any:
-    """Return the value of argument ``key`` as JSON data: specs by `_encode_form`, a dtype as its name, others
-    unchanged.
+    """Return the value of a constructor's argument ``key`` as JSON data. Specs are encoded by `_encode_form`, a dtype
+    becomes its name, other values stay.
     """
     if key in SPECS:
         return {at: _encode_form(form) for at, form in value.items()}
@@ -129,7 +129,9 @@ def _decode_form(form: object, path: str) -> object:
 
 
 def _decode_placement(text: object, path: str) -> Placement:
-    """Return the placement that ``text`` prints; raise PlanError if there is none."""
+    """Return the DTensor placement that prints as ``text``, such as ``Shard(0)``. Raises PlanError if ``text``
+    is none.
+    """
     for pattern, make in _PLACEMENTS.items():
         if match := re.fullmatch(pattern, str(text)):
             return make(*match.groups())

@@ -41,7 +41,8 @@ class ActivationPin:
 
 
 def batch_axes(plan: Plan, mesh: Mesh | None = None) -> tuple[str, ...]:
-    """Return the axes that split dim 0 of the inputs, in mesh order; without ``mesh``, replicate before shard axes.
+    """Return the axes that split dim 0 of the inputs, in mesh order. Without ``mesh``, in the order of the plan's
+    entries.
 
     The axis of microbatches, if ``mesh`` has one, is the last.
     """
@@ -50,7 +51,7 @@ def batch_axes(plan: Plan, mesh: Mesh | None = None) -> tuple[str, ...]:
 
 
 def row_axes(plan: Plan, mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes that split the rows of inputs: the batch axes without those of the sequence, in mesh order."""
+    """Return the batch axes that split the rows of inputs, in mesh order. Axes that split the sequence are left out."""
     sequence = {entry.sequence[1] for entry in plan.entries if entry.sequence is not None}
     return tuple(axis for axis in batch_axes(plan, mesh) if axis not in sequence)
 
@@ -192,7 +193,9 @@ def _per_rank_spec(form: PerRank, plan: Plan, mesh: Mesh, shape: Sequence[int], 
 
 
 def _split(plan: Plan, mesh: Mesh, shape: Sequence[int]) -> Form:
-    """Return the spec of an input without an entry: dim 0 over the batch axes, the sequence over those of ``cp``."""
+    """Return the spec of an input without a plan entry. Dim 0 is split over the batch axes, the sequence dim over the
+    axes of ``cp``.
+    """
     splits = [entry.sequence for entry in plan.entries if entry.sequence is not None]
     sequence = {axis: (dim, striped) for dim, axis, striped in splits}
     batch = row_axes(plan, mesh)
@@ -209,7 +212,8 @@ def _split(plan: Plan, mesh: Mesh, shape: Sequence[int]) -> Form:
 def _input(
     mesh: Mesh, shape: tuple[int, ...], spec: Form, name: str, entry: str, by_default: bool = False
 ) -> InputPlan:
-    """Return the layout of input ``name`` by ``spec``, padded with a warning if sizes do not divide.
+    """Return the layout that ``spec`` gives the input ``name``. Dims that the axes do not divide are padded, with a
+    warning.
 
     Args:
         by_default: ``spec`` splits dim 0 over the batch axes, because no entry is about this input.
@@ -273,7 +277,8 @@ def _last_specs(plan: Plan, kind: str, names: Sequence[str]) -> list[tuple[Form,
 
 
 def resolve_activations(plan: Plan, module_names: Iterable[str]) -> list[ActivationPin]:
-    """Return the pins of module inputs and outputs in the plan's order; if two pin one tensor, the later one only.
+    """Return the pins (fixed layouts of module inputs and outputs) in the plan's order. Of two pins of one tensor, the
+    later one is returned.
 
     Raises:
         PlanError: a glob matches no module, or a target is ambiguous (a module is itself called ``input`` or
@@ -299,8 +304,8 @@ def resolve_saves(plan: Plan, module_names: Iterable[str]) -> list[SavePolicy]:
 
 
 def check_pins(pins: Sequence[ActivationPin], tags: Sequence[str], graph: fx.Graph) -> None:
-    """Raise PlanError for an entry of ``pins`` none of whose activations is in ``graph``; ``tags`` has the tag name of
-    each pin.
+    """Raise PlanError for a plan entry that pins activations if the program uses none of them. ``tags`` has the name of
+    the tag node of each pin.
     """
     met = {node.kwargs["name"] for node in graph.nodes if node.target is ops.tag}
     heard = {pin.entry for pin, tag in zip(pins, tags, strict=True) if tag in met}

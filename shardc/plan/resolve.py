@@ -102,7 +102,9 @@ class BoundPlan:
 
     @property
     def padded_params(self) -> dict[str, Layout]:
-        """Return parameter -> its compute layout at padded sizes, for those that split a dim that does not divide."""
+        """Return parameter -> its compute layout at padded sizes. Only parameters with a dim that its axes do not
+        divide are in it.
+        """
         return {name: p.split for name, p in self.params.items() if p.split is not None}
 
     @property
@@ -128,7 +130,8 @@ class BoundPlan:
         return to_layout(pin.spec, self.mesh, base.shape, base, what=what, entry=pin.entry, uneven="drop"), pin.entry
 
     def grown(self, tag: str, shape: Sequence[int], padded: Sequence[int]) -> Layout | None:
-        """Return the layout at padded sizes of a tagged activation; None if all its dims divide.
+        """Return the padded layout of a pinned activation: a dim that its mesh axes do not divide is padded. None if
+        they divide all its dims.
 
         Args:
             tag: its tag name.
@@ -154,7 +157,7 @@ Sizes = Mapping[str, tuple[Sequence[int], int]]
 def resolve_params(
     plan: Plan, mesh: Mesh, params: Sizes, aliases: Mapping[str, str] | None = None
 ) -> dict[str, ParamPlan]:
-    """Return parameter -> its layouts by the plan.
+    """Return the layouts of each parameter under the plan: name -> `ParamPlan`.
 
     Args:
         plan: the plan.

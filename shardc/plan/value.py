@@ -129,7 +129,8 @@ class Plan:
     @classmethod
     @typed(PlanError)
     def from_hf(cls, model: nn.Module, axis: str | None = "tp", ep: str | None = None) -> Plan:
-        """Return the plan that a Hugging Face model defines: ``_tp_plan`` and ``_ep_plan``, and those of its config.
+        """Return the plan that a Hugging Face model defines: in ``_tp_plan`` and ``_ep_plan``, of the model and of its
+        config.
 
         Args:
             axis: the mesh axis of tensor parallelism, or None.
@@ -249,7 +250,9 @@ class Plan:
     @classmethod
     @typed(PlanError)
     def from_json(cls, text: str, path: str = "the text", namespace: Constructors | None = None) -> Plan:
-        """Return the plan in a text that `to_json` wrote; ``path`` is for messages, ``namespace`` as for `load`."""
+        """Return the plan in the JSON ``text`` that `to_json` wrote. ``path`` names the text in errors; ``namespace``
+        is as for `load`.
+        """
         plan, constructors = cls(), {**CONSTRUCTORS, **(namespace or {})}
         for name, arguments in decode(text, path, constructors):
             try:

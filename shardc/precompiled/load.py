@@ -97,7 +97,7 @@ def _kind(phase: Phase) -> Phase:
 
 
 class Precompiled(Executable):
-    """A loaded program: the local graphs of a saved one, without the earlier stages.
+    """A program that was loaded from the folder of a saved one. It has local graphs only, not the earlier stages.
 
     Pass it to `shardc.compile`, which checks that it was compiled for that mesh, plan and model.
 
@@ -216,7 +216,9 @@ class Precompiled(Executable):
         return [outputs[key] for key in sorted(outputs)]
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
-        """Return the saved graph of a phase, or the backward derived for some outputs; None if there is none."""
+        """Return the graph of ``phase``: a saved one, or a backward derived for some of the outputs. None if the
+        program has none.
+        """
         if isinstance(phase, frozenset):
             return backward_for(phase, self.half(BACKWARD))
         return self._halves.get(phase)
@@ -233,7 +235,8 @@ class Precompiled(Executable):
         )
 
     def _half(self, half: str, record: Record, saved: Mapping[str, str]) -> tuple[fx.GraphModule, dict[str, str]]:
-        """Return (the saved graph named ``half``, placeholder name in the record -> its name in the graph).
+        """Return the saved graph named ``half``, and a map of its placeholders: name in ``record`` -> name in the
+        graph.
 
         Args:
             saved: this map for the backward, which has the names of values that a forward saves.
@@ -280,7 +283,9 @@ class Precompiled(Executable):
     def check(
         self, mesh: Mesh, plan: Plan, model: nn.Module, loss: Callable[..., PyTree] | None, device: torch.device
     ) -> None:
-        """Raises PrecompiledError, with the difference, unless it is for this mesh, plan, model, loss and device."""
+        """Raises PrecompiledError, with the differences, if the saved program was compiled for another mesh, plan,
+        model, loss or device.
+        """
         now = {"the mesh": str(mesh), "the plan": str(plan), "the device": device.type, **described(model, loss)}
         now |= Guards.of(self.guards.reads, model, loss).reached
         self.key.check(now, self.guards.reached, f"the program in {self.folder}", AGAIN)
@@ -323,7 +328,7 @@ def load(folder: str | Path, *, trust: bool = False) -> Precompiled:
 
 
 def fill(gm: fx.GraphModule, entries: Sequence[LargeConstant], data: bytes) -> None:
-    """Sets the constants of ``gm`` that its text does not show.
+    """Sets those constants of the loaded graph ``gm`` that are too large for its text: their bytes are in ``data``.
 
     Args:
         entries: names and types of the constants.

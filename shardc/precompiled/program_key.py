@@ -41,7 +41,8 @@ class ProgramKey:
     options: str
 
     def check(self, now: Mapping[str, str], reached: Mapping[str, str], what: str, fix: str) -> None:
-        """Raises PrecompiledError, with the differences, unless a program with this key is valid now.
+        """Raises PrecompiledError, with the differences, unless the program of this key is valid under the
+        descriptions ``now``.
 
         Args:
             now: the descriptions that hold now: of mesh, plan and device, those of `described` and `Guards.reached`.

@@ -166,7 +166,9 @@ def spec_to_json(spec: pytree.TreeSpec, what: str) -> object:
 
 
 def spec_from_json(data: object, what: str, depth: int = 0) -> pytree.TreeSpec:
-    """Return the structure that `spec_to_json` wrote; PrecompiledError for other data or an unregistered class."""
+    """Return the pytree structure that `spec_to_json` wrote. Raises PrecompiledError for other data or an
+    unregistered class.
+    """
     if data == LEAF:
         return pytree.tree_flatten(0)[1]
     if depth > _DEEPEST or not isinstance(data, dict):
@@ -213,7 +215,9 @@ def _class_of(name: str) -> type | None:
 
 
 def registered() -> dict[str, type]:
-    """Return name -> class of pytree's registered classes outside of torch's internals, without ambiguous names."""
+    """Return name -> class of the container classes that are registered with pytree. Classes of torch's internals and
+    ambiguous names are left out.
+    """
     register_caches()
     kinds = [kind for kind in (*pytree.SUPPORTED_NODES, *pytree.SUPPORTED_SERIALIZED_TYPES) if isinstance(kind, type)]
     out: dict[str, type] = {}
@@ -224,7 +228,9 @@ def registered() -> dict[str, type]:
 
 
 def plain(context: object) -> object:
-    """Return a pytree ``context`` with ``[]`` for values that JSON lacks; it can be saved if the copy equals it."""
+    """Return a copy of a pytree ``context`` with ``[]`` in place of each value that JSON cannot hold. The context can
+    be saved if it equals the copy.
+    """
     if isinstance(context, dict):
         return {key: plain(value) for key, value in context.items() if isinstance(key, str)}
     if isinstance(context, list):

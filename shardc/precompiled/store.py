@@ -72,7 +72,7 @@ class Stored(Precompiled):
 
     @cached_property
     def _compiled(self) -> Executable:
-        """Return the program, compiled as if none was stored.
+        """Return the program, compiled anew instead of loaded from the store.
 
         Raises:
             PrecompiledError: the model has changed since the forward, and would now compile to another program.
@@ -178,7 +178,7 @@ class Store:
 
     @property
     def _none(self) -> Path:
-        """Path of the file that records that a program could not be stored."""
+        """Path of the file that marks a program of this key as one that cannot be stored."""
         return self.folder / "none"
 
     def add(

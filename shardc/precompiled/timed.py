@@ -118,7 +118,8 @@ def _complete_stages(halves: set[Phase], timed: Timed, evaluates: bool) -> bool:
 
 
 def check_steps(program: Executable, evaluates: bool) -> None:
-    """Raises PrecompiledError if a graph of a loaded program with microbatches takes a value that no earlier one gives.
+    """Raises PrecompiledError if a graph of a loaded program with microbatches reads a value that no earlier graph
+    returns.
 
     Args:
         evaluates: whether it has the graphs of an inference.

@@ -49,7 +49,9 @@ class Advice:
     change: int
 
     def finding(self) -> Finding:
-        """Return the advice as a `Finding`, for the page: its cost is the gain, its change the line to paste."""
+        """Return the tried change as a `Finding` for the HTML page: the seconds it saves are the cost, its line of code
+        the change to make.
+        """
         share = self.gain / (self.seconds + self.gain)
         rules = ", ".join(self.rules)
         return Finding(rules, severity_of(share), "tried", "", "", self.gain, self.change, str(self), self.line)
@@ -111,7 +113,9 @@ def advise(
 
 
 def _tries(program: Program, rules: set[str]) -> Iterator[Try]:
-    """Yield the changes to try for findings of the lint ``rules``, names such as "exposed-axis"."""
+    """Yield the changes of options or mesh that may remove findings of the lint ``rules`` (names such as
+    "exposed-axis").
+    """
     options = program.options
 
     def changed(**changes: Any) -> Callable[[], Program]:

@@ -1,4 +1,6 @@
-"""A second step under the one that a page draws (`Step`), and the numbers in which two schedules differ as text."""
+"""`Step`: a second step that a page draws below the first. `answer` and `rows`: the numbers in which two schedules
+differ, as text.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that is drawn under another one, on the same axis of time.
+    """A predicted step to be drawn below another one, on the same time axis.
 
     Args:
         title: title of its schedule.
@@ -61,7 +63,7 @@ class Step:
     tables: tuple[Table, ...]
 
     def record(self) -> dict[str, object]:
-        """Return the data for the page, with times in microseconds."""
+        """Return the step's bars and tables as data for the HTML page, with times in microseconds."""
         bars = [
             {**asdict(bar), **{name: round(getattr(bar, name) * 1e6, 4) for name in ("start", "end", "exposed")}}
             for bar in self.bars
@@ -71,7 +73,9 @@ class Step:
 
 
 def step_of(schedule: Prediction, against: Prediction) -> Step:
-    """Return ``schedule`` as a step to be drawn under ``against``, with a table of the numbers that differ."""
+    """Return ``schedule`` as a `Step` that a page draws below the schedule ``against``, with a table of the numbers
+    that differ.
+    """
     runs = [Bar("compute", schedule.phase_of(run), run.kernel.name, run.start, run.end) for run in schedule.runs]
     moved = [
         Bar(c.axis, c.kind, f"{c.kind} {c.cause.tensor}", c.start, c.end, c.exposed) for c in schedule.transfers
@@ -91,7 +95,9 @@ def rows(changes: Iterable[Change]) -> list[tuple[str, ...]]:
 
 
 def answer(changes: Sequence[Change]) -> str:
-    """Return step, exposed communication and memory before and after, on one line."""
+    """Return how ``changes`` alter step time, exposed communication and memory (``before -> after`` each), on one
+    line.
+    """
     metrics = {c.metric: c for c in changes}
     parts = []
     for name, title in ANSWERS.items():

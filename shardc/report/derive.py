@@ -100,7 +100,9 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
     points = [(batch * (1 + i), sequence * (1 + j)) for i, j in powers]
 
     def sample(mesh: Mesh, at: tuple[int, int]) -> _Sample:
-        """Compile for ``mesh`` and sizes ``at`` (batch, sequence); return collectives, sizes, FLOPs and schedule."""
+        """Compile the program for ``mesh`` and the sizes ``at`` (batch, sequence). Return its collectives, sizes, FLOPs
+        and schedule as a `_Sample`.
+        """
         if mesh == program.mesh and at == (batch, sequence):
             return _sample(program, hardware)
         numbers = {"batch": at[0], "sequence": at[1]}
@@ -171,8 +173,8 @@ def verify(costs: Costs, schedule: Schedule, at: tuple[int, int]) -> None:
 def _verify_axis(
     costs: Costs, axis: str, first: _Sample, sample: Callable[[Mesh, tuple[int, int]], _Sample], at: tuple[int, int]
 ) -> None:
-    """Compare the formulas with a capture at another size of ``axis`` with the same collectives; raises PlanError if a
-    number differs or no size has the same.
+    """Check the formulas against a capture with another size of ``axis``. The first size at which the program has the
+    same collectives is used.
 
     Args:
         first: the sample of the program itself.
@@ -205,7 +207,9 @@ def _verify_axis(
 
 
 def _sample(program: Recompilable, hardware: Hardware) -> _Sample:
-    """Return the `_Sample` of ``program``; raise PlanError if a collective can have no formula."""
+    """Return the collectives, sizes, FLOPs and schedule of ``program`` as a `_Sample`. Raises PlanError if a formula
+    cannot describe a collective.
+    """
     schedule, graph = program.schedule(hardware, stage="localize"), program.whole("collectives")
     operands = {
         ir.info(node).name: node.all_input_nodes[0]
@@ -258,7 +262,7 @@ def _named(program: Recompilable, dims: Dims | None) -> dict[str, tuple[str | No
 
 
 def _size(program: Recompilable, symbols_of: Dims, symbol: sympy.Symbol) -> int | None:
-    """Return the size of the input dims that ``symbols_of`` calls ``symbol``; None if there are none."""
+    """Return the size of the input dims that carry ``symbol`` in ``symbols_of``; None if no dim does."""
     sizes = {
         size
         for name, layout in program.inputs

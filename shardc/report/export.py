@@ -204,7 +204,8 @@ class Limit:
 
     @staticmethod
     def parse(text: str) -> Limit:
-        """Return the `Limit` that ``text`` describes, such as ``exposed>+5%``.
+        """Return the `Limit` (a condition on a metric of two schedules) that ``text`` states, such as
+        ``exposed>+5%``.
 
         >>> Limit.parse("exposed>+5%")
         Limit(metric='exposed', above=True, number=0.05, relative=True, change=True)

@@ -50,13 +50,17 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _merge(of: list[Finding]) -> Finding:
-    """Return one finding in place of the findings ``of`` repeated layers; where their texts differ, it has ``*``."""
+    """Return one finding in place of the findings ``of`` repeated layers, with their costs added up. Name parts that
+    differ become ``*``.
+    """
     named: dict[str, Any] = {name: _common([getattr(f, name) for f in of]) for name in ("subject", "module", "message")}
     summed: dict[str, Any] = {name: sum(getattr(f, name) for f in of) for name in ("seconds", "bytes", "count")}
     return replace(of[0], **named, **summed)
 
 
 def _common(names: list[str]) -> str:
-    """Return dotted names as one, in which the parts that differ are ``*``: ``layers.*.mm``."""
+    """Return dotted names with equally many parts as one name, with ``*`` for the parts that differ:
+    ``layers.*.mm``.
+    """
     parts = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)

@@ -80,7 +80,7 @@ class Moves:
         return self.count * self.latency + self.wire / self.bandwidth
 
     def machine(self, mesh: Mesh, hardware: Hardware) -> Values:
-        """Return symbol -> number for latency and bandwidth on ``hardware``, by `shardc.cost.hardware.price`."""
+        """Return the values of the symbols for latency and bandwidth on ``hardware``: symbol -> number."""
         where = route(mesh, self.group, hardware.node)
         ring = where.ring_bandwidth(hardware)
         return {
@@ -118,7 +118,9 @@ class Cost:
 
     @cached_property
     def wire(self) -> sympy.Expr:
-        """Return the bytes that each rank sends; reductions of uneven sizes are rounded up to elements."""
+        """Return the formula of the bytes that each rank sends. Reductions of uneven sizes are rounded up to whole
+        elements.
+        """
         return sympy.Add(*(move.wire for move in self.moves))
 
     @cached_property
@@ -176,7 +178,7 @@ class Costs:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Return the groups of the collectives, the axes of each joined by commas."""
+        """Return the groups of the collectives, each as the names of its mesh axes joined by commas (``"dp,tp"``)."""
         return tuple(dict.fromkeys(",".join(move.group) for move in self.moves))
 
     def cost(self, axis: str) -> Cost:

@@ -39,7 +39,8 @@ class InspectedProgram(Program):
 
     @typed()
     def draw(self, name: str, stage: str = "collectives") -> Tiles:
-        """Return which ranks store which part of a tensor: ``print`` it, or ``save("picture.png")`` it.
+        """Return a picture of which ranks store which part of a tensor. ``print`` it, or call its
+        ``save("picture.png")``.
 
         Args:
             name: the name of a parameter, an input or an activation in the dump.
@@ -188,11 +189,15 @@ class InspectedProgram(Program):
 
 
 class InspectedSizedProgram(SizedProgram, InspectedProgram):
-    """`InspectedProgram` for dynamic sizes, at some sizes; reports are on a program compiled for these sizes alone."""
+    """An `InspectedProgram` of a program with dynamic sizes, at some sizes. Reports describe a program compiled for
+    these sizes alone.
+    """
 
 
 def _whole_mesh(program: Program) -> Mesh:
-    """Return the mesh of all ranks; that of the program itself has only one pipeline stage."""
+    """Return the mesh of all ranks of the program, with its axis of pipeline stages. (``program.mesh`` is that of one
+    stage.)
+    """
     if (pp := program.bound.pp) is None:
         return program.mesh
     return Mesh((axis, pp.ranks if axis == pp.entry.axis else size) for axis, size in program.mesh.shape)

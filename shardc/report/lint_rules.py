@@ -88,7 +88,9 @@ def table(copied: list[Copy]) -> str:
 
 
 def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
-    """Yield the copies of a collective: of its inputs, of its own shard, and into and out of shared messages."""
+    """Yield the copies within a rank that a collective makes: of non-contiguous inputs, of its own shard, and into and
+    out of messages in shared memory.
+    """
     kind, name, outputs = collective_kind(node), ir.info(node).name, _tensors(node.meta["val"])
     _, ranks = group_of(node, mesh)
     for read in node.all_input_nodes:
@@ -110,14 +112,14 @@ def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
 
 
 def _named(node: fx.Node, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, value) of each result of the collective ``node``; ``outputs``: the values of its results."""
+    """Yield (name of the node, value) of each result of the collective ``node``; ``outputs`` are the values."""
     items: dict[object, str] = {user.args[1]: ir.info(user).name for user in node.users if user.target is getitem}
     for at, x in enumerate(outputs):
         yield items.get(at, ir.info(node).name), x
 
 
 def _reached(graph: fx.Graph, backward: bool) -> set[fx.Node]:
-    """Return the copies and views of a graph between which and a collective there are only other copies and views.
+    """Return the copies and views that touch a collective, directly or through other copies and views only.
 
     With ``backward``, those from which such a path leads to the start of a collective; else those behind its wait.
     """
@@ -175,7 +177,7 @@ class Subject:
 
     @cached_property
     def runs(self) -> dict[str, Run]:
-        """The kernels of the joint local graph, by name."""
+        """The kernels of the joint local graph, with their times: kernel name -> `Run`."""
         return {run.kernel.name: run for run in self.schedule.runs}
 
     def finding(
@@ -239,7 +241,7 @@ _SLICED = {
 
 
 def then_sliced(subject: Subject) -> Iterator[Finding]:
-    """Yield findings about collectives that gather or sum a value of which each rank then uses only its own shard."""
+    """Yield findings about all-gathers and all-reduces from whose result each rank uses only its own shard."""
     for node in subject.graph.nodes:
         if node.target in _SLICED and node.users and all(user.target is ops.shard for user in node.users):
             rule, part, message, change = _SLICED[node.target]

@@ -137,14 +137,16 @@ class _Places:
             self._at.setdefault(ir.info(op.node).name, []).append(at)
 
     def near(self, name: str, at: int) -> list[int]:
-        """Return, in a list, the position of op ``name`` next after ``at``, else the last before it; or []."""
+        """Return the position of the op ``name`` nearest to position ``at``: the next one from there, else the last
+        before. A list of one, or [] if the step has no such op.
+        """
         positions = self._at.get(name, [])
         return positions[min(bisect_left(positions, at), len(positions) - 1) :][:1]
 
 
 def _op(schedule: Prediction, at: int, words: dict[str, int]) -> list[object]:
-    """Return [text, kind, phase, three indices in ``words`` (module, source, reason), positions read, microseconds] of
-    the op at ``at``.
+    """Return the JSON list of the op at index ``at``: text, kind, phase, the numbers of module, source and reason in
+    ``words``, the indices of the ops whose results it reads, and its microseconds.
     """
     op = schedule.step.ops[at]
     record, graph = ir.info(op.node), op.node.graph.owning_module
@@ -157,8 +159,8 @@ def _op(schedule: Prediction, at: int, words: dict[str, int]) -> list[object]:
 
 
 def _collective(c: Collective, at: int, places: _Places) -> Mapping[str, object]:
-    """Return the row of the collective at position ``at``, name -> value, with the positions of the
-    ops that cause it.
+    """Return the row of a collective for the page's table: column -> value. ``from`` lists the positions of the ops
+    that cause it.
     """
     causes = [*c.cause.tensors, c.cause.consumer]
     positions = dict.fromkeys(place for name in causes for place in places.near(name, at) if place != at)
@@ -263,7 +265,7 @@ def draw(schedule: Prediction) -> Figure:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Return (factor from seconds, name) of the unit for a duration."""
+    """Return the unit in which to show a duration: (number of units in a second, name), such as ``(1000.0, "ms")``."""
     return (1e3, "ms") if seconds < 10 else (1.0, "s")
 
 
@@ -284,7 +286,7 @@ def _title(schedule: Prediction) -> str:
 
 
 def legend(axes: Axes, colours: dict[str, str]) -> None:
-    """Add a legend name -> colour beside matplotlib's ``axes``."""
+    """Add a legend to matplotlib's ``axes``. ``colours`` maps each name in it to its colour."""
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colour, label=name) for name, colour in colours.items()]

@@ -57,8 +57,8 @@ NAMES = {
 
 @dataclass(frozen=True)
 class StageCost:
-    """The predicted costs of one stage of a pipeline, on each rank that has it: seconds of its graphs and messages, and
-    saved bytes.
+    """The predicted costs of one pipeline stage on one rank that has it: seconds of its graphs and messages, and saved
+    bytes.
 
     Args:
         stage, rank: its number, and its coordinate along the axis.
@@ -109,7 +109,7 @@ class RankCost:
 
 @dataclass(frozen=True)
 class Parts:
-    """The inputs, besides the program, of the prediction of a program with stages.
+    """What the prediction of a program with pipeline stages needs besides the program.
 
     Args:
         mesh: the mesh of all stages.
@@ -243,7 +243,8 @@ class Played:
             self.times.append(times)
 
     def _computed(self, rank: int, runs: Iterable[Run]) -> Iterator[tuple[Action, list[Half]]]:
-        """Yield (computation in the rank's list, graphs) for ``runs`` of the rank.
+        """Yield (computation in the schedule's list of the rank, graphs that the rank runs for it), in the order of
+        ``runs``.
 
         The graphs are those that run once in front of the computation, such as gathers of a later stage, then its own.
         """
@@ -257,7 +258,9 @@ class Played:
                 halves = []
 
     def _in_parts(self, rank: int) -> tuple[list[Run], list[Run], list[Run]]:
-        """Return a rank's runs of graphs as three lists: before, within and behind its list of computations."""
+        """Return the rank's runs of graphs in three lists: before, within and behind the computations of its
+        schedule.
+        """
         runs = [x for x in self.actions[rank] if isinstance(x, Run)]
         inside = [at for at, x in enumerate(runs) if x.half.stage is not None and _is_listed(x.half)]
         first, end = (inside[0], inside[-1] + 1) if inside else (len(runs), len(runs))
@@ -298,7 +301,9 @@ class Played:
             )  # fmt: skip
 
     def rank_cost(self, rank: int, memory: Memory) -> RankCost:
-        """Return the costs of a rank, given its memory."""
+        """Return the `RankCost` of a rank: its busy and exposed seconds, microbatches in flight, and bytes from
+        ``memory``.
+        """
         schedule, timeline = self.flow.schedule, self.timeline
         flight = max((sum(x.values()) for x in in_flight(schedule.lists[rank])), default=0)
         waits = sum(self.exposed.get(x.half, 0.0) for x in self.actions[rank] if isinstance(x, Run))
@@ -314,7 +319,9 @@ def _without_sends(timeline: Timeline) -> list[list[tuple[object, float, float]]
 
 
 def _is_listed(half: Half) -> bool:
-    """Return whether a graph of a stage is a computation in the lists of a schedule."""
+    """Return whether a graph of a pipeline stage has an action of its own in a schedule's lists (forward or backward
+    of a microbatch).
+    """
     return _phase(half) in KINDS
 
 

@@ -113,7 +113,9 @@ def memory_of(
     holds: list[tuple[str, int, int, int, int, int]] = []
 
     def hold(owner: str, size: int, start: int, end: int, by: int, number: int = 0) -> None:
-        """Count ``size`` bytes for ``owner`` from op ``start`` to op ``end``: result ``number`` of op ``by``."""
+        """Count ``size`` bytes for ``owner`` while ops ``start`` to ``end`` run. They hold result ``number`` of op
+        ``by``.
+        """
         holds.append((owner, size, start, end, by, number))
         for at, change in ((start, size), (end + 1, -size)):
             change_by_owner = changes.setdefault(at, {})
@@ -215,7 +217,7 @@ def _first_use(node: fx.Node) -> str:
 
 
 def _owner(gathered: bool, grad: bool, communicated: bool, loaded: bool, buffer: Buffer, phases: list[str]) -> str:
-    """Return the owner, one of `OWNERS`, of a buffer that an op allocates.
+    """Return the owner (one of `OWNERS`, such as "activations") under which a buffer that an op allocates is counted.
 
     Args:
         gathered: its value is an unsharded parameter.
@@ -234,7 +236,9 @@ def _owner(gathered: bool, grad: bool, communicated: bool, loaded: bool, buffer:
 
 
 def _samples(changes: Mapping[int, Mapping[str, int]], end: int) -> tuple[Sample, ...]:
-    """Return the memory at each position of ``changes`` (position -> owner -> bytes) up to ``end``."""
+    """Return the memory in use by owner, at each op (up to position ``end``) where it changes. ``changes`` maps
+    position -> owner -> bytes added.
+    """
     sizes = dict.fromkeys(OWNERS, 0)
     out = []
     for at in sorted(changes):

@@ -57,7 +57,8 @@ class Schedule(Prediction):
         return schedule_text.line(self)
 
     def table(self, rows: int | None = 40) -> str:
-        """Return step time, tokens/s, MFU and memory, then tables, as text of at most 120 columns.
+        """Return step time, tokens/s, MFU and memory, then tables of the step's time, communication and memory, as
+        text of at most 120 columns.
 
         Args:
             rows: largest number of rows of the table of collectives, by exposed time; None for no limit.
@@ -190,7 +191,9 @@ def _loaded(kernel: Kernel, node: fx.Node, skew: float) -> Kernel:
 
 
 def room_of_rows(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-    """Return (a note on the memory reserved for rows of experts beyond an even load,), or () if there is none."""
+    """Return a note on the memory reserved for more expert tokens than an even load has, as a tuple of one text; () if
+    none is reserved.
+    """
     room = used = 0
     for node in nodes:
         if node.target is RUN:

@@ -27,7 +27,8 @@ def line(schedule: Prediction) -> str:
 
 
 def table(schedule: Prediction, rows: int | None) -> str:
-    """Return the answer, then tables: phases, kernels, collectives, plan entries, axes and kinds, memory at the peak.
+    """Return the prediction as text: first step time, tokens/s, MFU and memory, then tables (phases, kernels,
+    collectives, plan entries, axes and kinds, memory at the peak).
 
     Args:
         rows: largest number of rows of the table of collectives; None for no limit.
@@ -80,7 +81,9 @@ def memory_line(schedule: Prediction, where: str) -> str:
 
 
 def _phases(schedule: Prediction) -> str:
-    """Return the table of phases: kernels and collectives of forward, backward and recompute; the optimizer."""
+    """Return the table of phases as text: the kernels and collectives of forward, backward and recompute, and the
+    optimizer.
+    """
     runs, transfers = grouped(schedule.runs, schedule.phase_of), grouped(schedule.transfers, lambda c: c.phase)
     body = []
     for phase in PHASES:
@@ -125,7 +128,8 @@ def _cause(c: Collective) -> str:
 
 
 def _transfers(schedule: Prediction, rows: int | None) -> list[str]:
-    """Return the table of collectives and that of their causes, numbered alike; [] if nothing moves.
+    """Return two tables as text: of the collectives, and of their causes, whose numbers the first table shows. [] if
+    nothing is communicated.
 
     Args:
         rows: largest number of rows of the table of collectives; None for no limit.
@@ -182,7 +186,9 @@ def _owners(schedule: Prediction) -> str:
 
 
 def _tensors(schedule: Prediction) -> str:
-    """Return the table of the largest tensors at the peak; those that differ only in a repeated layer are one row."""
+    """Return the table of the largest tensors at the memory peak as text. Equal tensors of repeated layers share one
+    row.
+    """
     body = [
         (size(sum(x.bytes for x in of)), str(len(of)), size(of[0].bytes), of[0].owner, *_place(of))
         for of in largest(schedule.memory.tensors_at_peak)

@@ -78,14 +78,14 @@ class PipelineSchedule(Schedule):
         return out
 
     def stage_of(self, transfer: Collective) -> int | None:
-        """Return the stage of a collective; None if the rank has one stage only."""
+        """Return the pipeline stage that a collective belongs to; None if the rank has one stage only."""
         if len(self.ranks[self.rank].stages) == 1:
             return None
         return [stage for begin, stage in self.runs_at if begin <= transfer.start][-1]
 
     def table(self, rows: int | None = 40) -> str:
-        """Return the step, its bubble and memory, the drawn rows of all ranks, the tables of stages and ranks, and
-        those of one rank.
+        """Return the predicted step as text: its time, bubble and memory, a drawn line of time for each rank, tables
+        of stages and ranks, and the tables of one rank.
 
         Args:
             rows: largest number of rows of the table of collectives, by exposed time; None for no limit.
@@ -100,7 +100,9 @@ class PipelineSchedule(Schedule):
         return json.dumps({**export.record(self), "pipeline": shown}, indent=1) + "\n"
 
     def to_trace(self) -> str:
-        """Return a Chrome trace as JSON: what all ranks compute, and kernels and collectives of the rank shown."""
+        """Return a Chrome trace as JSON: the computation of all ranks, and the kernels and collectives of the
+        schedule's ``rank``.
+        """
         return json.dumps(export.pipeline_trace(self, self.timeline, self.rank, self.axis)) + "\n"
 
     def to_html(self, findings: Iterable[Finding] = (), beside: Prediction | Step | None = None) -> str:
@@ -139,8 +141,8 @@ def _table(schedule: PipelineSchedule, rows: int | None) -> str:
 
 
 def _stages(schedule: PipelineSchedule) -> str:
-    """Return the table of stages: seconds of one microbatch, of what runs once, of messages; bytes that are saved.
-    Consecutive stages with equal numbers share a row.
+    """Return the table of pipeline stages as text: seconds of one microbatch, of what runs once and of messages, and
+    bytes saved. Consecutive stages with equal numbers share a row.
     """
     shown = [name for name in dict.fromkeys(NAMES.values()) if any(name in stage.seconds for stage in schedule.stages)]
 
@@ -198,6 +200,8 @@ def predict(program: Executable, parts: Parts) -> PipelineSchedule:
 
 
 def _memory(step: Sequence, optimizer_copies: float) -> Memory:
-    """Return the memory of a rank that runs the ops ``step``; ``optimizer_copies``: optimizer state / parameters."""
+    """Return the memory of a rank that runs the ops ``step``. ``optimizer_copies`` is the size of the optimizer state
+    as a multiple of the parameters.
+    """
     outputs = buffers(step)
     return memory_of(step, outputs, kernels(step, outputs), optimizer_copies)

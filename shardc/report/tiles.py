@@ -55,7 +55,7 @@ class Tiles:
         return tuple(sorted([*split, *rest][:2]))
 
     def stretches(self, dim: int) -> list[Stretch]:
-        """Return the ranges of indices of ``dim``, in order, such that all of a range is on the same ranks."""
+        """Return ``dim`` as consecutive ranges of indices. All indices of a range are stored by the same ranks."""
         owners: list[list[int]] = [[] for _ in range(self.layout.shape[dim])]
         for rank in range(self.layout.mesh.ranks):
             for at in self.layout.local_index(dim, rank):

@@ -83,7 +83,9 @@ class ModelCall:
         )  # fmt: skip
 
     def _resolved(self, plan: Plan, mesh: Mesh) -> dict[str, ParamPlan]:
-        """Return parameter -> its layouts by the plan; pins of activations do not change them."""
+        """Return parameter -> its layouts under ``plan``. Results are kept for plans that differ only in pins of
+        activations.
+        """
         check_axes(plan, mesh)
         entries = [entry for entry in plan.entries if not isinstance(entry, Activation)]
         key = mesh, tuple(map(str, entries))
@@ -153,7 +155,8 @@ class CapturedModel:
         return cls(source, captured, repeats, plan, mesh)
 
     def of_plan(self, plan: Plan, mesh: Mesh) -> CapturedModel:
-        """Return a capture from which a program under ``plan`` can be built.
+        """Return a capture of the model from which a program under ``plan`` can be built: with blocks folded only where
+        the plan treats them alike.
 
         It is this one if the plan treats all blocks of each run alike. Otherwise runs are divided where it does not.
         """
@@ -234,7 +237,9 @@ class CapturedModel:
         return InspectedProgram(joint, None, folded_of(request, joint, self.repeats, captured.reads))
 
     def folds(self, mesh: Mesh) -> bool:
-        """Return whether the graph of all blocks can be built from the captured ones on ``mesh``."""
+        """Return whether the blocks' graphs repeat on ``mesh``, so that the graph of all blocks can be built from the
+        captured blocks.
+        """
         try:
             self.program(mesh, Plan(), Options(verify=False)).step()
         except NotPeriodic:

@@ -196,7 +196,7 @@ class Fit:
             plan, now = step
 
     def _priced(self, plan: Plan, now: Cost, measures: Sequence[Measure]) -> list[Measure]:
-        """Return those of ``measures`` that free memory, the one with the fewest seconds per byte first.
+        """Return the ``measures`` that free memory, the one that costs the fewest seconds per byte first.
 
         Args:
             now: cost of ``plan`` without them.
@@ -209,8 +209,8 @@ class Fit:
         return [measure for *_, measure in sorted(priced, key=lambda row: row[:2])]
 
     def _take(self, plan: Plan, now: Cost, measure: Measure) -> tuple[Plan, Cost] | None:
-        """Return (plan with ``measure`` for all units, its cost) if that does not fit yet; None if it fits, after plans
-        with fewer units were tried, too.
+        """Predict ``plan`` with ``measure`` applied to all its units (parameters, blocks). Return (that plan, its
+        cost) if it is still too large. If it fits, try fewer units too, and return None.
 
         Args:
             now: cost of ``plan`` without the measure; both are returned if the measure frees nothing.
@@ -307,7 +307,8 @@ def _is_open(entry: Entry, hand: Plan) -> TypeGuard[Fsdp]:
 
 
 def _parts(model: nn.Module) -> dict[str, Blocks]:
-    """Return suffix -> (prefix of the names, number) of each run of blocks that have a module of that suffix.
+    """Return the parts of blocks that can be recomputed: suffix of the name -> (prefix of the blocks' names, number of
+    blocks) of each run of blocks that have this part.
 
     A suffix is "" (the block itself) or ``.name`` of a child that has children. Blocks are the numbered children of the
     outermost containers (ModuleList, Sequential).

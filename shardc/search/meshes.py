@@ -198,5 +198,7 @@ def _order(trial: Trial) -> tuple[object, ...]:
 
 
 def _listed(meshes: Sequence[Mesh]) -> str:
-    """Return ``meshes`` as text for an error: the mesh, or how many they are and of how many ranks."""
+    """Return ``meshes`` as text for an error: the only mesh (``dp=4``), or their number and ranks (``3 meshes of 8
+    ranks``).
+    """
     return str(meshes[0]) if len(meshes) == 1 else f"{len(meshes)} meshes of {meshes[0].ranks} ranks"

@@ -187,8 +187,8 @@ class Search:
         return self._cost_of_any(Weights(BEST, HIDDEN, self.captured_model.weight), GLANCE)
 
     def _cost_of_any(self, weights: Weights, work: float = WORK) -> float:
-        """Return a lower bound in seconds of the cost of solutions that fit in memory, whose storage is split over any
-        axes; inf if none costs less than `MARGIN` times the best plan so far.
+        """Return a proven lower bound, in seconds, of the cost of all solutions that fit in memory, with storage split
+        over any axes. inf if no such solution costs less than `MARGIN` times the best plan so far.
 
         Args:
             weights: weights of communication.
@@ -244,7 +244,9 @@ class Search:
             Fit(self.captured_model.source.model, globs, self.hand, self.memory, host, cost, self.limit).run(start.plan)
 
     def limit(self) -> float:
-        """Return the seconds of the fastest plan that fits, here or on another mesh; inf if there is none."""
+        """Return the seconds of the fastest plan so far that fits in memory, on this mesh or another; inf if there is
+        none.
+        """
         best = self.best()
         return self.most if best is None else min(self.most, best.seconds)
 
@@ -266,8 +268,8 @@ class Search:
         return split.candidate is not None and _value(split) <= MARGIN * self.limit()
 
     def _fitting(self, split: Split) -> Trial | None:
-        """Predict schedules of solutions of ``split``, the fastest first, until a prediction fits in memory; return the
-        last one, None if no plan can be compiled.
+        """Predict schedules of solutions of ``split``, the fastest first, until one fits in memory. Return the last
+        trial; None if no plan can be compiled.
         """
         candidate = split.candidate
         if candidate is not None and candidate.bytes > self._room(split.over):
@@ -283,7 +285,8 @@ class Search:
         return trial
 
     def _fastest(self, split: Split) -> Candidate | None:
-        """Return the fastest solution of a split of storage that is expected to fit, or else the smallest.
+        """Return the fastest solution of ``split`` (the axes that split storage only) that is expected to fit in
+        memory, else the smallest solution.
 
         The first price per byte is the one that sufficed before: for this split, for others, or on another mesh.
         """
@@ -299,7 +302,9 @@ class Search:
         return self.memory - self.beyond.get(over, min(self.beyond.values(), default=0.0))
 
     def _overs(self) -> Iterator[tuple[str, ...]]:
-        """Yield sets of axes over which FSDP may split storage, of the axes that the user's entries do not mention."""
+        """Yield sets of axes over which FSDP may split storage. The axes that the user's entries mention are
+        left out.
+        """
         mentioned = set(self.hand.axes)
         by_hand = any(entry.batch for entry in self.hand.entries)  # an ``fsdp`` entry would split the batch further
         free = [axis for axis in self.mesh.axes if axis not in mentioned and self.mesh.size(axis) > 1 and not by_hand]
@@ -347,7 +352,8 @@ class Search:
         )  # fmt: skip
 
     def _storages(self, over: Sequence[str], name: str, compute: Layout) -> list[Layout]:
-        """Return the storage layouts that a parameter may have under the user's entries.
+        """Return the storage layouts among which the solver may choose for a parameter. Empty if the user's entries
+        fix its storage (or offload it), or fix a compute layout other than ``compute``.
 
         Args:
             over: the axes over which storage may be split further.
@@ -376,8 +382,8 @@ class Search:
     # --- schedules
 
     def forms_of(self) -> Iterator[tuple[str, Plan]]:
-        """Yield (name, plan) of the ready-made plans; if the user gave entries, of the plan that consists of these
-        only.
+        """Yield (name, plan) of each ready-made plan: ddp, fsdp, fsdp with tp or cp. If the user gave entries, yield
+        only ("given", the plan of these entries).
         """
         if self.hand:
             yield "given", self.hand
@@ -458,8 +464,8 @@ class Search:
         return Trial(plan, self.mesh, few, self.memory, origin, estimate=estimate)
 
     def confirm(self, trial: Trial) -> None:
-        """Predict the schedule of ``trial`` from all blocks, since its cost was estimated from some of them, and record
-        it.
+        """Predict the schedule of ``trial`` from all blocks of the model, and record it. Its cost so far was estimated
+        from a few blocks.
 
         If it needs more memory than estimated, other estimates are scaled by that ratio. If no plan fits any more,
         plans are made to fit again.
@@ -506,7 +512,9 @@ class Search:
 
 
 def _value(split: Split) -> float:
-    """Return the cost in seconds of the solution of ``split``, without memory; inf if it has none."""
+    """Return the cost in seconds of the solution of ``split``, without the price of its memory; inf if there is no
+    solution.
+    """
     return inf if split.candidate is None else split.candidate.at(0.0)
 
 
@@ -520,7 +528,8 @@ def storages(over: Sequence[str], name: str, compute: Layout) -> list[Layout]:
 
 
 def exposed(schedule: Schedule, weights: Weights, params: Collection[str]) -> Weights:
-    """Return ``weights`` updated to the shares of communication that a schedule leaves exposed (not hidden by compute).
+    """Return ``weights`` with the share of communication that is exposed (not hidden by compute) in ``schedule``, for
+    gathers and for reductions.
 
     Args:
         schedule: the schedule.
@@ -529,7 +538,9 @@ def exposed(schedule: Schedule, weights: Weights, params: Collection[str]) -> We
     """
 
     def share(kinds: Sequence[str], before: float) -> float:
-        """Return the exposed share of the seconds of collectives of ``kinds``; ``before`` if there are none."""
+        """Return the part of the seconds of collectives of ``kinds`` that is exposed; ``before`` if the schedule has no
+        such collectives.
+        """
         collectives = [c for c in schedule.collectives if c.kind in kinds and set(c.cause.tensors) <= set(params)]
         total = sum(c.seconds for c in collectives)
         return max(0.02, min(1.0, sum(c.exposed for c in collectives) / total)) if total else before

@@ -124,7 +124,7 @@ class Border:
 
     @property
     def holds_gradient(self) -> bool:
-        """Return whether the gradient needs the layout to pin."""
+        """Return whether the uses of the gradient need the pinned layout too, so that the pin fixes both."""
         return self.gradient == self.pin
 
     def agrees(self, now: Border) -> bool:
@@ -135,7 +135,7 @@ class Border:
 
 
 def borders(planned: PlannedGraph) -> dict[str, Border]:
-    """Return tag name -> layouts at that module boundary, in program order."""
+    """Return the layouts of the activation at each module boundary: tag name -> `Border`, in program order."""
     order = {node: at for at, node in enumerate(planned.graph.nodes)}
     names = sorted(planned.borders, key=lambda name: (order[planned.borders[name]], name))
     gradients = {name: _need(node, "backward") for name, node in planned.gradients.items()}
@@ -289,7 +289,7 @@ class Writer:
         return ("rowwise", axis) if dim == 1 and bias is None else None
 
     def _module(self, glob: str) -> nn.Module:
-        """Return the module, or one of the repeated blocks' modules, that ``glob`` matches."""
+        """Return the module that ``glob`` matches; of repeated blocks, that of the first block."""
         glob = glob.removeprefix("./")
         for repeat in self.repeats:
             if glob.startswith(f"{repeat.prefix}*"):
@@ -356,7 +356,7 @@ def spec(layout: Layout) -> str:
 
 
 def _sub(sub: SubDim, *, open: bool) -> str:
-    """Return a sub-dim as text for a plan entry, such as ``3@tp``; if ``open``, with ``_`` for its size."""
+    """Return a sub-dim as text for a plan entry, such as ``3@tp``; with ``_`` in place of its size if ``open``."""
     size, axes = "_" if open else sub.size, sub.axes
     return f"{size}" if not axes else f"{size}@{axes[0]}" if len(axes) == 1 else f"{size}@({','.join(axes)})"
 

@@ -20,7 +20,8 @@ WIDTH = 60  # characters of a plan in a table
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan whose schedule on a mesh was predicted, and the solution of the layout problem that it was written from.
+    """A plan with its predicted schedule on a mesh. If the plan was written from a solution of the layout problem,
+    also the cost and bound of that solution.
 
     Args:
         plan: the plan.
@@ -51,7 +52,7 @@ class Trial:
 
     @property
     def gap(self) -> float:
-        """Return the gap between cost and bound of the solution, relative to the cost; 0 if it is not a solution."""
+        """Return (cost - bound) / cost of the solution of the layout problem; 0 if the plan is not a solution."""
         return (self.value - self.bound) / self.value if self.value else 0.0
 
     @property
@@ -71,7 +72,7 @@ class Trial:
 
     @property
     def fits(self) -> bool:
-        """Return whether the peak is within the limit."""
+        """Return whether the predicted memory peak is within the limit."""
         return self.memory <= self.limit
 
     @property
@@ -81,7 +82,7 @@ class Trial:
 
     @property
     def is_solution(self) -> bool:
-        """Return whether the plan is a solution of the layout problem; a ready-made plan can be one, too."""
+        """Return whether the plan is a solution of the layout problem. A ready-made plan can be one, too."""
         return self.variables > 0
 
     def __str__(self) -> str:
@@ -162,7 +163,9 @@ class Found:
 
     @property
     def value(self) -> float:
-        """Return the cost of the `solution` in seconds: a sum without overlap."""
+        """Return the cost of the `solution` (of the layout problem) in seconds: communication and compute added up,
+        without overlap.
+        """
         return self.solution.value
 
     @property
@@ -191,7 +194,9 @@ class Found:
         )
 
     def brief(self) -> Found:
-        """Return a copy with the trials `best`, `solution` and `form` only: others keep graphs of programs alive."""
+        """Return a copy with three trials only: `best`, `solution` and `form`. The other trials keep graphs of
+        programs alive.
+        """
         ids = {id(trial) for trial in (self.best, self.solution, self.form)}
         return replace(self, trials=tuple(trial for trial in self.trials if id(trial) in ids))
 

@@ -1,4 +1,5 @@
-"""`parts_of`: what each part of a model takes for one microbatch; `Player`: the step of a pipeline with these costs.
+"""`parts_of`: the cost of each part of a model for one microbatch. `Player`: the step of a pipeline whose stages
+consist of these parts.
 
 A part is what no cut of `shardc.pp` divides: a module outside the repeated blocks, or a child of a block. Parts are
 priced once for a layout and a size of microbatches, on a few of the blocks. Stages are sums of parts, so the step of
@@ -31,7 +32,7 @@ TRIES = 400  # cuts that are played in a search for the fastest
 
 @dataclass(frozen=True)
 class Part:
-    """The costs of a part of the model, on one rank.
+    """The predicted costs of one part of the model on one rank, for the choice of a cut into stages.
 
     Args:
         name: the first module in it, by which a plan names a cut in front of it.
@@ -172,7 +173,7 @@ def _crossing(forward: Half, names: Sequence[str]) -> dict[str, int]:
 
 
 def _priced(name: str, sums: Mapping[tuple[object, bool], float], sizes: Mapping[str, int], received: int) -> Part:
-    """Return the `Part` ``name`` with its costs.
+    """Return the `Part` ``name`` of the model with its predicted costs.
 
     Args:
         sums: (phase, whether gradients of earlier parts need the ops) -> seconds of its ops.
@@ -199,7 +200,9 @@ def _priced(name: str, sums: Mapping[tuple[object, bool], float], sizes: Mapping
 
 
 def _unfolded(captured_model: CapturedModel, few: Sequence[Part]) -> Iterator[Part]:
-    """Yield the parts of all blocks; inner ones are like the second of the captured blocks."""
+    """Yield the parts of all blocks of the model. Blocks that were not captured have the costs of the second captured
+    block.
+    """
     repeats = captured_model.repeats
     at = 0
     while at < len(few):
@@ -223,7 +226,7 @@ def _unfolded(captured_model: CapturedModel, few: Sequence[Part]) -> Iterator[Pa
 
 @dataclass(frozen=True)
 class Played:
-    """A cut and its predicted step.
+    """A cut of the model into pipeline stages, with its predicted step.
 
     Args:
         starts: the first part of each stage.
@@ -273,8 +276,8 @@ class Player:
         return best
 
     def _near(self, starts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Yield cuts that differ from ``starts`` in that some consecutive stages begin one or two places earlier or
-        later.
+        """Yield cuts near the cut ``starts``: those in which some consecutive stages begin one or two possible places
+        earlier or later.
         """
         at = [self._places.index(start) for start in starts[1:]]
         for by in (-1, 1, -2, 2):
@@ -303,7 +306,9 @@ class Player:
         return self.parts[at].received <= first.received or self.parts[at] is first or not first.received
 
     def _balanced(self) -> tuple[int, ...]:
-        """Return the first part of each stage, so that the slowest stage is fastest."""
+        """Return the cut in which the slowest stage is as fast as possible, as the index of the first part of each
+        stage.
+        """
         before = [0.0, *accumulate(part.total for part in self.parts)]
         stages = self.schedule.stages
         best: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,))]
@@ -386,6 +391,8 @@ class Player:
 
     @cached_property
     def _flights(self) -> list[set[tuple[tuple[int, int], ...]]]:
-        """For each rank, the states that occur in a step: ((stage, number of its microbatches in flight), ...)."""
+        """For each rank, the states that it passes through in a step: how many microbatches are in flight on each of
+        its stages, as ((stage, number), ...).
+        """
         lists = self.schedule.lists
         return [{tuple(sorted(count.items())) for count in in_flight(actions)} for actions in lists]

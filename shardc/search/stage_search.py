@@ -32,7 +32,8 @@ SIZES = 2  # numbers of microbatches that are tried for a layout
 
 @dataclass
 class StageSearch(Search):
-    """A search over plans with pipeline stages, for a captured model on one mesh; fields as in `Search`.
+    """A search over plans with pipeline stages, for a captured model on one mesh. It has the arguments of `Search`, and
+    the axis of the stages.
 
     Args:
         axis: the axis of the stages.
@@ -50,7 +51,9 @@ class StageSearch(Search):
         )
 
     def forms(self) -> None:
-        """Predicts nothing: `run` tries the ready-made plans as layouts of a stage."""
+        """Does nothing. `Search.forms` predicts the ready-made plans (ddp, fsdp); here `run` tries them as layouts of
+        a stage.
+        """
 
     def least(self) -> float:
         """Return a lower bound of the step: all products divided by the ranks, and the shortest bubble."""
@@ -58,7 +61,9 @@ class StageSearch(Search):
         return min(bounds, default=inf)
 
     def run(self) -> None:
-        """Predict the steps of all schedules with each layout of a stage, by playing their lists of actions."""
+        """Predict the step of every schedule with every layout of a stage. The lists of actions of a schedule are
+        simulated with the costs of the layout.
+        """
         for layout in self._layouts():
             for count in self._counts(self._ways(layout))[:SIZES]:
                 orders = [order for order in self._orders(count) if self._may_win(order)]
@@ -66,7 +71,9 @@ class StageSearch(Search):
                     self._play(layout, count, orders)
 
     def _play(self, layout: Plan, count: int, orders: list[Schedule]) -> None:
-        """Play schedules of ``count`` microbatches with a layout, and record the fastest cut of each."""
+        """Simulate the schedules ``orders`` of ``count`` microbatches in stages that have the plan ``layout``. Record
+        the fastest cut into stages for each schedule.
+        """
         plan = layout | microbatches(count)
         try:
             program = self.captured_model.program(self.inner.mesh, plan, self.options, few=True)
@@ -100,8 +107,8 @@ class StageSearch(Search):
     # --- what is tried
 
     def _layouts(self) -> Iterator[Plan]:
-        """Yield plans as layouts of a stage: the ready-made ones and, while nothing fits, the same with blocks
-        recomputed.
+        """Yield the plans to try as layouts of a stage: the ready-made plans. While no plan fits in memory, also these
+        plans with all blocks recomputed.
         """
         forms = [form for _, plan in self.inner.forms_of() for form in (kept_whole(plan, self.rest), plan)]
         unique = list({str(plan): plan for plan in forms}.values())
@@ -113,7 +120,9 @@ class StageSearch(Search):
                 )
 
     def _counts(self, ways: int) -> list[int]:
-        """Return the numbers of microbatches to try, the largest first, if the batch is split in ``ways`` ways."""
+        """Return the numbers of microbatches to try, the largest first. The batch is split over ``ways`` ranks
+        besides.
+        """
         if self.entry is not None and (requested := self.hand.setting("microbatches")) > 1:
             return [requested]
         rows = min((shape[0] for _, shape in self.captured_model.source.inputs if shape), default=0)
@@ -150,7 +159,8 @@ class StageSearch(Search):
         return False
 
     def _bound(self, order: Schedule) -> float:
-        """Return a lower bound of the step: products at the rate of the hardware, divided by all ranks.
+        """Return a lower bound of the seconds of a step in the schedule ``order``: all matrix products at the peak
+        rate, divided by the ranks, and the bubble.
 
         In 1F1B a stage waits for the first microbatch in front of it, and for the last behind it. With the sum c of a
         microbatch in all p stages and m microbatches, no cut is faster than c / (1 - (1 - 1/m)^p). Other schedules

@@ -80,7 +80,7 @@ MOVING = ("seed", "propagate", "reshard", "simplify", "collectives", "keep_part"
 
 
 def verify(gm: fx.GraphModule, mesh: Mesh, stage: str, agrees: Agrees = no_rules, *, spec: str | None = None) -> None:
-    """Check ``gm`` against the spec of ``stage``.
+    """Check the invariants that hold in graph ``gm`` after the pass ``stage``.
 
     Args:
         gm: the graph after ``stage``.
@@ -95,7 +95,7 @@ def verify(gm: fx.GraphModule, mesh: Mesh, stage: str, agrees: Agrees = no_rules
 
 
 def check(gm: fx.GraphModule, mesh: Mesh, stage: str, checks: Iterable[Check], agrees: Agrees = no_rules) -> None:
-    """Raise VerifyError, as `verify` does, for the first failure of ``checks``."""
+    """Run ``checks`` on the graph ``gm``. Raises VerifyError for the first failure, as `verify` does."""
     check_all(Subject(gm, mesh, agrees), stage, checks)
 
 
@@ -201,7 +201,9 @@ def _of_stages(graphs: Sequence[fx.Graph]) -> list[tuple[str, fx.Graph]]:
 
 
 def _raise_cut(whole: fx.GraphModule, mesh: Mesh, fault: tuple[str, str] | None) -> None:
-    """Raise VerifyError for a fault, (graph, reason), of the graphs of stages that ``whole`` is cut into."""
+    """Raise VerifyError if ``fault`` is not None. It is a pair (graph, reason) about one of the stage graphs that
+    ``whole`` is cut into.
+    """
     if fault is not None:
         graph, reason = fault
         raise broken(Subject(whole, mesh, no_rules), "stages", output_node(whole.graph), f"{graph}: {reason}")

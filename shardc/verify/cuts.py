@@ -31,7 +31,7 @@ def _values(graph: fx.Graph, prints: Mapping[fx.Node, Fingerprint]) -> dict[str,
 
 
 def _results(graph: fx.Graph, prints: Mapping[fx.Node, Fingerprint]) -> dict[tuple[str, str], Fingerprint]:
-    """Return (kind, name) -> fingerprint of the results of ``graph``."""
+    """Return the fingerprints of the outputs of ``graph``: (kind, name) -> fingerprint."""
     return {(role.kind, role.name): prints[x] for role, x in ir.outputs(graph) if isinstance(x, fx.Node)}
 
 
@@ -189,7 +189,9 @@ def in_time(
 
 
 def in_two(whole: fx.Graph, first: fx.Graph | None, second: fx.Graph | None) -> str | None:
-    """Return the first fault of the two graphs that the backward ``whole`` is cut into, as text, or None."""
+    """Return the first value that the graphs ``first`` and ``second`` do not compute as the backward ``whole`` does, as
+    text for an error; None if all agree.
+    """
     saved: dict[str, Fingerprint] = {}
     now: dict[tuple[str, str], Fingerprint] = {}
     for graph in filter(None, (first, second)):

@@ -25,7 +25,7 @@ Computed = dict[tuple[str, str, int], Fingerprint]  # fingerprints by an output'
 
 @dataclass(frozen=True)
 class Program:
-    """Fingerprints of a graph: of its ``values``, and of its outputs (``results``)."""
+    """Fingerprints (hashes of what is computed) of a graph: of all its ``values``, and of its outputs (``results``)."""
 
     values: frozenset[Fingerprint]
     results: Computed
@@ -102,7 +102,7 @@ def fingerprints(
 
 
 def reimplemented(graph: fx.Graph, prints: Fingerprints, replaced: Mapping[str, Collective]) -> dict[str, Collective]:
-    """Return result name -> `Collective` for those in ``replaced`` whose results ``graph`` computes by other ops."""
+    """Return those of the collectives ``replaced`` (by result name) whose results ``graph`` computes by other ops."""
     named = {info(node).name: node for node in graph.nodes if node.op == "call_function"}
     present = {name: old for name, old in replaced.items() if name in named}
     return {name: old for name, old in present.items() if _fingerprint(named[name], prints) != old.value}

@@ -122,11 +122,10 @@ def _broken_pad(node: fx.Node, source: Value, result: Value) -> str | None:
 
 
 def results(subject: Subject) -> Broken:
-    """Check that outputs have the layout in their role; without one, gradients and updated buffers have that of the
-    stored tensor.
+    """Check the layouts of outputs: each has the layout in its role. If the role has none, gradients and updated
+    buffers have the layout of the stored tensor.
 
-    - An output with a layout in its role has that layout.
-    - Without one, a gradient or updated buffer has the layout of the stored tensor, and no pending reduction.
+    An output without a layout in its role has no pending reduction.
     """
     last = subject.nodes[-1]
     for role, node in outputs(subject.gm.graph):

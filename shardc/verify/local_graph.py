@@ -35,8 +35,8 @@ _COMBINING: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class Collective:
-    """The mathematical result of a collective of one tensor, by fingerprints, to recognise other ops that compute the
-    same.
+    """The mathematical result of a collective of one tensor, as fingerprints. The verifier recognises by it other ops
+    that compute the same value.
 
     Args:
         value, operand: fingerprints (`shardc.verify.identity`) of its result and of its operand.
@@ -50,8 +50,8 @@ class Collective:
     reduces: str
 
     def is_implemented_by(self, result: fx.Node, prints: Fingerprints) -> bool:
-        """Return whether ``result`` depends on this collective's operand only, through collectives of the same group
-        and reduce op.
+        """Return whether other ops compute in ``result`` what this collective computes: from its operand only, through
+        collectives of its group and reduce op.
         """
         sent, reduced = False, not self.reduces
         seen, todo = {result}, [result]
@@ -72,7 +72,7 @@ class Collective:
 
 
 def collectives(graph: fx.Graph, prints: Fingerprints) -> dict[str, Collective]:
-    """Return name of the wait -> `Collective`, for each collective of one tensor in ``graph``."""
+    """Return the result of each collective of one tensor in ``graph``: name of its wait node -> `Collective`."""
     out = {}
     for wait in graph.nodes:
         start = wait.args[0] if wait.target is WAIT else None

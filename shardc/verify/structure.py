@@ -63,7 +63,8 @@ def order(subject: Subject) -> Broken:
 
 
 def types(subject: Subject) -> Broken:
-    """Check that records agree with the fake values that capture or a pass left on nodes.
+    """Check that the type recorded for each node agrees with the fake value (``meta["val"]``) that capture or a pass
+    left on it.
 
     - A record is a tuple exactly if the fake value is one.
     - Dtype and shape of each tensor are those of its fake value.

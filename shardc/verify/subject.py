@@ -27,7 +27,9 @@ from shardc.ir.mesh import Mesh
 
 
 class State:
-    """Snapshot of the parts of a graph that checks read."""
+    """Snapshot of a graph: nodes, operands, types and roles. The verifier compares it with a later one to see what a
+    pass changed.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
         self.nodes = list(graph.nodes)
@@ -39,7 +41,9 @@ class State:
         self.ends = [self.nodes[-1].meta.get(key) for key in (ROLES, PLAN)]
 
     def is_of(self, other: State | None) -> bool:
-        """Return whether the graph is unchanged since ``other``: the same nodes, in order, with the same records."""
+        """Return whether the graph has not changed since ``other``: the same nodes, in order, with the same operands
+        and types.
+        """
         if other is None or self.nodes != other.nodes or self.ends != other.ends or not self.computes(other):
             return False
         return all(map(is_, self.values, other.values))
@@ -92,7 +96,9 @@ Broken = Iterator[tuple[fx.Node, str]]
 
 
 def no_rules(node: fx.Node, operands: tuple[Layout, ...] | None) -> None:
-    """Return None: accept the layouts of every op, in a graph without rules."""
+    """Accept the layouts of every op: the check of strategies for a graph that has none. Returns None (no
+    disagreement).
+    """
 
 
 @dataclass(frozen=True)
@@ -134,8 +140,8 @@ class Subject:
         return {(role.kind, role.name): value for role, value in pairs if role is not None and isinstance(value, Value)}
 
     def owner_value(self, kind: str, name: str) -> Value | None:
-        """Return the `Value` of the parameter, buffer or input that the output (``kind``, ``name``) is the gradient or
-        new value of; None for another output.
+        """Return the `Value` (type and layout) of the tensor that the output (``kind``, ``name``) belongs to: of the
+        parameter or input of a gradient, of the buffer of a new value. None for other outputs.
         """
         return self.stored.get(("param" if kind == "grad" else kind, name))
 

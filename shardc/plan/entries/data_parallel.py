@@ -23,7 +23,9 @@ KeptSize = Annotated[int, Range(2, also=(-1,))]
 
 
 class Data(Entry):
-    """An entry that splits the batch over all of its axes; without axes it refers to the mesh's only axis (`on`)."""
+    """An entry of data parallelism: it splits the batch over all of its axes. Written without axes, it means the mesh's
+    only axis (`on`).
+    """
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -162,8 +164,8 @@ class Fsdp(Data):
         return stored
 
     def _split(self, stored: ParamPlan, param: Placed, axis: str, view: Mesh | None) -> ParamPlan:
-        """Return ``stored`` with storage also split over ``axis``: at the first dim that divides, or else padded.
-        ``view``: the mesh of the parameters' DTensors.
+        """Return ``stored`` with its storage also split over ``axis``: at the first dim that the axis divides, else at
+        a padded dim. ``view`` is the mesh of the parameters' DTensors.
         """
         storage, size = stored.storage, stored.storage.mesh.size(axis)
         if not storage.ndim or size == 1 or storage.numel == 0:
@@ -246,8 +248,8 @@ def by_glob(tables: Mapping[str, object], entry: str) -> dict[str, Any]:
 
 
 def gathered_in(gather: object, level: int, entry: str) -> int:
-    """Return the FSDP level that the arguments ``gather`` ("step", "microbatch" or None) and ``level`` of ``entry``
-    mean.
+    """Return the FSDP level that the plan entry asks for by its arguments ``gather`` ("step", "microbatch" or None) and
+    ``level``.
     """
     if gather is None:
         return level
@@ -262,7 +264,8 @@ def gathered_in(gather: object, level: int, entry: str) -> int:
 
 
 def regathered(reshard: object, level: int, levels: object, entry: str) -> tuple[int, dict[str, Any]]:
-    """Return (default FSDP level, tables by argument name) for the arguments ``reshard_after_forward`` and ``levels``.
+    """Return the FSDP levels that the arguments ``reshard_after_forward`` and ``levels`` ask for, as (default level,
+    {argument name: its table by parameter glob}).
 
     Args:
         reshard: True, False or a number of ranks, or a table parameter glob -> one of these.

@@ -21,7 +21,7 @@ class Entry:
         return (self,)
 
     def on(self, mesh: Mesh) -> Entry:
-        """Return the entry with the axes that it leaves open filled in from ``mesh``.
+        """Return the entry with its axes filled in from ``mesh``, if it was written without axes (``fsdp()``).
 
         Raises:
             PlanError: it leaves its axis open, and ``mesh`` has several axes.
@@ -59,7 +59,9 @@ class Entry:
         return self.storage[1]
 
     def regather_axes(self, param: Placed) -> tuple[str, ...]:
-        """Return the axes that split a ZeRO-3 parameter between forward and backward; () for all of its storage."""
+        """Return the axes over which a ZeRO-3 parameter stays split between forward and backward. () if it is split as
+        in storage.
+        """
         return ()
 
     @property
@@ -137,7 +139,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class BatchEntry(Entry):
-    """An entry that splits the batch over ``axis``, and also splits tensors of the modules that it names."""
+    """An entry that splits the batch over ``axis`` and also tensors of some modules (such as ``tp`` with its glob)."""
 
     axis: str
 

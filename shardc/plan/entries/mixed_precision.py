@@ -122,7 +122,9 @@ class Precision(Entry):
 
 
 def _around(name: str) -> list[str]:
-    """Return ``name`` and the modules that contain it, innermost first, without the model itself."""
+    """Return ``name`` and the names of the modules around it, innermost first: ``a.b``, ``a``. The model itself is left
+    out.
+    """
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 

@@ -19,7 +19,7 @@ from shardc.validate import Bytes, Range, check_fields, checked, did_you_mean
 
 
 class Raw(Entry):
-    """Base of entries that are arguments of `Plan`."""
+    """Base of entries that are written as arguments of ``Plan(...)``, such as ``Plan(params={...})``."""
 
     @property
     def group(self) -> tuple[tuple[str, ...], int]:
@@ -28,7 +28,9 @@ class Raw(Entry):
 
 
 class Spec(Raw):
-    """Base of entries with a spec; ``key`` is (argument of `Plan`, target of the spec)."""
+    """Base of entries that give a tensor a spec. ``key`` is (argument of `Plan`, name or path of the tensor), such as
+    ``("inputs", "0")``.
+    """
 
     spec: Form
 
@@ -100,7 +102,8 @@ class Port(Spec):
         return specs
 
     def _is_about(self, name: str, arguments: list[str]) -> bool:
-        """Return whether the entry applies to the tensor ``name``: by path, start of a path or glob.
+        """Return whether the entry is about the tensor ``name``: the entry's ``path`` is its name, the start of its
+        name, or a glob.
 
         The argument at the start of the path may also be given by its position in ``arguments``.
         """
@@ -222,7 +225,7 @@ class Setting(Raw):
 
 
 def port_entries(kind: str, value: object) -> list[Port]:
-    """Return the entries of ``Plan(inputs=...)`` or ``Plan(outputs=...)``, by ``kind``."""
+    """Return a plan entry for each spec in ``value``, the argument ``inputs`` or ``outputs`` (``kind``) of ``Plan``."""
     out = []
     for path, spec in flatten(value, kind):
         form = per_rank() if spec is per_rank else spec

@@ -75,7 +75,9 @@ class Tp(Entry):
         return param.by_spec(", ".join(dims), str(self))
 
     def _split(self, param: Placed, dim: int) -> Placed:
-        """Return ``param`` with ``dim`` split; raise PlanError if it has no such dim."""
+        """Return the parameter's layouts with ``dim`` split over this entry's axis. Raises PlanError if it has no such
+        dim.
+        """
         if dim >= param.layout.ndim:
             raise PlanError(
                 f"parameter {param.name!r} of shape {param.shape} has no dim {dim} for {self.style} to split",
