@@ -71,7 +71,7 @@ class Verdict:
     program: str = ""
 
     def text(self) -> str:
-        """Returns one line per stage and the verdict, as text."""
+        """Returns the report as text: the verdict, then one line per checked stage."""
         rows = [(c.stage, f"{c.error:.1e}", c.result or "-") for c in self.checked]
         shown = aligned(rows, ("stage", "error", "worst result"), left=("stage", "worst result"))
         if self.stage is None:
@@ -184,7 +184,7 @@ class _Stages:
         self.forward: Values | None = None
 
     def check(self, stage: str) -> Verdict | None:
-        """Check ``stage``; return the verdict if it is wrong, else None."""
+        """Run the graph of ``stage`` and compare its results. Return a `Verdict` if they are wrong, else None."""
         gm = self.program.module(stage)
         if not self.program.is_half(stage):
             try:

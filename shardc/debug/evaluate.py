@@ -58,8 +58,8 @@ class Values:
 
 
 def key_of(role: Role) -> Key:
-    """Return the key by which an input or output is known in every stage: (kind, index) of a tangent or an output, else
-    (kind, name).
+    """Return the key of an input or output that is the same in every stage: (kind, index) for a tangent or an output,
+    (kind, name) for others.
     """
     return role.kind, role.index if role.kind in ("tangent", "output") else role.name
 

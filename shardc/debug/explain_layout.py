@@ -180,8 +180,8 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
 
 
 def _kind(record: ir.Info) -> str:
-    """Return "parameter", "input", "buffer" or "tangent", by the role of a tensor, or "value" for
-    one without a role.
+    """Return what a tensor is, as text: "parameter", "input", "buffer" or "tangent" by its role; "value" if it has
+    none.
     """
     if record.role is None:
         return "value"
@@ -217,7 +217,9 @@ def _rule(node: fx.Node) -> str:
 
 
 def _alternatives(program: Program, node: fx.Node) -> Iterator[tuple[float, str, str]]:
-    """Yield (seconds, operand layouts, result layout) of each strategy of the op that computes ``node``."""
+    """Yield each strategy by which the op of ``node`` could run on shards, as (predicted seconds, operand layouts,
+    result layout). The chosen strategy comes first.
+    """
     name = ir.info(node).name
     twin = next((x for x in program.whole("propagate").nodes if x.op != "output" and ir.info(x).name == name), None)
     needs = None if twin is None else ir.info(twin).needs

@@ -1,4 +1,6 @@
-"""`Family`, the program of a model for many sizes, fitted to three compiles; `DynamicDims`, the dims that change."""
+"""`Family`: one program for many input sizes, fitted to programs compiled at three sets of sizes. `DynamicDims`: the
+dims whose sizes may change.
+"""
 
 from __future__ import annotations
 
@@ -160,8 +162,8 @@ class Family:
         yield self.example
 
     def _fits(self, symbolic: SymbolicCapture, parts: int, errors: list[Exception]) -> bool:
-        """Compile and fit one program for all sizes to the capture ``symbolic``; return whether that succeeds, and
-        append errors to ``errors``.
+        """Compile programs by ``symbolic``, the capture at symbolic sizes, and fit one program for all sizes to them.
+        Return whether that succeeded.
 
         Errors are appended to ``errors``; ``parts`` is as in `Family`.
         """
@@ -203,7 +205,8 @@ class Family:
             self.half(half.phase)
 
     def _points(self, modulus: int, above: bool) -> list[dict[str, int]]:
-        """Return three dicts, size name -> size, at which the capture's conditions hold.
+        """Choose three sets of sizes, each a dict size name -> size, at which the conditions of the symbolic capture
+        (branches on a size) hold.
 
         Names that the capture merged into one symbol have equal sizes; ``modulus`` and ``above`` are those of `points`.
         """
@@ -263,7 +266,9 @@ class Family:
         return self._graphs[phase]
 
     def holds(self, sizes: Sizes) -> bool:
-        """Return whether the program is valid at ``sizes``: they meet its conditions, and its numbers are integers."""
+        """Return whether the program is valid at ``sizes``: they meet the conditions of the capture, and all numbers
+        in the graph are integers.
+        """
         return self.symbolic.broken(sizes) is None and all(number.whole_at(sizes) for number in self.fit.polynomials)
 
     @property

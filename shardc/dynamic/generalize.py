@@ -77,7 +77,9 @@ class Fit:
                     yield Polynomial(names, ((both[0], p), (both[1], q)))
 
     def _fits(self, values: Sequence[int], terms: Sequence[tuple[Fraction, Sequence[int]]]) -> bool:
-        """Return whether the ``terms`` (coefficient, monomial at each point) add up to ``values``."""
+        """Return whether a candidate polynomial has ``values`` at the points. Each of its ``terms`` is (coefficient,
+        value of the monomial at each point).
+        """
         if any(self.divisors % c.denominator for c, _ in terms):
             return False
         return all(sum(c * m[k] for c, m in terms) == value for k, value in enumerate(values))

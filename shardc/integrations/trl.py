@@ -81,8 +81,8 @@ class FusedHead:
         return self._of_tokens(scaled, shift_labels, num_items_in_batch, getattr(out, "aux_loss", None))
 
     def _of_tokens(self, logits: Tensor, labels: Tensor, count: Any, aux_loss: Tensor | None) -> Any:
-        """Returns TRL's result for ``logits`` [rows, tokens, vocabulary] and ``labels`` [rows, tokens]; the loss is a
-        sum divided by ``count``, by default the number of labels.
+        """Computes the loss and metrics that TRL expects from ``logits`` [rows, tokens, vocabulary] and ``labels``
+        [rows, tokens]. The loss is a sum divided by ``count``, by default by the number of labels.
         """
         mask, places = labels != -100, labels.clamp(min=0)
         words = torch.log_softmax(logits, -1)

@@ -93,8 +93,8 @@ def together() -> Iterator[None]:
 
 @contextmanager
 def at_end() -> Iterator[None]:
-    """Context manager whose exit waits for the kernels of its graphs, so that g++ works while the next graph is
-    lowered.
+    """Context manager around the lowering of several graphs. Their C++ kernels compile in the background while later
+    graphs are lowered; the exit waits for them.
 
     The graphs cannot run inside the block.
     """
@@ -114,8 +114,8 @@ def _put(scope: dict[str, object], kernels: dict[str, _Kernel]) -> None:
 
 
 def _take_cached(kernel: _Kernel, loads: Loads, by: AsyncCompile) -> bool:
-    """Load ``kernel`` from the file of an earlier graph; return whether there is one. ``loads`` has the files already
-    requested.
+    """Load the C++ function ``kernel`` from a file compiled for an earlier graph. Return whether there is one.
+    ``loads`` has the files that are loaded or being loaded.
     """
     if not caches():
         return False
@@ -169,7 +169,9 @@ def _whole(load: Load) -> ModuleType:
 
 
 def _place(kernel: _Kernel) -> Path:
-    """Return the index entry of ``kernel``: a file that names the file it is compiled in."""
+    """Return the path of the cache entry of ``kernel``: a small file that names the C++ file in which the kernel is
+    compiled.
+    """
     return cache_folder("kernels") / _hash(torch.__version__, *kernel.argtypes, kernel.include, kernel.code)
 
 
@@ -219,7 +221,9 @@ def _has_parts() -> bool:
 
 
 def begin_check() -> None:
-    """Start `check_vectors` in the background, since g++ takes some seconds for a test."""
+    """Start in the background to test with g++ which vector instructions this CPU has (`check_vectors`), as that
+    takes seconds.
+    """
     if _begun or _is_known():
         return
     thread = Thread(target=copy_context().run, args=(_try_check,), name="vector instructions", daemon=True)

@@ -143,6 +143,8 @@ def must_recompute(node: fx.Node, region: int) -> None:
 
 
 def must_save(node: fx.Node, region: int) -> None:
-    """Mark ``node`` to be saved for backward, as one of checkpoint region number ``region``."""
+    """Mark ``node`` for torch's partitioner: its value is saved for backward, at the border of checkpoint region
+    number ``region``.
+    """
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     node.meta["ac_graph_id"] = region

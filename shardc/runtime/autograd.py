@@ -213,7 +213,7 @@ def _argument_grads(
     grads: Mapping[GradKey, Tensor | None],
     late: dict[str, Tensor],
 ) -> Iterator[Tensor | None]:
-    """Yields the gradient of each of the forward's arguments ``feed``, or None; no two share memory.
+    """Yields, for each of the arguments ``feed`` of forward, its gradient or None. No two gradients share memory.
 
     Args:
         takes: roles of the arguments.
@@ -292,8 +292,8 @@ class StepInMicrobatches(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: MicrobatchContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of forward's arguments: those that forward computed, times the loss's; if outputs other
-        than the loss have gradients, it computes them anew.
+        """Returns the gradients of forward's arguments. Forward has computed those of the loss, which are scaled here
+        by the tangent; if other outputs have gradients, the microbatches run again.
         """
         runner, program, step = ctx.runner, ctx.runner.program, ctx.step
         if torch.is_grad_enabled():
@@ -389,7 +389,8 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
 
 
 def _separate(program: Executable, step: Microstep, takes: Sequence[Role], feed: Feed) -> list[Any]:
-    """Returns the outputs of a call with microbatches, none in the memory of a tensor of ``feed`` or of another output.
+    """Returns the outputs of a call with microbatches, each in memory of its own: shared neither with a tensor of
+    ``feed`` nor with another output.
 
     Those that share memory with another tensor on one device raise on writes, which would not reach that tensor here.
     """
@@ -440,7 +441,9 @@ def _versions(runner: Runner, feed: Feed) -> Iterator[int]:
 
 
 def _check_versions(runner: Runner, half: Half, feed: Feed, before: Sequence[int]) -> None:
-    """Raises BackwardError if a tensor of ``feed`` that the graph ``half`` reads is not at its version ``before``."""
+    """Raises BackwardError if a tensor of ``feed`` was changed in place since forward and the graph ``half`` reads
+    it. ``before`` has the tensors' version counters at forward.
+    """
     now = list(_versions(runner, feed))
     if now == before:
         return
@@ -480,10 +483,7 @@ def backward_again() -> BackwardError:
 
 def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
     """Raises BackwardError if two compiled modules in sequence count losses differently: an input comes from a module
-    with one loss per rank, and this module's loss is one of all ranks.
-
-    That is: an input comes from a compiled module whose outputs feed each rank's own loss, and this module's loss is
-    one of all ranks.
+    whose outputs feed each rank's own loss, and this module's loss is one of all ranks.
 
     Args:
         inputs: local inputs of the call.
@@ -520,5 +520,7 @@ def _stepped(optimizer: Optimizer, *_: object) -> None:
 
 @cache
 def watch_optimizers() -> None:
-    """Registers the hook `_stepped` for all optimizers of the process, once."""
+    """Registers a hook (`_stepped`) after the step of every optimizer of the process, so that in-place changes by it
+    are detected. Called once.
+    """
     register_optimizer_step_post_hook(_stepped)

@@ -104,8 +104,8 @@ class Border:
         return {at: returned[role.index] for at, role in enumerate(roles) if role.kind == "output"}
 
     def views(self, half: Half, outputs: Sequence[Any], feed: Sequence[Any]) -> Views:
-        """Returns the `Views` of graph ``half``: those of its outputs that are views on one device, which `hand_out`
-        makes after each run; cached per graph.
+        """Returns which outputs of graph ``half`` are views on one device (`Views`). `hand_out` makes these from
+        other tensors after each run. Cached per graph.
         """
         if half not in self._views:
             views = views_of(self.program, half, self.differentiable, outputs, feed, self.dtensors)
@@ -160,7 +160,8 @@ class Border:
         return outputs
 
     def reads(self, half: Half) -> list[tuple[Role, int]]:
-        """Returns (role, position in forward's inputs) of each parameter, buffer and input that a backward graph reads.
+        """Returns which arguments of forward the backward graph ``half`` reads, as (role, position in forward's
+        arguments): parameters, buffers and inputs.
 
         Buffers that the program changes are left out: the backward reads a saved copy of them.
         """
@@ -244,8 +245,8 @@ class Border:
                     node.listened.append((at, hooks, weakref.ref(outputs[at])))
 
     def check(self, half: Half, used: frozenset[int], changes: Changes, listened: Sequence[Listened]) -> None:
-        """Raises BackwardError if the user changed outputs in place, or hooked them, such that a backward would differ
-        from that of one device.
+        """Raises BackwardError if the user changed an output in place, or hooked it, in a way that would give other
+        gradients than on one device.
 
         Args:
             half: the backward graph.
@@ -398,7 +399,8 @@ def counter_of(x: Tensor) -> Tensor:
 
 
 def as_dtensors(outputs: Sequence[object], roles: Sequence[Role], device_mesh: DeviceMesh) -> list[object]:
-    """Wraps local output tensors as DTensors of the compiled layout; other values are returned as they are.
+    """Wraps the tensors among ``outputs`` as DTensors in the layouts of ``roles``; other values are returned as they
+    are.
 
     A DTensor gradient is brought to the output's layout in the backward, pending sums reduced. It is the gradient of
     one global loss, so the plan's ``reduce`` (for losses that each rank computes) does not apply.

@@ -278,8 +278,8 @@ class Meeting:
             self.on_event(store, event, "later step")
 
     def on_event(self, store: dist.Store, event: int, what: str) -> None:
-        """Called when this rank begins event number ``event``: refuses another rank's attempt (`invited`) if its turn
-        was before this event.
+        """Called when this rank begins event number ``event``. If another rank waits for this rank in a collective
+        method (`invited`) that was due before this event, its wait is ended with an error.
 
         Args:
             what: the event as text.

@@ -1,4 +1,6 @@
-"""`CudaGraphs`: records functions as CUDA graphs. `host_read`: the op of a program for which the host waits."""
+"""`CudaGraphs` records functions as CUDA graphs. `host_read` finds an op of a program that makes the host wait, so
+that the program cannot be recorded.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """Records functions of tensors at fixed addresses, and repeats them.
+    """Interface: records the kernels of a function, which must use tensors at fixed addresses, and repeats them.
 
     Attributes:
         capturable: whether optimizers must keep their counts of steps on the device.

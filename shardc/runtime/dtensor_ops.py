@@ -88,7 +88,7 @@ def _reduce(self: DTensor, protocol: SupportsIndex) -> tuple[object, ...]:
 
 
 def _set_state(self: DTensor, state: object) -> None:
-    """Implements ``DTensor.__setstate__``; LayoutError if the state is of a shard that another rank holds."""
+    """Implements ``DTensor.__setstate__``; LayoutError if the unpickled shard is another rank's."""
     torch._utils._set_obj_state(self, state)
     part = vars(self).pop(_PICKLED_PART, None)
     if not part or not dist.is_initialized():  # replicated, or read without a process group

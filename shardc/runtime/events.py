@@ -258,8 +258,8 @@ def late_ranks(store: dist.Store, at: str, ranks: Sequence[int], place: Place) -
 
 
 def ended(rank: str, ranks: Sequence[int]) -> MeshError:
-    """Returns the error for a comparison between ``ranks`` at which ``rank``, as text, does not arrive because its
-    program has ended.
+    """Returns the error for a comparison of events between ``ranks`` that one rank does not join, as its program has
+    ended. ``rank`` is the text that names that rank.
     """
     return MeshError(
         f"rank {rank} of {list(ranks)} has ended, or left its process group, and does not come to compare what it runs",
@@ -268,7 +268,7 @@ def ended(rank: str, ranks: Sequence[int]) -> MeshError:
 
 
 def is_lost(error: RuntimeError) -> bool:
-    """Whether ``error`` of torch is of a connection that was lost, or of a wait that timed out."""
+    """Whether ``error``, raised by torch, says that a connection was lost or a wait timed out."""
     text = str(error).partition("\n")[0]
     return not isinstance(error, ShardcError) and bool(re.search(r"gloo|NCCL|[Cc]onnection|[Tt]imed out", text))
 

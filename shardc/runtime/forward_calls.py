@@ -60,7 +60,9 @@ class Forward:
             raise AttributeError("forward")
 
     def _reached(self, module: nn.Module, value: object) -> bool:
-        """Whether ``value`` refers to the compiled forward, in closures, defaults, arguments, attributes or globals."""
+        """Whether ``value`` leads to the compiled forward, through closures, defaults, arguments, attributes or
+        globals.
+        """
         functions = self.compiled, inspect.unwrap(self.compiled)
         seen: dict[int, object] = {}
         todo: list[object] = [value]

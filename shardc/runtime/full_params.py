@@ -62,7 +62,8 @@ def whole_on_first(tensor: DTensor, storage: Layout, groups: Groups) -> Tensor:
 
 
 def _take_in(out: Tensor, storage: Layout, rank: int, local: Tensor, sender: int | None) -> None:
-    """Writes the shard of mesh rank ``rank`` into the unsharded ``out`` on the first rank; another rank's is received.
+    """Writes the shard of mesh rank ``rank`` into the unsharded tensor ``out``. Called on the first rank, which
+    receives the shard if it is another rank's.
 
     Args:
         local: this (the first) rank's shard.

@@ -1,4 +1,5 @@
-"""Gathers DTensors and writes gathered tensors back to their shards; checkpoints of shards of several boxes.
+"""Gathers DTensors, and writes gathered tensors back to their shards. Also saves checkpoints of shards that consist
+of several boxes.
 
 ``weight[0]`` of a parameter sharded along dim 0 is not a view of a rank's shard. DTensor returns a gathered copy and
 loses writes to it. A `GatheredView` reads the current values and writes through to the shards.
@@ -95,7 +96,9 @@ def _write_items(self: DTensor, fqn: str, value: object) -> list[WriteItem]:
 
 
 def _chunk_list(self: DTensor) -> list[ChunkStorageMetadata]:
-    """Implements ``DTensor.__create_chunk_list__``: one chunk per box."""
+    """Implements ``DTensor.__create_chunk_list__``, which tells a checkpoint what a shard consists of: one chunk for
+    each box (contiguous part) of the shard.
+    """
     boxes = _boxes(self)
     return [chunk for _, chunk in boxes] if len(boxes) > 1 else _original["__create_chunk_list__"](self)
 
@@ -171,7 +174,9 @@ pytree = _compat.pytree
 
 
 def gather(x: DTensor) -> Tensor:
-    """Returns the unsharded tensor of ``x``, pending sums reduced; a collective. If replicated, its local tensor."""
+    """Gathers ``x``, with pending sums reduced, and returns the unsharded tensor; a collective. If ``x`` is
+    replicated, its local tensor is returned.
+    """
     if all(placement.is_replicate() for placement in x.placements):
         return x._local_tensor
     local, kind = x._local_tensor.detach(), x.device_mesh.device_type
@@ -311,7 +316,9 @@ class _Source:
         self.whole.copy_(gather(self.base))
 
     def write(self) -> None:
-        """Copies the unsharded tensor of the views to the shards of the base DTensor, in place."""
+        """Writes the unsharded tensor, which views may have changed, back to the shards of the base DTensor, in
+        place.
+        """
         scatter_into(self.base, self.whole)
 
 

@@ -51,7 +51,8 @@ class _Recorded:
 
 
 class GraphedStep:
-    """Runs training steps of a module: the first ones of a kind as they are, later ones by repeating a recorded step.
+    """Runs training steps of a module as CUDA graphs. The first steps with arguments of a kind run as they are; later
+    ones repeat a recorded step.
 
     Args:
         module: the compiled module.
@@ -142,8 +143,8 @@ class GraphedStep:
         return _Recorded(program, inputs, rates, keys, repeat)
 
     def _refresh(self, recorded: _Recorded, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
-        """Copies a batch, the optimizer's present learning rates and new random keys to the tensors that a recorded
-        step reads.
+        """Copies what changes from step to step to the tensors that a recorded step reads: the batch, the optimizer's
+        learning rates and new random keys.
         """
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         with torch.no_grad():
@@ -221,7 +222,8 @@ class GraphedStep:
         return bool(what)
 
     def _look(self) -> list[object]:
-        """Returns the state that all recorded steps assume: tensors' addresses, and the optimizer's options.
+        """Returns the state that recorded steps rely on: the addresses of tensors, and the optimizer's options. If it
+        changes, steps are recorded anew.
 
         Learning rates are not among these. The module's snapshot is: keys of calls are valid for one snapshot.
         """
@@ -280,7 +282,7 @@ def _check_program(program: Executable) -> None:
 
 
 def _instead(why: str) -> str:
-    """Returns the ``fix`` of the error for an op that cannot be recorded, by the reason ``why``."""
+    """Returns the advice (``fix``) for an op that cannot be part of a CUDA graph. ``why`` is the reason, as text."""
     if "rows" in why and "bfloat16" not in why:
         return 'give the experts room for a fixed number of rows, by shardc.ep(..., dispatch="bounded", capacity=1.5)'
     if "bfloat16" in why:

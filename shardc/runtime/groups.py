@@ -176,8 +176,8 @@ class Groups:
         return c10d._resolve_process_group(whole.add([(self.stages,)])[key])  # type: ignore[arg-type]
 
     def add(self, axes_sets: Iterable[Axes]) -> dict[str, str]:
-        """Creates the process groups along each of ``axes_sets`` that do not exist yet; returns `rename`, which maps
-        names of groups in graphs to registered names.
+        """Creates the process groups along ``axes_sets``, unless they exist. Returns `rename`: name of a group in
+        graphs -> name under which torch has registered the group.
 
         All ranks of the mesh must call this with the same axes sets; groups are created in the same order on all. With
         stages, the ranks of each stage must.
@@ -387,7 +387,8 @@ def named(
     cause: Callable[[fx.Node], Cause],
     segment: Segment | None = None,
 ) -> CollectiveError | None:
-    """Returns the CollectiveError for ``error``, raised while running ``gm``; None if it was not in a collective.
+    """Converts ``error``, raised while running ``gm``, to a CollectiveError that names the collective. Returns None
+    if the error was not raised in a collective.
 
     Raises:
         MeshError: the collective failed because ranks differ, or because another rank raised.
@@ -414,7 +415,8 @@ def named(
 
 
 def collective_of(error: Exception, gm: fx.GraphModule, segment: Segment | None = None) -> fx.Node | None:
-    """Returns the node of ``gm`` whose collective raised ``error``, at its start or in its wait; None if none did.
+    """Finds the collective that raised ``error``, by its traceback. Returns its node in ``gm``, whether it failed at
+    the start or in the wait; None if no collective failed.
 
     Args:
         segment: the part of ``gm`` that ran; by default all of it.

@@ -96,14 +96,16 @@ class ParamLocation:
         return HOST if self.entry else self.device
 
     def keep(self, x: Tensor) -> Tensor:
-        """Returns ``x`` on the device `place`, pinned if need be: ``x`` itself if it is so already, else a copy."""
+        """Returns ``x`` on the device `place`, pinned if the location requires that. Copies only if needed."""
         placed = x.to(self.place)
         pin = self.entry and self.pinned and self.device.type != "cpu" and not placed.is_pinned()
         return placed.pin_memory() if pin else placed
 
 
 class _Copy(dist.Work):
-    """Work handle of an asynchronous copy; the first wait calls ``arrive``, then drops the tensors ``keep``."""
+    """Work handle of an asynchronous copy. The first ``wait()`` calls ``arrive``, which waits for the copy, then
+    drops ``keep``, the tensors that had to live until then.
+    """
 
     def __init__(self, arrive: Callable[[], None], keep: tuple[Tensor, ...]) -> None:
         super().__init__()
@@ -135,7 +137,8 @@ def _to_device(x: Tensor, device: str) -> Tensor:
 
 
 def _to_host(x: Tensor, read: bool = True) -> Tensor:
-    """Starts the copy of ``x`` to pinned host memory; a wait for the result must follow.
+    """Starts an asynchronous copy of ``x`` to pinned host memory, and returns the copy. It may be read only after a
+    wait for it.
 
     Args:
         read: the host reads the result; else only copies to the device do, which start after the compute stream's work.

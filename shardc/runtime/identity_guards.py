@@ -27,7 +27,8 @@ _training, _requires_grad, _dtype = itemgetter("training"), attrgetter("requires
 
 @dataclass(frozen=True)
 class Mode:
-    """Mode flags of a model that select its program; equal ones of a snapshot are one object.
+    """Flags of a model by which its program is chosen: train or eval mode, ``requires_grad``, dtypes. They compare by
+    value; a snapshot of the module keeps one object for equal flags.
 
     Args:
         training: train or eval mode of each module.

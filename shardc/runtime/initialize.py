@@ -85,7 +85,8 @@ class Slot:
 def shardwise(
     model: nn.Module, storages: Mapping[str, Layout], rank: int, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[list[Slot]]:
-    """Context manager: replaces each parameter and buffer of ``model`` by a `Virtual`; restores the tensors at exit.
+    """Context manager for initialisation without whole tensors. It replaces each parameter and buffer of ``model`` by
+    a `Virtual`, which is written shard by shard, and restores the tensors at exit.
 
     Yields the replaced entries.
 
@@ -116,7 +117,9 @@ def shardwise(
 
 
 def _stand_in(tensor: torch.Tensor, shard: InitShard) -> torch.Tensor:
-    """Returns the `Virtual` that replaces ``tensor``; it is a parameter if ``tensor`` is."""
+    """Returns the `Virtual`, a tensor that is written shard by shard, that replaces ``tensor`` during initialisation.
+    It is an nn.Parameter if ``tensor`` is.
+    """
     whole: torch.Tensor = Virtual.whole(shard)
     if isinstance(tensor, nn.Parameter):
         whole = nn.Parameter(whole, tensor.requires_grad)
@@ -244,8 +247,9 @@ def _share(low: float, high: float) -> float:
 
 
 def _reject(piece: Piece, bounds: Sequence[float], fill: Fill, dtype: torch.dtype, limit: int) -> None:
-    """Fills ``piece`` by rejection: draws the whole tensor, at most ``limit`` elements at once, again until no element
-    of any rank is out of ``bounds``, (low, high).
+    """Fills ``piece`` with random values in ``bounds`` (low, high). Values of the whole tensor are drawn again until
+    no element on any rank is out of bounds, so that all ranks draw equally often; ``limit`` elements are drawn at
+    once.
     """
     low, high = bounds
     # First flat index of a chunk -> offsets of its elements that are out of bounds.

@@ -1,4 +1,5 @@
-"""A step in microbatches: `Loops` runs its graphs in order, and `Microstep` is a call, with its gradients.
+"""Runs a step in microbatches: `Loops` runs the graphs in order, and `Microstep` holds a call's results and
+gradients.
 
 A call runs forward and backward of each microbatch in turn, and keeps the gradients of the loss. The backward of the
 user's loss hands them out, times the gradient that it gets. If a backward also uses other outputs, all microbatches run
@@ -48,7 +49,7 @@ class Results:
 
 @dataclass
 class Loops:
-    """Runs the graphs of a program with microbatches on given inputs.
+    """Runs the graphs of a program on the inputs of one call, microbatch after microbatch.
 
     Args:
         program: the program.
@@ -78,8 +79,8 @@ class Loops:
         return self._step(False, {})
 
     def _step(self, training: bool, tangents: Mapping[int, Any]) -> Results:
-        """Runs all graphs of a training or inference step, in order, and returns its results; ``tangents``: output
-        index -> gradient.
+        """Runs all graphs of a training or inference step in order, and returns the results. ``tangents`` maps output
+        index to gradient.
         """
         saved: dict[str, Any] = {}
         parts = Results()
@@ -131,7 +132,8 @@ class Loops:
         return self.over(lambda *parts: torch.cat(parts), *terms)
 
     def _add(self, name: str, term: Any) -> None:
-        """Adds ``term``, of a microbatch, to the sum ``name``, by its reduction; terms to be gathered are listed.
+        """Adds ``term``, the result of one microbatch, to the sum ``name``, in the way of its reduction (sum, max,
+        ...). If that is a gather, terms are collected in a list.
 
         It adds in place if the sum has its own memory.
         """
@@ -230,7 +232,8 @@ class Microstep:
         return self._grads is not None and set(used) == {self.program.loss}
 
     def grads(self, tangents: Mapping[int, Any], keeps: bool = True) -> dict[str, Any]:
-        """Returns the gradients of parameters and inputs by name; ``tangents``: output index -> gradient.
+        """Returns the gradients of parameters and inputs by name, for given ``tangents`` (output index -> gradient).
+        Runs the microbatches again if forward has not kept what is needed.
 
         Args:
             keeps: whether another backward may follow; if not, each gradient is freed when it is scaled.
@@ -267,7 +270,7 @@ def _warn_of_outputs(indices: frozenset[int | None]) -> None:
 
 
 def part_of(x: Tensor, layout: Layout, at: int) -> Tensor:
-    """Returns the part of ``x``, a shard of all microbatches, that is of microbatch ``at``.
+    """Returns the rows of microbatch ``at`` from ``x``, a shard that has all microbatches.
 
     Args:
         layout: layout of one microbatch's shard, in which the axis of microbatches splits a dim.

@@ -1,5 +1,5 @@
-"""`LostRanks`: after a failed wait for other ranks, finds the ranks to look at first. Its requests to the store
-(`BoundedStore`) end even if the store's process is stopped.
+"""`LostRanks`: after a failed wait for other ranks, finds the ranks to look at first. Requests to torch's store are
+made by `BoundedStore`, which returns in time even if the store's process is stopped.
 
 A rank that gives up a wait publishes for whom it waited. The first one also calls the roll: the listener threads
 (`shardc.runtime.gloo.listen`) of all ranks answer, and it publishes which ranks did not: they died or were stopped. If
@@ -125,7 +125,9 @@ class LostRanks:
             call(store)
 
     def answer(self, store: dist.Store) -> None:
-        """Publishes that this rank is alive, as an answer to the roll call; the listener thread calls it."""
+        """Publishes in the store that this rank is alive. The listener thread calls this when another rank calls the
+        roll.
+        """
         store.set(f"{self._roll}{self.rank}", "")
         store.add(f"{self._roll}answers", 1)
 
@@ -150,8 +152,8 @@ class LostRanks:
         return sorted(first) or [*ranks]
 
     def _silent(self, store: dist.Store) -> list[int]:
-        """Returns the ranks that did not answer the roll call; [] if the rank that calls the roll has not published
-        them in time.
+        """Returns the ranks that did not answer the roll call, that is, did not publish in the store that they are
+        alive. Returns [] if the rank that calls the roll does not publish them in time.
         """
         end, outcome = time.monotonic() + _ROLL, f"{self._roll}silent"
         if self._calls:

@@ -34,8 +34,8 @@ class Wanted(NamedTuple):
 
 @contextmanager
 def compiling(programs: Collection[CacheKey], wanted: Wanted) -> Iterator[None]:
-    """Context manager around the compilation of a program: logs why none of ``programs`` fits the call ``wanted``, and
-    at exit the seconds that it took.
+    """Context manager around the compilation of a program for the call ``wanted``. Logs why none of ``programs`` fits
+    that call, and at exit the seconds that the compilation took.
 
     Args:
         programs: the keys of the programs that there are, the latest last.
@@ -48,8 +48,8 @@ def compiling(programs: Collection[CacheKey], wanted: Wanted) -> Iterator[None]:
 
 
 def reason(programs: Sequence[CacheKey], wanted: Wanted) -> str:
-    """Return, as text, how the call ``wanted`` differs from the nearest call that has a program, or which value that
-    captures read has changed.
+    """Return, as text, why none of ``programs`` fits the call ``wanted``: how the nearest call that has a program
+    differs, or which value that a capture read has changed.
     """
     if not programs:
         return "the first call"

@@ -74,7 +74,8 @@ def _copied_param(param: DTensor, state: State, name: str) -> nn.Parameter:
 
 
 class ShardedModule(nn.Module):
-    """First base class of a compiled module, before the model's class: runs programs in place of the model's forward.
+    """First base class of a compiled module; the model's class is the next. Its ``forward`` runs a program in place
+    of the model's.
 
     The methods it adds are in ``module.shardc`` (`Namespace`), and on the module itself unless the model uses the name.
     """
@@ -83,7 +84,9 @@ class ShardedModule(nn.Module):
 
     @torch.compiler.disable  # in a compiled function that calls the module, the call is not traced
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """Runs the program as `forward` does; it contains the model's hooks and a ``forward`` set by the user."""
+        """Runs the compiled program, as ``module.forward`` does. The model's hooks run inside the program; so does a
+        ``forward`` that the user set on the model.
+        """
         state = vars(self).get("shardc")
         if state is not None and state.around is not None:
             return call_around(self, state.around, args, kwargs)
@@ -209,7 +212,7 @@ def _forward(module: ShardedModule, args: tuple[PyTree, ...], kwargs: dict[str, 
 
 
 def _step(state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
-    """Runs the program of a call on this rank's shards, and returns the outputs."""
+    """Runs the compiled program on the arguments of a call, this rank's shards, and returns the outputs."""
     assert state.spec.groups is not None
     state.check(runs=True)
     if kwargs:
@@ -383,7 +386,7 @@ def _find_program(
 
 
 def _global(names: Sequence[str], tensors: Sequence[Tensor], whole: GlobalShapes) -> list[tuple[int, ...]]:
-    """Returns the global shape of each of ``tensors``, local or DTensors.
+    """Returns the global shape of each of ``tensors``, which are local tensors or DTensors.
 
     Args:
         whole: maps (name, local shape) of all inputs to their global shapes.

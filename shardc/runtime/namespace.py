@@ -86,7 +86,9 @@ class Namespace(State):
         return nullcontext() if self.spec.groups is None else self.spec.groups.consistency.waits()
 
     def _compiles(self) -> AbstractContextManager[None]:
-        """Context manager around compilations: if another rank raises, they raise on this one early."""
+        """Context manager around compilations on all ranks: if another rank raises meanwhile, this rank raises early
+        too.
+        """
         return nullcontext() if self.spec.groups is None else self.spec.groups.consistency.compiles()
 
     @typed()
@@ -186,7 +188,8 @@ class Namespace(State):
     @shares_errors
     @typed()
     def init_weights(self, fn: Callable[[nn.Module], Any] | None = None) -> None:
-        """Initialises parameters and buffers shard by shard, with the values of one device and the same seed.
+        """Initialises parameters and buffers shard by shard. The values are those that one device draws with the same
+        seed.
 
         Args:
             fn: applied to every module as ``module.apply(fn)``; None calls each module's ``reset_parameters()``.

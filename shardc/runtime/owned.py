@@ -85,7 +85,7 @@ class Owned(Shard):
         return self.from_owner(local_tensor, shape, mesh, mesh_dim)
 
     def from_owner(self, local: Tensor, shape: Sequence[int], mesh: DeviceMesh, mesh_dim: int) -> Tensor:
-        """Broadcasts the owner's local tensor, of ``shape``, along ``mesh_dim``; returns it in new memory."""
+        """Broadcasts the tensor ``local`` of the owner along ``mesh_dim``. Returns it on every rank, in new memory."""
         if mesh.get_local_rank(mesh_dim) == self.owner:
             out = local.detach().clone(memory_format=torch.contiguous_format)
         else:
@@ -175,7 +175,7 @@ def redistribute(
 
 
 def _spread(x: DTensor) -> DTensor:
-    """Returns ``x`` replicated over the mesh dims on which it is `Owned`: the owners broadcast."""
+    """Returns ``x`` with `Owned` placements (stored whole on one coordinate) made replicated: the owners broadcast."""
     return _Spread.apply(x) if has_owner(x.placements) else x
 
 

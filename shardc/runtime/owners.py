@@ -102,7 +102,7 @@ class Owner:
         return self.rank == dist.get_rank()
 
     def place(self, local: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> DTensor:
-        """Returns a DTensor of global ``shape`` that lies on the owner; elsewhere it has no rows.
+        """Wraps the owner's whole tensor ``local`` as a DTensor of global ``shape``. Other ranks have no rows of it.
 
         Args:
             local: the whole tensor, on the owner; elsewhere unused.
@@ -117,7 +117,8 @@ class Owner:
 
 @dataclass(eq=False)
 class Owners:
-    """Owners of parameters, chosen so that each rank has about the same `update_cost`; and their exchanges.
+    """Chooses for each parameter an owner, the rank that updates the whole parameter, so that all ranks have about
+    the same `update_cost`. Exchanges shards for whole tensors.
 
     All ranks make it with the same parameters, in the same order.
 
@@ -257,7 +258,9 @@ def _choose(param: DTensor, load: Tensor) -> tuple[int, ...]:
 
 
 def _owner(param: DTensor, at: tuple[int, ...]) -> Owner:
-    """Returns the `Owner` of ``param`` whose coordinates along its `split_dims` are ``at``."""
+    """Returns the `Owner` of ``param``: the rank with coordinates ``at`` along the mesh dims that split the
+    parameter, and this rank's own coordinates along the others.
+    """
     mesh, by_dim = param.device_mesh, dict(zip(split_dims(param), at, strict=True))
     own_coordinate = mesh.get_coordinate()
     assert own_coordinate is not None, "only ranks of the mesh have the module"

@@ -64,7 +64,8 @@ def contracts(template: nn.Module, storages: Mapping[str, Layout], view: Mesh) -
 
 
 class CheckedParams:
-    """Specs and devices of parameters that have passed `check`, which need no new check while they stay the same.
+    """Remembers the DTensor specs and devices of parameters that have passed `check`. While these stay the same, the
+    parameters need no new check.
 
     Args:
         runs: whether the check was for a run of the module.
@@ -148,7 +149,9 @@ def _moved(name: str, param: DTensor, home: ParamLocation) -> LayoutError:
 def load_hooks(
     module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: Mapping[str, ParamLocation]
 ) -> None:
-    """Makes ``load_state_dict`` of ``module`` and its submodules take unsharded tensors, and DTensors on any mesh."""
+    """Registers hooks by which ``load_state_dict`` of ``module`` and its submodules accepts unsharded tensors, and
+    DTensors on any mesh.
+    """
     names = {id(param): name for name, param in module.named_parameters()}
     for submodule in module.modules():
         owned = {key: names[id(param)] for key, param in submodule._parameters.items() if param is not None}
@@ -214,8 +217,8 @@ def _on_meta(value: Tensor) -> Tensor:
 
 
 def renew(module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: Mapping[str, ParamLocation]) -> None:
-    """Gives parameters that ``nn.Module._apply`` converted (``module.to``) a padded local buffer again, on the device
-    that ``homes`` says; the DTensors stay the same objects.
+    """Gives each parameter a padded local buffer again, after ``module.to`` or a similar call has replaced its local
+    tensor. The buffer is on the device in ``homes``; the DTensors stay the same objects.
     """
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
@@ -228,7 +231,7 @@ def renew(module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: M
 
 @dataclass
 class ParamStore:
-    """The parameters and buffers of a compiled module, which ``owner`` holds.
+    """Gives access to the parameters and buffers of a compiled module, ``owner``, and checks them before use.
 
     Args:
         owner: the module itself.
@@ -291,7 +294,9 @@ class ParamStore:
         return contracts(self.spec.template, self.spec.stored, Mesh.of(self.spec.param_mesh))
 
     def check(self, runs: bool = False) -> None:
-        """Raises LayoutError if a parameter no longer fits the module, or has no values and the module ``runs``."""
+        """Raises LayoutError if a parameter is no longer as it was compiled (shape, layout, device, ties). If the
+        module ``runs``, its parameters must have values, too.
+        """
         mesh, params = self.spec.param_mesh, self.snapshot.parameters
         if mesh is None or self._checked is not None and self._checked.still(params, runs):
             return

@@ -54,7 +54,9 @@ class Shard:
         return scattered_like(self.param, gather(x))  # type: ignore[arg-type]
 
     def take_grad(self) -> bool:
-        """Sets the shard's gradient; returns whether a fused kernel can update the shard with it."""
+        """Sets the gradient of the plain shard from that of the DTensor parameter. Returns whether a fused optimizer
+        kernel can use it.
+        """
         grad = self.param.grad
         if grad is None:
             return self.fuses

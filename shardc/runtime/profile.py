@@ -32,7 +32,8 @@ _SIZES = {
 
 
 class Ranges:
-    """Marks the runs of one graph in a profile, as ranges: "shardc forward", in it each segment, and each collective.
+    """Marks runs of one graph in torch's profiler as nested ranges: "shardc forward", in it each segment, in that
+    each collective.
 
     Without a profiler there are none. Under ``torch.autograd.profiler.emit_nvtx()`` they are NVTX ranges.
     """

@@ -51,7 +51,8 @@ class CallCacheEntry:
 
 
 class Build(Protocol):
-    """Builder of programs for example inputs at global shapes.
+    """Function that compiles a program for example inputs at global shapes, with the settings that all programs of a
+    module share.
 
     Attributes:
         dynamic: the dynamic sizes (`shardc.dynamic`).
@@ -83,15 +84,17 @@ class Build(Protocol):
         deferred: Deferred,
         holds: Callable[[Guards], bool],
     ) -> Executable | None:
-        """Returns the program for inputs of which some sizes are dynamic; None if none are."""
+        """Returns the program for a call whose inputs have dynamic sizes. Returns None if none of their sizes is
+        dynamic.
+        """
 
     @property
     def has_own_inputs(self) -> bool:
         """Whether the plan has per-rank inputs (`shardc.per_rank`)."""
 
     def numbered(self, names: Sequence[str]) -> dict[int, int]:
-        """Maps the position of each input that holds row indices of each rank's shard to the position of the input
-        whose rows they are.
+        """For inputs that number rows of each rank's shard of another input: maps the position of the numbering input
+        to the position of the input with those rows.
         """
 
     def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Layout]:
@@ -150,7 +153,9 @@ class ProgramCache:
         return snapshot
 
     def _watch(self) -> None:
-        """Makes new `IdentityGuards` of the objects that captures of all programs have read."""
+        """Builds new `IdentityGuards`, which detect cheaply that nothing changed in the objects that captures have
+        read, over all programs.
+        """
         reads = (guards.reads for guards in self._guards())
         self._identities = IdentityGuards(reads, self.params.view, self.build.loss)
 
@@ -259,7 +264,9 @@ class ProgramCache:
         return program
 
     def add_saved(self, programs: Iterable[Executable]) -> None:
-        """Adds programs that were passed to `shardc.compile`. If the first call fits none, it warns."""
+        """Adds programs that the user loaded and passed to `shardc.compile`. A warning follows if the first call can
+        use none of them.
+        """
         for program in programs:
             self.add(program)
         self._unused = list(self.programs)
@@ -288,9 +295,7 @@ class ProgramCache:
         self.build.dynamic.mark(list(zip(names, pytree.tree_leaves((tuple(args), kwargs)), strict=True)))
 
     def lowered_but_for_sizes(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> bool:
-        """Whether there is a program for these arguments, apart from their dynamic sizes and from train or eval
-        mode.
-        """
+        """Whether there is a program for these arguments if their dynamic sizes and train or eval mode are ignored."""
         call = self.signature(args, kwargs)
         inputs = list(zip(call.names, pytree.tree_leaves((tuple(args), kwargs)), strict=True))
         dims, _ = self.build.dynamic.of(inputs)
@@ -354,7 +359,9 @@ class ProgramCache:
 
 
 def _changing(variants: list[Values]) -> str:
-    """Returns the text of the warning for many programs of one call; ``variants``: the guarded values of each."""
+    """Returns the text of a warning: one call was compiled several times because values that its code reads changed.
+    ``variants`` has the values (guards) of each program.
+    """
     values_by_name = [dict(values) for values in variants]
     differ = [name for name in values_by_name[-1] if len({values.get(name) for values in values_by_name}) > 1]
     shown = [

@@ -236,7 +236,8 @@ class RankConsistency:
         return self._raised() if not self.alone and self._found.wait(_HEARD / 2) else None
 
     def lost(self, ranks: Sequence[int]) -> str:
-        """Returns the ``fix`` of an error about a failed wait for ``ranks``: the ranks to look at (see `LostRanks`).
+        """Returns the advice (``fix``) for an error about a failed wait for ``ranks``: which ranks to look at first
+        (see `LostRanks`).
 
         Raises:
             MeshError: the wait failed because ranks differ, or because another rank raised.
@@ -446,7 +447,9 @@ class RankConsistency:
     # --- waiting for each other at different places
 
     def _look(self, store: dist.Store) -> None:
-        """Reports a long wait in a torch collective, and compares an event whose graph runs long; on the listener."""
+        """Run often by the listener thread: reports if this rank waits long in a torch collective while others
+        compare an event; and takes part in the comparison of an event whose graph runs long.
+        """
         pending = sorted(number for number in self._comparisons.asked if number > self.number)
         if pending and not self.running:
             asks, key = store.get(f"{self._comparisons.at(pending[0])}first").decode().split()

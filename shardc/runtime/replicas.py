@@ -1,4 +1,4 @@
-"""Comparisons, between ranks, of values that must be equal: parameters before their first use, inputs at some calls."""
+"""Compares values that must be equal on several ranks: parameters before their first use, and inputs at some calls."""
 
 from __future__ import annotations
 
@@ -168,7 +168,8 @@ def compare_inputs(
 
 
 def _differing(names: list[str], passed: Passed, first: int, groups: Groups) -> list[tuple[str, str]]:
-    """Returns the (topic, text) lines of the event that reports inputs that differ from those of mesh rank ``first``.
+    """Returns the lines of an error about inputs that should be equal on two ranks and differ: this rank's and those
+    of mesh rank ``first``. Each line is (topic, text).
 
     Args:
         names: names of the inputs that differ.
@@ -196,7 +197,9 @@ def _differing(names: list[str], passed: Passed, first: int, groups: Groups) -> 
 
 
 def note_source(sources: Sources, name: str, storage: Layout, whole: Tensor, param: Tensor) -> None:
-    """Records the fingerprints of the unsharded ``whole`` and of its shard ``param``, if ``storage`` shards it."""
+    """Records fingerprints of the unsharded tensor ``whole`` and of its shard ``param``, for a comparison between
+    ranks. Does nothing if ``storage`` does not shard the parameter.
+    """
     if _split(storage):
         assert isinstance(param, DTensor)
         sources[name] = fingerprint(whole), fingerprint(param._local_tensor)

@@ -428,7 +428,7 @@ def _elementwise(func: OpOverload, target: Virtual, args: Sequence[PyTree], kwar
     piece = piece_of(func, target)
 
     def cut_like(other: torch.Tensor) -> torch.Tensor:
-        """Returns the elements of operand ``other`` that meet this rank's elements of ``target``."""
+        """Returns the elements of operand ``other`` at the positions of this rank's elements of ``target``."""
         if isinstance(other, Virtual):
             others = piece_of(func, other)
             if (others.shape, others.indices) != (piece.shape, piece.indices):
@@ -452,7 +452,8 @@ def _elementwise(func: OpOverload, target: Virtual, args: Sequence[PyTree], kwar
 
 
 def piece_of(func: object, view: Virtual) -> Piece:
-    """Returns this rank's elements of ``view`` as a `Piece`, from the view's offset, shape and strides.
+    """Returns the elements of ``view``, a view of a parameter, that this rank holds, as a `Piece`. They are found by
+    the view's offset, shape and strides.
 
     Each dim of the view must be a range of one dim of the parameter, with one index along the parameter's other dims.
     """
@@ -492,7 +493,9 @@ def piece_of(func: object, view: Virtual) -> Piece:
 
 
 def unsupported(func: object, view: Virtual, how: str = "shard by shard") -> InitError:
-    """Returns the InitError for ``func``, which cannot run on ``view`` in the way ``how`` ("shard by shard")."""
+    """Returns the InitError for the op ``func``, which cannot initialise ``view``. ``how`` says in which way it was
+    tried ("shard by shard").
+    """
     return InitError(
         f"{func} cannot initialise {view.init_shard.name!r} ({list(view.init_shard.shape)}) {how}",
         source=_caller(),

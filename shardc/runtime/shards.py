@@ -34,7 +34,9 @@ def reduce(terms: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def all_gather(shards: list[torch.Tensor], size: int) -> list[torch.Tensor]:
-    """Returns, for each rank, the concatenation of all ranks' ``shards`` along dim 0; scalars are stacked."""
+    """Reference of an all-gather: returns, for each rank, the concatenation of all ranks' ``shards`` along dim 0.
+    Scalars are stacked.
+    """
     _check_size(shards, size)
     whole = torch.cat(shards) if shards[0].ndim else torch.stack(shards)
     return [whole.clone() for _ in shards]

@@ -44,7 +44,8 @@ class TorchGlobalState(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device) -> TorchGlobalState:
-        """Reads the current settings, for a program on ``device``.
+        """Reads torch's current settings that select a program for ``device``: autocast, default dtype, determinism,
+        precision, attention backends.
 
         Raises:
             InputError: another TorchFunctionMode is active, which could change what forward computes.
@@ -217,7 +218,9 @@ def flattened(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[list
 
 @lru_cache
 def _flat_spec(count: int, *names: str) -> pytree.TreeSpec:
-    """Returns the pytree structure of ``count`` positional arguments and keywords ``names``, all leaves."""
+    """Returns the pytree structure of a call with ``count`` positional arguments and keywords ``names``, none of them
+    a container.
+    """
     return pytree.tree_structure(((None,) * count, dict.fromkeys(names)))
 
 
@@ -265,8 +268,8 @@ def _check_constants(call: Signature, expected: Signature, program: Executable, 
 
 
 def _check_tensors(call: Signature, expected: Signature, program: Executable, tensors: Sequence[Tensor]) -> None:
-    """Raises InputError if one of ``tensors`` does not fit its layout in ``program``, or has another dtype than in
-    ``expected``.
+    """Raises InputError if one of ``tensors`` does not fit the layout of its input in ``program``, or has another
+    dtype than in the call ``expected``, for which the program was compiled.
     """
     names, dtypes = [name for name, _ in call.tensors], [like.dtype for _, like in expected.tensors]
     check_inputs(names, tensors, [layout for _, layout in program.inputs], dtypes)

@@ -46,7 +46,9 @@ class StageLink:
         self._coming: dict[int, deque[Message]] = {}
 
     def _group(self, message: Message) -> dist.ProcessGroup:
-        """Returns the process group for the direction of ``message``, up or down the stages."""
+        """Returns the process group for ``message``: messages to later stages use another group than those to earlier
+        ones.
+        """
         return self._groups[message.source > message.target]
 
     def begin(self, actions: Iterable[Run | Message]) -> None:
@@ -69,7 +71,7 @@ class StageLink:
         self._pending.setdefault(message.target, deque()).append((message, sends))
 
     def _leave(self, rank: int, count: int) -> None:
-        """Waits until the first ``count`` messages to stage ``rank`` have been sent, and drops their values."""
+        """Waits until the first ``count`` messages to stage ``rank`` have been sent; their values can then be freed."""
         pending = self._pending.get(rank, deque())
         while pending and self._left.get(rank, 0) < count:
             message, sends = pending.popleft()

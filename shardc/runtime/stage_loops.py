@@ -1,4 +1,6 @@
-"""`StageLoops`: runs the graphs of a step that one rank of a pipeline runs, and exchanges values with other ranks."""
+"""`StageLoops`: runs one rank's share of the graphs of a pipeline's step, and exchanges values with ranks of other
+stages.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from shardc.runtime.loops import Loops, Results
 
 
 class Link(Protocol):
-    """Interface of the connection of a rank of a pipeline to the other ranks: sends and receives messages of values."""
+    """Connection of a rank of a pipeline to the ranks of other stages: sends and receives messages of values. An
+    interface.
+    """
 
     def begin(self, actions: Iterable[Run | Message]) -> None:
         """Begins a step of ``actions``: may start to receive their messages."""
@@ -29,7 +33,7 @@ class Link(Protocol):
         """
 
     def receive(self, message: Message, received: int) -> Sequence[Any]:
-        """Waits for the values of a message, and returns them.
+        """Waits for ``message`` from another stage, and returns its values.
 
         Args:
             received: how many messages of this rank its source has received before it sends this one.
@@ -127,8 +131,8 @@ class StageLoops(Loops):
         return parts.grads[name][at] if kind == "grad" else parts.outputs[kind, name][at]
 
     def _store_received(self, key: Key, x: Any, parts: Results) -> None:
-        """Stores the value ``x`` that another stage has sent as ``key`` (kind, name, microbatch): added to a sum, kept,
-        or put in ``parts``.
+        """Stores ``x``, which another stage has sent, by its ``key`` (kind, name, microbatch). Gradients and outputs
+        go to ``parts``, the others to attributes of this object.
         """
         kind, name, _ = key
         if kind == TRANSFER:

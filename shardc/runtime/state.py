@@ -1,4 +1,4 @@
-"""`State`: sharding, parameters and programs of a compiled module."""
+"""`State`: what one compiled module holds, namely its sharding, parameters and programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from shardc.runtime.uneven import refuse_own
 
 
 class State:
-    """Sharding, parameters and programs of one compiled module: ``module.shardc`` without the methods for users.
+    """What one compiled module holds: its sharding, parameters and programs. Base class of ``module.shardc``, which
+    adds the methods for users.
 
     Attributes:
         spec: mesh and layouts of the module.

@@ -53,7 +53,9 @@ _OUT_OF_RANGE = re.compile(
 
 
 def out_of_range(text: str) -> IndexError | None:
-    """Returns the error to raise for an error of torch with ``text``; None if that is not of an index out of range."""
+    """Converts the message ``text`` of an error of torch to an IndexError, which the caller raises. Returns None if
+    the message is about something else.
+    """
     error = _OUT_OF_RANGE.search(text)
     if error is None:
         return None
@@ -177,7 +179,9 @@ class Runner:
         self._step_event = Event((("event", "run of the stages"),))
 
     def using(self, program: Executable) -> Runner:
-        """Returns a runner of ``program``: this program, or a variant with gradients of other outputs; cached."""
+        """Returns a runner of ``program``, a variant of this runner's program with gradients of other outputs.
+        Variants are cached.
+        """
         if program is self.program:
             return self
         if id(program) not in self._others:
@@ -185,7 +189,7 @@ class Runner:
         return self._others[id(program)]
 
     def backward_of(self, used: frozenset[int]) -> Half:
-        """Returns the backward graph for gradients of the outputs with indices ``used``, without ops for the others."""
+        """Returns the backward graph that computes only the gradients of outputs with indices ``used``."""
         whole = self.half(BACKWARD)
         every = {port.role.index for port in whole.takes if port.role.kind == "tangent"}
         if used >= every:
@@ -372,7 +376,9 @@ class Runner:
         return self.groups.of_first(draw_key(device=device))
 
     def _coordinate(self, port: Port, microbatch: int = 0) -> Tensor:
-        """Returns this rank's index along the axes that ``port`` names, of which one may be that of microbatches."""
+        """Returns this rank's index along the mesh axes that ``port`` (an input of a graph) names. One of these may
+        be the axis of microbatches, along which ``microbatch`` is the index.
+        """
         axes, time = tuple(port.role.name.split(",")), self._timed.time
         if not time or not any(self._timed.overlap(axis, time) for axis in axes):
             return self.groups.coordinate(axes)
@@ -383,8 +389,8 @@ class Runner:
         return self._coordinates[key]
 
     def arguments(self, inputs: list[Tensor]) -> Argument:
-        """Returns a function (port, microbatch) -> argument of the graphs of one call with microbatches, which serves a
-        later run of the same call too.
+        """Returns a function (port, microbatch) -> argument of the graphs, for one call in microbatches. It also
+        serves a repeated run of that call.
 
         Buffers that the call changes are copied, since a later run reads their values of now.
         """

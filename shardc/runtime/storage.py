@@ -154,7 +154,7 @@ def parameter_spec(storage: Layout, shape: Sequence[int], dtype: torch.dtype, de
 
 
 def padded_local(param: torch.Tensor, storage: Layout) -> torch.Tensor:
-    """Returns the padded local tensor of ``param``, which compiled graphs take.
+    """Returns the local tensor of ``param`` with padding, as compiled graphs take it.
 
     No copy while the parameter views its padded buffer. A copy, padded with zeros, if it cannot view one (padding not
     in the outermost dim) or if its local tensor was replaced.
@@ -181,7 +181,9 @@ def padded_local(param: torch.Tensor, storage: Layout) -> torch.Tensor:
 
 
 def refill(param: nn.Parameter, padded: torch.Tensor, storage: Layout, rank: int) -> None:
-    """Replaces the values of ``param``, a DTensor that stays the same object, by the padded local tensor ``padded``."""
+    """Gives ``param``, a DTensor, the values of the padded local tensor ``padded``. The DTensor stays the same
+    object.
+    """
     new = to_parameter(padded, storage, param.shape, param.device_mesh, rank, param.requires_grad)  # type: ignore[attr-defined]
     torch.utils.swap_tensors(param, new)
 

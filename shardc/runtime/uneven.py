@@ -63,7 +63,8 @@ class Rows:
         return len(set(self.counts)) == 1
 
     def blocks(self, at: int, groups: Groups) -> list[int]:
-        """Returns the number of rows in each block of input ``at``: blocks lie along its row axes, in order.
+        """Returns the number of rows in each block of input ``at``. A block is what ranks with the same index along
+        the input's row axes pass; the blocks are in the order of that index.
 
         Raises InputError if ranks that should pass the same rows pass different numbers.
         """
@@ -128,7 +129,8 @@ def global_rows(
     rows: Rows | None,
     groups: Groups,
 ) -> list[Tensor]:
-    """Returns ``tensors`` with indices of rows in this rank's shard of another input converted to global indices.
+    """Returns ``tensors`` with row numbers made global. An input that numbers rows of this rank's shard of another
+    input is shifted by the rows of the shards before.
 
     Numbers outside the rank's rows become numbers outside the global rows, so that lookups refuse them. In a vector,
     the number of rows itself is allowed, as an end offset.
@@ -174,7 +176,8 @@ def global_rows(
 
 
 def refuse_own(names: Sequence[str], numbered: Mapping[int, int]) -> None:
-    """Raises InputError if an input numbers each rank's own rows, as such numbers cannot be cut from a global input.
+    """Raises InputError for the first input in ``numbered``: it numbers each rank's own rows, so it cannot be cut
+    from a global input.
 
     Args:
         names: names of the inputs.

@@ -96,7 +96,9 @@ class Base:
         return base
 
     def gradients(self, grad: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Splits the base's gradient into (output position, gradient); overlapping elements go to the first output."""
+        """Splits ``grad``, the gradient of the base, among the outputs that are views of it. Yields (output position,
+        gradient); an element in several outputs counts for the first.
+        """
         left = grad.clone(memory_format=torch.contiguous_format)
         for at, place in zip(self.of, self.places, strict=True):
             if at in self.split:
@@ -171,8 +173,8 @@ def views_of(
     stray: set[int] = set()
 
     def add(view: View, source: Tensor, fits: bool) -> None:
-        """Adds ``view`` to ``views`` if ``fits`` and the local tensor of ``source`` has this view too, else its output
-        to ``stray``.
+        """Adds ``view`` to ``views`` if it can be made of the local tensor of ``source`` too, and ``fits`` is true.
+        Otherwise adds its output to ``stray``, the outputs that will only be readable.
         """
         if fits and not dtensors and _holds(view, source, outputs[view.at]):
             views[view.at] = view
@@ -289,7 +291,9 @@ def _is_view_op(node: fx.Node) -> bool:
 
 
 def _applied(op: Callable[..., PyTree], args: Sequence[object], kwargs: Mapping[str, object], x: Tensor) -> PyTree:
-    """Calls ``op`` with ``x`` before the other arguments; a function that `View.ops` can hold by `partial`."""
+    """Calls ``op`` with ``x`` as its first argument, followed by ``args`` and ``kwargs``. `View.ops` holds partial
+    calls of this function.
+    """
     return op(x, *args, **kwargs)
 
 
@@ -315,7 +319,9 @@ def _path(node: fx.node.Argument, source: fx.Node) -> tuple[Op, ...] | None:
 
 
 def _holds(view: View, source: Tensor, value: Tensor) -> bool:
-    """Whether applying ``view`` to ``source`` gives a view of its memory with the shape and dtype of ``value``."""
+    """Whether applying the ops of ``view`` to ``source`` gives a tensor in the memory of ``source``, with the shape
+    and dtype of ``value``.
+    """
     with torch.no_grad():
         out = replace(view, detached=False)(source.detach())
     same = out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()

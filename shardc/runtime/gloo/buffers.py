@@ -143,7 +143,7 @@ class Buffers:
         return sum(arena.size for arena in self.arenas.values())
 
     def use(self, planned: dict[str, int]) -> MemoryUse:
-        """Returns the counters as a `MemoryUse`, with the ``planned`` peak in bytes of each graph."""
+        """Returns the counters of memory as a `MemoryUse`. ``planned`` is the planned peak in bytes of each graph."""
         return MemoryUse(planned, self.peak, self.allocated, self.strays)
 
     @contextmanager
@@ -160,7 +160,7 @@ class Buffers:
             self._uncount_returned()
 
     def _uncount_returned(self) -> None:
-        """Subtracts the results that a graph returned to its caller from the bytes in use."""
+        """Subtracts from the bytes in use those results of collectives that a graph returned to its caller."""
         self.in_use -= sum(self._outside.values())
         self._outside.clear()
 
@@ -215,7 +215,7 @@ def empty(slots: Sequence[int], at: int, like: Tensor, shape: Sequence[int]) -> 
 
 
 def lend(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """Returns an alias of a contiguous ``tensor``, and a function that releases the tensor's memory.
+    """Returns (alias of the contiguous ``tensor``, function that releases the tensor's memory).
 
     After the release, the alias no longer keeps the memory alive. For threads, such as those of gloo's collectives,
     that keep a tensor for a while after they are done.

@@ -37,7 +37,7 @@ _OWN = timedelta(0)  # as timeout of a wait: that of the group at its creation
 
 @dataclass(frozen=True)
 class Mail:
-    """The messages of one collective to and from all peers, which are in flight.
+    """One collective's messages to and from all peers, while they are in flight.
 
     Args:
         messages: work handles of the messages.
@@ -75,8 +75,8 @@ def exchange(
     packing: Packing,
     slots: Sequence[int] = (),
 ) -> Mail:
-    """Starts one collective's messages and returns their `Mail`: sends each peer its row of ``rows``, and receives into
-    the memory that ``into(tensor number, peer)`` returns.
+    """Starts the messages of one collective, and returns them as `Mail`. Each peer is sent its row of each tensor in
+    ``rows``; its message is received into the memory that ``into(tensor number, peer)`` returns.
 
     Args:
         rows: per tensor, [ranks, elements] with a row to send to each rank; expanded if all get the same.

@@ -112,7 +112,7 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
         return sum(_slowest(seconds(call, kind), group) for kind, call in calls.items()) / len(calls)
 
     def whole(call: Call, xs: list[torch.Tensor]) -> None:
-        """Runs a collective, waits included."""
+        """Runs a collective, ``call(xs)``, and waits for all its results."""
         for result in call(xs):
             c10d.wait_tensor(result)
 

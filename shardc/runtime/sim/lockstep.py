@@ -59,7 +59,7 @@ class Lockstep:
         return PerRank(torch.tensor([shards.flat_index(self.mesh, axes, rank)]) for rank in range(self.mesh.ranks))
 
     def key(self) -> PerRank:
-        """Returns the random key, the same on all ranks and in all calls."""
+        """Returns the key of random ops. In a simulation it is the same on all ranks and in all calls."""
         if self._key is None:
             self._key = draw_key()
         return PerRank([self._key] * self.mesh.ranks)

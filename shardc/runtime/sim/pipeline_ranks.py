@@ -15,7 +15,9 @@ from shardc.runtime.stage_loops import StageLoops
 
 @dataclass
 class Wires:
-    """A `Link` of all ranks in one process: a queue of (keys, values) for each (source, target)."""
+    """A `Link` (connection between ranks of a pipeline) for ranks that run in one process: a queue of messages for
+    each (source, target).
+    """
 
     queues: dict[tuple[int, int], deque[tuple[tuple[Key, ...], list[Any]]]] = field(default_factory=dict)
     moved: int = 0

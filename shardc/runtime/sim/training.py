@@ -113,7 +113,7 @@ class Simulation:
         return pytree.tree_unflatten(out, program.output_spec)
 
     def backward(self, *tangents: Tensor | None) -> None:
-        """Adds the gradients of a loss to `grads`.
+        """Runs the backward of the last forward, and adds the gradients of parameters to `grads`.
 
         Args:
             tangents: gradients of the loss, at global shapes, one for each output that needs one; None for an output
