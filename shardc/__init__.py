@@ -96,5 +96,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Return the public names only; importing a submodule binds its name here, too."""
+    """Return the public names of the package. Submodules, whose names become attributes when they are imported, are
+    left out.
+    """
     return sorted([*__all__, "__version__"])

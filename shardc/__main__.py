@@ -29,7 +29,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code, or 2 with one line on stderr if the input is wrong."""
+    """Runs one command of the command line. Returns its exit code; 2, with one line on stderr, if the input is
+    wrong.
+    """
     parser = Parser("shardc", description="A sharding compiler for PyTorch.")
     parser.add_argument(
         "--version", action="version", version=f"shardc {shardc.__version__}, torch {torch.__version__}"

@@ -169,8 +169,8 @@ def is_called_by_trace(function: Callable[..., object]) -> bool:
 
 
 def custom_op(value: object) -> tuple[str, dict[str, object]] | None:
-    """Returns (name, part -> function: fake, backward, ...) of a `torch.library.custom_op`; None for another value, or
-    if the op has dispatch functions or Triton kernels.
+    """Returns (name, {part: function}) of a `torch.library.custom_op`; the parts are ``abstract_fn``, ``backward_fn``
+    and so on. None for another value, or if the op has dispatch functions or Triton kernels.
     """
     if isinstance(value, torch._ops.OpOverloadPacket):
         value = getattr(value, "default", None)
@@ -227,7 +227,7 @@ def has_single_dim_table(op: OpOverload) -> bool:
 
 
 def single_dim_table(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[list[object]]:
-    """Returns torch's strategies for sharding ``op`` over one mesh dim.
+    """Returns torch's strategies for sharding ``op`` over one mesh dim, one list of placements each.
 
     Args:
         args, kwargs: the op's, with meta tensors for tensors.
@@ -264,7 +264,7 @@ def _one_dim_placement(placement: Placement | None) -> object:
 
 @contextmanager
 def differentiable() -> Iterator[None]:
-    """Context manager in which ops record gradients, also within an op's kernel, where torch may have turned autograd
+    """Context manager in which ops record gradients, even inside an op's kernel, where torch may have turned autograd
     off.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():

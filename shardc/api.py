@@ -216,7 +216,9 @@ def _compile(arguments: Arguments, in_place: bool = False) -> Any:
 
 
 def _options_for(mesh: DeviceMesh | Mesh, options: Options) -> Options:
-    """Return ``options`` with the defaults that depend on the mesh; warns of results that are wrong on purpose."""
+    """Return ``options`` with the defaults that depend on the mesh. Warns if ``skip_comm`` makes results wrong on
+    purpose.
+    """
     if options.silent() != frozenset():
         text = f"skip_comm={options.skip_comm!r}: collectives are local copies, and values are WRONG; for timing alone"
         warnings.warn(ShardcWarning(text), stacklevel=6)

@@ -142,7 +142,9 @@ def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read
 
 
 def repeats_of(request: Request, keep: int) -> Repeats:
-    """Returns the runs of more than ``keep`` blocks that compute the same and that the plan treats the same."""
+    """Returns the runs of more than ``keep`` consecutive blocks that compute the same and that the plan treats
+    alike.
+    """
     equal_runs = find_repeats(
         request.model, request.args, request.kwargs, device=request.device, keep=keep, loss=request.loss,
         dtypes=request.dtypes,

@@ -156,7 +156,7 @@ class Request:
         return ports.resolve_saves(self.plan, self._modules()) if self.saves is None else self.saves
 
     def lengths(self) -> frozenset[int]:
-        """Return the sizes of the dims of inputs that the plan splits as sequences."""
+        """Return the sequence lengths of the inputs: the sizes of the dims that the plan splits as sequences."""
         dims = {entry.sequence[0] for entry in self.plan.entries if entry.sequence is not None}
         shapes = [x.shape for x in pytree.tree_leaves((tuple(self.args), self.kwargs)) if isinstance(x, Tensor)]
         return frozenset(int(shape[dim]) for shape in shapes for dim in dims if dim < len(shape) and shape[dim] > 1)

@@ -360,7 +360,8 @@ class _OnShards(torch.optim.Optimizer):
 
 
 class _AdamCall:
-    """The arguments of a call of Adam's fused CPU kernel for one parameter group, kept so that steps can repeat it.
+    """A call of Adam's fused CPU kernel for one parameter group. Its arguments are collected once, and later steps
+    repeat the call.
 
     Args:
         shards: shards of the group.
@@ -422,7 +423,9 @@ def _is_adam(base: type[torch.optim.Optimizer]) -> bool:
 
 
 def _init_group(base: type[torch.optim.Optimizer]) -> object:
-    """Returns the method ``_init_group`` of ``base``, unwrapped: torch.compile wraps those of torch's optimizers."""
+    """Returns the method ``_init_group`` of ``base`` without torch.compile's wrapper, which torch puts around it in its
+    own optimizers.
+    """
     method = getattr(base, "_init_group", None)
     return getattr(method, _compat.COMPILED_OUT, method)
 

@@ -125,7 +125,9 @@ class MicrobatchCut(StepCut):
         self.used = by_default if self.wanted is None else self.wanted
 
     def _loss(self, graph: fx.Graph) -> int | None:
-        """Returns the index of the loss: the first scalar output with a gradient that microbatches share; or None."""
+        """Returns the index of the output that is the loss: the first scalar with a gradient that all microbatches
+        share. None if there is none.
+        """
         for role, x in ir.outputs(graph):
             if role.kind == "output" and isinstance(x, fx.Node) and role.index in self.tangents:
                 if role.layout is not None and role.layout.numel == 1 and not _is_timed(role.layout):

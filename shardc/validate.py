@@ -130,7 +130,8 @@ def check_fields(
 
 
 def renamed(**names: str) -> Callable[[T], T]:
-    """Decorator of a function or a class with renamed arguments: an old name raises an error with the new one.
+    """Decorator for renamed arguments (old name = new name) of a function or a class. A call with an old name raises an
+    error that gives the new one.
 
     >>> @renamed(way="dispatch")
     ... def ep(dispatch: str = "auto") -> None: ...

@@ -220,7 +220,9 @@ def collective_table(pairs: Sequence[Pair]) -> Table:
 def _by_layer_pattern(
     pairs: Sequence[Pair], key: Callable[[Pair], tuple[str, ...]]
 ) -> Iterator[tuple[tuple[str, ...], list[Pair]]]:
-    """Yield (key, pairs) of each group of pairs with equal keys whose tensors differ only in a layer's number."""
+    """Yield groups of pairs as (key, pairs). The pairs of a group have equal keys, and their tensors differ only in a
+    layer's number.
+    """
     for (group_key, _), of in grouped(pairs, lambda p: (key(p), layers_of(p.tensor))).items():
         yield group_key, of
 
@@ -276,8 +278,8 @@ def step_of(schedule: Prediction, seen: Profiled, tables: Sequence[Table], title
 
 
 def _between(name: str, begin: float, end: float, gaps: Sequence[tuple[float, float]]) -> list[Bar]:
-    """Return the bars of compute from ``begin`` to ``end`` (seconds), without the ``gaps`` (start, end) of calls and
-    waits.
+    """Return the bars of compute between the seconds ``begin`` and ``end``. The ``gaps`` (start, end), in which calls
+    and waits ran, are left out.
     """
     out = []
     for start, close in [*(gap for gap in gaps if begin <= gap[0] < end), (end, end)]:

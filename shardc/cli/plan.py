@@ -106,7 +106,9 @@ def _row(name: str, trial: Trial) -> tuple[str, ...]:
 
 
 def _commands(result: Found, options: argparse.Namespace) -> list[str]:
-    """Return the lines with the command, and the call, that compile the plan."""
+    """Return lines to paste: the command that predicts the found plan, and with ``--json`` the call that
+    compiles it.
+    """
     mesh = ",".join(f"{name}={size}" for name, size in result.mesh.shape)
     words = ["python", "-m", "shardc", "schedule", options.target, "--mesh", mesh, "--plan", str(result.plan)]
     words += ["--hardware", options.hardware, *(["--loss", options.loss] if options.loss else [])]

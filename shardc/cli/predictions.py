@@ -83,7 +83,7 @@ def _run_schedule(options: argparse.Namespace) -> None:
 
 
 def _beside(options: argparse.Namespace) -> Schedule | None:
-    """Return the schedule to compare with: of the plan ``--beside`` on the mesh ``--beside-mesh``.
+    """Return the predicted schedule to compare with: that of the plan ``--beside`` on the mesh ``--beside-mesh``.
 
     Without one of the two arguments, ``--plan`` or ``--mesh`` holds; without both, return None.
     """

@@ -244,7 +244,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> Plans:
-    """Return (text, mesh) of each plan, after all checks that one process can do, before ranks are started.
+    """Return (text, mesh) of each plan to measure. First checks all that one process can check, before ranks are
+    started.
 
     Raises:
         InputError, MeshError, PlanError: an argument is wrong.
@@ -277,7 +278,9 @@ def _check(options: argparse.Namespace) -> Plans:
 
 
 def _rank(rank: int, work: Work, plans: Plans, described: Hardware, folder: str, ranks: int) -> None:
-    """Compare the plans as one of the new processes; rank 0 writes the comparisons to ``folder``."""
+    """Measure and compare the plans as rank ``rank`` of the new processes. Rank 0 writes the comparisons to
+    ``folder``.
+    """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     store = f"file://{Path(folder) / 'store'}"

@@ -62,7 +62,7 @@ def listed() -> Iterator[Line]:
 
 
 def core_aten() -> list[OpOverload]:
-    """Return the core ATen overloads that can occur in a traced program."""
+    """Return the overloads of the core ATen opset that can occur in a traced program."""
     return [op for op in aten_overloads() if torch.Tag.core in op.tags and op._opname not in NOT_IN_A_PROGRAM]
 
 

@@ -259,7 +259,8 @@ def _value(name: str, text: str, target: Target) -> Any:
 
 
 def load_with_loss(text: str, loss_name: str | None) -> tuple[Target, Callable[..., PyTree] | None]:
-    """Return (`Target`, its loss); the loss is the function ``loss_name`` of the target's file, or None without a name.
+    """Return a target as (`Target`, its loss). The loss is the function ``loss_name`` of the target's file, or None if
+    no name is given.
 
     Raises:
         InputError: as for `load`; or there is no such loss, or the target returns no targets for it.

@@ -109,7 +109,7 @@ class Explainer:
         return replace(cause, entry=next(about(axes, entries), cause.entry))
 
     def _host_param(self, at: int) -> str:
-        """Return the name of the offloaded parameter that the host copy at ``at`` moves, or whose gradient it moves."""
+        """Return the parameter that the host copy at ``at`` moves, or whose gradient it moves."""
         names = (role.name for role, out in self.step.outputs if self.step.ops[out].reads == (at,))
         return next(names, ir.info(self.step.ops[self.step.ops[at].reads[0]].node).name)
 
@@ -136,7 +136,7 @@ class Explainer:
         return list(dict.fromkeys(name for name in names if name in self.params))
 
     def _reached(self, at: int, neighbours: Callable[[int], Iterable[int]]) -> Iterator[int]:
-        """Yield ``at`` and the positions that ``neighbours`` lead to from there, the nearest first."""
+        """Yield ``at`` and all positions that can be reached from it by ``neighbours``, the nearest first."""
         work, seen = [at], {at}
         for node in work:  # grows
             yield node

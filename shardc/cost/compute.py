@@ -73,7 +73,9 @@ class Kernel:
 
     @property
     def kind(self) -> str:
-        """Return "attention" or "product" with the dtype, as ``product, bf16``, or "fused" if it has no dense op."""
+        """Return the kind of kernel as text: "attention" or "product" with the dtype (``product, bf16``), or "fused"
+        without a dense op.
+        """
         dtype = ir.DTYPE_NAMES.get(self.dtype, self.dtype)
         return f"attention, {dtype}" if self.attention else f"product, {dtype}" if self.flops else "fused"
 
@@ -272,7 +274,9 @@ def _local(value: ir.Value) -> int:
 
 
 def _gathers(node: fx.Node) -> Iterator[tuple[str, str, int]]:
-    """Yield (axis, name, bytes received) of the all-gathers that produced ``node`` or its source; not of parameters."""
+    """Yield (axis, name, bytes received) of the all-gathers from which ``node`` comes, through ops with one operand.
+    Gathers of parameters are left out.
+    """
     gathers = []
     while node.op == "call_function" and len(node.all_input_nodes) == 1 and not isinstance(ir.info(node).value, tuple):
         (source,) = node.all_input_nodes
@@ -353,7 +357,8 @@ def _describe(axis: str, work: _Axis, mesh: Mesh, total: int) -> str:
 
 
 def _mend(axis: str, work: _Axis, total: int, params: Mapping[str, Layout]) -> str:
-    """Return how to avoid the redundant ``work`` over one axis: the plan entry that would split it.
+    """Return advice on how to avoid the redundant ``work`` of the ranks along ``axis``, such as the plan entry that
+    would split the work.
 
     Args:
         total: all operations of a rank and step.
@@ -382,6 +387,8 @@ def _largest(modules: dict[str, float]) -> list[str]:
 
 
 def _names(modules: dict[str, float]) -> str:
-    """Return as text the names of the modules with the most operations, and how many modules it leaves out."""
+    """Return as text the names of the modules with the most operations, and the number of modules left out. ``modules``
+    maps name -> operations.
+    """
     left = len(modules) - NAMED
     return ", ".join(name or "the model" for name in _largest(modules)) + (f" and {left} more" if left > 0 else "")

@@ -52,8 +52,8 @@ class Pricing(Protocol):
         """Return the seconds of a local op that reads and writes ``nbytes`` in total and has no FLOPs."""
 
     def linear(self, direct: bool) -> tuple[float, float]:
-        """Return (seconds before the first byte, bytes per second) of a collective; of one in direct messages if
-        ``direct``.
+        """Return (seconds before the first byte, bytes per second) of a collective; of a direct one (messages between
+        CPU ranks) if ``direct``.
         """
 
 
@@ -159,8 +159,8 @@ class CostModel:
         return self.best_seconds(kind, prod([mesh.size(axis) for axis in axes]), wire_bytes)
 
     def best_seconds(self, kind: str, ranks: int, wire_bytes: float) -> float:
-        """Return the seconds of a collective of ``kind`` on ``ranks`` ranks by the fastest of its algorithms (those of
-        the pass `Algorithms`).
+        """Return the seconds of a collective of ``kind`` on ``ranks`` ranks by its fastest algorithm. The candidates
+        are those of the pass `Algorithms`.
         """
         native = self.seconds(kind, ranks, wire_bytes)
         if ranks == 1 or not any(map(self.measured, _EXCHANGEABLE)):

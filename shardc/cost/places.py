@@ -35,7 +35,9 @@ class Place(NamedTuple):
         return self.high // self.low
 
     def fits(self, other: Place) -> bool:
-        """Return whether two parts can split a tensor at this place and at ``other``: the factors do not overlap."""
+        """Return whether one axis part can split a tensor at this place while another splits it at ``other``: the two
+        factors do not overlap.
+        """
         if self.dim != other.dim:
             return True
         return self.low % other.high == 0 or other.low % self.high == 0
@@ -224,7 +226,9 @@ def _edges(layout: Layout, cuts: dict[str, set[int]]) -> list[set[int]]:
 
 
 def located(layout: Layout, cuts: dict[str, set[int]]) -> dict[str, Place | int]:
-    """Return axis part -> its `Place`, or the negative code of its reduce op; axes are cut at ``cuts``."""
+    """Return where ``layout`` has each axis part: part -> its `Place`, or the negative code of its reduce op if it is
+    partial. ``cuts`` says where axes are cut into parts.
+    """
     mesh = layout.mesh
     out: dict[str, Place | int] = {}
     for axis, place in bound_places(layout):
@@ -240,7 +244,8 @@ def located(layout: Layout, cuts: dict[str, set[int]]) -> dict[str, Place | int]
 
 
 def _temporary_places(shape: tuple[int, ...], places: list[Place], sizes: tuple[int, ...]) -> list[Place]:
-    """Return the places that start or end a free factor of a dim, for axis parts of ``sizes`` ranks.
+    """Return the places (factors of a dim) where axis parts of ``sizes`` ranks may lie for a while. They start or end a
+    factor that no place in ``places`` occupies.
 
     Args:
         shape: the global shape.

@@ -238,7 +238,7 @@ class _Moves:
 
     @cached_property
     def blocked(self) -> int:
-        """Bit mask of the locations that overlap a location in use, to which no axis part can move."""
+        """Bit mask of the locations to which no axis part can move, because they overlap a location in use."""
         mask = 0
         for at in self.state:
             if at > WHOLE:
@@ -253,7 +253,7 @@ class _Moves:
         return any(self.goal[k] > WHOLE and self.places.clashes[self.state[k]] >> self.goal[k] & 1 for k in self.bound)
 
     def all(self) -> Iterator[tuple[Move, State]]:
-        """Yield the moves that are worth considering, each with the state after it."""
+        """Yield the moves from this state that are worth considering, as (move, state after it)."""
         binds = {k: self.goal[k] for k in self.idle if self._open(self.goal[k])}
         if binds:
             # Slicing needs no communication, and all later moves are smaller.
@@ -268,7 +268,9 @@ class _Moves:
             yield from self._waiting_slices()
 
     def straight(self) -> tuple[Move, State]:
-        """Return a move towards the target, whatever its price: the first of slices, reductions and gathers."""
+        """Return a move that brings axis parts to their targets, whatever its price, and the state after it. Slices
+        come before reductions and gathers.
+        """
         binds = {k: self.goal[k] for k in self.idle if self._open(self.goal[k])}
         if binds:
             return self._set("shard", binds)
@@ -289,7 +291,7 @@ class _Moves:
         return Move(kind, tuple(changes), op), tuple(changes.get(k, at) for k, at in enumerate(self.state))
 
     def _open(self, at: int) -> bool:
-        """Return whether location ``at`` is a place that overlaps none in use."""
+        """Return whether location ``at`` is a place to which an axis part can move: it overlaps no place in use."""
         return at > WHOLE and not self.blocked >> at & 1
 
     def _waits(self, part: int, every: bool) -> list[int]:
@@ -331,7 +333,8 @@ class _Moves:
                 yield self._set("all_reduce", dict.fromkeys(some, WHOLE), op)
 
     def _bindings(self, parts: list[int], every: bool) -> Iterator[dict[int, int]]:
-        """Yield, for each subset of ``parts``, a new location of each part: its target if free, else a temporary one.
+        """Yield new locations for each subset of the axis parts ``parts``, as a dict part -> location: its target if
+        that is free, else a temporary place.
 
         Args:
             every: consider all temporary places of a part whose target is not free, not only one.
@@ -370,7 +373,7 @@ class _Moves:
 
 
 def _region(places: Places, state: State) -> Region:
-    """Return the factors of dims that are split by any part; states with equal regions have the same set of shards."""
+    """Return the factors of dims that ``state`` splits. States with equal results have the same set of shards."""
     out: list[Place] = []
     for place in sorted(places.places[at - 1] for at in state if at > WHOLE):
         if out and out[-1].dim == place.dim and out[-1].high == place.low:
@@ -435,7 +438,8 @@ class Step:
 
 @lru_cache(maxsize=65536)
 def steps(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> tuple[Step, ...]:
-    """Return the cheapest steps from ``src`` to ``dst``; () if they are equal.
+    """Return the cheapest steps (collectives and local slices) that redistribute a tensor from layout ``src`` to
+    ``dst``; () if they are equal.
 
     Args:
         src, dst: layouts of one tensor.

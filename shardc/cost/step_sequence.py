@@ -208,7 +208,7 @@ _INNER = ("saved", *PASSED_ON)
 
 
 def of_halves(halves: Iterable[Half], levels: Mapping[str, int]) -> Sequence:
-    """Return the `Sequence` of ops of a step, from its forward and backward graphs, or from an inference graph.
+    """Return the ops of a step as a `Sequence`, from its forward and backward graphs or from an inference graph.
 
     A term of a sum over microbatches is counted as the sum from the first microbatch on.
 
@@ -272,8 +272,8 @@ def of_runs(runs: Iterable[tuple[Half, int]], levels: Mapping[str, int]) -> Sequ
 
 
 def _key(half: Half, role: Role, microbatch: int) -> tuple[object, ...]:
-    """Return the key of a value that one graph of a step passes to another: (kind, name), for values of a microbatch
-    with its number, and for saved activations also with the pipeline stage.
+    """Return the key by which graphs of a step pass on a value: (kind, name). A value of a microbatch adds the
+    microbatch; a saved activation also adds the pipeline stage.
     """
     kind = PASSED_ON.get(role.kind, role.kind)
     if kind == "saved":
@@ -330,7 +330,7 @@ class _Builder:
             self.ops.append(Op(current, kind_of(current), phase, reads, current in self.gathered))
 
     def results(self, graph: fx.Graph) -> tuple[tuple[Role, int], ...]:
-        """Return (role, position of the op) of each output of ``graph`` that is a result of the step.
+        """Return the outputs of ``graph`` that are results of the step, as (role, position of the op that computes it).
 
         Left out are values saved for backward, and those passed on to later graphs (`PASSED_ON`).
         """
@@ -478,7 +478,7 @@ def keep_within(
 def _gathered_again(
     graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], cost: Pricing, bucket: int
 ) -> list[Gathered]:
-    """Return a `Gathered`, the cost of a second gather, for each parameter of level 3.
+    """Return what a second gather, in backward, costs for each parameter of FSDP level 3, as `Gathered`.
 
     Empty parameters and those of which forward saves a slice (`KeepPart`) are left out.
     """

@@ -241,7 +241,8 @@ def recompute(names: str | Sequence[str]) -> Plan:
 
 
 def save(names: str | Sequence[str], on: str, ops: Sequence[object] | str | None = None) -> Plan:
-    """Choose how activations of modules that backward reads are kept until then: on the host, on the device, or not.
+    """Choose where activations of modules are kept until backward reads them: on the host, on the device, or nowhere
+    (they are recomputed).
 
     If several entries name an activation, the last one is used.
 

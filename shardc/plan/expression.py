@@ -116,6 +116,6 @@ class _Reader:
             raise self._at(node, f"{ast.unparse(node)}: {error}") from None
 
     def _at(self, node: ast.expr, what: str, fix: str | None = None) -> PlanError:
-        """Return the error ``what`` with a mark below ``node``."""
+        """Return a PlanError that says ``what`` and shows the expression with a mark below ``node``."""
         # `col_offset` counts UTF-8 bytes.
         return _error(self.text, len(self.text.encode()[: node.col_offset].decode()), what, fix)

@@ -135,7 +135,9 @@ def hf_plan(model: nn.Module, kind: str = "tp") -> dict[str, str]:
 
 
 def _of_modules(glob: str, style: str, modules: Sequence[nn.Module], axis: str) -> list[Entry]:
-    """Return the entries of one style for ``modules``, which ``glob`` matches."""
+    """Return the plan entries that shard ``modules`` by one Hugging Face style, such as "colwise". ``glob`` matches
+    these modules.
+    """
     if style == "sequence_parallel":
         return [pin(f"{glob}:{where}", axis, Shard(1)) for where in ("input", "output")]
     gathered: list[Entry] = [pin(f"{glob}:output", axis, Replicate())] if style in GATHERED else []
@@ -185,5 +187,5 @@ def _of_parameter(glob: str, splits: str, ndim: int, axis: str) -> list[Entry]:
 
 
 def pin(target: str, axis: str, placement: Placement) -> Activation:
-    """Return the entry that gives the activation ``target`` this placement on ``axis``."""
+    """Return the entry that gives the activation ``target`` the DTensor ``placement`` on ``axis``."""
     return Activation(target, OnAxes(((axis, placement),)))

@@ -310,7 +310,7 @@ def _check_once(spec: DimsSpec, form: Form, entry: str) -> None:
 
 
 def spec_axes(form: Form) -> tuple[str, ...]:
-    """Return the axes that ``form`` names (placements name none)."""
+    """Return the mesh axes that the spec ``form`` names; () for DTensor placements, which name none."""
     if isinstance(form, OnAxes):
         return tuple(axis for axis, _ in form.placements)
     return () if is_placements(form) or isinstance(form, PerRank) else read(form).axes
@@ -445,8 +445,8 @@ class _Tensor:
         return out
 
     def _report_uneven(self, dim: int, left: int, axis: str, pieces: int = 1) -> None:
-        """Raise LayoutError, or warn, since ``left`` elements of a dim do not divide over ``axis`` inside each of
-        ``pieces`` chunks.
+        """Report that the axis does not divide ``left`` elements of a dim inside each of ``pieces`` chunks. Raises
+        LayoutError if uneven dims are errors, else warns.
         """
         size = self.mesh.size(axis)
         inside = f" inside each of {pieces} pieces" if pieces > 1 else ""
@@ -472,8 +472,8 @@ class _Tensor:
         return layout
 
     def _bind(self, layout: Layout, dim: int, axis: str, pieces: int) -> Layout:
-        """Return ``layout`` with ``dim`` also split over ``axis``, inside each of ``pieces`` chunks of a local digit:
-        the first one whose size divides by pieces and ranks.
+        """Return ``layout`` with ``dim`` also split over ``axis``, inside each of ``pieces`` chunks of a local digit.
+        The first digit is used whose size divides by pieces and ranks.
         """
         size = self.mesh.size(axis)
         for at, (radix, bound) in enumerate(layout.dims[dim]):

@@ -72,7 +72,7 @@ def near_names(glob: str, names: list[str]) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """Return ``name`` with numbers replaced by stars."""
+    """Return ``name`` with every number in it replaced by ``*``."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 

@@ -125,7 +125,8 @@ def stages_of(entry: Pp, count: int, model: nn.Module) -> dict[str, int]:
 
 
 def _of_modules(first: Mapping[str, int], model: nn.Module) -> dict[str, int | None]:
-    """Return module with parameters -> its stage, as `PipelineStages` stores it.
+    """Return the pipeline stage of each module that has parameters, as `PipelineStages` stores them: module name ->
+    stage.
 
     Args:
         first: parameter -> the first stage that uses it.
@@ -149,7 +150,9 @@ def _direct(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _inside(name: str) -> Iterator[str]:
-    """Yield the names of the modules that contain the parameter or module ``name``, the innermost first, "" last."""
+    """Yield the names of the modules around the parameter or module ``name``, the innermost first. The last is "", the
+    model itself.
+    """
     while name:
         name = name.rpartition(".")[0]
         yield name

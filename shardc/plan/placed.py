@@ -250,7 +250,7 @@ class SavePolicy:
         return replace(self, module=module, entry=self.entry if self.where == "host" else "")
 
     def names(self, op: object) -> bool:
-        """Return whether the policy applies to results of ``op``, the target of a node."""
+        """Return whether the policy is about results of ``op`` (a node's target): it names ``op``, or no ops at all."""
         return not self.ops or any(is_named(op, name) for name in self.ops)
 
 

@@ -89,7 +89,9 @@ def decode(text: str, path: str, constructors: Mapping[str, Callable[..., Any]])
 
 
 def _of(kind: type[K], value: object, path: str, what: str) -> K:
-    """Return ``value``, which is ``what`` in the file ``path``; raise PlanError if it is not a ``kind``."""
+    """Return ``value`` if it is a ``kind``, else raise PlanError. The error says that ``value`` is ``what`` in the file
+    ``path``.
+    """
     if not isinstance(value, kind):
         raise PlanError(f"{path}: {what} is {value!r}, not a {kind.__name__}")
     return value

@@ -147,7 +147,8 @@ def _in_time(
 
 
 def numbered(plan: Plan, names: Sequence[str]) -> dict[int, int]:
-    """Return position of a `shardc.per_rank` input -> position of the input in which its values are row numbers.
+    """Return which inputs hold row numbers of other inputs: position of a `shardc.per_rank` input -> position of the
+    input with the numbered rows.
 
     Args:
         plan: the plan.

@@ -92,7 +92,7 @@ class BoundPlan:
 
     @property
     def computes(self) -> dict[str, Layout]:
-        """Return parameter -> its compute layout; at padded sizes if a dim that does not divide is split."""
+        """Return parameter -> its compute layout. A dim that its axes do not divide has its padded size."""
         return {name: p.split or p.compute for name, p in self.params.items()}
 
     @property
@@ -248,8 +248,8 @@ def _named(entry: str) -> Iterator[None]:
 
 
 def _store(plan: Plan, param: Placed, view: Mesh | None) -> ParamPlan:
-    """Return the layouts of a parameter: storage is split by all entries, compute by those that do not split storage
-    alone.
+    """Return the layouts of a parameter under the plan. Storage is split by all entries, compute only by those that do
+    not split storage alone.
 
     Args:
         param: the parameter with the layout of all entries.

@@ -92,7 +92,9 @@ _BACKWARDS = (WEIGHT_GRADIENTS, INPUT_GRADIENTS, BACKWARD, LAST_BACKWARD)  # non
 
 
 def _kind(phase: Phase) -> Phase:
-    """Return a stage's ``phase`` without its stage, such as forward; other phases as they are."""
+    """Return what a phase runs (forward, backward, ...) without its pipeline stage. Phases of no stage are returned as
+    they are.
+    """
     return phase.phase if isinstance(phase, AtStage) else phase
 
 
@@ -176,8 +178,8 @@ class Precompiled(Executable):
         return order
 
     def _set_timed(self, timed: Timed, inputs: Mapping[str, Layout]) -> None:
-        """Sets the attributes of a program with microbatches, from ``timed``; ``inputs``: layouts that include the axis
-        of microbatches.
+        """Sets the attributes that a program with microbatches has, from the saved ``timed``. The layouts ``inputs``
+        include the axis of microbatches.
         """
         mesh = self.mesh.timed(self.microbatches)
         outputs = {index: Layout.parse(text, mesh) for index, text in timed.outputs}
@@ -192,7 +194,7 @@ class Precompiled(Executable):
         self.stage_of = timed.stage_of
 
     def _outputs(self) -> list[tuple[Role, fx.node.Argument]]:
-        """Return (role, value) of each output of the model, and of each updated buffer."""
+        """Return the outputs of the model and its updated buffers, as (role, node that computes it)."""
         if self.microbatches == 1:
             first = self._halves[FORWARD if self.trains else INFERENCE].graph
             return [(role, x) for role, x in ir.outputs(first) if role.kind != "saved"]

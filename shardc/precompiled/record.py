@@ -82,8 +82,8 @@ _UNCHECKED = re.compile(r"_test|_nested|.*_unsafe$|_reinterpret|_debug|_validate
 
 
 def allowed(subject: Subject) -> Broken:
-    """Check that a graph calls only ops that a saved program may contain, by their schemas; yields (node, reason) for
-    each other call.
+    """Check that a graph calls only ops that a saved program may contain, with arguments that their schemas allow.
+    Yields (node, reason) for each violation.
     """
     for node in subject.calls:
         if node.target is operator.getitem:

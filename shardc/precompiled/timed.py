@@ -182,7 +182,7 @@ def _check_actions(actions: Sequence[Run | Message], program: Executable, rank: 
 
 
 def _key(half: Half, role: Role, name: str, microbatch: int) -> Key:
-    """Return the key of a value that ``half`` takes or gives as ``name``, with ``role``, for ``microbatch``; a term of
+    """Return the key by which graphs pass on a value that ``half`` takes or gives as ``name`` with ``role``. A term of
     a sum has the key of the sum.
     """
     if role.kind == "saved":

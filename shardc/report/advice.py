@@ -149,8 +149,8 @@ def _has_input_gradients(program: Program) -> bool:
 
 
 def with_options(program: Program, **changes: Any) -> Program:
-    """Return ``program`` with ``changes`` of options that concern the split into forward and backward and later passes;
-    earlier passes do not run again.
+    """Return ``program`` with changed options for the split into forward and backward and for later passes. Earlier
+    passes do not run again.
     """
     joint = program.joint
     options = replace(program.options, verify=False, hooks=(), dump=None, **changes)

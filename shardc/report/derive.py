@@ -124,7 +124,7 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
     solve = sympy.Matrix([[b**i * s**j for i, j in powers] for b, s in points]).inv()
 
     def fitted(values: Sequence[int]) -> sympy.Expr:
-        """Return the polynomial in batch and sequence that has ``values`` at the sampled points."""
+        """Return the polynomial in batch and sequence that equals ``values`` at the sampled sizes."""
         factors = solve * sympy.Matrix(values)
         return sympy.Add(*(c * BATCH**i * SEQUENCE**j for c, (i, j) in zip(factors, powers, strict=True)))
 
@@ -236,7 +236,9 @@ def _sample(program: Recompilable, hardware: Hardware) -> _Sample:
 
 
 def _same_form(first: _Sample, other: _Sample, where: str) -> None:
-    """Raise PlanError if ``other``, the sample at ``where``, has other collectives than ``first``."""
+    """Raise PlanError if the program sampled at ``where`` (``other``) has other collectives than the program itself
+    (``first``).
+    """
     if first.form == other.form:
         return
     for expected, actual in zip((*first.form, None), (*other.form, None), strict=False):

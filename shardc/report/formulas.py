@@ -27,8 +27,7 @@ DIRECT = ("all_to_all", "permute_ranks", "broadcast")  # kinds sent point to poi
 
 @dataclass(frozen=True)
 class Moves:
-    """Equal collectives of a step: of one kind, over one group, with tensors split over the same axes; their number,
-    and the size of one as a formula.
+    """A group of equal collectives of a step: their kind, mesh axes, number, and the size of one as a formula.
 
     Args:
         kind: the kind, as in `shardc.report.prediction.Collective`.
@@ -203,7 +202,8 @@ class Costs:
         return self.compute_seconds + sympy.Add(*(move.seconds for move in self.moves))
 
     def values(self, mesh: Mesh | None = None, hardware: Hardware | None = None, **sizes: int) -> Values:
-        """Return the value of every symbol: for ``mesh`` on ``hardware``, and ``batch`` and ``sequence`` if given.
+        """Return the value of every symbol in the formulas: symbol -> number. Axis sizes are those of ``mesh``, latency
+        and bandwidth those of ``hardware``.
 
         >>> from shardc.ir.mesh import Mesh
         >>> import shardc, torch

@@ -62,7 +62,9 @@ class Copy:
 
 
 def copies(graph: fx.Graph, mesh: Mesh) -> list[Copy]:
-    """Return the copies that communication causes in a local forward or backward graph, in its order."""
+    """Return the copies within a rank that communication causes in a local forward or backward graph, in the order of
+    its ops.
+    """
     result: list[Copy] = []
     feeds_collective = _reached(graph, backward=True)
     follows_wait = _reached(graph, backward=False)
@@ -394,14 +396,18 @@ def whole_parameter(subject: Subject) -> Iterator[Finding]:
 
 
 def _stored(name: str, shape: tuple[int, ...], axis: str, ranks: int) -> str:
-    """Return the plan that stores parameter ``name`` split over ``axis``: at the first dim that divides, or dim 0."""
+    """Return, as text, the plan that stores parameter ``name`` split over ``axis``: at the first dim that ``ranks``
+    divide, else at dim 0.
+    """
     split = next((dim for dim, length in enumerate(shape) if length % ranks == 0), 0)
     dims = [f'"{axis}"' if dim == split else "None" for dim in range(len(shape))]
     return f'Plan(params={{"{layers_of(name)}": ({", ".join(dims)}{"," * (len(dims) == 1)})}})'
 
 
 def _batch_axis(subject: Subject) -> tuple[str, int]:
-    """Return (axis, ranks along it) of the axis that splits the first input; the mesh's first axis if none does."""
+    """Return (axis, ranks along it) of the first axis that splits the first input; of the mesh's first axis if none
+    does.
+    """
     mesh = subject.schedule.mesh
     split = (axis for x in ir.placeholders(subject.graph, "input") for axis in ir.layout(x).axes)
     axis = split_part(next(split, mesh.axes[0]))[0]

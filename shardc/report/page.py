@@ -102,8 +102,8 @@ def record(schedule: Prediction, findings: Iterable[Finding] = (), beside: Step 
 
 
 def curve(schedule: Prediction) -> list[tuple[float, tuple[int, ...]]]:
-    """Return (seconds, bytes by owner) for each time at which memory changes; if it changes several times at once, the
-    largest and the last state.
+    """Return (seconds, bytes by owner) for each time at which memory changes. For several changes at one time, return
+    the largest and the last state.
     """
     out: list[tuple[float, tuple[int, ...]]] = []
     moment: list[tuple[int, ...]] = []
@@ -129,7 +129,7 @@ def curve(schedule: Prediction) -> list[tuple[float, tuple[int, ...]]]:
 
 
 class _Places:
-    """Positions of a step's ops by name; a parameter that is gathered twice has two positions."""
+    """Positions of a step's ops by name. A parameter that is gathered twice has two positions."""
 
     def __init__(self, step: Sequence) -> None:
         self._at: dict[str, list[int]] = {}

@@ -273,7 +273,9 @@ class Played:
             start += self.seconds[half]
 
     def _exchanged(self, now: list[float], messages: Callable[[int], Iterator[Message]]) -> list[float]:
-        """Return the seconds at which each rank has received its messages, if rank i sends its own at ``now[i]``."""
+        """Return the seconds at which each rank has received its messages. Rank i sends its own messages at
+        ``now[i]``.
+        """
         free: dict[tuple[int, int], float] = {}
         done = list(now)
         for rank, start in enumerate(now):
@@ -331,7 +333,7 @@ def _phase(half: Half) -> str:
 
 
 def _saved(step: Sequence, halves: list[Half]) -> int:
-    """Return the bytes that a microbatch keeps from its forward for its backward, without parameters."""
+    """Return the bytes that a microbatch keeps from its forward for its backward. Unsharded parameters do not count."""
     first = next((at for at, half in enumerate(halves) if _phase(half) == FORWARD), None)
     if first is None or first + 1 == len(halves):
         return 0

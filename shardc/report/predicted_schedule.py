@@ -179,7 +179,9 @@ def _price(hardware: Hardware, mesh: Mesh, moved: _Moved) -> Price:
 
 
 def _streams(moved: _Moved) -> tuple[str, ...]:
-    """Return the resources that a transfer occupies: mesh axes, or one direction between host and device."""
+    """Return the resources that a transfer occupies: mesh axes, or for a host copy one direction between host and
+    device.
+    """
     return (moved.kind,) if moved.axes == (HOST,) else tuple(dict.fromkeys(split_part(axis)[0] for axis in moved.axes))
 
 

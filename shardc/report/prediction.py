@@ -145,7 +145,8 @@ def simulate(
 
 
 def beside(seconds: float, sending: float, share: float) -> float:
-    """Return the duration of a kernel of ``seconds`` that starts ``sending`` seconds before current transfers end.
+    """Return the duration of a kernel that takes ``seconds`` alone and starts ``sending`` seconds before current
+    transfers end.
 
     Args:
         share: share of the transfer time that the kernel loses; below 1.
@@ -354,8 +355,8 @@ class Prediction:
         return self.useful_flops / (self.seconds * self.hardware.peak(self.dtype)) if self.seconds else 0.0
 
     def totals(self, by: str) -> dict[str, Total]:
-        """Return value of ``by`` -> `Total`, largest exposed time first; ``by`` is "axis", "kind", "module", "tensor",
-        "phase" or "entry".
+        """Return the sums over collectives as value of ``by`` -> `Total`, largest exposed time first. ``by`` is "axis",
+        "kind", "module", "tensor", "phase" or "entry".
         """
         groups = grouped(self.transfers, attrgetter(f"cause.{by}" if by in ("module", "tensor", "entry") else by))
         totals = {

@@ -72,7 +72,7 @@ def lines(schedule: Prediction) -> list[str]:
 
 
 def memory_line(schedule: Prediction, where: str) -> str:
-    """Return the line about memory: bytes at the peak and in total, and whether they fit; ``where``, a text, says where
+    """Return the line of text about memory: bytes at the peak and in total, and whether they fit. ``where`` says where
     the peak is.
     """
     room = schedule.hardware.memory - schedule.peak
@@ -166,7 +166,9 @@ def _transfers(schedule: Prediction, rows: int | None) -> list[str]:
 
 
 def _totals(by: str, totals: dict[str, Total]) -> str:
-    """Return the table of ``totals``, whose keys are values of ``by`` (an axis, a kind); "" if there are none."""
+    """Return the table of ``totals`` as text, with a row for each axis or each kind of collective, as ``by`` says; ""
+    without totals.
+    """
     body = [
         (key, str(t.count), size(t.wire), duration(t.seconds), duration(t.exposed)) for key, t in totals.items()
     ]  # fmt: skip
@@ -208,7 +210,9 @@ def largest(tensors: Seq[PeakTensor], count: int = LARGEST) -> list[list[PeakTen
 
 
 def _place(of: list[PeakTensor]) -> tuple[str, str, str]:
-    """Return (name, module, source line) of tensors ``of`` repeated layers; the line has only folder and file."""
+    """Return (name, module, source line) of the equal tensors ``of`` repeated layers. The line has only the file and
+    its folder.
+    """
     first = of[0]
     name, module = (layers_of(text) if len(of) > 1 else text for text in (first.name, first.module))
     return name, module or "-", in_folder(first.source)

@@ -60,7 +60,7 @@ class PipelineSchedule(Schedule):
 
     @property
     def exposed(self) -> float:
-        """Return the seconds that the rank waits for collectives, host copies and messages that are on their way."""
+        """Return the seconds that the shown rank waits for collectives, host copies and messages between stages."""
         return super().exposed + self.timeline.exposed[self.rank]
 
     @cached_property

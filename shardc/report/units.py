@@ -48,7 +48,9 @@ def percent(share: float) -> str:
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """Return ``value`` in the largest of ``units``, (factor, name) pairs, in which it is 1 or more; "" if in none."""
+    """Return ``value`` as text in the largest unit in which it is 1 or more; "" if it is below 1 in all ``units``,
+    pairs (factor, name).
+    """
     for factor, unit in units:
         if abs(value) >= 0.9995 * factor:
             number = value / factor

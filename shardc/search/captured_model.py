@@ -271,7 +271,7 @@ class CapturedModel:
 
     @cached_property
     def _products(self) -> list[tuple[fx.Node, int]]:
-        """The dense ops of the captured graph, with their operations."""
+        """The dense ops (matrix products, attention) of the captured graph, as (node, operations)."""
         return list(model_flops(self.captured.graph.graph))
 
     def estimate(self, few: Schedule) -> Estimate:

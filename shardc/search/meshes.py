@@ -52,7 +52,7 @@ def meshes_of(ranks: int, node: int, axes: int = 2, required: Collection[str] = 
 def with_stages(
     ranks: int, node: int, blocks: int, axes: int = 2, required: Collection[str] = (), axis: str = AXIS
 ) -> Iterator[Mesh]:
-    """Yield meshes of ``ranks`` ranks with pipeline stages in front: their number is a power of two.
+    """Yield meshes of ``ranks`` ranks whose first axis has pipeline stages. The number of stages is a power of two.
 
     Args:
         ranks, node, axes, required: as for `meshes_of`, which has the meshes of one stage.
@@ -183,7 +183,9 @@ class SearchOverMeshes:
         return min(fitting, key=_order, default=None)
 
     def _too_large(self, trials: Sequence[Trial], meshes: Sequence[Mesh]) -> PlanError:
-        """Return the error to raise if no plan fits in memory."""
+        """Return the PlanError for a search in which no plan fits in memory. It names the smallest plan of
+        ``trials``.
+        """
         least = min(trials, key=lambda t: t.memory)
         return PlanError(
             f"no plan on {_listed(meshes)} fits in {self.memory / 1e9:g} GB a rank: the smallest that was found takes "

@@ -80,7 +80,7 @@ class Candidate:
 
 @dataclass
 class PlanProblem(OpenLayoutProblem):
-    """The layout problem of a planned graph.
+    """The layout problem of a captured graph under a plan: an energy whose minimum gives the cheapest layouts.
 
     Args:
         planned: the planned graph.
@@ -158,7 +158,8 @@ class Search:
         self.param_plans = self.captured_model.params(self.mesh, self.hand)
 
     def forms(self) -> None:
-        """Predict the ready-made plans (ddp, fsdp, ...), then the best with parameters kept unsharded for backward.
+        """Predict the schedules of the ready-made plans (ddp, fsdp, ...). Then predict the best one with parameters
+        kept unsharded for backward.
 
         Plans whose matrix products alone take longer than the best plan so far are left out.
         """
@@ -334,7 +335,9 @@ class Search:
         return self.captured_model.graph(self.mesh, self.hand, replace(self.options, cost=self.hardware), None)
 
     def _solved(self, problem: PlanProblem, byte: float, ceiling: float) -> Candidate | None:
-        """Return the best solution at ``byte`` seconds per byte; None if none costs less than ``ceiling``."""
+        """Return the best solution of the layout problem if a byte of memory costs ``byte`` seconds; None if no
+        solution costs less than ``ceiling``.
+        """
         start = time.perf_counter()
         try:
             solution = solve(problem.energy(byte), ceiling=ceiling, gap=self.gap)
@@ -454,7 +457,9 @@ class Search:
         return tried
 
     def _estimated(self, plan: Plan, origin: str, captured_model: CapturedModel) -> Trial | None:
-        """Return the plan with its cost estimated from the captured blocks; None if it cannot be compiled."""
+        """Return a plan as a trial whose cost is estimated from the captured blocks; None if the plan cannot be
+        compiled.
+        """
         try:
             few = captured_model.program(self.mesh, plan, self.options, few=True).schedule(self.hardware)
         except ShardcError:

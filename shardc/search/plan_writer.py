@@ -89,7 +89,9 @@ class Pinner:
         )
 
     def _pins(self, name: str, wanted: Mapping[str, Layout]) -> dict[str, str]:
-        """Return name or glob -> layout as text: the pins of a module's input or output, in all repeated blocks."""
+        """Return the pins of a module's input or output in all repeated blocks: module name or glob -> layout
+        as text.
+        """
         module, where, index = name.rsplit(".", 2)
         blocks = [m for m in self.writer.block_names(module) if f"{m}.{where}.{index}" in wanted]
         specs = {m: spec(wanted[f"{m}.{where}.{index}"]) for m in blocks}
@@ -119,7 +121,7 @@ class Border:
 
     @property
     def pin(self) -> Layout:
-        """The layout to pin for the value, which its gradient then gets, too."""
+        """The layout to pin for the value. The gradient of the value then gets this layout, too."""
         return self.computed if self.gradient == self.computed and not self.computed.partial else self.need
 
     @property
@@ -128,7 +130,9 @@ class Border:
         return self.gradient == self.pin
 
     def agrees(self, now: Border) -> bool:
-        """Return whether ``now``, the present layouts, has those that the pin would give to value and gradient."""
+        """Return whether value and gradient already have, in ``now``, the layouts that this border's pin would give
+        them.
+        """
         return self.pin in (now.computed, now.need) and (
             not self.holds_gradient or now.gradient in (None, self.gradient)
         )
@@ -187,7 +191,7 @@ class Writer:
         level: int,
         inputs: Sequence[tuple[str, tuple[int, ...]]],
     ) -> Plan:
-        """Return the plan that stores parameters by ``stored`` and splits the batch over ``batch``.
+        """Return the plan that gives parameters the layouts ``stored`` and splits the batch over the axes ``batch``.
 
         Args:
             stored: name in the captured model -> (compute layout, storage layout).
@@ -255,7 +259,8 @@ class Writer:
         return plan | Plan(params=raw) if raw else plan
 
     def _style(self, glob: str, layout: Layout, computes: Mapping[str, Layout]) -> tuple[str, str] | None:
-        """Return (style, axis) of the tensor parallel entry that gives a parameter its ``layout``; None if none does.
+        """Return (style, axis) of the ``tp`` entry that gives the parameters of ``glob`` the layout ``layout``; None if
+        no style does.
 
         Styles are "colwise", "rowwise", "vocab", and "bias" for the bias of a weight with a style.
 

@@ -203,7 +203,8 @@ class Auto:
         return result
 
     def meshes(self, mesh: DeviceMesh | Mesh | None, described: Hardware, axes: int, blocks: int) -> dict[Mesh, str]:
-        """Return the meshes to search -> their axis of stages ("": none): ``mesh``, or all of `ranks` ranks if None.
+        """Return the meshes to search, each with its axis of pipeline stages ("" for none). They are ``mesh`` alone, or
+        if it is None all meshes of `ranks` ranks.
 
         Args:
             mesh: the mesh, or None.

@@ -94,7 +94,9 @@ class Trial:
 
     @property
     def cells(self) -> tuple[str, str, str]:
-        """Return ms of a step, exposed ms and GB as text; about the first and the last if they are an `estimate`."""
+        """Return step time in ms, exposed time in ms and memory in GB as text. Of an `estimate`, the first and the last
+        are marked ``~``, the second is empty.
+        """
         about, exposed = ("", milliseconds(self.schedule.exposed)) if self.estimate is None else ("~", "")
         return f"{about}{milliseconds(self.seconds)}", exposed, f"{about}{gigabytes(self.memory)}"
 
@@ -157,7 +159,9 @@ class Found:
 
     @property
     def solution(self) -> Trial:
-        """Return the trial of the plan; if it is not a solution of the layout problem, the fastest trial that is."""
+        """Return the trial of the best plan, if that is a solution of the layout problem. Else return the fastest trial
+        that is one.
+        """
         solved = [trial for trial in self.trials if trial.is_solution]
         return min(solved, key=lambda t: (t is not self.best, not t.fits, t.seconds), default=self.best)
 

@@ -127,7 +127,9 @@ def _part_name(names: Sequence[str], module: str) -> str:
 
 
 def _part(names: Sequence[str], node: fx.Node) -> str:
-    """Return the name of the part that a node is in; ``names`` has the names of all parts."""
+    """Return the name of the model's part (a child of a block, or a module outside) that a node is in. ``names`` has
+    all such names.
+    """
     record = ir.info(node)
     return _part_name(names, record.origin.module or record.name)
 
@@ -298,8 +300,8 @@ class Player:
         return not fits, round(played.seconds, 9) if fits else played.memory, played.starts
 
     def _may(self, at: int) -> bool:
-        """Return whether a stage may begin at part ``at``: inside a block only if no more bytes are sent there than at
-        the block's begin.
+        """Return whether a stage may begin at part ``at``. Inside a block it may only if no more bytes are sent there
+        than at the beginning of the block.
         """
         name = self.parts[at].name.rpartition(".")[0]
         first = next(part for part in self.parts if part.name.rpartition(".")[0] == name)
@@ -335,7 +337,9 @@ class Player:
         return self.played[starts]
 
     def _seconds(self, stages: Sequence[Sequence[Part]]) -> float:
-        """Return the seconds of the step: those of `clock`, without its spans, since hundreds of cuts are played."""
+        """Return the seconds of a step whose stages consist of the parts ``stages``. Equal to those of `clock`, but
+        fast, since hundreds of cuts are tried.
+        """
         schedule, (latency, byte) = self.schedule, self.message
         durations = [{kind: sum(part.seconds[kind] for part in parts) for kind in parts[0].seconds} for parts in stages]
         sends = [latency + byte * parts[0].received for parts in stages]
@@ -380,7 +384,7 @@ class Player:
         return runs, [self.schedule.rank_of[action.stage] for action in numbers]
 
     def _memory(self, stages: Sequence[Sequence[Part]]) -> int:
-        """Return the peak bytes of the rank that needs most; ``stages``: the parts of each stage."""
+        """Return the peak bytes of the rank that needs most, if the stages consist of the parts ``stages``."""
         saved = [sum(part.saved for part in parts) for parts in stages]
         out = []
         for rank, counts in enumerate(self._flights):

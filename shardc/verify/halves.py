@@ -181,7 +181,9 @@ def rerun(forward: fx.GraphModule, backward: fx.GraphModule) -> Broken:
 
 
 def _sent(node: fx.Node) -> list[tuple[fx.Node, tuple[tuple[str, str], ...]]]:
-    """Return (operand, other arguments as text) for each operand of a collective; [] for other nodes."""
+    """Return (operand, other arguments as text) for each tensor that a collective sends; [] if the node is no
+    collective.
+    """
     if collective_kind(node) is None:
         return []
     arguments = arguments_of(node)

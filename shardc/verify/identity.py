@@ -74,7 +74,8 @@ def fingerprints(
     replaced: Mapping[str, Collective] | None = None,
     arguments: Mapping[tuple[str, str], Fingerprint] | None = None,
 ) -> dict[fx.Node, Fingerprint]:
-    """Return node -> fingerprint, without the output node; a list for a coalesced collective.
+    """Return node -> fingerprint (hash of what it computes) of all nodes but the output; of a coalesced collective, a
+    list.
 
     Data movement at global shapes keeps the fingerprint. A local collective's fingerprint depends on its operands only:
     bucketing, transport and waits do not change it.
@@ -109,7 +110,7 @@ def reimplemented(graph: fx.Graph, prints: Fingerprints, replaced: Mapping[str, 
 
 
 def _fingerprint(node: fx.Node, prints: Fingerprints) -> Fingerprint:
-    """Return the fingerprint of an op, given those of its operands."""
+    """Return the fingerprint (hash) of what an op computes, from the fingerprints ``prints`` of its operands."""
     if node.target is WAIT or node.target in ops.MARKERS.values():
         return prints[node.args[0]]
     if node.target is getitem and isinstance(several := prints[node.args[0]], list):
@@ -138,7 +139,9 @@ def digest(*parts: object) -> bytes:
 
 
 def _moved(node: fx.Node) -> fx.Node:
-    """Return the value that ``node`` holds, before data movement at global shapes; ``node`` itself if it moves none."""
+    """Return the value that ``node`` has before data movement (reshards, tags, padding) at global shapes; ``node``
+    itself if it is no data movement.
+    """
     while node.target in ops.MARKERS.values():
         node = node.args[0]
     return node

@@ -48,14 +48,18 @@ def shapes(subject: Subject) -> Broken:
 
 
 def decisions(subject: Subject) -> Broken:
-    """Check that, by its rule, each op's operand layouts in `Info.needs` give exactly its results' layouts."""
+    """Check each op against its rule: the operand layouts recorded for it (`Info.needs`) must give exactly the layouts
+    of its results.
+    """
     for node in _computing(subject):
         if (reason := subject.agrees(node, info(node).needs)) is not None:
             yield node, reason
 
 
 def agreement(subject: Subject) -> Broken:
-    """Check that, by its rule, the layouts of each op's operands give exactly its results': no reshard is missing."""
+    """Check each op against its rule: the layouts of its operands must give exactly the layouts of its results. Else a
+    reshard is missing.
+    """
     for node in _computing(subject):
         if (reason := subject.agrees(node, None)) is not None:
             yield node, reason
@@ -68,7 +72,8 @@ def _computing(subject: Subject) -> list[fx.Node]:
 
 
 def moves(subject: Subject) -> Broken:
-    """Check that data-movement ops keep the value and change only what their kind allows.
+    """Check that data-movement ops (reshards, padding, tags) keep the value. Layout and size change only as the kind of
+    the op allows.
 
     - The op takes one tensor and returns one of the same dtype.
     - ``pad`` and ``unpad`` change the size of one dim, which no axis splits; every other op keeps the global shape.

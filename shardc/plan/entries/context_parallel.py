@@ -44,7 +44,7 @@ class Cp(BatchEntry):
         return self.dim, self.axis, striped
 
     def says(self, module: str) -> bool:
-        """Return whether the entry applies to attention computed by module ``module``."""
+        """Return whether the entry applies to the attention that ``module`` computes."""
         return self.modules == "*" or bool(matching(self.modules, (module,)))
 
     @property

@@ -101,7 +101,9 @@ class Entry:
         return stored
 
     def ports(self, kind: str, names: Sequence[str]) -> Mapping[int, Form]:
-        """Return position in ``names`` -> the spec that the entry gives to "inputs" or "outputs" (``kind``)."""
+        """Return the specs that the entry gives to the inputs or outputs (``kind``) called ``names``: position in
+        ``names`` -> spec.
+        """
         return {}
 
     def pins(self, modules: Sequence[str]) -> Mapping[tuple[str, str, int | str], Form]:

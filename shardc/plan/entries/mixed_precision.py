@@ -151,7 +151,7 @@ class Policies:
 
     @staticmethod
     def _last(entries: Sequence[Precision], module: str) -> Precision:
-        """Return the last of ``entries`` that covers ``module``, or one that changes nothing."""
+        """Return the last of ``entries`` that covers ``module``; if none does, an entry that changes no dtype."""
         return next((entry for entry in reversed(entries) if entry.covers(module)), _AS_IT_IS)
 
     @property
@@ -164,7 +164,9 @@ class Policies:
         return self.of(name.rpartition(".")[0])
 
     def mode(self, training: bool) -> Policies:
-        """Return the policies in training or evaluation, in which entries with ``full_precision_eval`` do nothing."""
+        """Return the policies that apply in training or in evaluation. In evaluation, entries with
+        ``full_precision_eval`` ask for no lower precision.
+        """
         low = [e for e in self.entries if training or not (e.full_precision_eval and e.of_products)]
         return Policies(
             tuple(Precision(modules=e.modules) if e.full_precision_eval and not training else e for e in low)

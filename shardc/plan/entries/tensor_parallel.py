@@ -70,7 +70,9 @@ class Tp(Entry):
         return placed
 
     def _split_parts(self, param: Placed) -> Placed:
-        """Return ``param`` with its first dim split inside each of the three weights that attention stacks in it."""
+        """Return ``param`` split over the axis inside its first dim, in which attention stacks three weights (query,
+        key, value). Each of them is split.
+        """
         dims = [f"(3 _@{self.axis})", *("_" for _ in param.shape[1:])]
         return param.by_spec(", ".join(dims), str(self))
 
