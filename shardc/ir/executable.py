@@ -503,8 +503,8 @@ class Executable(ABC):
         return self._actions[rank, training and self.trains][1]
 
     def received(self, rank: int, training: bool = True) -> list[int]:
-        """Return one number for each of the `actions` of a rank. For a message that it receives: how many messages from
-        ``rank`` the sender has received before it sends this one. For other actions: 0.
+        """Return, for each message that ``rank`` receives, how many messages from ``rank`` the sender has received
+        before it sends this one. The list has an entry for each of the rank's `actions`, 0 for the other ones.
         """
         key = rank, training and self.trains
         if key not in self._received:

@@ -56,13 +56,15 @@ TAGS = re.compile(
 
 
 class Reader:
-    """Scanner of one line of the text form; errors show the position and the expected text."""
+    """Reads one line of the text form, from left to right. Errors show the position and the text that was expected
+    there.
+    """
 
     def __init__(self, line: str, number: int) -> None:
         self.line, self.number, self.at = line, number, 0
 
     def fail(self, expected: str) -> NoReturn:
-        """Raise TextError: ``expected`` was not found at the current position."""
+        """Raise a TextError that says what was ``expected`` at the current position."""
         rest = self.line[self.at :].strip()
         raise TextError(
             f"line {self.number}: expected {expected}, found {repr(rest) if rest else 'the end of the line'}",
@@ -75,7 +77,7 @@ class Reader:
             self.at += 1
 
     def take(self, literal: str) -> bool:
-        """Read ``literal`` if the line goes on with it, after any spaces; return whether it does."""
+        """Read the text ``literal`` if it comes next, after any spaces. Return whether it does."""
         line, at = self.line, self.at
         while line.startswith(" ", at):
             at += 1
@@ -84,25 +86,27 @@ class Reader:
         return matches
 
     def expect(self, literal: str) -> None:
-        """Read ``literal``; raise TextError if the line does not go on with it."""
+        """Read the text ``literal``. Raise TextError if it does not come next."""
         if not self.take(literal):
             self.fail(repr(literal))
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Read a match of ``pattern`` after any spaces; return it, or None."""
+        """Read text that matches ``pattern``, after any spaces. Return the match, or None if there is none here."""
         self.skip()
         match = pattern.match(self.line, self.at)
         self.at = match.end() if match else self.at
         return match
 
     def end(self) -> None:
-        """Raise TextError if anything but a comment follows."""
+        """Check that nothing but a comment follows on the line. Raise TextError if something does."""
         self.skip()
         if self.at < len(self.line) and self.line[self.at] != "#":
             self.fail("the end of the line")
 
     def listed(self, close: str, read_item: Callable[[], T]) -> list[T]:
-        """Read items separated by commas, each by ``read_item``, up to the text ``close``; return them."""
+        """Read a list: items separated by commas, up to the text ``close``. ``read_item`` reads one item; return all of
+        them.
+        """
         out: list[T] = []
         while not self.take(close):
             if out:
@@ -111,20 +115,20 @@ class Reader:
         return out
 
     def word(self) -> str | None:
-        """Read a bare or a quoted word; return it without quotes, or None if there is none."""
+        """Read a word, with or without quotes, and return it without quotes. None if no word comes next."""
         if quoted := self.match(STRING):
             return str(json.loads(quoted[0]))
         bare = self.match(BARE)
         return bare[0] if bare else None
 
     def integer(self, what: str) -> int:
-        """Read a number and return it; if there is none, raise a TextError that says ``what`` was expected."""
+        """Read an integer and return it. If none comes next, raise a TextError that says ``what`` was expected."""
         match = self.match(INTEGER)
         return int(match[0]) if match else self.fail(what)
 
     def provenance(self, phase: str) -> dict[str, Any]:
-        """Return fields of `Info` (``origin``, ``is_kept_part``, ``regathers``) by the comment at the line's end,
-        which `shardc.ir.text.origin_text` wrote.
+        """Parse the comment at the line's end, as `shardc.ir.text.origin_text` writes it. Return it as fields of
+        `Info`: ``origin``, ``is_kept_part``, ``regathers``.
         """
         parts = self.line[self.at :].strip().removeprefix("# ").split(" | ", 2)
         if len(parts) != 3:
@@ -247,8 +251,8 @@ def argument_order(op: object) -> Callable[[str], int]:
 
 
 def value_text(value: Value | tuple[Value | None, ...] | None, unplaced: str) -> str:
-    """Return the type of a node's result as text, such as ``f32[16@dp,8]``; ``unplaced`` is appended to a tensor
-    without a layout.
+    """Return the type of a node's result as text, such as ``f32[16@dp,8]``. ``unplaced`` is appended to the type of a
+    tensor that has no layout.
     """
     if value is None:
         return "None"

@@ -35,7 +35,9 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
 class Digit(NamedTuple):
-    """A factor of a dim's size (a mixed-radix digit of its index): ``radix`` values, split over ``axis`` or local."""
+    """A factor of a dim's size (a mixed-radix digit of its index), with ``radix`` values. The mesh axis ``axis`` splits
+    it, or it is local (None).
+    """
 
     radix: int
     axis: str | None = None
@@ -132,7 +134,9 @@ class Layout:
 
     @cached_property
     def bound(self) -> tuple[str, ...]:
-        """Return the mesh axes, or parts of axes, that split some dim, dim by dim."""
+        """Return the mesh axes (or parts of axes) that split some dim: those of dim 0 first, then those of dim 1, and
+        so on.
+        """
         return tuple(d.axis for digits in self.dims for d in digits if d.axis is not None)
 
     @cached_property
@@ -190,15 +194,15 @@ class Layout:
 
     @classmethod
     def whole(cls, mesh: Mesh, shape: Sequence[int]) -> Layout:
-        """Return the replicated layout of ``shape``."""
+        """Return the replicated layout of a tensor of ``shape``."""
         return cls(mesh, [[Digit(size)] for size in shape])
 
     @classmethod
     def of_sub_dims(
         cls, mesh: Mesh, dims: Iterable[Iterable[tuple[int, tuple[str, ...]]]], partial: Mapping[str, str] | None = None
     ) -> Layout:
-        """Return the layout whose dims consist of sub-dims ``(size, axes)``; LayoutError if a size does not divide over
-        its axes.
+        """Return the layout whose dims consist of the sub-dims ``(size, axes)``. LayoutError if a size is not divisible
+        by the number of ranks along its axes.
         """
         out = []
         for dim, subs in enumerate(dims):
@@ -215,11 +219,13 @@ class Layout:
     def replace(
         self, dims: Iterable[Iterable[Digit]] | None = None, partial: Iterable[tuple[str, str]] | None = None
     ) -> Layout:
-        """Return this layout with other digits of its ``dims``, or other pending reductions (axis, reduce op)."""
+        """Return a copy of this layout with other ``dims`` (digits of each dim), or another ``partial`` (axis, reduce
+        op of each pending reduction), or both.
+        """
         return Layout(self.mesh, self.dims if dims is None else dims, self.partial if partial is None else partial)
 
     def unbind(self, axes: Iterable[str]) -> Layout:
-        """Return this layout with the digits that ``axes`` split made local, so that these axes split no dim."""
+        """Return this layout without the mesh axes ``axes`` in its dims: the digits that they split are local in it."""
         drop = set(axes).intersection(self.bound)
         if not drop:
             return self
@@ -237,19 +243,21 @@ class Layout:
         return self.replace(partial=[*self.partial, *((axis, op) for axis in axes)])
 
     def on(self, mesh: Mesh) -> Layout:
-        """Return this layout on ``mesh``, which has all of its axes."""
+        """Return the same layout on another ``mesh``, which must have all axes of the layout."""
         return Layout(mesh, self.dims, self.partial)
 
     @property
     def devices(self) -> Layout:
-        """Return this layout on the mesh of devices: all microbatches, without the axis of microbatches."""
+        """Return this layout without the axis of microbatches. It is then on the mesh of devices, and its tensor has
+        the rows of all microbatches.
+        """
         if not (time := self.mesh.time):
             return self
         return self.unbind([time]).without_partial([time]).on(self.mesh.devices)
 
     def split(self, dim: int, axis: str) -> Layout | None:
-        """Return the layout in which ``axis`` also splits ``dim``, at the first local digit whose size it divides; None
-        if there is none.
+        """Return this layout with ``dim`` split over ``axis`` too, at the first local digit whose size is divisible by
+        the axis's. None if there is no such digit.
         """
         size = self.mesh.size(axis)
         if size == 1:
@@ -316,8 +324,8 @@ class Layout:
 
 
 def canonical(mesh: Mesh, digits: Iterable[Digit | tuple[int, str | None]]) -> Digits:
-    """Return the ``digits`` of a dim without those of radix 1, with adjacent local digits and adjacent parts of one
-    axis merged.
+    """Return the ``digits`` of a dim in canonical form: none has radix 1; adjacent local digits are merged, and
+    adjacent parts of one axis too.
     """
     out: list[Digit] = []
     for radix, axis in digits:
@@ -336,7 +344,9 @@ def canonical(mesh: Mesh, digits: Iterable[Digit | tuple[int, str | None]]) -> D
 
 
 def canonical_partial(mesh: Mesh, pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Return (axis, reduce op) pairs in mesh order, without axes of size 1, with joinable parts of one axis merged."""
+    """Return pending reductions, pairs of (axis, reduce op), in canonical form: in mesh order, without axes of size 1,
+    and with adjacent parts of one axis merged.
+    """
     out: list[tuple[str, str]] = []
     split = [(axis, op) for axis, op in pairs if mesh.size(axis) > 1]
     for axis, op in sorted(split, key=lambda pair: mesh.order(pair[0])):
@@ -349,7 +359,8 @@ def canonical_partial(mesh: Mesh, pairs: Iterable[tuple[str, str]]) -> tuple[tup
 
 
 def refine(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits | None:
-    """Return the ``digits`` of a dim, cut into finer digits with a digit boundary at each stride in ``cuts``.
+    """Return the ``digits`` of a dim, cut into finer digits, with a boundary between two digits at each stride in
+    ``cuts``.
 
     Args:
         cuts: strides, i.e. numbers of elements below a boundary.
@@ -379,7 +390,7 @@ def refine(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits | None:
 
 
 def cut_digits(mesh: Mesh, digits: Digits, parts: Callable[[str], Iterable[str]]) -> Digits:
-    """Return the ``digits`` of a dim, in which each digit that an axis splits is cut into one for each part of the
+    """Return the ``digits`` of a dim with each digit that an axis splits cut into several: one for each part of the
     axis.
 
     ``parts(axis)`` gives these parts, which are axes of ``mesh``.
@@ -410,7 +421,9 @@ def split_top(text: str, separator: str = ",") -> list[str]:
 
 
 def parse_dim(text: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the sub-dims, as (size text, axes), of the text of one dim: ``(3 512@tp)``, ``32@(tp,dp)``, ``@dp``."""
+    """Parse the text of one dim, such as ``(3 512@tp)``, ``32@(tp,dp)`` or ``@dp``. Return its sub-dims as (size text,
+    axes).
+    """
     text = text.strip()
     if text.startswith("(") and text.endswith(")"):
         return [sub for part in split_top(re.sub(r"\s+", " ", text[1:-1]).strip(), " ") for sub in parse_dim(part)]
@@ -421,7 +434,9 @@ def parse_dim(text: str) -> list[tuple[str, tuple[str, ...]]]:
 
 
 class Run(NamedTuple):
-    """A factor of a padded dim: ``size`` positions, split over ``axes``; the first ``true`` of them hold elements."""
+    """A factor of a padded dim with ``size`` positions, which ``axes`` split. The first ``true`` positions hold
+    elements, the others padding.
+    """
 
     size: int
     true: int
@@ -458,13 +473,13 @@ def true_size(runs: Runs) -> int:
 
 
 def axes_of(padding: Padding) -> tuple[str, ...]:
-    """Return the mesh axes that split a padded `Run` of any dim."""
+    """Return the mesh axes that split a run with padding, in any dim. ``padding`` has the runs of each dim."""
     return tuple(dict.fromkeys(axis for runs in padding for run in runs if run.padded for axis in run.axes))
 
 
 def canonical_runs(runs: Sequence[Run]) -> Runs:
-    """Return ``runs``, major to minor, with each unpadded run merged into the one before it, whose padding stays at the
-    end.
+    """Return the ``runs`` of a dim, major to minor, in canonical form: each unpadded run is merged into the run before
+    it. The padding of the merged run is still at its end.
 
     >>> canonical_runs([Run(3, 3), Run(6, 5), Run(2, 2), Run(4, 4)])
     (Run(size=3, true=3, axes=()), Run(size=48, true=40, axes=()))
@@ -479,7 +494,8 @@ def canonical_runs(runs: Sequence[Run]) -> Runs:
 
 
 def share_out(runs: Runs, sizes: Sequence[int]) -> list[Runs] | None:
-    """Divide the ``runs`` of a dim among factors of ``sizes`` elements, major to minor; return the runs of each factor.
+    """Distribute the ``runs`` of a dim over its factors, which have ``sizes`` elements (major to minor, without
+    padding). Return the runs of each factor.
 
     Returns None if a padded run spans two factors.
 

@@ -56,7 +56,9 @@ class Mesh:
         object.__setattr__(self, "time", "")
 
     def timed(self, microbatches: int) -> Mesh:
-        """Return this mesh with the axis of microbatches added, of size ``microbatches``; itself for one microbatch."""
+        """Return this mesh with an axis of ``microbatches`` coordinates, one for each microbatch, added. For one
+        microbatch, return the mesh itself.
+        """
         if microbatches == 1:
             return self
         mesh = Mesh((*self.shape, (MICRO, microbatches)))
@@ -64,7 +66,7 @@ class Mesh:
         return mesh
 
     def of_stage(self, axis: str) -> Mesh:
-        """Return the mesh of the ranks at one coordinate of ``axis``, which has size 1 in it."""
+        """Return the mesh of one pipeline stage: this mesh with ``axis``, the axis of the stages, at size 1."""
         return Mesh((name, 1 if name == axis else size) for name, size in self.shape)
 
     @property
@@ -116,13 +118,15 @@ class Mesh:
         return self._sizes[name] if size is None else size
 
     def order(self, axis: str) -> tuple[int, int]:
-        """Return the sort key of an axis or part, for mesh order and, within an axis, major to minor."""
+        """Return a sort key for ``axis``, which may be a part. It sorts axes in mesh order, and the parts of an axis
+        major to minor.
+        """
         name, pre, _ = split_part(axis)
         return self.axes.index(name), pre
 
     def cut(self, axis: str, major: int) -> tuple[str, str]:
-        """Return (major part, minor part) of ``axis``; the major one has size ``major``: ``tp:1x2``, ``tp:2x2`` for
-        ``tp=4``.
+        """Cut ``axis`` in two: return (major part, minor part), of which the first has size ``major``. For ``tp=4`` and
+        2: ``tp:1x2``, ``tp:2x2``.
         """
         name, pre, _ = split_part(axis)
         size = self.size(axis)
@@ -137,14 +141,14 @@ class Mesh:
         return self.part(name, pre, self.size(major) * self.size(minor))
 
     def part(self, name: str, pre: int, size: int) -> str:
-        """Return the part of axis ``name`` that has ``size`` ranks and follows parts whose sizes have the product
-        ``pre``; ``name`` itself for the whole axis.
+        """Return the name of a part of axis ``name``, such as ``tp:2x2``. It has ``size`` ranks; ``pre`` is the product
+        of the sizes of the parts before it. The whole axis is just ``name``.
         """
         return name if size == self._sizes[name] else f"{name}:{pre}x{size}"
 
     def edges(self, axes: Iterable[str]) -> dict[str, set[int]]:
-        """Return axis name -> the products of part sizes at which ``axes`` (or parts) begin and end: 2, 4 for
-        ``tp:2x2`` of ``tp=4``.
+        """Return axis name -> positions in the axis at which ``axes`` (or parts) begin and end. A position is the
+        product of the sizes of all parts before it: 2 and 4 for ``tp:2x2`` of ``tp=4``.
         """
         out: dict[str, set[int]] = {}
         for axis in axes:
@@ -153,13 +157,17 @@ class Mesh:
         return out
 
     def parts(self, axis: str, edges: Mapping[str, Iterable[int]]) -> list[str]:
-        """Return the parts of ``axis`` cut at ``edges`` (a result of `edges`), major to minor; none for size 1."""
+        """Return the parts that result from cutting ``axis`` at ``edges`` (see `edges`), major to minor; an empty list
+        for an axis of size 1.
+        """
         name, pre, _ = split_part(axis)
         inside = sorted(edge for edge in edges[name] if pre <= edge <= pre * self.size(axis))
         return [self.part(name, low, high // low) for low, high in pairwise(inside)]
 
     def overlap(self, first: str, second: str) -> bool:
-        """Return whether ``first`` and ``second``, axes or parts of axes, overlap, as ``tp`` and ``tp:2x2`` do."""
+        """Return whether two axes (or parts of axes) share a factor of a mesh axis, as ``tp`` and its part ``tp:2x2``
+        do.
+        """
         (name, pre, _), (other_name, other_pre, _) = split_part(first), split_part(second)
         if name != other_name:
             return False
@@ -179,7 +187,9 @@ class Mesh:
         return self.coordinate(rank)[name] // (full // (pre * self.size(axis))) % self.size(axis)
 
     def group(self, axes: Iterable[str], rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` along ``axes`` only, the last axis varying fastest."""
+        """Return the group of ``rank`` along ``axes``: the ranks whose other coordinates are the same. The last axis
+        varies fastest.
+        """
         return next(group for group in groups_of(self, tuple(axes)) if rank in group)
 
     @staticmethod
@@ -204,15 +214,16 @@ class Mesh:
 
 
 def _remade(shape: tuple[tuple[str, int], ...], microbatches: int) -> Mesh:
-    """Return the mesh of axes ``shape`` with this number of ``microbatches``: the function by which pickle restores
-    one.
+    """Make a mesh from its axes ``shape`` and the number of ``microbatches``. Pickle restores meshes by this
+    function.
     """
     return Mesh(shape).timed(microbatches)
 
 
 @lru_cache(maxsize=1024)
 def groups_of(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return all groups of ranks that differ along ``axes`` only, in each of which the last axis varies fastest.
+    """Return all groups of ranks along ``axes``: ranks whose other coordinates are the same. In each group the last
+    axis varies fastest.
 
     >>> groups_of(Mesh(dp=2, tp=2), ("dp",))
     ((0, 2), (1, 3))
@@ -233,8 +244,8 @@ def groups_of(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=4096)
 def split_part(axis: str) -> tuple[str, int, int | None]:
-    """Return (name, prefix, size) of an axis or part: ("tp", 2, 4) of ``"tp:2x4"``; a whole axis has prefix 1 and size
-    None.
+    """Return (name, prefix, size) of an axis or a part, such as ("tp", 2, 4) of ``"tp:2x4"``. A whole axis has prefix 1
+    and size None.
     """
     name, _, part = axis.partition(":")
     if not part:

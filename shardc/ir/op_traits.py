@@ -37,17 +37,17 @@ def aliases(target: object) -> bool:
 
 @cache
 def lends(target: object) -> bool:
-    """Return whether results of the op ``target`` may share memory with operands, where ``reshape`` counts as a copy.
+    """Return whether results of the op ``target`` may share memory with its operands. ``reshape`` counts as a copy.
 
-    Unlike in `aliases`, where it counts as a view.
+    In `aliases`, ``reshape`` counts as a view.
     """
     return aliases(target) and target is not aten.reshape.default
 
 
 @cache
 def is_view(target: object) -> bool:
-    """Return whether the single result of the op ``target`` always shares memory with the operand (not so for
-    ``reshape``).
+    """Return whether the op ``target`` always returns a view of its operand, as a single tensor. ``reshape``, which may
+    copy, does not.
     """
     schema = getattr(target, "_schema", None)
     if schema is None or len(schema.returns) != 1 or target is aten.reshape.default:
@@ -58,7 +58,9 @@ def is_view(target: object) -> bool:
 
 @cache
 def moves_data(target: object) -> bool:
-    """Return whether every element of the results is an element of an operand, or padding: views, copies, getitems."""
+    """Return whether an op only moves data: every element of its results is padding or an element of an operand, as in
+    views, copies and getitems.
+    """
     return target is getitem or target in COPIES or getattr(target, "is_view", False)
 
 
@@ -70,7 +72,8 @@ def draws(target: object) -> bool:
 
 @cache
 def is_pointwise(target: object) -> bool:
-    """Return whether each element of an op's result depends on the operands' elements at its (broadcast) position only.
+    """Return whether an op is pointwise: each element of its result depends only on the operands' elements at its
+    (broadcast) position.
 
     An op that draws random numbers is not pointwise.
     """

@@ -18,12 +18,15 @@ def _never(name: str) -> NoReturn:
 
 
 def tag(x: Tensor, *, name: str) -> Tensor:
-    """Returns ``x``; marks it as the input or output of the module ``name``, to which plan entries apply."""
+    """Marker op that returns ``x``. It marks ``x`` as the input or output of the module ``name``, to which plan entries
+    may give a layout.
+    """
     _never("tag")
 
 
 def reshard(x: Tensor, *, to: str = "") -> Tensor:
-    """Returns ``x`` in the layout that is recorded on the node; a pass lowers this op to the collectives below.
+    """Marker op that returns ``x`` in another layout, the one recorded on the node. A pass lowers it to the collectives
+    below.
 
     ``to`` is kept empty: the text form shows the layout in the type.
     """
@@ -31,37 +34,49 @@ def reshard(x: Tensor, *, to: str = "") -> Tensor:
 
 
 def all_gather(x: Tensor, *, axis: str) -> Tensor:
-    """Gathers over ``axis`` (names joined by commas), which then no longer splits the value."""
+    """All-gathers ``x`` over ``axis`` (one mesh axis, or several joined by commas). The axis does not split the
+    result.
+    """
     _never("all_gather")
 
 
 def reduce_scatter(x: Tensor, *, axis: str, op: str = "sum") -> Tensor:
-    """Reduces over ``axis`` by the reduce op ``op``; the axis then splits the result."""
+    """Reduces ``x`` over the mesh axis ``axis`` by the reduce op ``op``, and scatters the result: the axis splits
+    it.
+    """
     _never("reduce_scatter")
 
 
 def all_reduce(x: Tensor, *, axis: str, op: str = "sum") -> Tensor:
-    """Reduces over ``axis`` by the reduce op ``op``; every rank along it has the result."""
+    """Reduces ``x`` over the mesh axis ``axis`` by the reduce op ``op``. Every rank along the axis has the result."""
     _never("all_reduce")
 
 
 def all_to_all(x: Tensor, *, axis: str) -> Tensor:
-    """Moves ``axis`` from the dim (or factor of one) that it splits to another."""
+    """Changes which dim the mesh axis ``axis`` splits. It splits one dim (or factor of a dim) of ``x``, and another one
+    of the result.
+    """
     _never("all_to_all")
 
 
 def permute_ranks(x: Tensor, *, axis: str) -> Tensor:
-    """Sends shards to other ranks, so that mesh axes exchange the dims, or the factors of dims, that they split."""
+    """Sends whole shards of ``x`` to other ranks. In the result, the mesh axes ``axis`` have exchanged the dims (or
+    factors of dims) that they split.
+    """
     _never("permute_ranks")
 
 
 def shard(x: Tensor, *, axis: str) -> Tensor:
-    """Takes each rank's slice along ``axis`` of a replicated value; no communication."""
+    """Takes each rank's slice of the replicated ``x``, so that the mesh axis ``axis`` splits the result. No
+    communication.
+    """
     _never("shard")
 
 
 def to_partial(x: Tensor, *, axis: str, op: str = "sum") -> Tensor:
-    """Turns a replicated value into a pending reduction ``op`` over ``axis``; no communication."""
+    """Turns the replicated ``x`` into a value with a pending reduction ``op`` over the mesh axis ``axis``. No
+    communication.
+    """
     _never("to_partial")
 
 

@@ -197,7 +197,9 @@ class _Parser:
         self._define(node, self._info(reader, name, value, phase))
 
     def _info(self, reader: Reader, name: str, value: NodeValue, phase: str, **fields: Any) -> Info:
-        """Return the `Info` of a node whose line is parsed up to its comment."""
+        """Make the `Info` of a node, after the rest of its line was parsed: check that only a comment is left, and read
+        the provenance from it.
+        """
         reader.end()
         return Info(name, value, **reader.provenance(phase), **fields)
 
@@ -206,7 +208,9 @@ class _Parser:
         self.values[record.name] = set_info(node, record)
 
     def _check_comm(self, gm: fx.GraphModule) -> None:
-        """Raise TextError if a section ``comm`` is there, and its lines are not those of the graph."""
+        """Check that the text's section ``comm``, if there is one, has the lines that the graph would have. Raise
+        TextError if not.
+        """
         rows = [str(row) for row in tally(gm, self.mesh)]
         for at, reader in enumerate(self.comm):
             if at >= len(rows) or reader.line.strip() != rows[at]:
@@ -246,7 +250,9 @@ class _Parser:
         return self.values[name]
 
     def _use(self, reader: Reader) -> fx.Node:
-        """Parse an argument that is a node; return it, and note its required layout (``as``) in ``wants``."""
+        """Parse an operand, ``%name`` or ``%name as LAYOUT``, and return its node. The required layout (None if not
+        given) is added to ``wants``.
+        """
         node = self._defined(reader)
         tensor = info(node).value
         if isinstance(tensor, Value):
@@ -255,8 +261,8 @@ class _Parser:
         return node
 
     def _needs(self, reader: Reader) -> tuple[Layout, ...] | None:
-        """Return the layouts that the line's op requires of its tensor operands; None if all are the operands' current
-        layouts.
+        """Return the layouts that the op of the current line requires of its tensor operands. None if the operands
+        already have them.
         """
         wants, self.wants = self.wants, []
         if all(want is None for _, want in wants):
@@ -267,7 +273,9 @@ class _Parser:
         return tuple(layout for layout in needs if layout is not None)
 
     def _layout(self, reader: Reader, match: re.Match[str] | None, group: int) -> Layout:
-        """Return the layout that ``group`` of ``match`` spells; raises TextError if there is none."""
+        """Parse ``match[group]``, the text of a layout, and return the layout. TextError if ``match`` is None or the
+        text is no layout.
+        """
         if match is None:
             reader.fail("a layout such as [16@dp,8]")
         try:
@@ -368,5 +376,5 @@ def _identifier(name: str) -> str:
 
 @cache
 def _attributes() -> frozenset[str]:
-    """Return the names of the attributes of `fx.GraphModule`, which no constant may have."""
+    """Return the names of all attributes of an `fx.GraphModule`, which may not be names of constants."""
     return frozenset(dir(fx.GraphModule(torch.nn.Module(), fx.Graph())))

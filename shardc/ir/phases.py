@@ -13,7 +13,7 @@ from shardc.ir.graph import Role
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop over the microbatches, and the graph that runs once after it.
+    """A loop over the microbatches (graph ``body``), and the graph that runs once after the loop (``once``).
 
     Args:
         body: graph that runs for each microbatch and computes terms of sums; None if nothing depends on the
@@ -25,7 +25,7 @@ class Loop:
     once: fx.GraphModule
 
     def takes(self, roles: Iterable[Role]) -> bool:
-        """Return whether one of the graphs takes a value of one of ``roles``."""
+        """Return whether ``body`` or ``once`` has a placeholder with one of these ``roles``."""
         graphs = [gm.graph for gm in (self.body, self.once) if gm is not None]
         return not set(roles).isdisjoint(ir.role(node) for graph in graphs for node in ir.placeholders(graph))
 
@@ -33,7 +33,7 @@ class Loop:
 @dataclass(frozen=True)
 class Phases:
     """The graphs into which a joint graph is cut in time: loops over the microbatches before the forward, the body that
-    runs for each microbatch, and the closing graph that runs once.
+    runs for each microbatch, and the closing graph that runs once after it.
 
     Args:
         openings: loops that run before ``body``: they compute sums over all microbatches that its forward needs.
@@ -58,8 +58,8 @@ class Phases:
 
 @dataclass(frozen=True)
 class StagedLoop:
-    """A loop before the forward whose layers are cut into stages; for each microbatch it runs them as an inference
-    does.
+    """A loop before the forward whose layers are cut into pipeline stages. Each microbatch passes through the stages in
+    order, as in an inference.
 
     Args:
         bodies: graph of each stage, for one microbatch. Values that it sends to later stages have the role "transfer".
@@ -72,7 +72,7 @@ class StagedLoop:
 
 @dataclass(frozen=True)
 class Staged:
-    """The graphs of each pipeline stage, into which a step in microbatches (`Phases`) is cut.
+    """A step in microbatches (`Phases`), cut into the graphs of each pipeline stage.
 
     Args:
         parts: the step before the cut. A gradient to which several stages contribute has a separate term for each.

@@ -24,7 +24,7 @@ from shardc.ir.mesh import Mesh, split_part
 
 
 def parts_of(mesh: Mesh, layouts: Iterable[Layout]) -> tuple[str, ...]:
-    """Return the axes of ``mesh`` in order, each cut into the parts that ``layouts`` use of it.
+    """Return the axes of ``mesh`` in order. An axis that ``layouts`` use in parts is replaced by these parts.
 
     Raises:
         LayoutError: two layouts cut an axis such that no common cut exists, as 6 ranks by 2 and by 3.
@@ -48,14 +48,15 @@ def parts_of(mesh: Mesh, layouts: Iterable[Layout]) -> tuple[str, ...]:
 
 
 def view_of(mesh: Mesh, parts: Iterable[str]) -> Mesh:
-    """Return the `Mesh` whose axes are ``parts``, axes of ``mesh`` or parts of them; a proper part is named like
-    ``dp_2x2``.
+    """Return a view of ``mesh``: the `Mesh` whose axes are ``parts``, each an axis of ``mesh`` or a part of one. A part
+    ``dp:2x2`` becomes an axis named ``dp_2x2``.
     """
     return Mesh((part.replace(":", "_"), mesh.size(part)) for part in parts)
 
 
 def seen_on(layout: Layout, view: Mesh) -> Layout:
-    """Return the layout on ``view``, a view of its mesh, that splits a tensor as ``layout`` does.
+    """Convert ``layout`` to ``view``, a view of its mesh (`view_of`). Return the layout there that splits a tensor in
+    the same way.
 
     Raises:
         LayoutError: it uses a part that is no axis of the view.
@@ -83,7 +84,9 @@ def seen_on(layout: Layout, view: Mesh) -> Layout:
 
 
 def _part_of(seen: str, mesh: Mesh) -> tuple[str, int, int]:
-    """Return (axis of ``mesh``, prefix, size) of ``seen``, an axis of a view of it."""
+    """Return (axis name, prefix, size) of the part of ``mesh`` that ``seen``, an axis of a view of ``mesh``, stands
+    for.
+    """
     if seen in mesh.axes:
         return seen, 1, mesh.size(seen)
     name, _, part = seen.rpartition("_")
@@ -93,7 +96,8 @@ def _part_of(seen: str, mesh: Mesh) -> tuple[str, int, int]:
 
 
 def to_placements(layout: Layout, view: Mesh | None = None) -> tuple[Placement, ...]:
-    """Return one DTensor placement for each axis of the mesh or, if given, of ``view``, a view of it (`view_of`).
+    """Return the DTensor placements of ``layout``: one for each axis of its mesh or, if given, of ``view``, a view of
+    the mesh (`view_of`).
 
     Raises:
         LayoutError: the layout uses a part of an axis that is no axis of the view; DTensor cannot express it.
@@ -121,8 +125,8 @@ def to_placements(layout: Layout, view: Mesh | None = None) -> tuple[Placement, 
 
 
 def _split_factor(layout: Layout, dim: int, axis: str, position: int) -> int:
-    """Return the split factor of ``axis``, the mesh dim at ``position``: the number of blocks of ``dim``, each of which
-    it splits.
+    """Return DTensor's split factor of ``axis``, the mesh dim at ``position``: into how many blocks ``dim`` is divided
+    before ``axis`` splits each block.
     """
     later = layout.mesh.axes[position + 1 :]
     factor = 1
@@ -135,7 +139,8 @@ def _split_factor(layout: Layout, dim: int, axis: str, position: int) -> int:
 
 
 def from_placements(mesh: Mesh, shape: Sequence[int], placements: Sequence[Placement]) -> Layout:
-    """Return the layout of a DTensor of global ``shape``; DTensor's mesh dims are ``mesh``'s axes in order.
+    """Convert DTensor placements to the layout of a tensor of global ``shape``. DTensor's mesh dims are the axes of
+    ``mesh``, in order.
 
     Raises:
         LayoutError: a dim does not divide, a split factor does not fit its dim, a placement is of an unknown kind, or
@@ -160,8 +165,8 @@ def from_placements(mesh: Mesh, shape: Sequence[int], placements: Sequence[Place
 
 
 def _bind(digits: list[Digit], factor: int, digit: Digit, what: str, shape: tuple[int, ...]) -> list[Digit]:
-    """Return the ``digits`` of a dim with ``digit`` inserted so that it splits each of ``factor`` local blocks;
-    LayoutError, which names ``what``, if it does not divide.
+    """Insert ``digit`` (of a mesh axis) into the ``digits`` of a dim, so that it splits each of ``factor`` local
+    blocks. LayoutError if the dim cannot be divided so; ``what`` names the placement there.
     """
     above = factor
     for at, (radix, axis) in enumerate(digits):

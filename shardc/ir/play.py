@@ -1,4 +1,6 @@
-"""Plays the lists of a pipeline's ranks against each other, which proves that they fit together (`play`)."""
+"""Plays the action lists of a pipeline's ranks against each other (`play`), to prove that all messages match and no
+rank waits forever.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from shardc.ir.actions import COMPUTATIONS, OTHER_END, RECEIVES, SENDS, Action, 
 
 
 def play(schedule: Schedule) -> tuple[dict[int, int], ...]:
-    """Play all ranks' lists against each other; return, for each rank, stage -> the most microbatches in flight.
+    """Run the action lists of all ranks against each other, to check that they fit together. Return the most
+    microbatches that each stage has in flight.
 
     Returns:
         For each rank, each of its stages -> the most microbatches in flight at a time (`in_flight`).
@@ -33,7 +36,7 @@ def play(schedule: Schedule) -> tuple[dict[int, int], ...]:
 
 
 def in_flight(actions: Iterable[Action]) -> Iterator[dict[int, int]]:
-    """Yield, after each action of a rank, stage -> number of its microbatches in flight.
+    """Yield, after each action of a rank, stage -> the number of microbatches that the stage has in flight.
 
     A microbatch is in flight if its forward has run, and its backward, that of the weights included, has not.
 
@@ -49,14 +52,14 @@ def in_flight(actions: Iterable[Action]) -> Iterator[dict[int, int]]:
 
 
 class _Player:
-    """The checks of `play`. ``places`` has the (rank, position) of each action."""
+    """The checks of `play`, as methods. ``places`` maps each action to its (rank, position in the rank's list)."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.places: dict[Action, tuple[int, int]] = {}
 
     def play(self) -> None:
-        """Run all checks. Each assumes what those before it have proved."""
+        """Run all checks, in order. Each check assumes what the checks before it have proved."""
         self._each_action_once()
         self._each_microbatch_whole()
         self._each_message_two_ends()
@@ -111,7 +114,7 @@ class _Player:
                 self._fail(text, (rank, at))
 
     def _reads_are_there(self) -> None:
-        """Check that operands of computations and sends are computed or received before, on the same rank."""
+        """Check that what a computation or send reads was computed or received before, on the same rank."""
         for action, (rank, at) in self.places.items():
             for needed in reads(action, self.schedule.rank_of):
                 if needed not in self.places and needed.kind == Kind.BACKWARD:
@@ -147,7 +150,9 @@ class _Player:
         reached = [0] * self.schedule.ranks
 
         def runs(rank: int, at: int, action: Action) -> bool:
-            """Return whether ``action`` at position ``at`` of ``rank`` need not wait."""
+            """Return whether ``rank`` can run ``action``, at ``position`` of its list, now. False for a receive whose
+            message is not sent yet.
+            """
             if action.kind in RECEIVES:
                 peer, position = self.places[action.other_end]
                 if reached[peer] <= position:
@@ -186,7 +191,9 @@ class _Player:
         return f" (rank {rank} has {f'{other} at position {place[1]}' if place else f'no {other}'})"
 
     def _fail(self, text: str, *places: tuple[int, int]) -> NoReturn:
-        """Raise the error ``text``, with the lists of ranks around ``places`` (rank, position)."""
+        """Raise a VerifyError with this ``text``. It shows the ranks' lists around each of ``places``, pairs of (rank,
+        position).
+        """
         lines = []
         for rank in dict.fromkeys(rank for rank, _ in places):
             actions, marked = self.schedule.lists[rank], [at for owner, at in places if owner == rank]

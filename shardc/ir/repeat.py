@@ -1,4 +1,5 @@
-"""Repeats: the repeated blocks of a model (`Repeats`), and segments of a graph that are compiled once (`cut`).
+"""Repeated blocks of a model (`Repeats`), and the division of a graph into segments, where equal segments are compiled
+once (`cut`).
 
 A segment is a run of consecutive ops, so the order that was scheduled and certified stays. A started collective, a
 prefetched gather or a partial gradient may be a result of one segment and an argument of a later one.
@@ -42,7 +43,9 @@ class Repeat:
         return f"{self.path}." if self.path else ""
 
     def name(self, block: int, rest: str = "") -> str:
-        """Return the qualified name of ``block`` (0 is the first of the run), followed by ``rest``, a name in it."""
+        """Return the qualified name of block number ``block`` of the run, followed by ``rest``, the rest of a name in
+        that block.
+        """
         return f"{self.prefix}{self.first + block}{rest}"
 
     def names(self) -> list[str]:
@@ -50,8 +53,8 @@ class Repeat:
         return [self.name(block) for block in range(self.count)]
 
     def split(self, name: str) -> tuple[int, str] | None:
-        """Return (index of the block that ``name`` is in, rest of the name); None if it is outside the container or
-        before the run.
+        """Return (index of the block in this run, rest of the name) for ``name``, the name of something in a block.
+        None if it is outside the container or before the run.
 
         >>> Repeat("layers", 2, 6).split("layers.3.up.weight")
         (1, '.up.weight')
@@ -67,8 +70,8 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Repeats:
-    """The runs of repeated blocks of a model, and the number of blocks, ``keep``, that a shortened model has of each
-    run. Runs of one container are in the order of its children.
+    """The runs of repeated blocks of a model. A *shortened* model has only the first ``keep`` blocks of each run. Runs
+    of one container are in the order of its children.
     """
 
     runs: tuple[Repeat, ...] = ()
@@ -81,8 +84,8 @@ class Repeats:
         return bool(self.runs)
 
     def place(self, name: str) -> tuple[Repeat, int, str] | None:
-        """Return (run, index of the block, rest of the name) of ``name``; None if it is in none of the first ``keep``
-        blocks.
+        """Return (run, index of the block, rest of the name) for ``name``, a name in the shortened model. None if it is
+        in no block of a run.
         """
         pairs = zip(self.runs, self._shortened, strict=True)
         places = ((run, *place) for run, short in pairs if (place := short.split(name)) and place[0] < self.keep)
@@ -90,19 +93,19 @@ class Repeats:
 
     @property
     def missing(self) -> dict[str, int]:
-        """Return container -> number of its blocks that the shortened model does not have."""
+        """Return container -> the number of its blocks that the shortened model lacks."""
         counts: Counter[str] = Counter()
         for run in self.runs:
             counts[run.path] += run.count - self.keep
         return dict(counts)
 
     def shortened(self) -> Repeats:
-        """Return the runs in the model that has only ``keep`` blocks of each."""
+        """Return the runs as they are in the shortened model, each with ``keep`` blocks."""
         return self._shortened
 
     @cached_property
     def _shortened(self) -> Repeats:
-        """Return the result of `shortened`, computed once."""
+        """Cache of the result of `shortened`."""
         before = (Repeats(self.runs[:at], self.keep).missing for at in range(len(self.runs)))
         runs = zip(self.runs, before, strict=True)
         return Repeats(
@@ -110,7 +113,8 @@ class Repeats:
         )
 
     def short(self, name: str) -> str | None:
-        """Return the name in the shortened model of ``name`` in the full one; None if its block is left out.
+        """Convert ``name``, a name in the full model, to the same object's name in the shortened model. None if its
+        block is left out there.
 
         The last block of the shortened model stands for the last one.
 
@@ -127,8 +131,8 @@ class Repeats:
         return name
 
     def counterpart(self, name: str) -> str:
-        """Return the name that represents ``name`` in the shortened model; the second block represents the left-out
-        blocks.
+        """Convert ``name``, a name in the full model, to the name that stands for it in the shortened model. The second
+        block stands for all blocks that are left out.
 
         >>> blocks = Repeats((Repeat("layers", 0, 8),), 4)
         >>> [blocks.counterpart(f"layers.{n}.w") for n in (0, 2, 3, 7)]
@@ -141,7 +145,7 @@ class Repeats:
         return self.short(name) or name
 
     def whole(self, name: str) -> str:
-        """Return the name in the full model of ``name`` in the shortened one; inverse of `short`."""
+        """Convert ``name``, a name in the shortened model, to the name in the full model: the inverse of `short`."""
         for run in self.runs:
             block, rest = run.split(name) or (0, "")
             if block >= self.keep:
@@ -150,7 +154,9 @@ class Repeats:
 
 
 class Marks:
-    """Numbering of nodes by op and types: nodes that may correspond in repeated blocks have the same number."""
+    """Numbers nodes by op and types (`mark`). Nodes with equal numbers may correspond to each other in repeated
+    blocks.
+    """
 
     def __init__(self) -> None:
         self._ids: dict[object, int] = {}
@@ -159,13 +165,14 @@ class Marks:
         self._operands: dict[fx.Node, list[fx.Node]] = {}
 
     def kind(self, node: fx.Node) -> int:
-        """Return a number for the type of the node's value (see `type_of`); equal types have the same."""
+        """Return a number for the type of a node's value (see `type_of`). Equal types have equal numbers."""
         if node not in self._kinds:
             self._kinds[node] = self._id(type_of(node.meta.get("val")))
         return self._kinds[node]
 
     def mark(self, node: fx.Node) -> int:
-        """Return a number that is equal for nodes of equal op, constants, and types of operands and results.
+        """Return a number for what a node computes. Nodes have equal numbers if their op, constants, and types of
+        operands and results are equal.
 
         Slots of messages do not count: they are numbered through the graph.
         """
@@ -176,7 +183,7 @@ class Marks:
         return self._marks[node]
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
-        """Return the operands of ``node`` in order, with repetitions."""
+        """Return the operands of ``node`` in order; an operand that is read twice is there twice."""
         if node not in self._operands:
             nodes: list[fx.Node] = []
             self._operands[node] = nodes
@@ -184,13 +191,13 @@ class Marks:
         return self._operands[node]
 
     def _id(self, key: object) -> int:
-        """Return the number of ``key``: equal keys have the same."""
+        """Return a number for ``key``. Equal keys have equal numbers."""
         return self._ids.setdefault(key, len(self._ids))
 
 
 def type_of(value: object) -> object:
-    """Return the type of an example value, to be compared: dtype, shape, stride and device of tensors, type and text of
-    constants.
+    """Return a comparable description of an example value: (dtype, shape, stride, device) of a tensor, (class, text) of
+    a constant, and a tuple of these for a list or tuple.
     """
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape), value.stride(), value.device
@@ -225,13 +232,13 @@ class Segment:
 
 
 def whole(gm: fx.GraphModule) -> tuple[Segment, ...]:
-    """Return a tuple with the complete graph as its only `Segment`."""
+    """Return a division into one `Segment`, the complete graph."""
     return (Segment(gm, (), (), frozenset()),)
 
 
 def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
-    """Return the segments of a graph where its ops repeat; the whole graph as one segment if fewer than ``least`` are
-    equal.
+    """Cut a graph into segments where its ops repeat, so that equal segments share one graph. If fewer than ``least``
+    segments are equal, return the whole graph as one segment.
 
     Args:
         gm: a local graph in the order in which it runs; not changed.
@@ -261,7 +268,9 @@ def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
 
 
 class _Cutter:
-    """Analysis of a graph for `cut`: its ops in order, with getitems directly after the op that they read."""
+    """Analysis of a graph for `cut`. It works on the graph's ops in order, each getitem directly after the op whose
+    result it selects.
+    """
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.nodes = _in_order(gm.graph)
@@ -279,9 +288,10 @@ class _Cutter:
         self.before = list(zip(slots, collectives, strict=True))  # by position, the numbers of both in earlier ops
 
     def _crossing(self) -> list[float]:
-        """Return for each position the bytes of tensors that earlier ops compute and later ops read.
+        """Return, for a cut before each op, the bytes of the tensors that cross it: earlier ops compute them, and later
+        ops read them.
 
-        It is infinite if one of these values is no tensor.
+        It is infinite if a value that is no tensor crosses the cut.
         """
         change = [0.0] * (len(self.nodes) + 2)
         barred = [0] * (len(self.nodes) + 2)
@@ -302,8 +312,8 @@ class _Cutter:
         return out
 
     def borders(self, start: int, stop: int, least: int) -> list[int]:
-        """Return the positions at which to cut ops ``start`` to ``stop`` where at least ``least`` repeats follow each
-        other, in order.
+        """Return the positions, in order, at which to cut the ops from ``start`` to ``stop``: between repeats of a run
+        of ops, if at least ``least`` repeats follow one another.
 
         They are between the repeats of the longest run that repeats at least ``least`` times and, by recursion, before
         and after that run.
@@ -323,7 +333,9 @@ class _Cutter:
         return sorted({*left, *cuts, *right} - {0, len(self.nodes)})
 
     def runs_of_calls(self) -> list[tuple[int, int]]:
-        """Return (start, stop) of each run of at least `CALLS` nodes that only start collectives and wait."""
+        """Return (start, stop) of each run of at least `CALLS` successive nodes that do nothing but start collectives
+        and wait for them.
+        """
         rows, at = [], 0
         for calls, nodes in groupby(self.nodes, is_call):
             start, at = at, at + len(list(nodes))
@@ -332,23 +344,25 @@ class _Cutter:
         return rows
 
     def ports(self, start: int, stop: int) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:
-        """Return (names of operands, names of results, names of the operands that no later op reads) of ops ``start``
-        to ``stop``.
+        """Return three collections of node names for ops ``start`` to ``stop`` as a segment: its operands from outside,
+        its results, and the operands that no later op reads.
         """
         takes, gives = self._ports(start, stop)
         done = frozenset(node.name for node in takes if self.last[node] < stop and node.op != "get_attr")
         return tuple(x.name for x in takes), tuple(x.name for x in gives), done
 
     def _ports(self, start: int, stop: int) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Return (operands from outside, results that later ops read) of ops ``start`` to ``stop``."""
+        """Return two lists for ops ``start`` to ``stop``: the operands that earlier ops compute, and the results that
+        later ops read.
+        """
         inside = self.nodes[start:stop]
         inside_set = set(inside)
         takes = dict.fromkeys(x for node in inside for x in node.all_input_nodes if x not in inside_set)
         return list(takes), [node for node in inside if self.last[node] >= stop]
 
     def key(self, start: int, stop: int) -> object:
-        """Return the key of ops ``start`` to ``stop``: runs with equal keys (ops, data flow, input types) can share one
-        graph.
+        """Return a key of ops ``start`` to ``stop``: what they compute, their data flow and the types of their inputs.
+        Segments with equal keys can share one graph.
         """
         takes, gives = self._ports(start, stop)
         number = {node: -1 - at for at, node in enumerate(takes)}
@@ -362,7 +376,9 @@ class _Cutter:
         return tuple(ops), tuple(map(self.marks.kind, takes)), tuple(number[node] for node in gives)
 
     def graph(self, start: int, stop: int) -> fx.Graph:
-        """Return the graph of the nodes from ``start`` to ``stop``."""
+        """Return a new graph with copies of ops ``start`` to ``stop``. Its placeholders are their operands from
+        outside.
+        """
         takes, gives = self._ports(start, stop)
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
@@ -381,7 +397,7 @@ class _Cutter:
 
 
 def _in_order(graph: fx.Graph) -> list[fx.Node]:
-    """Return the ops as they run, each getitem directly after the op that it reads."""
+    """Return the ops of a graph in order, each getitem directly after the op whose result it selects."""
     out: list[fx.Node] = []
 
     def add(node: fx.Node) -> None:
@@ -397,7 +413,7 @@ def _in_order(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_started(node: fx.Node) -> bool:
-    """Return whether ``node`` starts a collective or selects one of its results, before the wait."""
+    """Return whether ``node`` starts a collective, or selects one of the results of a collective that it starts."""
     source = node.args[0] if node.target is getitem else node
     return isinstance(source, fx.Node) and collective_kind(source) is not None
 
@@ -408,10 +424,10 @@ def is_call(node: fx.Node) -> bool:
 
 
 def _longest(marks: Sequence[int], least: int) -> tuple[int, int, int] | None:
-    """Return (start, period, length) of the run of ops that equal the op ``period`` later, the one that saves most;
-    None if too short.
+    """Find a repetition in a sequence of ops, given the mark of each (`Marks`). Return (start, period, length) of the
+    repetition that leaves the fewest ops to compile; None if none has ``least`` repeats.
 
-    Candidate periods are distances at which rare marks recur; the one that leaves the fewest nodes to compile is taken.
+    In a repetition, each op equals the op ``period`` later. Candidate periods are distances at which rare marks recur.
     """
     places: dict[int, list[int]] = {}
     for at, mark in enumerate(marks):
@@ -432,8 +448,8 @@ def _longest(marks: Sequence[int], least: int) -> tuple[int, int, int] | None:
 
 
 def _runs(marks: Sequence[int], period: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of each longest run of ops whose mark equals that of the op ``period`` later; ``marks`` has
-    the mark of each op.
+    """Yield (start, stop) of each longest run of positions at which ``marks`` repeats: the mark at a position equals
+    the mark ``period`` later.
     """
     start = None
     for at in range(len(marks) - period):

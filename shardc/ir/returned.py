@@ -1,4 +1,6 @@
-"""Aliasing of a model's outputs on one device, as autograd sees it: shared memory, views, saved values."""
+"""How a model's outputs alias on one device, as autograd sees it: which share memory, which are views, and which values
+autograd saves.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ AGAIN = "shardc_again"
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of an output on one device.
+    """Which memory an output has on one device, and whether the output is a view.
 
     Args:
         number: equal for outputs that share memory.
@@ -32,7 +34,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Returned:
-    """How an output aliases on one device, and which backward passes read its values.
+    """How one output of the model aliases other tensors on one device, and which backward passes read its values.
 
     Args:
         first: index of the first output in the same memory, which may be its own.
@@ -61,8 +63,8 @@ class Returned:
 
 
 def returned(graph: fx.Graph, memories: Sequence[Memory], owners: Mapping[int, str]) -> tuple[Returned, ...]:
-    """Return a `Returned` for each output of a captured joint graph, in order: how it aliases other tensors on one
-    device.
+    """Return a `Returned` for each output of a captured joint graph, in order. It says how the output aliases other
+    tensors when the model runs on one device.
 
     The result includes which backwards read an output's values, which autograd saves.
 
@@ -114,7 +116,9 @@ def returned(graph: fx.Graph, memories: Sequence[Memory], owners: Mapping[int, s
 
 
 def _made_of(outputs: Sequence[tuple[int, fx.node.Argument]]) -> dict[int, set[fx.Node]]:
-    """Return index of an output -> the nodes through which its gradient flows: its ancestors up to a detach."""
+    """Return index of an output -> the nodes through which its gradient flows: the output and its ancestors, except
+    those behind a detach.
+    """
     out: dict[int, set[fx.Node]] = {}
     for index, x in outputs:
         work, seen = [x] if isinstance(x, fx.Node) else [], set()
@@ -128,13 +132,17 @@ def _made_of(outputs: Sequence[tuple[int, fx.node.Argument]]) -> dict[int, set[f
 
 
 def _memory(x: fx.node.Argument) -> int | None:
-    """Return an id of the memory of ``x``, equal for tensors that share memory; None for a non-tensor."""
+    """Return an id of the memory of the tensor ``x``; tensors that share memory have equal ids. None for a
+    non-tensor.
+    """
     val = x.meta.get("val") if isinstance(x, fx.Node) else None
     return val.untyped_storage()._cdata if isinstance(val, Tensor) else None
 
 
 def _viewed(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the tensors that ``node`` is a view of, to autograd: the nearest first, the owner of the memory last."""
+    """Yield the tensors of which autograd takes ``node`` for a view: first its base, then the base's base, and so on to
+    the owner of the memory.
+    """
     memory = _memory(node)
     while node.op == "call_function" and node.all_input_nodes and _stays_view(node):
         node = node.all_input_nodes[0]
@@ -146,13 +154,16 @@ def _viewed(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _stays_view(node: fx.Node) -> bool:
-    """Return whether the op traced to ``node`` is a view; the decomposition of another op may end in a view, too."""
+    """Return whether the model's op behind ``node`` is a view to autograd. An op that is no view may be decomposed into
+    ops of which the last, ``node``, is a view.
+    """
     op = node.meta.get("original_aten")
     return not isinstance(op, torch._ops.OpOverload) or op.is_view
 
 
 def _has_siblings(nodes: Sequence[fx.Node]) -> bool:
-    """Return whether a view, or a tensor that it is a view of, is one of several views that one op returns (``split``).
+    """Return whether a view comes from an op that returns several views, such as ``split``: itself, or a tensor that it
+    is a view of.
 
     Args:
         nodes: the view and the tensors that it is a view of, the owner of the memory last.
@@ -161,13 +172,20 @@ def _has_siblings(nodes: Sequence[fx.Node]) -> bool:
 
 
 def _disjoint(nodes: Sequence[fx.Node], others: Sequence[fx.Node]) -> bool:
-    """Return whether two views are of different results of one op. ``nodes``, ``others``: as in `_has_siblings`."""
+    """Return whether two views come from different results of one op, such as two pieces of a ``split``, and so cannot
+    overlap.
+
+    Args:
+        nodes, others: each view, followed by the tensors that it is a view of.
+    """
     parts = [{x.args[0]: x.args[1] for x in chain[:-1] if x.target is getitem} for chain in (nodes, others)]
     return any(parts[1].get(op, at) != at for op, at in parts[0].items())
 
 
 def _reads(graph: fx.Graph) -> Iterator[tuple[int, set[int]]]:
-    """Yield (index of an output, ids of the memories of forward values that the backward from its tangent reads)."""
+    """Yield (index of an output, memory ids) for the backward that starts at the output's gradient: the memories of the
+    forward values that this backward reads.
+    """
     sources: dict[fx.Node, set[fx.Node]] = {node: {node} for node in ir.placeholders(graph, "tangent")}
     saved: dict[fx.Node, set[int]] = {}  # backward value without a tangent -> memory that it is computed from
     read: dict[fx.Node, set[int]] = {node: set() for node in sources}
@@ -190,8 +208,8 @@ def _reads(graph: fx.Graph) -> Iterator[tuple[int, set[int]]]:
 
 
 def _saved_memory(node: fx.Node) -> set[int]:
-    """Return the ids of the memories that autograd saves for ``node``: its own or, in a checkpoint region, those of the
-    region's inputs.
+    """Return the ids of the memories that autograd saves so that backward can read ``node``: its own memory or, in a
+    checkpoint region, those of the region's inputs.
     """
     work, seen, memories = [node], set(), set()
     while work:

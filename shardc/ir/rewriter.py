@@ -42,18 +42,19 @@ class GraphRewriter:
 
     @cached_property
     def names(self) -> NameScope:
-        """The scope of the names of the graph's nodes."""
+        """Names that are taken in the graph; new nodes get names from this `NameScope`."""
         return NameScope.of(self.graph, but=self._reusable)
 
     @cached_property
     def fake_mode(self) -> AbstractContextManager[object]:
-        """The mode of the graph's fake values; a context manager that does nothing if no value has one."""
+        """The fake mode of the graph's example values. If no value has one, a context manager that does nothing."""
         vals = (node.meta.get("val") for node in self.graph.nodes)
         modes = (mode for val in vals if (mode := getattr(val, "fake_mode", None)) is not None)
         return self._fake_mode or next(modes, None) or nullcontext()
 
     def before(self, node: fx.Node, like: fx.Node | None = None, suffix: str = "", **provenance: Any) -> Inserter:
-        """Return an `Inserter` that inserts nodes before ``node``, in the order of its calls.
+        """Return an `Inserter` for the position before ``node``. The nodes that it inserts are in the order of its
+        calls.
 
         Args:
             like: node whose record new nodes inherit; by default ``node``.
@@ -65,11 +66,15 @@ class GraphRewriter:
         return Inserter(self, node, replace(record, origin=origin), suffix)
 
     def after(self, node: fx.Node, like: fx.Node | None = None, suffix: str = "", **provenance: Any) -> Inserter:
-        """Return an `Inserter` that inserts nodes after ``node``, in the order of calls; arguments as in `before`."""
+        """Return an `Inserter` for the position after ``node``. The nodes that it inserts are in the order of its
+        calls; arguments are as in `before`.
+        """
         return self.before(node.next, node if like is None else like, suffix, **provenance)
 
     def end(self, record: Info, suffix: str = "") -> Inserter:
-        """Return an `Inserter` at the end of a graph that is being built; its nodes inherit from ``record``."""
+        """Return an `Inserter` that appends nodes to a graph that is being built. They inherit name scope and
+        provenance from ``record``.
+        """
         return Inserter(self, None, record, suffix)
 
     def replace(self, node: fx.Node, new: fx.Node, *, rename: bool = False) -> None:
@@ -84,7 +89,7 @@ class GraphRewriter:
             set_info(new, info(node))
 
     def erase_unused(self) -> None:
-        """Erase ops without users, waits and collectives included."""
+        """Erase all ops whose results nothing reads, among them collectives and waits."""
         for node in reversed(list(self.graph.nodes)):
             if node.op == "call_function" and not node.users:
                 self.graph.erase_node(node)
@@ -92,7 +97,9 @@ class GraphRewriter:
 
 @dataclass(frozen=True)
 class Inserter:
-    """Inserts nodes at a position in a graph, with the `Info` that they inherit; see `GraphRewriter.before`."""
+    """Inserts nodes at one position in a graph. The nodes inherit the provenance of ``record`` (an `Info`); see
+    `GraphRewriter.before`.
+    """
 
     rewriter: GraphRewriter
     anchor: fx.Node | None
@@ -100,8 +107,8 @@ class Inserter:
     suffix: str = ""
 
     def call(self, target: Callable[..., object], *args: fx.node.Argument, **kwargs: fx.node.Argument) -> fx.Node:
-        """Insert a call of the op ``target`` and return its node, with the type and fake value of a run on fake
-        arguments.
+        """Insert a call of the op ``target`` and return its node. The op is run on the operands' fake values, which
+        gives the node's type and fake value.
         """
         val = fake_result(self.rewriter.fake_mode, target, fx.map_arg(args, _val), fx.map_arg(kwargs, _val))
         return self._insert(target, args, kwargs, value_of(val), val)
@@ -113,7 +120,8 @@ class Inserter:
         *args: fx.node.Argument,
         **kwargs: fx.node.Argument,
     ) -> fx.Node:
-        """Insert a call of ``target``, an op or a marker, with a result of type ``value``; return its node.
+        """Insert a call of ``target``, a torch op or a marker op, and return its node. The type of its result is given
+        as ``value``.
 
         The node has no fake value. If ``value`` has a layout, the op's required operand layouts (`Info.needs`) are the
         operands' current layouts.
@@ -126,8 +134,8 @@ class Inserter:
         return node
 
     def copy(self, node: fx.Node, operands: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """Insert a copy of ``node`` and return it; an operand that is a key of ``operands`` is replaced by its value
-        there.
+        """Insert a copy of ``node`` and return it. ``operands`` (node -> its replacement) replaces operands in the
+        copy.
         """
         graph = self.rewriter.graph
         with graph.inserting_before(self.anchor) if self.anchor is not None else nullcontext():
@@ -142,7 +150,7 @@ class Inserter:
         value: Value | tuple[Value | None, ...] | None,
         val: object = None,
     ) -> fx.Node:
-        """Insert a call of ``target`` and return its node, with the inherited record.
+        """Insert a call of ``target`` and return its node, whose `Info` inherits from ``record``.
 
         Args:
             value: type of its result.
@@ -168,7 +176,7 @@ def _val(node: fx.Node) -> object:
 
 
 def erase_dead_code(graph: fx.Graph) -> None:
-    """Erase the nodes that nothing reads, but for inputs, outputs and ops with an effect.
+    """Erase the nodes whose results nothing reads. Inputs, outputs and ops with side effects stay.
 
     As torch's ``eliminate_dead_code``, which also checks the order of the whole graph, at four times the cost.
     """
@@ -183,7 +191,9 @@ def positions(graph: fx.Graph) -> dict[fx.Node, float]:
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Return node -> the values that no later node reads: some of its operands, and itself if nothing reads it."""
+    """Return node -> the values that are read for the last time there: some of its operands, and its own result if no
+    node reads that.
+    """
     seen: set[fx.Node] = set()
     out: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):

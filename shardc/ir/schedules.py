@@ -33,7 +33,7 @@ from shardc.validate import Range, near, typed
 
 @dataclass(frozen=True)
 class _Order:
-    """A named order of computations, and the numbers of stages and microbatches for which it exists.
+    """A kind of schedule: its order of computations, and which numbers of stages and microbatches it allows.
 
     Args:
         torch: name of the schedule in torch, such as "ZBVZeroBubble"; None: `_one_forward_one_backward`.
@@ -66,7 +66,7 @@ def schedule(
     stages_per_rank: Annotated[int, Range(1)] | None = None,
     trains: bool = True,
 ) -> Schedule:
-    """Return the lists of a named schedule. No process group is needed.
+    """Return the schedule with this ``name``: the action list of each pipeline rank. No process group is needed.
 
     Args:
         name: "gpipe", "1f1b", "interleaved" (1F1B with several stages per rank), "zb" (interleaved zero bubble),
@@ -130,13 +130,13 @@ def _check_microbatches(name: str, ranks: int, stages: int, microbatches: int) -
 
 
 def _count(number: int | None, noun: str) -> str:
-    """Return ``number`` and its noun, in the plural if needed, as text."""
+    """Return a number with its noun as text, such as "1 stage" or "2 stages"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _one_forward_one_backward(ranks: int, microbatches: int, rank: int) -> list[Action]:
-    """Return the computations of a rank in 1F1B: forwards of as many microbatches as there are ranks behind it, then a
-    forward and a backward in turn, then the other backwards.
+    """Return the computations of one rank in a 1F1B schedule. First come as many forwards as there are ranks behind it,
+    then forwards and backwards in turn, and last the remaining backwards.
 
     It is the order that torch's ``Schedule1F1B`` runs. The order that torch 2.13 says it runs has other microbatches on
     the last rank, and interleaved 1F1B with one stage per rank keeps nearly twice as many microbatches.
@@ -151,7 +151,8 @@ def _one_forward_one_backward(ranks: int, microbatches: int, rank: int) -> list[
 
 
 def _with_transfers(computed: Sequence[Sequence[Action]], rank_of: Sequence[int]) -> tuple[tuple[Action, ...], ...]:
-    """Return the lists ``computed`` with sends and receives inserted.
+    """Insert the sends and receives into ``computed``, the computations of each rank in order; return the complete
+    lists.
 
     A send stands right behind what computes the message. A receive stands right before the first computation that needs
     its message or a later one of the same peer, so it waits only where that computation would.
@@ -181,8 +182,8 @@ def _with_transfers(computed: Sequence[Sequence[Action]], rank_of: Sequence[int]
 
 
 def _send(action: Action, rank_of: Sequence[int]) -> Action | None:
-    """Return the send of the result of ``action``, a computation, to the rank of the stage that reads it; None if that
-    is the same rank or there is no such stage.
+    """Return the send of a computation's result to the rank that needs it for a neighbouring stage. None if that stage
+    is on the same rank, or if no stage needs the result.
     """
     forward = action.kind == Kind.FORWARD
     stage = action.stage + 1 if forward else action.stage - 1
@@ -211,7 +212,7 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """For each rank, the seconds in which it computes, or runs what runs once."""
+        """For each rank, the seconds in which it computes, the graphs that run once per step included."""
         once = self.once or ((),) * self.schedule.ranks
         return tuple(
             sum(end - start for action, start, end in row if action.kind in COMPUTATIONS)
@@ -221,12 +222,14 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of all ranks' time in which they compute nothing, from 0 to 1."""
+        """Share of the ranks' total time in which they do not compute, from 0 to 1."""
         return 1 - sum(self.busy) / (self.seconds * self.schedule.ranks) if self.seconds else 0.0
 
     @property
     def waits(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """For each rank, (start, end) of each time in which it waits for a message that is on its way."""
+        """For each rank, (start, end) of each span of time in which it waits for a message that is already on its
+        way.
+        """
         sent = {action.other_end: start for row in self.spans for action, start, _ in row if action.kind in SENDS}
         return tuple(
             tuple(
@@ -239,7 +242,9 @@ class Timeline:
 
     @property
     def exposed(self) -> tuple[float, ...]:
-        """For each rank, the seconds of `waits`."""
+        """For each rank, the seconds in which it waits for a message that is already on its way (the sum of
+        `waits`).
+        """
         return tuple(sum(end - start for start, end in row) for row in self.waits)
 
 
@@ -250,7 +255,8 @@ def clock(
     begins: Sequence[float] = (),
     others: Mapping[Action, float] = MappingProxyType({}),
 ) -> Timeline:
-    """Return the times of a step whose lists `play` accepts.
+    """Simulate the times of one step, given the seconds of each computation and message; return the `Timeline`.
+    ``schedule`` must be one that `play` accepts.
 
     A rank computes one thing at a time, and waits in receives alone. Messages from one rank to another take turns on
     their link.
@@ -275,8 +281,8 @@ def clock(
     free: dict[tuple[int, int], float] = {}  # (source, destination) -> when their link is free
 
     def runs(rank: int, at: int, action: Action) -> bool:
-        """Record the times of ``action`` on ``rank`` and return True; return False if it waits for a message that is
-        not sent yet.
+        """Record the times of ``action`` on ``rank`` and return True. Return False for a receive whose message is not
+        sent yet.
         """
         start = end = now[rank]
         if action.kind in SENDS:

@@ -36,18 +36,18 @@ class Polynomial:
     terms: tuple[tuple[Fraction, Powers], ...]
 
     def at(self, sizes: Mapping[str, int]) -> Fraction:
-        """Return the value at ``sizes``, given by name."""
+        """Return the polynomial's value, given ``sizes`` (name -> size)."""
         values = [sizes[name] for name in self.names]
         return sum((c * monomial(values, powers) for c, powers in self.terms), Fraction(0))
 
     def whole_at(self, sizes: Mapping[str, int]) -> bool:
-        """Return whether the value at ``sizes``, given by name, is a non-negative integer."""
+        """Return whether the polynomial's value at ``sizes`` (name -> size) is an integer and not negative."""
         value = self.at(sizes)
         return value.denominator == 1 and value >= 0
 
     def substituted(self, scale: Mapping[str, tuple[int, int]]) -> Polynomial:
-        """Return the polynomial in variables u, if each size is ``a u + b``; ``scale`` maps the name of a size to (a,
-        b).
+        """Substitute ``a u + b`` for each size, and return the polynomial in the new variables u. ``scale`` maps the
+        name of a size to its (a, b).
         """
         out: dict[Powers, Fraction] = {}
         for c, powers in self.terms:
@@ -68,12 +68,12 @@ class Polynomial:
 
     @property
     def denominator(self) -> int:
-        """Return the least common denominator of the coefficients."""
+        """Return the least common denominator of the polynomial's coefficients."""
         return lcm(*(c.denominator for c, _ in self.terms)) if self.terms else 1
 
 
 def monomial(values: Sequence[int], powers: Powers) -> int:
-    """Return the product of ``values``, each to its power."""
+    """Return the product of ``values``, each raised to its power in ``powers``."""
     return prod(value**power for value, power in zip(values, powers, strict=True))
 
 
@@ -90,7 +90,7 @@ class Quotient:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes and strides of a tensor, as numbers or polynomials."""
+    """Sizes and strides of a tensor. Those that depend on input sizes are polynomials."""
 
     sizes: tuple[int | Polynomial, ...]
     strides: tuple[int | Polynomial, ...]
@@ -114,7 +114,8 @@ class Numbers:
 
 @dataclass
 class SizedGraph:
-    """A local graph whose arguments and shapes are polynomials in sizes, from which the graph at any sizes is made.
+    """A local graph for many input sizes. The numbers in its shapes and arguments are polynomials in the sizes; `at`
+    makes the graph at given sizes.
 
     Args:
         base: the graph at some sizes.
@@ -131,13 +132,13 @@ class SizedGraph:
     compiled: list[tuple[Callable[[Mapping[str, int]], bool], Any]] = field(default_factory=list)
 
     def units(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return name of a size -> its unit u at ``sizes``: the size is ``a u + b`` (see
-        `shardc.dynamic.generalize.moduli`).
+        """Return name of a size -> its unit u, given ``sizes`` (name -> size). A size is ``a u + b``, with a and b from
+        ``scale`` (see `shardc.dynamic.generalize.moduli`).
         """
         return {name: (sizes[name] - b) // a for name, (a, b) in self.scale.items()}
 
     def at(self, sizes: Mapping[str, int]) -> fx.GraphModule:
-        """Return the graph at ``sizes``, at which all polynomials are integers."""
+        """Return the graph at ``sizes`` (name -> size). All polynomials must be integers there."""
         number = numbers_at(sizes)
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
@@ -158,7 +159,7 @@ class SizedGraph:
         return gm
 
     def symbolic(self, like: fx.GraphModule) -> fx.GraphModule:
-        """Return the graph compiled for all sizes, without ``meta["val"]``; its strings are those of ``like``.
+        """Return the graph that is compiled once for all sizes. It has no example values (``meta["val"]``).
 
         Its first placeholders are the units of the sizes (`units`), from which it computes all numbers.
 
@@ -187,8 +188,8 @@ class SizedGraph:
         return fx.GraphModule(self.base, graph)
 
     def inputs(self, units: Mapping[str, Any]) -> list[Any]:
-        """Return example arguments of `symbolic`, given each size's unit as a SymInt (name -> unit); runs under an
-        active fake mode.
+        """Return example arguments for the graph of `symbolic`. ``units`` maps each size's name to its unit as a
+        SymInt; a fake mode must be active.
         """
 
         def number(x: Any) -> Any:
@@ -212,19 +213,19 @@ class SizedGraph:
 
 @dataclass(frozen=True)
 class At:
-    """The `SizedGraph`, and the sizes, from which `SizedGraph.at` made a graph."""
+    """Where a graph from `SizedGraph.at` comes from: the `SizedGraph` and the sizes (name -> size)."""
 
     graph: SizedGraph
     sizes: dict[str, int]
 
     @cached_property
     def units(self) -> dict[str, int]:
-        """Return name of a size -> its unit; see `SizedGraph.units`."""
+        """Return name of a size -> its unit at these sizes; see `SizedGraph.units`."""
         return self.graph.units(self.sizes)
 
 
 class _PolynomialNodes:
-    """Inserts the nodes that compute polynomials, once for each polynomial."""
+    """Inserts nodes that compute polynomials of the sizes into a graph. Each polynomial is computed once."""
 
     def __init__(self, graph: fx.Graph, scale: Mapping[str, tuple[int, int]]) -> None:
         self._graph, self._scale = graph, scale
@@ -239,7 +240,9 @@ class _PolynomialNodes:
         return self._nodes[x]
 
     def _node(self, x: Polynomial | Quotient) -> fx.node.Argument:
-        """Insert the nodes that compute ``x``; return the last, or an int if it is constant."""
+        """Insert the nodes that compute the polynomial or quotient ``x``. Return the last of them, or an int for a
+        constant.
+        """
         call = self._graph.call_function
         if isinstance(x, Quotient):
             return call(operator.truediv, (self(x.numerator), self(x.denominator)))
@@ -255,14 +258,14 @@ class _PolynomialNodes:
 
 
 def _words(node: fx.Node) -> Iterator[str]:
-    """Return an iterator over the strings among the arguments of ``node``, in order."""
+    """Iterate over the strings among a node's arguments, in order."""
     strings: list[str] = []
     fx.node.map_aggregate((node.args, node.kwargs), lambda x: strings.append(x) if isinstance(x, str) else None)
     return iter(strings)
 
 
 def _example(shape: Any, like: Any, number: Callable[[Any], Any]) -> Any:
-    """Return ``like``, an example value, with each tensor replaced by one of the sizes and strides in ``shape``.
+    """Return a copy of the example value ``like`` whose tensors have the sizes and strides in ``shape``.
 
     Args:
         number: maps a polynomial to its value.
@@ -278,8 +281,8 @@ def _example(shape: Any, like: Any, number: Callable[[Any], Any]) -> Any:
 def _value(
     record: Info, shapes: tuple[tuple[int | Polynomial, ...] | None, ...], number: Callable[[int | Polynomial], int]
 ) -> Value | tuple[Value | None, ...] | None:
-    """Return the `Value` (or tuple of them) of ``record`` with the shapes ``shapes``; ``number`` evaluates their
-    polynomials.
+    """Return the type of a node (the `Value` in ``record``, or a tuple of several) with other ``shapes``, whose
+    polynomials ``number`` evaluates.
     """
     values = tuple(
         replace(value, shape=tuple(map(number, shape))) if isinstance(value, Value) and shape is not None else value
@@ -289,7 +292,8 @@ def _value(
 
 
 def numbers_at(sizes: Mapping[str, int]) -> Callable[[Any], Any]:
-    """Return a function that maps a polynomial to its value at ``sizes``, a quotient to a float, others to themselves.
+    """Return a function that evaluates polynomials (to integers) and quotients (to floats) at ``sizes``. It returns any
+    other argument as it is.
 
     The values of the polynomials must be integers.
     """
@@ -306,10 +310,11 @@ def numbers_at(sizes: Mapping[str, int]) -> Callable[[Any], Any]:
 
 
 def roles_at(roles: Sequence[Role], layouts: Sequence[Any], number: Callable[[Any], Any]) -> tuple[Role, ...]:
-    """Return ``roles`` with the layouts that ``layouts`` (of a `SizedGraph`) describes, at the sizes of ``number``.
+    """Return the ``roles`` of outputs with their layouts at given sizes. ``layouts`` describes the layouts by
+    polynomials, as in `SizedGraph`.
 
     Args:
-        number: maps a polynomial to its value (`numbers_at`).
+        number: maps a polynomial to its value at the sizes (`numbers_at`).
     """
     out = []
     for role, dims in zip(roles, layouts, strict=True):
@@ -322,6 +327,6 @@ def roles_at(roles: Sequence[Role], layouts: Sequence[Any], number: Callable[[An
 
 
 def _whole(value: Fraction) -> int:
-    """Return ``value``, which must be an integer, as an int."""
+    """Convert ``value``, a fraction that must be an integer, to an int."""
     assert value.denominator == 1, value
     return int(value)

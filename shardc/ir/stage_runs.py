@@ -1,4 +1,6 @@
-"""`StageRuns`: what crosses between the stages of a pipeline in a step, as messages between ranks."""
+"""`StageRuns`: which values cross between the stages of a pipeline in a step, and the messages that bring them from
+rank to rank.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Boundary:
-    """Values of each microbatch that cross between a stage and the next: name -> type."""
+    """Values of each microbatch that cross between a stage and the next one: ``up`` with the forward, ``down`` with the
+    backward. Both map a name to a type.
+    """
 
     up: Mapping[str, Value]
     down: Mapping[str, Value]
@@ -42,7 +46,8 @@ class Boundary:
 
 @dataclass(frozen=True)
 class StageRuns:
-    """Values that cross between the stages of a step, or of a call without gradients, and the order of the ranks' runs.
+    """The values that cross between the stages of a pipeline, and the order in which the ranks run and send. It is for
+    a training step or for a call without gradients.
 
     Args:
         schedule: the order.
@@ -71,7 +76,7 @@ class StageRuns:
         graphs: Iterable[tuple[int, bool, fx.Graph]],
         openings: Sequence[StageRuns | None] = (),
     ) -> StageRuns:
-        """Return the values that cross between stages, from the inputs and outputs of their graphs.
+        """Find the values that cross between stages, from the inputs and outputs of the stages' graphs.
 
         Args:
             schedule: the order.
@@ -140,15 +145,16 @@ class StageRuns:
         return [*out, *str(self.schedule).splitlines()]
 
     def rank(self, stage: int) -> int:
-        """Return the coordinate of ``stage`` along the axis."""
+        """Return the rank of ``stage``: its coordinate along the axis of the stages."""
         return self.schedule.rank_of[stage]
 
     def stages(self, rank: int) -> list[int]:
-        """Return the stages of a rank."""
+        """Return the stages that lie on ``rank``, a coordinate along the axis of the stages."""
         return [stage for stage, at in enumerate(self.schedule.rank_of) if at == rank]
 
     def scheduled(self, rank: int) -> Iterator[tuple[Kind, int, int] | Message]:
-        """Yield what a rank does for microbatches, in order: (kind, stage, microbatch) of a computation, or a message.
+        """Yield what a rank does for the microbatches, in order: its computations as (kind, stage, microbatch), and its
+        messages.
 
         Boundaries that nothing crosses have no messages.
         """
@@ -164,15 +170,21 @@ class StageRuns:
                 yield kind, stage, at
 
     def before(self, rank: int) -> Iterator[Message]:
-        """Yield the messages of ``rank`` in front of a step: parameters that several stages read."""
+        """Yield the messages that ``rank`` sends or receives before the step: the parameters that several stages
+        read.
+        """
         return self._several(rank, "param", self.copies)
 
     def behind(self, rank: int) -> Iterator[Message]:
-        """Yield the messages of ``rank`` behind the last microbatch: sums that other stages take."""
+        """Yield the messages that ``rank`` sends or receives after the last microbatch: the sums that other stages
+        need.
+        """
         return self._several(rank, "sum", self.terms)
 
     def last(self, rank: int) -> Iterator[Message]:
-        """Yield the messages of ``rank`` at the end of a step, which bring its results to all ranks."""
+        """Yield the messages that ``rank`` sends or receives at the end of the step, which bring the step's results to
+        all ranks.
+        """
         for (kind, name), (stage, count, example) in self.results.items():
             values = [(kind, name, at) for at in range(count)]
             for target in range(self.schedule.ranks):
@@ -182,7 +194,8 @@ class StageRuns:
     def _several(
         self, rank: int, kind: str, values: Mapping[str, tuple[int, frozenset[int], Value]]
     ) -> Iterator[Message]:
-        """Yield the messages of ``rank`` that bring each of ``values`` to the ranks of the stages that take it.
+        """Yield the messages with ``values`` that ``rank`` sends or receives. They go from the rank whose stage has a
+        value to the ranks whose stages take it.
 
         Args:
             kind: kind of the values in `Message.keys`.
@@ -195,8 +208,8 @@ class StageRuns:
                     yield Message(((kind, name, 0),), (example,), source, target)
 
     def _message(self, kind: str, values: Mapping[str, Value], at: int, source: int, target: int) -> Iterator[Message]:
-        """Yield the message with ``values`` of microbatch ``at`` from stage ``source`` to stage ``target``; none
-        without values.
+        """Yield one message with the ``values`` of microbatch ``at`` from stage ``source`` to stage ``target``. Yield
+        nothing if there are no values.
 
         Args:
             kind: kind of the values in `Message.keys`.
@@ -208,16 +221,16 @@ class StageRuns:
 
 
 def received(lists: Sequence[Sequence[object]], rank: int) -> list[int]:
-    """Return one number for each action of ``rank``. For a message that it receives: how many messages from ``rank``
-    the sender has received before it sends this one. For other actions: 0.
+    """Return, for each message that ``rank`` receives, how many messages from ``rank`` the sender has received before
+    it sends this one. Entries of other actions are 0; the list has one for each action of ``rank``.
 
     Args:
         lists: the actions of each rank, messages among them.
     """
 
     def of(source: int) -> Iterator[int]:
-        """Yield, for each message from ``source`` to ``rank``, how many messages from ``rank`` the source has received
-        before it sends this one.
+        """Yield, for each message from rank ``source`` to ``rank``, how many messages from ``rank`` have arrived at
+        ``source`` before it sends this one.
         """
         count = 0
         for x in lists[source]:

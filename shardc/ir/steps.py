@@ -1,4 +1,6 @@
-"""Check of data-movement ops: how each op of `shardc.ir.ops` may change the layout of its operand."""
+"""Checks data-movement ops (all-gather, shard, ...): whether each op of `shardc.ir.ops` may change the layout of its
+operand as it does.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from shardc.ir.layout import Digit, Digits, Layout, cut_digits
 def broken_step(
     op: Callable[..., object], source: Layout, result: Layout, axes: Sequence[str], reduce_op: str
 ) -> str | None:
-    """Return why, as text, ``op`` over ``axes`` does not turn ``source`` into ``result``, or None if it does.
+    """Check that ``op`` over ``axes`` turns the layout ``source`` into ``result``. Return None if it does, else the
+    reason why not as text.
 
     Args:
         op: one of `ops.COLLECTIVES` or `ops.LOCAL_MOVES`.
@@ -31,7 +34,9 @@ def broken_step(
 
 
 class _Step:
-    """A data-movement op with each mesh axis cut into *atoms*: wherever one of its layouts or its own axes cut it."""
+    """One data-movement op to check. Mesh axes are cut into *atoms*: parts that are so small that both layouts and the
+    op's axes consist of them.
+    """
 
     def __init__(self, source: Layout, result: Layout, axes: Sequence[str], reduce_op: str) -> None:
         self.mesh, self.source, self.result = source.mesh, source, result
@@ -40,7 +45,7 @@ class _Step:
         self.over = [atom for axis in axes for atom in self.atoms(axis)]
 
     def broken(self, op: Callable[..., object]) -> str | None:
-        """Return why, as text, ``op`` does not turn the operand's layout into the result's; None if it does."""
+        """Return None if ``op`` turns the operand's layout into the result's, else the reason why not as text."""
         source, result = self.source, self.result
         if op in (ops.all_gather, ops.shard):
             split, whole = (source, result) if op is ops.all_gather else (result, source)
@@ -58,29 +63,29 @@ class _Step:
     # --- conditions of the ops; each returns None if it holds, else a reason as text
 
     def missing(self, bound: set[str], what: str) -> str | None:
-        """Return the reason "AXIS splits ``what``" if one of the op's axes is not among ``bound``, else None; ``what``
-        is a text such as "no dim of the operand".
+        """Return None if all of the op's axes are in ``bound``, else the reason "AXIS splits ``what``". ``what`` is a
+        text such as "no dim of the operand".
         """
         lost = next((atom for atom in self.over if atom not in bound), None)
         return None if lost is None else f"{lost!r} splits {what}"
 
     def splits(self, layout: Layout) -> str | None:
-        """Return a reason, as text, if not all of the op's axes split the operand or result with this ``layout``; else
-        None.
+        """Check that all of the op's axes split dims of ``layout``, that of the operand or the result. Return None or a
+        reason.
         """
         what = "the operand" if layout is self.source else "the result"
         return self.missing(self.bound(layout), f"no dim of {what}, {layout}")
 
     def unbinds(self, split: Layout, whole: Layout) -> str | None:
-        """Return a reason, as text, if ``whole`` is not ``split`` without the op's axes in its dims; else None."""
+        """Check that the dims of ``split`` without the op's axes are those of ``whole``. Return None or a reason."""
         expected = self.without(split)
         if (lost := self.splits(split)) is not None or expected.dims == whole.dims:
             return lost
         return f"[{split.dims_text()}] without {self.axes} is [{expected.dims_text()}], not [{whole.dims_text()}]"
 
     def moves(self) -> str | None:
-        """Return a reason, as text, if the layouts of operand and result are equal, or differ in digits of other axes
-        than the op's; else None.
+        """Check that operand and result differ in which dims the op's axes split, and in nothing else. Return None or a
+        reason.
         """
         if self.source.dims == self.result.dims:
             return "nothing moves"
@@ -90,14 +95,16 @@ class _Step:
         return f"without {self.axes}, [{before.dims_text()}] becomes [{after.dims_text()}]"
 
     def whole_shards(self) -> str | None:
-        """Return a reason, as text, if the result's shards are not the operand's shards on other ranks; else None."""
+        """Check that each shard of the result is a whole shard of the operand, on another rank. Return None or a
+        reason.
+        """
         if _cuts(self.source) == _cuts(self.result):
             return None
         return f"the shards of {self.source} are not those of {self.result}"
 
     def reduces(self, pending: Layout, done: Layout) -> str | None:
-        """Return a reason, as text, if ``done`` is not ``pending`` without the reductions over the op's axes; else
-        None.
+        """Check that ``done`` has the pending reductions of ``pending`` except those over the op's axes. Return None or
+        a reason.
         """
         left = self.pending(done)
         if not set(self.over) & set(left) and self.pending(pending) == left | dict.fromkeys(self.over, self.op):
@@ -106,13 +113,13 @@ class _Step:
         return f"a {self.op} over {self.axes} does not stand between {before} pending and {after} pending"
 
     def same_dims(self) -> str | None:
-        """Return a reason, as text, if the dims of operand and result differ; else None."""
+        """Check that operand and result have the same dims. Return None or a reason."""
         if self.source.dims == self.result.dims:
             return None
         return f"the dims change from [{self.source.dims_text()}] to [{self.result.dims_text()}]"
 
     def same_pending(self) -> str | None:
-        """Return a reason, as text, if the pending reductions of operand and result differ; else None."""
+        """Check that operand and result have the same pending reductions. Return None or a reason."""
         if self.pending(self.source) == self.pending(self.result):
             return None
         return f"{_pending_text(self.source)} pending becomes {_pending_text(self.result)} pending"
@@ -120,23 +127,25 @@ class _Step:
     # --- layouts in atoms
 
     def atoms(self, axis: str) -> list[str]:
-        """Return the parts into which all layouts of the op together cut ``axis``, major first; none for size 1."""
+        """Return the atoms of ``axis``, major first: the parts into which the op's layouts and axes cut it. None for
+        size 1.
+        """
         return self.mesh.parts(axis, self.edges)
 
     def digits(self, digits: Digits) -> Digits:
-        """Return the ``digits`` of a dim, in which each digit that an axis splits is cut into atoms."""
+        """Return the ``digits`` of a dim with each digit that an axis splits cut into one digit for each atom."""
         return cut_digits(self.mesh, digits, self.atoms)
 
     def bound(self, layout: Layout) -> set[str]:
-        """Return the atoms that split a dim of ``layout``."""
+        """Return the atoms (parts of mesh axes) that split a dim of ``layout``."""
         return {digit.axis for digits in layout.dims for digit in self.digits(digits) if digit.axis is not None}
 
     def pending(self, layout: Layout) -> dict[str, str]:
-        """Return atom -> reduce op of the pending reductions of ``layout``."""
+        """Return the pending reductions of ``layout`` as atom (part of a mesh axis) -> reduce op."""
         return {atom: op for axis, op in layout.partial for atom in self.atoms(axis)}
 
     def without(self, layout: Layout) -> Layout:
-        """Return ``layout`` without the step's axes in its dims."""
+        """Return ``layout`` with the op's axes removed from its dims."""
         dims = [
             [Digit(digit.radix) if digit.axis in self.over else digit for digit in self.digits(digits)]
             for digits in layout.dims
@@ -150,8 +159,8 @@ def _pending_text(layout: Layout) -> str:
 
 
 def _cuts(layout: Layout) -> list[list[tuple[bool, int]]]:
-    """Return, for each dim of ``layout``, its longest runs of digits that are all split or all local, each as (whether
-    split, number of values).
+    """Return each dim of ``layout`` as runs of digits that are all split or all local. A run is given as (whether it is
+    split, product of its radices).
     """
     return [
         [(bound, prod(d.radix for d in run)) for bound, run in groupby(digits, lambda d: d.axis is not None)]

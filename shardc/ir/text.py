@@ -18,7 +18,7 @@ from shardc.ir.mesh import Mesh
 
 
 def leaf_paths(tree: PyTree) -> list[tuple[Any, ...]]:
-    """Return the keys, positions and attributes that lead to each leaf of ``tree``, in order.
+    """Return the path to each leaf of the pytree ``tree``, in order: a tuple of keys, positions and attribute names.
 
     For a class registered without key paths they are its keys (of a mapping) or attributes, if it flattens to the items
     or attributes in order, and positions otherwise.
@@ -65,7 +65,9 @@ def dump(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> str:
 
 
 def lines(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> list[Line]:
-    """Return the lines of `dump` without the section ``comm``, each with its node (None for headings)."""
+    """Return the lines of `dump`, without its section ``comm``. Each line comes with its node, or None for a
+    heading.
+    """
     nodes = list(gm.graph.nodes)
     for node in nodes:
         if node.op != "output" and KEY not in node.meta:
@@ -97,7 +99,7 @@ def lines(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> list[Line
 
 
 def placeholder_text(record: Info, unplaced: str) -> str:
-    """Return the text of the placeholder with this ``record``: ``KIND [#INDEX] [ROLE] %name: type``.
+    """Return a placeholder as text, ``KIND [#INDEX] [ROLE] %name: type``, given its `Info`.
 
     ``unplaced`` is appended to a tensor without a layout.
     """
@@ -106,7 +108,7 @@ def placeholder_text(record: Info, unplaced: str) -> str:
 
 
 def role_text(role: Role, shown_name: str) -> str:
-    """Return ``role`` as text, ``KIND [#INDEX] [ROLE]``: without an index of 0, and without the name if it is
+    """Return ``role`` as text, ``KIND [#INDEX] [ROLE]``. An index of 0 is left out, and so is a name equal to
     ``shown_name``.
     """
     index = [f"#{role.index}"] if role.index else []
@@ -115,8 +117,8 @@ def role_text(role: Role, shown_name: str) -> str:
 
 
 def op_line(gm: fx.GraphModule, node: fx.Node, unplaced: str = "") -> str:
-    """Return ``%name: type = op(arguments)`` of a node that is neither placeholder nor output; ``unplaced`` is appended
-    to the type of a tensor without a layout.
+    """Return the line of an op or a constant: ``%name: type = op(arguments)``. ``unplaced`` is appended to the type of
+    a tensor that has no layout.
     """
     record = info(node)
     left = f"{grammar.name_text(record.name)}: {grammar.value_text(record.value, unplaced)}"
@@ -130,13 +132,13 @@ def op_line(gm: fx.GraphModule, node: fx.Node, unplaced: str = "") -> str:
 
 
 def constant_text(gm: fx.GraphModule, name: str) -> str:
-    """Return the name of an attribute of ``gm`` and, if it is small, its values, as text."""
+    """Return a tensor attribute of ``gm`` as text: its name and, if it has few elements, its values."""
     content = grammar.small_values(operator.attrgetter(name)(gm))
     return argument_text(name) if content is None else f"{argument_text(name)}, {argument_text(content)}"
 
 
 def shown_arguments(node: fx.Node) -> list[str]:
-    """Return the arguments as text in schema order, without those that equal the op's default."""
+    """Return the arguments of an op as texts, in schema order. Arguments that equal the op's default are left out."""
     defaults, positional = grammar.defaults(node.target)
     wants = iter(info(node).needs or ())
     args = list(node.args)
@@ -159,7 +161,7 @@ def is_default(defaults: Mapping[str, object], name: str, arg: object) -> bool:
 
 
 def argument_text(arg: fx.node.Argument, wants: Iterator[Layout | None] = NONE_WANTED) -> str:
-    """Return an argument as text: a node by its name, a list, or a constant.
+    """Return one argument of an op as text: a node by its name, a list in brackets, or a constant.
 
     ``wants`` are the required layouts of the tensors among the arguments, in order.
     """
