@@ -76,7 +76,7 @@ def format_warning(
 
 
 def _named(options: argparse.Namespace, error: OSError) -> bool:
-    """Return whether ``error`` is about a file, or the folder of a file, that an argument names."""
+    """Return whether an argument of the command names the file that ``error`` is about, or a file in that folder."""
     texts = [value for value in vars(options).values() if isinstance(value, str)]
     return bool(error.filename) and any(value.startswith(str(error.filename)) for value in texts)
 

@@ -157,7 +157,7 @@ def dynamo_captures() -> Iterator[None]:
 
 
 def traced_code(capture: GraphCaptureOutput) -> list[CodeType]:
-    """Returns the code objects that Dynamo traced for a graph; a placeholder if this torch does not record them."""
+    """Returns the code objects that Dynamo traced for a graph; one placeholder if this torch does not record them."""
     unknown = compile("", "<unknown>", "exec")
     return getattr(capture, "traced_code", None) or getattr(capture.output_graph, "traced_code", None) or [unknown]
 

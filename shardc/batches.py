@@ -144,7 +144,9 @@ class Batches:
             state.spec.groups.consistency.enter(Event((("event", f"the end of the batches of {state.name}"),)))
 
     def part(self, batch: Any) -> Any:
-        """Returns this rank's part of ``batch``, in the same structure; `__iter__` yields it. All ranks call it."""
+        """Returns this rank's part of ``batch``, in the same structure. All ranks call it; `__iter__` does for each
+        batch.
+        """
         if (state := self._state) is None:
             return batch
         plain = opened(batch)

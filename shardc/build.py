@@ -116,7 +116,7 @@ class Build:
             )
 
         def make(joint: Joint, folded: Folded | None) -> Program:
-            """Returns the program of a joint graph."""
+            """Returns the program of a joint graph, with its guards and the functions that compile it anew."""
             guards = Guards.of(joint.captured.reads if folded is None else folded.reads, template, self.loss)
             rebuild = self._rebuilder(template, args, kwargs, with_loss)
             return self.kinds[0](
@@ -312,7 +312,9 @@ class Build:
         return rebuild
 
     def _lower_again(self, folder: Path) -> bytes | None:
-        """Returns Inductor's artifacts of the program in ``folder``; None if its process groups do not exist yet."""
+        """Lowers the saved program in ``folder`` and returns Inductor's artifacts of it. None if its process groups do
+        not exist yet.
+        """
         if self.groups is None:
             return None
         saved, groups = load(folder), self.groups

@@ -149,7 +149,9 @@ def _check_wrappers(model: nn.Module) -> None:
 
 
 def _check_tensors(model: nn.Module) -> None:
-    """Raises InputError if a parameter or buffer is lazy (no shape yet), sparse, quantised or of a refused class."""
+    """Raises InputError for a parameter or buffer that cannot be sharded: lazy (without a shape yet), sparse,
+    quantised, or of an unsupported class.
+    """
     attributes = (
         (f"{path}.{key}".lstrip("."), x)
         for path, module in model.named_modules()

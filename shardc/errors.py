@@ -77,7 +77,8 @@ class RuleError(ShardcError, RuntimeError):
 
 
 class VerifyError(ShardcError, RuntimeError):
-    """A graph violates the spec of its stage, or a pipeline's ranks do not fit together: never the user's fault.
+    """A graph violates an invariant, or the graphs of a pipeline's ranks do not fit together. Your model and plan are
+    not the cause.
 
     During a compile, ``fix`` names a file with the program and the versions, for a bug report.
     """

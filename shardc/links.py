@@ -44,7 +44,9 @@ def measure_links(mesh: DeviceMesh) -> CostModel:
 
 
 def messages(sent: Sent, pair: Sent | None = None, ranks: int = 2) -> Messages:
-    """Converts times measured on ``ranks`` ranks (``sent``) and on two (``pair``) to the cost model's `Messages`."""
+    """Return the cost model's `Messages` (cost of direct messages) from the times measured on ``ranks`` ranks
+    (``sent``) and on two (``pair``).
+    """
     pair = pair or sent
     hop = max(sent.latency - pair.latency, 0.0) / max(ranks - 2, 1)
     return Messages(pair.latency, sent.call, sent.message, hop, sent.bandwidth, sent.share)

@@ -81,7 +81,9 @@ def wrap(
 
 
 def _whole(kind: type[torch.optim.Optimizer], whole: bool | Select | None) -> Select:
-    """Returns the function (name, parameter) -> whether an optimizer of class ``kind`` updates the parameter whole."""
+    """Returns a function of (name, parameter). It says whether an optimizer of class ``kind`` updates that parameter
+    whole, not by shards.
+    """
     name = kind.__name__
     if issubclass(kind, torch.optim.LBFGS):
         raise InputError(
@@ -149,7 +151,7 @@ class _OnShards(torch.optim.Optimizer):
             )
 
     def _check(self, groups: list[dict[str, Any]]) -> None:
-        """Raises InputError if a parameter of ``groups`` is none of the module's."""
+        """Raises InputError if ``groups`` has a parameter that does not belong to the module."""
         for group in groups:
             for param in group["params"]:
                 if id(param) not in self._names:
@@ -175,7 +177,8 @@ class _OnShards(torch.optim.Optimizer):
             self._place()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Runs one step: a call of the fused kernel per parameter group, or the class's own step.
+        """Runs one optimizer step on plain tensors: by a call of Adam's fused kernel per parameter group if possible,
+        else by the base class.
 
         Shards and their state are kept between steps, while local tensors and state values remain the same objects.
         Adam's CPU kernel is then called directly; otherwise the step of the base class runs.
@@ -229,7 +232,9 @@ class _OnShards(torch.optim.Optimizer):
         return loss
 
     def _gather(self) -> list[WholeParameter]:
-        """Sends parameters and gradients to their owners; returns the whole parameters with gradients, on all ranks."""
+        """Sends parameters and gradients to the ranks that own them (update them whole). Returns all those parameters
+        that have gradients.
+        """
         grads = [(x, x.param.grad) for x in self._whole]
         used = [x for x, grad in grads if grad is not None]
         if self._owners is None or not used:
@@ -303,7 +308,9 @@ class _OnShards(torch.optim.Optimizer):
                     self.state[shard.param] = pytree.tree_map(shard.placed, state)
 
     def _step_unchanged(self, groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, object]]) -> bool:
-        """Repeats the kernel calls of the last step, with present gradients and options; returns False if it cannot."""
+        """Repeats the kernel calls of the last step with the present gradients and options. Returns False if something
+        changed, so that it cannot.
+        """
         scaled = getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None
         if self._calls is None or scaled or not self._are_known(groups) or not self._has_same_state(state):
             return False

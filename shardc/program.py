@@ -152,7 +152,9 @@ class Program(Executable):
         return self.cut.localized
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
-        """Return the local graph of a phase; None for a backward if nothing needs a gradient."""
+        """Return the local graph of a phase of the step, such as the forward; None if the program has none (a backward
+        if nothing needs a gradient).
+        """
         if isinstance(phase, frozenset):
             return backward_for(phase, self.half(BACKWARD), *self._hooks)
         if phase == FORWARD and not self.cut.trains:

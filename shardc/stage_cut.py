@@ -161,8 +161,8 @@ class PipelineCut(MicrobatchCut):
         return out
 
     def _gathers(self, at: int, first: bool) -> fx.GraphModule | None:
-        """Returns the graph in which stage ``at`` gathers parameters, if it runs within the first forward (``first``)
-        or before that (not ``first``); else None.
+        """Returns the graph in which stage ``at`` gathers parameters, if it runs where ``first`` says: as a part of the
+        first forward (True), or before that (False). Else None.
 
         True: as a part of the first forward. False: before that. Each stage has one or the other.
         """

@@ -146,7 +146,9 @@ class MicrobatchCut(StepCut):
         return self._cut_in_time()
 
     def _cut_in_time(self) -> Phases:
-        """Cuts the joint graph in time, and verifies the cut."""
+        """Cuts the joint graph into the graphs that run for each microbatch and those that run once. Verifies
+        the cut.
+        """
         gm = LazyGraphModule(self.localized, ir.copied(self.localized.graph))
         for node in gm.graph.nodes:
             node.meta.pop(ALIASED, None)  # of operands, which some graphs of the cut take as arguments
@@ -222,7 +224,8 @@ def has_gradients(graph: fx.Graph) -> bool:
 
 
 def in_time(inputs: Iterable[tuple[str, Layout]], roles: Iterable[Role]) -> InTime:
-    """Return "inputs" or "outputs" -> name or index -> layout, of those that are split over the microbatches.
+    """Return the layouts of the inputs and outputs that are split over the microbatches: {"inputs": {name: layout},
+    "outputs": {index: layout}}.
 
     Args:
         inputs: name and layout of each input.

@@ -289,8 +289,8 @@ class _Reader:
         return value
 
     def one_of(self, value: object, kinds: tuple[Any, ...], path: tuple[str, ...]) -> object:
-        """Return ``value`` converted to the first of ``kinds`` that it fits; if it fits none, raise the `_Mismatch` of
-        the closest.
+        """Return ``value`` converted to the first of the types ``kinds`` that it fits. If it fits none, raise the
+        `_Mismatch` of the closest type.
         """
         deepest: _Mismatch | None = None
         for kind in kinds:
@@ -305,7 +305,9 @@ class _Reader:
         raise _Mismatch(path, value, " or ".join(expected(kind) for kind in kinds))
 
     def items(self, value: object, items: tuple[Any, ...], kind: Any, path: tuple[str, ...]) -> tuple[object, ...]:
-        """Return a list or tuple converted to ``tuple[*items]``, which is ``kind``."""
+        """Return ``value``, a list or tuple, converted to the type annotation ``kind``, a tuple type with the item
+        types ``items``.
+        """
         many = len(items) == 2 and items[1] is Ellipsis
         if not isinstance(value, list | tuple) or (not many and len(value) != len(items)):
             raise _Mismatch(path, value, expected(kind))

@@ -202,7 +202,7 @@ def phase_table(phases: Sequence[Phase]) -> Table:
 
 
 def collective_table(pairs: Sequence[Pair]) -> Table:
-    """Return the table of collectives, those of repeated layers as one row."""
+    """Return the table of collectives, predicted and measured. Equal collectives of repeated layers share one row."""
     rows = []
     for (kind, axis, ran), of in _by_layer_pattern(pairs, lambda p: (p.kind, p.axis, p.ran)):
         sent, counted = (sum(p.predicted_bytes for p in of)), [p.bytes for p in of if p.bytes is not None]
@@ -235,7 +235,8 @@ def _tensor(pairs: Sequence[Pair]) -> str:
 
 
 def lost_table(pairs: Sequence[Pair], seconds: float) -> Table:
-    """Return the table of collectives that are exposed for longer than predicted, each with the largest cause.
+    """Return the table of collectives that were exposed for longer than predicted, each with the cause that lost the
+    most time.
 
     Args:
         seconds: duration of the step; collectives that lose less than the share `LEAST` of it are left out.

@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
     with tqdm(desc="plans", unit="", leave=False, disable=None) as bar:
 
         def show(trial: Trial) -> None:
-            """Advance the progress bar, and print a tried plan with its cost to stderr."""
+            """Advance the progress bar, and print the tried plan with its cost to stderr."""
             bar.update()
             bar.write(str(trial), file=sys.stderr)
 

@@ -40,7 +40,7 @@ def add_prediction(parser: argparse.ArgumentParser) -> None:
 
 
 def predict(options: argparse.Namespace) -> tuple[InspectedProgram, Schedule]:
-    """Return (program, schedule) for the arguments of `add_prediction`."""
+    """Compile and predict what the arguments of `add_prediction` ask for. Return (program, schedule)."""
     described = hardware.find(options.hardware)
     program = target.lowered(options, described, fold=options.fold)
     return program, program.schedule(described, stage=options.stage, order=options.order)

@@ -67,7 +67,9 @@ def core_aten() -> list[OpOverload]:
 
 
 def overloads(op: str) -> Iterator[OpOverload]:
-    """Yield the functional overloads that a rule for ``op`` covers."""
+    """Yield the functional overloads of an op that its rule covers; ``op`` is a name such as ``aten.add`` or
+    ``aten.add.Tensor``.
+    """
     namespace, name, *suffix = op.split(".")
     packet = getattr(getattr(torch.ops, namespace), name)
     yield from filter(functional, (getattr(packet, overload) for overload in suffix or packet.overloads()))

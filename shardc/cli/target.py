@@ -71,7 +71,9 @@ class Target:
     args: tuple[PyTree, ...]
 
     def named(self, name: str, what: str) -> Any:
-        """Return attribute ``name`` of the target's module; an error calls it a ``what``, such as "loss"."""
+        """Return attribute ``name`` of the module that the user's file defines. An error calls it ``what``, such as
+        "loss".
+        """
         return _attribute(self.module, name, self.name.rpartition(":")[0], what)
 
 
@@ -226,8 +228,8 @@ def parsed(texts: Sequence[str], target: Target) -> dict[str, Any]:
 
 
 def options_of(target: Target, texts: Sequence[str], described: Hardware | None = None, **defaults: Any) -> Any:
-    """Return the `shardc.Options` of a command: ``defaults``, replaced by the options in ``texts`` (each
-    ``NAME=VALUE``).
+    """Return the `shardc.Options` of a command: ``defaults``, overridden by the options in ``texts`` (such as
+    ``bucket_size=0``).
 
     Args:
         described: the hardware of a prediction; bucket sizes and p2p collectives default to what suits it.

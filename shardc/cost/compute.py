@@ -313,7 +313,8 @@ class _Axis:
 def wasted(
     ops: Iterable[Dense], mesh: Mesh, params: Mapping[str, Layout], counts: Callable[[str], int] = lambda name: 1
 ) -> PlanError | None:
-    """Return the warning about redundant work, as a PlanError to show; None if there is too little of it.
+    """Return a warning about compute that ranks repeat, as a PlanError whose text is shown; None if too little is
+    repeated.
 
     Args:
         ops: the dense ops of a step.

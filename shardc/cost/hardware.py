@@ -142,7 +142,9 @@ class Hardware:
         return price(self, kind, where, wire_bytes).seconds + self.start_seconds(messages)
 
     def least_seconds(self, wire_bytes: float) -> float:
-        """Return a lower bound of the seconds of any collectives in which a rank sends ``wire_bytes`` in total."""
+        """Return a lower bound of the seconds of the collectives in which a rank sends ``wire_bytes`` in total,
+        whatever their kinds and number.
+        """
         # A rank may send within its node and to other nodes at the same time.
         hop = min(self.inside.ring, self.inside.tree, self.between.ring, self.between.tree)
         return self.start + hop + wire_bytes / (self.wire * (self.inside.bandwidth + self.between.bandwidth))
@@ -219,7 +221,9 @@ class Route:
         return hardware.inside if self.nodes == 1 else hardware.between
 
     def ring_bandwidth(self, hardware: Hardware) -> float:
-        """Return the bytes per second that a rank sends in a ring; ranks of a node share its network cards."""
+        """Return the bytes per second that a rank sends in a ring of this group. Data that leaves a node can use the
+        network cards of all ranks of the group there.
+        """
         inside = hardware.inside.bandwidth
         across = hardware.between.bandwidth * self.per_node
         if self.nodes == 1:
@@ -229,9 +233,9 @@ class Route:
 
 @lru_cache(maxsize=4096)
 def route(mesh: Mesh, axes: tuple[str, ...], node: int) -> Route:
-    """Return the placement of the groups along ``axes`` on nodes of ``node`` ranks; node 0 begins with rank 0.
-    The last axes of a mesh vary fastest, so they are inside a node. If a node does not hold a whole number of groups,
-    the groups count as crossing nodes.
+    """Return how the groups along ``axes`` lie on nodes of ``node`` ranks each. Rank 0 is the first of node 0, and the
+    last axes of the mesh vary fastest. If a node does not hold a whole number of groups, the groups count as crossing
+    nodes.
 
     >>> route(Mesh(dp=4, tp=8), ("tp",), 8), route(Mesh(dp=4, tp=8), ("dp",), 8)
     (Route(ranks=8, nodes=1, per_node=8), Route(ranks=4, nodes=4, per_node=1))

@@ -142,7 +142,9 @@ class CostModel:
         return kind in self._by_kind
 
     def seconds(self, kind: str, ranks: int, wire_bytes: float, messages: int = 1) -> float:
-        """Return the seconds of ``messages`` collectives of ``kind``; each rank receives ``wire_bytes`` in total."""
+        """Return the seconds of ``messages`` collectives of ``kind`` on ``ranks`` ranks. Each rank receives
+        ``wire_bytes`` in all of them together.
+        """
         if ranks == 1:
             return 0.0
         rows = self._by_kind.get(kind)

@@ -102,8 +102,8 @@ def _straight(
     came: dict[State, tuple[State, Move]],
     states: list[State],
 ) -> list[tuple[Move, State]]:
-    """Return the cheapest of the paths that lead to one of ``states`` and continue by the moves of `_Moves.straight` to
-    the target.
+    """Return the cheapest path from the source to the target through one of ``states``. From that state on, it uses the
+    moves of `_Moves.straight`.
 
     Args:
         best: state -> seconds of the cheapest path to it.
@@ -219,8 +219,8 @@ class _StateCache:
                 yield from self._fill(inside, left // places.sizes[part], bound, part + 1, blocked | places.clashes[at])
 
     def rivals_whole(self, state: State, part: int) -> bool:
-        """Return whether no axis part that overlaps axis part ``part`` splits anything in ``state``: all are at the
-        location `WHOLE`.
+        """Return whether all other axis parts that overlap axis part ``part`` are unused in ``state``: they split
+        nothing and are not partial.
         """
         return all(state[rival] == WHOLE for rival in self.places.rivals[part])
 
@@ -302,7 +302,9 @@ class _Moves:
         return free if every else [at for at in free if self.places.neutral >> at & 1][:1] or free
 
     def _by_op(self, codes: State, parts: list[int]) -> dict[str, list[int]]:
-        """Return reduce op -> those of ``parts`` that are partial with it; ``codes`` are the locations of all parts."""
+        """Group the pending axis parts ``parts`` by their reduce op: op -> parts. ``codes`` has the locations of all
+        parts, from which the op is read.
+        """
         out: dict[str, list[int]] = {}
         for k in parts:
             out.setdefault(REDUCE_OPS[-1 - codes[k]], []).append(k)
@@ -423,7 +425,7 @@ class Step:
         return self.kind in LOCAL and _is_in_time(self.src.mesh, self.axes)
 
     def wire_elements(self) -> int:
-        """Return the number of elements that each rank receives; 0 for a local op."""
+        """Return the number of elements that each rank receives in this step of a redistribution; 0 for a local op."""
         return 0 if self.kind in LOCAL else comm_volume.wire_elements(self.kind, self.ranks, self.src.local_numel)
 
     def wire_bytes(self, itemsize: int) -> int:

@@ -111,7 +111,7 @@ def _leaves(node: fx.Node, region: int) -> bool:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Return whether a kernel draws from the device's generator; an attention does so only with dropout."""
+    """Return whether an op draws random numbers from the device's generator. Attention does so only with dropout."""
     if not draws(node.target):
         return False
     arguments = arguments_of(node)
@@ -222,7 +222,8 @@ def of_halves(halves: Iterable[Half], levels: Mapping[str, int]) -> Sequence:
 
 @uncollected()
 def of_runs(runs: Iterable[tuple[Half, int]], levels: Mapping[str, int]) -> Sequence:
-    """Return the `Sequence` of ops of a step, as `of_halves`, in which graphs of different microbatches interleave.
+    """Return the ops of a step as a `Sequence`, from ``runs`` of its graphs. Graphs of different microbatches may
+    interleave.
 
     Args:
         runs: (graph, number of its microbatch) in the order in which they run. A graph reads what an earlier graph of
@@ -290,7 +291,7 @@ def _placed(start: Op, plan: MemoryPlan) -> tuple[int, ...]:
 
 
 class _Builder:
-    """Collects the ops of a step in order, each after those that it reads.
+    """Collects the ops of a step in order. Each op comes after the ops that it reads.
 
     Attributes:
         gathered: node whose value is an unsharded parameter -> FSDP level.
@@ -312,8 +313,8 @@ class _Builder:
             self.at.pop(node, None)
 
     def add(self, node: fx.Node, phase: str) -> None:
-        """Append ``node`` to the ops of the step, as one of ``phase``, after those of its inputs that are not in it
-        yet.
+        """Append ``node`` to the ops of the step, as an op of ``phase``. Inputs of ``node`` that are not in the step
+        yet are appended first.
         """
         work = [node]
         while work:

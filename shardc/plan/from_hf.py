@@ -97,7 +97,8 @@ def hf_entries(model: nn.Module, axis: str) -> list[Entry]:
 
 
 def ep_entries(model: nn.Module, axis: str) -> list[Entry]:
-    """Return entries that split the experts of the model's expert-parallel plan over ``axis``.
+    """Return the plan entries that split the model's experts over ``axis``, as its own expert-parallel plan
+    (``_ep_plan``) does.
 
     Raises:
         PlanError: the model has no such plan.

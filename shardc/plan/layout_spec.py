@@ -59,7 +59,8 @@ Form = str | tuple[Any, ...] | OnAxes | PerRank
 
 @typed(PlanError)
 def per_rank(dim: int = -1, relative_to: str | None = "0") -> PerRank:
-    """A spec for an input that each rank passes for its own part of the batch: an edge list, offsets, ``cu_seqlens``.
+    """Declare an input that belongs to each rank's own part of the batch, such as an edge list, offsets or
+    ``cu_seqlens``. Returns a spec for ``Plan(inputs=...)``.
 
     The global input is the concatenation of the ranks' inputs along ``dim``. Values of int32 or int64 are row numbers
     in the rank's own part of the input ``relative_to``: the number of rows of earlier ranks is added to them, which
@@ -92,7 +93,7 @@ class DimSpec:
 
 @dataclass(frozen=True)
 class DimsSpec:
-    """The specs of all dims of a tensor, parsed from a string or from a tuple of axes.
+    """The parsed spec of a tensor: one `DimSpec` per dim, and its partial reductions.
 
     Args:
         dims: the spec of each dim.
@@ -298,7 +299,7 @@ def _bad_layout(text: str, entry: str) -> PlanError:
 
 
 def _check_once(spec: DimsSpec, form: Form, entry: str) -> None:
-    """Raise PlanError if ``spec``, which ``form`` was parsed to, uses an axis twice."""
+    """Raise PlanError if ``spec`` uses an axis twice. ``form`` is the spec as the user wrote it."""
     axes = spec.axes
     for axis in axes:
         if axes.count(axis) > 1:
@@ -317,7 +318,9 @@ def spec_axes(form: Form) -> tuple[str, ...]:
 
 
 def leaves_dims(form: Form) -> bool:
-    """Return whether ``form`` keeps dims of the base layout: by ``~``, or since it has placements on some axes only."""
+    """Return whether the spec ``form`` keeps the base layout of some dims: written as ``~``, or by placements on some
+    axes only.
+    """
     if isinstance(form, OnAxes) or is_placements(form):
         return isinstance(form, OnAxes)
     spec = read(form)
@@ -518,7 +521,9 @@ class _Tensor:
         return DimsSpec(tuple(DimSpec(((None, tuple(names)),)) for names in axes), None, tuple(partial))
 
     def _from_placements(self) -> Layout:
-        """Return the layout of DTensor placements; an error names the tensor and the plan entry."""
+        """Return the layout that the DTensor placements of the spec describe. An error names the tensor and the plan
+        entry.
+        """
         assert isinstance(self.form, tuple)
         try:
             return from_placements(self.mesh, self.shape, self.form)

@@ -32,7 +32,7 @@ def _matches(glob: str, name: str) -> bool:
 
 
 def by_part(path: str) -> str:
-    """Return ``path`` as a glob in which each star matches one part of a name, without dots."""
+    """Return ``path`` as a glob of the plan in which each star stands for one part of a name, without dots."""
     return f"./{path}" if any(char in path for char in "*?[") else path
 
 

@@ -1,4 +1,4 @@
-"""`PipelineStages`: the stages of a pipeline, and which of them each parameter of a model belongs to.
+"""`PipelineStages`: the stages of a pipeline, and the stage of each parameter of a model.
 
 Stages are assigned before the model is traced, since parameters are placed first: by the order of the model's modules,
 which is the order in which they run in most models. The assignment decides where parameters lie. Ops of the graph
@@ -159,8 +159,8 @@ def _inside(name: str) -> Iterator[str]:
 
 
 def blocks_of(module: nn.Module, name: str = "") -> Iterator[tuple[str, list[nn.Module]]]:
-    """Yield (name, the module and its submodules) of each block, in order. A stage has one block or more, each as a
-    whole.
+    """Yield the blocks that a pipeline stage may consist of, in order, as (name, [the module, its submodules]). A stage
+    has one or more whole blocks.
 
     A block is an item of an outermost list of modules, or a module that contains no list. A module that contains lists
     and has parameters of its own is a block of these alone.
@@ -179,7 +179,7 @@ def blocks_of(module: nn.Module, name: str = "") -> Iterator[tuple[str, list[nn.
 
 
 def _work(modules: Sequence[nn.Module]) -> int:
-    """Return the number of weights that each sample is multiplied with, which is the work of a stage."""
+    """Return the work of a pipeline stage: the number of weights by which each sample is multiplied."""
     return sum(p.numel() for module in modules if not isinstance(module, nn.Embedding) for p in _direct(module))
 
 

@@ -77,8 +77,8 @@ def as_dtensor(storage: Layout, shape: Sequence[int], view: Mesh) -> bool:
 
 
 def _chunks(size: int, count: int) -> list[int]:
-    """Return the sizes of ``count`` chunks of ``size`` elements, as ``torch.chunk`` cuts them; chunks that it leaves
-    out are of size 0.
+    """Return the sizes of ``count`` chunks of ``size`` elements, as ``torch.chunk`` cuts them. Missing chunks at the
+    end have size 0.
     """
     chunk = -(-size // count)
     return [min(max(size - at * chunk, 0), chunk) for at in range(count)]
@@ -129,7 +129,7 @@ class ParamPlan:
 
 @dataclass(frozen=True)
 class Placed:
-    """A parameter with its compute layout, by the plan entries applied so far.
+    """A parameter with its layout for compute, after the plan entries that were applied so far.
 
     Args:
         names: all of its names (tied parameters have several), its own first.
@@ -162,7 +162,9 @@ class Placed:
         return {dim for dim, size in enumerate(self.shape) if self.layout.shape[dim] != size}
 
     def by_spec(self, spec: Form, entry: str) -> Placed:
-        """Return the parameter with the layout of ``spec``; ``entry`` is the plan entry, for causes and errors."""
+        """Return the parameter with the layout that ``spec`` gives it. ``entry`` is the plan entry, for causes and
+        errors.
+        """
         what, base = f"parameter {self.name!r}", self.layout
         mesh, padded = base.mesh, base.shape
         larger = grown_layout(spec, mesh, self.shape, what=what, entry=entry, padded=padded)

@@ -177,7 +177,8 @@ def numbered(plan: Plan, names: Sequence[str]) -> dict[int, int]:
 
 
 def _per_rank_spec(form: PerRank, plan: Plan, mesh: Mesh, shape: Sequence[int], name: str, entry: str) -> Form:
-    """Return the spec of a `per_rank` input: its dim of concatenation is split over the batch axes.
+    """Return the spec of a `per_rank` input: the dim along which ranks' inputs are concatenated is split over the batch
+    axes.
 
     Args:
         form: the argument of the plan.

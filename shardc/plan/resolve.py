@@ -114,7 +114,7 @@ class BoundPlan:
 
     @property
     def reduced(self) -> dict[str, torch.dtype]:
-        """Return parameter -> the dtype in which its gradient is reduced."""
+        """Return the dtype in which each gradient is reduced: parameter -> dtype."""
         of = {name: self.precision.of_param(name) for name in self.stored}
         return {name: of[name].reduce or of[name].param or dtype for name, dtype in self.stored.items()}
 
@@ -143,7 +143,9 @@ class BoundPlan:
         return grown_layout(pin.spec, self.mesh, shape, what=what, entry=pin.entry, padded=padded)
 
     def output(self, index: int, name: str, natural: Layout) -> tuple[Layout, str]:
-        """Return (layout, plan entry) of output ``index``, called ``name``, whose value has layout ``natural``."""
+        """Return (layout, plan entry) of output ``index``, called ``name``. Without an entry, the layout is
+        ``natural``, in which the value is computed.
+        """
         if (pair := self.outputs.get(index)) is None:
             return natural, ""
         return to_layout(pair[0], self.mesh, natural.shape, natural, what=f"output {name!r}", entry=pair[1]), pair[1]

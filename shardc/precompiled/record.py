@@ -450,8 +450,8 @@ def constants(half: str) -> str:
 
 
 def read(folder: Path, record: Record, name: str) -> bytes:
-    """Return the bytes of the program's file ``name``; PrecompiledError if it is missing, a link, or differs from the
-    record's hash.
+    """Return the bytes of the file ``name`` of a saved program. Raises PrecompiledError if it is missing, a link, or
+    not the file whose hash ``record`` has.
     """
     data = _read(folder, name, LARGEST_TEXT if name.endswith(".txt") else None)
     if data is None or hashlib.sha256(data).hexdigest() != record.files[name]:

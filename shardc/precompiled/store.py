@@ -106,7 +106,9 @@ class Store:
 
     @classmethod
     def of(cls, root: Path, key: ProgramKey, options: Options) -> Store | str:
-        """Return the store for a key, under ``root``; a text with the reason if its programs cannot be stored."""
+        """Return the store of the programs with ``key``, in a folder under ``root``. If its programs cannot be stored,
+        return the reason as text.
+        """
         unstorable = [name for name in ("capture", "pipeline", "hooks", "dump") if getattr(options, name)]
         if type(options.cost) not in (CostModel, Hardware):
             unstorable.append("cost")
@@ -184,7 +186,8 @@ class Store:
     def add(
         self, program: Executable, reached: Reach, ops: Iterable[object], warned: Sequence[str], evaluates: bool = False
     ) -> str:
-        """Write ``program``, unless it depends on code that is not known; return a text: the folder, or why not.
+        """Write ``program`` to the store, unless it depends on code that later starts cannot compare. Return a text:
+        the folder, or why it was not written.
 
         Args:
             reached: the code that its model and loss reach.

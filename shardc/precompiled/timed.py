@@ -108,7 +108,9 @@ def complete(names: Collection[str], timed: Timed | None, evaluates: bool) -> bo
 
 
 def _complete_stages(halves: set[Phase], timed: Timed, evaluates: bool) -> bool:
-    """Return what `complete` does, for a pipeline: each stage needs a forward; its other graphs depend on the model."""
+    """Return whether ``halves`` has all graphs that a program with pipeline stages needs: a forward of each stage, and
+    the graphs around the loops before it.
+    """
     stages = range(1 + max(timed.stage_of.values()))
     bodies, ends = zip(*map(opening, range(timed.openings)), strict=True) if timed.openings else ((), ())
     possible = {*bodies, *ends, *(AtStage(phase, at) for phase in (*OF_STAGE, *bodies) for at in stages)}

@@ -42,7 +42,9 @@ class Table:
     left: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """Return the table as text of at most 120 columns; in a wider one the cells of columns ``left`` are cut."""
+        """Return the table as text of at most 120 columns. If it would be wider, the cells of the columns ``left`` are
+        cut.
+        """
         return aligned(self.rows, self.head, left=(self.head[0], *self.left), cut=self.left)
 
 

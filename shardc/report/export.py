@@ -118,7 +118,8 @@ def trace(schedule: Prediction) -> dict[str, object]:
 
 
 def pipeline_trace(schedule: Prediction, timeline: Timeline, rank: int, axis: str) -> dict[str, object]:
-    """Return the Chrome trace of a step with pipeline stages: `trace` of one rank, then a process for each rank.
+    """Return the Chrome trace of a step with pipeline stages: first the kernels of one rank, then a process per rank
+    with its computations.
 
     The process of a rank has its computations and its waits for messages.
 

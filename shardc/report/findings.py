@@ -41,7 +41,9 @@ class Finding:
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Return ``findings``; those that differ only in the number of a repeated layer become one, with the total cost."""
+    """Return ``findings`` with those merged that differ only in the number of a repeated layer. A merged finding has
+    their total cost.
+    """
 
     def kind(f: Finding) -> tuple[str, ...]:
         return tuple(map(layers_of, (f.rule, f.subject, f.module, f.source, f.severity, f.message)))

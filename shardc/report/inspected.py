@@ -147,7 +147,9 @@ class InspectedProgram(Program):
         return derive(self, self._priced(hardware), dims)
 
     def _priced(self, hardware: str | Hardware) -> Hardware:
-        """Return the hardware, with float32 matrix products at the precision set when the program was compiled."""
+        """Return ``hardware`` for predictions. Its float32 matrix products have the precision that was set when the
+        program was compiled.
+        """
         key = self.shown.source.key
         precision = torch.get_float32_matmul_precision() if key is None else key.call.surroundings.matmul_precision
         return (find(hardware) if isinstance(hardware, str) else hardware).at(precision)

@@ -159,7 +159,7 @@ HIGH, MEDIUM = 0.05, 0.005  # shares of the step's time from which a finding has
 
 
 def severity_of(share: float) -> str:
-    """Return the severity of a cost that is this share of the step's time."""
+    """Return the severity ("high", "medium" or "low") of a cost, given its share of the step's time."""
     return "high" if share >= HIGH else "medium" if share >= MEDIUM else "low"
 
 
@@ -192,12 +192,16 @@ class Subject:
         change: str,
         count: int = 1,
     ) -> Finding:
-        """Return a finding about ``at`` (subject, module, source); its severity follows from its cost."""
+        """Return a `Finding` about a tensor, ``at`` (name, module, source line). Its severity follows from its
+        seconds.
+        """
         share = seconds / self.step.seconds if self.step.seconds else 0.0
         return Finding(rule, severity_of(share), *at, seconds, nbytes, message, change, count)
 
     def wasted(self, rule: str, node: fx.Node, part: float, message: str, change: str) -> Iterator[Finding]:
-        """Yield a finding: the fraction ``part`` of the collective of ``node``, a node of `graph`, is unnecessary."""
+        """Yield a `Finding` that the fraction ``part`` of a collective is unnecessary; ``node`` is the collective in
+        the global graph.
+        """
         rows = self.schedule.by_node.get(ir.info(node).name)
         if rows is not None:
             cause, seconds, wire = rows[0].cause, sum(row.seconds for row in rows), sum(row.wire for row in rows)
@@ -206,7 +210,7 @@ class Subject:
 
 
 def lint(graph: fx.Graph, schedule: Schedule, step: Schedule) -> list[Finding]:
-    """Return the findings of all rules, by severity and then by cost.
+    """Return the findings of all lint rules, the most severe first and then the most costly.
 
     Args:
         graph: the global graph after ``collectives``.

@@ -155,8 +155,8 @@ class Played:
         return [(self.parts.graph(x.half), x.microbatch) for x in self.actions[rank] if isinstance(x, Run)]
 
     def _predict_stage(self, stage: int, rank: int) -> None:
-        """Predict the graphs of ``stage``, which ``rank`` runs, in their order for one microbatch; stores their
-        seconds, exposed communication and saved bytes.
+        """Predict the graphs of ``stage`` on ``rank`` in the order of one microbatch. Stores their seconds, exposed
+        communication and saved bytes.
         """
         runs = [x.half for x in self.actions[rank] if isinstance(x, Run) and x.half.stage in (None, stage)]
         halves = list(dict.fromkeys(runs))
@@ -188,7 +188,8 @@ class Played:
         return self._message((boundary.up if source < target else boundary.down).values())
 
     def _opened(self, begins: list[float]) -> list[float]:
-        """Return the seconds at which each rank has run the loops before the forward, if it begins at ``begins``.
+        """Return the seconds at which each rank has finished the pipeline loops before the forward. Rank i begins them
+        at ``begins[i]``.
 
         These loops are computations that all stages run first, such as a sum over microbatches that forwards need.
         """

@@ -200,7 +200,8 @@ _NEAR = 64  # most nodes behind a value that are searched for a source line
 
 
 def _first_use(node: fx.Node) -> str:
-    """Return the source line of the first op after ``node`` that has one; "" if there is none nearby.
+    """Return the source line of the nearest op that uses ``node``, directly or through others, and has one. "" if none
+    is nearby.
 
     Behind a bucket of collectives, only the result for the value that went in is followed.
     """

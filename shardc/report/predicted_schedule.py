@@ -186,7 +186,9 @@ def _streams(moved: _Moved) -> tuple[str, ...]:
 
 
 def _loaded(kernel: Kernel, node: fx.Node, skew: float) -> Kernel:
-    """Return ``kernel`` with ``skew`` times its operations and bytes if it runs experts, else unchanged."""
+    """Return ``kernel`` with its operations and bytes times ``skew`` (load of the busiest rank) if it runs experts,
+    else unchanged.
+    """
     if node.target not in (RUN, RUN_GRADIENT):
         return kernel
     return replace(kernel, flops=round(kernel.flops * skew), bytes=round(kernel.bytes * skew))
@@ -256,8 +258,8 @@ def _rows(
 
 
 def _hides(span: Span, runs: tuple[Run, ...], starts: list[float]) -> str:
-    """Return the module whose kernels overlap ``span`` most, "" if none does; ``starts`` are the start times of
-    ``runs``.
+    """Return the module whose kernels overlap the transfer ``span`` longest; "" if none do. ``starts`` has the start
+    times of ``runs``, the kernels.
     """
     overlap: dict[str, float] = {}
     at = max(bisect_right(starts, span.start) - 1, 0)

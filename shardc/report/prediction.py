@@ -376,7 +376,7 @@ def _updated(owners: Mapping[str, int]) -> int:
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Return key -> list of the ``items`` with it, in the order in which the keys first occur."""
+    """Return the ``items`` grouped by ``key``: key -> its items, in the order in which the keys first occur."""
     out: dict[K, list[T]] = {}
     for item in items:
         out.setdefault(key(item), []).append(item)

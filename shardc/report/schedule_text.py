@@ -118,7 +118,7 @@ def _kernels(schedule: Prediction) -> str:
 
 
 def _group_key(c: Collective, stage: int | None = None) -> tuple[object, ...]:
-    """Return the key by which collectives share a row: equal ones of repeated layers have equal keys."""
+    """Return the key of the table row of a collective. Equal collectives of repeated layers have the same key."""
     return c.kind, c.axis, c.dtype, c.wire, c.phase, stage, layers_of(c.cause.tensor), _cause(c)
 
 
@@ -200,7 +200,9 @@ def _tensors(schedule: Prediction) -> str:
 
 
 def largest(tensors: Seq[PeakTensor], count: int = LARGEST) -> list[list[PeakTensor]]:
-    """Return the ``count`` largest of ``tensors``; those that differ only in a repeated layer are one item, a list."""
+    """Return the ``count`` largest of ``tensors``, as lists: tensors that differ only in the number of a repeated layer
+    form one list.
+    """
 
     def key(x: PeakTensor) -> tuple[object, ...]:
         return x.owner, x.bytes, layers_of(x.name), layers_of(x.module), x.source
@@ -224,7 +226,7 @@ def in_folder(source: str) -> str:
 
 
 def aligned(rows: Seq[Seq[str]], head: Seq[str], left: Seq[str], cut: Seq[str] = ()) -> str:
-    """Return ``rows`` as a text table without rules, of `WIDTH` columns at most.
+    """Return ``rows`` as a text table without lines, of at most `WIDTH` columns of characters.
 
     Args:
         rows: the cells of each row.

@@ -83,7 +83,9 @@ def answer(timeline: Timeline, call: float = 0.0) -> list[str]:
 
 
 def _row(timeline: Timeline, rank: int, columns: int) -> str:
-    """Return the step of a rank in ``columns`` characters."""
+    """Return the time of a rank in a step drawn as a line of ``columns`` characters: its computations by kind and
+    microbatch, and its waits.
+    """
     row = [_WAITS] * columns
     scale = columns / timeline.seconds if timeline.seconds else 0.0
     for action, start, end in timeline.spans[rank]:

@@ -132,7 +132,9 @@ class Tiles:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return rank numbers as text, shortened beyond `SHOWN`."""
+    """Return rank numbers as text; if there are more than `SHOWN`, the first three, the last, and how many
+    there are.
+    """
     if not ranks:
         return "none"
     if len(ranks) <= SHOWN:

@@ -252,15 +252,17 @@ class CapturedModel:
         return self.times(record.origin.module or record.name)
 
     def times(self, name: str) -> float:
-        """Return how many modules or values of the complete model the captured one of this ``name`` stands for."""
+        """Return how many modules or values of the complete model one captured module or value ``name`` stands for,
+        because blocks repeat.
+        """
         place = self.repeats.place(name.removeprefix("d."))
         if place is None or place[1] in (0, self.repeats.keep - 1):
             return 1.0
         return (place[0].count - 2) / (self.repeats.keep - 2)
 
     def floor(self, hardware: Hardware, phase: str | None = None) -> float:
-        """Return the seconds in which one rank computes all dense ops of a step, or of its forward or backward
-        (``phase``), at the rates of ``hardware``.
+        """Return a lower bound of the compute: the seconds in which one rank computes all dense ops of a step, or of
+        one ``phase`` ("forward", "backward"), at the rates of ``hardware``.
         """
         return sum(
             flops * self.weight(node) / (hardware.peak(_dtype(node), attention) * _rate(hardware, attention))
@@ -292,7 +294,7 @@ class CapturedModel:
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    """Return the dtype of the operands of an op."""
+    """Return the dtype of the first tensor that an op reads; float32 if it reads none."""
     return next((ir.value(x).dtype for x in node.all_input_nodes if ir.is_tensor(x)), torch.float32)
 
 

@@ -326,7 +326,7 @@ def _parts(model: nn.Module) -> dict[str, Blocks]:
 
 
 def _first(blocks: Blocks, part: str, count: int) -> list[str]:
-    """Return globs of the modules with suffix ``part`` in the first ``count`` blocks."""
+    """Return globs of the modules called ``part`` (a suffix, "" for the block itself) in the first ``count`` blocks."""
     globs = []
     for prefix, size in blocks:
         number = min(size, count)

@@ -168,8 +168,8 @@ class SearchOverMeshes:
     @staticmethod
     @contextmanager
     def _noted(errors: list[ShardcError]) -> Iterator[None]:
-        """Context manager that appends a ShardcError of the block, the search on one mesh, to ``errors``, so that the
-        search goes on.
+        """Context manager around the search on one mesh. A ShardcError in it is appended to ``errors``, so that the
+        search goes on with other meshes.
         """
         try:
             yield

@@ -259,7 +259,7 @@ class Search:
     # --- solutions
 
     def _split(self, over: tuple[str, ...], weights: Weights) -> Split:
-        """Return the `Split` for axes ``over``, whose layout problem is not solved yet."""
+        """Return a split of storage over the axes ``over``, as a `Split` whose layout problem is not solved yet."""
         return Split(over, cache(partial(self.problem, over, weights)), weights)
 
     def _solves(self, split: Split) -> bool:
@@ -369,12 +369,14 @@ class Search:
         return storages(over, name, compute)
 
     def _anywhere(self, name: str, compute: Layout) -> list[Layout]:
-        """Return the storage layouts that a parameter may have, with storage split over any axes."""
+        """Return the storage layouts among which the solver may choose for a parameter if FSDP may split its storage
+        over any axes.
+        """
         overs = [over for over in self._overs() if not set(over) & set(compute.bound)]
         return list(dict.fromkeys(layout for over in overs for layout in self._storages(over, name, compute)))
 
     def _batches(self) -> Iterator[tuple[str, ...]]:
-        """Yield each set of axes that may split the batch; none if the user's entries split it."""
+        """Yield each set of axes that may split the batch. Yield nothing if the user's entries split it already."""
         if any(entry.batch for entry in self.hand.entries):
             return
         mentioned = set(self.hand.axes)

@@ -61,7 +61,7 @@ class Pinner:
         return self.plans[key]
 
     def _pinned(self, plan: Plan, wanted: Mapping[str, Border]) -> Plan:
-        """Return ``plan`` with pins as `pinned` does, without its cache."""
+        """Return ``plan`` with pins of activations, as `pinned` does, but always computed anew."""
         pins: dict[str, str] = {}
         layouts = {name: border.pin for name, border in wanted.items()}
         for model in (self.captured_model.forward, self.captured_model):
@@ -148,7 +148,9 @@ def borders(planned: PlannedGraph) -> dict[str, Border]:
 
 
 def _need(node: fx.Node, phase: str) -> Layout:
-    """Return the layout that the uses of ``node`` in ``phase`` need, if they agree; otherwise its own."""
+    """Return the layout in which all users of ``node`` in ``phase`` need its value. If they need different layouts,
+    return the layout of ``node`` itself.
+    """
     needs: dict[Layout, None] = {}
     for user in node.users:
         if user.op != "call_function" or ir.info(user).origin.phase != phase:
@@ -340,7 +342,9 @@ class Writer:
         return [name for name, _ in (*self.model.named_modules(), *self.model.named_parameters())]
 
     def block_names(self, name: str) -> list[str]:
-        """Return the names in all captured blocks of the run that ``name`` is in; ``[name]`` if it is in none."""
+        """Return the names that the module or tensor ``name`` has in all captured blocks of its run; ``[name]`` if it
+        is in no repeated block.
+        """
         if (place := self.repeats.place(name)) is None:
             return [name]
         run, _, rest = place
@@ -367,8 +371,8 @@ def _sub(sub: SubDim, *, open: bool) -> str:
 
 
 def rows(shape: Sequence[int], batch: Sequence[str], mesh: Mesh) -> tuple[object, ...]:
-    """Return an entry of ``Plan(inputs=...)``, the axes of each dim: dim 0 is split over ``batch`` if it divides, no
-    other is.
+    """Return the spec of an input for ``Plan(inputs=...)``: dim 0 is split over the axes ``batch`` if they divide it,
+    and no other dim is split.
     """
     first = tuple(batch) if shape[0] % prod(mesh.size(a) for a in batch) == 0 else ()
     return (first[0] if len(first) == 1 else first or None, *[None] * (len(shape) - 1))

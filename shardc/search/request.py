@@ -43,7 +43,7 @@ def search_once(
     options: Options,
     groups: Groups | None,
 ) -> Found:
-    """Return the `Found` of the search for a model to compile; rank 0 searches, the other ranks receive its plan.
+    """Return the plan found for a model to compile, as `Found`. Rank 0 searches, and the other ranks receive its plan.
 
     Args:
         request: the search that the user asked for.
@@ -85,8 +85,8 @@ def unstaged(plan: Plan) -> Plan:
 
 
 def _rest(plan: Plan, base: Plan) -> Plan:
-    """Return the plan of those entries of ``plan`` that ``base`` does not have; those of ``base`` may be of classes
-    that only the caller has defined.
+    """Return ``plan`` without the entries of ``base``. (Classes of these may be defined in the caller's process
+    only.)
     """
     return Plan.of(entry for entry in plan.entries if entry not in base.entries)
 
@@ -140,7 +140,7 @@ class Auto:
         return find_hardware(self.hardware or ("cpu" if on_cpu else "h100"))
 
     def source(self, model: nn.Module, loss: Callable[..., Any] | None, device: torch.device) -> ModelCall:
-        """Return the call of ``model`` with the example inputs, to compile with ``loss`` for ``device``.
+        """Return a `ModelCall`: ``model``, the example inputs of the search, and the loss and device to compile it for.
 
         Raises:
             InputError: there are no example inputs.
@@ -251,7 +251,8 @@ def auto(
     ranks: int | None = None,
     inputs: PyTree = None,
 ) -> Auto:
-    """Return a plan to be searched for; pass it in place of a plan, or combine it with entries, which are kept.
+    """Search for the plan: pass ``auto()`` to `shardc.compile` in place of a plan, or combine it with plan entries,
+    which the search keeps.
 
     ``shardc.compile(model, mesh, shardc.auto(memory="80GB", inputs=(tokens, targets)))`` searches the layouts of
     parameters, inputs and activations with the least predicted step time that fit in memory, and compiles that plan.

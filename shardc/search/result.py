@@ -57,7 +57,8 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Return the predicted seconds of a step, and of the optimizer's update of parameters that lie on the host.
+        """Return the predicted seconds of a step. The optimizer's update of parameters that lie on the host is
+        included.
 
         An update on the device takes a small part of that, and is not counted.
         """
@@ -191,7 +192,9 @@ class Found:
 
     @property
     def form(self) -> Trial | None:
-        """Return the best trial of a ready-made plan (or the user's): the fastest that fits, or else the smallest."""
+        """Return the best trial of a ready-made plan or of the user's entries alone: the fastest that fits in memory,
+        or else the smallest.
+        """
         forms = [trial for trial in self.trials if not trial.found]
         return min(
             forms, key=lambda t: (not t.fits, t.seconds if t.fits else t.memory, str(t.mesh), str(t.plan)), default=None

@@ -113,7 +113,8 @@ def _names(captured_model: CapturedModel, forward: Half) -> list[str]:
 
 
 def _part_name(names: Sequence[str], module: str) -> str:
-    """Return the name of the part that ``module``, a module or value, is in; ``names`` has the names of all parts.
+    """Return the name of the part that ``module`` (the name of a module or value) is in. ``names`` has the names of all
+    parts.
 
     It is the first part of a block for what is in the block and in no part of it, and the last of all for the rest.
     """
@@ -148,7 +149,8 @@ def _chain(half: Half, names: Sequence[str]) -> frozenset[fx.Node]:
 
 
 def _crossing(forward: Half, names: Sequence[str]) -> dict[str, int]:
-    """Return part -> bytes of the values that cross to it from the parts in front of it.
+    """Return the bytes that a cut in front of each part would send for one microbatch: part -> bytes of the values that
+    earlier parts compute and that it or later parts read.
 
     These are computed from inputs and parameters, not from one of these alone, and read by the part or behind it.
     """
@@ -295,7 +297,9 @@ class Player:
         return [at for at in range(1, len(self.parts)) if self._may(at)]
 
     def _order(self, played: Played) -> tuple[bool, float, tuple[int, ...]]:
-        """Return the sort key of a cut: those that fit by seconds, then the rest by memory."""
+        """Return the sort key of a cut into stages. Cuts that fit in memory come first, the fastest first; then the
+        others, the smallest first.
+        """
         fits = played.memory <= self.limit
         return not fits, round(played.seconds, 9) if fits else played.memory, played.starts
 

@@ -56,7 +56,9 @@ class StageSearch(Search):
         """
 
     def least(self) -> float:
-        """Return a lower bound of the step: all products divided by the ranks, and the shortest bubble."""
+        """Return a lower bound of the seconds of a step on this mesh: all matrix products divided by the ranks, and the
+        shortest bubble.
+        """
         bounds = [self._bound(order) for count in self._counts(1) for order in self._orders(count)]
         return min(bounds, default=inf)
 
@@ -141,7 +143,7 @@ class StageSearch(Search):
         return out
 
     def _ways(self, layout: Plan) -> int:
-        """Return in how many ways a layout splits the batch."""
+        """Return the number of parts into which the plan of a stage splits the batch over ranks."""
         ways = 1
         for axis in {axis for entry in layout.entries for axis in entry.batch}:
             ways *= self.inner.mesh.size(axis)
@@ -150,7 +152,9 @@ class StageSearch(Search):
     # --- bounds
 
     def _may_win(self, order: Schedule) -> bool:
-        """Return whether a schedule may be faster than the fastest plan so far; if not, records why in `left_out`."""
+        """Return whether the pipeline schedule ``order`` may be faster than the fastest plan so far. If it cannot, the
+        reason goes to `left_out`.
+        """
         bound = self._bound(order)
         if bound < self.limit():
             return True
@@ -181,7 +185,9 @@ class StageSearch(Search):
 
 
 def _begin(parts: Sequence[Part], at: int) -> str:
-    """Return the name of the module at which part ``at`` begins: its block, if it is the first part of one."""
+    """Return the module at which part ``at`` begins, by name: its block if the part is the first of a block, else the
+    part.
+    """
     name, before = parts[at].name, parts[at - 1].name
     block = name.rpartition(".")[0]
     return name if not block or before.startswith(f"{block}.") else block

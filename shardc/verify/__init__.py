@@ -226,7 +226,9 @@ def verify_closing(
     left: Container[str],
     mesh: Mesh,
 ) -> None:
-    """Check the last backward of a stage, which also closes the step; raises VerifyError. Arguments as of `closed`."""
+    """Check a stage's last backward, ``last``: it must compute what ``backward`` and the ``closing`` graph (gradient
+    reductions) compute. Raises VerifyError. Other arguments are as for `cuts.closes`.
+    """
     lost = cuts.closes(backward.graph, closing.graph, last.graph, reduce, left)
     if lost is not None:
         raise broken(Subject(last, mesh, no_rules), "stages", output_node(last.graph), lost)

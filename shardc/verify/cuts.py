@@ -38,7 +38,8 @@ def _results(graph: fx.Graph, prints: Mapping[fx.Node, Fingerprint]) -> dict[tup
 def in_microbatches(
     joint: fx.Graph, bodies: Graphs, once: Graphs, mesh: Mesh, split: Iterable[str | int]
 ) -> tuple[str, str] | None:
-    """Return (graph, reason) for the first fault of graphs that a joint graph is cut into, or None.
+    """Return (graph, reason) for the first fault of the graphs into which a joint graph is cut for microbatches; None
+    if they compute its results.
 
     Args:
         joint: the joint graph, with reductions over the axis of microbatches.
@@ -77,8 +78,8 @@ def in_microbatches(
 
 
 def _is_own(role: Role, mesh: Mesh, split: set[str | int]) -> bool:
-    """Return whether an argument of ``role`` differs between microbatches; ``split``: names of the inputs and indices
-    of the outputs that they split.
+    """Return whether an argument with ``role`` differs between microbatches. ``split`` has the names of inputs and
+    indices of outputs that are split over them.
     """
     if role.kind == "coordinate":
         return any(mesh.overlap(axis, mesh.time) for axis in role.name.split(","))
@@ -117,7 +118,8 @@ def closes(
 
 
 def opens(forward: fx.Graph, gathers: fx.Graph, first: fx.Graph) -> str | None:
-    """Return the first fault of the first microbatch's forward ``first``, as text, or None.
+    """Return the first fault of ``first``, the forward of the first microbatch that also gathers parameters, as text;
+    None if it has none.
 
     Its results must be those of ``forward`` on the parameters that ``gathers`` gathers.
     """

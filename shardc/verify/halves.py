@@ -193,7 +193,9 @@ def _sent(node: fx.Node) -> list[tuple[fx.Node, tuple[tuple[str, str], ...]]]:
 
 
 def _brought(x: fx.Node) -> fx.Node:
-    """Return the wait of the collective whose result ``x`` views or reshapes; else ``x``."""
+    """Return the wait node of a collective if ``x`` is its result, directly or through views and reshapes; else ``x``
+    itself.
+    """
     source = x
     while source.op == "call_function" and source.target is not WAIT:
         if not is_view(source.target) and source.target not in RESHAPES:

@@ -84,7 +84,9 @@ def reporting(mesh: Mesh, programs: Mapping[str, fx.GraphModule | None]) -> Iter
 
 
 def _text(gm: fx.GraphModule, mesh: Mesh) -> str:
-    """Return the dump of a graph; if it is broken and has none, the error and the graph as fx prints it."""
+    """Return the dump of a graph. If the graph is too broken for a dump, return the error, and the graph as fx prints
+    it.
+    """
     try:
         return text.dump(gm, mesh)
     except VerifyError as error:  # a broken graph may not be printable
@@ -103,7 +105,8 @@ def no_rules(node: fx.Node, operands: tuple[Layout, ...] | None) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """A graph to verify, with its mesh; a check takes it and yields (node, reason) for each failure.
+    """A graph to verify, with its mesh. Each check of the verifier takes a `Subject` and yields (node, reason) for each
+    failure.
 
     Args:
         gm: the graph.
@@ -135,7 +138,7 @@ class Subject:
 
     @cached_property
     def stored(self) -> dict[tuple[str, str], Value]:
-        """Return (kind, name) of each parameter, buffer, input or saved value -> its placeholder's `Value`."""
+        """Return the type and layout (`Value`) of each parameter, buffer, input or saved value, by (kind, name)."""
         pairs = ((info(node).role, info(node).value) for node in self.nodes if node.op == "placeholder")
         return {(role.kind, role.name): value for role, value in pairs if role is not None and isinstance(value, Value)}
 

@@ -42,8 +42,8 @@ class Entry:
 
     @property
     def sequence(self) -> tuple[int, str, bool] | None:
-        """Return (dim, axis, whether each rank gets a stripe instead of a chunk) if the entry also splits another input
-        dim, over one of its ``batch`` axes; else None.
+        """Return (dim, axis, whether each rank gets a stripe instead of a chunk) of the input dim, besides dim 0, that
+        the entry splits over a batch axis. None if it splits no such dim.
         """
         return None
 
@@ -77,7 +77,7 @@ class Entry:
         """
 
     def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> Mapping[str, Placed]:
-        """Return name -> new `Placed` (a parameter with its layouts) of each parameter that the entry applies to.
+        """Return the parameters that the entry applies to, with their new layouts: name -> `Placed`.
 
         Args:
             params: every parameter, as placed by the entries before this one.
@@ -107,7 +107,9 @@ class Entry:
         return {}
 
     def pins(self, modules: Sequence[str]) -> Mapping[tuple[str, str, int | str], Form]:
-        """Return (module, "input" or "output", position or keyword) -> the spec that the entry gives an activation."""
+        """Return the specs that the entry gives to activations: (module, "input" or "output", position or keyword) ->
+        spec.
+        """
         return {}
 
     def saves(self, modules: Sequence[str]) -> Sequence[SavePolicy]:
@@ -124,8 +126,8 @@ class Entry:
 
     @property
     def group(self) -> tuple[tuple[str, ...], int] | None:
-        """Return (key, position of the entry in the arguments) of the constructor call that creates it together with
-        others; None if the entry has a call to itself.
+        """Return (key of the constructor call, position of the entry in its arguments) if one call creates several
+        entries, as ``Plan(...)`` does. None if the entry has a call of its own.
         """
         return None
 

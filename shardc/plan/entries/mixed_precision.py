@@ -88,7 +88,9 @@ class Precision(Entry):
 
     @property
     def grads(self) -> torch.dtype | None:
-        """Return the dtype of gradients after their reduction; None: that of each parameter."""
+        """Return the dtype that gradients have after their reduction; None if each gradient has the dtype of its
+        parameter.
+        """
         return (self.reduce or self.param) if self.keep_low_precision_grads else None
 
     @property
@@ -160,7 +162,7 @@ class Policies:
         return next((entry for entry in reversed(self.entries) if entry.scaled), None)
 
     def of_param(self, name: str) -> Precision:
-        """Return the policy of the module that has the parameter ``name``."""
+        """Return the precision of the module that has the parameter ``name``."""
         return self.of(name.rpartition(".")[0])
 
     def mode(self, training: bool) -> Policies:
