@@ -75,8 +75,8 @@ def refuse(graph: fx.Graph) -> None:
 
 
 def on_layouts(gm: fx.GraphModule, mesh: Mesh, feed: Mapping[Key, Tensor]) -> Values:
-    """Run a graph at global shapes on every rank, with the layouts of its values; on ``Mesh()``, on one device. Return
-    its `Values`.
+    """Run a graph at global shapes on simulated ranks: each value is sharded by its layout between ops. On ``Mesh()``
+    it runs as on one device. Return its `Values`.
 
     Args:
         feed: key of an input or tangent -> its value as a global tensor.
@@ -88,7 +88,7 @@ def on_layouts(gm: fx.GraphModule, mesh: Mesh, feed: Mapping[Key, Tensor]) -> Va
         return ir.value(node).layout if mesh.axes else None
 
     def moved(x: PerRank, have: Layout | None, want: Layout | None) -> PerRank:
-        """Return ``x``, a value at layout ``have``, at layout ``want``."""
+        """Return ``x`` resharded from layout ``have`` to layout ``want``."""
         return x if have == want or have is None or want is None else ranks.shard(ranks.assemble(x, have), want)
 
     def call(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
@@ -194,7 +194,9 @@ def _run(
             raise Failed(node, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
 
     def whole(x: PerRank, layout: Layout | None) -> Tensor | str:
-        """Return the global tensor of a value, or an error text if replicas differ or shards do not fit."""
+        """Return the global tensor of ``x``, which has a value per rank; or an error text if replicas differ or
+        shards do not fit ``layout``.
+        """
         try:
             return x[0] if layout is None else ranks.assemble(x, layout)
         except AssertionError as error:

@@ -28,7 +28,7 @@ _MOVES = (*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.pad, ops.unpad)
 
 @dataclass(frozen=True)
 class Decision:
-    """A layout of a tensor, and the plan entry, rule or default that decided it.
+    """One layout of the explained tensor, with the plan entry, rule or default that decided it.
 
     Args:
         what: "storage", "compute" or "gradient" for a parameter; "layout" for other values.

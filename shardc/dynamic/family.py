@@ -50,7 +50,8 @@ class DynamicDims:
                 self.names.setdefault(name, {}).setdefault(dim, f"{name}[{dim}]")
 
     def of(self, inputs: Sequence[tuple[str, object]]) -> tuple[dict[str, dict[int, str]], dict[str, int]]:
-        """Return (input -> dim -> name of its size, name -> size) for the dynamic dims of a call's inputs.
+        """Return two dicts for the dynamic dims of a call: input -> dim -> name of its size; and size name -> size in
+        this call.
 
         Raises InputError if an input lacks a dim, or a name has two sizes.
         """
@@ -235,7 +236,7 @@ class Family:
         return program
 
     def using(self, used: frozenset[int]) -> Family:
-        """Return the family for steps in which only the outputs ``used`` (by index) have gradients.
+        """Return the family for steps in which only the outputs with indices ``used`` have gradients.
 
         Raises:
             Differs: no single program covers these steps at all sizes.
@@ -252,7 +253,8 @@ class Family:
         return roles_at(self.programs[0].results, self._outputs, numbers_at(sizes))
 
     def half(self, phase: Phase) -> SizedGraph | None:
-        """Returns the graph of a phase for any sizes; None if there is none.
+        """Returns the graph of ``phase`` (forward, backward, ...) for any sizes; None if the program has no such
+        phase.
 
         Raises:
             Differs: the three graphs differ in more than sizes.
@@ -273,15 +275,15 @@ class Family:
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """The conditions on the sizes, as text: ``"t <= 128"``."""
+        """The conditions that sizes must meet for this program, as text: ``"t <= 128"``, ``"b % 4 == 0"``."""
         scales = [graph.scale for graph in self._graphs.values() if graph is not None]
         merged = {name: max((scale[name] for scale in scales), default=(1, 0)) for name in self.example}
         return (*(c.text for c in self.symbolic.conditions), *conditions(merged))
 
 
 class SizedProgram(Program):
-    """The program of a `Family` at given sizes; stages before the last are those of a program compiled for these sizes
-    only.
+    """A `Family`'s program at given sizes. Its final graphs are the family's at these sizes; for earlier stages, a
+    program is compiled for these sizes alone.
     """
 
     def __init__(self, family: Family, sizes: Sizes) -> None:
@@ -346,7 +348,8 @@ class SizedProgram(Program):
 
 
 class Families:
-    """The `Family` programs of one module, and an LRU cache of programs by sizes.
+    """The families of one module (each a program for many sizes), and an LRU cache of their programs at the sizes of
+    recent calls.
 
     Args:
         kind: the class of the programs.

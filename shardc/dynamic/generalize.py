@@ -60,7 +60,7 @@ class Fit:
         return list(dict.fromkeys(self._found.values()))
 
     def _candidates(self, values: tuple[int, ...]) -> Iterator[Polynomial]:
-        """Yields the polynomials that have ``values`` at the points, simple ones first."""
+        """Yields polynomials in the sizes that have the given value at each point, simple ones first."""
         names = tuple(self.points[0])
         powers = [p for p in product(range(_MAX_POWER + 1), repeat=len(names)) if 0 < sum(p) <= _MAX_DEGREE]
         powers.sort(key=lambda p: (sum(p), p))
@@ -146,7 +146,9 @@ def moduli(polynomials: Sequence[Polynomial], example: Mapping[str, int]) -> dic
 
 
 def conditions(scale: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Return texts such as ``"b % 4 == 0"`` for the result of `moduli`, (a, b) by size name."""
+    """Return the conditions on sizes as texts such as ``"b % 4 == 0"``. ``scale`` is the result of `moduli`: size
+    name -> (modulus, remainder).
+    """
     return [f"{name} % {a} == {b}" for name, (a, b) in scale.items() if a > 1]
 
 
@@ -158,7 +160,8 @@ class Differs(Exception):
 
 
 def generalize(graphs: Sequence[fx.GraphModule], fit: Fit, sizes: Mapping[str, int]) -> SizedGraph:
-    """Returns the graph that equals ``graphs`` at the points of ``fit``.
+    """Returns one graph for any sizes, made from ``graphs``, which were compiled at the points of ``fit``. At these
+    points it equals them.
 
     Args:
         sizes: example sizes, at which all numbers must be integers too.
@@ -215,7 +218,8 @@ def _node(
 
 
 def _fitted(values: Sequence[PyTree], places: Sequence[dict[fx.Node, int]], fit: Fit) -> PyTree:
-    """Return the arguments of a node, merged over all graphs; numbers that differ become polynomials in the sizes.
+    """Merge the arguments that one node has in each graph (``values``) into arguments for any sizes. Numbers that
+    differ become polynomials in the sizes.
 
     ``places`` has node -> position for each graph: nodes are equal if their positions are.
     """
@@ -277,7 +281,9 @@ def _val(values: Sequence[Any], fit: Fit) -> object:
 
 
 def _shapes(records: Sequence[Info], fit: Fit) -> tuple[tuple[int | Polynomial, ...] | None, ...]:
-    """Returns the shapes in the records of one node, merged over all graphs; None for a result that is no tensor."""
+    """Returns the shapes of the results of one node for any sizes, merged from its record in each graph. The entry of
+    a result that is not a tensor is None.
+    """
     return tuple(
         tuple(fit(sizes) for sizes in zip(*(x.shape for x in each), strict=True))
         if isinstance(each[0], Value)

@@ -38,7 +38,9 @@ class Accelerator(accelerate.Accelerator):
     _cuts_sequences = False  # whether the caller cuts batches where the plan splits the sequence
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Like ``Accelerator.prepare``, but takes a compiled module too: pass it with, or before, the data loaders."""
+        """Works like ``Accelerator.prepare``, and accepts compiled modules too. Pass the module with, or before, the
+        data loaders.
+        """
         for module in args:
             if isinstance(module, ShardedModule):
                 self.hold(module)

@@ -51,7 +51,9 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_file(path: Path) -> Iterator[tuple[str, Lazy]]:
-    """Yields (name, `Lazy` that reads it) of each tensor of a safetensors file."""
+    """Yields (name, `Lazy`) for each tensor of a safetensors file. A `Lazy` reads elements from the file when they
+    are needed.
+    """
     file = safe_open(path, framework="pt")
     for name in file.keys():
         piece = file.get_slice(name)
@@ -87,7 +89,9 @@ def _runs(indices: Sequence[int]) -> Iterator[tuple[slice, slice]]:
 
 
 def write_file(path: Path | None, tensors: Mapping[str, Lazy]) -> None:
-    """Writes ``tensors`` to a file, one in memory at a time; without a path it only reads them, as all ranks must."""
+    """Writes ``tensors`` to a safetensors file, one in memory at a time. With path None it only reads them, since
+    reading is a collective that all ranks join.
+    """
     if path is None:
         for tensor in tensors.values():
             tensor.value()
@@ -110,8 +114,8 @@ def write_file(path: Path | None, tensors: Mapping[str, Lazy]) -> None:
 
 
 def forget(folder: Path, keep: Iterable[str]) -> None:
-    """Deletes the files of an earlier checkpoint that readers look for first (`SINGLE`, `INDEX`) from ``folder``,
-    except those in ``keep``.
+    """Deletes an earlier checkpoint's single file and index (`SINGLE`, `INDEX`) from ``folder``, except names in
+    ``keep``. Readers would otherwise load these instead of the new files.
     """
     for name in {SINGLE, INDEX} - set(keep):
         with suppress(FileNotFoundError):

@@ -60,7 +60,9 @@ class ShardedSaving(ShardedModule):
 
 
 def _written(model: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of a state dict that ``save_pretrained`` may write: of peft's models, the adapters' only."""
+    """Returns the entries of a state dict that ``save_pretrained`` will write: all, or for a model of peft only its
+    adapters.
+    """
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
         return values

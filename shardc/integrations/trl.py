@@ -33,7 +33,8 @@ def replace_fused_head(module: object) -> None:
 
 
 class FusedHead:
-    """A forward with TRL's ``fused_lm_head=True``, which returns values of each token, and without it the model's own.
+    """Forward of a compiled module for TRL. With ``fused_lm_head=True`` it returns the loss and values per token that
+    TRL's own head computes; otherwise it calls the model's forward.
 
     Args:
         module: the compiled module.

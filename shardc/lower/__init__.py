@@ -49,7 +49,8 @@ class Code:
 
 
 def lower(*halves: Half, backend: str, by: str = "auto") -> list[Compiled]:
-    """Lower the forward and backward graph of a step to `Compiled` values.
+    """Lower the forward and backward graph of a step: each becomes a `Compiled`, a callable made of compiled
+    segments.
 
     Args:
         halves: graphs at local shapes, whose placeholders have fake tensors as ``meta["val"]``.

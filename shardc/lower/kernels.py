@@ -109,7 +109,7 @@ def at_end() -> Iterator[None]:
 
 
 def _put(scope: dict[str, object], kernels: dict[str, _Kernel]) -> None:
-    """Sets the compiled ``kernels`` in the globals ``scope`` of a graph's code."""
+    """Makes compiled ``kernels`` known to a graph's generated code, by setting them in its globals ``scope``."""
     scope.update({name: kernel.result() for name, kernel in kernels.items()})
 
 
@@ -128,7 +128,7 @@ def _take_cached(kernel: _Kernel, loads: Loads, by: AsyncCompile) -> bool:
 
 
 def _start(kernels: Sequence[_Kernel], by: AsyncCompile) -> None:
-    """Start to compile ``kernels`` in one file."""
+    """Write ``kernels`` to one C++ file, and start to compile it in the background."""
     lines = list(dict.fromkeys(kernel.include for kernel in kernels))
     for at, kernel in enumerate(kernels):
         kernel.name = f"kernel_{at}"

@@ -89,8 +89,8 @@ def _without_random_state() -> Iterator[None]:
 
 @contextmanager
 def _dead_unread_waits() -> Iterator[None]:
-    """Context manager in which collectives that nothing reads count as dead code, so that each half has only those that
-    it reads.
+    """Context manager in which dead-code elimination removes collectives whose result nothing reads. So forward and
+    backward each keep only the collectives that they need.
     """
     waits = _side_effectful_functions & {c10d.wait_tensor, c10d.wait_tensor.default}
     _side_effectful_functions.difference_update(waits)
@@ -135,8 +135,8 @@ def _lazy_backward() -> Iterator[None]:
 
 
 def must_recompute(node: fx.Node, region: int) -> None:
-    """Mark ``node``, which draws no random numbers, to be recomputed in backward, as one of checkpoint region number
-    ``region``.
+    """Mark ``node`` for torch's partitioner: its value is recomputed in backward, within checkpoint region number
+    ``region``. The node draws no random numbers.
     """
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = region

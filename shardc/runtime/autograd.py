@@ -123,7 +123,9 @@ class StepContext(Protocol):
 
 
 class Step(torch.autograd.Function):
-    """Autograd function that runs a program's forward and backward graphs; torch checks versions of saved tensors."""
+    """Autograd function that runs a program's forward and backward graphs. Torch checks that saved tensors are not
+    changed in place.
+    """
 
     @staticmethod
     def forward(ctx: StepContext, runner: Runner, *feed: Any) -> tuple[object, ...]:
@@ -183,8 +185,8 @@ class Step(torch.autograd.Function):
 
 
 def _backward_inputs(ctx: StepContext, half: Half, gradients: Mapping[int, Any]) -> list[object]:
-    """Returns the arguments of the backward graph ``half``, in its order: ``gradients`` of outputs (index -> gradient),
-    and values that forward saved.
+    """Returns the arguments of the backward graph ``half`` in order: values that forward saved, and ``gradients``
+    (output index -> gradient).
 
     Raises:
         RuntimeError: torch's own, if a saved tensor was changed in place.
@@ -324,8 +326,8 @@ class StepInMicrobatches(torch.autograd.Function):
 
 
 def _without_rows(device: torch.device, value: Value) -> Tensor:
-    """Returns this rank's gradient of a parameter that another stage stores: a tensor without rows. ``value``: type of
-    its gradient there.
+    """Returns the gradient of a parameter that another pipeline stage stores, for this rank: a tensor without rows.
+    ``value`` is the type of the gradient on that stage.
     """
     return torch.empty((0, *value.shape[1:]), dtype=value.dtype, device="cpu" if value.host else device)
 
@@ -417,8 +419,8 @@ def _accumulate(param: Tensor, grad: Tensor) -> None:
 
 
 def unaliased(grad: Tensor, occupied: set[tuple[int, int]]) -> Tensor:
-    """Returns ``grad``, or a copy of it if its memory is in ``occupied``: that of another gradient or of a tensor of
-    the user.
+    """Returns ``grad`` in memory of its own: a copy if its memory is in ``occupied``, which another gradient or a
+    tensor of the user uses.
 
     Users change each gradient in place, and no other tensor may change with it.
 
@@ -433,7 +435,9 @@ def unaliased(grad: Tensor, occupied: set[tuple[int, int]]) -> Tensor:
 
 
 def _versions(runner: Runner, feed: Feed) -> Iterator[int]:
-    """Yields the version counter's value of each tensor in ``feed``, forward's arguments, that the backward reads."""
+    """Yields the version counter of each tensor in ``feed``, the arguments of forward, that the
+    backward graph reads.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         for _, at in runner.border.reads(runner.half(BACKWARD)):
             x = feed[at]

@@ -80,7 +80,7 @@ class Border:
 
     @cached_property
     def needed(self) -> tuple[bool, ...]:
-        """For each input of the forward graph, true if it is a parameter or the backward reads it."""
+        """For each argument of the forward graph: whether it is a parameter, or the backward graph reads it."""
         read = {at for _, at in self.reads(self.half(BACKWARD))}
         takes = self.half(FORWARD).takes
         return tuple(port.role.kind == "param" or at in read for at, port in enumerate(takes))
@@ -114,7 +114,8 @@ class Border:
         return self._views[half]
 
     def held_back(self, half: Half, results: Sequence[Any], feed: Sequence[Any]) -> list[Any]:
-        """Prepares the outputs of an inference graph for `hand_out`: views become None, base tensors are appended.
+        """Prepares the results of an inference graph for `hand_out`: an output that is a view becomes None, and the
+        base tensors of views are appended.
 
         Outputs that share memory here and not on one device are copied.
         """
@@ -317,7 +318,8 @@ class Border:
         return None
 
     def _aliased_output(self, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]) -> Tensor:
-        """Returns output ``at``, which shares memory here, as a tensor that the user may change in place.
+        """Returns output ``at`` as a tensor that the user may change in place. As the graph returned it, it shares
+        memory with another tensor (``shared``).
 
         If it shares memory with that tensor on one device too, it is a view of it. Otherwise it is a copy; or a
         detached tensor, if only saved values have its memory and one device's backward reads the output: that backward
@@ -334,7 +336,8 @@ class Border:
 
 
 def read_only(x: Tensor, output: Returned, index: int, others: set[int], source: Tensor | None) -> ReadOnly:
-    """Wraps output ``x``, which shares memory with another tensor on one device and not here: writes to it raise.
+    """Wraps output ``x`` so that writes to it raise. One device would write another tensor with it, whose memory
+    ``x`` does not share here.
 
     Args:
         output: how it aliases on one device.

@@ -101,8 +101,7 @@ class Comparisons:
         return None
 
     def wait(self, store: dist.Store, number: int) -> tuple[int, str] | str | None:
-        """Waits until all ranks have arrived at event ``number``; returns None if they agree, (rank, hash) of one that
-        differs, or `BEFORE` if they differ at an earlier event.
+        """Waits until all ranks have arrived at event ``number``, and returns how it differs between them.
 
         Returns:
             None if all do the same; (rank, hash) of one that does not; `BEFORE` if they differ at an earlier event.
@@ -125,8 +124,8 @@ class Comparisons:
         return None
 
     def _wait(self, store: dist.Store, at: str) -> None:
-        """Polls the store until the key ``<at>verdict`` is set; raises MeshError if a rank has ended, or has not
-        arrived in time.
+        """Polls the store until the verdict at the event with key prefix ``at`` is there. Raises MeshError if a rank
+        has ended or does not arrive in time.
         """
         pause, end = 0.0005, time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
         while True:
@@ -149,7 +148,7 @@ class Comparisons:
         store.set(f"{self.at(number)}said/{self.rank}", text)
 
     def entries_at(self, store: dist.Store, number: int, ranks: Iterable[int]) -> dict[int, str]:
-        """Maps each of ``ranks`` (indices on the mesh) to the text that it published by `say` at event ``number``.
+        """Maps each of ``ranks`` (indices on the mesh) to the text that it published with `say` at event ``number``.
 
         It deletes this rank's text of the previous call from the store.
         """
@@ -171,10 +170,8 @@ class Comparisons:
         return heard
 
     def refuse(self, store: dist.Store, number: int) -> bool:
-        """Ends event ``number``, at which this rank waits, with the verdict `BEFORE` unless it has one; returns whether
-        its verdict is `BEFORE`.
-
-        Returns whether its verdict is `BEFORE`.
+        """Ends the comparison of event ``number``, at which this rank waits, with the verdict `BEFORE`, which means
+        that an earlier event differs. A verdict that is already there stays. Returns whether the verdict is `BEFORE`.
         """
         return store.compare_set(f"{self.at(number)}verdict", "", BEFORE).decode() == BEFORE
 
@@ -314,7 +311,9 @@ class Meeting:
 
 
 class StackSamples:
-    """Samples the main thread's stack at intervals, on the listener thread, to find waits that last long."""
+    """Detects waits that last long. The listener thread takes samples at intervals: of the main thread's stack, and
+    of whether a graph runs.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[tuple[int, str] | None, int] = (None, 0)
@@ -322,18 +321,16 @@ class StackSamples:
         self._patience = _LONG
 
     def stuck(self, rank: int, count: int) -> str | None:
-        """Takes a sample; returns "name (file:line)" of the torch collective with ``rank`` in which the last ``count``
-        samples were, else None.
-
-        None unless the last ``count`` samples show the same call.
+        """Samples the main thread's stack. If the last ``count`` samples show the same torch collective with
+        ``rank``, returns it as "name (file:line)"; otherwise None.
         """
         entry = _collective(sys._current_frames().get(threading.main_thread().ident or 0), rank)
         self._last = entry, self._last[1] + 1 if entry == self._last[0] else 1
         return entry[1] if entry is not None and self._last[1] >= count else None
 
     def long(self, number: int, running: bool) -> bool:
-        """Takes a sample; returns whether graphs have run in event ``number`` for many samples in a row. After each
-        True, twice as many are needed.
+        """Counts a sample taken at intervals. Returns True if graphs have run in event ``number`` for many samples in
+        a row; each True doubles how many are needed for the next.
 
         Args:
             running: whether a graph runs now.

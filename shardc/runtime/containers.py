@@ -54,7 +54,9 @@ def _open(leaf: Any) -> PyTree:
 
 
 def _close(leaf: Any, part: PyTree) -> Any:
-    """Inverts `_open`: returns a copy of the container ``leaf`` with values ``part``; for other leaves ``part``."""
+    """Inverts `_open`: returns a copy of the container ``leaf`` with the values ``part``. If ``leaf`` is no
+    container, returns ``part``.
+    """
     if isinstance(leaf, Tensor) or not (isinstance(leaf, Mapping) or _is_record(leaf)):
         return part
     if isinstance(leaf, Mapping):

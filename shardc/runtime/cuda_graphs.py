@@ -81,7 +81,9 @@ class CudaGraphs:
 
 
 def host_read(program: Executable) -> tuple[fx.Node, str] | None:
-    """Returns (node, what the host does) of the first op of a step for which the host waits; None if there is none."""
+    """Finds the first op of a step for which the host waits, so that no CUDA graph can contain it. Returns (node,
+    reason as text); None if there is none.
+    """
     for half in program.step(True):
         for node in half.graph.nodes:
             if node.op == "call_function" and (why := _reads(node)):
@@ -90,7 +92,9 @@ def host_read(program: Executable) -> tuple[fx.Node, str] | None:
 
 
 def _reads(node: fx.Node) -> str:
-    """Returns, as text, what the host does with the result of an op that it waits for; "" if it does not wait."""
+    """Returns the reason why the host waits for the op ``node``, as text ("the host reads how many rows the experts
+    have"). Returns "" if it does not wait.
+    """
     if node.target in MOVES:
         return "the host waits for its copies"
     if node.target is SEND_ROWS:

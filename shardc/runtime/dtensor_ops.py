@@ -60,13 +60,13 @@ Part = list[tuple[str, int, int]]  # (name, size, coordinate) of each mesh dim t
 
 
 def install_pickling() -> None:
-    """Makes DTensors store their mesh position when pickled, and check it when unpickled."""
+    """Makes DTensors store which shard they are when pickled, and check it when unpickled."""
     DTensor.__reduce_ex__ = _reduce  # type: ignore[assignment]
     DTensor.__setstate__ = _set_state  # type: ignore[assignment]
 
 
 def _part(tensor: DTensor) -> Part | None:
-    """Returns (name, size, this rank's index) of each mesh dim that splits the tensor; None for a rank off the mesh."""
+    """Returns (name, size, this rank's index) of each mesh dim that splits ``tensor``; None for a rank off the mesh."""
     mesh: DeviceMesh = tensor.device_mesh
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     # A pickled mesh keeps the coordinate of the writing rank.
@@ -390,7 +390,7 @@ def _is_in(x: object, tensors: Sequence[Tensor]) -> bool:
 
 
 def _handler(theirs: Callable[..., PyTree] | None) -> Callable[..., PyTree]:
-    """Returns an op handler: shardc's on meshes of compiled modules, DTensor's ``theirs`` on other meshes."""
+    """Returns a handler of an op: shardc's on meshes of compiled modules, DTensor's own (``theirs``) on others."""
 
     def handler(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         mesh = next(x.device_mesh for x in pytree.tree_leaves(args) if isinstance(x, DTensor))

@@ -65,7 +65,9 @@ class Event:
         return hashlib.sha256(json.dumps(self.lines).encode()).hexdigest()[:32]
 
     def backward(self, used: frozenset[int]) -> Event:
-        """Returns the event of the backward of this call, an event itself, from the outputs with indices ``used``."""
+        """Returns the event for a backward of this event, which is a call. ``used`` has the indices of the outputs
+        that have gradients.
+        """
         if used not in self._backwards:
             (_, does), *rest = self.lines
             outputs = ("outputs that gradients come from", ", ".join(map(str, sorted(used))))
@@ -112,7 +114,8 @@ def call_event(
     deferred: Deferred,
     row_axes: Sequence[tuple[str, ...]] = (),
 ) -> Event:
-    """Returns the event by which ranks compare a module call.
+    """Returns the event by which ranks check that they call the same module with arguments of the same types and
+    shapes.
 
     Args:
         name: name of the module.
@@ -146,7 +149,8 @@ def call_event(
 
 
 def program_event(certificate: str, graphs: Mapping[str, fx.GraphModule], mesh: Mesh) -> Event:
-    """Returns the event by which ranks compare a compilation.
+    """Returns the event by which ranks check that they have compiled the same program: the text of its graphs and
+    collectives.
 
     Args:
         certificate: text that lists the collectives of the graphs in order.
@@ -188,7 +192,9 @@ def _runs(values: object) -> str:
 
 
 def difference(rank: int, rank_lines: Lines, other_rank: int, other_lines: Lines) -> MeshError:
-    """Returns the error for two ranks whose events of the same number differ, given (topic, text) lines of both."""
+    """Returns the error for two ranks that are at different events under the same event number. The events are given
+    as (topic, text) lines.
+    """
     mine, theirs = {line[0]: line[1] for line in rank_lines}, {line[0]: line[1] for line in other_lines}
     topics = [topic for topic in {**mine, **theirs} if mine.get(topic) != theirs.get(topic)]
     if not topics:
@@ -234,7 +240,8 @@ def _lines_of_user(error: BaseException) -> Iterator[str]:
 
 
 def late_ranks(store: dist.Store, at: str, ranks: Sequence[int], place: Place) -> MeshError | None:
-    """Returns the error for those of ``ranks`` that did not arrive at a comparison in time; None if all have arrived.
+    """Returns an error that names those of ``ranks`` that did not arrive at a comparison in time. Returns None if all
+    have arrived.
 
     Args:
         at: prefix of the store keys under which ranks publish that they have arrived.
@@ -274,7 +281,9 @@ def is_lost(error: RuntimeError) -> bool:
 
 
 def lost(error: RuntimeError, rank: str, ranks: Sequence[int], fix: str) -> CollectiveError:
-    """Returns the CollectiveError for ``error`` of ``rank`` in a collective of torch's with ``ranks``."""
+    """Returns the CollectiveError for ``error``, which torch raised on ``rank`` in a collective with ``ranks``
+    because the connection was lost.
+    """
     text = str(error).partition("\n")[0]
     return CollectiveError(
         f"rank {rank} was in a collective with ranks {list(ranks)}, between two graphs, when it failed: {text}",
@@ -306,8 +315,8 @@ def look_at_store(rank: str) -> str:
 
 
 def different_waits(rank: int, where: str, other: int, does: Lines) -> MeshError:
-    """Returns the error for two ranks that wait for each other: ``rank`` in a torch collective at ``where``, ``other``
-    in an event.
+    """Returns the error for two ranks that wait for each other in different places: ``rank`` in a torch collective at
+    ``where``, ``other`` in an event (a call or step).
 
     Args:
         rank, where: the rank in the collective, and its name and source line.

@@ -25,7 +25,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class Forward:
-    """Descriptor of ``forward`` in a compiled module's class: setting it wraps or replaces the compiled forward.
+    """Descriptor of ``forward`` on a compiled module's class. Assigning to ``module.forward`` wraps the compiled
+    forward or replaces the model's.
 
     A function that reaches the compiled forward, as in ``module.forward = wrap(module.forward)``, is stored in
     ``module.shardc.around``; calls run it eagerly. Any other function replaces the model's forward and is compiled into
@@ -153,7 +154,9 @@ def check_export() -> None:
 
 
 def check_ddp(owner: nn.Module) -> None:
-    """Raises InputError if a DDP module contains the compiled module ``owner``, and would average its shards."""
+    """Raises InputError if the compiled module ``owner`` is called inside a DDP module, which would average its
+    shards' gradients.
+    """
     front = DistributedDataParallel._active_ddp_module
     if front is not None and not {*map(id, front._module_parameters)}.isdisjoint(map(id, owner.parameters())):
         raise wrapped("DistributedDataParallel")
@@ -181,21 +184,27 @@ def unguard(owner: nn.Module) -> None:
 
 
 def _call(part: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
-    """Calls ``part``, a submodule of a compiled module; raises InputError if its parameters are shards."""
+    """Replaces ``__call__`` of a submodule of a compiled module: calls ``part``, but raises InputError if its
+    parameters are shards.
+    """
     if any(isinstance(param, DTensor) for param in part.parameters()):
         raise by_itself(type(part).__name__)
     return part._call_impl(*args, **kwargs)
 
 
 def call_slice(part: nn.Module, cls: type[nn.Module], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> PyTree:
-    """Calls ``part``, a slice of a compiled container, as a ``cls``; raises InputError if it has sharded parameters."""
+    """Calls ``part``, a slice of a compiled container, by the forward of ``cls``. Raises InputError if it has sharded
+    parameters.
+    """
     if any(isinstance(param, DTensor) for param in part.parameters()):
         raise by_itself(cls.__name__)
     return cls.forward(part, *args, **kwargs)
 
 
 def by_itself(kind: str) -> InputError:
-    """Returns the error for a direct call of a submodule of class ``kind``."""
+    """Returns the error raised if a submodule, of class name ``kind``, of a compiled module is called directly: its
+    parameters are shards.
+    """
     return InputError(
         f"a part of a compiled module ({kind}) was called by itself; its parameters are shards",
         fix="call it inside of `with module.summon_full_params():`, or compile it as a module of its own; a method of "

@@ -72,7 +72,9 @@ def _distribute_tensors(local_state_dict: dict[str, object], keys: list[str], *a
 
 
 def _is_strided(tensor: DTensor) -> bool:
-    """Whether ``tensor`` has strided placements, so that a shard may consist of several boxes of the global tensor."""
+    """Whether ``tensor`` has a strided placement (``_StridedShard``). Its shards then may consist of several boxes of
+    the global tensor.
+    """
     return any(isinstance(placement, _StridedShard) for placement in tensor.placements)
 
 
@@ -212,8 +214,8 @@ class ReplicatedSpec(DTensorSpec):
 
     @classmethod
     def mark(cls, spec: object) -> bool:
-        """Turns ``spec`` into this class, in place, if it is a plain DTensorSpec of a replicated tensor; returns
-        whether it did.
+        """Changes the class of ``spec`` to this one, in place, if it is a plain DTensorSpec of a replicated tensor.
+        Returns whether it was.
         """
         if type(spec) is not DTensorSpec or not all(x.is_replicate() for x in spec.placements):
             return False

@@ -153,7 +153,7 @@ class Sync:
         return Deferred(whole, accumulating.scattered | frozenset(summed) - whole)
 
     def add(self, name: str, layout: Layout, grad: Tensor) -> None:
-        """Adds ``grad`` to the local sum of parameter ``name`` in ``layout``.
+        """Adds ``grad``, unreduced and in ``layout``, to the local sum for parameter ``name``.
 
         It adds in place only if the sum has its own memory, as gradients may share memory.
         """
@@ -168,8 +168,8 @@ class Sync:
         _optimizers.watch(self)
 
     def take(self, names: frozenset[str]) -> dict[Key, Tensor]:
-        """Removes the local gradient sums of parameters ``names``; returns (parameter name, layout) -> sum, to be
-        reduced.
+        """Removes the local sums of unreduced gradients of parameters ``names``, and returns them to be reduced:
+        (parameter name, layout) -> sum.
         """
         due = {key: self.sums.pop(key) for key in list(self.sums) if key[0] in names}
         self._own.difference_update(due)
@@ -188,7 +188,9 @@ class Sync:
         return frozenset(name for name, _ in self.sums if name in mine and id(mine[name]) in theirs)
 
     def refuse(self, what: str, names: frozenset[str] | None = None) -> None:
-        """Raises BackwardError, for an operation ``what``, if gradients of ``names`` (default: any) are unreduced."""
+        """Raises BackwardError if a parameter in ``names`` (by default any) has unreduced gradients. ``what`` is the
+        operation that cannot be done then.
+        """
         pending = sorted({name for name, _ in self.sums} if names is None else names)
         if pending:
             more = f" and of {len(pending) - 1} more" if len(pending) > 1 else ""

@@ -170,7 +170,9 @@ class GraphedStep:
                 group["lr"] = value
 
     def _count(self) -> None:
-        """Increments the versions of parameters and buffers, which a repeat has written unseen by autograd."""
+        """Increments the version counters of parameters and buffers, as repeating a recorded step writes them unseen
+        by autograd.
+        """
         snapshot = self._state.params.snapshot
         params = [x for x in snapshot.parameters.values() if x.requires_grad]
         torch.autograd.graph.increment_version([*dict.fromkeys((*params, *snapshot.buffers.values()))])

@@ -311,8 +311,8 @@ class Groups:
         return self._new(axes)
 
     def _new(self, axes: Axes) -> dist.ProcessGroup:
-        """Creates a new group along ``axes``, even if the device mesh has a group of the same ranks; other ranks must
-        do the same.
+        """Creates a new process group along ``axes``, although the device mesh may have one of the same ranks. All
+        ranks must call this in the same order.
         """
         groups, everyone = self._groups(axes), list(range(dist.get_world_size()))
         if sorted(self._global) != everyone:
@@ -350,7 +350,8 @@ def _is_shared(device_mesh: DeviceMesh) -> bool:
 
 
 def _without_world_group(device_mesh: DeviceMesh) -> DeviceMesh:
-    """Returns a mesh equal to ``device_mesh`` whose axis of all ranks, if any, has a group other than the world's.
+    """Returns a mesh equal to ``device_mesh`` that does not use the world's process group. The axis of all ranks, if
+    any, gets a new group.
 
     DeviceMesh takes the world's group for an axis of all ranks. ``device_mesh`` is returned itself if it has no such
     axis, or if the group is not shared (`_is_shared`).
@@ -368,11 +369,11 @@ def _without_world_group(device_mesh: DeviceMesh) -> DeviceMesh:
 
 
 class Cause(Protocol):
-    """Why a collective exists: a plan entry, and a source line as ``file:line``; "" if unknown."""
+    """Why a collective exists, for errors: the plan entry that led to it, and the source line in the model."""
 
     @property
     def entry(self) -> str:
-        """The plan entry as text; "" if unknown."""
+        """The plan entry that led to the collective, as text; "" if unknown."""
 
     @property
     def source(self) -> str:

@@ -55,7 +55,7 @@ def keep_heap() -> None:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """Context manager: garbage collection skips objects that exist already, and runs less often.
+    """Context manager that makes garbage collection cheap: it skips objects that exist already, and runs less often.
 
     The objects of a compile trigger full collections, which would traverse all of torch: a tenth of the time to the
     first step.

@@ -42,7 +42,9 @@ class Mode:
 
 
 class ModuleSnapshot:
-    """The modules (each once), parameters and buffers (by each of their names) of a model when it is made."""
+    """Remembers the modules, parameters, buffers and hooks that a model has when this is made, to tell later whether
+    they are the same objects.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = list(model.modules())

@@ -135,7 +135,8 @@ def attributes(tensor: torch.Tensor) -> dict[str, object]:
 
 
 class _StandIns(TorchFunctionMode):
-    """Torch function mode that replaces a model's tensors by stand-ins, also where code reads them from a closure.
+    """Torch function mode that passes each op the stand-in (a `Virtual`) in place of a model's tensor. So code that
+    holds the tensor in a closure writes the stand-in, too.
 
     Args:
         stand_ins: id of a tensor -> its `Virtual`.
@@ -273,7 +274,8 @@ _INITIALISES = re.compile(
 
 
 def initializers(cls: type) -> dict[str, Callable[..., PyTree]]:
-    """Returns wrappers of the methods of ``cls`` that initialise, by their names (``init_weights``, ``reset``).
+    """Finds the methods of class ``cls`` that initialise parameters (``init_weights``, ``reset_parameters``). Returns
+    wrappers of these by name, which initialise a compiled module shard by shard.
 
     What they write to parameters and buffers reaches the shards, with the values of one device; attributes that they
     set stay.
@@ -328,8 +330,8 @@ def initialise(state: State, run: Callable[[nn.Module], T], complete: bool = Fal
 
 
 def _note_attributes(slot: Slot) -> None:
-    """Copies attributes and ``requires_grad`` of a slot's tensor after initialisation to its tensor before, which is
-    the one that stays.
+    """Copies attributes and ``requires_grad`` that initialisation has set on a stand-in to the original tensor, which
+    the module keeps.
     """
     assert slot.now is not None
     slot.before.requires_grad_(slot.now.requires_grad)
@@ -337,7 +339,7 @@ def _note_attributes(slot: Slot) -> None:
 
 
 def _write(state: State, slot: Slot, value: torch.Tensor, fresh: dict[int, torch.Tensor]) -> None:
-    """Copies ``value``, a slot's padded local tensor, to the module.
+    """Copies ``value``, the initialised local tensor (padded) of a parameter or buffer, to the module.
 
     Args:
         fresh: id of a buffer that has no values -> the tensor in its place; shared by tied buffers.

@@ -78,7 +78,9 @@ def check_inputs(
     layouts: Sequence[Layout],
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> None:
-    """Raises InputError unless tensors have the local shapes of ``layouts`` (DTensors: the global) and ``dtypes``."""
+    """Raises InputError unless each tensor has the local shape of its layout (a DTensor: the global shape) and its
+    dtype in ``dtypes``.
+    """
     if not len(names) == len(tensors) == len(layouts):
         raise InputError(f"{len(tensors)} tensor inputs ({', '.join(names)}), expected {len(layouts)}")
     wrong, fix = [], "pass it in that dtype, or lower the module for this one too"

@@ -71,7 +71,9 @@ class Loops:
         self._added: set[str] = set()
 
     def train(self, tangents: Mapping[int, Any]) -> Results:
-        """Runs forward and backward of each microbatch; ``tangents``: gradient of each output by index, whole batch."""
+        """Runs forward and backward of each microbatch. ``tangents`` maps output index to the gradient for the whole
+        batch.
+        """
         return self._step(True, tangents)
 
     def infer(self) -> Results:
@@ -95,10 +97,8 @@ class Loops:
         return self._joined(parts)
 
     def _keep(self, role: Role, x: Any, at: int, parts: Results) -> None:
-        """Stores the result ``x`` of a graph of microbatch ``at`` where its ``role`` says: added to a sum, kept for
-        later graphs, or appended to ``parts``.
-
-        It is added to its sum, kept for later graphs, or appended to ``parts`` (outputs and gradients per microbatch).
+        """Stores ``x``, a result of a graph of microbatch ``at``, by its ``role``: adds it to a sum, keeps it for
+        later graphs, or appends it to ``parts`` (outputs and gradients per microbatch).
         """
         if role.kind == TERM:
             self._add(role.name, x)
@@ -110,8 +110,8 @@ class Loops:
             parts.outputs.setdefault((role.kind, role.index if role.kind == "output" else role.name), []).append(x)
 
     def _value(self, port: Port, at: int, saved: Mapping[str, Any], tangents: Mapping[int, Any]) -> Any:
-        """Returns the argument ``port`` of a graph of microbatch ``at``: from ``saved`` (values of the graph before),
-        the inputs, ``tangents`` (output index -> gradient), sums or kept results.
+        """Returns the argument ``port`` for a graph of microbatch ``at``. It comes from ``saved`` (saved by the graph
+        before), the inputs, ``tangents`` (output index -> gradient), sums or kept results.
         """
         role = port.role
         if port.name in saved:
@@ -168,8 +168,8 @@ class Loops:
         return joined
 
     def _join(self, values: list[Any], layout: Layout | None) -> Any:
-        """Returns the results ``values`` of the microbatches concatenated as ``layout`` splits them; the last one if it
-        does not split them.
+        """Concatenates ``values``, an output of each microbatch, along the dim that ``layout`` splits into
+        microbatches. If there is none, the last value is returned.
         """
         if layout is None or values[0] is None:
             return values[-1]
@@ -193,7 +193,7 @@ class Step(Protocol):
 
 
 class Microstep:
-    """A call of a program with microbatches: its outputs, and the gradients of a backward that may follow.
+    """One call of a program in microbatches: holds its outputs, and the gradients for a backward that may follow.
 
     Args:
         program: the program.

@@ -99,7 +99,7 @@ _PAUSE = 0.02
 
 
 class LostRanks:
-    """Finds the ranks that keep others waiting; one object per rank and mesh.
+    """Finds the ranks that keep others waiting, after a wait failed. Each rank has one such object per mesh.
 
     Args:
         prefix: prefix of the keys in the store.

@@ -84,7 +84,9 @@ def differences(call: Signature, other: Signature) -> list[str]:
 
 
 def _shown(leaf: Any) -> str:
-    """Return an argument's `Like` or `Constant` as text."""
+    """Return the description of an argument (`Like` for a tensor, `Constant` for others) as text: "float32[8, 4],
+    requires_grad".
+    """
     if not hasattr(leaf, "shape"):
         return repr(leaf.value)
     grad = ", requires_grad" if leaf.requires_grad else ""

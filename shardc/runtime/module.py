@@ -37,7 +37,8 @@ GlobalShapes = Callable[[Sequence[tuple[str, tuple[int, ...]]]], list[tuple[int,
 
 
 def copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
-    """Returns a copy of a compiled module, without gradients; both share their programs. All ranks call it.
+    """Returns a copy of a compiled module, without gradients. Module and copy share their compiled programs. All
+    ranks call it.
 
     Args:
         memo: memo of ``deepcopy``: id of an object -> its copy.

@@ -77,7 +77,7 @@ class Namespace(State):
         return frozenset(name for each in bases for name in vars(each) if not name.startswith("_")) - {"short_names"}
 
     def _meet(self, method: str) -> None:
-        """Waits until all ranks call ``method``; raises MeshError if another rank goes on without."""
+        """Waits until all ranks call ``method``. Raises MeshError if another rank goes on without calling it."""
         if self.spec.groups is not None:
             self.spec.groups.consistency.meet(f"{type(self.spec.template).__name__}.{method}")
 

@@ -81,7 +81,9 @@ class _Originals:
         self._hooked = False
 
     def note(self, model: nn.Module, module: nn.Module, params: Mapping[str, Tensor]) -> None:
-        """Watches ``params``, those of ``model`` by name; ``module`` is the compiled module, or ``model`` itself."""
+        """Starts to watch ``params``, the parameters of ``model`` by name, for uses after compile. ``module`` is the
+        compiled module; for `shardc.shard` it is ``model`` itself.
+        """
         pair = _Pair(ref(module), replaced=module is model)
         for name, param in params.items():
             self._pairs[param] = pair, name

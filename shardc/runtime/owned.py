@@ -130,7 +130,7 @@ class OwnedLayout(Layout):
 
     @property
     def placement(self) -> Placement:
-        """The DTensor placement on the axis of stages."""
+        """The DTensor placement, along the mesh axis of pipeline stages, of a parameter that one stage stores."""
         return Owned(self.owner) if self.ndim else Replicate()
 
 
@@ -180,14 +180,16 @@ def _spread(x: DTensor) -> DTensor:
 
 
 def _confined(x: DTensor, placements: Placements) -> DTensor:
-    """Returns ``x`` resharded to ``placements``, some of them `Owned`; ``x`` is replicated on the mesh dims of
-    these.
+    """Returns ``x`` resharded to ``placements``. On the mesh dims that become `Owned` (whole on one coordinate),
+    ``x`` is replicated, so other coordinates just drop it.
     """
     return _Confine.apply(x, tuple(placements)) if has_owner(placements) else x
 
 
 class _Spread(torch.autograd.Function):
-    """Autograd function of `_spread`; the gradient of an owner's tensor is its own copy of the replicated gradient."""
+    """Autograd function of `_spread`, which broadcasts an owner's tensor. In backward, the owner keeps its own copy
+    of the replicated gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> DTensor:
@@ -207,7 +209,9 @@ class _Spread(torch.autograd.Function):
 
 
 class _Confine(torch.autograd.Function):
-    """Autograd function of `_confined`; its backward broadcasts the gradient from the owner."""
+    """Autograd function of `_confined`, which leaves a replicated tensor on its owner only. Backward broadcasts the
+    gradient from the owner.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, placements: Placements) -> DTensor:

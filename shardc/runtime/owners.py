@@ -54,7 +54,7 @@ def split_dims(param: DTensor) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Box:
-    """The position of a rank's shard in the whole tensor, as an index that selects it.
+    """The elements of the whole tensor that a rank's shard has, as an index that selects them.
 
     Args:
         index: selects the shard: a slice per dim, or index tensors that broadcast to its shape.
@@ -171,7 +171,7 @@ class Owners:
         return out
 
     def scatter(self, shards: Sequence[tuple[int, Tensor, Tensor | None]]) -> None:
-        """Copies the owners' whole tensors to all ranks' shards, in place; all-to-alls.
+        """Copies each whole tensor from its owner to the shards on all ranks, in place, by all-to-alls.
 
         Args:
             shards: (index of a parameter, this rank's shard, the whole tensor on its owner).
@@ -195,7 +195,9 @@ class Owners:
         return dict(zip(self.ranks, everyone, strict=True))
 
     def _batches(self, shards: Sequence[tuple[int, Tensor]]) -> Iterator[list[int]]:
-        """Yields lists of indices of ``shards`` that one exchange moves: of one dtype, up to `_BUCKET` bytes."""
+        """Groups ``shards`` into exchanges of one dtype and at most `_BUCKET` bytes each. Yields lists of indices of
+        ``shards``.
+        """
         for dtype in dict.fromkeys(local.dtype for _, local in shards):
             batch: list[int] = []
             size = 0
@@ -213,7 +215,8 @@ class Owners:
     def _exchange(
         self, sent: Sequence[tuple[int, Tensor]], came: Sequence[tuple[int, tuple[int, ...]]], like: Tensor
     ) -> Iterator[Tensor]:
-        """Sends tensors to ranks by one all-to-all; yields those that come, of the shapes and in the order of ``came``.
+        """Exchanges tensors between ranks by one all-to-all. Yields the received tensors in the order of ``came``,
+        which gives their senders and shapes.
 
         Args:
             sent: (global rank, tensor), in the order in which that rank takes this rank's.
@@ -239,7 +242,8 @@ class Owners:
 
 
 def _choose(param: DTensor, load: Tensor) -> tuple[int, ...]:
-    """Returns the coordinates of a parameter's owner along its `split_dims`: those of ranks with the least ``load``.
+    """Chooses the ranks that own a parameter: those with the least ``load`` so far. Returns their coordinates along
+    the mesh dims that split the parameter (`split_dims`).
 
     Args:
         load: summed cost of each global rank's updates; those of the owners grow by the parameter's.

@@ -201,7 +201,9 @@ def _shard(value: Tensor, param: DTensor, storage: Layout, rank: int) -> Tensor:
 
 
 def check_loads(template: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """Loads meta tensors shaped like ``state_dict`` into ``template``, so torch raises before a value is changed."""
+    """Checks that ``state_dict`` fits before any value is changed. Loads meta tensors of the same shapes into
+    ``template``, so torch raises its own errors.
+    """
     shapes = OrderedDict(
         (name, value if not isinstance(value, Tensor) or is_wrapper(value) else _on_meta(value))
         for name, value in state_dict.items()

@@ -48,7 +48,9 @@ class Shard:
         self.data.grad = None
 
     def placed(self, x: object) -> object:
-        """Returns ``x``, a value of the optimizer state, resharded to the parameter's layout if it has its shape."""
+        """Reshards ``x``, an entry of the optimizer state, to the parameter's layout if it has the parameter's shape.
+        Returns other values as they are.
+        """
         if not isinstance(x, DTensor) or x.shape != self.param.shape or x.placements == self.param.placements:  # type: ignore[attr-defined]
             return x
         return scattered_like(self.param, gather(x))  # type: ignore[arg-type]
@@ -99,7 +101,8 @@ class Shard:
         self._known, self._left = list(state.values()), []
 
     def write(self, mine: Mapping[str, object] | None, states: Mapping[Tensor, dict[str, object]]) -> None:
-        """Copies the shard's state to the parameter, as DTensors; existing ones stay the same objects.
+        """Copies the optimizer state of the plain shard to the state of the DTensor parameter. Tensors become
+        DTensors; those that exist already stay the same objects.
 
         Args:
             mine: state of the shard by key.
@@ -158,7 +161,7 @@ class Described:
 
 
 class WholeParameter(Shard):
-    """A parameter that its owner updates whole, as a plain parameter, with its optimizer state.
+    """A parameter that one rank, the owner, updates as a whole plain tensor. Has its optimizer state, too.
 
     Between steps it has no memory but that of the state.
 
@@ -228,14 +231,16 @@ class WholeParameter(Shard):
         return self.owner.place(x, x.shape, x.dtype) if x.dim() else x
 
     def described(self, x: Described) -> object:
-        """Returns what ranks other than the owner store for the owner's value ``x``: an empty DTensor or the number."""
+        """Returns what a rank stores for the entry ``x`` of the optimizer state if it does not own the parameter: a
+        DTensor without local rows for a tensor, and the number for a number.
+        """
         if x.unshared:
             return x
         return self.owner.place(None, x.shape, x.dtype) if x.number is None else x.number.to(x.device)
 
 
 def _are(values: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether ``values`` and ``others`` are the same objects."""
+    """Whether ``values`` and ``others`` are the same objects, one by one."""
     return len(values) == len(others) and all(map(is_, values, others))
 
 

@@ -158,7 +158,9 @@ class Profiled:
 
 
 def profile_step(step: Callable[[], object]) -> Profiled:
-    """Runs ``step`` under torch's CPU profiler; returns its collectives, with times and bytes, and peak memory."""
+    """Runs ``step`` under torch's CPU profiler. Returns the collectives that it ran, with times and bytes, and the
+    peak memory.
+    """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as seen:
         step()
     results: Any = seen.profiler.kineto_results
@@ -208,7 +210,7 @@ def peak_of(step: Callable[[], object]) -> int:
 
 
 def alive(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of the storages of ``tensors`` on this rank, each storage counted once."""
+    """Returns the bytes that ``tensors`` occupy on this rank; storage that several share counts once."""
     local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local}.values())
 

@@ -179,7 +179,8 @@ class ProgramCache:
         return None
 
     def add(self, program: Executable, guards: Guards | None = None) -> None:
-        """Adds a program for its call while ``guards`` hold; replaces a program with equal guards.
+        """Adds a compiled program to the cache, for its call while ``guards`` hold. It replaces a program with equal
+        guards.
 
         Warns if there are many programs of one call.
 
@@ -333,7 +334,7 @@ class ProgramCache:
         return Signature.of(mode, TorchGlobalState.now(self.spec.device), self.input_names(args, kwargs), args, kwargs)
 
     def input_names(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> list[str]:
-        """Returns a name for each pytree leaf of a call's arguments."""
+        """Returns a name for each tensor or other leaf in the arguments of a call."""
         targets = len(self.spec.targets or ()) * self.with_loss(args, kwargs)
         return self.spec.names(self.params.view, args, kwargs, targets)
 

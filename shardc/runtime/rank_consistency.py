@@ -52,7 +52,7 @@ _STUCK = 25  # samples in the same collective of torch, before a rank reports it
 
 
 class RankConsistency:
-    """Checks that all ranks of a mesh go through the same `Event`s.
+    """Checks that all ranks of a mesh run the same sequence of events (calls, backwards, state dicts).
 
     Args:
         prefix: prefix of the keys in the store, unique per mesh of the process.
@@ -170,7 +170,9 @@ class RankConsistency:
 
     @contextmanager
     def reduces(self, method: str) -> Iterator[None]:
-        """Context manager that registers the event ``method``, like `runs`, around calls of torch's own collectives."""
+        """Context manager around torch's own collectives, such as an all-reduce of norms, called by ``method``.
+        Registers ``method`` as an event, like `runs`, so that other ranks know of it.
+        """
         with self.runs(method):
             try:
                 yield
@@ -229,7 +231,8 @@ class RankConsistency:
             self._log(self._connected(), [self.rank, number, *raised(self.place(self.rank), error)])
 
     def behind(self) -> MeshError | None:
-        """Returns the MeshError that explains a failed collective: ranks differ, or another rank raised.
+        """Returns the MeshError that is the real reason of a failed collective: ranks run different things, or
+        another rank raised.
 
         Waits for it up to a second; None if there is none.
         """
@@ -252,8 +255,8 @@ class RankConsistency:
             return f"{look_at_store(self.place(0))}. If it is well, {look_at(list(map(self.place, ranks)))}"
 
     def _lost_between(self, error: RuntimeError) -> MeshError | RuntimeError:
-        """Returns the error to raise in place of ``error`` of a torch collective: one that says which ranks to look at,
-        or that explains how ranks differ.
+        """Returns the error to raise if a torch collective failed with ``error``. It says which ranks to look at, or
+        how ranks differ; if neither is known, it is ``error``.
         """
         if not is_lost(error):
             return self.behind() or error
@@ -357,7 +360,9 @@ class RankConsistency:
             self._on_failure(store, *message)
 
     def _answer_if_asked(self) -> None:
-        """Publishes this rank's hash of each past event that other ranks compare; raises MeshError if one differs."""
+        """Takes part in comparisons of past events that other ranks have begun, by publishing this rank's hash of
+        each. Raises MeshError if a hash differs.
+        """
         for number in sorted(self._comparisons.asked):
             if number <= self.number:
                 self._answer(self._connected(), number)
@@ -365,7 +370,8 @@ class RankConsistency:
             raise self._raised()
 
     def _answer(self, store: dist.Store, number: int) -> None:
-        """Publishes this rank's hash of past event ``number``, which another rank compares; if they differ, interrupts.
+        """Publishes this rank's hash of the past event ``number``, which another rank compares. If the hashes differ,
+        interrupts what this rank runs.
 
         This rank then raises out of the graph that it runs, or at its next event.
         """
@@ -394,7 +400,8 @@ class RankConsistency:
         self._interrupt_if_running(store)
 
     def _hear_difference(self, store: dist.Store, number: int, other: tuple[int, str]) -> None:
-        """Makes this rank raise, as ``other``, (rank, hash of its event), differs from it at event ``number``.
+        """Makes this rank raise because event ``number`` differs from that of another rank. ``other`` is (that rank,
+        hash of its event).
 
         It raises in its next event, or in the event in which it waits.
         """
@@ -405,7 +412,7 @@ class RankConsistency:
             store.set(f"{self._comparisons.at(self._waits)}verdict", BEFORE)
 
     def _interrupt_if_running(self, store: dist.Store) -> None:
-        """Makes the collective in which this rank waits raise, if a compiled graph is running."""
+        """Aborts the collective in which this rank waits, if a compiled graph is running. The wait then raises."""
         self._break_if_running(store)  # it may have begun just now, before it could see the error
         if self._broken:
             self._end_waits()
@@ -463,7 +470,8 @@ class RankConsistency:
             self._answer(store, self.number)
 
     def _on_wait(self, store: dist.Store, rank: int, number: int, text: str, fix: str) -> None:
-        """Handles the message that ``rank`` waits in a torch collective: this rank raises if it is in event ``number``.
+        """Handles the message that ``rank`` waits in a torch collective, while event ``number`` waits for that rank.
+        If this rank is in that event, it raises.
 
         Args:
             text, fix: of the error to raise.

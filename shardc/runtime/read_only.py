@@ -173,7 +173,7 @@ def _memory(x: Tensor) -> int:
 
 
 def _written(func: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Iterator[object]:
-    """Yields the arguments that ``func`` writes, or whose memory it takes over (``set_``)."""
+    """Yields the arguments that the op ``func`` writes to, or whose memory it takes over, as ``set_`` does."""
     schema = getattr(func, "_schema", None)
     if schema is None or func is torch.ops.aten.detach_.default:
         return

@@ -1,4 +1,6 @@
-"""`Routing`: records of a module's layers of experts (tokens per expert, loads), and the check of their capacity."""
+"""`Routing`: what layers of experts record when they run (tokens per expert, fullest blocks), and the check against
+their capacity.
+"""
 
 from __future__ import annotations
 

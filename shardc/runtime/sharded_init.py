@@ -224,7 +224,9 @@ def shifted(index: Sequence[int], by: int) -> Sequence[int]:
 
 
 def scatter(piece: Piece, flat: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies this rank's elements of ``values`` into ``piece``; ``flat``: flat index of each in the whole tensor."""
+    """Writes into ``piece`` those of ``values`` that are elements of this rank. ``flat`` has the flat index of each
+    value in the whole tensor.
+    """
     if piece.local is None or piece.local.numel() == 0:
         return
     mask = torch.ones_like(flat, dtype=torch.bool)
@@ -334,7 +336,9 @@ class InitShard:
 
 
 class Virtual(torch.Tensor):
-    """CPU tensor of global shape, or a view of one, that stores only this rank's shard; ``meta`` has its strides."""
+    """CPU tensor of global shape that stores only this rank's shard, for initialisation. May be a view of one;
+    ``meta`` has its shape and strides.
+    """
 
     meta: torch.Tensor
     init_shard: InitShard
@@ -416,7 +420,9 @@ def _on_whole(func: OpOverload, args: Sequence[PyTree], kwargs: Mapping[str, PyT
 
 
 def _factory(func: OpOverload, target: Virtual, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> torch.Tensor:
-    """Returns the plain CPU tensor of a factory op (``zeros_like``); InitError if it has over ``limit`` elements."""
+    """Runs an op that makes a new tensor like ``target`` (``zeros_like``); the result is a plain CPU tensor. Raises
+    InitError if it has over ``limit`` elements.
+    """
     meta = func(target.meta, *args[1:], **kwargs)
     if meta.numel() > target.init_shard.limit:
         raise unsupported(func, target, f"with a whole tensor of shape {list(meta.shape)}")

@@ -77,7 +77,9 @@ class ShardingSpec:
 
     @property
     def rank(self) -> int:
-        """Row-major index of this process on the mesh (that of its stage); 0 without a device mesh."""
+        """Row-major index of this process on the mesh; in a pipeline, on the mesh of its stage. It is 0 without a
+        device mesh.
+        """
         return self.groups.rank if self.groups is not None else 0
 
     def tells(self) -> AbstractContextManager[None]:

@@ -43,7 +43,9 @@ def all_gather(shards: list[torch.Tensor], size: int) -> list[torch.Tensor]:
 
 
 def reduce_scatter(terms: list[torch.Tensor], op: str, size: int) -> list[torch.Tensor]:
-    """Returns, for each rank, its chunk along dim 0 of the reduction of all ranks' ``terms``."""
+    """Reference of a reduce-scatter: reduces all ranks' ``terms`` by ``op``, and returns, for each rank, its chunk
+    along dim 0 of the result.
+    """
     _check_size(terms, size)
     assert terms[0].shape[0] % size == 0, f"{tuple(terms[0].shape)} cannot be scattered over {size} ranks"
     return [part.clone() for part in reduce(terms, op).chunk(size)]
@@ -78,7 +80,8 @@ def permute_ranks(shards: list[torch.Tensor], destinations: Sequence[int]) -> li
 def send_rows(
     rows: list[torch.Tensor], sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], size: int
 ) -> list[torch.Tensor]:
-    """Returns, for each rank, the rows that all ranks send to it, then NaN (-1 in integers) up to ``size`` rows.
+    """Reference of the exchange of rows between experts' ranks: returns, for each rank, the rows that all ranks send
+    to it. The rest, up to ``size`` rows, is NaN (-1 in integers).
 
     Args:
         sends, receives: per rank, the number of rows to and from each rank.
@@ -234,7 +237,9 @@ def _term(layout: Layout, rank: int) -> int:
 
 @lru_cache(maxsize=65536)
 def _replica(layout: Layout, rank: int) -> int:
-    """Returns the number of lower ranks that hold the same values: equal indices along all axes of ``layout``."""
+    """Returns which of the equal copies of a shard ``rank`` holds: the number of lower ranks with the same index
+    along all axes of ``layout``.
+    """
     mesh = layout.mesh
     coordinates = [mesh.index(axis, rank) for axis in layout.axes]
     return sum([mesh.index(axis, other) for axis in layout.axes] == coordinates for other in range(rank))
@@ -249,7 +254,7 @@ def _reduced(terms: list[torch.Tensor], layout: Layout) -> torch.Tensor:
 
 
 def _split_term(x: torch.Tensor, op: str, count: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """Returns ``count`` random tensors whose reduction by ``op`` is ``x``."""
+    """Splits ``x`` into ``count`` random tensors whose reduction by ``op`` is ``x``, as a partial layout has them."""
 
     def noise(low: int, high: int) -> torch.Tensor:
         return torch.randint(low, high, x.shape, generator=generator).to(x.dtype)

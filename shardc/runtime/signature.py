@@ -136,7 +136,9 @@ class Signature:
         return cls(tuple(names), described, spec, mode, surroundings)
 
     def without(self, dims: Mapping[str, Mapping[int, str]]) -> Signature:
-        """Returns the signature with names in place of dynamic sizes; ``dims`` maps input -> dim -> name."""
+        """Returns this signature with names in place of the dynamic sizes, so that calls of different sizes compare
+        equal. ``dims`` maps input -> dim -> name.
+        """
         leaves = tuple(
             replace(x, shape=tuple(dims[name].get(at, n) for at, n in enumerate(x.shape)))
             if isinstance(x, Like) and name in dims
@@ -283,7 +285,9 @@ def _shown(signature: Signature) -> str:
 
 
 def _leaf(name: str, x: object) -> Like | Constant:
-    """Describes one pytree leaf of the arguments; InputError if it is neither a tensor nor hashable."""
+    """Describes one leaf of the arguments: `Like` for a tensor, `Constant` for a hashable value. Raises InputError
+    for any other value.
+    """
     if isinstance(x, Tensor):
         return Like(() if x.is_nested else tuple(x.shape), x.dtype, x.requires_grad)
     if is_dataclass(x) and not isinstance(x, type):

@@ -22,7 +22,7 @@ _AHEAD = 2
 
 
 class StageLink:
-    """Connection of this rank to the ranks of other stages that have the same place within their stage.
+    """Sends values between pipeline stages: connects this rank to the ranks at the same position in other stages.
 
     Messages between two ranks arrive in the order of their sends, since gloo and NCCL match them in order. On CPUs
     receives of the next messages are posted ahead, so that gloo's sender writes them at once. Otherwise a thread of

@@ -20,7 +20,9 @@ class Link(Protocol):
     """
 
     def begin(self, actions: Iterable[Run | Message]) -> None:
-        """Begins a step of ``actions``: may start to receive their messages."""
+        """Begins a step with the given actions (runs of graphs, and messages). May start to receive
+        messages already.
+        """
 
     def send(self, message: Message, values: list[Any]) -> None:
         """Starts to send ``values`` to another stage of the pipeline, as the content of ``message``. Does not wait
@@ -118,8 +120,8 @@ class StageLoops(Loops):
                 self.shared.pop(key, None)
 
     def _sent(self, key: Key, example: Value, parts: Results) -> Any:
-        """Returns the value ``key`` (kind, name, microbatch) to send to another stage, from kept values, sums or
-        ``parts``, the results so far; ``example``: its type.
+        """Returns the value to send to another stage for ``key`` (kind, name, microbatch). It is a kept value, a sum,
+        a parameter, or a result in ``parts``.
         """
         kind, name, at = key
         if kind == TRANSFER:

@@ -60,12 +60,12 @@ class State:
 
     @property
     def programs(self) -> dict[CacheKey, Executable]:
-        """The compiled programs of fixed sizes."""
+        """The compiled programs by key, except those for dynamic sizes."""
         return self.cache.programs
 
     @property
     def name(self) -> str:
-        """Name of the module in events: its class, and its number among the modules of the mesh."""
+        """Name of the module in comparisons between ranks: its class, and its number among the modules of the mesh."""
         assert self.spec.groups is not None
         if self._name is None:
             consistency = self.spec.groups.consistency

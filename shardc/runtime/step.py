@@ -300,7 +300,9 @@ class Runner:
         return half.stage is None or self.program.order(True).rank_of[half.stage] == self.groups.stage
 
     def _compile(self, together: Sequence[Half], certificate: Callable[[], Certificate]) -> None:
-        """Compares graphs and their certificate with the other ranks, and lowers the graphs that this rank runs."""
+        """Checks that all ranks have the same graphs and the same list of collectives (``certificate``). Then lowers
+        those of the graphs ``together`` that this rank runs.
+        """
         keep_heap()
         with self.groups.consistency.compiles(), frozen(), _compat.no_autocast():  # the graphs have their casts
             graphs = {peer.name: peer.gm for peer in together}
@@ -329,7 +331,8 @@ class Runner:
     def late(
         self, roles: Sequence[Role], grads: dict[tuple[str, str], Tensor | None], deferred: Deferred
     ) -> dict[str, Tensor]:
-        """Adds unreduced gradients of a backward to local sums, and reduces the sums of parameters not in ``deferred``.
+        """Handles gradients that backward leaves unreduced (`no_sync`): adds them to local sums. Then reduces the
+        sums of parameters that are not in ``deferred``.
 
         Args:
             roles: roles of the results of the backward graph.
@@ -411,7 +414,9 @@ class Runner:
         return argument
 
     def local(self, takes: Iterable[Port], feed: Sequence[Any]) -> list[object]:
-        """Converts the result of `feed` to the arguments of graphs: padded local tensors, contiguous buffers."""
+        """Converts ``feed``, the result of `feed`, to the arguments that graphs take: padded local tensors of
+        parameters, contiguous buffers.
+        """
         return [
             padded_local(x, self.spec.storages[port.role.name])
             if port.role.kind == "param"

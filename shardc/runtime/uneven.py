@@ -50,8 +50,8 @@ class Rows:
     def exchanged(
         cls, names: Sequence[str], tensors: Sequence[Tensor], axes: Sequence[Axes], groups: Groups, device: torch.device
     ) -> Rows:
-        """Returns the `Rows` of a call: the row counts of ``tensors`` on all ranks, exchanged by a collective.
-        ``axes``: the axes that split the rows of each.
+        """Exchanges row counts between ranks by a collective, for a call with batches of different sizes. Returns
+        them as `Rows`; ``axes`` has, per tensor, the axes that split its rows.
         """
         mine = torch.tensor([x.shape[0] if over else 0 for x, over in zip(tensors, axes, strict=True)], device=device)
         table = torch.stack(gather(mine, groups, groups.mesh.axes)).tolist()
@@ -59,7 +59,7 @@ class Rows:
 
     @property
     def even(self) -> bool:
-        """Whether all ranks pass the same number of rows, for each input."""
+        """Whether every rank passes the same number of rows of each input."""
         return len(set(self.counts)) == 1
 
     def blocks(self, at: int, groups: Groups) -> list[int]:
@@ -91,7 +91,9 @@ class Rows:
         ]
 
     def local(self, at: int, x: Tensor, layout: Layout, groups: Groups) -> Tensor:
-        """Gathers the rows of input ``at`` from all ranks, and returns this rank's shard of them under ``layout``."""
+        """Gathers input ``at`` from ranks that pass different numbers of rows, and returns this rank's shard of the
+        whole under ``layout``.
+        """
         if x.requires_grad:
             raise InputError(
                 f"input {self.names[at]!r} needs a gradient, and ranks pass different numbers of its rows",

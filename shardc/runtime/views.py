@@ -245,7 +245,9 @@ def memory_of(x: object) -> int:
 
 
 def _axes(layout: Layout | None) -> frozenset[str]:
-    """Returns the mesh axes that a layout splits dims over or has pending reductions on; none for None."""
+    """Returns the mesh axes along which ``layout`` splits dims or has pending reductions. Empty if ``layout`` is
+    None.
+    """
     return frozenset(layout.axes) if layout is not None else frozenset()
 
 

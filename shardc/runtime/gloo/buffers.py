@@ -200,8 +200,8 @@ class Window:
 
 
 def empty(slots: Sequence[int], at: int, like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns an uninitialised tensor of ``shape`` and the dtype of ``like`` for a result of a collective: in the arena
-    slot ``slots[at]`` if its graph has a memory plan, else in new memory.
+    """Returns an uninitialised tensor of ``shape``, with the dtype of ``like``, for a collective's result. It lies in
+    the arena if the running graph has a memory plan, else in new memory.
 
     Args:
         slots: slot indices of the collective, in the plan of the running graph; empty without a plan, which allocates.

@@ -52,7 +52,9 @@ class Mail:
     packs: tuple[Tensor, ...]
 
     def unpacked(self, peer: int, like: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Returns the tensors in the shared message of ``peer``, flat, by index in ``like``, which has their dtypes."""
+        """Splits the shared message received from ``peer`` into its tensors, flat. Returns them by index in ``like``,
+        which gives their dtypes.
+        """
         starts = self.packing.offsets
         ends = [*starts.values(), self.packing.size][1:]
         return {
@@ -137,7 +139,7 @@ def prepare(graph: fx.Graph) -> None:
 
 
 class _MessageWork(dist.Work):
-    """Work handle for messages in flight.
+    """Work handle of a collective that runs as direct messages: ``wait()`` waits for all of them.
 
     Args:
         messages: handles to wait for.

@@ -53,7 +53,9 @@ class Listener(Thread):
             self._tell(END)
 
     def _tell(self, entry: str) -> None:
-        """Calls the method ``heard`` with the store and ``entry``, if the object it is bound to is alive."""
+        """Passes a message of another rank, ``entry``, to the method ``heard``, unless the object of that method is
+        gone.
+        """
         heard = self._heard()
         if heard is not None:
             heard(self._store, entry)

@@ -71,7 +71,9 @@ def measure_collectives(
 
 
 def in_messages(group: str, ranks: int) -> dict[str, Call]:
-    """Maps each kind of collective that runs by direct messages to a function that starts it on a list of tensors."""
+    """Maps each kind of collective that runs as direct messages between ranks to a function. The function starts that
+    collective on a list of tensors.
+    """
     ops = torch.ops.shardc
     calls = {
         "all_gather": lambda xs: ops.all_gather_into_tensor_coalesced(xs, ranks, group),
@@ -82,7 +84,7 @@ def in_messages(group: str, ranks: int) -> dict[str, Call]:
 
 
 class Sent(NamedTuple):
-    """Measured times of collectives by direct messages, as means over the kinds in `in_messages`.
+    """Measured costs of collectives that run as direct messages, averaged over the kinds in `in_messages`.
 
     Args:
         latency: seconds until the first byte.
@@ -224,7 +226,9 @@ def measure_compute(runs: int = 10) -> tuple[float, float, float]:
 
 
 def _in_turn(make: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-    """Cycles through lists of tensors made by ``make``, at least 64 MB of them, so that CPU caches do not help."""
+    """Yields lists of tensors made by ``make``, in a cycle over at least 64 MB. So each measurement reads memory that
+    is not in the CPU's caches.
+    """
     first = make()
     count = -(-(64 << 20) // sum(x.nbytes for x in first))
     return cycle([first, *(make() for _ in range(count))])
@@ -233,7 +237,9 @@ def _in_turn(make: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tens
 def _elementwise(
     x: torch.Tensor, y: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes a residual, its norm and a gate: 4 tensors are read, 3 written."""
+    """Runs memory-bound ops of a transformer, to measure bandwidth: a residual, its norm and a gate. They read 4
+    tensors and write 3.
+    """
     total = x + y
     norm = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * weight
     return total, norm, torch.nn.functional.silu(gate) * up

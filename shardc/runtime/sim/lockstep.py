@@ -38,7 +38,9 @@ class PerRank(list[Any]):
 
 
 class Lockstep:
-    """Runs ops eagerly on all ranks of ``mesh``: implements `shardc.passes.lower.collectives.Builder`."""
+    """Runs ops eagerly on all ranks of ``mesh``, one op after the other. Implements the `Builder` interface that
+    lowers collectives.
+    """
 
     device = torch.device("cpu")
 
@@ -186,7 +188,8 @@ def _pick(x: object, rank: int) -> Any:
 def _by_group(
     function: Callable[..., Sequence[torch.Tensor]], x: PerRank, options: Sequence[object], groups: Groups
 ) -> PerRank:
-    """Runs ``function``, a collective of `shardc.runtime.shards`, on each group; returns each rank's result.
+    """Runs ``function``, the reference of a collective, on the values of each group of ranks. Returns the result of
+    every rank.
 
     Args:
         x, options: its arguments; of a `PerRank` it gets the values of the group's ranks.

@@ -1,4 +1,6 @@
-"""`PipelineRanks`: all ranks of a pipeline in one process, whose lists of actions are played against each other."""
+"""`PipelineRanks`: simulates all ranks of a pipeline in one process. It runs each rank's list of actions (graphs,
+messages) as far as messages have arrived, in turn.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ class Wires:
 
 @dataclass
 class PipelineRanks:
-    """Runs the graphs of all stages of a program in turn.
+    """Runs a pipeline's step in one process: takes turns between ranks, each of which runs the graphs of its stages.
 
     Args:
         program: the program.

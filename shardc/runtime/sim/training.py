@@ -247,7 +247,9 @@ class Simulation:
         return cut(self.ranks.assemble(shards, self.storages[name]), self._shapes[name])
 
     def _feed(self, half: Half, inputs: dict[str, PerRank]) -> list[Any]:
-        """Returns, per argument of a graph, the list of its values by rank; ``inputs``: the call's inputs by name."""
+        """Returns the arguments of graph ``half``, each as a list of its values by rank. ``inputs`` has the inputs of
+        the call by name.
+        """
         feed: list[Any] = []
         for role, example in ((port.role, port.example) for port in half.takes):
             if role.kind == "coordinate":
