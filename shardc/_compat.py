@@ -114,7 +114,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def take_timeout_of_world(group: dist.ProcessGroup) -> None:
-    """Gives a gloo group the timeout of the world, if it has torch's default of 30 minutes.
+    """Gives a gloo group the timeout of the world's group, if the group has torch's default of 30 minutes.
 
     A DeviceMesh makes its groups with the default, whatever the world has. Only collectives follow the new one: each
     wait for a message needs `timeout_of` the group.
@@ -208,7 +208,7 @@ _keeping: WeakSet[DeviceMesh] = WeakSet()
 
 
 def _keep_strides(device_mesh: DeviceMesh) -> None:
-    """Before 2.13: makes results of ops on ``device_mesh`` read strided placements as `dtensor_spec` does."""
+    """Makes DTensor ops on ``device_mesh`` read strided placements as `dtensor_spec` does, in torch before 2.13."""
     first, read = not _keeping, DTensorSpec.__post_init__
     _keeping.add(device_mesh)
 
@@ -250,8 +250,8 @@ def single_dim_table(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str,
 
 
 def _one_dim_placement(placement: Placement | None) -> object:
-    """Return the dim of a sharded placement, the reduce op of a partial one, ``...`` for a replicated one, None for
-    None.
+    """Return a placement in the notation of `single_dim_table`: the dim of a sharded one, the reduce op of a partial
+    one, ``...`` for a replicated one, None for None.
     """
     if placement is None or isinstance(placement, Replicate):
         return None if placement is None else ...

@@ -304,7 +304,9 @@ def _device(module: nn.Module, mesh: DeviceMesh | Mesh) -> torch.device:
 
 
 def _sizes(module: nn.Module) -> tuple[Sizes, dict[str, str]]:
-    """Return (parameter -> (shape, bytes per element), other name of a tied or inner parameter -> its first name)."""
+    """Return the sizes of the parameters, and a map of further names: (name -> (shape, bytes per element), other name
+    of a tied or wrapped parameter -> its name there).
+    """
     first: dict[int, str] = {}
     names = {}
     for name, p in module.named_parameters(remove_duplicate=False):

@@ -163,14 +163,16 @@ class Batches:
         return closed(batch, pytree.tree_unflatten(leaves, pytree.tree_structure(plain)))
 
     def _cut_global(self, state: Namespace, named: Named) -> list[Tensor]:
-        """Returns this rank's shards of global inputs; at some calls, ranks check that these inputs are equal."""
+        """Returns this rank's shards of global inputs. In some calls, ranks also check that they passed equal
+        inputs.
+        """
         if state.spec.groups is not None and self._turns.due(""):
             whole = [(name, Layout.whole(state.mesh, x.shape)) for name, x in named]
             compare_inputs(state.name, whole, [x for _, x in named], (), state.spec.groups, _SAME)
         return state.cut_global(named)
 
     def _cut_own_rows(self, state: Namespace, named: Named) -> list[Tensor]:
-        """Returns this rank's shards of inputs with its own rows: other dims are padded and cut."""
+        """Returns this rank's shards of inputs that hold its own rows. Their other dims are padded and cut."""
         if self._pad and state.spec.groups is not None:
             named = padded(state, named, self._pad)
         names = [name for name, _ in named]
@@ -224,7 +226,7 @@ def _row_axes(state: Namespace) -> tuple[str, ...]:
 
 
 def _per_rank(state: Namespace, names: Sequence[str]) -> set[str]:
-    """Returns the names of inputs that are each rank's own by the plan (`shardc.per_rank`)."""
+    """Returns the names of the inputs that the plan marks as each rank's own (`shardc.per_rank`)."""
     build: Any = state.cache.build
     specs = {at: spec for entry in build.plan.entries for at, spec in entry.ports("inputs", names).items()}
     return {names[at] for at, spec in specs.items() if isinstance(spec, PerRank)}

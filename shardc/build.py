@@ -139,7 +139,7 @@ class Build:
         return program
 
     def _warn_repeated(self, program: Program) -> None:
-        """Warns, once, if all ranks along an axis compute the same in a module."""
+        """Warns, once per module, if all ranks along a mesh axis repeat the same compute, and says where."""
         if not self.warns:
             return
         counts = {} if program.folded is None else {"counts": program.folded.times}

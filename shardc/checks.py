@@ -125,7 +125,9 @@ def _has_own(model: nn.Module, name: str) -> bool:
 
 
 def _check_wrappers(model: nn.Module) -> None:
-    """Raises InputError if a submodule is wrapped (DDP, FSDP, DataParallel, torch.compile), compiled or TorchScript."""
+    """Raises InputError if a submodule is wrapped (by DDP, FSDP, DataParallel or torch.compile), already compiled by
+    shardc, or TorchScript.
+    """
     for name, module in model.named_modules():
         what = f"module {name!r}" if name else "the model"
         if isinstance(module, ShardedModule):

@@ -33,7 +33,9 @@ CUT = passes.Partition.name
 
 
 class StageRecorder(passes.Hook):
-    """Hook that copies the graph after each stage into ``graphs``, by the stage's name and ``suffix``."""
+    """Hook that copies the graph after each stage into ``graphs``. The key is the stage's name followed by
+    ``suffix``.
+    """
 
     def __init__(self, graphs: dict[str, fx.Graph], suffix: str = "") -> None:
         self.graphs, self.suffix = graphs, suffix
@@ -225,7 +227,7 @@ def bound_of(request: Request, captured: Captured, pins: Sequence[ports.Activati
 
 
 def _outputs(plan: Plan, captured: Captured) -> dict[int, tuple[Form, str]]:
-    """Returns output index -> (form of its layout, plan entry) for outputs that the plan gives a layout.
+    """Returns the outputs that the plan gives a layout: index -> (spec of the layout, plan entry).
 
     Raises:
         PlanError: one output is returned twice, with two layouts.

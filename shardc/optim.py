@@ -247,7 +247,7 @@ class _OnShards(torch.optim.Optimizer):
         return used
 
     def _scatter(self, whole: list[WholeParameter]) -> None:
-        """Sends the shards of updated parameters ``whole`` from their owners to all ranks."""
+        """Sends updated parameters ``whole`` from the ranks that own them, as shards, to all ranks."""
         if self._owners is not None and whole:
             with torch.no_grad():
                 self._owners.scatter([(x.at, x.local, x.data.detach() if x.is_local else None) for x in whole])
@@ -391,7 +391,8 @@ class _AdamCall:
         return bool(group["fused"]) and all(x.device.type == "cpu" for x in group["params"])
 
     def gradients(self, group: dict[str, Any]) -> list[Tensor] | None:
-        """Returns the local gradients for a repeat of Adam's last fused call, in its order; None if there is none.
+        """Returns the local gradients with which Adam's last fused call can be repeated, in the order of its arguments.
+        None if it cannot be.
 
         Args:
             group: the parameter group as it is now: its options, or which parameters have gradients, may have changed.
@@ -438,7 +439,7 @@ def _init_group(base: type[torch.optim.Optimizer]) -> object:
 
 
 def _local_group(group: dict[str, Any], shards: list[Shard], fuses: list[bool]) -> dict[str, Any]:
-    """Returns a copy of ``group`` with ``shards`` as parameters.
+    """Returns a copy of the parameter group ``group`` with ``shards`` as its parameters.
 
     It is ``fused`` if all of ``fuses`` are true and no option asks for another implementation.
     """
@@ -449,7 +450,7 @@ def _local_group(group: dict[str, Any], shards: list[Shard], fuses: list[bool]) 
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, list[object]]:
-    """Returns, by key, the options of ``group`` that are numbers, each as a list; a step may set them."""
+    """Returns the options of ``group`` that are numbers, each as a list: key -> numbers. A step may change these."""
     leaves = {key: pytree.tree_leaves(x) for key, x in group.items() if key != "params"}
     return {
         key: [x.item() if isinstance(x, Tensor) else x for x in values]

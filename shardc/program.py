@@ -201,7 +201,9 @@ class Program(Executable):
 
     @property
     def _hooks(self) -> tuple[passes.Hook, ...]:
-        """Hooks that inspect a forward or backward graph before and after each pass."""
+        """Hooks that run before and after each pass over a forward or backward graph: the verifier and the user's
+        hooks.
+        """
         checks = (VerifyHalf(self.bound.mesh, self.halves, self.causes),) if self.options.verify else ()
         return (*checks, *self.options.hooks)
 

@@ -40,7 +40,7 @@ from shardc.step_cut import MicrobatchCut
 
 @dataclass
 class PipelineCut(MicrobatchCut):
-    """Cuts a joint graph into the graphs of a step in microbatches, with separate graphs for each stage."""
+    """Cuts the joint graph of a step in microbatches into the graphs of each pipeline stage."""
 
     @property
     def stages(self) -> PipelineStages:
@@ -126,7 +126,7 @@ class PipelineCut(MicrobatchCut):
         return {}
 
     def _cut_stage(self, at: int) -> dict[str, fx.GraphModule | None]:
-        """Cuts the joint graph of a stage into forward and backward, or backwards; returns phase -> graph.
+        """Cuts the joint graph of a stage into its forward and its backwards. Returns phase -> graph.
 
         At stage 0 the last backward also computes its part of the closing graph; the rest of it is a graph of its own.
         """

@@ -39,7 +39,8 @@ InTime = Mapping[str, Mapping[Any, Layout]]
 
 @dataclass
 class StepCut:
-    """Cuts a joint graph into forward and backward, or into the graph of an inference; graphs are of all blocks.
+    """Cuts a joint graph into forward and backward, or into the graph of an inference. The graphs have all blocks of
+    the model.
 
     Args:
         joint: the joint graph of the captured blocks.
@@ -69,7 +70,7 @@ class StepCut:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Return the phases of a training step; those that every step has come first."""
+        """Return the phases of a training step (forward, backward, ...). Phases that every step has come first."""
         return (FORWARD, BACKWARD) if self.trains else (FORWARD,)
 
     def graph(self, phase: Phase) -> fx.GraphModule | None:
@@ -108,7 +109,8 @@ class StepCut:
 
 @dataclass
 class MicrobatchCut(StepCut):
-    """Cuts a joint graph into the graphs of a step in microbatches.
+    """Cuts the joint graph of a step in microbatches into the graphs that run for each microbatch and those that run
+    once.
 
     Args:
         wanted: indices of the outputs whose gradients are computed; None: that of the loss, or all if there is none.
@@ -187,7 +189,9 @@ class MicrobatchCut(StepCut):
         return tuple(name for at in range(len(self.parts.openings)) for name in opening(at))
 
     def _of_parts(self, phase: Phase) -> fx.GraphModule | None:
-        """Returns the graph of a phase other than forward and backward; None if there is none."""
+        """Returns the graph of a phase other than forward and backward (a loop before the forward, the inference, the
+        closing graph); None if the step has no such phase.
+        """
         parts = self.parts
         for at, loop in enumerate(parts.openings):
             if phase in opening(at):

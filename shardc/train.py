@@ -53,7 +53,8 @@ class TrainStep:
         return loss
 
     def tokens_per_second(self) -> float:
-        """Returns the tokens per second of all ranks together, in the calls since this was last asked for.
+        """Returns the tokens per second of all ranks together, measured over the calls since this property was last
+        read.
 
         The first call, which compiles, does not count. Tokens are the elements of a call's first tensor, if it holds
         integers in two dims or more; without tokens or calls the rate is 0. An accelerator runs behind its host: read
@@ -75,7 +76,9 @@ class TrainStep:
         return loss
 
     def _update(self, *args: PyTree, **kwargs: PyTree) -> tuple[Tensor, Tensor | None]:
-        """Runs a step but for the scheduler; returns the detached loss, and with ``max_norm`` the norm of an update."""
+        """Runs a training step without the scheduler. Returns (detached loss, gradient norm); the norm is None without
+        ``max_norm`` or an update.
+        """
         with torch.enable_grad():
             loss = self._module(*args, **kwargs)
         _check_loss(loss, "the module")

@@ -74,7 +74,8 @@ def _add_bisect(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_bisect(options: argparse.Namespace) -> int:
-    """Print each stage's error and the verdict; return 1 if a stage is wrong.
+    """Print for each stage how far its values are from those of one device, then the first wrong stage. Return 1 if a
+    stage is wrong.
 
     Raises:
         InputError: the model has no values, or cannot be compared with one device.

@@ -125,7 +125,8 @@ class Comparison:
 
 
 def pairs_of(schedule: Prediction, seen: Profiled, latest: Sequence[float]) -> tuple[Pair, ...]:
-    """Return a `Pair` for each collective of ``schedule`` and the one that ran in its place, in order.
+    """Return a `Pair` for each collective of ``schedule``: its prediction beside the collective that ran in its place.
+    Pairs are in the order of the step.
 
     Args:
         seen: the profile of a step of this rank.

@@ -47,7 +47,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 def listed() -> Iterator[Line]:
-    """Yield the table's lines: own rules, ops that are decomposed or from torch, then uncovered core ATen ops."""
+    """Yield the lines of the table of rules: ops with rules of their own, then ops that are decomposed or sharded by
+    torch's rules, then core ATen ops without rules.
+    """
     for op, rule in sorted(RULES.items()):
         yield Line(op, rule.text, "own")
     sources = {overload: source(overload) for overload in aten_overloads() if functional(overload)}

@@ -48,7 +48,8 @@ class Cause:
 
 
 class Explainer:
-    """Finds the causes of the collectives of one step; ops are identified by their positions in it.
+    """Finds the causes of the collectives of one step: tensors, source lines and plan entries. Ops are identified by
+    their positions in the step.
 
     Args:
         step: the ops of the step.
@@ -128,9 +129,7 @@ class Explainer:
         return op.reads
 
     def _needed(self, at: int) -> list[str]:
-        """Return the names of the parameters whose gradients need the result of the collective (or item of one) at
-        ``at``.
-        """
+        """Return the parameters, by name, whose gradients need the result of the collective at position ``at``."""
         reached = self._reached(at, lambda node: (user for user in self.users[node] if self.passes_on[user]))
         names = (name for node in reached for name in (self.origins[node].consumer, *self.gradients.get(node, ())))
         return list(dict.fromkeys(name for name in names if name in self.params))
@@ -145,8 +144,8 @@ class Explainer:
             work += fresh
 
     def _first_use(self, at: int) -> str:
-        """Return the source line of the first op that computes with the result of the collective at ``at``; "" if no op
-        does.
+        """Return the source line of the first op that computes with the result of the collective at position ``at``; ""
+        if no op does.
         """
         work, seen = [at], {at}
         while work:
@@ -170,8 +169,8 @@ class Explainer:
         return self.position.get(consumer, at)
 
     def _compute_entry(self, at: int) -> str:
-        """Return the plan entries, as text, that decide the compute layout of the parameter at ``at``; "" if the op at
-        ``at`` is no parameter.
+        """Return, as text, the plan entries that decide the compute layout of the parameter at position ``at``; "" if
+        no parameter is there.
         """
         node = self.step.ops[at].node
         return self.compute.get(ir.info(node).name, "") if node.op == "placeholder" else ""
@@ -198,6 +197,6 @@ def cause_of(program: Executable, node: fx.Node, entries: Iterable[str]) -> Caus
 
 
 def _recorded(node: fx.Node, *tensors: str) -> Cause:
-    """Return the `Cause` that the `Info` of ``node``, a collective that moves ``tensors``, gives."""
+    """Return the `Cause` of a collective that moves ``tensors``, as recorded in the origin of ``node``."""
     origin = ir.info(node).origin
     return Cause(tensors, origin.module, origin.source, origin.cause, origin.reason, origin.consumer)

@@ -176,7 +176,9 @@ def kernels(step: Sequence, memory: list[tuple[Buffer | None, ...]]) -> dict[int
 def _kernel(
     step: Sequence, memory: list[tuple[Buffer | None, ...]], run: tuple[int, ...], step_outputs: set[int]
 ) -> Kernel:
-    """Return the kernel of the ops ``run``; ``step_outputs`` are the ids of buffers that leave the step."""
+    """Return the kernel that consists of the ops at the positions ``run``. ``step_outputs`` are the ids of buffers that
+    leave the step.
+    """
     members = set(run)
     reads: dict[int, int] = {}
     written = operations = 0
@@ -268,7 +270,7 @@ def dense(graph: fx.Graph, mesh: Mesh) -> Iterator[tuple[fx.Node, Dense]]:
 
 
 def _local(value: ir.Value) -> int:
-    """Return the bytes of ``value`` on one rank."""
+    """Return the bytes of ``value`` on one rank, given its layout."""
     layout = value.layout
     return value.nbytes if layout is None else value.nbytes // prod(map(layout.mesh.size, layout.bound))
 

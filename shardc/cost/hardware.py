@@ -175,7 +175,7 @@ class Hardware:
 
     @property
     def sends(self) -> bool:
-        """Return whether the ranks' own cores send the messages of collectives (`shardc.runtime.gloo.direct`)."""
+        """Return whether the cores that compute on a rank also send its messages, as in direct collectives on CPUs."""
         return self.call > 0
 
     def start_seconds(self, messages: int) -> float:
@@ -303,8 +303,8 @@ def price(hardware: Hardware, kind: str, where: Route, wire_bytes: float) -> Pri
 
 
 def direct_bandwidth(hardware: Hardware, kind: str, where: Route) -> float:
-    """Return the bytes per second that a rank sends in a collective of ``kind`` by direct messages over a group placed
-    at ``where``.
+    """Return the bytes per second that a rank sends in a collective of ``kind`` by direct messages. ``where`` is the
+    placement of its group on nodes.
 
     Links within its node and between nodes carry data concurrently.
     """

@@ -116,7 +116,9 @@ def _digits(size: int, bound: list[tuple[Place, str]]) -> list[Digit]:
 
 
 def join_axes(mesh: Mesh, parts: list[str]) -> tuple[str, ...]:
-    """Return ``parts`` in mesh order; adjacent parts of one axis are joined."""
+    """Return the axis parts ``parts`` in mesh order, with adjacent parts of one axis joined (``tp:1x2`` and ``tp:2x2``
+    to ``tp``).
+    """
     return tuple(axis for axis, _ in canonical_partial(mesh, [(part, "") for part in parts]))
 
 
@@ -124,7 +126,8 @@ def join_axes(mesh: Mesh, parts: list[str]) -> tuple[str, ...]:
 
 
 def common_places(src: Layout, dst: Layout) -> Places:
-    """Return the state space of the redistribution from ``src`` to ``dst``.
+    """Return the state space of the search for a redistribution from ``src`` to ``dst``: places, and the location of
+    each axis part in both layouts.
 
     Raises:
         LayoutError: the layouts have different meshes or global shapes.
@@ -177,7 +180,8 @@ def _is_chain(cuts: set[int]) -> bool:
 
 
 def _cut_at_edges(src: Layout, dst: Layout, src_cuts: dict[str, set[int]], dst_cuts: dict[str, set[int]]) -> None:
-    """Refine, in place, the parts into which the axes are cut, so that places of ``src`` and ``dst`` overlap less.
+    """Refine, in place, the parts into which mesh axes are cut for a redistribution. Fewer places (factors of dims) of
+    ``src`` and ``dst`` then overlap in part.
 
     Each layout's axes are cut where the other layout cuts them, and where a place of the other layout begins or ends
     inside a place of theirs.
@@ -213,7 +217,7 @@ def _cut_at_edges(src: Layout, dst: Layout, src_cuts: dict[str, set[int]], dst_c
 
 
 def _edges(layout: Layout, cuts: dict[str, set[int]]) -> list[set[int]]:
-    """Return, for each dim, the strides at which a `Place` of ``layout`` begins or ends.
+    """Return, for each dim, the strides (in elements) at which a factor that ``layout`` splits begins or ends.
 
     Args:
         cuts: axis -> the prefix products at which it is cut into parts.

@@ -182,8 +182,8 @@ class _StateCache:
         return (self.numel * partial * (terms - 2) + ranks * self.target_numel) // ranks
 
     def tilings(self, region: Region, state: State) -> list[State]:
-        """Return the states in which axis parts split exactly the factors of ``region``; parts that are partial in
-        ``state`` remain so.
+        """Return the states in which axis parts split exactly the factors of ``region``. Axis parts that are partial in
+        ``state`` stay partial.
         """
         key = region, tuple(min(at, WHOLE) for at in state)
         if key not in self._tilings:
@@ -433,7 +433,7 @@ class Step:
         return self.wire_elements() * itemsize
 
     def seconds(self, itemsize: int, cost: Pricing) -> float:
-        """Return the predicted seconds of the collective, or of the local copy."""
+        """Return the predicted seconds of this step of a redistribution: a collective, or a local copy."""
         before, after = self.src.local_numel, self.dst.local_numel
         return step_seconds(self.kind, self.src.mesh, self.axes, before, after, itemsize, cost)
 

@@ -147,8 +147,8 @@ class Op:
 
 @dataclass(frozen=True)
 class Sequence:
-    """The ops of one step in the order in which a rank runs them, with the step's outputs and its arena of collectives'
-    results.
+    """The ops of one step in the order in which a rank runs them, with the step's outputs and the arena (memory for
+    results of collectives).
 
     Args:
         ops: the ops in order, inputs first.
@@ -306,7 +306,9 @@ class _Builder:
         self.names: dict[str, int] = {}
 
     def forget(self, recomputed: Set[fx.Node]) -> None:
-        """Drop the positions of values that backward gathers or recomputes, so that `add` appends their ops again."""
+        """Drop the positions of values that backward gathers again or recomputes. `add` then appends their ops a second
+        time.
+        """
         resharded = {node for node, level in self.gathered.items() if level == 3}
         unsharded = {node for node, level in self.gathered.items() if level < 3}
         for node in resharded | (recomputed - unsharded):
@@ -340,7 +342,9 @@ class _Builder:
 
 
 def kind_of(node: fx.Node) -> str:
-    """Return INPUT, MOVE, START, WAIT or COMPUTE: the kind of op that ``node`` is, as `Op` defines them."""
+    """Return the kind of op that ``node`` is in a step: INPUT, MOVE, START (of a collective), WAIT or COMPUTE, as
+    explained in `Op`.
+    """
     if node.op != "call_function":
         return INPUT
     if comm_volume.collective_kind(node) is not None or move_kind(node) is not None:
@@ -425,8 +429,8 @@ def is_coordinate(node: fx.Node) -> bool:
 
 @dataclass
 class Gathered:
-    """A parameter that backward gathers a second time: the seconds that this adds, and the bytes that it would take to
-    keep it.
+    """A parameter that backward gathers a second time: the seconds that this takes, and the bytes that keeping it
+    unsharded would take.
 
     Args:
         name: name of the parameter.
@@ -503,7 +507,7 @@ def _gathered_again(
 
 
 def _parameters(node: fx.Node, cache: dict[fx.Node, set[str]]) -> set[str]:
-    """Return the names of the parameters from which ``node`` is computed; fills ``cache``."""
+    """Return the names of the parameters from which ``node`` is computed. Results are kept in ``cache``."""
     if node not in cache:
         if node.op == "placeholder":
             record = ir.info(node)

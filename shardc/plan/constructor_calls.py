@@ -13,7 +13,8 @@ BY_GLOB = ("overrides", "levels", "thresholds", "reshard_after_forward")  # argu
 
 
 class Called(Protocol):
-    """An entry as the functions here see it: the properties of `Entry` that describe its constructor call.
+    """Interface of the entries that functions of this module take: the properties of `Entry` that describe its
+    constructor call.
 
     Attributes:
         group: key of the constructor call and the entry's position in its arguments; None for a call of its own.

@@ -47,7 +47,7 @@ def parse_plan(text: str, namespace: Mapping[str, object] | None = None) -> Plan
 
 
 def _error(text: str, column: int, what: str, fix: str | None = None) -> PlanError:
-    """Return the error ``what`` about ``text``, with a mark below ``column`` and this ``fix``."""
+    """Return a PlanError that says ``what`` is wrong, and shows ``text`` with a mark below ``column``."""
     return PlanError(f"column {column + 1}: {what}", program=f"{text}\n{' ' * column}^", fix=fix)
 
 

@@ -118,13 +118,13 @@ def ep_entries(model: nn.Module, axis: str) -> list[Entry]:
 
 
 def _of_experts(style: str) -> bool:
-    """Return whether ``style`` splits experts."""
+    """Return whether the Hugging Face style ``style`` splits the experts of a module."""
     return HF_STYLES.get(style) == "experts"
 
 
 def hf_plan(model: nn.Module, kind: str = "tp") -> dict[str, str]:
-    """Return key -> style of the model's plan of this ``kind`` ("tp" or "ep"), completed by its config's plan for the
-    base model.
+    """Return the model's own plan of this ``kind`` ("tp" or "ep"): key (module or parameter pattern) -> style. The plan
+    in its config, for the base model, is included.
     """
     model_plan = dict(getattr(model, f"_{kind}_plan", None) or {})
     prefix = getattr(model, "base_model_prefix", "")

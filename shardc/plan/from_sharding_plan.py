@@ -60,7 +60,9 @@ def sharding_plan_entries(
 
 
 def _translate(value: object) -> object:
-    """Return ``value`` with hyper-parallel's layouts and placements replaced by alias tuples and torch's placements."""
+    """Return ``value`` with hyper-parallel's layouts replaced by tuples of axis names, and its placements by
+    torch's.
+    """
     if isinstance(value, dict):
         return {name: _translate(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

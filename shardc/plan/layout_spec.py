@@ -357,7 +357,7 @@ def to_layout(
     entry: str,
     uneven: Uneven = "error",
 ) -> Layout:
-    """Return the layout that ``spec`` describes.
+    """Return the layout that a plan spec, such as ``"@dp, _"``, gives a tensor of the global ``shape``.
 
     Args:
         spec: any form of `shardc.plan.layout_spec`.
@@ -394,7 +394,7 @@ def to_layout(
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor and the spec that is applied to it; arguments as for `to_layout`."""
+    """A tensor and the plan spec that is applied to it. The fields are the arguments of `to_layout`."""
 
     mesh: Mesh
     shape: tuple[int, ...]

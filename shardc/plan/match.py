@@ -77,7 +77,7 @@ def _plain(name: str) -> str:
 
 
 def shorten(names: list[str], limit: int = 8) -> str:
-    """Return the first ``limit`` names as text, with the number of the others."""
+    """Return the first ``limit`` of ``names`` as text, followed by the number of names left out."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(map(repr, names[:limit])) + more if names else "none"
 
@@ -100,8 +100,8 @@ class Target:
 
 
 def split_target(target: str) -> Target:
-    """Return the parts of ``target``, the text of an activation entry: module glob, "input" or "output", and position
-    or keyword of the tensor.
+    """Parse ``target``, the text by which a plan entry names an activation. Return its module glob, "input" or
+    "output", and the position or keyword of the tensor.
 
         layers.*.attn                                   the first output of these modules
         layers.*.attn.input, layers.*.attn:input        the first input

@@ -76,7 +76,9 @@ class PipelineStages:
         return self.modules.get(name)
 
     def order(self, microbatches: int, trains: bool = True) -> Schedule:
-        """Return the schedule of a step (``trains``) or of a call without gradients: the actions of each rank."""
+        """Return the pipeline schedule of a training step (``trains``) or of a call without gradients: the actions of
+        each rank in order.
+        """
         return self.entry.lists(self.ranks, microbatches, trains)
 
     @property
@@ -184,7 +186,8 @@ def _work(modules: Sequence[nn.Module]) -> int:
 
 
 def _balanced(entry: Pp, count: int, work: Sequence[int]) -> list[int]:
-    """Return the index of the first block of each of ``count`` stages, such that the largest stage has the least work.
+    """Return a balanced cut of the model's blocks into ``count`` stages: the index of the first block of each. The
+    stage with the most work has as little as possible.
 
     Args:
         entry: the plan entry, for the error.
@@ -213,8 +216,8 @@ def _balanced(entry: Pp, count: int, work: Sequence[int]) -> list[int]:
 
 
 def _cuts(entry: Pp, count: int, parts: Sequence[str], blocks: Sequence[str]) -> list[int]:
-    """Return the index in ``parts`` at which each of ``count`` stages begins: 0, then the first match of each glob of
-    ``entry.cut``.
+    """Return where the plan cuts the model into ``count`` stages: the index in ``parts`` at which each stage begins. It
+    is 0, then the first match of each glob of ``entry.cut``.
 
     Args:
         parts: names of the modules with parameters of their own, in order.

@@ -188,7 +188,9 @@ class Placed:
         return replace(self, compute_axes=self.compute_axes | {axis})
 
     def split(self, dim: int, axis: str, entry: str) -> Placed:
-        """Return the parameter with ``dim`` also split over ``axis``; the dim is padded if it does not divide."""
+        """Return the parameter with ``dim`` also split over ``axis``. The dim is padded if the axis does not
+        divide it.
+        """
         free = self.layout.unbind([axis])
         if shared := [bound for bound in free.bound if free.mesh.overlap(bound, axis)]:
             raise PlanError(
@@ -229,7 +231,7 @@ def warn(text: str, entry: str) -> None:
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """How activations of a module that backward reads are saved, by an entry of the plan (`shardc.save`).
+    """Where activations of a module are kept until backward reads them, as a plan entry says (`shardc.save`).
 
     Args:
         module: the module's qualified name, "" for the root. Modules inside it are included.
@@ -245,7 +247,8 @@ class SavePolicy:
     entry: str
 
     def comparable(self, module: str) -> SavePolicy:
-        """Return the policy for ``module``, without the entry's text if the graph of the module does not contain that.
+        """Return the policy in a form that can be compared between blocks: for ``module``, and without the entry's text
+        if the block's graph does not contain that text.
 
         Repeated blocks can share a graph only if their policies are equal in this form.
         """

@@ -58,7 +58,7 @@ def row_axes(plan: Plan, mesh: Mesh) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class InputPlan:
-    """The layout of an input by the plan.
+    """The layout that the plan gives an input.
 
     Args:
         layout: the layout in which it is passed; a dim that its axes do not divide is not split.
@@ -114,7 +114,8 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
 def _in_time(
     plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[int]]], whole: Sequence[InputPlan]
 ) -> list[InputPlan]:
-    """Return the plans of inputs with the axis of microbatches: each rank's rows are split over its microbatches.
+    """Return the layouts of the inputs for a step in microbatches: each rank's rows are also split over the axis of
+    microbatches.
 
     The dim that the batch axes split is split again, dim 0 by default. If its local size does not divide, it is padded.
 

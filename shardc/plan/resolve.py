@@ -97,7 +97,9 @@ class BoundPlan:
 
     @property
     def padded_inputs(self) -> dict[int, tuple[Layout, str]]:
-        """Return position -> (layout at padded sizes, plan entry) of each input with a dim that does not divide."""
+        """Return the inputs with a dim that its axes do not divide: position -> (layout at padded sizes, plan
+        entry).
+        """
         return {at: (x.padded, x.cause) for at, x in enumerate(self.inputs) if x.padded is not None}
 
     @property

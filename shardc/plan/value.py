@@ -118,7 +118,8 @@ class Plan:
         return plan
 
     def on(self, mesh: Mesh) -> Plan:
-        """Return the plan with the mesh's only axis in entries of ``fsdp()`` and ``ddp()`` that name none.
+        """Return the plan with axes filled in: entries written without axes, such as ``fsdp()``, get the mesh's only
+        axis.
 
         Raises:
             PlanError: there is such an entry, and the mesh has several axes.

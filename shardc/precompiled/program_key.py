@@ -21,7 +21,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class ProgramKey:
-    """The cache key of a program, apart from its guards: values of the model that its capture read (`Guards`).
+    """The cache key of a program: its call, model, mesh, plan and device. Not in it are the guards, values of the model
+    that a capture reads (`Guards`).
 
     A module finds its programs by ``call``, since the other fields are the same for all of them. The store and saved
     programs compare all fields, and the versions of torch and shardc.
@@ -86,7 +87,9 @@ def described(model: nn.Module, loss: Callable[..., PyTree] | None) -> dict[str,
 
 
 def _shown(module: nn.Module) -> str:
-    """Return the class of a module and its plain attributes as text; tensor attributes as a hash of their values."""
+    """Return the class of a module and its plain attributes as text. A tensor attribute is given by a hash of its
+    values.
+    """
     text = f"{type(module).__qualname__}({module.extra_repr()})"
     for key, value in sorted(vars(module).items()):
         if isinstance(value, _PLAIN) and key != "training" and not key.startswith("_"):

@@ -461,7 +461,9 @@ def read(folder: Path, record: Record, name: str) -> bytes:
 
 
 def _read(folder: Path, name: str, most: int | None) -> bytes | None:
-    """Return the bytes of a plain file of ``folder``, None if there is none; links and pipes are refused."""
+    """Return the bytes of a plain file in ``folder``; None if there is no such file. Raises PrecompiledError for links,
+    pipes and files over ``most`` bytes.
+    """
     path = folder / name
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

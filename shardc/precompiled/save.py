@@ -132,7 +132,9 @@ def _reads(half: Graph) -> Mapping[str, Any]:
 
 
 def _type_of(value: Any) -> TensorType | Fixed:
-    """Return the `TensorType` of a placeholder's ``value`` if it is a tensor, else `Fixed` with the constant itself."""
+    """Return the type of a placeholder's ``value``: a `TensorType` for a tensor, else a `Fixed` with the constant
+    itself.
+    """
     if isinstance(value, Tensor):
         return TensorType.of(value)
     if type(value) not in PLAIN:

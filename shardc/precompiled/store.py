@@ -49,8 +49,8 @@ _EVALUATION = (FIRST_INFERENCE, INFERENCE, CLOSING)
 
 
 class Stored(Precompiled):
-    """A program that an earlier run or another rank compiled, loaded from the store; compiles graphs that were not
-    saved.
+    """A program from the store, compiled by an earlier run or another rank. If a graph is needed that was not saved,
+    the program is compiled again.
 
     Args:
         folder, record: the folder of the program, and the record in it.

@@ -248,7 +248,9 @@ def _same_form(first: _Sample, other: _Sample, where: str) -> None:
 
 
 def _named(program: Recompilable, dims: Dims | None) -> dict[str, tuple[str | None, ...]]:
-    """Return input -> for each of its dims "batch", "sequence" or None, by ``dims`` or by default."""
+    """Return the symbol of each dim of each input, for formulas: input -> ("batch", "sequence" or None per dim). They
+    are ``dims``, or chosen by dtype.
+    """
     integers = {
         ir.role(node).name
         for node in ir.placeholders(program.graph("capture"), "input")

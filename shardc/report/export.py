@@ -82,7 +82,8 @@ def record(schedule: Prediction) -> dict[str, object]:
 
 
 def trace(schedule: Prediction) -> dict[str, object]:
-    """Return a schedule as JSON data of a Chrome trace, in microseconds: track 0 is compute, then one track per axis.
+    """Return a predicted step as the JSON data of a Chrome trace, in microseconds. Track 0 is compute, and each axis
+    has a track with its collectives.
 
     An arrow goes from each collective to the op that waits for it. Track 0 shows when the rank waits.
     """
@@ -142,7 +143,7 @@ def pipeline_trace(schedule: Prediction, timeline: Timeline, rank: int, axis: st
 
 
 def waits_of(step: Sequence) -> list[tuple[int, int]]:
-    """Return (position of the wait, position of the start that it waits for) of each wait, in order."""
+    """Return the waits of collectives in order, as (position of the wait, position of the start of its collective)."""
     start_of = {at: at for at in step.starts}  # op -> the start whose result it is, for views and waits, too
     out = []
     for at, op in enumerate(step.ops):
@@ -270,7 +271,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
 
 
 def broken(changes: list[Change], limits: list[Limit]) -> list[tuple[Limit, Change]]:
-    """Return each (limit, change) in which the change of the limit's metric violates the limit.
+    """Return the violated limits as (limit, change of its metric).
 
     Raises:
         InputError: a limit names an unknown metric.

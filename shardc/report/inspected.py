@@ -102,7 +102,9 @@ class InspectedProgram(Program):
         return predicted(step)
 
     def first_and_last(self, hardware: Hardware) -> tuple[Schedule, list[Half]]:
-        """Return (prediction, graphs) of a step with only the first and the last of its microbatches."""
+        """Return (prediction, graphs) of a shortened step, which runs only the first and the last of its
+        microbatches.
+        """
         shown: Any = self.shown
         runs = [run for run in shown.runs(True) if run[1] in (0, shown.microbatches - 1)]
         step = of_runs(runs, shown.levels)
@@ -111,7 +113,7 @@ class InspectedProgram(Program):
     def _predicted(
         self, described: Hardware, order: str, optimizer_copies: float, skew: float
     ) -> Callable[..., Schedule]:
-        """Return a function that predicts a sequence of ops of this program; arguments as for `schedule`."""
+        """Return a function that predicts a sequence of this program's ops. The arguments are those of `schedule`."""
         shown: Any = self.shown
         folded, mesh = shown.folded, _whole_mesh(shown)
         useful = sum(flops * (1 if folded is None else folded.times(name)) for name, flops in shown.joint.flops)
@@ -206,7 +208,9 @@ def _whole_mesh(program: Program) -> Mesh:
 
 
 def _step_of(program: Executable) -> list[Half]:
-    """Return the graphs that a training step runs, in order, those of each microbatch repeated."""
+    """Return the graphs of a training step in the order in which they run. A graph of microbatches is repeated for each
+    of them.
+    """
     # With microbatches and without a loss, the call runs forward alone, and the backward runs all again.
     runs_twice = program.microbatches > 1 and program.trains and program.loss is None
     return [half for training in ((False, True) if runs_twice else (True,)) for half, _ in program.runs(training)]

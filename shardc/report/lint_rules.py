@@ -80,7 +80,7 @@ def copies(graph: fx.Graph, mesh: Mesh) -> list[Copy]:
 
 
 def table(copied: list[Copy]) -> str:
-    """Return count and bytes of the copies for each reason, and in total, as a text table."""
+    """Return the copies as a text table: count and bytes for each reason, and in total."""
     rows: dict[str, tuple[int, int]] = {}
     for copy in copied:
         count, size = rows.get(copy.reason, (0, 0))
@@ -303,7 +303,9 @@ def collective_run_again(subject: Subject) -> Iterator[Finding]:
 
 
 def small_messages(subject: Subject) -> Iterator[Finding]:
-    """Yield findings about groups of collectives whose latency exceeds their transfer time."""
+    """Yield findings about groups of small collectives, each of which spends more time on latency than on its
+    transfer.
+    """
     groups: dict[tuple[str, str, str], list[tuple[Collective, float]]] = {}
     schedule = subject.step
     for row in schedule.collectives:
@@ -339,7 +341,7 @@ def exposed_axis(subject: Subject) -> Iterator[Finding]:
 
 
 def axis_across_nodes(subject: Subject) -> Iterator[Finding]:
-    """Yield findings about axes that cross nodes although an axis with less traffic is inside a node."""
+    """Yield findings about axes that cross nodes although an axis inside a node has less traffic."""
     schedule = subject.schedule
     mesh, node = schedule.mesh, schedule.hardware.node
     totals = {axis: total for axis, total in schedule.totals("axis").items() if axis in mesh.axes}

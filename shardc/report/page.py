@@ -270,7 +270,7 @@ def time_unit(seconds: float) -> tuple[float, str]:
 
 
 def size_unit(size: float) -> tuple[float, str]:
-    """Return (divisor of bytes, name) of the unit for a size."""
+    """Return the unit in which to show a size: (bytes in a unit, name), such as ``(1e9, "GB")``."""
     return (1e9, "GB") if size >= 1e8 else (1e6, "MB")
 
 

@@ -181,8 +181,8 @@ class Played:
         return price(hardware, "permute_ranks", where, sent).seconds + hardware.start_seconds(1)
 
     def _transfer(self, source: int, target: int, flow: StageRuns | None = None) -> float:
-        """Return the seconds of a microbatch's message from stage ``source`` to ``target``: in the step, or in the loop
-        whose messages ``flow`` has.
+        """Return the seconds of a microbatch's message from stage ``source`` to stage ``target``. ``flow`` has the
+        messages; by default those of the step.
         """
         boundary = (flow or self.flow).boundaries[min(source, target)]
         return self._message((boundary.up if source < target else boundary.down).values())
@@ -268,7 +268,9 @@ class Played:
         return runs[:first], runs[first:end], runs[end:]
 
     def _one_after_another(self, start: float, halves: Iterable[Half]) -> Iterator[float]:
-        """Yield when each of ``halves`` begins, the first at ``start``."""
+        """Yield the seconds at which each of ``halves`` (graphs) begins if they run one after another from
+        ``start``.
+        """
         for half in halves:
             yield start
             start += self.seconds[half]
@@ -317,7 +319,9 @@ class Played:
 
 
 def _without_sends(timeline: Timeline) -> list[list[tuple[object, float, float]]]:
-    """Return the rows of a timeline without sends, which a rank does not wait for."""
+    """Return the spans of each rank in a timeline (action, start, end) without its sends, for which a rank does not
+    wait.
+    """
     return [[x for x in row if x[0].kind not in SENDS] for row in timeline.spans]
 
 

@@ -29,7 +29,7 @@ OWNERS = ("parameters", "optimizer", "inputs", "gradients", "activations", "gath
 
 @dataclass(frozen=True)
 class Sample:
-    """The memory allocated while one op runs.
+    """The memory allocated while one op runs, by owner.
 
     Args:
         at: position of the op in the step's sequence.
@@ -65,7 +65,7 @@ class PeakTensor:
 
 @dataclass(frozen=True)
 class Memory:
-    """The predicted memory of one rank over a step, in bytes: by owner at each change, at the peak, and on the host.
+    """The predicted memory of one rank over a step, in bytes: by owner over time, at the peak, and on the host.
 
     Args:
         samples: one for every op that allocates or frees, in order.
@@ -176,7 +176,7 @@ def memory_of(
 
 
 def run_end(step: Sequence, at: int) -> int:
-    """Return the position of the last op of the graph that op ``at`` is of."""
+    """Return the position of the last op of the graph (forward, backward, ...) to which the op at ``at`` belongs."""
     after = bisect_right(step.begins, at)
     return (step.begins[after] if after < len(step.begins) else len(step.ops)) - 1
 

@@ -176,7 +176,7 @@ def _ranks(schedule: PipelineSchedule) -> str:
 
 
 def predict(program: Executable, parts: Parts) -> PipelineSchedule:
-    """Return the predicted step of a program with stages."""
+    """Return the predicted step of a program with pipeline stages."""
     played = Played(program, parts, program.trains)
     # Without a loss, the call runs forward alone, and the backward runs all again.
     call = Played(program, parts, False).timeline.seconds if program.trains and program.loss is None else 0.0

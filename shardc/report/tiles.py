@@ -49,7 +49,9 @@ class Tiles:
 
     @cached_property
     def dims(self) -> tuple[int, ...]:
-        """Return the dims that are shown, at most two, ascending."""
+        """Return the dims of the tensor that the picture shows: at most two, split dims before others, in ascending
+        order.
+        """
         split = [dim for dim in range(self.layout.ndim) if self.layout.dim_axes(dim)]
         rest = [dim for dim in reversed(range(self.layout.ndim)) if dim not in split]
         return tuple(sorted([*split, *rest][:2]))

@@ -96,7 +96,7 @@ class ModelCall:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The cost of a plan, estimated from a few of the model's repeated blocks.
+    """The predicted seconds and memory of a plan, estimated from a few of the model's repeated blocks.
 
     Args:
         seconds: seconds of a step plus those of the update of parameters on the host.
@@ -126,8 +126,8 @@ class CapturedModel:
 
     @classmethod
     def of(cls, source: ModelCall, plan: Plan, mesh: Mesh, keep: int = KEEP[0]) -> CapturedModel:
-        """Capture a few of the repeated blocks of ``source``, for plans that treat the same blocks equally as ``plan``;
-        return the capture.
+        """Capture the model with a few of its repeated blocks, and return the capture. It serves all plans that treat
+        the same blocks alike as ``plan`` does.
 
         Args:
             source: the model and the arguments of its call.
@@ -179,7 +179,8 @@ class CapturedModel:
         return replace(self, captured=replace(self.captured, graph=passes.inference(self.captured.graph)))
 
     def graph(self, mesh: Mesh, plan: Plan, options: Options, chooser: Chooser | None) -> PlannedGraph:
-        """Return the `PlannedGraph` under a plan, from the captured graph.
+        """Return the captured graph with the layouts of ``plan``, and of ``chooser`` for what the plan leaves open, as
+        `PlannedGraph`.
 
         Args:
             mesh, plan, options: the mesh, plan and options to compile with.

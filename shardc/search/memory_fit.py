@@ -32,7 +32,7 @@ ABOVE = 1e-9  # relative margin of a ceiling above a known solution, so that thi
 
 
 class Point(Protocol):
-    """A solution of the layout problem: its seconds and bytes."""
+    """Interface of a solution of the layout problem: its cost in seconds and its bytes of memory."""
 
     @property
     def bytes(self) -> float:
@@ -40,7 +40,7 @@ class Point(Protocol):
         ...
 
     def at(self, byte: float) -> float:
-        """Return the cost of the solution in seconds, at a price of ``byte`` seconds per byte."""
+        """Return the cost of the solution in seconds, with ``byte`` seconds added for each byte of memory."""
         ...
 
 

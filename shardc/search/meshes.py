@@ -26,7 +26,8 @@ GAP = 1e-2  # of solutions on one of several meshes: these differ by more, and p
 
 
 def meshes_of(ranks: int, node: int, axes: int = 2, required: Collection[str] = ()) -> list[Mesh]:
-    """Return the meshes of ``ranks`` ranks to search: all axes but the first are powers of two within a node.
+    """Return the meshes of ``ranks`` ranks to search. All axes but the first lie within a node, and their sizes are
+    powers of two.
 
     Args:
         ranks: number of ranks.

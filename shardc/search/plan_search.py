@@ -223,8 +223,8 @@ class Search:
         self._fit()
 
     def _try(self, candidate: Candidate) -> Trial | None:
-        """Predict the schedule of a solution's plan, with pins of activations, and return the `Trial`; None if the plan
-        cannot be compiled.
+        """Add pins of activations to the plan of a solution and predict its schedule. Return the `Trial`; None if the
+        plan cannot be compiled.
         """
         with suppress(ShardcError):
             return self._schedule(self.pinner.pinned(candidate.plan, candidate.borders), "found", candidate)
@@ -263,7 +263,9 @@ class Search:
         return Split(over, cache(partial(self.problem, over, weights)), weights)
 
     def _solves(self, split: Split) -> bool:
-        """Solve ``split`` if it is not solved yet; return whether its solution may lead to the best plan."""
+        """Solve ``split`` (a choice of the axes that split storage) if it is not solved yet. Return whether its
+        solution may lead to the best plan.
+        """
         if split.candidate is None:
             split.candidate = self._fastest(split)
         return split.candidate is not None and _value(split) <= MARGIN * self.limit()
@@ -299,7 +301,9 @@ class Search:
         return candidate
 
     def _room(self, over: tuple[str, ...]) -> float:
-        """Return the bytes that a solution may have for its plan to fit, given the peaks of plans that did not fit."""
+        """Return the bytes that a solution may take so that its plan fits in memory. Learned from the plans so far
+        whose predicted peak was higher than the solution's bytes.
+        """
         return self.memory - self.beyond.get(over, min(self.beyond.values(), default=0.0))
 
     def _overs(self) -> Iterator[tuple[str, ...]]:

@@ -49,7 +49,8 @@ class Pinner:
     plans: dict[tuple[str, frozenset[tuple[str, Border]]], Plan] = field(default_factory=dict)
 
     def pinned(self, plan: Plan, wanted: Mapping[str, Border]) -> Plan:
-        """Return ``plan`` with pins that give module boundaries (by tag name) the layouts ``wanted``.
+        """Return ``plan`` with pins of activations added, so that each module boundary gets the layouts ``wanted`` (tag
+        name -> `Border`).
 
         Pins are added until the forward alone gets these layouts, then until the whole step does: the backward may need
         the forward's values in other layouts. Pins of the children of one module are added together. Results
@@ -80,8 +81,8 @@ class Pinner:
         return plan | Plan(activations=pins) if pins else plan
 
     def _target(self, name: str) -> str:
-        """Return how plan entries name the module boundary that tag ``name`` marks: by name, or by a glob for all
-        repeated blocks.
+        """Return the text by which a plan entry names the module boundary that tag ``name`` marks: a module name, or a
+        glob for all repeated blocks.
         """
         module, where, _ = name.rsplit(".", 2)
         return self.writer.by_glob(dict.fromkeys(self.writer.block_names(module), ""))[-1][0] + (
@@ -100,7 +101,7 @@ class Pinner:
 
 
 def _parent(name: str) -> str:
-    """Return the module that contains the one whose boundary the tag ``name`` marks."""
+    """Return the parent of a module, by name. The module is the one whose boundary is marked by the tag ``name``."""
     return name.rsplit(".", 2)[0].rpartition(".")[0]
 
 
@@ -306,7 +307,9 @@ class Writer:
     # --- globs
 
     def by_glob(self, by_name: Mapping[str, T]) -> list[tuple[str, T]]:
-        """Return (glob or name, value) pairs for values by name; equal values in all repeated blocks share one glob."""
+        """Return ``by_name`` as (glob or name, value) pairs for a plan. Equal values in all repeated blocks share one
+        glob.
+        """
         groups: dict[tuple[Repeat, str], dict[int, T]] = {}
         out: list[tuple[str, T]] = []
         for name, value in by_name.items():

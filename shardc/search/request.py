@@ -97,7 +97,8 @@ Size = Annotated[int, Range(1)]
 
 @dataclass(frozen=True)
 class Auto:
-    """A plan to be searched for; ``|`` combines it with plans, whose entries are kept.
+    """A request to search for the plan, from `auto`. Combined with a plan by ``|``, the search keeps the entries of
+    that plan.
 
     Args:
         memory: memory of a rank in bytes; None: that of the hardware.
@@ -165,7 +166,8 @@ class Auto:
         axes: int = 2,
         report: Report | None = None,
     ) -> Found:
-        """Return the fastest plan that fits, on ``mesh`` or, if that is None, on any mesh of `ranks`.
+        """Search for the fastest plan that fits in memory, on ``mesh`` or, if that is None, on any mesh of `ranks`
+        ranks. Return it as `Found`.
 
         Args:
             source: the model and its example inputs.

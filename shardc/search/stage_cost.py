@@ -136,7 +136,9 @@ def _part(names: Sequence[str], node: fx.Node) -> str:
 
 
 def _chain(half: Half, names: Sequence[str]) -> frozenset[fx.Node]:
-    """Return the ops of a backward that lead to the gradients of the model's first part, through all of its blocks."""
+    """Return the ops of a backward from which the gradients of the model's first part are computed. They pass through
+    all of its blocks.
+    """
     results = [(role, x) for role, x in ir.outputs(half.graph) if isinstance(x, fx.Node)]
     work = [x for role, x in results if role.name and _part_name(names, role.name) == names[0]]
     chain: set[fx.Node] = set()
@@ -293,7 +295,7 @@ class Player:
 
     @cached_property
     def _places(self) -> list[int]:
-        """Return the numbers of the parts at which a stage may begin."""
+        """Return the indices of the parts of the model at which a stage may begin, besides the first."""
         return [at for at in range(1, len(self.parts)) if self._may(at)]
 
     def _order(self, played: Played) -> tuple[bool, float, tuple[int, ...]]:
@@ -368,7 +370,8 @@ class Player:
 
     @cached_property
     def _in_order(self) -> tuple[list[tuple[int, Kind, int, int]], list[int]]:
-        """Return (actions of all ranks in an order in which they can run, rank to which each message goes).
+        """Return (actions of all ranks in an order in which they can run, rank that receives each message), so that
+        steps of many cuts can be simulated fast.
 
         An action is (rank, kind, stage, number of its message or -1).
         """

@@ -132,7 +132,7 @@ class StageSearch(Search):
         return [n for n in (2**k for k in range(most.bit_length(), 0, -1)) if n <= most and rows % n == 0]
 
     def _orders(self, count: int) -> list[Schedule]:
-        """Return the lists of the schedules with ``count`` microbatches."""
+        """Return the pipeline schedules to try with ``count`` microbatches."""
         named = SCHEDULES if self.entry is None else ((self.entry.schedule, self.entry.stages_per_rank),)
         out = []
         for name, per_rank in named:
@@ -194,7 +194,9 @@ def _begin(parts: Sequence[Part], at: int) -> str:
 
 
 def _order(trial: Trial) -> tuple[bool, float]:
-    """Return the sort key of a plan: what fits by seconds, then the rest by bytes."""
+    """Return the sort key of a trial. Plans that fit in memory come first, the fastest first; then the others, the
+    smallest first.
+    """
     return not trial.fits, trial.seconds if trial.fits else trial.memory
 
 

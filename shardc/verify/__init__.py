@@ -212,7 +212,9 @@ def _raise_cut(whole: fx.GraphModule, mesh: Mesh, fault: tuple[str, str] | None)
 def verify_two_backwards(
     backward: fx.GraphModule, inputs: fx.GraphModule | None, weights: fx.GraphModule | None, mesh: Mesh
 ) -> None:
-    """Check the two graphs, for gradients of inputs and of weights, of a stage's backward; raises VerifyError."""
+    """Check that a backward was split correctly into a graph for gradients of inputs and a graph for gradients of
+    weights. Raises VerifyError.
+    """
     graphs = [None if gm is None else gm.graph for gm in (inputs, weights)]
     if (lost := cuts.in_two(backward.graph, *graphs)) is not None:
         raise broken(Subject(backward, mesh, no_rules), "split_backward", output_node(backward.graph), lost)

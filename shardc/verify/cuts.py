@@ -26,7 +26,7 @@ Graphs = Iterable[tuple[str, fx.Graph]]
 
 
 def _values(graph: fx.Graph, prints: Mapping[fx.Node, Fingerprint]) -> dict[str, Fingerprint]:
-    """Return name -> fingerprint of the values of ``graph``."""
+    """Return the fingerprint (hash) of each value of ``graph``: name -> fingerprint."""
     return {info(node).name: prints[node] for node in graph.nodes if node.op != "output"}
 
 

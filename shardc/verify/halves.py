@@ -130,7 +130,9 @@ def slots(subject: Subject) -> Broken:
 def _sharing(
     planned: tuple[Slot, ...], used: Mapping[int, tuple[int, int]], numbers: Iterable[int]
 ) -> Iterable[tuple[int, int]]:
-    """Yield (slot, earlier slot), by number, for slots that share bytes while both are in use."""
+    """Yield (slot, earlier slot), by number, for slots of the arena that share bytes although both are in use at some
+    time.
+    """
     order = sorted(numbers, key=lambda number: used[number])
     live: list[tuple[int, int]] = []  # (offset, slot) of the slots in use
     ends: list[tuple[int, int]] = []  # (last use, slot)
@@ -148,7 +150,7 @@ def _sharing(
 
 
 def read(subject: Subject) -> Broken:
-    """Check that every result of a collective has a path of uses to an output."""
+    """Check that the result of every collective is used, directly or through other ops, by an output."""
     live: set[fx.Node] = set()
     for node in reversed(subject.nodes):
         if node.op == "output" or node in live:
@@ -169,7 +171,7 @@ def once(subject: Subject) -> Broken:
 
 
 def rerun(forward: fx.GraphModule, backward: fx.GraphModule) -> Broken:
-    """Check that backward does not run a collective again whose result forward saves."""
+    """Check that backward does not repeat a collective whose result forward saves for it."""
     saved_names = {
         info(_brought(x)).name for role, x in outputs(forward.graph) if role.kind == "saved" and isinstance(x, fx.Node)
     }

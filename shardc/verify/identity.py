@@ -38,7 +38,9 @@ def program(gm: fx.GraphModule, prints: Fingerprints | None = None) -> Program:
 
 
 def changed(before: Program, gm: fx.GraphModule, prints: Fingerprints) -> tuple[fx.Node, str] | None:
-    """Return (first node of ``gm`` whose value ``before`` lacks, reason), or None; ``prints`` are those of ``gm``."""
+    """Return (first node of ``gm`` whose value the program ``before`` did not compute, reason); None if there is none.
+    ``prints`` are the fingerprints of ``gm``.
+    """
     for node in gm.graph.nodes:
         if node.op != "output" and prints[node] not in before.values:
             operands = ", ".join(dict.fromkeys(grammar.name_text(info(_moved(x)).name) for x in node.all_input_nodes))
@@ -48,7 +50,9 @@ def changed(before: Program, gm: fx.GraphModule, prints: Fingerprints) -> tuple[
 
 
 def computed(graph: fx.Graph, saved: Mapping[str, Fingerprint] | None = None) -> Computed:
-    """Return (kind, name, index) of each output -> its fingerprint; ``saved``: name of a saved value -> its own."""
+    """Return the fingerprint (hash) of each output of ``graph``: (kind, name, index) -> fingerprint. ``saved`` has the
+    fingerprints of values that forward saves, by name.
+    """
     return of_outputs(graph, fingerprints(graph, saved))
 
 
@@ -127,7 +131,7 @@ def _fingerprint(node: fx.Node, prints: Fingerprints) -> Fingerprint:
 
 
 def with_fingerprints(argument: fx.node.Argument, prints: Fingerprints) -> object:
-    """Return ``argument`` with fingerprints in place of nodes."""
+    """Return ``argument``, an argument of a node, with the nodes in it replaced by their fingerprints."""
     if isinstance(argument, fx.Node):
         return prints[argument]
     return [with_fingerprints(part, prints) for part in argument] if isinstance(argument, list | tuple) else argument

@@ -30,7 +30,7 @@ def pins(subject: Subject) -> Broken:
 
 
 def present(subject: Subject) -> Broken:
-    """Check that every tensor has a layout; `shapes` checks that it fits."""
+    """Check that every tensor of a graph has a layout."""
     for node in subject.nodes[:-1]:
         for value in info(node).tensors:
             if value.layout is None:
@@ -108,7 +108,7 @@ def _broken_move(node: fx.Node, source: Value, result: Value) -> str | None:
 
 
 def _broken_pad(node: fx.Node, source: Value, result: Value) -> str | None:
-    """Return why a ``pad`` or ``unpad`` is wrong, or None."""
+    """Return why the result of a ``pad`` or ``unpad`` node does not fit its source, as text; None if it fits."""
     dim, size = node.kwargs["dim"], node.kwargs["size"]
     assert isinstance(dim, int) and isinstance(size, int)
     expected = (*source.shape[:dim], size, *source.shape[dim + 1 :])

@@ -99,8 +99,8 @@ def results(subject: Subject) -> Broken:
 
 
 def legal(*allowed: Callable[..., object], collectives: bool = False) -> Check:
-    """Return the check that all ops of a stage are legal: ``getitem``, ``allowed``, and overloads of ``torch.ops``,
-    torch's collectives only if ``collectives``.
+    """Return a check that all ops of a stage are legal: ``getitem``, the ops ``allowed``, and overloads of
+    ``torch.ops``.
 
     Collectives of torch are legal only if ``collectives`` is true, as after localize.
     """

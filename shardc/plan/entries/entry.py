@@ -17,7 +17,7 @@ class Entry:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Return the subject of the entry: of two entries with equal keys the later one is used."""
+        """Return a key for what the entry is about. Of two entries with equal keys, the later one is used."""
         return (self,)
 
     def on(self, mesh: Mesh) -> Entry:
@@ -55,7 +55,9 @@ class Entry:
         return (), 0
 
     def level_of(self, param: Placed) -> int:
-        """Return 1, 2 or 3 if the entry stores the parameter as ZeRO-1, -2 or -3 does; 0 if it is no ``fsdp`` entry."""
+        """Return the ZeRO level (1, 2 or 3) at which the entry stores the parameter; 0 if the entry is no ``fsdp``
+        entry.
+        """
         return self.storage[1]
 
     def regather_axes(self, param: Placed) -> tuple[str, ...]:
@@ -120,7 +122,7 @@ class Entry:
 
     @property
     def call(self) -> Call:
-        """Return (name of the constructor that creates the entry, its arguments that are not defaults)."""
+        """Return the call that creates the entry: (name of the constructor, its arguments that are not defaults)."""
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         return type(self).__name__, {name: value for name, (value, default) in values.items() if value != default}
 

@@ -236,7 +236,9 @@ def port_entries(kind: str, value: object) -> list[Port]:
 
 
 def activation_entries(target: str, value: object) -> list[Activation]:
-    """Return the entries of ``Plan(activations={target: value})``; ``value``: a spec, a list, or a dict by keyword."""
+    """Return the plan entries of ``Plan(activations={target: value})``. The value is a spec, a list of specs by
+    position, or a dict by keyword.
+    """
     entry = f"activations[{quote(target)}] = {value!r}"
     base = target if split_target(target).where else f"{target}:output"
     out = []
